@@ -185,8 +185,17 @@ class Training:
         The failure is logged once, and the next call that gets a state raises it. It
         may be older: a worker or a commit failed in the background.
         """
-        self.fail(error)
+        self.fail_unannounced(error)
         self._run.health.announce()
+
+    def fail_unannounced(self, error: BaseException) -> None:
+        """As `fail_beside_others`, but nothing is logged, and no next call raises it.
+
+        For a failure that the other processes do not know of: if this one raised it,
+        they would wait for it in the next step. In that step all calls fail, and the
+        statuses tell all processes.
+        """
+        self.fail(error)
         self._run.health.caught()
 
     @property

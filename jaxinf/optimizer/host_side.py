@@ -96,12 +96,17 @@ class HostSide:
         """Returns the chunk grid of a leaf, in the existing or future store."""
         return self.store._training.grid(description, number)
 
-    def guarded(self, host: Host) -> GuardedHost:
-        """Wraps a host function for a callback: its exception stops the store."""
-        training = self.store._training
-        return GuardedHost(
-            host, training.fail_computation, training.fail_beside_others, self._warn
-        )
+    def guarded(self, host: Host, *, is_last: bool = False) -> GuardedHost:
+        """Wraps a host function for a callback: its exception stops the store.
+
+        Args:
+          host: the function.
+          is_last: whether no later call of the step tells other processes of it.
+        """
+        training, report = self.store._training, self.store._training.fail_beside_others
+        if is_last and not training.members.is_alone:
+            report = training.fail_unannounced
+        return GuardedHost(host, training.fail_computation, report, self._warn)
 
     def warn_of_gathering(self, num_devices: int) -> None:
         """Warns once that the store was made for whole leaves, not for the shards."""
@@ -203,9 +208,18 @@ class HostSide:
 
     def _check_all(self, step: int, statuses: Array) -> None:
         """Raises the failure of this process, or that of another."""
-        self.store._training.check()
-        if np.any(statuses == FAILED):
-            raise self.store._training.members.failure_of_others(step)
+        training = self.store._training
+        if not np.any(statuses == FAILED):
+            training.check()
+        else:
+            error = training.failure or training.members.failure_of_others(step)
+            raise self._known_to_all(error)
+
+    def _known_to_all(self, error: BaseException) -> BaseException:
+        """Has the next call raise an error that statuses have told all processes."""
+        if not self.store._training.members.is_alone:
+            self.store._training.fail_beside_others(error)
+        return error
 
     def recall(self, slots: Sequence[str], outs: HostResult, call: HostCall) -> None:
         """Callback: before the updates of a step, reads a slot of each leaf."""
@@ -294,7 +308,8 @@ class HostSide:
             training.steps.abandon()
             if self._nonfinite != "skip":
                 training.wait()  # commits the earlier steps
-                raise self._non_finite(description, int(step), statuses)
+                error = self._non_finite(description, int(step), statuses)
+                raise self._known_to_all(error)
             training.binding.advance(int(step))
             verdict[...] = SKIPPED
         else:

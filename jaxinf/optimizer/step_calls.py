@@ -246,7 +246,9 @@ class StepCalls:
         state = self._state
         statuses = jnp.stack([result.status for result in results])
         return call_once(
-            self._guarded(partial(self._host.commit, self._description)),
+            self._host.guarded(
+                partial(self._host.commit, self._description), is_last=True
+            ),
             self._mesh,
             (
                 state.step,

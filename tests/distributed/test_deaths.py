@@ -37,6 +37,9 @@ def test_a_drive_error_of_one_process_reaches_all_with_its_cause(tmp_path):
     with running(tmp_path, *arguments, own=own, variables=variables) as processes:
         for number in (0, 1):
             assert seconds_to_end(processes, number) not in (0, None), processes
+            assert "in a collective" not in processes.output(number), (
+                processes.outputs()
+            )
             assert max(losses(processes.output(number))) <= 3, processes
         why = r"process-00001/\S+/params.up/\S+: write at byte \d+ failed: Input/output"
         assert re.search(f"StoreIOError: .*{why}", processes.output(1)), processes
