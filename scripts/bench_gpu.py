@@ -36,7 +36,10 @@ PACKAGES += ("libtpu", "optax", "flax", "numpy")
 TESTS = {
     "contract": ("csd/test_contract.py", "optimizer/test_optimizer_contract.py"),
     "transform": ("optimizer/test_transform.py", "optimizer/test_restart.py"),
-    "streaming": ("streaming/test_streamed.py", "streaming/test_function.py"),
+    "streaming": tuple(
+        f"streaming/test_{name}.py"
+        for name in ("streamed", "running", "saved_plans", "refused", "function")
+    ),
 }
 TAIL = 4000
 """Characters of a failed part's output that are kept."""

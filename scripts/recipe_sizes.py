@@ -33,7 +33,7 @@ from jaxinf.errors import JaxinfError
 from jaxinf.program import averaged, trace_init
 from jaxinf.store import required_bytes
 from jaxinf.streaming import trace_optimizer
-from jaxinf.streaming.update.traffic import _moved_bytes as moved_bytes
+from jaxinf.streaming.update.traffic import moved_bytes
 from jaxinf.terminal import format_bytes, format_count
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig

@@ -22,7 +22,8 @@ GROUPS = {
     "transform": "tests/optimizer/test_transform.py "
     "tests/optimizer/test_transform_refusals.py "
     "tests/optimizer/test_transform_sharded.py tests/test_compat.py",
-    "streaming": "tests/streaming/test_streamed.py",
+    "streaming": "tests/streaming/test_streamed.py tests/streaming/test_running.py "
+    "tests/streaming/test_saved_plans.py tests/streaming/test_refused.py",
     "programs": "tests/program tests/kernels/test_operations.py",
     "bits": "tests/kernels/test_bits.py",
     "trainer": "tests/train/test_run.py tests/distributed/test_training.py",

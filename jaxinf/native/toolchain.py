@@ -52,7 +52,7 @@ NO_COMPILER = (
     "pip install 'jaxinf[compiler]'"
 )
 
-REINSTALL = "pip install --force-reinstall --no-deps jaxinf"
+REINSTALL = "pip install --force-reinstall --no-deps PATH (a wheel or a checkout)"
 """What to do with a package that is another machine's or another system's."""
 
 _LEVELS = {

@@ -103,7 +103,7 @@ class Step(ABC):
     def _ends(self, ready: Prepared) -> Ends:
         """Returns the params source and the gradient sink of what was traced."""
 
-    def _join(self) -> None:  # noqa: B027
+    def _join(self) -> None:
         """Waits for the updates of the step before; there are none by default."""
 
     # --- a run ---------------------------------------------------------------------

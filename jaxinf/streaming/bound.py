@@ -190,10 +190,10 @@ class Ends(ABC):
         """Counters of the bytes on these drives."""
         return None
 
-    def record(self, began_s: float, ended_s: float) -> None:  # noqa: B027
+    def record(self, began_s: float, ended_s: float) -> None:
         """Notes the times between which a call ran."""
 
-    def save(self, ready: Prepared, plan: Plan) -> None:  # noqa: B027
+    def save(self, ready: Prepared, plan: Plan) -> None:
         """Saves a new plan's cuts, if bits have to last longer than this process."""
 
     @abstractmethod

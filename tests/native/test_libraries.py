@@ -206,4 +206,4 @@ def test_a_package_of_another_system_is_told(
         in record.message
     )
     assert re.search(found, record.message)
-    assert "run: pip install --force-reinstall --no-deps jaxinf" in record.message
+    assert "run: pip install --force-reinstall --no-deps PATH" in record.message

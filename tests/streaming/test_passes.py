@@ -1,7 +1,5 @@
 """Passes over gradients: how many an optimizer needs, their bits, their failures."""
 
-import errno
-import os
 import re
 import signal
 from pathlib import Path
@@ -11,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from streaming import assert_near, assert_same_bits, spill_beyond
+from streaming import (
+    assert_near,
+    assert_same_bits,
+    no_room_for_gradients,
+    spill_beyond,
+)
 from zoo import ZOO
 
 import jaxinf
@@ -285,17 +288,9 @@ def test_a_spill_without_room_gives_the_step_up(open_store, monkeypatch):
     step = jaxinf.stream(linear, THREE, open_store(**CHUNKS), memory_bytes=MEMORY_BYTES)
     step.load(tree(0), batch=batches[0])
     step(batches[0])
-    real = os.pwritev
-
-    def full(fd, *args):
-        if "(deleted)" in os.readlink(f"/proc/self/fd/{fd}"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(fd, *args)
-
-    monkeypatch.setattr(os, "pwritev", full)
-    with pytest.raises(jaxinf.StoreSpaceError, match=r"file of gradients.*write"):
+    refused = pytest.raises(jaxinf.StoreSpaceError, match=r"file of gradients.*write")
+    with no_room_for_gradients(), refused:
         step(batches[1])
-    monkeypatch.setattr(os, "pwritev", real)
     step(batches[1])
     step.store.wait()
     assert_near(step.store.params(like=tree(0)), optax_params(THREE, batches), 2e-6)

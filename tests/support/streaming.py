@@ -1,10 +1,14 @@
 """Runs a plan of a program of the zoo, without a store."""
 
+import contextlib
+import errno
+import os
 import sys
 import time
 
 import jax
 import numpy as np
+import pytest
 
 from jaxinf.schedule.placement import waiting
 from jaxinf.streaming import near_storage
@@ -20,6 +24,7 @@ __all__ = [
     "assert_near",
     "assert_same_bits",
     "in_memory",
+    "no_room_for_gradients",
     "numbers",
     "prepared",
     "read_ahead",
@@ -100,6 +105,21 @@ def spill_beyond(monkeypatch, num_bytes):
     monkeypatch.setattr(
         near_storage, "waiting", lambda sizes, *_: waiting(sizes, num_bytes)
     )
+
+
+@contextlib.contextmanager
+def no_room_for_gradients():
+    """Has the drive refuse what is written to files without names."""
+    write = os.pwritev
+
+    def full(fd, *args):
+        if "(deleted)" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        yield
 
 
 def numbers(tree):

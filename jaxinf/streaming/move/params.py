@@ -98,19 +98,19 @@ class Params(ABC):
         """Returns memory for a unit's new shards until `free`; None if not needed."""
         return None
 
-    def free(self, unit: Unit) -> None:  # noqa: B027
+    def free(self, unit: Unit) -> None:
         """Notes that a unit is updated."""
 
-    def done(self, number: int) -> None:  # noqa: B027
+    def done(self, number: int) -> None:
         """Notes that a call has run; frees what no later call needs."""
 
-    def end(self) -> None:  # noqa: B027
+    def end(self) -> None:
         """Notes that a step has updated the params."""
 
-    def rest(self) -> None:  # noqa: B027
+    def rest(self) -> None:
         """Frees the memory for reading until the next run."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Stops, and frees the memory for reading; idempotent."""
 
 

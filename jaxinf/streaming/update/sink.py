@@ -24,7 +24,7 @@ _RUN_ELEMENTS = 1 << 18
 class Sink(ABC):
     """Takes the gradients of steps."""
 
-    def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:  # noqa: B027
+    def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
         """Gets ready for a step.
 
         Args:
@@ -32,7 +32,7 @@ class Sink(ABC):
           params: The source of the step's params, which updates may take and change.
         """
 
-    def begin_part(self, number: int) -> None:  # noqa: B027
+    def begin_part(self, number: int) -> None:
         """Gets ready for the gradients of a part of the batch."""
 
     @abstractmethod
@@ -43,7 +43,7 @@ class Sink(ABC):
           BaseException: The exception that stopped the updates.
         """
 
-    def end_part(self, number: int) -> None:  # noqa: B027
+    def end_part(self, number: int) -> None:
         """Waits until the gradients of the part are added up, if others follow."""
 
     @abstractmethod
@@ -62,10 +62,10 @@ class Sink(ABC):
           BaseException: The exception that stopped the updates.
         """
 
-    def abandon(self) -> None:  # noqa: B027
+    def abandon(self) -> None:
         """Gives the step up."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Frees memory and files; idempotent."""
 
     @property

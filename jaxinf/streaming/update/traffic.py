@@ -21,7 +21,7 @@ from jaxinf.schedule.reads import Fetch
 from jaxinf.store import MASTER_PARAMS
 from jaxinf.streaming.program.units import Unit
 
-__all__ = ["is_parted", "planned_traffic", "reads_params"]
+__all__ = ["is_parted", "moved_bytes", "planned_traffic", "reads_params"]
 
 _PARAMS = 0  # the first of a leaf's states
 
@@ -50,7 +50,7 @@ def planned_traffic(
     taken = {fetch.unit for fetch in fetches if fetch.gradient is not None}
     for fetch in fetches:
         for layout in _layouts(opened, fetch.unit):
-            read += _moved_bytes(opened, layout, [_PARAMS])
+            read += moved_bytes(opened, layout, [_PARAMS])
     for unit in units:
         kernel = program.leaves[unit.leaf].kernel
         has_params = unit in taken or unit in given
@@ -61,11 +61,11 @@ def planned_traffic(
             if layout.subgroup in opened.host_tier:
                 written += _deferred_bytes(opened, layout, stores)
                 continue
-            read += _moved_bytes(opened, layout, sorted(loads))
-            written += _moved_bytes(opened, layout, stores)
+            read += moved_bytes(opened, layout, sorted(loads))
+            written += moved_bytes(opened, layout, stores)
             for names in _read_by_passes(passes, unit, has_params):
                 states = [layout.slots.index(name) for name in names]
-                read += _moved_bytes(opened, layout, states)
+                read += moved_bytes(opened, layout, states)
     return ByteCounts(drive_read_bytes=read, drive_write_bytes=written)
 
 
@@ -117,15 +117,15 @@ def _deferred_bytes(
     every = opened.options.steps_per_commit
     at_once = [state for state in stores if state == _PARAMS or every == 1]
     rest = [state for state in stores if state not in at_once]
-    written = _moved_bytes(opened, layout, at_once)
-    return written + (_moved_bytes(opened, layout, rest) // every if every else 0)
+    written = moved_bytes(opened, layout, at_once)
+    return written + (moved_bytes(opened, layout, rest) // every if every else 0)
 
 
 def _layouts(opened: StoreShape, unit: Unit) -> Sequence[SubgroupLayout]:
     return opened.layouts(unit.leaf, unit.origin, unit.extent)
 
 
-def _moved_bytes(
+def moved_bytes(
     opened: StoreShape, layout: SubgroupLayout, states: Iterable[int]
 ) -> int:
     """Whole pages, but no more than the file has, whose end may be odd."""
