@@ -139,7 +139,6 @@ class StreamedFunction(Step):
 
     Attributes:
       store: The store.
-      limits: Memory.
     """
 
     def __init__(
@@ -154,7 +153,6 @@ class StreamedFunction(Step):
     ) -> None:
         super().__init__(setup, None if step is None else step.shared)
         self.store = store
-        self.limits = setup.options
         self._fn = fn
         self._closes = closes
         self._step_beside = step
@@ -224,7 +222,7 @@ class StreamedFunction(Step):
         if self._params is None:
             self._params = _tree_of(self.store)
         ready = prepare_function(self._fn, self._params, batch)
-        return ready.with_bits(is_deterministic=self.limits.deterministic)
+        return ready.with_bits(is_deterministic=self._options.deterministic)
 
     def _ends(self, ready: Prepared) -> FunctionEnds:
         return FunctionEnds(

@@ -138,7 +138,7 @@ def test_sizes_as_text(tmp_path):
         memory_bytes="1GiB",
         device_memory_bytes="0.5GiB",
     ) as made:
-        found = made.limits
+        found = made._options
     assert (found.memory_bytes, found.device_memory_bytes) == (1 << 30, 1 << 29)
 
 
