@@ -8,7 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import passes_run
 import pytest
+from passes_run import (
+    CHUNKS,
+    CLIP,
+    MEMORY_BYTES,
+    NORMALIZE,
+    SHAPES,
+    THREE,
+    linear,
+    tree,
+)
 from streaming import (
     assert_near,
     assert_same_bits,
@@ -23,11 +34,7 @@ from jaxinf.streaming import passes_for, trace_optimizer
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.update.passes import PassRunner
 
-CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
-MEMORY_BYTES = 256 << 20
-CLIP, NORMALIZE = optax.clip_by_global_norm(0.1), optax.normalize_by_update_norm()
-THREE = optax.chain(CLIP, NORMALIZE, optax.adamw(1e-2))
-SHAPES = {"b": (48,), "w": (40, 48), "z": ()}
+PROGRAM = Path(passes_run.__file__)
 
 
 def scaled(growth=2.0):
@@ -94,17 +101,6 @@ def test_more_than_numbers_of_each_leaf_is_refused(open_store):
 
 
 # --- bits -------------------------------------------------------------------------
-
-
-def linear(params, batch):
-    parts = jax.tree.map(lambda p, g: jnp.sum(p * g), params, batch)
-    return sum(jax.tree.leaves(parts))
-
-
-def tree(seed):
-    keys = jax.random.split(jax.random.key(seed), len(SHAPES))
-    pairs = zip(SHAPES.items(), keys, strict=True)
-    return {name: jax.random.normal(key, shape) for (name, shape), key in pairs}
 
 
 def optax_params(tx, batches):
@@ -220,37 +216,13 @@ def test_a_runner_combines_slices(open_store):
 
 # --- failures -----------------------------------------------------------------------
 
-PROGRAM = """
-import os, signal, sys
-import jax, optax
-import jaxinf
-from jaxinf.streaming.update.passes import PassRunner
-sys.path.insert(0, sys.argv[1])
-from test_passes import CHUNKS, MEMORY_BYTES, THREE, linear, tree
-
-advance, calls = PassRunner.advance, []
-def killing(self):
-    calls.append(1)
-    if len(calls) == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    advance(self)
-PassRunner.advance = killing
-step = jaxinf.stream(
-    linear, THREE, jaxinf.open_store(sys.argv[2], **CHUNKS), memory_bytes=MEMORY_BYTES
-)
-step.load(tree(0))
-for seed in range(1, 4):
-    step(tree(seed))
-"""
-
 
 @pytest.mark.long
 @pytest.mark.parametrize("call", [3, 4])
 def test_killed_between_passes_the_committed_step_is_whole(
     call, open_store, run_python, place
 ):
-    folder = str(Path(__file__).parent)
-    killed = run_python(PROGRAM, folder, place / "store", call, check=False)
+    killed = run_python(PROGRAM, place / "store", call, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     with jaxinf.open_store(place / "store", **CHUNKS) as store:
         assert store.step == 1  # of two calls a step the first or second of step 2

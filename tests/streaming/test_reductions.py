@@ -1,7 +1,6 @@
 """Options of compilation: memory of sums of large products, and bits on a GPU."""
 
-import subprocess
-import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +14,7 @@ MIB = 1 << 20
 LARGE, SMALL, FLAT = (1, 2, 2048, 2048), (1, 2, 64, 64), (4096, 2048)
 
 
-# Prints the growth of resident memory by each program, less what XLA reports.
-PROGRAM = """
-from pathlib import Path
-import jax, jax.numpy as jnp
-from jaxinf.streaming.plan.plan import prepare
-from jaxinf.streaming.program.programs import compile_program
-
-def resident(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
-
-def loss(p, x):
-    return jnp.sum(jnp.tanh(jnp.sum(p * x, -1)))
-
-like = jax.ShapeDtypeStruct((1, 2, 3072, 3072), jnp.float32)
-plan = prepare(loss, like, like).plan(1 << 40)
-for program in (*plan.programs.forward, *plan.programs.backward):
-    if program is None or not program.outputs:
-        continue
-    compiled = compile_program(program)
-    args = [jnp.ones(value.shape, value.dtype) for value in program.inputs]
-    for _ in range(3):
-        jax.block_until_ready(compiled(*args))
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    jax.block_until_ready(compiled(*args))
-    memory = compiled.memory_analysis()
-    reported = memory.temp_size_in_bytes + memory.output_size_in_bytes
-    print(resident("VmHWM") - before - reported)
-"""
+PROGRAM = Path(__file__).parents[1] / "programs" / "unreported_memory.py"
 
 
 def looped(a, b):
@@ -95,10 +65,7 @@ def test_an_unknown_option_is_not_used(monkeypatch):
     assert compat.without_library_reductions() is None
 
 
-def test_programs_take_the_memory_that_is_reported():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, check=True
-    )
-    unreported = [int(line) for line in done.stdout.split()]
+def test_programs_take_the_memory_that_is_reported(run_python):
+    unreported = [int(line) for line in run_python(PROGRAM).stdout.split()]
     assert unreported  # one for each program
     assert max(unreported) < 36 * MIB  # half of one product

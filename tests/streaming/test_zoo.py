@@ -1,11 +1,11 @@
 """Every program of the zoo, cut: loss and gradients against one jit of the whole."""
 
-import hashlib
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import zoo_digest
 from streaming import assert_same_bits, numbers, prepared, streamed
 from zoo import ZOO
 
@@ -67,17 +67,6 @@ def test_gradients_are_those_of_one_jit(name, tmp_path):
     spill.close()
 
 
-def digest(name, cuts=None):
-    """The cuts of a plan, and a digest of its program and of what it computes."""
-    program = ZOO[name]()
-    ready = prepared(program)
-    if cuts is None:
-        cuts = ready.plan(ready.smallest_bytes() * 3 // 2).cuts
-    found = numbers(streamed(program, ready.plan_of(cuts), {}))
-    text = ready.fingerprint.encode() + b"".join(leaf.tobytes() for leaf in found)
-    return cuts, hashlib.sha256(text).hexdigest()
-
-
 SOME = ("l2_penalty", "scan_remat_reverse")
 
 
@@ -85,17 +74,9 @@ SOME = ("l2_penalty", "scan_remat_reverse")
     "names", [SOME, pytest.param(tuple(ZOO), marks=pytest.mark.long)], ids=len
 )
 def test_a_plan_has_the_same_bits_in_another_process(names, run_python):
-    program = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from test_zoo import digest
-for name in sys.argv[2:]:
-    cuts, text = digest(name)
-    print(name, text, *cuts)
-"""
-    folder = str(Path(__file__).parent)
-    done = run_python(program, folder, *names, PYTHONHASHSEED="7")
+    program = Path(zoo_digest.__file__)
+    done = run_python(program, *names, PYTHONHASHSEED="7")
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[0] for line in lines] == list(names)
     for name, text, *cuts in lines:
-        assert digest(name, tuple(map(int, cuts)))[1] == text, name
+        assert zoo_digest.digest(name, tuple(map(int, cuts)))[1] == text, name

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -148,18 +149,7 @@ def test_a_full_drive_is_named(tmp_path, monkeypatch):
     scratch.close()
 
 
-KILLED = """
-import os, signal, sys
-import numpy as np
-from jaxinf.streaming.move.scratch import (Scratch, aligned)
-from jaxinf.streaming.plan.forms import PART_BYTES
-scratch = Scratch([sys.argv[1]])
-place = scratch.allocate(32 << 20)
-scratch.reserve()
-for part in place.parts:
-    scratch.write(part, np.ones(32 << 20, np.uint8), aligned(PART_BYTES))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+KILLED = Path(__file__).parents[2] / "programs" / "killed_scratch.py"
 
 
 def test_a_killed_process_leaves_nothing(tmp_path, run_python):

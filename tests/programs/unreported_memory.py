@@ -1,0 +1,41 @@
+"""Prints by how much each program's resident memory grows, less what XLA reports."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxinf.streaming.plan.plan import prepare
+from jaxinf.streaming.program.programs import compile_program
+
+
+def status_bytes(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
+
+
+def loss(p, x):
+    return jnp.sum(jnp.tanh(jnp.sum(p * x, -1)))
+
+
+def main():
+    """Runs each program of the loss and its gradient."""
+    like = jax.ShapeDtypeStruct((1, 2, 3072, 3072), jnp.float32)
+    programs = prepare(loss, like, like).plan(1 << 40).programs
+    for program in (*programs.forward, *programs.backward):
+        if program is None or not program.outputs:
+            continue
+        compiled = compile_program(program)
+        args = [jnp.ones(value.shape, value.dtype) for value in program.inputs]
+        for _ in range(3):
+            jax.block_until_ready(compiled(*args))
+        Path("/proc/self/clear_refs").write_text("5")
+        before_bytes = status_bytes("VmRSS")
+        jax.block_until_ready(compiled(*args))
+        memory = compiled.memory_analysis()
+        reported_bytes = memory.temp_size_in_bytes + memory.output_size_in_bytes
+        print(status_bytes("VmHWM") - before_bytes - reported_bytes)
+
+
+if __name__ == "__main__":
+    main()

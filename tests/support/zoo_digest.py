@@ -1,0 +1,31 @@
+"""Prints a digest of the bits of each program of the zoo named, and its cuts."""
+
+import hashlib
+import sys
+
+from streaming import numbers, prepared, streamed
+from zoo import ZOO
+
+__all__ = ["digest"]
+
+
+def digest(name, cuts=None):
+    """The cuts of a plan, and a digest of its program and of what it computes."""
+    program = ZOO[name]()
+    ready = prepared(program)
+    if cuts is None:
+        cuts = ready.plan(ready.smallest_bytes() * 3 // 2).cuts
+    found = numbers(streamed(program, ready.plan_of(cuts), {}))
+    text = ready.fingerprint.encode() + b"".join(leaf.tobytes() for leaf in found)
+    return cuts, hashlib.sha256(text).hexdigest()
+
+
+def main(*names):
+    """Prints name, digest and cuts, a line each."""
+    for name in names:
+        cuts, text = digest(name)
+        print(name, text, *cuts)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
