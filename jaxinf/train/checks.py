@@ -219,7 +219,7 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 _OF_STREAMING = ("device_memory", "policy", "resident", "micro_batches")
-_OF_STREAMING += ("replan", "activations", "endurance_tbw")
+_OF_STREAMING += ("replan", "activations", "endurance_tbw", "deterministic")
 _NOT_STREAMED = ("reference",)
 
 
@@ -229,9 +229,10 @@ def _check_streaming(config: TrainConfig) -> None:
     for field in dataclasses.fields(config):
         is_refused = field.name in (_NOT_STREAMED if is_streamed else _OF_STREAMING)
         if is_refused and getattr(config, field.name) != field.default:
+            flag = _flag(f"no_{field.name}" if field.default is True else field.name)
             raise UsageError(
-                f"{_flag(field.name)}: --mode {config.mode} does not have it; leave it "
-                f"out{_IN_PLACE.get(field.name, '')}"
+                f"{flag}: --mode {config.mode} does not have it; leave it out"
+                + ("" if is_streamed else ", or give --mode stream")
             )
     if not is_streamed:
         return
@@ -254,17 +255,6 @@ def _check_streaming(config: TrainConfig) -> None:
             "--steps 0: imports in --mode update; go on with --mode stream and the "
             "same --store"
         )
-
-
-_IN_PLACE = {
-    "device_memory": ", or give --mode stream",
-    "policy": ", or give --mode stream",
-    "activations": ", or give --mode stream",
-    "resident": ", or give --mode stream",
-    "micro_batches": ", or give --mode stream",
-    "replan": ", or give --mode stream",
-    "endurance_tbw": ", or give --mode stream",
-}
 
 
 _OF_THE_STORE = ("store", "csd_root", "csd", "memory", "durability", "verify")

@@ -194,6 +194,10 @@ class StreamOptions:
     # For --mode stream: replace a plan kept in the store that does not fit --memory.
     replan: bool = False
 
+    # For --mode stream on a GPU: the same bits in each run, and after a resume, at the
+    # price of some speed (docs/accelerators.md).
+    deterministic: bool = True
+
 
 @dataclasses.dataclass(frozen=True)
 class ProcessOptions:

@@ -180,4 +180,5 @@ def _streamed_step(
         average=config.average,
         compress=config.compression,
         endurance_tbw=config.endurance_tbw,
+        deterministic=config.deterministic,
     )

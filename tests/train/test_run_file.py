@@ -27,6 +27,7 @@ FULL = TrainConfig(
     resident="2GiB",
     endurance_tbw=600.5,
     replan=True,
+    deterministic=False,
     csd_root=(Path("/d0"), Path("/d{process}")),
     csd="emulated:drive=1.5GB/s",
     durability=1024,

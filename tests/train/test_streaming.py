@@ -12,6 +12,7 @@ from jaxinf_models.llama import LlamaConfig
 from jaxinf_models.t5 import T5Config
 from jaxinf_models.vit import ViTConfig
 
+from jaxinf import compat
 from jaxinf.streaming import Plan
 from jaxinf.streaming.plan import offload
 from jaxinf.terminal import make_console
@@ -19,6 +20,7 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.metrics import StepLine
 from jaxinf.train.progress import Progress
 
+NO_BITS = ("--no-deterministic",)
 STREAM = ("--mode", "stream", "--memory", "256MiB")
 FIELDS = ["fetched_drive_bytes", "fetched_memory_bytes", "spilled_memory_bytes"]
 FIELDS += ["spilled_drive_bytes", "offloaded_drive_bytes", "offloaded_host_bytes"]
@@ -90,6 +92,16 @@ def test_a_planned_run_has_the_losses_of_keep(run, losses, lines, tmp_path, caps
     keep = (*STREAM, "--policy", "keep", "--steps", 4)
     assert run("--store", tmp_path / "keep", *keep) == 0
     assert losses(tmp_path / "plan-log") == losses(tmp_path / "keep-log")
+
+
+@pytest.mark.parametrize(("words", "is_wanted"), [((), True), (NO_BITS, False)])
+def test_programs_are_compiled_for_the_same_bits(
+    run, tmp_path, monkeypatch, words, is_wanted
+):
+    asked = set()
+    monkeypatch.setattr(compat, "deterministic_options", asked.add)
+    assert run("--store", tmp_path / "store", *STREAM, *words, "--steps", 1) == 0
+    assert asked == {is_wanted}
 
 
 def test_micro_batches_have_the_losses_of_the_whole(
@@ -212,6 +224,11 @@ def test_every_model_streams(run, losses, tmp_path, model):
         ),
         (("--device-memory", "1GiB"), "--device-memory: --mode update does not have"),
         (("--activations", "int8"), "--activations: --mode update does not have"),
+        (
+            ("--no-deterministic",),
+            "--no-deterministic: --mode update does not have it; leave it out, or give "
+            "--mode stream",
+        ),
         (
             (*STREAM, "--activations", "int8"),
             "--activations int8: no activation leaves with --policy recompute",
