@@ -15,8 +15,11 @@ in figures 9 and 10.
 Invariant: seconds are linear in the number of params; no rate depends on a method.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from jaxinf.schedule.clock import Task, run
 
 __all__ = [
     "A100",
@@ -237,18 +240,22 @@ def update_s(
     none = Rate(0.0, "not part of an update")
     parts = phases(machine, Gpu(none, none, none), workload, method, num_csds)
     update = [part for part in parts if part.name not in _BEFORE_UPDATE]
-    if not overlap:
-        return sum(part.seconds for part in update)
-    servers = {part.server for part in update}
-    return max(sum(p.seconds for p in update if p.server == s) for s in servers)
+    return _served_s(update, in_turn=not overlap)
 
 
 def iteration_s(
     machine: Machine, gpu: Gpu, workload: Workload, method: Method, num_csds: int
 ) -> float:
     """Returns seconds of an iteration; see `phases` for the arguments and errors."""
-    parts = phases(machine, gpu, workload, method, num_csds)
-    return sum(part.seconds for part in parts)
+    return _served_s(phases(machine, gpu, workload, method, num_csds))
+
+
+def _served_s(parts: Sequence[Phase], *, in_turn: bool = True) -> float:
+    tasks = [
+        Task(*part, after=(number - 1,) if in_turn and number else ())
+        for number, part in enumerate(parts)
+    ]
+    return max(span.end_s for span in run(tasks))
 
 
 _BEFORE_UPDATE = ("forward", "backward", "write gradients", "select")

@@ -11,10 +11,9 @@ Invariant: what moves next is what `Moves` says, as in a run; a call waits as th
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
+from jaxinf.schedule.clock import Clock
 from jaxinf.schedule.moves import Kind, Moves, Tensor
 from jaxinf.schedule.placement import Eviction
 
@@ -115,10 +114,7 @@ class _Clock:
     """Runs moves in virtual time: each queue one at a time."""
 
     def __init__(self, moved: Trips) -> None:
-        self._now_s = 0.0
-        self._free_s: defaultdict[str, float] = defaultdict(float)
-        self._ends: list[tuple[float, int, _Tensor, Kind]] = []
-        self._numbers = count()
+        self._clock: Clock[tuple[_Tensor, Kind]] = Clock()
         self._room = moved.room
         self._moves: Moves[_Tensor] = Moves(
             self,
@@ -151,16 +147,16 @@ class _Clock:
 
     def end(self, number: int, at_s: float) -> float:
         """Ends a call at a time; returns when what it was the last to read is free."""
-        while self._ends and self._ends[0][0] <= at_s:
+        while self._clock.is_due(at_s):
             self._step()
-        self._now_s = max(self._now_s, at_s)
+        self._clock.now_s = max(self._clock.now_s, at_s)
         for tensor in self._last.get(number, ()):
             while tensor.num_moves:
                 self._step()
             self._moves.release(tensor)
         for tensor in self._held.get(number, ()):
             self._moves.free(tensor)
-        return self._now_s
+        return self._clock.now_s
 
     def before(self, number: int, at_s: float) -> float:
         """Makes ready what a call needs; returns when it may start."""
@@ -175,7 +171,7 @@ class _Clock:
         for tensor in self._needed.get(number, ()):
             while not tensor.is_ready:
                 self._step()
-        return max(at_s, self._now_s)
+        return max(at_s, self._clock.now_s)
 
     def made(self, number: int, at_s: float) -> None:
         """Lets tensors leave that a call has made at a time."""
@@ -184,18 +180,15 @@ class _Clock:
             self._moves.evict(tensor)
 
     def _step(self) -> None:
-        self._now_s, _, tensor, kind = heappop(self._ends)
+        tensor, kind = self._clock.end()
         self._moves.ended(tensor, kind, True, None)
 
     # --- as the executor of `Moves` --------------------------------------------------
 
     def start(self, tensor: _Tensor, kind: Kind, part: int) -> None:
         """As `Executor.start`."""
-        queue = _QUEUES.get(kind, "drive")
-        end_s = max(self._free_s[queue], self._now_s, tensor.ready_s)
-        end_s += tensor.seconds[kind]
-        self._free_s[queue] = end_s
-        heappush(self._ends, (end_s, next(self._numbers), tensor, kind))
+        queue, seconds = _QUEUES.get(kind, "drive"), tensor.seconds[kind]
+        self._clock.start(queue, seconds, (tensor, kind), tensor.ready_s)
 
     def allocate(self, tensor: _Tensor) -> Any:
         """As `Executor.allocate`."""

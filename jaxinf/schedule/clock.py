@@ -1,0 +1,125 @@
+"""Servers, their queues, and a virtual clock.
+
+    task ──► queue of its server ──► served, one at a time ──► its end, in order of time
+
+Invariant: deterministic. Of what ends at the same time, what was started first ends
+first.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import Generic, NamedTuple, TypeVar
+
+__all__ = ["Clock", "Span", "Task", "run"]
+
+E = TypeVar("E")
+
+
+class Clock(Generic[E]):
+    """Servers that serve one task after another, and the time.
+
+    Attributes:
+      now_s: The present, in seconds.
+    """
+
+    __slots__ = ("_ends", "_free_s", "_num_started", "now_s")
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._free_s: defaultdict[str, float] = defaultdict(float)
+        self._ends: list[tuple[float, int, E]] = []
+        self._num_started = 0
+
+    def start(
+        self, server: str, seconds: float, event: E, ready_s: float = 0.0
+    ) -> float:
+        """Puts a task into a server's queue; returns when it begins.
+
+        Args:
+          server: Name of the server.
+          seconds: Time that it serves the task.
+          event: What `end` returns when the task has ended.
+          ready_s: When the task can begin at the earliest.
+        """
+        begin_s = max(self._free_s[server], self.now_s, ready_s)
+        self._free_s[server] = end_s = begin_s + seconds
+        heappush(self._ends, (end_s, self._num_started, event))
+        self._num_started += 1
+        return begin_s
+
+    def end(self) -> E:
+        """Goes on to the next end of a task; returns its event.
+
+        Raises:
+          IndexError: No task is under way.
+        """
+        end_s, _, event = heappop(self._ends)
+        self.now_s = max(self.now_s, end_s)
+        return event
+
+    def is_due(self, at_s: float) -> bool:
+        """Whether a task ends at a time or before it."""
+        return bool(self._ends) and self._ends[0][0] <= at_s
+
+
+class Task(NamedTuple):
+    """A piece of work for a server.
+
+    Attributes:
+      name: Its name.
+      server: Name of the server.
+      seconds: Time that it takes.
+      after: Numbers of the tasks that have to end before it can begin; each is less
+        than its own number.
+    """
+
+    name: str
+    server: str
+    seconds: float
+    after: tuple[int, ...] = ()
+
+
+class Span(NamedTuple):
+    """When a task was served, in seconds."""
+
+    begin_s: float
+    end_s: float
+
+
+def run(tasks: Sequence[Task]) -> list[Span]:
+    """Serves tasks; a server takes them as they become ready, in their order then.
+
+    Returns:
+      The span of each task, in the order of the tasks.
+
+    Raises:
+      ValueError: A task waits for itself or a later one, or its time is negative.
+    """
+    waits: list[list[int]] = [[] for _ in tasks]
+    num_before = [len(task.after) for task in tasks]
+    for number, task in enumerate(tasks):
+        if not task.seconds >= 0 or any(not 0 <= n < number for n in task.after):
+            raise ValueError(
+                f"task {number} ({task.name}): expected a time of at least 0 and "
+                f"tasks before it, found {task.seconds} s after {task.after}"
+            )
+        for before in task.after:
+            waits[before].append(number)
+    clock: Clock[int] = Clock()
+    spans: dict[int, Span] = {}
+
+    def start(number: int) -> None:
+        seconds = tasks[number].seconds
+        begin_s = clock.start(tasks[number].server, seconds, number)
+        spans[number] = Span(begin_s, begin_s + seconds)
+
+    for number, num in enumerate(num_before):
+        if not num:
+            start(number)
+    for _ in tasks:
+        for number in waits[clock.end()]:
+            num_before[number] -= 1
+            if not num_before[number]:
+                start(number)
+    return [spans[number] for number in range(len(tasks))]
