@@ -6,7 +6,7 @@ Invariant: nothing here changes a store, except that `wait` commits finished ste
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxinf.csd import CsdInfo
 from jaxinf.engine.dispatched import wait_for_callbacks
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.replicas import gathered_replicas, gathered_whole
+from jaxinf.engine.replicas import gathered_replicas, gathered_whole, own_parts
 from jaxinf.engine.sharding import boxes_with_holders
 from jaxinf.engine.state import committed_step, read_state
 from jaxinf.engine.steps import StepMetrics
@@ -35,6 +35,8 @@ from jaxinf.store import (
 from jaxinf.typing import Array, JsonValue, PyTree
 
 __all__ = ["CommittedState"]
+
+_T = TypeVar("_T")
 
 
 class CommittedState:
@@ -210,11 +212,49 @@ class CommittedState:
 
         sharding = getattr(like, "sharding", None)
         if not self._training.members.is_alone:
-            return _read_parts(opened, number, shape, dtype, sharding, read_box)
+            return self._read_parts(number, shape, dtype, sharding, read_box)
         # As uncommitted as `like`; otherwise a jitted step would be compiled again.
         if sharding is None or not getattr(like, "committed", True):
             return jax.device_put(read(tuple(slice(None) for _ in shape)))
         return jax.make_array_from_callback(shape, sharding, read)
+
+    def _read_parts(
+        self,
+        number: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        sharding: Any,
+        read_box: Callable[[Sequence[int], Sequence[int]], np.ndarray],
+    ) -> jax.Array:
+        """Reads a leaf whose chunks several processes hold; all call it.
+
+        Where the shards' holders own their chunks, each shard is put together by
+        itself; otherwise the leaf is in the memory of every host for a while.
+        """
+        opened = self._training.opened
+        what = f"params of {opened.directory.manifest.leaves[number].name}"
+        is_global = isinstance(sharding, NamedSharding)
+        is_global = is_global and isinstance(sharding.mesh, Mesh)
+        if is_global and _fits(opened, number, sharding, shape):
+            own = self._in_all(
+                what, lambda: own_parts(sharding, shape, dtype, read_box)
+            )
+            return gathered_replicas(sharding, shape, own)
+        part = self._in_all(what, lambda: read_box([0] * len(shape), shape))
+        whole = gathered_whole(part)
+        if sharding is None or not is_global:
+            return jax.device_put(whole, sharding)
+        return jax.make_array_from_callback(shape, sharding, whole.__getitem__)
+
+    def _in_all(self, what: str, read: Callable[[], _T]) -> _T:
+        """Reads this process's part of something, when all others have read theirs.
+
+        They put the parts together in a collective, where a process that fails to read
+        would leave the others.
+        """
+        found: list[_T] = []
+        self._training.members.agree(what, lambda: found.append(read()))
+        return found[0]
 
     def tensorstore(self, state: str, leaf: str) -> Any:
         """Opens a leaf's state as a read-only ``tensorstore.TensorStore``.
@@ -266,7 +306,11 @@ class CommittedState:
             with StepReader(path, commit, directory=self._directory) as reader:
                 if self._training.members.is_alone:
                     return reader.read(record, chosen)
-                return gathered_whole(reader.read_held(record, chosen))
+                return gathered_whole(
+                    self._in_all(
+                        f"read {leaf}", lambda: reader.read_held(record, chosen)
+                    )
+                )
 
     def wait(self, state: Any = None) -> None:
         """Blocks until all dispatched steps are finished and durable.
@@ -289,28 +333,6 @@ class CommittedState:
                 self._training.check()  # raises the cause of JAX's exception
                 raise
         self._training.wait()
-
-
-def _read_parts(
-    opened: OpenStore,
-    number: int,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    sharding: Any,
-    read_box: Callable[[Sequence[int], Sequence[int]], np.ndarray],
-) -> jax.Array:
-    """Reads a leaf whose chunks several processes hold; all call it.
-
-    Where the shards' holders own their chunks, each shard is put together by itself;
-    otherwise the leaf is in the memory of every host for a while.
-    """
-    is_global = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-    if is_global and _fits(opened, number, sharding, shape):
-        return gathered_replicas(sharding, shape, dtype, read_box)
-    whole = gathered_whole(read_box([0] * len(shape), shape))
-    if sharding is None or not is_global:
-        return jax.device_put(whole, sharding)
-    return jax.make_array_from_callback(shape, sharding, whole.__getitem__)
 
 
 def _fits(

@@ -74,6 +74,8 @@ def held_summary(path: Path, members: Members, restore: str | None) -> JsonValue
 def check_members(path: Path, found: Sequence[Any]) -> StepId | None:
     """Returns the step that all members go on from; None if none has one.
 
+    With a checkpoint to restore they need none in common.
+
     Args:
       path: the path of this process's member.
       found: a `held_summary` of each process, or None where there is no member.
@@ -108,6 +110,8 @@ def check_members(path: Path, found: Sequence[Any]) -> StepId | None:
     try:
         return agreed_step(steps)
     except LookupError:
+        if there[0]["restore"] is not None:
+            return None
         listed = "; ".join(
             f"process {n}: step {_shown(one.current)}, in its other slot "
             f"{_shown(one.spare)}"
@@ -160,7 +164,7 @@ def check_alone(directory: StoreDirectory, members: Members) -> None:
         raise StoreMismatchError(
             f"{path}: expected member {members.number} of {members.count}, found "
             f"member {held.number} of {held.count}; run with {held.count} processes, "
-            "each with its number of before"
+            "each with its number and its directory of before"
         )
 
 

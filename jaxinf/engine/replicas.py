@@ -20,7 +20,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinf import compat
 from jaxinf.typing import Array
 
-__all__ = ["gathered_replicas", "gathered_whole", "replicas_differ", "sum_bits"]
+__all__ = [
+    "gathered_replicas",
+    "gathered_whole",
+    "own_parts",
+    "replicas_differ",
+    "sum_bits",
+]
 
 _ReadBox: TypeAlias = Callable[[Sequence[int], Sequence[int]], Array]
 """Reads a box, by its origin and extent, with zeros in place of what others hold."""
@@ -37,18 +43,18 @@ def sum_bits(value: jax.Array, axes: Sequence[str]) -> jax.Array:
     return lax.bitcast_convert_type(lax.psum(raw, axes), value.dtype)
 
 
-def gathered_replicas(
+def own_parts(
     sharding: NamedSharding, shape: Sequence[int], dtype: np.dtype, read: _ReadBox
-) -> jax.Array:
-    """Makes an array whose shards their holders have in parts; blocks.
+) -> list[jax.Array]:
+    """Reads what this process holds of an array onto its devices.
 
     Args:
       sharding: the array's, on a mesh of all processes.
       shape, dtype: the array's.
       read: reads this process's part of a shard.
     """
-    shape, seen, own = tuple(shape), set(), []
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
+    seen, own = set(), []
+    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
         assert index is not None
         bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
         extent = [stop - start for start, stop in bounds]
@@ -58,14 +64,27 @@ def gathered_replicas(
             seen.add(tuple(bounds))
             part = read([start for start, _ in bounds], extent)
         own.append(jax.device_put(part, device))
-    parts = jax.make_array_from_single_device_arrays(shape, sharding, own)
+    return own
+
+
+def gathered_replicas(
+    sharding: NamedSharding, shape: Sequence[int], own: Sequence[jax.Array]
+) -> jax.Array:
+    """Makes an array whose shards their holders have in parts, the `own_parts`; blocks.
+
+    No process may come without its parts: the others would wait for ever.
+    """
+    parts = jax.make_array_from_single_device_arrays(tuple(shape), sharding, own)
     used = {n for entry in sharding.spec for n in _names(entry)}
     unused = [name for name in sharding.mesh.axis_names if name not in used]
     return _summed(sharding, tuple(unused))(parts) if unused else parts
 
 
 def gathered_whole(part: Array) -> Array:
-    """Returns an array of which every process has a part, in every process; blocks."""
+    """Returns an array of which every process has a part, in every process; blocks.
+
+    No process may come without its part: the others would wait for ever.
+    """
     mesh = _one_device_each()
     sharding = NamedSharding(mesh, PartitionSpec("process"))
     own = jax.device_put(part[None], mesh.local_devices[0])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from processes import PROGRAM, free_port, running
+from shim import built_shim
 
 import jaxinf
 from jaxinf.errors import StoreFormatError, StoreMismatchError
@@ -27,6 +28,14 @@ EXPECTED = {
     "other_count": "StoreMismatchError: .*member . of 4; run with 4 processes, each wi",
     "other_runs": "StoreMismatchError: .*expected members of one run, found process 0",
     "missing_member": "ProcessError: .*a member of the run in each of 3 .*in process 2",
+    "member_twice": "Error: .*expected member 1 of 3, found member 0 of 3; run wi",
+    "damaged_manifest": "Error: .*process-00001/jaxinf.json: .*CRC-32C",
+    "damaged_record": "Error: .*process-00001/slots/./commit.json: ",
+    "damaged_chunk": "Error: .*process-00000/.*/params.w/c/.*: ",
+    "without_locks": "Error: .*process-00001/lock: expected a file system with locks",
+    "opened_before": "DeviceConfigurationError: .*opened before jax.distributed.initi",
+    "from_a_backup": "ProcessError: .*that all members have, found none: .* 0: step 3",
+    "restored_after_a_backup": "went well",
     "old_copy": "expected replicas with the same bits in all processes, found others",
 }
 
@@ -34,8 +43,9 @@ EXPECTED = {
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory) -> tuple[Path, list[str]]:
     place = tmp_path_factory.mktemp("refused")
-    program = (REFUSED, place)
-    with running(place, program=program, count=3) as processes:
+    variables = {"LD_PRELOAD": str(built_shim(tmp_path_factory.mktemp("shim")))}
+    options = {"program": (REFUSED, place), "count": 3, "variables": variables}
+    with running(place, **options) as processes:
         processes.wait()
         return place, processes.outputs()
 
@@ -95,5 +105,6 @@ def test_nothing_was_written(refused):
         "roots",
         "optimizer",
         "version",
+        "early",
     ):
         assert not list(place.glob(f"{name}/**/jaxinf.json"))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from places import LONG
 from processes import losses, running
+from shim import built_shim
 
 FORMATS = {
     "fp32": [],
@@ -52,16 +53,26 @@ def test_more_devices_give_nearly_the_losses_of_one_process(
     np.testing.assert_allclose(_numbers(found[0]), _numbers(losses(expected)), 1e-6)
 
 
-def test_another_run_goes_on_where_the_first_ended(alone, tmp_path):
+def test_another_run_goes_on_also_with_clocks_days_apart(alone, tmp_path):
     expected = losses(alone("--steps", 6, "--layout", "replicated"))
     arguments = (tmp_path / "store", "--layout", "replicated")
-    for steps, first in ((3, 0), (6, 3)):
-        with running(tmp_path, *arguments, "--steps", steps) as processes:
+    wrong = {
+        "variables": {"LD_PRELOAD": str(built_shim(tmp_path))},
+        "own": {0: ["--clock", "86400"], 1: ["--clock", "-86400"]},
+    }
+    for steps, first, clocks in ((3, 0, {}), (6, 3, wrong)):
+        with running(tmp_path, *arguments, "--steps", steps, **clocks) as processes:
             assert processes.wait() == [0, 0], processes
             for output in processes.outputs():
                 assert f"at {first}\n" in output
                 found = losses(output)
                 assert found == {n: expected[n] for n in range(first, steps)}
+            if clocks:
+                late, early = (
+                    int(re.search(r"^clock (\d+)", output, re.M).group(1))
+                    for output in processes.outputs()
+                )
+                assert late - early > 170_000
 
 
 def _state(output):

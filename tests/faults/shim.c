@@ -10,6 +10,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/uio.h>
@@ -93,6 +94,7 @@ GUARDED(ssize_t, pwritev64v2, "pwritev",
 GUARDED(ssize_t, write, "write", (int fd, const void *b, size_t n), (fd, b, n))
 GUARDED(int, fsync, "fsync", (int fd), (fd))
 GUARDED(int, fdatasync, "fdatasync", (int fd), (fd))
+GUARDED(int, flock, "flock", (int fd, int operation), (fd, operation))
 GUARDED(int, syncfs, "syncfs", (int fd), (fd))
 
 int clock_gettime(clockid_t id, struct timespec *now) {

@@ -71,6 +71,7 @@ def parsed(arguments):
     parser.add_argument("--kill", help="POINT:NUMBER:before or after")
     parser.add_argument("--hang", help="POINT:NUMBER")
     parser.add_argument("--fail", help="STEP:CALL:PATH: EIO from then on")
+    parser.add_argument("--clock", type=int, help="seconds by which it is wrong")
     parser.add_argument("--pace", type=float, default=0, help="seconds between steps")
     return parser.parse_args(arguments)
 
@@ -168,6 +169,9 @@ def die_at(point, number, when):
 
 def main(arguments):
     given = parsed(arguments)
+    if given.clock:
+        ctypes.CDLL(None).clock_shift(given.clock)
+        print("clock", int(time.time()), flush=True)
     if given.kill:
         die_at(*given.kill.split(":"))
     if given.hang:

@@ -1,5 +1,7 @@
 """Misuses of a store in several processes; prints the error of each, and goes on."""
 
+import ctypes
+import errno
 import shutil
 import sys
 from dataclasses import replace
@@ -17,6 +19,9 @@ import jaxinf
 from jaxinf.engine import member_opening
 from jaxinf.store import Manifest
 
+EARLY = []
+"""The store that is opened before `jax.distributed.initialize`."""
+
 
 def replicated(mesh, value=1.0):
     whole = np.full((64, 8), value, np.float32)
@@ -24,11 +29,14 @@ def replicated(mesh, value=1.0):
     return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
 
 
-def trained(store, params, tx):
+def trained(store, params, tx, steps=1):
     tx = jaxinf.smart_update(tx, store)
     state = tx.init(params)
     step = jax.jit(lambda p, s: tx.update(jax.tree.map(jnp.ones_like, p), s, p))
-    jax.block_until_ready(step(params, state))
+    for _ in range(steps):
+        updates, state = step(params, state)
+        params = optax.apply_updates(params, updates)
+    jax.block_until_ready(params)
     store.wait()
 
 
@@ -58,14 +66,43 @@ def other_version_later(place, mesh, number):
         member_opening.version = version
 
 
-def moved(place, name, number, manifest_of):
-    """Copies this process's member of a run, with another manifest."""
-    source = place / "copies" / f"process-{number:05d}"
-    target = place / name / f"process-{number:05d}"
+def member(place, name, number):
+    return place / name / f"process-{number:05d}"
+
+
+def copied(place, name, number, source=None):
+    """Copies a member of a run, by default this process's, to its place in another."""
+    target = member(place, name, number)
+    source = member(place, "copies", number if source is None else source)
     shutil.copytree(source, target, symlinks=True)
+    return target
+
+
+def contents(target):
+    """Returns the bytes of a member's files but for those of its locks."""
+    return {
+        file: file.read_bytes()
+        for file in target.rglob("*")
+        if file.is_file() and not file.name.endswith("lock")
+    }
+
+
+def opened_unchanged(place, name, number, **options):
+    """Opens a run, and sees to it that a refusal leaves this process's member alone."""
+    before = contents(member(place, name, number))
+    try:
+        jaxinf.open_store(place / name, **options).close()
+    finally:
+        assert contents(member(place, name, number)) == before
+
+
+def moved(place, name, number, member_of):
+    """Copies this process's member of a run, with another manifest."""
+    target = copied(place, name, number)
     manifest = Manifest.read(target / "jaxinf.json")
-    replace(manifest, member=manifest_of(manifest.member)).write(target / "jaxinf.json")
-    jaxinf.open_store(place / name).close()
+    own = replace(manifest, member=member_of(manifest.member))
+    own.write(target / "jaxinf.json")
+    opened_unchanged(place, name, number)
 
 
 def other_count(place, mesh, number):
@@ -82,12 +119,80 @@ def other_runs(place, mesh, number):
 def missing_member(place, mesh, number):
     del mesh
     if number != 2:
-        shutil.copytree(
-            place / "copies" / f"process-{number:05d}",
-            place / "lost" / f"process-{number:05d}",
-            symlinks=True,
-        )
-    jaxinf.open_store(place / "lost").close()
+        copied(place, "lost", number)
+    opened_unchanged(place, "lost", number)
+
+
+def member_twice(place, mesh, number):
+    del mesh
+    copied(place, "twice", number, source=0 if number == 1 else None)
+    opened_unchanged(place, "twice", number)
+
+
+def damaged(place, name, number, file, damage, victim=1):
+    """Opens a run after one process's file has been damaged."""
+    target = copied(place, name, number)
+    if number == victim:
+        [path] = target.glob(file)
+        path.write_bytes(damage(path.read_bytes()))
+    opened_unchanged(place, name, number)
+
+
+def damaged_manifest(place, mesh, number):
+    del mesh
+    file = "jaxinf.json"
+    damaged(place, "manifest", number, file, lambda x: x.replace(b'"w"', b'"v"'))
+
+
+def damaged_record(place, mesh, number):
+    del mesh
+    damaged(place, "record", number, "current/commit.json", lambda x: x[:-9])
+
+
+def damaged_chunk(place, mesh, number):
+    """Reads params of which the only chunk, which process 0 holds, is damaged."""
+    target = copied(place, "chunk", number)
+    if number == 0:
+        [path] = target.glob("current/params.w/c/*/*")
+        path.write_bytes(b"\xff" + path.read_bytes()[1:])
+    with jaxinf.open_store(place / "chunk", timeout_s=10) as store:
+        store.params(like={"w": replicated(mesh)})
+
+
+def without_locks(place, mesh, number):
+    del mesh
+    copied(place, "locks", number)
+    if number == 1:
+        shim = ctypes.CDLL(None)
+        shim.fault_set(b"flock", b"process-00001/lock", errno.ENOLCK, 0)
+    try:
+        opened_unchanged(place, "locks", number)
+    finally:
+        if number == 1:
+            shim.fault_set(b"", b"", 0, 0)
+
+
+def from_a_backup(place, mesh, number):
+    """Replaces a member by its copy of two steps before."""
+    target, backup = member(place, "backup", number), place / f"copy-{number}"
+    params = {"w": replicated(mesh)}
+    with jaxinf.open_store(place / "backup") as store:
+        trained(store, params, optax.adam(1e-3))
+        store.checkpoint("kept")
+        params = store.params(like=params)
+    shutil.copytree(target, backup, symlinks=True)
+    with jaxinf.open_store(place / "backup") as store:
+        trained(store, params, optax.adam(1e-3), steps=2)
+    if number == 2:
+        shutil.rmtree(target)
+        backup.rename(target)
+    opened_unchanged(place, "backup", number)
+
+
+def restored_after_a_backup(place, mesh, number):
+    del mesh, number
+    with jaxinf.open_store(place / "backup", restore="kept") as store:
+        assert store.step == 1
 
 
 def missing_process(place, mesh, number):
@@ -119,6 +224,12 @@ def other_optimizer(place, mesh, number):
     tx = optax.adam(1e-3) if number else optax.sgd(1e-3, momentum=0.9)
     with jaxinf.open_store(place / "optimizer") as store:
         jaxinf.smart_update(tx, store).init({"w": replicated(mesh)})
+
+
+def opened_before(place, mesh, number):
+    del place, number
+    with EARLY[0] as store:
+        jaxinf.smart_update(optax.adam(1e-3), store).init({"w": replicated(mesh)})
 
 
 def own_paths(place, mesh, number):
@@ -164,12 +275,21 @@ CASES = (
     other_count,
     other_runs,
     missing_member,
+    member_twice,
+    damaged_manifest,
+    damaged_record,
+    damaged_chunk,
+    without_locks,
+    opened_before,
+    from_a_backup,
+    restored_after_a_backup,
     missing_process,  # last, as it puts the calls out of step
 )
 
 
 def main(place, arguments):
     address, count, number = arguments[1], int(arguments[3]), int(arguments[5])
+    EARLY.append(jaxinf.open_store(place / "early"))
     jax.distributed.initialize(address, count, number)
     mesh = Mesh(np.array(jax.devices()), ("d",))
     for case in CASES:
