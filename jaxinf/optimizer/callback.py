@@ -259,12 +259,15 @@ def call_owner(
     arguments: PyTree,
     mesh: AnyMesh,
     axes: Sequence[str],
+    *,
+    shares: bool = True,
 ) -> Any:
     """Calls the host from the first device along `axes`, in a ``shard_map``.
 
-    The others receive its results' bits. With several processes, the first device of
-    each calls: results in int32 are the greatest of all, and each host fills its part
-    of the others, and the rest with zeros. Arguments are as for `call_host`.
+    The others receive its results' bits, or go on at once with zeros if it does not
+    share them. With several processes, the first device of each calls: results in int32
+    are the greatest of all, and each host fills its part of the others, and the rest
+    with zeros. Other arguments are as for `call_host`.
     """
     axes = tuple(name for name in axes if mesh.shape[name] > 1)
     if not axes:
@@ -274,6 +277,8 @@ def call_owner(
         lambda: call_host(host, avals, arguments, is_local=True),
         lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals),
     )
+    if not shares:
+        return results
     if jax.process_count() > 1:
         return jax.tree.map(partial(_combined, axes=axes), results)
     return jax.tree.map(lambda result: sum_bits(result, axes), results)

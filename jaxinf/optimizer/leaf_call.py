@@ -41,6 +41,7 @@ __all__ = [
     "HostResult",
     "LeafCall",
     "LeafResult",
+    "call_specs",
     "first_elements",
     "leaf_call",
     "send",
@@ -282,7 +283,7 @@ def send(
     found, feedback = compat.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(_call_specs(call, specs),),
+        in_specs=(call_specs(call, specs),),
         out_specs=(HostResult(tuple(specs), whole), specs),
     )(call)
     return _leaf_results(found, feedback)
@@ -313,7 +314,7 @@ def _leaf_results(found: HostResult, feedback: Sequence[Any]) -> list[LeafResult
     ]
 
 
-def _call_specs(call: HostCall, specs: Sequence[PartitionSpec]) -> HostCall:
+def call_specs(call: HostCall, specs: Sequence[PartitionSpec]) -> HostCall:
     """Returns the sharding of each array of a call, as a prefix of its tree."""
     whole = PartitionSpec()
     sharded = [f.name for f in fields(LeafCall) if f.name not in _STATIC]

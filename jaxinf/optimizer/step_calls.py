@@ -21,7 +21,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxinf.engine import StoreDescription, replicas_differ
+from jaxinf.engine import StoreDescription
+from jaxinf.optimizer.binding import bind
 from jaxinf.optimizer.callback import (
     GuardedHost,
     Host,
@@ -31,7 +32,6 @@ from jaxinf.optimizer.callback import (
 )
 from jaxinf.optimizer.compressing import compressor
 from jaxinf.optimizer.grouping import Member, grouped
-from jaxinf.optimizer.host_side import UNBOUND
 from jaxinf.optimizer.leaf_call import (
     GO,
     HOLD,
@@ -112,50 +112,22 @@ class StepCalls:
         return calls
 
     def bind(self, params: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Compares the params with the store, unless the state is the last step's.
-
-        Then this is one call without arrays.
+        """Compares the params with the store's; see `binding.bind`.
 
         Args:
           params: the leaves, or empty if they are not available.
-
-        Returns:
-          int32, ready when leaves may be updated; and the new state's origin.
         """
-        must_bind = partial(self._host.must_bind, self._description)
-        result = jax.ShapeDtypeStruct((2,), np.int32)
-        given = self._state.step, self._state.origin
-        found = call_once(self._guarded(must_bind), self._mesh, given, result)
         leaves = [
             leaf_call(number, p.ndim, *self._shardings[number : number + 1], params=p)
             for number, p in enumerate(params)
         ]
-
-        def compare() -> jax.Array:
-            statuses = []
-            for group in self.groups(leaves):
-                call = HostCall(tuple(leaves[number] for number in group))
-                results = send(
-                    self._guarded(self._host.compare),
-                    call,
-                    [None] * len(group),
-                    self._shardings_of(call),
-                )
-                statuses += [result.status for result in results]
-            differing = [jnp.int32(0)] * len(leaves)
-            if jax.process_count() > 1 and self._shardings:
-                pairs = zip(params, self._shardings, strict=True)
-                differing = [replicas_differ(p, s).astype(jnp.int32) for p, s in pairs]
-            compared = (
-                self._state.step,
-                jnp.stack([found[0], *statuses]),
-                jnp.stack(differing) if differing else jnp.zeros(0, jnp.int32),
-            )
-            host = self._guarded(partial(self._host.bind, self._description))
-            return call_once(host, self._mesh, compared, result)
-
-        flag, origin = lax.cond(found[0] == UNBOUND, compare, lambda: found)
-        return flag, origin
+        return bind(
+            self._host,
+            self._description,
+            self._shardings,
+            self._state,
+            [tuple(leaves[n] for n in group) for group in self.groups(leaves)],
+        )
 
     def recall(
         self,

@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 import pytest
+from hlo_order import called_lines, computations, numbers
 
 import jaxinf
 
@@ -319,6 +320,25 @@ def test_failure_beside_collectives(place, run_python, how, callback, repeats):
     assert result.stderr.count("shardings=jax.tree.map(lambda") == is_unknown
     with jaxinf.open_store(place / "failing") as store:
         assert store.step == 1
+
+
+def test_no_device_waits_in_a_collective_while_params_are_compared(
+    place, run_python, request
+):
+    program = request.config.rootpath / "tests/programs/bound_on_a_mesh.py"
+    found = computations(run_python(program, place / "store", **DEVICES).stdout)
+    lines, collective = found["ENTRY"], r" (all-|collective-|reduce-)[\w\-]*\("
+    branches = {
+        n: called_lines(lines[n], found) for n in numbers(lines, " conditional")
+    }
+    # Those of the compared leaves, and the one that binds.
+    compared = min(
+        n
+        for n, own in branches.items()
+        if len(numbers(own, r"call_target=\S*callback")) > 1
+    )
+    assert not numbers(branches[compared], collective)
+    assert compared < numbers(lines, collective)[0]
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ Invariant: instructions are numbered in the order in which they are scheduled.
 import re
 from collections.abc import Sequence
 
-__all__ = ["all_operands", "numbers", "synchronising"]
+__all__ = ["all_operands", "called_lines", "computations", "numbers", "synchronising"]
 
 _DEFINED = re.compile(r"^\s*(?:ROOT )?(%[\w.\-]+) = ")
 _NAME = re.compile(r"%[\w.\-]+")
@@ -27,6 +27,24 @@ def all_operands(lines: Sequence[str]) -> list[set[int]]:
             places[match[1]] = number
         needed.append(own)
     return needed
+
+
+def computations(text: str) -> dict[str, list[str]]:
+    """Returns the lines of each computation of a module; ``ENTRY`` is the main one."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            name = "ENTRY" if line.startswith("ENTRY") else line.split()[0]
+            found[name] = []
+        elif found:
+            found[name].append(line)
+    return found
+
+
+def called_lines(line: str, found: dict[str, list[str]]) -> list[str]:
+    """Returns the lines of the computations that an instruction calls, however far."""
+    own = [one for name in _NAME.findall(line) for one in found.get(name, ())]
+    return own + [further for one in own for further in called_lines(one, found)]
 
 
 def numbers(lines: Sequence[str], pattern: str) -> list[int]:
