@@ -23,9 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxinf.cli.rates import least_s, update_int8
 from jaxinf.kernels import compiled
-from jaxinf.kernels.passage import Passage
-from jaxinf.layout import CodedSlot
 from jaxinf.native import toolchain
 from jaxinf.program import trace_update
 
@@ -106,27 +105,6 @@ def load_seconds(directory: Path) -> tuple[float, float]:
     return first, second
 
 
-def int8_seconds(kernel, num: int, repetitions: int) -> float:
-    """Returns the shortest time with int8 moments, checksums before and after."""
-    rng = np.random.default_rng(0)
-    gradient, params, mu = rng.standard_normal((3, num), np.float32)
-    slots = []
-    for values in (mu, mu * mu):
-        scales = np.zeros(-(-num // 256), np.float32)
-        slots.append(CodedSlot(np.zeros(num, np.uint8), scales, key=3))
-        slots[-1].encode(values)
-    out, times = np.empty(num, np.float32), []
-    for _ in range(repetitions):
-        passage = Passage(reads=[True] * 5, writes=[True] * 5)
-        began = time.perf_counter()
-        kernel.run(
-            gradient=gradient, params=params, slots=slots, arrays=[], out=out,
-            scalars=[np.float32(0.1), np.float32(0.001)], passage=passage,
-        )  # fmt: skip
-        times.append(time.perf_counter() - began)
-    return min(times)
-
-
 def measure(num: int, repetitions: int) -> dict[str, object]:
     kernel = compiled(trace_update(optax.adamw(1e-3), jnp.zeros(8)).leaves[0].kernel)
     if kernel is None:
@@ -151,7 +129,7 @@ def measure(num: int, repetitions: int) -> dict[str, object]:
             repetitions,
         )  # fmt: skip
         short = 1 << 15
-        int8_s = int8_seconds(kernel, short, 10 * repetitions)
+        int8_s = least_s(update_int8(kernel, short), 10 * repetitions)
         compile_s, cached_s = load_seconds(Path(name))
     return {
         "elements": num,

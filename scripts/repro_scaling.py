@@ -31,6 +31,7 @@ from update_rig import UpdateRig
 import jaxinf
 from jaxinf.compress import SparseLeaf, compress_leaf
 from jaxinf.plan import (
+    BUFFERS_S,
     METHODS,
     TESTBED,
     Comparison,
@@ -50,24 +51,26 @@ PUBLISHED_PARAMS = 4e9
 
 def rates(method: str, count: int) -> dict[str, float]:
     """Returns the testbed's rates, bytes a second, by the names of `csd=`'s options."""
-    machine, link = TESTBED, TESTBED.link.value
+    assert TESTBED.card is not None
+    assert TESTBED.link is not None
+    (drive,), card, link = TESTBED.drives, TESTBED.card, TESTBED.link.value
     if method == "BASE":
         state_and_gradient_bytes = 16
         return {
-            "drive_read": min(count * machine.host_drive_read.value, link),
-            "drive_write": min(count * machine.host_drive_write.value, link),
-            "kernel": state_and_gradient_bytes / machine.cpu_update_s.value,
+            "drive_read": min(count * drive.read.value, link),
+            "drive_write": min(count * drive.write.value, link),
+            "kernel": state_and_gradient_bytes * TESTBED.updates["adam fp32"].value,
         }
     found = {
-        "drive_read": machine.drive_read.value,
-        "drive_write": machine.drive_write.value,
-        "kernel": machine.updater.value,
-        "decompress": machine.decompressor.value,
+        "drive_read": card.read.value,
+        "drive_write": card.write.value,
+        "kernel": card.kernel.value,
+        "decompress": card.decompressor.value,
         "link": link,
     }
     if method == "SU":
         state_bytes = 12
-        found["allocate"] = state_bytes / machine.buffers_s.value
+        found["allocate"] = state_bytes / BUFFERS_S.value
     return found
 
 

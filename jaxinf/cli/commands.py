@@ -107,10 +107,23 @@ class Doctor:
         ),
     ] = 1 << 30
     json: Annotated[bool, option("Print one JSON document instead.")] = False
+    machine: Annotated[
+        Path | None,
+        option(
+            "Also measure copies, matrix products and updates, and write this "
+            "machine's rates to FILE, each with its unit and source.",
+            "FILE",
+        ),
+    ] = None
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
-        usable = doctor.run(self.paths or (".",), self.size, as_json=self.json)
+        usable = doctor.run(
+            self.paths or (".",),
+            self.size,
+            as_json=self.json,
+            machine_file=self.machine,
+        )
         return _SUCCESS if usable else _FAILURE
 
 

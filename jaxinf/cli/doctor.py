@@ -12,10 +12,13 @@ Invariant: no file made for a measurement is left behind.
 ``compiler``, ``packages``, ``jax_devices``, ``problems``; ``cards``, for each
 ``address``, ``firmware``, ``p2p``, ``paths`` (those on the drive beside it),
 ``problems``.
+
+``--machine FILE`` writes another one, with what `jaxinf.plan.read_machine` reads.
 """
 
 import contextlib
 import json
+import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,7 +38,10 @@ from jaxinf.cli.cards import Card, look_at_cards
 from jaxinf.cli.filesystem import Mount
 from jaxinf.cli.machine import Machine, Problem, look_at_machine
 from jaxinf.cli.place import ADAM_STEP_BYTES, Place, look_at_place
+from jaxinf.cli.rates import measure_machine
 from jaxinf.cli.terminal import facts_table, heading
+from jaxinf.command_line import UsageError
+from jaxinf.plan import write_machine
 from jaxinf.terminal import (
     format_bytes,
     format_count,
@@ -50,17 +56,32 @@ __all__ = ["run"]
 _GPT2_PARAMS = 124_439_808
 
 
-def run(paths: Sequence[str], file_bytes: int, *, as_json: bool) -> bool:
+def run(
+    paths: Sequence[str],
+    file_bytes: int,
+    *,
+    as_json: bool,
+    machine_file: Path | None = None,
+) -> bool:
     """Examines the machine and the directories, and prints the findings.
 
     Args:
       paths: directories to look at.
       file_bytes: length of the temporary file to measure with; 0 for none.
       as_json: print one JSON document.
+      machine_file: where to write the measured rates, for ``jaxinf plan``.
 
     Returns:
       Whether every directory can hold a store, and JAX has a device.
+
+    Raises:
+      UsageError: the rates cannot be measured, or the file cannot be written.
     """
+    if machine_file is not None and not machine_file.expanduser().parent.is_dir():
+        raise UsageError(
+            f"--machine {machine_file}: expected a file in a directory that exists; "
+            f"mkdir -p {machine_file.parent}"
+        )
     places = []
     for text in paths:
         path = Path(text).expanduser().absolute()
@@ -87,7 +108,21 @@ def run(paths: Sequence[str], file_bytes: int, *, as_json: bool) -> bool:
         for card in cards:
             _print_card(console, card)
         _print_verdict(console, places, machine)
+    if machine_file is not None and usable:
+        _write_machine(machine_file.expanduser(), machine, places)
     return usable
+
+
+def _write_machine(file: Path, machine: Machine, places: Sequence[Place]) -> None:
+    name = f"{socket.gethostname()}, {machine.cpu_model}"
+    try:
+        write_machine(file, measure_machine(name, machine, places))
+    except (OSError, ValueError) as error:
+        found = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--machine {file}: {found}") from None
+    make_console(sys.stderr).print(
+        f"wrote {printable(str(file))}", markup=False, highlight=False
+    )
 
 
 @contextlib.contextmanager

@@ -4,6 +4,17 @@ Invariant: every rate has a source, and is marked as measured by the authors or 
 to their figures.
 """
 
+from jaxinf.plan.machine import (
+    MACHINES,
+    Card,
+    Device,
+    Drive,
+    Machine,
+    MachineError,
+    Rate,
+    read_machine,
+    write_machine,
+)
 from jaxinf.plan.published import (
     Comparison,
     compare_with_paper,
@@ -12,13 +23,12 @@ from jaxinf.plan.published import (
 from jaxinf.plan.smart_infinity import (
     A100,
     A5000,
+    BUFFERS_S,
     METHODS,
     TESTBED,
     Gpu,
-    Machine,
     Method,
     Phase,
-    Rate,
     Workload,
     iteration_s,
     phases,
@@ -28,11 +38,17 @@ from jaxinf.plan.smart_infinity import (
 __all__ = [
     "A100",
     "A5000",
+    "BUFFERS_S",
+    "MACHINES",
     "METHODS",
     "TESTBED",
+    "Card",
     "Comparison",
+    "Device",
+    "Drive",
     "Gpu",
     "Machine",
+    "MachineError",
     "Method",
     "Phase",
     "Rate",
@@ -41,5 +57,7 @@ __all__ = [
     "gflops_per_dollar",
     "iteration_s",
     "phases",
+    "read_machine",
     "update_s",
+    "write_machine",
 ]

@@ -19,18 +19,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from jaxinf.plan.machine import Card, Drive, Machine, Rate, read_machine
 from jaxinf.schedule.clock import Task, run
 
 __all__ = [
     "A100",
     "A5000",
+    "BUFFERS_S",
     "METHODS",
     "TESTBED",
     "Gpu",
-    "Machine",
     "Method",
     "Phase",
-    "Rate",
     "Workload",
     "gpus_of_figure_17",
     "iteration_s",
@@ -44,47 +44,6 @@ Method = Literal["BASE", "SU", "SU+O", "SU+O+C"]
 METHODS: tuple[Method, ...] = ("BASE", "SU", "SU+O", "SU+O+C")
 
 Server = Literal["gpu", "cpu", "link", "drive", "kernel"]
-
-
-class Rate(NamedTuple):
-    """A rate of a machine.
-
-    Attributes:
-      value: the number, in the unit of the machine's field.
-      source: its source.
-      is_fitted: whether it was fitted to published times.
-    """
-
-    value: float
-    source: str
-    is_fitted: bool = False
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Storage and host of a system.
-
-    Attributes:
-      drive_read: bytes/s of a drive, read by the processor beside it.
-      drive_write: bytes/s, written likewise.
-      host_drive_read: bytes/s of a drive, read by the host.
-      host_drive_write: bytes/s, written likewise.
-      link: bytes/s between the host and all CSDs together, each way.
-      updater: bytes/s of a CSD's kernel: its input of state and gradient.
-      decompressor: bytes/s of a CSD's decompressor: its output of dense gradient.
-      cpu_update_s: seconds of Adam on the host, per param.
-      buffers_s: seconds of SU for allocating its buffers, per param.
-    """
-
-    drive_read: Rate
-    drive_write: Rate
-    host_drive_read: Rate
-    host_drive_write: Rate
-    link: Rate
-    updater: Rate
-    decompressor: Rate
-    cpu_update_s: Rate
-    buffers_s: Rate
 
 
 @dataclass(frozen=True)
@@ -136,32 +95,24 @@ class Phase(NamedTuple):
     seconds: float
 
 
-_FIG_14 = "Smart-Infinity, figure 14"
 _FIT = "fitted to the seconds of figure 9, GPT-2 4.0B"
 
-TESTBED = Machine(
-    drive_read=Rate(2.79e9, _FIG_14),
-    drive_write=Rate(1.65e9, _FIG_14),
-    host_drive_read=Rate(3.2e9, "fitted near section III: about 3 GB/s", True),
-    host_drive_write=Rate(2.47e9, "fitted to the times of BASE", True),
-    link=Rate(8e9, "section III: measured over the expansion's one link"),
-    updater=Rate(8.22e9, _FIG_14),
-    decompressor=Rate(2.93e9, _FIG_14),
-    cpu_update_s=Rate(0.90e-9, _FIT, True),
-    buffers_s=Rate(0.22e-9, _FIT, True),
-)
+TESTBED = read_machine("smartssd-server")
 """Up to ten SmartSSDs behind one PCIe 3.0 x16 expansion, a Xeon Gold 6342."""
 
+BUFFERS_S = Rate(0.22e-9, _FIT, "fitted")
+"""Seconds of SU for allocating its buffers, per param."""
+
 A5000 = Gpu(
-    forward_s=Rate(0.165e-9, _FIT, True),
-    backward_s=Rate(0.85e-9, _FIT, True),
-    select_s=Rate(0.19e-9, _FIT, True),
+    forward_s=Rate(0.165e-9, _FIT, "fitted"),
+    backward_s=Rate(0.85e-9, _FIT, "fitted"),
+    select_s=Rate(0.19e-9, _FIT, "fitted"),
 )
 
 A100 = Gpu(
-    forward_s=Rate(0.04e-9, "fitted, in the A5000's proportion", True),
-    backward_s=Rate(0.21e-9, "fitted to +C over BASE at 10 CSDs, 2.11", True),
-    select_s=Rate(0.19e-9, "that of the A5000: the paper has no other", True),
+    forward_s=Rate(0.04e-9, "fitted, in the A5000's proportion", "fitted"),
+    backward_s=Rate(0.21e-9, "fitted to +C over BASE at 10 CSDs, 2.11", "fitted"),
+    select_s=Rate(0.19e-9, "that of the A5000: the paper has no other", "fitted"),
 )
 
 
@@ -174,7 +125,7 @@ def gpus_of_figure_17(base_s: float, workload: Workload, num_csds: int) -> Gpu:
     none = Rate(0.0, "counted in backward_s")
     idle = Gpu(none, none, none)
     left_s = base_s - iteration_s(TESTBED, idle, workload, "BASE", num_csds)
-    backward = Rate(left_s / workload.num_params, "from BASE of figure 17", True)
+    backward = Rate(left_s / workload.num_params, "from BASE of figure 17", "fitted")
     return Gpu(none, backward, A5000.select_s)
 
 
@@ -191,17 +142,19 @@ def phases(
       num_csds: number of drives for BASE, of CSDs for the others.
 
     Raises:
-      ValueError: the method is unknown, or there is less than one CSD.
+      ValueError: the method is unknown, there is less than one CSD, or the machine
+        has none.
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r}: expected one of {', '.join(METHODS)}")
     if num_csds < 1:
         raise ValueError(f"num_csds={num_csds}: expected 1 or more")
+    system = _system(machine)
     num = workload.num_params
     is_compressed = method == "SU+O+C"
     sent_bytes = num * workload.gradient_bytes
     sent_bytes *= workload.sent_ratio if is_compressed else 1
-    to_drives = _host_write(machine, num_csds)
+    to_drives = _host_write(system, num_csds)
     before = [
         Phase("forward", "gpu", num * gpu.forward_s.value),
         Phase("backward", "gpu", num * gpu.backward_s.value),
@@ -210,10 +163,10 @@ def phases(
     if is_compressed:
         before.append(Phase("select", "gpu", num * gpu.select_s.value))
     if method == "BASE":
-        return (*before, *_update_on_host(machine, workload, num_csds))
-    update = _update_on_csds(machine, workload, sent_bytes, num_csds, is_compressed)
+        return (*before, *_update_on_host(system, workload, num_csds))
+    update = _update_on_csds(system, workload, sent_bytes, num_csds, is_compressed)
     if method == "SU":
-        update.append(Phase("buffers", "cpu", num * machine.buffers_s.value))
+        update.append(Phase("buffers", "cpu", num * BUFFERS_S.value))
     return (*before, *update)
 
 
@@ -261,24 +214,41 @@ def _served_s(parts: Sequence[Phase], *, in_turn: bool = True) -> float:
 _BEFORE_UPDATE = ("forward", "backward", "write gradients", "select")
 
 
-def _host_write(machine: Machine, num_csds: int) -> float:
-    return min(num_csds * machine.host_drive_write.value, machine.link.value)
+class _System(NamedTuple):
+    drive: Drive
+    card: Card
+    link: float
+    update_s: float
 
 
-def _update_on_host(machine: Machine, workload: Workload, num_csds: int) -> list[Phase]:
+def _system(machine: Machine) -> _System:
+    if not machine.drives or machine.card is None or machine.link is None:
+        raise ValueError(
+            f"machine {machine.name}: expected drives, a card beside each, and "
+            "the link that they share, as of smartssd-server"
+        )
+    update_s = 1 / machine.updates["adam fp32"].value
+    return _System(machine.drives[0], machine.card, machine.link.value, update_s)
+
+
+def _host_write(system: _System, num_csds: int) -> float:
+    return min(num_csds * system.drive.write.value, system.link)
+
+
+def _update_on_host(system: _System, workload: Workload, num_csds: int) -> list[Phase]:
     num, state_bytes = workload.num_params, workload.state_bytes
-    read = min(num_csds * machine.host_drive_read.value, machine.link.value)
+    read = min(num_csds * system.drive.read.value, system.link)
     read_bytes = num * (state_bytes + workload.gradient_bytes)
-    write_s = num * state_bytes / _host_write(machine, num_csds)
+    write_s = num * state_bytes / _host_write(system, num_csds)
     return [
         Phase("read states and gradients", "link", read_bytes / read),
-        Phase("update", "cpu", num * machine.cpu_update_s.value),
+        Phase("update", "cpu", num * system.update_s),
         Phase("write states", "link", write_s),
     ]
 
 
 def _update_on_csds(
-    machine: Machine,
+    system: _System,
     workload: Workload,
     sent_bytes: float,
     num_csds: int,
@@ -287,8 +257,8 @@ def _update_on_csds(
     num = workload.num_params / num_csds
     state_bytes, gradient_bytes = num * workload.state_bytes, sent_bytes / num_csds
     dense_bytes = num * workload.gradient_bytes
-    read, write = machine.drive_read.value, machine.drive_write.value
-    kernel_s = (state_bytes + dense_bytes) / machine.updater.value
+    read, write = system.card.read.value, system.card.write.value
+    kernel_s = (state_bytes + dense_bytes) / system.card.kernel.value
     result = [
         Phase("read gradients", "drive", gradient_bytes / read),
         Phase("read states", "drive", state_bytes / read),
@@ -296,7 +266,7 @@ def _update_on_csds(
         Phase("write states", "drive", state_bytes / write),
     ]
     if is_compressed:
-        seconds = dense_bytes / machine.decompressor.value
+        seconds = dense_bytes / system.card.decompressor.value
         result.insert(2, Phase("decompress", "kernel", seconds))
     params_bytes = workload.num_params * workload.param_bytes
-    return [*result, Phase("read params", "link", params_bytes / machine.link.value)]
+    return [*result, Phase("read params", "link", params_bytes / system.link)]

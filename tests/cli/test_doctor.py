@@ -13,6 +13,7 @@ import jaxinf.cli.place as place
 import jaxinf.optimizer.callback
 from jaxinf.csd.cards.sysfs import CardInfo
 from jaxinf.errors import DeviceConfigurationError
+from jaxinf.plan import read_machine
 
 PATH_KEYS = [
     "path",
@@ -70,6 +71,34 @@ def test_text(tmp_path, run):
     assert result.status == 0
     for part in (str(tmp_path), "MB/s", "params/s with Adam", "jax ", "ready"):
         assert part in result.out
+
+
+def test_a_machine_is_written(tmp_path, run):
+    file = tmp_path / "machine.json"
+    result = run("doctor", str(tmp_path), "--size", "8MiB", "--machine", str(file))
+    assert (result.status, f"wrote {file}" in result.err) == (0, True)
+    machine = read_machine(file)
+    rates = dict(machine.rates())
+    assert {rate.basis for rate in rates.values()} == {"measured"}
+    assert {"drives[0].mixed", "updates['adamw int8']", "copy"} <= set(rates)
+    assert machine.device is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--size", "0"), "expected a directory whose bandwidth was measured"),
+        (
+            ("--size", "8MiB", "--machine", "/proc/none/machine.json"),
+            "in a directory that exists",
+        ),
+    ],
+)
+def test_a_machine_that_cannot_be_written(tmp_path, run, words, message):
+    file = tmp_path / "machine.json"
+    result = run("doctor", str(tmp_path), "--machine", str(file), *words)
+    assert (result.status, message in result.err) == (2, True)
+    assert not file.exists()
 
 
 def test_no_measuring(tmp_path, run_json):

@@ -15,6 +15,7 @@ from jaxinf.plan import (
     gflops_per_dollar,
     iteration_s,
     phases,
+    read_machine,
     update_s,
 )
 
@@ -90,12 +91,18 @@ def test_seconds_are_linear_in_params():
 
 
 def test_every_rate_says_where_it_is_from():
-    for machine in (TESTBED, A5000):
-        for field in dataclasses.fields(machine):
-            rate = getattr(machine, field.name)
-            assert isinstance(rate, Rate)
-            assert rate.source
-            assert rate.is_fitted == ("fitted" in rate.source)
+    of_gpu = {
+        field.name: getattr(A5000, field.name) for field in dataclasses.fields(A5000)
+    }
+    for name, rate in {**dict(TESTBED.rates()), **of_gpu}.items():
+        assert isinstance(rate, Rate)
+        assert rate.source, name
+        assert (rate.basis == "fitted") == ("fitted" in rate.source), name
+
+
+def test_a_machine_without_csds_is_refused():
+    with pytest.raises(ValueError, match=r"a workstation.*: expected drives, a card"):
+        phases(read_machine("workstation"), A5000, GPT2, "SU", 1)
 
 
 @pytest.mark.parametrize(
