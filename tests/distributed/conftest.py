@@ -3,16 +3,17 @@
 import functools
 
 import pytest
-from processes import run_alone
+from processes import PROGRAM, run_alone
 
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory):
-    """Runs the program in one process; the same arguments run once."""
+    """Runs a program in one process; the same arguments run once."""
 
     @functools.cache
-    def run(*arguments, num_devices=2):
+    def run(*arguments, num_devices=2, program=PROGRAM):
         store = tmp_path_factory.mktemp("alone") / "store"
-        return run_alone(store, *arguments, num_devices=num_devices)
+        options = {"num_devices": num_devices, "program": program}
+        return run_alone(store, *arguments, **options)
 
     return run

@@ -47,13 +47,30 @@ def test_a_drive_error_of_one_process_reaches_all_with_its_cause(tmp_path):
         assert re.search(f"ProcessError: .*{told}", processes.output(0)), processes
 
 
+def test_all_stop_after_one_step_when_one_gets_sigterm(tmp_path):
+    arguments = (tmp_path / "store", "--stops", *PACE)
+    with running(tmp_path, *arguments) as processes:
+        processes.wait_for("loss 2", 1)
+        processes.all[1].send_signal(signal.SIGTERM)
+        assert processes.wait() == [0, 0], processes
+        found = [losses(output) for output in processes.outputs()]
+    assert found[0] == found[1]
+    assert 2 <= max(found[0]) < 39
+
+
 @only_long
-@pytest.mark.parametrize("victim", [0, 1])
-def test_the_others_end_when_one_is_killed(tmp_path, victim):
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGINT), (1, signal.SIGINT)],
+)
+def test_the_others_end_when_one_does(tmp_path, victim, number):
     with running(tmp_path, tmp_path / "store", *PACE) as processes:
         processes.wait_for("loss 2", 1 - victim)
-        processes.all[victim].kill()
-        assert seconds_to_end(processes, 1 - victim) not in (0, None)
+        processes.all[victim].send_signal(number)
+        assert seconds_to_end(processes, 1 - victim) not in (0, None), processes
+        assert seconds_to_end(processes, victim) not in (0, None), processes
+        if number == signal.SIGINT:
+            assert "KeyboardInterrupt" in processes.output(victim)
 
 
 @only_long

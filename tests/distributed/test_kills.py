@@ -1,71 +1,121 @@
-"""Processes that are killed at each point leave a run that goes on with its bits."""
+"""Processes that are killed at each point leave a run that goes on with its bits.
 
+The campaign, with a table of kills by point:
+
+    JAXINF_FAULTS=long .venv/bin/pytest -n 2 -rP tests/distributed/test_kills.py
+"""
+
+import contextlib
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from distributed_program import POINTS
 from places import LONG
-from processes import losses, running
+from processes import PROGRAM, losses, running
+
+from jaxinf.cli.commands import main
 
 FRESH = ("create", "initialise", "checkpoint")
 ONCE = (*FRESH, "recover", "restore")
 FEW = [
     ("create:1:after", 1),
-    ("meet:1:before", 0),
-    ("record:2:after", 1),
+    ("checkpoint:1:before", 1),
     ("flip:1:before", 0),
     ("recover:1:after", 1),
+    ("meet:1:before", 0),
     ("restore:1:after", 0),
+    ("record:2:after", 1),
 ]
 LAST = 30
+MORE = ("--more", 2, "--checkpoint-at", 1)
+RUNS = [("update", PROGRAM, 2, "mixed"), ("update", PROGRAM, 3, "replicated")]
 
 
-def campaign():
-    """Each point, before and behind it, in each process, at several of its calls."""
-    draw = np.random.default_rng(0)
-    for point in POINTS:
-        for when in ("before", "after"):
-            for victim in (0, 1):
-                for _ in range(3):
-                    number = 1 if point in ONCE else draw.integers(1, 3)
-                    yield f"{point}:{number}:{when}", victim
+def campaign(count):
+    """Each point, before and behind it, in each process, in an order by chance.
+
+    The next run meets what a kill has left, and is often killed while it recovers.
+    """
+    draw = np.random.default_rng(count)
+    kills = [
+        (f"{point}:{1 if point in ONCE else draw.integers(1, 3)}:{when}", victim)
+        for point in POINTS
+        for when in ("before", "after")
+        for victim in range(count)
+    ]
+    return [kills[n] for n in draw.permutation(len(kills))]
 
 
 @pytest.mark.timeout(5400)
-@pytest.mark.parametrize("count", [2, 3] if LONG else [2])
-def test_a_kill_anywhere_leaves_one_step_in_all_members(alone, tmp_path, count):
-    expected = losses(alone("--steps", LAST, num_devices=count))
-    killed, name, at = Counter(), 0, LAST
-    kills = [*campaign()][count % 2 :: 1 if count == 2 else 2] if LONG else FEW
-    for kill, victim in kills:
-        point = kill.partition(":")[0]
-        if point in FRESH or at > LAST - 6:
-            name += 1
-        store = tmp_path / f"store-{name}"
-        options = []
-        if point == "restore" and (store / "process-00000/checkpoints/kept").exists():
-            options = ["--options", '{"restore": "kept"}']
-        arguments = (store, "--more", 2, "--checkpoint-at", 1, *options)
+@pytest.mark.parametrize(
+    ("mode", "program", "count", "layout"), RUNS if LONG else RUNS[:1]
+)
+def test_a_kill_anywhere_leaves_one_step_in_all_members(
+    alone, tmp_path, mode, program, count, layout
+):
+    words = ("--layout", layout)
+    whole = {"num_devices": count, "program": program}
+    expected = losses(alone("--steps", LAST, *words, **whole))
+    shape = {"count": count, "program": (program, *words)}
+    killed, store, at = Counter(), None, LAST
+    for kill, victim in campaign(count) if LONG else FEW:
+        point, _, when = kill.split(":")
+        lacks = point == "restore" and (store is None or not is_kept(store, count))
+        if point in FRESH or lacks or at > LAST - 6:
+            if store is not None:
+                goes_on(tmp_path, store, expected, shape)
+            store, at = tmp_path / f"store-{len(list(tmp_path.iterdir()))}", 0
+            if lacks:
+                goes_on(tmp_path, store, expected, shape)
+        options = ["--options", '{"restore": "kept"}'] if point == "restore" else []
+        arguments = (store, *MORE, *options)
         own = {victim: ["--kill", kill]}
-        with running(tmp_path, *arguments, count=count, own=own) as processes:
+        with running(tmp_path, *arguments, own=own, **shape) as processes:
             while all(one.poll() is None for one in processes.all):
                 time.sleep(0.02)
             died = processes.all[victim].wait() == -9
             if died:
-                killed[point] += 1
+                killed[point, when] += 1
                 time.sleep(0.3)
             else:
-                processes.wait()
+                assert processes.wait() == [0] * count, f"{kill}\n{processes}"
             processes.kill()
-            check(processes, expected, kill)
-        with running(tmp_path, *arguments[:5], count=count) as after:
-            assert after.wait() == [0] * count, f"{kill} of {victim}\n{after}"
-            at = check(after, expected, kill) + 2
+            at = max(at, check(processes, expected, kill) + 2)
         print(f"{kill} of process {victim}: {'killed' if died else 'not reached'}")
-    print(f"{count} processes, kills by point: {dict(killed)}, {killed.total()} in all")
-    assert killed.total() >= (60 if LONG else 5)
+    goes_on(tmp_path, store, expected, shape)
+    print(f"| {mode}, {count} processes, killed at | before | after |\n|---|---|---|")
+    for point in POINTS:
+        print(f"| {point} | {killed[point, 'before']} | {killed[point, 'after']} |")
+    left = orphans(tmp_path)
+    print(f"{killed.total()} kills, {len(left)} orphans, 0 differing bits")
+    assert not left
+    assert killed.total() >= (20 * count if LONG else 6)
+
+
+def is_kept(store, count):
+    """Whether all members have the checkpoint that runs make at their first step."""
+    return len(list(store.glob("process-*/checkpoints/kept"))) == count
+
+
+def goes_on(place, store, expected, shape):
+    """Sees to it that a run goes on after the last of the kills, and is whole."""
+    with running(place, store, *MORE, **shape) as after:
+        assert after.wait() == [0] * shape["count"], after
+        check(after, expected, "after the kills")
+    assert main(["verify", str(store)]) == 0
+
+
+def orphans(place):
+    """Returns the processes that are left of programs with files in a place."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            line = (process / "cmdline").read_bytes()
+            found += [line] if bytes(place) in line else []
+    return found
 
 
 def check(processes, expected, kill):

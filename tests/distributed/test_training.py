@@ -14,8 +14,9 @@ FORMATS = {
     "compressed": ["--compress", "0.05"],
     "traced": ["--init", "traced"],
     "every third": ["--options", '{"durability": 3}'],
+    "tier": ["--options", '{"durability": 3, "tiers": {"host": 3000000}}'],
 }
-TWO = [("fsdp", "fp32"), ("mixed", "int8"), ("replicated", "compressed")]
+TWO = [("fsdp", "tier"), ("mixed", "int8"), ("replicated", "compressed")]
 MORE = [
     (layout, form) for layout in ("fsdp", "mixed", "replicated") for form in FORMATS
 ]

@@ -8,8 +8,10 @@ import ctypes
 import errno
 import hashlib
 import json
+import math
 import os
 import signal
+import statistics
 import sys
 import time
 
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental.multihost_utils import reached_preemption_sync_point
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -56,8 +59,8 @@ def parsed(arguments):
     parser = argparse.ArgumentParser()
     parser.add_argument("store")
     parser.add_argument("--coordinator")
-    parser.add_argument("--process", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--process-id", type=int, default=0)
+    parser.add_argument("--num-processes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--more", type=int, help="steps after those of the store")
     parser.add_argument("--layout", choices=[*LAYOUTS, "mesh2d"], default="mixed")
@@ -72,6 +75,7 @@ def parsed(arguments):
     parser.add_argument("--hang", help="POINT:NUMBER")
     parser.add_argument("--fail", help="STEP:CALL:PATH: EIO from then on")
     parser.add_argument("--clock", type=int, help="seconds by which it is wrong")
+    parser.add_argument("--stops", action="store_true", help="after SIGTERM")
     parser.add_argument("--pace", type=float, default=0, help="seconds between steps")
     return parser.parse_args(arguments)
 
@@ -107,8 +111,9 @@ def on(mesh, spec, array):
 
 def batch_of(mesh, step, dtype):
     draw = np.random.default_rng(step + 1).standard_normal
+    rows = math.lcm(16, mesh.shape["d"])
     return tuple(
-        on(mesh, P("d"), draw((16, WIDTH)).astype(np.float32).astype(dtype))
+        on(mesh, P("d"), draw((rows, WIDTH)).astype(np.float32).astype(dtype))
         for _ in range(2)
     )
 
@@ -179,9 +184,10 @@ def main(arguments):
     if given.coordinator:
         jax.distributed.initialize(
             given.coordinator,
-            given.processes,
-            given.process,
+            given.num_processes,
+            given.process_id,
             heartbeat_timeout_seconds=given.heartbeat,
+            shutdown_timeout_seconds=given.heartbeat,
         )
     store = jaxinf.open_store(given.store, **given.options)
     dtype = jnp.dtype(given.dtype)
@@ -205,6 +211,8 @@ def main(arguments):
     print(f"at {first}", flush=True)
     last = given.steps if given.more is None else first + given.more
     for number in range(first, last):
+        if given.stops and reached_preemption_sync_point(number):
+            break
         time.sleep(given.pace)
         if number == first + 2:
             began_s = time.monotonic()
@@ -229,6 +237,9 @@ def main(arguments):
             print("sum", one.name, leaf.name, repr(float(whole.sum())), flush=True)
     metrics = store.metrics
     if metrics is not None:
+        last_ones = [store.metrics_of(n) for n in range(store.step + 1)]
+        commits_s = [one.commit_s for one in last_ones if one is not None]
+        print(f"commit_s {statistics.median(commits_s):.5f}", flush=True)
         print(f"written {metrics.traffic.drive_write_bytes}", flush=True)
     store.close()
     print("closed", flush=True)

@@ -60,9 +60,7 @@ class Processes:
         self.files = [place / f"output-{number}" for number in range(count)]
         self.all = []
         for number, file in enumerate(self.files):
-            names = ("--coordinator", "--processes", "--process")
-            if list(program) != [PROGRAM]:
-                names = ("--coordinator", "--num-processes", "--process-id")
+            names = ("--coordinator", "--num-processes", "--process-id")
             values = (address, count, number)
             told = [str(x) for pair in zip(names, values, strict=True) for x in pair]
             line = [*map(str, [*program, *arguments]), *told]
@@ -123,10 +121,10 @@ def running(place: Path, *arguments: object, **options) -> Iterator[Processes]:
         found.kill()
 
 
-def run_alone(*arguments: object, num_devices: int) -> str:
+def run_alone(*arguments: object, num_devices: int, program: Path = PROGRAM) -> str:
     """Runs the program in one process with all devices; returns its output."""
     result = subprocess.run(
-        [sys.executable, str(PROGRAM), *map(str, arguments)],
+        [sys.executable, str(program), *map(str, arguments)],
         env=environment(num_devices),
         capture_output=True,
         text=True,
