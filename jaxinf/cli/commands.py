@@ -5,6 +5,8 @@ an error in the command line; no failure shows a traceback.
 """
 
 import contextlib
+import dataclasses
+import json
 import logging
 import os
 import sys
@@ -24,9 +26,20 @@ from jaxinf.command_line import ByteSize, UsageError, parse
 from jaxinf.engine import AverageChoice, MasterFormat, StateFormat, convert_store
 from jaxinf.errors import JaxinfError
 from jaxinf.store import rebalance, trim_store
-from jaxinf.terminal import format_bytes, printable
+from jaxinf.terminal import format_bytes, make_console, printable
+from jaxinf.train.config import TrainConfig
+from jaxinf.train.loop import plan_run
 
-__all__ = ["COMMANDS", "Checkpoint", "Doctor", "Inspect", "Store", "Verify", "main"]
+__all__ = [
+    "COMMANDS",
+    "Checkpoint",
+    "Doctor",
+    "Inspect",
+    "Plan",
+    "Store",
+    "Verify",
+    "main",
+]
 
 _SUCCESS, _FAILURE, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
@@ -125,6 +138,29 @@ class Doctor:
             machine_file=self.machine,
         )
         return _SUCCESS if usable else _FAILURE
+
+
+@dataclass(frozen=True)
+class Plan(TrainConfig):
+    """Say what a training run would take: memory, disk, bytes, and time.
+
+    Takes the trainer's flags. Nothing is trained, compiled or written. The time is that
+    of a model of a machine, and without --machine unknown.
+    """
+
+    # Print one JSON document instead.
+    json: bool = False
+
+    def run(self) -> int:
+        """Prints to standard output; returns the exit status."""
+        # A run needs the name of a store, which a plan does not.
+        store = self.store or (None if self.mode == "memory" else Path("STORE"))
+        plan = plan_run(dataclasses.replace(self, store=store))
+        if self.json:
+            print(json.dumps(plan.to_json(), indent=1, allow_nan=False))
+        else:
+            plan.print(make_console(soft_wrap=True))
+        return _SUCCESS
 
 
 @dataclass(frozen=True)
@@ -349,6 +385,7 @@ COMMANDS: Any = (
     | Annotated[Checkpoint, tyro.conf.subcommand("checkpoint")]
     | Annotated[Store, tyro.conf.subcommand("store")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
 )
 """What ``jaxinf`` can be told to do."""
 
@@ -373,7 +410,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         COMMANDS,
         words or ["--help"],
         prog="jaxinf",
-        description="Storage-offloaded training for JAX: look at stores and drives. "
+        description="Storage-offloaded training for JAX: stores, drives, and plans. "
         "--version shows the version.",
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
     )

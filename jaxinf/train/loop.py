@@ -32,6 +32,7 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, num_tokens
+from jaxinf.train.forecast import RunPlan, plan
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, rss_bytes
 from jaxinf.train.on_store import OnStore
@@ -55,7 +56,7 @@ from jaxinf.train.signals import StopRequest
 from jaxinf.train.step import TrainStep
 from jaxinf.typing import PyTree
 
-__all__ = ["train"]
+__all__ = ["plan_run", "train"]
 
 # Share of the budget for pieces read and traced programs during an import.
 _IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
@@ -96,6 +97,9 @@ def train(
         config, data = load(config)
     batches = make_batches(config, data)
     say_config(console, config, data)
+    if config.dry_run:
+        plan(config, batches[0]).print(console)
+        return 0
     with (
         contextlib.closing(open_backend(config, make_optimizer(config))) as backend,
         contextlib.closing(
@@ -112,6 +116,19 @@ def train(
             say_evaluation(console, found, run.evaluator, params)
         say_results(console, config, backend)
         return 0
+
+
+def plan_run(config: TrainConfig) -> RunPlan:
+    """Plans a run; reads its data, and writes nothing. Blocks for some seconds.
+
+    Raises:
+      UsageError: the config asks for something impossible.
+      JaxinfError: the optimizer or the store's options do not fit each other.
+    """
+    config = check(config)
+    check_optimizer(config)
+    config, data = load(config)
+    return plan(config, make_batches(config, data)[0])
 
 
 def _import(config: TrainConfig, console: Console) -> None:

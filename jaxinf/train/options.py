@@ -81,6 +81,14 @@ class RunOptions:
     # Write the run, as its flags and --config have it, to a new file, and stop.
     write_config: Annotated[Path | None, _shown("FILE", "none: train")] = None
 
+    # Say what the run takes in memory, on drives and, with --machine, in time, and
+    # stop. Nothing is written.
+    dry_run: bool = False
+
+    # For --dry-run: a file that "jaxinf doctor --machine FILE" wrote, or a machine of
+    # the package: a100-x4, h100-x4, smartssd-server, workstation.
+    machine: Annotated[str | None, _shown("{FILE,NAME}", "none: no times")] = None
+
     # Directory of the store: a new one, or the store of a run to resume.
     store: Annotated[Path | None, _shown("DIR", "none; --mode update needs it")] = None
 

@@ -1,0 +1,120 @@
+"""What a run will take: bytes are those of the run, times those of a model."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxinf.cli import main
+from jaxinf.plan import Rate, read_machine, write_machine
+
+
+def of(value):
+    return Rate(value, "this test", "measured")
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A file: a CPU whose kernels and products take no time beside its one drive."""
+    workstation = read_machine("workstation")
+    drive = dataclasses.replace(workstation.drives[0], count=1, mixed=of(1e6))
+    found = dataclasses.replace(
+        workstation,
+        num_cores=1,
+        device=None,
+        drives=(drive,),
+        products={"float32": of(1e18)},
+        updates={"adamw fp32": of(1e18), "adamw int8": of(1e18)},
+    )
+    write_machine(tmp_path / "machine.json", found)
+    return tmp_path / "machine.json"
+
+
+@pytest.fixture
+def planned(text, tiny, capsys):
+    """Runs `jaxinf plan --json` for a tiny model; returns its document."""
+
+    def call(*words):
+        line = ["plan", "--data", text, "--batch-size", 2, "--seq-len", 8, "--json"]
+        with tiny():
+            assert main([str(word) for word in [*line, *words]]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("words", "num_odd"),
+    # The scales of two states of a leaf end in the middle of a page.
+    [((), 0), (("--state", "int8"), 2), (("--clip-norm", 0), 0)],
+)
+def test_bytes_are_those_of_the_run(words, num_odd, planned, run, tmp_path):
+    sizes = planned(*words)["sizes"]
+    store, logs = tmp_path / "store", tmp_path / "logs"
+    assert run("--store", store, "--log-dir", logs, "--steps", 4, *words) == 0
+    lines = (logs / "metrics.jsonl").read_text().splitlines()
+    last = [line for line in map(json.loads, lines) if "drive_read_bytes" in line][-1]
+    assert 0 <= last["drive_read_bytes"] - sizes["read_bytes"] <= num_odd * 4096
+    assert 0 <= last["drive_write_bytes"] - sizes["written_bytes"] <= num_odd * 4096
+
+
+def test_a_dry_run_says_the_same_and_writes_nothing(planned, run, machine, capsys):
+    place = machine.parent
+    words = ["--machine", machine, "--steps", 10]
+    document = planned(*words)
+    kept = {path: path.read_bytes() for path in place.iterdir()}
+    options = ["--store", place / "store", "--log-dir", place / "logs", "--dry-run"]
+    assert run(*options, *words) == 0
+    out = capsys.readouterr().out
+    assert f"{document['forecast']['step_s']:.3g} s a step" in out
+    assert "nothing was trained or written" in out
+    assert {path: path.read_bytes() for path in place.iterdir()} == kept
+
+
+def test_the_drive_alone_takes_its_bytes_over_its_rate(planned, machine):
+    found = planned("--machine", machine)
+    forecast, sizes = found["forecast"], found["sizes"]
+    seconds = (sizes["read_bytes"] + sizes["written_bytes"]) / 1e6
+    assert forecast["step_s"] == pytest.approx(seconds, rel=1e-3)
+    assert forecast["bottleneck"] == "drives"
+    assert found["changes"]["one more drive"] == pytest.approx(seconds / 2, rel=1e-3)
+    assert found["changes"]["--state int8"] < seconds
+    # 1,200 TB, at so many bytes a step.
+    years = 1.2e15 / sizes["written_bytes"] * seconds / (365 * 86_400)
+    assert forecast["years"] == pytest.approx(years, rel=1e-3)
+    assert not forecast["guesses"]
+
+
+def test_operations_count_where_products_are_slow(planned, machine):
+    slow = dataclasses.replace(read_machine(machine), products={"float32": of(1e3)})
+    write_machine(machine, slow)
+    forecast = planned("--machine", machine, "--mode", "memory")["forecast"]
+    assert forecast["bottleneck"] == "processor"
+    assert forecast["step_s"] == pytest.approx(forecast["operations"] / 1e3, rel=1e-3)
+
+
+def test_a_streamed_run_reads_its_params_twice(planned):
+    words = ("--mode", "stream", "--memory", "64MiB")
+    streamed, resident = planned(*words), planned(*words, "--resident", "params")
+    num_bytes = 4 * streamed["sizes"]["num_params"]
+    assert streamed["sizes"]["params_bytes"] >= 2 * num_bytes
+    assert resident["sizes"]["params_bytes"] == 0
+    assert streamed["sizes"]["memory_bytes"] == 64 << 20
+
+
+def test_without_a_machine_times_are_unknown(planned, run, tmp_path, capsys):
+    assert set(planned()) == {"sizes"}
+    assert run("--store", tmp_path / "store", "--dry-run") == 0
+    assert "time    unknown: give --machine FILE" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_planned_is_refused(run, machine, tmp_path, capsys):
+    words = ("--store", tmp_path / "store", "--dry-run", "--machine")
+    assert run(*words, tmp_path / "none.json") == 2
+    assert "expected a file that 'jaxinf doctor --machine" in capsys.readouterr().err
+    lacking = dataclasses.replace(read_machine(machine), products={})
+    write_machine(machine, lacking)
+    assert run(*words, machine) == 2
+    assert "expected a rate for float32" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
