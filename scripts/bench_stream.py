@@ -236,7 +236,7 @@ def figures(
         "dispatch_share": round(statistics.median(shares), 5),
         "first_step_s": round(streamed.first_s, 2),
         "calls": len(plan.calls.calls),
-        "programs": len(plan.distinct),
+        "programs": len(plan.calls.programs),
         "peak_bytes": plan.peak_bytes,
         "offloaded_bytes": streamed.offloaded_bytes,
         "forecast": str(streamed.step.forecast or ""),

@@ -159,7 +159,7 @@ def run(case: Case) -> dict[str, Any]:
         "over_budget_mib": round((peak - budget) / MIB),
         "evaluation_mib": round(evaluation / MIB),
         "step_after_mib": round(after / MIB),
-        "programs": len(plan.distinct),
+        "programs": len(plan.calls.programs),
         "calls": len(plan.calls.calls),
         "step_s": round(min(seconds), 2),
     }

@@ -290,7 +290,7 @@ class Stack:
                 found[call.program.key].append(call_s)
         watch.close()
         seconds = {key: statistics.median(times) for key, times in found.items()}
-        for program in self.plan.distinct:
+        for program in self.plan.calls.programs.values():
             seconds.setdefault(program.key, 0.0)
         half_s = statistics.median(steps) / 2
         rate = limit * self.most_bytes / half_s if limit else math.inf

@@ -1,13 +1,18 @@
-"""Where tensors are while they are not on the device, tier by tier.
+"""What is in memory during each call, who leaves it, and where that waits.
 
-    device   the packer: who leaves, and when each comes back
+    device   who leaves, by next use; each comes back as early as there is room
     host     tensors that stay: those that are needed soonest
              tensors on their way to drives, in turns
              tensors that are read ahead, as far as the others leave room
     drives   the rest
 
-Invariant: the memory of each tier is as planned at every call, however fast the moves
-are. What stays on the host never reaches a drive.
+Functions update the bytes of calls that they are given, int64 of shape (num_calls,).
+The capacity is the most that a call should have. A stay that may be given up lies
+between two uses of a tensor, which has to be in memory again at its `stop`.
+
+Invariant: no function raises the bytes of a call above the capacity, so the memory of
+each tier is as planned at every call, however fast moves are. What stays on the host
+never reaches a drive.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,17 +21,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxinf.schedule.occupancy import Stay, occupancy
-from jaxinf.schedule.packer import evict, fill, prefetch
-
 __all__ = [
     "NUM_COPIES",
+    "Candidate",
     "Eviction",
-    "Shortage",
+    "Stay",
     "Tiers",
     "Waiting",
+    "evict",
     "evictions",
+    "fill",
     "host_tier",
+    "occupancy",
+    "prefetch",
+    "reside",
     "waiting",
 ]
 
@@ -37,6 +45,38 @@ device, and pageable for the drive. JAX may read pinned memory in place, or copy
 # Of the memory beyond the least, so much at most is for what is on its way: a tensor
 # may be copied while the one before it is written.
 _WAY_SHARE = 4
+
+
+class Stay(NamedTuple):
+    """Successive calls during which a tensor is in memory, or may be.
+
+    Attributes:
+      start: The first call.
+      stop: The call after the last.
+      num_bytes: The tensor's bytes; negative ones count as freed.
+      tensor: The tensor, as the caller knows it; hashable.
+    """
+
+    start: int
+    stop: int
+    num_bytes: int
+    tensor: Any = None
+
+
+class Candidate(NamedTuple):
+    """A tensor that may stay between steps.
+
+    Attributes:
+      tensor: The tensor, as the caller knows it.
+      num_bytes: Memory for it.
+      saved_bytes: Bytes that do not move in a step if it stays.
+      apart: Calls between its first use and its last.
+    """
+
+    tensor: Any
+    num_bytes: int
+    saved_bytes: int
+    apart: int
 
 
 class Eviction(NamedTuple):
@@ -55,20 +95,6 @@ class Eviction(NamedTuple):
     needed: int
 
 
-class Shortage(NamedTuple):
-    """What is missing of a tier's memory.
-
-    Attributes:
-      tier: `"device"` or `"host"`.
-      missing_bytes: The bytes that are missing.
-      smallest_bytes: The smallest memory that would do.
-    """
-
-    tier: str
-    missing_bytes: int
-    smallest_bytes: int
-
-
 @dataclass(frozen=True)
 class Tiers:
     """The host's memory for tensors that are not on the device.
@@ -78,14 +104,14 @@ class Tiers:
       host_bytes: Memory of the host for all of them.
       leaving_bytes: The part for tensors on their way to drives.
       room: Before each call, bytes for tensors that are read ahead; empty if none are.
-      shortage: What is missing; None if they fit.
+      least_bytes: The smallest memory that would do, if this does not; else 0.
     """
 
     on_drive: tuple[Any, ...]
     host_bytes: int
     leaving_bytes: int = 0
     room: Sequence[int] = ()
-    shortage: Shortage | None = None
+    least_bytes: int = 0
 
     @property
     def buffer_bytes(self) -> int:
@@ -107,6 +133,26 @@ class Waiting(NamedTuple):
     num_reads: int = 1
 
 
+def occupancy(num_calls: int, stays: Iterable[Stay]) -> np.ndarray:
+    """Returns the bytes of all stays during each call; int64, of shape (num_calls,)."""
+    change = [0] * (num_calls + 1)
+    for start, stop, num_bytes, _ in stays:
+        change[start] += num_bytes
+        change[stop] -= num_bytes
+    return np.cumsum(change[:-1], dtype=np.int64)
+
+
+def fill(occupied: np.ndarray, stays: Iterable[Stay], capacity: int) -> list[Stay]:
+    """Adds stays, in the order given, if there is room; returns those added."""
+    added = []
+    for stay in stays:
+        during = occupied[stay.start : stay.stop]
+        if during.max(initial=0) + stay.num_bytes <= capacity:
+            during += stay.num_bytes
+            added.append(stay)
+    return added
+
+
 def waiting(sizes: Mapping[Any, int], capacity: int, num_reads: int = 1) -> Waiting:
     """Chooses the tensors that wait in memory: in the order given, as there is room.
 
@@ -115,10 +161,78 @@ def waiting(sizes: Mapping[Any, int], capacity: int, num_reads: int = 1) -> Wait
       capacity: Memory for them.
       num_reads: As for `Waiting`.
     """
-    stays = [Stay(0, 1, num_bytes, tensor) for tensor, num_bytes in sizes.items()]
-    held = {*fill(np.zeros(1, np.int64), stays, capacity)}
-    others = {one.tensor: one.num_bytes for one in stays if one not in held}
+    held = _together(sizes.items(), capacity)
+    others = {one: num_bytes for one, num_bytes in sizes.items() if one not in held}
     return Waiting(capacity, others, num_reads)
+
+
+def reside(candidates: Iterable[Candidate], capacity: int) -> list[Any]:
+    """Returns tensors that stay: those first that save most for a byte of memory.
+
+    Of equal ones those that are used far apart stay, as others may be read once.
+
+    Args:
+      candidates: The tensors.
+      capacity: Memory for them.
+    """
+    ranked = sorted(
+        candidates, key=lambda one: (-one.saved_bytes / one.num_bytes, -one.apart)
+    )
+    return _together(((one.tensor, one.num_bytes) for one in ranked), capacity)
+
+
+def _together(sizes: Iterable[tuple[Any, int]], capacity: int) -> list[Any]:
+    """Returns the tensors that have room together, in the order given."""
+    stays = (Stay(0, 1, num_bytes, tensor) for tensor, num_bytes in sizes)
+    return [stay.tensor for stay in fill(np.zeros(1, np.int64), stays, capacity)]
+
+
+def evict(
+    occupied: np.ndarray, stays: Iterable[Stay], capacity: int
+) -> dict[Stay, int]:
+    """Ends stays where the bytes exceed the capacity.
+
+    The tensor that is needed last leaves first (Belady's rule), of several the largest,
+    of equal ones the one given first. If all leave, the rest may still exceed.
+
+    Returns:
+      For each of `stays` that ends early, the first call without its tensor.
+    """
+    left: dict[Stay, int] = {}
+    by_use = sorted(stays, key=lambda stay: (stay.stop, stay.num_bytes), reverse=True)
+    for call in np.flatnonzero(occupied > capacity).tolist():
+        for stay in by_use:
+            if occupied[call] <= capacity:
+                break
+            if stay.start <= call < stay.stop and stay not in left:
+                occupied[call : stay.stop] -= stay.num_bytes
+                left[stay] = call
+    return left
+
+
+def prefetch(
+    occupied: np.ndarray, left: Mapping[Stay, int], capacity: int
+) -> dict[Stay, int]:
+    """Lets tensors come back in the order of their use, as early as there is room.
+
+    Each is away for one call at least, and none comes back before one used earlier.
+
+    Args:
+      left: The first call without each tensor, as from `evict`.
+
+    Returns:
+      For each, in that order, the first call with it again: at the latest its `stop`.
+    """
+    returned: dict[Stay, int] = {}
+    back = 0
+    for stay in sorted(left, key=lambda stay: stay.stop):
+        earliest = max(back, left[stay] + 1)
+        back = stay.stop
+        while back > earliest and occupied[back - 1] + stay.num_bytes <= capacity:
+            back -= 1
+        occupied[back : stay.stop] += stay.num_bytes
+        returned[stay] = back
+    return returned
 
 
 def evictions(
@@ -177,23 +291,22 @@ def host_tier(
         Stay(one.written, one.needed, num_bytes, tensor)
         for tensor, (one, num_bytes) in away.items()
     ]
-    waiting = occupancy(num_calls, stays)
-    everything = int(waiting.max(initial=0))
+    held = occupancy(num_calls, stays)
+    everything = int(held.max(initial=0))
     if everything <= capacity:
         return Tiers((), everything)
     largest = max(stay.num_bytes for stay in stays)
     passing = 2 * NUM_COPIES * largest
     if capacity < passing:
-        least = min(passing, everything)
-        return Tiers((), 0, shortage=Shortage("host", least - capacity, least))
+        return Tiers((), 0, least_bytes=min(passing, everything))
     more = min(largest, _floor((capacity - passing) // _WAY_SHARE, page_bytes))
     leaving = NUM_COPIES * largest + more
-    left = evict(waiting, stays, capacity - 2 * leaving)
-    waiting = occupancy(num_calls, (stay for stay in stays if stay not in left))
+    left = evict(held, stays, capacity - 2 * leaving)
+    held = occupancy(num_calls, (stay for stay in stays if stay not in left))
     # One tensor at a time is pinned for its copy back.
     ahead = capacity - leaving - (NUM_COPIES - 1) * largest
     most = sum(stay.num_bytes for stay in left)
-    later = np.maximum.accumulate(waiting[::-1])[::-1].tolist()
+    later = np.maximum.accumulate(held[::-1])[::-1].tolist()
     room = [_floor(min(most, ahead - num_bytes), page_bytes) for num_bytes in later]
     on_drive = tuple(stay.tensor for stay in sorted(left, key=lambda stay: stay.stop))
     return Tiers(on_drive, capacity, leaving, [room[0], *room[:-1]])

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxinf.schedule.occupancy import Stay, occupancy
-from jaxinf.schedule.packer import fill
+from jaxinf.schedule.placement import Stay, fill, occupancy
 
 __all__ = ["Fetch", "fetches_of", "hand_over", "held_bytes", "keep_between"]
 

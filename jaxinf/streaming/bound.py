@@ -24,10 +24,10 @@ from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.device import check_pinned, device_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, Division
+from jaxinf.streaming.plan.offload import check_leaving
 from jaxinf.streaming.plan.plan import Plan, Prepared
-from jaxinf.streaming.plan.resident import Residents, beside
+from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.plan.saved import saved_plan
-from jaxinf.streaming.plan.tiers import check_leaving
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import Unit
 from jaxinf.streaming.replanning import Replanner, make_runner, offload_planned
@@ -128,8 +128,14 @@ class Ends(ABC):
     @abstractmethod
     def residents(
         self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
-    ) -> Residents:
-        """Returns what chooses the params that stay; `measure` as for `Residents`."""
+    ) -> Callable[[Plan], ResidentUnits]:
+        """Returns what chooses the params that stay beside a plan.
+
+        Args:
+          ready: What was traced.
+          division: Memory.
+          measure: Returns the memory of a plan's programs.
+        """
 
     def passing_bytes(self, plan: Plan, stays: Set[Unit]) -> int:
         """Memory of the host that params take on their way to a device with its own."""
@@ -151,11 +157,15 @@ class Ends(ABC):
             division = division.without(
                 writing_bytes(self.num_drives), "writing its values to drives"
             )
-        residents = self.residents(
-            ready, division, partial(compiled_bytes, executables=executables)
-        )
+        programs_bytes = partial(compiled_bytes, executables=executables)
+        residents = self.residents(ready, division, programs_bytes)
+
+        def measure(plan: Plan) -> int:
+            units = residents(plan)
+            return units.all_bytes + programs_bytes(units.applied(plan))
+
         budget_bytes, limit = division.programs, division.limit
-        policy, measure, plan = options.policy, residents.peak_bytes, None
+        policy, plan = options.policy, None
         if self.saved_in is not None:
             folder, most = self.saved_in, budget_bytes + division.spare
             plan = saved_plan(folder, ready, most, policy, measure, limit)
@@ -163,8 +173,10 @@ class Ends(ABC):
             division = division.for_kept(plan.peak_bytes)
         is_saved = plan is not None
         plan = plan or ready.plan(budget_bytes, policy, measure, limit)
-        plan, units = residents.applied(plan)
-        division = beside(division, units)
+        units = residents(plan)
+        rest_bytes = plan.peak_bytes - units.all_bytes
+        plan = replace(units.applied(plan), peak_bytes=rest_bytes)
+        division = units.left(division)
         host_bytes, stays = division.staged, units.units
         if division.staged:
             if plan.is_offloaded:

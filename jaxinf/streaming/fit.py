@@ -11,10 +11,10 @@ from jaxinf.schedule.placement import Tiers
 from jaxinf.schedule.simulator import Trips
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.memory import Division
+from jaxinf.streaming.plan.offload import plan_tiers
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.plan.resident import ResidentUnits
-from jaxinf.streaming.plan.tiers import beside_values, plan_tiers
 from jaxinf.streaming.program.units import Unit
 
 __all__ = ["Fitted", "Reads"]
@@ -56,7 +56,9 @@ class Fitted:
         """The reads of a run, and the memory beside its values."""
         if self.reads is None:  # values may take all that there is
             return Reading((), 0), self.division
-        division = beside_values(self.division, self.tiers(plan.calls))
+        division, tiers = self.division, self.tiers(plan.calls)
+        if tiers is not None and tiers.host_bytes:
+            division = division.without(tiers.host_bytes, "keeping values")
         return self.reads(plan, division, self.units.units), division
 
     def loads(self, calls: Calls, peak_bytes: int) -> Trips:

@@ -25,7 +25,7 @@ from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.plan.memory import Division, divide_rest
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
-from jaxinf.streaming.plan.resident import AllResident
+from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.meshes import mesh_text
@@ -72,7 +72,7 @@ class MemoryEnds(Ends):
 
     def residents(
         self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
-    ) -> AllResident:
+    ) -> Callable[[Plan], ResidentUnits]:
         """As `Ends.residents`: all params, gradients and optax's state."""
         traced = ready.traced
         params_bytes = sum(map(aval_bytes, traced.params))
@@ -87,7 +87,16 @@ class MemoryEnds(Ends):
                 held - division.programs + 1,
                 ", or give a store, which keeps the state on drives",
             )
-        return AllResident(params_bytes, other_bytes, measure)
+
+        def all_stay(plan: Plan) -> ResidentUnits:
+            pieces = {piece for call in plan.calls.calls for piece in call.pieces}
+            # A part of a leaf is copied for its calls.
+            whole = frozenset(p for p in pieces if not p.index and not p.rows)
+            return ResidentUnits(
+                num_bytes=params_bytes, pieces=whole, other_bytes=other_bytes
+            )
+
+        return all_stay
 
     def sink(self, fitted: Fitted) -> OptaxSink:
         """As `Ends.sink`."""

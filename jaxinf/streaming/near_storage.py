@@ -30,7 +30,7 @@ from jaxinf.streaming.plan.reads import (
     reused_bytes,
     staged_bytes,
 )
-from jaxinf.streaming.plan.resident import ResidentChooser
+from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits
 from jaxinf.streaming.plan.saved import save_plan
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import Places, Unit
@@ -76,7 +76,7 @@ class StoreParamsEnds(Ends):
 
     def residents(
         self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
-    ) -> ResidentChooser:
+    ) -> Callable[[Plan], ResidentUnits]:
         """As `Ends.residents`."""
         return ResidentChooser(
             self.setup.options.resident,
@@ -86,7 +86,7 @@ class StoreParamsEnds(Ends):
             lambda plan, part: self._reads(plan, part, frozenset()).fetches,
             self._rereads,
             measure,
-        )
+        ).choose
 
     def passing_bytes(self, plan: Plan, stays: Set[Unit]) -> int:
         """As `Ends.passing_bytes`."""

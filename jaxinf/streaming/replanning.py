@@ -14,11 +14,11 @@ from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.probe import probe
 from jaxinf.streaming.move.values import make_values
 from jaxinf.streaming.options import Options
+from jaxinf.streaming.plan.offload import check_tiers
 from jaxinf.streaming.plan.plan import Plan
-from jaxinf.streaming.plan.planner import Forecast, Observed, Planner
+from jaxinf.streaming.plan.planner import Forecast, Planner
 from jaxinf.streaming.plan.retrying import Moved
 from jaxinf.streaming.plan.search import Problem
-from jaxinf.streaming.plan.tiers import check_tiers
 from jaxinf.streaming.plan.wear import Wear
 from jaxinf.streaming.program.graph import Graph
 from jaxinf.streaming.run import CompiledMemory, Executables, Runner
@@ -169,11 +169,10 @@ class Replanner:
         }
         if params is not None:
             moved["params"] = Moved(params.num_read_bytes, params.read_s)
-        step = Observed(step_s, self.watch.take(), moved, peak_bytes)
-        self.is_changed = self._planner.observe(step) or self.is_changed
-        if self._planner.is_probe_due:
-            moved = probe(self._folders)
-            self.is_changed = self._planner.probed(moved) or self.is_changed
+        planner = self._planner
+        self.is_changed |= planner.observe(step_s, self.watch.take(), moved, peak_bytes)
+        if planner.is_probe_due:
+            self.is_changed |= planner.probed(probe(self._folders))
 
     def close(self) -> None:
         """Ends the thread; idempotent."""

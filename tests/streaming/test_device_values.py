@@ -23,9 +23,8 @@ from jaxinf.schedule.placement import NUM_COPIES
 from jaxinf.streaming.move.scratch import RateLimits, Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
-from jaxinf.streaming.plan.offload import least_offloaded_bytes
+from jaxinf.streaming.plan.offload import least_offloaded_bytes, plan_tiers
 from jaxinf.streaming.plan.simulator import Profile, simulate
-from jaxinf.streaming.plan.tiers import plan_tiers
 from jaxinf.streaming.run import compiled_temp_bytes
 
 TX = optax.adam(1e-2)
@@ -50,8 +49,7 @@ def plans(program, form=None, share=0.0):
 
 def least_of(calls):
     """The least memory of the host for values."""
-    shortage = plan_tiers(calls, 0).shortage
-    return 0 if shortage is None else shortage.smallest_bytes
+    return plan_tiers(calls, 0).least_bytes
 
 
 def hosts(calls):
@@ -107,7 +105,7 @@ def test_bits_are_those_of_keep(name, tmp_path):
     expected = streamed(program, keep, executables)
     for host_bytes in hosts(plan.calls):
         tiers = plan_tiers(plan.calls, host_bytes)
-        assert tiers.shortage is None
+        assert not tiers.least_bytes
         assert tiers.host_bytes <= host_bytes
         values = Watched(plan.calls, Scratch([tmp_path]), tiers)
         for _ in range(2):  # the second step reuses the files
@@ -203,15 +201,15 @@ def test_one_value_needs_no_way_to_a_drive():
     slot, eviction = next(iter(calls.evictions.items()))
     alone = replace(calls, evictions={slot: eviction})
     size = page_ceil(calls.lives[slot].num_bytes)
-    assert plan_tiers(alone, size - 1).shortage == ("host", 1, size)
-    assert plan_tiers(alone, size).shortage is None
+    assert plan_tiers(alone, size - 1).least_bytes == size
+    assert not plan_tiers(alone, size).least_bytes
 
 
 @pytest.mark.usefixtures("small_values_leave")
 def test_a_step_is_simulated_by_link_and_drive():
     plan = plans(ZOO["l2_penalty"](depth=8))[1]
     calls = plan.calls
-    seconds = {program.key: 1.0 for program in plan.distinct}
+    seconds = {program.key: 1.0 for program in plan.calls.programs.values()}
     size = sum(calls.lives[slot].num_bytes for slot in calls.evictions)
     on_host = plan_tiers(calls, ENOUGH)
     on_drive = plan_tiers(calls, on_host.host_bytes // 2)

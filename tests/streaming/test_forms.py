@@ -96,7 +96,9 @@ def test_a_plan_counts_the_bytes_on_the_drive(tmp_path):
     written, times = {}, {}
     for form in (None, "bf16", "int8"):
         _, plan = planned(program, form)
-        rates = Profile({one.key: 0.0 for one in plan.distinct}, 1000.0, 1000.0)
+        rates = Profile(
+            {one.key: 0.0 for one in plan.calls.programs.values()}, 1000.0, 1000.0
+        )
         calls = plan.calls
         values = Values(calls, Scratch([tmp_path]))
         written[form] = values.num_bytes
@@ -115,7 +117,7 @@ def test_the_planner_recomputes_less_with_shorter_values():
     ready = prepared(program)
     plan = ready.plan(ready.smallest_bytes() * 3 // 2, "offload")
     budget = int(0.6 * max(plan.calls.value_bytes()))
-    seconds = {one.key: 1.0 for one in plan.distinct}
+    seconds = {one.key: 1.0 for one in plan.calls.programs.values()}
     problem = Problem(ready.lifetimes.graph, plan.programs, budget, Calls.value_bytes)
     rates = Profile(seconds, 2000.0, 2000.0)
     exact = choose(problem, rates)

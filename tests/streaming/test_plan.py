@@ -45,7 +45,7 @@ def test_more_equal_blocks_need_no_more_programs(name):
             limit_bytes = ready.lifetimes.piece_bytes(ready.lifetimes.sizes) // 6
         cuts = choose_cuts(ready.lifetimes, ready.tokens, limit_bytes)
         plans.append(ready.plan_of(cuts))
-    few, more, most = (len(plan.distinct) for plan in plans)
+    few, more, most = (len(plan.calls.programs) for plan in plans)
     assert few == more == most
     few, more, most = (len(plan.calls.calls) for plan in plans)
     assert few < more < most
@@ -248,7 +248,9 @@ def test_a_plan_prints_its_segments():
     limit_bytes = ready.lifetimes.piece_bytes(ready.lifetimes.sizes) // 6
     plan = ready.plan_of(choose_cuts(ready.lifetimes, ready.tokens, limit_bytes))
     head, _, columns, *lines = str(plan).splitlines()
-    assert f"{len(plan.calls.calls)} calls of {len(plan.distinct)} programs" in head
+    assert (
+        f"{len(plan.calls.calls)} calls of {len(plan.calls.programs)} programs" in head
+    )
     assert columns.split() == ["segment", "forward", "backward", "params"]
     (together,) = (line for line in lines if " each: " in line)
     first, last = together.split()[0].split("-")
@@ -274,9 +276,9 @@ def test_a_planned_program_is_cut_where_few_bytes_leave():
     batch = jax.tree.map(lambda x: np.zeros((64, *x.shape[1:]), x.dtype), program.batch)
     ready = prepare(program.loss, program.params, batch)
     whole = ready.plan(1 << 40, "plan")
-    budget = max(whole.calls.call_bytes(whole.temp_bytes)) * 7 // 8
+    budget = max(whole.calls.call_bytes(whole.calls.temp_bytes)) * 7 // 8
     planned, offloaded = (ready.plan(budget, name) for name in ("plan", "offload"))
-    left = [plan.fitted(budget, plan.temp_bytes) for plan in (planned, offloaded)]
+    left = [plan.fitted(budget, plan.calls.temp_bytes) for plan in (planned, offloaded)]
     few, many = (
         sum(one.calls.lives[slot].num_bytes for slot in one.calls.evictions)
         for one in left

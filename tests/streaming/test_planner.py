@@ -9,9 +9,9 @@ from zoo import ZOO
 
 from jaxinf.streaming.plan import offload
 from jaxinf.streaming.plan.calls import Calls
-from jaxinf.streaming.plan.planner import Observed, Planner
+from jaxinf.streaming.plan.planner import Planner
 from jaxinf.streaming.plan.retrying import Moved
-from jaxinf.streaming.plan.search import Choice, Problem, choose, rules_of
+from jaxinf.streaming.plan.search import Choice, Problem, choose
 from jaxinf.streaming.plan.simulator import Profile, simulate
 
 # More steps than the planner needs to try a drive, and to leave it again.
@@ -62,10 +62,11 @@ class World:
         found = simulate(choice.calls, self.profile)
         return found * self.slowdown if choice.leaves else found
 
-    def step(self, choice: Choice) -> Observed:
+    def step(self, planner, choice: Choice):
+        """Shows a planner a step of a choice."""
         moved = Moved(choice.offloaded_bytes, choice.offloaded_bytes / self.rate)
         seconds = self.profile.seconds
-        return Observed(
+        planner.observe(
             self.seconds(choice),
             [seconds[call.program.key] for call in choice.calls.calls],
             {"written": moved, "read": moved},
@@ -78,7 +79,7 @@ class World:
         for _ in range(num_steps):
             chosen = planner.choice
             found.append(self.seconds(chosen))
-            planner.observe(self.step(chosen))
+            self.step(planner, chosen)
             forecast = planner.forecast
             if forecast is not None:  # never the peak of the plan before
                 expected = forecast.expected_peak_bytes
@@ -96,10 +97,9 @@ class World:
         return self.probes_s + sum(max(0.0, one - safe_s) for one in found)
 
     def safe_s(self):
-        rules = rules_of(self.problem, self.profile)
-        return min(
-            self.seconds(rules[name]) for name in ("keep", "recompute") if name in rules
-        )
+        rules = choose(self.problem, self.profile).rules
+        safe = (rules["keep"], rules["recompute"])
+        return min(map(self.seconds, filter(None, safe)))
 
 
 def world(share, rate, **options):

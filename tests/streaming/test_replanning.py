@@ -24,7 +24,7 @@ from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
 from jaxinf.streaming.plan.forms import PART_BYTES
-from jaxinf.streaming.plan.search import Problem, choose, rules_of
+from jaxinf.streaming.plan.search import Problem, choose
 from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.streaming.run import CompiledMemory
 
@@ -85,7 +85,7 @@ def choices(ready, plan, executables, budget, rate):
     seconds = {program.key: 1.0 for program in programs if program}
     profile = Profile(seconds, rate, rate)
     best = choose(problem, profile)
-    found = [*rules_of(problem, profile).values(), *([best] if best else [])]
+    found = [best, *filter(None, best.rules.values())] if best else []
     return [one for one in found if problem.admits(one.calls)]
 
 

@@ -310,10 +310,10 @@ def test_units_that_are_read_most_stay_first():
             lambda unit: False,
             lambda plan: plan.peak_bytes,
         )
-        total = chooser.peak_bytes(plan)
-        found, stays = chooser.applied(replace(plan, peak_bytes=total))
-        assert found.peak_bytes + found.resident_bytes == total
-        assert found.peak_bytes <= plan.peak_bytes
+        stays = chooser.choose(plan)
+        found = stays.applied(plan)
+        assert found.resident_bytes == sum(unit.page_bytes for unit in stays.units)
+        assert found.calls.peak_bytes() <= plan.peak_bytes
         return stays.units
 
     assert chosen(4095) == set()

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 
 from jaxinf.io import ByteMeters
-from jaxinf.schedule.occupancy import Stay, occupancy
-from jaxinf.schedule.placement import NUM_COPIES, Tiers
+from jaxinf.schedule.placement import NUM_COPIES, Stay, Tiers, occupancy
 from jaxinf.streaming.move.mover import Mover, MoverCounts, drive_threads
 from jaxinf.streaming.move.scratch import Place, Scratch
 from jaxinf.streaming.move.tensors import Evicted
@@ -50,7 +49,7 @@ class Values:
     ) -> None:
         calls = Calls((), ()) if calls is None else calls
         self._scratch = Scratch(()) if scratch is None else scratch
-        assert tiers is None or tiers.shortage is None, "the host has room"
+        assert tiers is None or not tiers.least_bytes, "the host has room"
         evictions, on_drive = calls.evictions, tiers.on_drive if tiers else None
         self._places = _placed(
             calls, self._scratch, evictions if on_drive is None else on_drive

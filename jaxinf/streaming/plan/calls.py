@@ -5,13 +5,14 @@ it. To recompute, the same program is called again, so its values have the same 
 """
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from jaxinf.schedule.occupancy import Stay, occupancy
-from jaxinf.schedule.placement import Eviction
+import numpy as np
+
+from jaxinf.schedule.placement import Eviction, Stay, occupancy
 from jaxinf.streaming.plan.forms import Coding, Form, coding_of, stored_bytes
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program
@@ -144,12 +145,17 @@ class Calls:
 
         None if there is no such output.
         """
-        given_up = {
+        reused = {
             call.inputs[i]
             for call in self.calls
             for i in self.donated[call.program.key]
         }
-        return tuple(_smallest(call, given_up) for call in self.calls)
+        found = []
+        for call in self.calls:
+            sizes = call.program.output_bytes
+            own = [i for i, slot in enumerate(call.outputs) if slot not in reused]
+            found.append(min(own, key=sizes.__getitem__, default=None))
+        return tuple(found)
 
     def peak_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> int:
         """Returns the peak memory of slots, params, outputs and temporaries.
@@ -164,12 +170,16 @@ class Calls:
     def call_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> list[int]:
         """Returns the memory of each call while it runs; arguments as `peak_bytes`."""
         temps = self.temp_bytes if temp_bytes is None else temp_bytes
-        return [
-            held + self._own_bytes(number, temps[call.program.key])
-            for number, (held, call) in enumerate(
-                zip(self.held_bytes(), self.calls, strict=True)
-            )
-        ]
+        found, before = self.held_bytes(), None
+        for number, call in enumerate(self.calls):
+            program = call.program
+            reused = sum(program.input_bytes[i] for i in self.donated[program.key])
+            new = sum(self._made_bytes[number]) - reused
+            found[number] += new + self.fetched_bytes(call) + temps[program.key]
+            if before is not None:
+                found[number - 1] += new + self.fetched_bytes(call, before)
+            before = call
+        return found
 
     def held_bytes(self) -> list[int]:
         """Returns the bytes of values in memory while each call runs.
@@ -192,15 +202,10 @@ class Calls:
         nor gradients count.
         """
         made = [
-            sum(self.lives[slot].num_bytes for slot in call.outputs if slot is not None)
-            for call in self.calls
+            Stay(one.made, one.made + 1, one.num_bytes) for one in self.lives.values()
         ]
-        return [
-            held + own + after
-            for held, own, after in zip(
-                self.held_bytes(), made, [*made[1:], 0], strict=True
-            )
-        ]
+        own = occupancy(len(self.calls), made)
+        return (own + np.append(own[1:], 0)[: len(own)] + self.held_bytes()).tolist()
 
     @cached_property
     def num_forward(self) -> int:
@@ -242,25 +247,10 @@ class Calls:
                     lives[slot] = Life(i, [], own, value.aval)
         return lives
 
-    def _own_bytes(self, number: int, temp_bytes: int) -> int:
-        """Bytes of a call's params, temporaries and outputs, and of the next one's."""
-        call = self.calls[number]
-        own = self.fetched_bytes(call) + temp_bytes + self._new_bytes(number)
-        if number + 1 < len(self.calls):
-            own += self._new_bytes(number + 1)
-            own += self.fetched_bytes(self.calls[number + 1], call)
-        return own
-
     def fetched_bytes(self, call: Call, before: Call | None = None) -> int:
         """Bytes of params that a call reads and that the one before it does not."""
         held = self.resident.union(() if before is None else before.pieces)
         return sum(size for piece, size in call.program.params if piece not in held)
-
-    def _new_bytes(self, number: int) -> int:
-        """Bytes of a call's outputs that do not reuse an input's memory."""
-        program = self.calls[number].program
-        taken = sum(program.input_bytes[i] for i in self.donated[program.key])
-        return sum(self._made_bytes[number]) - taken
 
     @cached_property
     def _made_bytes(self) -> Sequence[Sequence[int]]:
@@ -290,12 +280,3 @@ def _paired(program: Program, inputs: set[int]) -> tuple[int, ...]:
             types[value.shape, value.dtype] -= 1
             chosen.append(i)
     return tuple(chosen)
-
-
-def _smallest(call: Call, given_up: Container[Origin | Slot | None]) -> int | None:
-    sizes = {
-        i: num_bytes
-        for i, num_bytes in enumerate(call.program.output_bytes)
-        if call.outputs[i] is None or call.outputs[i] not in given_up
-    }
-    return min(sizes, key=sizes.__getitem__, default=None)

@@ -1,26 +1,39 @@
-"""Chooses the values that are on a drive for a part of a step, by next use.
+"""Chooses the values that are away for a part of a step, and where they wait.
+
+See `schedule.placement` for the rules.
 
 Invariant: a step's memory is as planned at every call, however fast the drive is: a
 value's memory is free from one given call to another.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinf.schedule.occupancy import Stay, occupancy
-from jaxinf.schedule.placement import evictions
+from jaxinf.errors import BudgetError
+from jaxinf.io.pages import PAGE_BYTES, page_ceil
+from jaxinf.schedule.placement import (
+    NUM_COPIES,
+    Stay,
+    Tiers,
+    evictions,
+    host_tier,
+    occupancy,
+)
 from jaxinf.streaming.plan.calls import Calls
 
 __all__ = [
     "SMALL_BYTES",
     "candidates",
+    "check_leaving",
+    "check_tiers",
     "fitted",
     "fitted_lending",
     "least_offloaded_bytes",
+    "plan_tiers",
 ]
 
 SMALL_BYTES = 64 << 10
@@ -99,3 +112,56 @@ def candidates(calls: Calls) -> list[Stay]:
             gap = last + _WRITING - 1, needed - 1
             found.append(Stay(*gap, life.num_bytes, slot))
     return found
+
+
+def plan_tiers(calls: Calls, host_bytes: int) -> Tiers:
+    """Divides the host's memory for values that leave a device with its own."""
+    away = {
+        slot: (one, page_ceil(calls.lives[slot].num_bytes))
+        for slot, one in sorted(calls.evictions.items())
+    }
+    return host_tier(len(calls.calls), away, host_bytes, PAGE_BYTES)
+
+
+def check_tiers(tiers: Tiers, host_bytes: int) -> None:
+    """Refuses a host whose memory is too small for what is on its way.
+
+    Raises:
+      BudgetError: Names the bytes that are missing.
+    """
+    if tiers.least_bytes:
+        raise BudgetError(
+            "memory_bytes",
+            f"it leaves {max(host_bytes, 0)} bytes of the host for values that leave "
+            f"the device; expected {tiers.least_bytes}, for all of them or for "
+            f"{2 * NUM_COPIES} x the largest, on its way to drives and back",
+            tiers.least_bytes - host_bytes,
+            ", or raise device_memory_bytes",
+        )
+
+
+def check_leaving(
+    ways: Iterable[Calls],
+    budget_bytes: int,
+    memory: Callable[[Calls], Sequence[int]],
+    host_bytes: int,
+) -> None:
+    """Refuses a host without room for values that have to leave the device.
+
+    Args:
+      ways: Calls without evictions; one of them has to fit.
+      budget_bytes: Memory of the device.
+      memory: Returns the memory during each call, such as `Calls.call_bytes`.
+      host_bytes: The most memory of the host for values.
+
+    Raises:
+      BudgetError: As `check_tiers`.
+    """
+    fitting = [fitted_lending(calls, budget_bytes, memory) for calls in ways]
+    tiers = [
+        plan_tiers(calls, host_bytes)
+        for calls in fitting
+        if max(memory(calls), default=0) <= budget_bytes
+    ]
+    if tiers and all(one.least_bytes for one in tiers):
+        check_tiers(tiers[-1], host_bytes)

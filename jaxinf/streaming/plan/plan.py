@@ -108,12 +108,6 @@ class Plan:
         """Whether values may be on a drive for a part of a step."""
         return self.policy in ("offload", "plan")
 
-    def beside(self, pieces: frozenset[Piece]) -> "Plan":
-        """Returns the plan with parts of params that are in memory in any case."""
-        other = self.recomputing and replace(self.recomputing, resident=pieces)
-        calls = replace(self.calls, resident=pieces)
-        return replace(self, calls=calls, recomputing=other)
-
     def least_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> int:
         """Returns the least memory of a step; argument as for `Calls.peak_bytes`."""
         if not self.is_offloaded:
@@ -149,16 +143,6 @@ class Plan:
         """Returns the plan with the calls of a choice."""
         peak = choice.peak_bytes
         return replace(self, calls=choice.calls, peak_bytes=peak, choice=choice)
-
-    @property
-    def temp_bytes(self) -> Mapping[str, int]:
-        """As `Calls.temp_bytes`."""
-        return self.calls.temp_bytes
-
-    @property
-    def distinct(self) -> tuple[Program, ...]:
-        """Programs to compile, in the order of their first call."""
-        return tuple(self.calls.programs.values())
 
 
 @dataclass(frozen=True)
@@ -351,7 +335,7 @@ def _is_better(coarse: Plan, fine: Plan) -> bool:
 
 def _leaving_bytes(plan: Plan, budget_bytes: int) -> float:
     """An estimate of the bytes that leave in a step if none runs forward again."""
-    found = plan.fitted(budget_bytes, plan.temp_bytes)
+    found = plan.fitted(budget_bytes, plan.calls.temp_bytes)
     if found.peak_bytes > budget_bytes:
         return math.inf
     calls = found.calls

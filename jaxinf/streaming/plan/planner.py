@@ -16,16 +16,16 @@ import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
 from jaxinf.streaming.plan.retrying import Moved, Retrying
-from jaxinf.streaming.plan.search import Choice, Problem, choose, rules_of
+from jaxinf.streaming.plan.search import Choice, Problem, choose
 from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.terminal import format_bytes
 
-__all__ = ["Forecast", "Observed", "Planner"]
+__all__ = ["Forecast", "Planner"]
 
 # Steps whose medians count, and the fewest of them before they are believed.
 _WINDOW, _LEAST = 9, 5
@@ -43,26 +43,6 @@ _NUM_TRIED = 2
 _ASSUMED = 4e9
 # How often something else is chosen if it turns out not to fit.
 _TRIES = 4
-# Rules that are safe: they need no drive.
-_SAFE = ("keep", "recompute")
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What was measured in one step.
-
-    Attributes:
-      step_s: Time of the step.
-      call_s: Time of each call, in order; of all parts of the batch in turn.
-      moved: Values that were `"written"` and `"read"`, and `"params"`, which were read;
-        of a device with memory of its own, values that went `"out"` and `"back"`.
-      peak_bytes: The most bytes of values in memory.
-    """
-
-    step_s: float
-    call_s: Sequence[float]
-    moved: Mapping[str, Moved] = field(default_factory=dict)
-    peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,7 +102,7 @@ class Planner:
     def __init__(self, problem: Problem, num_parts: int = 1) -> None:
         self._problem = problem
         self._measured = _Measured(problem, num_parts)
-        self._found: dict[Any, deque[float]] = {}
+        self._found: dict[Any, deque[float]] = defaultdict(_window)
         self.choice = _first(problem)
         self.num_choices = 0
         self._num_steps = 0  # of this choice
@@ -133,17 +113,32 @@ class Planner:
         self._is_assumed = False
         self._retrying = Retrying(_NUM_TRIED + 1, _LEAST + 1)
 
-    def observe(self, step: Observed) -> bool:
-        """Takes the measures of a step; returns whether `choice` is another now."""
+    def observe(
+        self,
+        step_s: float,
+        call_s: Sequence[float],
+        moved: Mapping[str, Moved],
+        peak_bytes: int = 0,
+    ) -> bool:
+        """Takes the measures of a step; returns whether `choice` is another now.
+
+        Args:
+          step_s: Time of the step.
+          call_s: Time of each call, in order; of all parts of the batch in turn.
+          moved: Values that were `"written"` and `"read"`, and `"params"`, which were
+            read; of a device with memory of its own, values that went `"out"` and
+            `"back"`.
+          peak_bytes: The most bytes of values in memory.
+        """
         self._num_steps += 1
         self._num_since += 1
-        self._peak_bytes = step.peak_bytes
-        self._retrying.step(step.step_s)
+        self._peak_bytes = peak_bytes
+        self._retrying.step(step_s)
         if self._num_steps == 1:  # memory and files were new
-            self._found[self.choice.key] = deque(maxlen=_WINDOW)
+            self._found.pop(self.choice.key, None)
             return False
-        self._found[self.choice.key].append(step.step_s)
-        self._measured.add(self.choice, step)
+        self._found[self.choice.key].append(step_s)
+        self._measured.add(self.choice, call_s, moved)
         return self._is_due() and self._choose()
 
     @property
@@ -200,9 +195,9 @@ class Planner:
         """Chooses by what is measured now; returns whether that is something else."""
         now_s = self._found_s(self.choice)
         if self._measured.is_changed():  # what was found with another drive is past
-            held = self._found[self.choice.key]
-            self._found = {key: v for key, v in self._found.items() if not key[1]}
-            self._found[self.choice.key] = held
+            for key in [*self._found]:
+                if key[1] and key != self.choice.key:
+                    del self._found[key]
         next_one = self._best(self._measured.profile(self.choice, now_s))
         if self.num_choices and not self._is_assumed:
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
@@ -231,10 +226,10 @@ class Planner:
         """The choice that is or will be the fastest, among those that fit."""
         problem = self._problem
         for _ in range(_TRIES):
-            rules, best = rules_of(problem, profile), choose(problem, profile)
+            best = choose(problem, profile)
             if best is None:
                 break
-            safe = [rules[name] for name in _SAFE if name in rules]
+            safe = _safe(best)
             self._safe_s = min(map(self._found_s, safe), default=math.inf)
             found = min([best, *safe], key=self._found_s)
             if problem.admits(found.calls):
@@ -253,20 +248,22 @@ class _Measured:
     def __init__(self, problem: Problem, num_parts: int) -> None:
         self._problem = problem
         self._num_parts = num_parts
-        self._calls = {False: _windows(), True: _windows()}
-        self._rates = _windows()
+        self._calls = {False: defaultdict(_window), True: defaultdict(_window)}
+        self._rates = defaultdict(_window)
         self._before: Mapping[str, float] = {}
 
-    def add(self, choice: Choice, step: Observed) -> None:
+    def add(
+        self, choice: Choice, call_s: Sequence[float], moved: Mapping[str, Moved]
+    ) -> None:
         """Takes the measures of a step of a choice."""
         own: defaultdict[str, list[float]] = defaultdict(list)
-        for call, seconds in zip(cycle(choice.calls.calls), step.call_s, strict=False):
+        for call, seconds in zip(cycle(choice.calls.calls), call_s, strict=False):
             own[call.program.key].append(seconds)
         for key, times in own.items():
             self._calls[choice.leaves][key].append(statistics.fmean(times))
-        for name, moved in step.moved.items():
-            if moved.num_bytes and moved.seconds > 0:
-                self._rates[name].append(moved.num_bytes / moved.seconds)
+        for name, one in moved.items():
+            if one.num_bytes and one.seconds > 0:
+                self._rates[name].append(one.num_bytes / one.seconds)
 
     def scale(self, ratios: Mapping[str, float]) -> None:
         """Takes rates to be so many times what they were."""
@@ -319,17 +316,21 @@ def _first(problem: Problem) -> Choice:
     profile = Profile(seconds, _ASSUMED, _ASSUMED)
     found = None
     for _ in range(_TRIES):
-        rules = rules_of(problem, profile)
-        safe = next((rules[name] for name in _SAFE if name in rules), None)
-        found = safe or choose(problem, profile) or found
+        best = choose(problem, profile)
+        found = next(iter(_safe(best)), best) if best else found
         if found is not None and problem.admits(found.calls):
             break
     assert found is not None, "the plan was cut to fit"
     return found
 
 
-def _windows() -> defaultdict[str, deque[float]]:
-    return defaultdict(lambda: deque(maxlen=_WINDOW))
+def _safe(best: Choice) -> list[Choice]:
+    """The rules that need no drive, of those that fit: all kept, all recomputed."""
+    return [one for name in ("keep", "recompute") if (one := best.rules[name])]
+
+
+def _window() -> deque[float]:
+    return deque(maxlen=_WINDOW)
 
 
 def _medians(windows: Mapping[str, Iterable[float]]) -> dict[str, float]:

@@ -11,17 +11,19 @@ Invariant: a choice changes time, memory and traffic, never bits.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeAlias
 
-from jaxinf.schedule.placement import Eviction, Tiers, Waiting
+import numpy as np
+
+from jaxinf.schedule.placement import Eviction, Stay, Tiers, Waiting, occupancy
 from jaxinf.schedule.simulator import Trips
 from jaxinf.streaming.plan.calls import Calls, Slot
 from jaxinf.streaming.plan.forms import Form
-from jaxinf.streaming.plan.offload import fitted
-from jaxinf.streaming.plan.rules import RULES
+from jaxinf.streaming.plan.offload import candidates, fitted
 from jaxinf.streaming.plan.sequence import (
     Reach,
     Repeats,
@@ -33,7 +35,7 @@ from jaxinf.streaming.program.graph import Graph, Piece, num_bytes
 from jaxinf.streaming.program.programs import Programs
 from jaxinf.terminal import format_bytes
 
-__all__ = ["Choice", "Problem", "choose", "rules_of"]
+__all__ = ["Choice", "Problem", "choose"]
 
 # No more choices of segments than these are searched completely.
 _MOST_EXHAUSTIVE = 128
@@ -91,8 +93,7 @@ class Choice:
       peak_bytes: The step's peak memory.
       expected_s: The step's simulated time.
       bound_s: A time that no plan can beat: that of the programs, each run once.
-      num_tried: Number of sets of segments that were simulated.
-      rules: Simulated times of simple rules; infinite for those that do not fit.
+      rules: What simple rules choose; None for those that do not fit.
     """
 
     repeats: Repeats
@@ -100,8 +101,7 @@ class Choice:
     peak_bytes: int
     expected_s: float
     bound_s: float
-    num_tried: int = 1
-    rules: Mapping[str, float] = field(default_factory=dict)
+    rules: Mapping[str, "Choice | None"] = field(default_factory=dict, repr=False)
 
     @property
     def key(self) -> tuple[_Chosen, frozenset[tuple[Slot, Eviction]]]:
@@ -128,8 +128,8 @@ class Choice:
     def __str__(self) -> str:
         over = self.expected_s / self.bound_s - 1 if self.bound_s else 0.0
         rules = ", ".join(
-            f"{name} {seconds:.3f}" if math.isfinite(seconds) else f"{name} -"
-            for name, seconds in self.rules.items()
+            f"{name} {one.expected_s:.3f}" if one else f"{name} -"
+            for name, one in self.rules.items()
         )
         return (
             f"{len(self.calls.evictions)} values of "
@@ -141,30 +141,25 @@ class Choice:
 
 
 def choose(problem: Problem, profile: Profile) -> Choice | None:
-    """Returns the fastest plan that fits; None if none fits.
+    """Returns the fastest plan that fits, beside what rules give; None if none fits.
 
     Few segments are searched completely. For more, the search tries sets that a rule
     would give (none, all, the first, the last or the cheapest n), and changes the best
     of them by one segment at a time as long as that helps.
     """
     search = _Search(problem, profile)
-    search.try_rules()
-    if search.num_sets <= _MOST_EXHAUSTIVE:
-        for chosen in product(*((None, *own) for own in search.options.values())):
+    rules = search.by_rule()
+    options = search.options.values()
+    if math.prod(1 + len(own) for own in options) <= _MOST_EXHAUSTIVE:
+        for chosen in product(*((None, *own) for own in options)):
             search.try_one(frozenset(filter(None, chosen)))
-        return search.found()
-    for chosen in search.starts():
-        search.try_one(chosen)
-    for chosen in sorted(search.tried, key=search.tried.__getitem__)[:_NUM_CLIMBS]:
-        search.climb(chosen)
-    return search.found()
-
-
-def rules_of(problem: Problem, profile: Profile) -> Mapping[str, Choice]:
-    """Returns what simple rules choose, those that fit: keep, recompute and so on."""
-    search = _Search(problem, profile)
-    search.try_rules()
-    return search.by_rule
+    else:
+        for chosen in search.starts():
+            search.try_one(chosen)
+        tried = search.tried
+        for chosen in sorted(tried, key=tried.__getitem__)[:_NUM_CLIMBS]:
+            search.climb(chosen)
+    return search.best and replace(search.best, rules=rules)
 
 
 class _Search:
@@ -174,19 +169,14 @@ class _Search:
         self._problem, self._profile = problem, profile
         self.tried: dict[_Chosen, float] = {}
         self.best: Choice | None = None
-        self.by_rule: dict[str, Choice] = {}
-        once = self._calls({})
-        times = profile.seconds_of(once)
-        forward = problem.programs.forward
-        once_s = sum(times[call.program.key] for call in once.calls)
-        self._most_tried = max(_LEAST_TRIED, _MOST_CALLS // max(len(once.calls), 1))
+        self._once = self._calls({})
+        times = profile.seconds_of(self._once)
+        once_s = sum(times[call.program.key] for call in self._once.calls)
+        num_calls = max(len(self._once.calls), 1)
+        self._most_tried = max(_LEAST_TRIED, _MOST_CALLS // num_calls)
         self._bound_s = profile.num_parts * once_s + profile.outside_s
-        self.options = {k: own for k in range(len(forward) - 1) if (own := self._of(k))}
-
-    @property
-    def num_sets(self) -> int:
-        """Number of all sets of segments."""
-        return math.prod(1 + len(own) for own in self.options.values())
+        segments = range(len(problem.programs.forward) - 1)
+        self.options = {k: own for k in segments if (own := self._of(k))}
 
     def starts(self) -> Iterator[_Chosen]:
         """Sets of segments to begin with."""
@@ -222,37 +212,63 @@ class _Search:
         if chosen not in self.tried:
             if len(self.tried) >= self._most_tried:
                 return math.inf
-            problem, repeats = self._problem, dict(sorted(chosen))
+            repeats = dict(sorted(chosen))
             calls = self._calls(repeats)
             found = self._consider(repeats, calls)
-            if found is None:
-                calls = fitted(calls, problem.budget_bytes, problem.memory)
-                found = self._consider(repeats, calls)
+            found = found or self._consider(repeats, self._fitted(calls))
             self.tried[chosen] = math.inf if found is None else found.expected_s
         return self.tried[chosen]
 
-    def try_rules(self) -> None:
-        """Simulates simple rules."""
-        problem = self._problem
-        once = self._calls({})
-        every = all_repeats(problem.programs)
-        tried: dict[str, tuple[Repeats, Calls]] = {
-            name: ({}, rule(once, problem.budget_bytes, problem.memory, self._profile))
-            for name, rule in RULES.items()
+    def by_rule(self) -> Mapping[str, Choice | None]:
+        """Simulates simple rules, which the search has to beat."""
+        once, every = self._once, all_repeats(self._problem.programs)
+        return {
+            "keep": self._consider({}, once),
+            "offload": self._consider({}, self._fitted(once)),
+            "greedy": self._consider({}, self._fitted(once, self._greedy())),
+            "SSDTrain": self._consider({}, self._fitted(once, self._adaptive())),
+            "recompute": self._consider(every, self._calls(every)),
         }
-        tried["recompute"] = every, self._calls(every)
-        for name, (repeats, calls) in tried.items():
-            choice = self._consider(repeats, calls)
-            if choice is not None:
-                self.by_rule[name] = choice
 
-    def found(self) -> Choice | None:
-        """The best, with the times of the rules."""
-        times = {
-            name: self.by_rule[name].expected_s if name in self.by_rule else math.inf
-            for name in (*RULES, "recompute")
-        }
-        return self.best and replace(self.best, num_tried=len(self.tried), rules=times)
+    def _greedy(self) -> list[Stay]:
+        """The values that free most bytes for most calls, until the rest fits."""
+        problem, once = self._problem, self._once
+        used = np.array(problem.memory(once), np.int64)
+        chosen: list[Stay] = []
+        stays = sorted(candidates(once), key=lambda s: s.num_bytes * (s.start - s.stop))
+        for stay in stays:
+            if used.max(initial=0) <= problem.budget_bytes:
+                break
+            used -= occupancy(len(used), [stay])
+            chosen.append(stay)
+        return chosen
+
+    def _adaptive(self) -> list[Stay]:
+        """SSDTrain's adaptive amount: values up to the bandwidth (FlashTrain code).
+
+        Segments are walked in order. Everything stays from the first one on with
+        (bytes before + 2 x its bytes) / (3 x forward - 2 x time before) > bandwidth.
+        """
+        calls, profile = self._once, self._profile
+        by_call: defaultdict[int, list[Stay]] = defaultdict(list)
+        for stay in candidates(calls):
+            by_call[calls.lives[stay.tensor].made].append(stay)
+        forward = calls.calls[: calls.num_forward]
+        seconds = [profile.seconds[call.program.key] for call in forward]
+        left_s, before_bytes = 3 * sum(seconds), 0
+        chosen: list[Stay] = []
+        for number, own_s in enumerate(seconds):
+            own = by_call[number]
+            own_bytes = sum(calls.stored_bytes(one.tensor, one.stop + 1) for one in own)
+            if before_bytes + 2 * own_bytes > profile.write * left_s:
+                break
+            chosen += own
+            before_bytes += own_bytes
+            left_s -= 2 * own_s
+        return chosen
+
+    def _fitted(self, calls: Calls, chosen: Sequence[Stay] | None = None) -> Calls:
+        return fitted(calls, self._problem.budget_bytes, self._problem.memory, chosen)
 
     def _of(self, segment: int) -> list[tuple[int, Reach]]:
         """The ways in which a segment may run again, other than not at all."""
@@ -261,10 +277,8 @@ class _Search:
         readers = [
             k for k, one in enumerate(programs.backward) if one and made & {*one.inputs}
         ]
-        if not readers:
-            return []
         reaches: list[Reach] = ["own"] if segment in readers else []
-        if readers != [segment]:
+        if readers and readers != [segment]:
             reaches.append("all")
         return [(segment, reach) for reach in reaches]
 
@@ -272,12 +286,8 @@ class _Search:
         """The time that running a segment again costs for each byte it saves."""
         programs, (segment, reach) = self._problem.programs, option
         forward, backward = programs.forward[segment], programs.backward[segment]
-        read = {
-            value
-            for one in (programs.backward if reach == "all" else [backward])
-            if one is not None
-            for value in one.inputs
-        }
+        readers = programs.backward if reach == "all" else [backward]
+        read = {value for one in readers if one is not None for value in one.inputs}
         size = num_bytes(read & {*forward.outputs})
         return self._profile.seconds[forward.key] / max(size, 1)
 
@@ -286,7 +296,7 @@ class _Search:
         problem, calls = self._problem, calls.lent()
         peak = max(problem.memory(calls), default=0)
         tiers = problem.tiers(calls)
-        if peak > problem.budget_bytes or (tiers is not None and tiers.shortage):
+        if peak > problem.budget_bytes or (tiers is not None and tiers.least_bytes):
             return None
         expected_s = problem.simulated_s(calls, peak, self._profile)
         found = Choice(repeats, calls, peak, expected_s, self._bound_s)

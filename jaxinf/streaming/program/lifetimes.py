@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxinf.program.graph import Node, Value
-from jaxinf.schedule.occupancy import Stay, occupancy
+from jaxinf.schedule.placement import Stay, occupancy
 from jaxinf.streaming.program.classify import Classes
 from jaxinf.streaming.program.graph import Graph, Piece, aval_bytes, num_bytes
 from jaxinf.streaming.program.order import Order

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxinf.program.graph import Compute, Node, Value, bind, evaluate
-from jaxinf.schedule.occupancy import Stay, occupancy
+from jaxinf.schedule.placement import Stay, occupancy
 from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes, struct
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.lifetimes import Lifetimes

@@ -7,8 +7,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinf.schedule.occupancy import Stay, occupancy
-from jaxinf.schedule.packer import Candidate, evict, fill, prefetch, reside
+from jaxinf.schedule.placement import (
+    Candidate,
+    Stay,
+    evict,
+    fill,
+    occupancy,
+    prefetch,
+    reside,
+)
 
 NUM_CALLS = 7
 
@@ -24,6 +31,9 @@ def stays_of(draw, num_bytes, least_calls=1):
     return found
 
 
+STAYS = st.tuples(
+    st.integers(0, NUM_CALLS), st.integers(0, NUM_CALLS), st.integers(-(2**40), 2**40)
+).map(lambda stay: Stay(min(stay[:2]), max(stay[:2]), stay[2]))
 SMALL = st.integers(1, 5)
 PINNED = st.lists(st.integers(0, 5), min_size=NUM_CALLS, max_size=NUM_CALLS).map(
     lambda pinned: np.array(pinned, np.int64)
@@ -48,6 +58,20 @@ def fewest_bytes(occupied, stays, capacity):
         if without(occupied, chosen).max() <= capacity
     ]
     return min(fitting, default=math.inf)
+
+
+@given(st.lists(STAYS))
+def test_each_call_has_the_bytes_of_the_stays_around_it(stays):
+    found = occupancy(NUM_CALLS, stays)
+    assert found.dtype == np.int64
+    assert found.tolist() == [
+        sum(stay.num_bytes for stay in stays if stay.start <= call < stay.stop)
+        for call in range(NUM_CALLS)
+    ]
+
+
+def test_no_call_has_no_bytes():
+    assert occupancy(0, []).shape == (0,)
 
 
 @given(PINNED, stays_of(SMALL, least_calls=0), CAPACITY)
