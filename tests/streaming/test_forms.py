@@ -35,7 +35,7 @@ def planned(program, form):
     cuts = ready.plan(ready.smallest_bytes() * 3 // 2).cuts
     keep, offload = (ready.plan_of(cuts, policy) for policy in ("keep", "offload"))
     # Whatever temporaries take, there is no room for any value.
-    return keep, offload.fitted(0, offload.temp_bytes, form)
+    return keep, offload.fitted(0, offload.calls.temp_bytes, form)
 
 
 LONG = (

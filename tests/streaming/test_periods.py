@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinf.streaming.program.periods import Run, find_runs
+from jaxinf.streaming.program.cut import Run, find_runs
 
 
 def test_a_model_is_blocks_between_other_things():

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinf import compat
 from jaxinf.streaming.plan.plan import prepare
-from jaxinf.streaming.program.reductions import compiler_options, sums_large_products
+from jaxinf.streaming.program.programs import compiler_options, sums_large_products
 
 MIB = 1 << 20
 LARGE, SMALL, FLAT = (1, 2, 2048, 2048), (1, 2, 64, 64), (4096, 2048)

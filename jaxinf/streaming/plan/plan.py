@@ -19,7 +19,6 @@ from jaxinf.streaming.plan.report import index_text, plan_text
 from jaxinf.streaming.plan.search import Choice
 from jaxinf.streaming.plan.sequence import Repeats, all_repeats, make_calls
 from jaxinf.streaming.plan.wear import Wear
-from jaxinf.streaming.program.classify import classify
 from jaxinf.streaming.program.cut import (
     choose_cuts,
     isolated,
@@ -29,8 +28,7 @@ from jaxinf.streaming.program.cut import (
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.inline import build_graph
 from jaxinf.streaming.program.keys import Keys, stable_digest
-from jaxinf.streaming.program.lifetimes import Lifetimes
-from jaxinf.streaming.program.order import ordered
+from jaxinf.streaming.program.lifetimes import Lifetimes, ordered
 from jaxinf.streaming.program.programs import Program, Programs, make_programs
 from jaxinf.streaming.program.trace import Traced, trace, trace_function
 from jaxinf.typing import PyTree
@@ -156,7 +154,7 @@ class Prepared:
     @cached_property
     def tokens(self) -> list[str]:
         """Tokens of the forward nodes; equal ones have equal computations."""
-        return [self.keys.node(node) for node in self.lifetimes.order.forward]
+        return [self.keys.node(node) for node in self.lifetimes.forward]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -268,7 +266,7 @@ class Prepared:
         """
         bits = self.lifetimes.piece_bytes(self.lifetimes.sizes).bit_length()
         least = max(0, bits - _MAX_HALVINGS)
-        num_nodes = len(self.lifetimes.order.forward)
+        num_nodes = len(self.lifetimes.forward)
         most = segment_bytes(self.lifetimes, 0, num_nodes) if num_nodes else 0
         whole = most.bit_length()
         if policy == "plan":  # it compares all cuts
@@ -355,6 +353,4 @@ def prepare_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> P
 
 
 def _prepared(traced: Traced) -> Prepared:
-    graph = build_graph(traced)
-    classes = classify(graph)
-    return Prepared(traced, Lifetimes(graph, classes, ordered(graph, classes)), Keys())
+    return Prepared(traced, ordered(build_graph(traced)), Keys())

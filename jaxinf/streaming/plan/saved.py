@@ -59,7 +59,7 @@ def saved_plan(
             "version of jaxinf or JAX; pass replan=True to go on with this one and "
             "replace the kept plan"
         )
-    num_nodes = len(ready.lifetimes.order.forward)
+    num_nodes = len(ready.lifetimes.forward)
     if kept["cuts"][-1] != num_nodes:
         raise StoreFormatError(
             f"{path}: expected cuts of a program of {num_nodes} nodes, found "

@@ -1,16 +1,39 @@
 """Classifies a program's nodes: forward or backward, free or not, and their inputs.
 
 Invariant: a free node is cheap and needs only inputs (and a few bytes besides). Every
-program that needs it computes it again, and it is not part of a segment's order.
+program that needs it computes it again, and it is not part of a segment's order. A
+primitive that is not named here is kept whole and counts as expensive.
 """
 
 from dataclasses import dataclass, field
 
+from jaxinf.compat import ELEMENTWISE
 from jaxinf.program.graph import Node, Value
 from jaxinf.streaming.program.graph import Graph, Piece, Seed, num_bytes
-from jaxinf.streaming.program.primitives import LIGHT
 
-__all__ = ["Classes", "classify"]
+__all__ = ["LIGHT", "POINTWISE", "TINY_BYTES", "Classes", "classify"]
+
+POINTWISE = ELEMENTWISE | frozenset(
+    """
+    acos acosh add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type clz copy copy_p cosh digamma erf erf_inv erfc imag is_finite
+    lgamma mul optimization_barrier population_count real shift_left
+    sharding_constraint shift_right_arithmetic shift_right_logical sinh stop_gradient
+    tan
+    """.split()
+)
+"""Primitives that compute each element from the elements at the same position."""
+
+LIGHT = POINTWISE | frozenset(
+    """
+    argmax argmin broadcast_in_dim concatenate dynamic_slice dynamic_update_slice
+    expand_dims gather iota pad random_bits random_clone random_fold_in random_seed
+    random_split random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or
+    reduce_prod reduce_sum reshape rev shift slice split squeeze stack threefry2x32
+    transpose unstack
+    """.split()
+)
+"""Primitives whose repeated computation costs less than keeping the result."""
 
 TINY_BYTES = 1024
 _SCALAR_BYTES = 64

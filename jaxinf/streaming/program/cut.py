@@ -1,4 +1,4 @@
-"""Cuts a program into segments: at its period, otherwise by bytes.
+"""Cuts a program into segments: at its period, the blocks of a model, else by bytes.
 
 Invariant: cuts depend on the graph and the limit alone; equal blocks are cut alike.
 """
@@ -6,15 +6,22 @@ Invariant: cuts depend on the graph and the limit alone; equal blocks are cut al
 import math
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxinf.program.graph import Node
 from jaxinf.streaming.program.graph import Piece, num_bytes
 from jaxinf.streaming.program.lifetimes import Lifetimes
-from jaxinf.streaming.program.periods import Run, find_runs
 
-__all__ = ["choose_cuts", "isolated", "isolated_segments", "segment_bytes"]
+__all__ = [
+    "Run",
+    "choose_cuts",
+    "find_runs",
+    "isolated",
+    "isolated_segments",
+    "segment_bytes",
+]
 
 # Smaller blocks share a segment: each program costs a dispatch.
 _SMALL_BYTES = 4 << 20
@@ -29,6 +36,16 @@ _FEW_TERMS = 128
 _LARGE_BYTES = 1 << 20
 # Factor by which a cut may exceed the cheapest one, to save a block.
 _PHASE_TOLERANCE = 1.5
+# So often at least blocks repeat.
+_MIN_REPEATS = 3
+
+
+class Run(NamedTuple):
+    """Tokens from `start` on that repeat every `period`, `length` in all."""
+
+    start: int
+    period: int
+    length: int
 
 
 def choose_cuts(
@@ -43,7 +60,7 @@ def choose_cuts(
         values. If a single node needs more, it becomes a segment.
     """
     chooser = _Chooser(lifetimes, limit_bytes)
-    num_nodes = len(lifetimes.order.forward)
+    num_nodes = len(lifetimes.forward)
     cuts = [0]
     for run in find_runs(tokens):
         blocks = chooser.blocks(run)
@@ -61,7 +78,7 @@ def isolated(lifetimes: Lifetimes, cuts: Sequence[int]) -> tuple[int, ...]:
     So they can be computed again without the rest of their segment.
     """
     found = set(cuts)
-    for i, node in enumerate(lifetimes.order.forward):
+    for i, node in enumerate(lifetimes.forward):
         if _is_worth_a_segment(node):
             found |= {i, i + 1}
     return tuple(sorted(found))
@@ -69,7 +86,7 @@ def isolated(lifetimes: Lifetimes, cuts: Sequence[int]) -> tuple[int, ...]:
 
 def isolated_segments(lifetimes: Lifetimes, cuts: Sequence[int]) -> list[int]:
     """Returns the numbers of segments that are one such value alone."""
-    nodes = lifetimes.order.forward
+    nodes = lifetimes.forward
     return [
         number
         for number, (start, end) in enumerate(pairwise(cuts))
@@ -100,7 +117,7 @@ class _Chooser:
         """Starts of the run's blocks, and its end; None if they have no params."""
         period = run.period
         pieces = self.lifetimes.classes.pieces
-        nodes = self.lifetimes.order.forward[run.start : run.start + period]
+        nodes = self.lifetimes.forward[run.start : run.start + period]
         if not any(pieces[node] for node in nodes):
             return None
         ranked = []
@@ -187,11 +204,11 @@ class _Chooser:
         at, backward_at = start, backward_end
         for j in range(i + 1, len(candidates)):
             end = candidates[j]
-            for node in times.order.forward[at:end]:
+            for node in times.forward[at:end]:
                 pieces |= times.classes.pieces[node]
             working = max(working, int(times.working_bytes[at:end].max()))
             backward_start = int(times.backward_cuts[end])
-            for node in times.order.backward[backward_start:backward_at]:
+            for node in times.backward[backward_start:backward_at]:
                 pieces |= times.classes.pieces[node]
             at, backward_at = end, backward_start
             kept = int(times.kept_bytes[end] - times.kept_bytes[start])
@@ -208,3 +225,41 @@ def _group(num_blocks: int, most: int) -> int:
     It is the same for models of 12, 24 and 48 blocks, so they have the same programs.
     """
     return 1 << (min(most, num_blocks).bit_length() - 1)
+
+
+def find_runs(tokens: Sequence[Hashable], start: int = 0) -> list[Run]:
+    """Finds disjoint runs of at least three periods, and returns them in order.
+
+    Longer runs are preferred. A period has several nodes; a repeated node is not a run.
+    """
+    run = _longest(tokens)
+    if run is None:
+        return []
+    end = run.start + run.length
+    return [
+        *find_runs(tokens[: run.start], start),
+        Run(start + run.start, run.period, run.length),
+        *find_runs(tokens[end:], start + end),
+    ]
+
+
+def _longest(tokens: Sequence[Hashable]) -> Run | None:
+    numbers: dict[Hashable, int] = {}
+    ids = np.array([numbers.setdefault(token, len(numbers)) for token in tokens])
+    best: Run | None = None
+    for period in range(2, len(ids) // _MIN_REPEATS + 1):
+        start, same = _longest_true(ids[:-period] == ids[period:])
+        length = same + period
+        if length >= _MIN_REPEATS * period and (best is None or length > best.length):
+            best = Run(start, period, length)
+    return best
+
+
+def _longest_true(flags: np.ndarray) -> tuple[int, int]:
+    """Returns start and length of the longest stretch of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
+    if not len(edges):
+        return 0, 0
+    starts, ends = edges[::2], edges[1::2]
+    longest = int(np.argmax(ends - starts))
+    return int(starts[longest]), int(ends[longest] - starts[longest])

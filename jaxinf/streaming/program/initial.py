@@ -20,6 +20,7 @@ from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
 from jaxinf.program import InitProgram, key_data, path_name
 from jaxinf.program.graph import Node, Value, bind
 from jaxinf.store import ScalarState, encode_path
+from jaxinf.streaming.program.classify import LIGHT
 from jaxinf.streaming.program.graph import (
     Batch,
     Const,
@@ -31,7 +32,6 @@ from jaxinf.streaming.program.meshes import (
     on_one_device,
     outside_mesh,
 )
-from jaxinf.streaming.program.primitives import LIGHT
 from jaxinf.streaming.program.programs import Program, function_of, program_of
 from jaxinf.streaming.program.threefry import can_fuse, fused_bits
 from jaxinf.streaming.program.trace import abstract

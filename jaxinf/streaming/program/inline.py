@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.program.graph import Node, Value, prune
+from jaxinf.streaming.program.classify import POINTWISE
 from jaxinf.streaming.program.graph import (
     Batch,
     Graph,
@@ -28,7 +29,6 @@ from jaxinf.streaming.program.graph import (
     struct,
 )
 from jaxinf.streaming.program.meshes import item_aval, typed_sharding
-from jaxinf.streaming.program.primitives import POINTWISE
 from jaxinf.streaming.program.trace import Traced
 from jaxinf.streaming.program.transposes import turned_products
 

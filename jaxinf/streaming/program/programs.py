@@ -1,33 +1,43 @@
-"""Segments as programs: the nodes, inputs and outputs of each.
+"""Segments as programs: the nodes, inputs and outputs of each, and its compilation.
 
 Invariant: a program has the nodes of its own segment, the free nodes that they need,
 and, in backward, the cheap forward nodes of the segment. All other values are inputs.
+Options of compilation depend on the program and on JAX alone, not on a policy or a
+budget, so all plans that run a program run it with the same bits.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 
+from jaxinf import compat
 from jaxinf.program.graph import Compute, Node, Value, bind, evaluate
 from jaxinf.schedule.placement import Stay, occupancy
+from jaxinf.streaming.program.classify import LIGHT
 from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes, struct
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.lifetimes import Lifetimes
-from jaxinf.streaming.program.primitives import LIGHT
-from jaxinf.streaming.program.reductions import compiler_options
 
 __all__ = [
     "Program",
     "Programs",
     "bytes_beside",
     "compile_program",
+    "compiler_options",
     "function_of",
     "make_programs",
     "program_of",
+    "sums_large_products",
 ]
+
+# glibc keeps smaller blocks anyway, so a plan is not exact to within their size.
+LARGE_BYTES = 32 << 20
+# The product of arrays with fewer axes is summed in tiles, and takes no memory
+# (docs/decisions/0027).
+NUM_AXES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +120,7 @@ class Programs:
 
 def make_programs(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Programs:
     """Makes the programs of the segments between `cuts`."""
-    graph, order, classes = lifetimes.graph, lifetimes.order, lifetimes.classes
+    graph, classes = lifetimes.graph, lifetimes.classes
     back = [int(lifetimes.backward_cuts[cut]) for cut in cuts]
     segments = range(len(cuts) - 1)
 
@@ -141,15 +151,15 @@ def make_programs(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Prog
 
     backward: list[Program | None] = []
     for k in segments:
-        nodes = order.backward[back[k + 1] : back[k]]
-        light = classes.light.intersection(order.forward[cuts[k] : cuts[k + 1]])
+        nodes = lifetimes.backward[back[k + 1] : back[k]]
+        light = classes.light.intersection(lifetimes.forward[cuts[k] : cuts[k + 1]])
         outputs = wanted_of(nodes)
         program = make(f"backward {k}", outputs, nodes, light) if outputs else None
         backward.append(program)
         wanted.update(program.inputs if program else ())
     forward: list[Program] = []
     for k in reversed(segments):
-        nodes = order.forward[cuts[k] : cuts[k + 1]]
+        nodes = lifetimes.forward[cuts[k] : cuts[k + 1]]
         forward.append(make(f"forward {k}", wanted_of(nodes), nodes))
         wanted.update(forward[-1].inputs)
     return Programs(tuple(forward[::-1]), tuple(backward), tuple(free))
@@ -185,6 +195,51 @@ def compile_program(
     lowered = function.lower(*avals)
     options = compiler_options(program.nodes, is_deterministic=is_deterministic)
     return lowered.compile(compiler_options=options)
+
+
+def compiler_options(
+    nodes: Sequence[Node], *, is_deterministic: bool = True
+) -> dict[str, Any] | None:
+    """Returns XLA's options for a program of these nodes; None for the default ones.
+
+    Args:
+      nodes: The program's nodes.
+      is_deterministic: Whether it has the same bits in each run.
+    """
+    if jax.default_backend() != "cpu":
+        return compat.deterministic_options(is_deterministic)
+    if not sums_large_products(nodes):
+        return None
+    return compat.without_library_reductions()
+
+
+def sums_large_products(nodes: Iterable[Node]) -> bool:
+    """Whether two large arrays are multiplied and the product summed, as in softmax's
+    backward part; XLA's library on a CPU then holds the product in its own memory."""
+    products: set[int] = set()
+    for name, inputs, outputs in _equations(nodes):
+        if name == "reduce_sum" and id(inputs[0]) in products:
+            return True
+        is_product = name == "mul" and all(map(_is_large, inputs))
+        is_cast = name == "convert_element_type" and id(inputs[0]) in products
+        if is_product or is_cast:
+            products.add(id(outputs[0]))
+    return False
+
+
+def _is_large(value: Any) -> bool:
+    shape = getattr(value.aval, "shape", ())
+    return len(shape) >= NUM_AXES and aval_bytes(value.aval) >= LARGE_BYTES
+
+
+def _equations(
+    nodes: Iterable[Node],
+) -> Iterator[tuple[str, Sequence[Any], Sequence[Any]]]:
+    for node in nodes:
+        yield node.name, node.inputs, node.outputs
+        for inner in compat.inner_jaxprs(node.params):
+            for eqn in compat.all_equations(inner):
+                yield eqn.primitive.name, eqn.invars, eqn.outvars
 
 
 def bytes_beside(program: Program, executable: Any) -> int:
