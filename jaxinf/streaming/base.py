@@ -146,7 +146,7 @@ class Step(ABC):
             step_s = time.perf_counter() - called_s
             if bound.replanner is not None:
                 peak_bytes = bound.runner.values.peak_bytes
-                bound.replanner.observe(
+                bound.replanner.ended(
                     step_s, self._values, peak_bytes, bound.params.counts
                 )
             return results, step_s, bound.traffic.drive_write_bytes

@@ -170,7 +170,8 @@ class Ends(ABC):
             folder, most = self.saved_in, budget_bytes + division.spare
             plan = saved_plan(folder, ready, most, policy, measure, limit)
         if plan is not None:
-            division = division.for_kept(plan.peak_bytes)
+            programs = max(division.programs, plan.peak_bytes)  # with what is spare
+            division = replace(division, programs=programs)
         is_saved = plan is not None
         plan = plan or ready.plan(budget_bytes, policy, measure, limit)
         units = residents(plan)

@@ -21,7 +21,7 @@ from jaxinf.streaming.bound import Bound, Setup, Shared
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.near_storage import StoreParamsEnds
-from jaxinf.streaming.plan.memory import Division, divide_reading
+from jaxinf.streaming.plan.memory import Division, divide_rest, reader_bytes
 from jaxinf.streaming.plan.plan import Prepared, prepare_function
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.trace import abstract, check_params
@@ -83,8 +83,8 @@ class FunctionEnds(StoreParamsEnds):
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
         """As `Ends.divided`."""
         left = budgets if self._step is None else self._step.left(budgets)
-        limit = self.setup.limit_within(left)
-        division = divide_reading(left["memory_bytes"], limit)
+        limit, memory_bytes = self.setup.limit_within(left), left["memory_bytes"]
+        division = divide_rest(memory_bytes - reader_bytes(memory_bytes), limit)
         division = division.without(
             max((u.num_bytes for u in self._units if not u.is_divided), default=0),
             "reading shards of params that are not stored alone",

@@ -16,7 +16,7 @@ from jaxinf.streaming.move.values import make_values
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.offload import check_tiers
 from jaxinf.streaming.plan.plan import Plan
-from jaxinf.streaming.plan.planner import Forecast, Planner
+from jaxinf.streaming.plan.planner import Planner
 from jaxinf.streaming.plan.retrying import Moved
 from jaxinf.streaming.plan.search import Problem
 from jaxinf.streaming.plan.wear import Wear
@@ -99,7 +99,7 @@ def make_runner(
     return Runner(plan, executables, record, values, watch)
 
 
-class Replanner:
+class Replanner(Planner):
     """The planner of a step, and what it measures. Used from one thread.
 
     Args:
@@ -120,38 +120,28 @@ class Replanner:
         num_parts: int,
         folders: Sequence[PathLikeStr],
     ) -> None:
-        self._plan = plan
-        self._folders = folders
-        self._planner = Planner(problem, num_parts)
+        super().__init__(problem, num_parts)
+        self._plan, self._folders = plan, folders
         self.watch = Watch()
         self.is_changed = False
 
     @property
     def plan(self) -> Plan:
         """The plan that the next step has to run."""
-        return self._plan.chosen(self._planner.choice)
+        return self._plan.chosen(self.choice)
 
     def shown(self, plan: Plan, wear: Wear | None) -> Plan:
         """Returns a plan with its choice and the wear, if measures made it."""
         if self.forecast is None or self.is_changed:
             return replace(plan, choice=None)
-        return replace(plan, choice=self._planner.choice, wear=wear)
-
-    @property
-    def forecast(self) -> Forecast | None:
-        """What was expected and found; None before something was chosen by measures."""
-        return self._planner.forecast
+        return replace(plan, choice=self.choice, wear=wear)
 
     def begin(self) -> None:
         """Begins a step; drops what one that ended early has measured."""
         self.watch.take()
 
-    def observe(
-        self,
-        step_s: float,
-        values: MoverCounts,
-        peak_bytes: int,
-        params: MoverCounts | None = None,
+    def ended(
+        self, step_s: float, values: MoverCounts, peak_bytes: int, params: MoverCounts
     ) -> None:
         """Takes the measures of a step, and plans again if that is due.
 
@@ -159,20 +149,18 @@ class Replanner:
           step_s: Time of the step.
           values: Traffic of values.
           peak_bytes: The most bytes of values in memory.
-          params: Reads of params; None if they are in memory.
+          params: Reads of params.
         """
         moved = {
             "written": Moved(values.num_written_bytes, values.write_s),
             "read": Moved(values.num_read_bytes, values.read_s),
             "out": Moved(values.num_out_bytes, values.out_s),
             "back": Moved(values.num_back_bytes, values.back_s),
+            "params": Moved(params.num_read_bytes, params.read_s),
         }
-        if params is not None:
-            moved["params"] = Moved(params.num_read_bytes, params.read_s)
-        planner = self._planner
-        self.is_changed |= planner.observe(step_s, self.watch.take(), moved, peak_bytes)
-        if planner.is_probe_due:
-            self.is_changed |= planner.probed(probe(self._folders))
+        self.is_changed |= self.observe(step_s, self.watch.take(), moved, peak_bytes)
+        if self.is_probe_due:
+            self.is_changed |= self.probed(probe(self._folders))
 
     def close(self) -> None:
         """Ends the thread; idempotent."""

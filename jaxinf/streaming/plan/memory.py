@@ -23,14 +23,14 @@ __all__ = [
     "check_mesh",
     "device_is_host",
     "divide",
-    "divide_reading",
     "divide_rest",
+    "reader_bytes",
     "return_freed_memory",
     "store_memory_bytes",
 ]
 
 READER_BYTES = 16 << 20
-"""Memory for reading params beside the params themselves."""
+"""The most memory for reading params beside the params themselves."""
 
 NUM_STAGED = 3
 """The host has room for so many of the largest unit, if the device has memory of its
@@ -81,10 +81,6 @@ class Division:
     limit: str
     spare: int = 0
 
-    def for_kept(self, peak_bytes: int) -> "Division":
-        """Returns the same for a kept plan, which was admitted with what is spare."""
-        return replace(self, programs=max(self.programs, peak_bytes))
-
     def without(
         self, num_bytes: int, purpose: str, *, is_on_device: bool = False
     ) -> "Division":
@@ -111,6 +107,11 @@ class Division:
         if is_staged:
             return replace(self, staged=self.staged - num_bytes)
         return replace(self, programs=self.programs - num_bytes)
+
+
+def reader_bytes(memory_bytes: int) -> int:
+    """The part of all host memory for reading params beside the params themselves."""
+    return min(READER_BYTES, memory_bytes // _RING_SHARE)
 
 
 def store_memory_bytes(memory_bytes: int) -> int:
@@ -166,15 +167,17 @@ def divide(
     """
     ring = max(ring_bytes, min(memory_bytes // _RING_SHARE, _MAX_RING_BYTES))
     gradients = max(gradient_bytes, memory_bytes // _RING_SHARE)
-    reader = min(READER_BYTES, memory_bytes // _RING_SHARE)
-    rest = memory_bytes - ring - gradients - reader
-    least = 1 if device.is_host else NUM_STAGED * page_ceil(gradient_bytes)
+    rest = memory_bytes - ring - gradients - reader_bytes(memory_bytes)
+    least, params = 1, "the program's params"
+    if not device.is_host:
+        least = NUM_STAGED * page_ceil(gradient_bytes)
+        params = f"params on their way to the device ({least} bytes)"
     if rest < least:
         raise BudgetError(
             "memory_bytes",
             f"expected room for the store's buffers ({ring_bytes} bytes), for the "
-            f"largest gradient ({gradient_bytes} bytes) and for "
-            f"{_params_text(device, least)}, found {memory_bytes}",
+            f"largest gradient ({gradient_bytes} bytes) and for {params}, found "
+            f"{memory_bytes}",
             least - rest,
         )
     leaving = gradients
@@ -188,17 +191,6 @@ def divide(
                 1 + leaving - device.num_bytes,
             )
     return divide_rest(rest, device, ring, gradients, leaving)
-
-
-def divide_reading(memory_bytes: int, device: DeviceLimit = DeviceLimit()) -> Division:
-    """Divides the memory of programs that read params and update nothing.
-
-    Args:
-      memory_bytes: All host memory.
-      device: The limit on the device's memory.
-    """
-    reader = min(READER_BYTES, memory_bytes // _RING_SHARE)
-    return divide_rest(memory_bytes - reader, device)
 
 
 def divide_rest(
@@ -222,12 +214,6 @@ def divide_rest(
     if most is None or most >= rest_bytes:
         limit, most = "memory_bytes", rest_bytes
     return Division(ring, gradients, most, 0, leaving, limit)
-
-
-def _params_text(device: DeviceLimit, least_bytes: int) -> str:
-    if device.is_host:
-        return "the program's params"
-    return f"params on their way to the device ({least_bytes} bytes)"
 
 
 def return_freed_memory() -> None:

@@ -37,7 +37,6 @@ __all__ = [
     "PLAN_VERSION",
     "Plan",
     "Prepared",
-    "least_bytes",
     "prepare",
     "prepare_function",
 ]
@@ -101,6 +100,11 @@ class Plan:
             choice=None,
         )
 
+    def chosen(self, choice: Choice) -> "Plan":
+        """Returns the plan with the calls of a choice."""
+        peak = choice.peak_bytes
+        return replace(self, calls=choice.calls, peak_bytes=peak, choice=choice)
+
     @property
     def is_offloaded(self) -> bool:
         """Whether values may be on a drive for a part of a step."""
@@ -136,11 +140,6 @@ class Plan:
             lambda calls: calls.call_bytes(temp_bytes),
         )
         return replace(self, calls=calls, peak_bytes=calls.peak_bytes(temp_bytes))
-
-    def chosen(self, choice: Choice) -> "Plan":
-        """Returns the plan with the calls of a choice."""
-        peak = choice.peak_bytes
-        return replace(self, calls=choice.calls, peak_bytes=peak, choice=choice)
 
 
 @dataclass(frozen=True)
@@ -205,11 +204,12 @@ class Prepared:
           BudgetError: No cut fits; names the params that are too large.
         """
         best: tuple[int, Plan] | None = None
+        without_temps: Mapping[str, int] = defaultdict(int)
         plans = self._plans(budget_bytes, policy)
         if policy == "plan":
             plans = sorted(plans, key=lambda plan: _leaving_bytes(plan, budget_bytes))
         for plan in plans:
-            peak = least_bytes(plan)
+            peak = plan.least_bytes(without_temps)
             if measure is None:
                 peak = plan.peak_bytes
             elif peak <= budget_bytes:
@@ -232,10 +232,17 @@ class Prepared:
         Segments with more bytes than all params suit values that have more. They come
         first if they are half as many and a step takes no more memory, and else last.
         """
-        usual, large = self._limits(budget_bytes, policy)
+        bits = self.lifetimes.piece_bytes(self.lifetimes.sizes).bit_length()
+        least = max(0, bits - _MAX_HALVINGS)
+        num_nodes = len(self.lifetimes.forward)
+        whole = segment_bytes(self.lifetimes, 0, num_nodes) if num_nodes else 0
+        if policy == "plan":  # it compares all cuts
+            bits = max(bits, budget_bytes.bit_length())
+            whole = 0
         most = budget_bytes // _SHARE
+        usual = [1 << n for n in range(bits, least, -1)]
         usual.sort(key=lambda limit: limit > most)
-        fitting = [limit for limit in large if limit <= most]
+        large = [1 << n for n in range(whole.bit_length(), bits, -1)]
         made: dict[tuple[int, ...], Plan] = {}
 
         def plan_at(limit: int) -> Plan:
@@ -247,6 +254,7 @@ class Prepared:
             return made[cuts]
 
         first: list[Plan] = []
+        fitting = [limit for limit in large if limit <= most]
         if fitting and policy in ("recompute", "keep"):
             plans = map(plan_at, usual)
             fine = next((one for one in plans if one.peak_bytes <= budget_bytes), None)
@@ -257,24 +265,6 @@ class Prepared:
             if plan.cuts not in yielded:
                 yielded.add(plan.cuts)
                 yield plan
-
-    def _limits(self, budget_bytes: int, policy: Policy) -> tuple[list[int], list[int]]:
-        """Bytes of segments to try, each list in falling order.
-
-        Returns:
-          Those up to the bytes of all params; more, up to those of the whole program.
-        """
-        bits = self.lifetimes.piece_bytes(self.lifetimes.sizes).bit_length()
-        least = max(0, bits - _MAX_HALVINGS)
-        num_nodes = len(self.lifetimes.forward)
-        most = segment_bytes(self.lifetimes, 0, num_nodes) if num_nodes else 0
-        whole = most.bit_length()
-        if policy == "plan":  # it compares all cuts
-            bits = whole = max(bits, budget_bytes.bit_length())
-        return (
-            [1 << n for n in range(bits, least, -1)],
-            [1 << n for n in range(whole, bits, -1)],
-        )
 
     def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
         """Makes the plan with given cuts."""
@@ -318,11 +308,6 @@ class Prepared:
             needed_bytes - budget_bytes,
             ", or give a smaller batch",
         )
-
-
-def least_bytes(plan: Plan) -> int:
-    """The memory that a plan takes at least: that without temporaries."""
-    return plan.least_bytes(defaultdict(int))
 
 
 def _is_better(coarse: Plan, fine: Plan) -> bool:

@@ -5,7 +5,7 @@ Invariant: neighbouring segments that run the same programs share a line.
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.meshes import mesh_text
@@ -15,14 +15,6 @@ from jaxinf.terminal import format_bytes
 __all__ = ["index_text", "plan_text"]
 
 _MOST_NAMES = 3
-
-
-class _Row(NamedTuple):
-    """Segments that run the same programs: the number of each of these, or none."""
-
-    forward: int
-    backward: int | str
-    param_bytes: int
 
 
 def plan_text(plan: Any) -> str:
@@ -54,20 +46,20 @@ def _lines(plan: Any, numbers: dict[str, int]) -> Iterator[str]:
     for segment, (forward, backward) in enumerate(pairs):
         sizes = dict(forward.params + (backward.params if backward else ()))
         second = numbers.get(backward.key, "") if backward else ""
-        row = _Row(numbers.get(forward.key, 0), second, sum(sizes.values()))
+        alike = numbers.get(forward.key, 0), second, sum(sizes.values())
         names = dict.fromkeys(_part(plan.traced, piece) for piece in sizes)
-        rows.append((row, segment, list(names)))
-    for row, group in groupby(rows, lambda one: one[0]):
-        (_, first, names), *_, (_, last, last_names) = [*group] * 2
-        is_one = first == last
+        rows.append((alike, segment, list(names)))
+    for (first, second, num_bytes), group in groupby(rows, lambda row: row[0]):
+        (_, start, names), *_, (_, end, last_names) = [*group] * 2
+        is_one = start == end
         text = ", ".join(names[:_MOST_NAMES]) or "none"
         if len(names) > _MOST_NAMES:
             text += f", {len(names) - _MOST_NAMES} more"
         if not is_one and last_names:
             text += f" … {last_names[-1]}"
-        segments = str(first) if is_one else f"{first}-{last}"
-        size = f"{format_bytes(row.param_bytes)}{'' if is_one else ' each'}"
-        yield f"{segments:>9}  {row.forward:>7}  {row.backward:>8}  {size}: {text}"
+        segments = str(start) if is_one else f"{start}-{end}"
+        size = f"{format_bytes(num_bytes)}{'' if is_one else ' each'}"
+        yield f"{segments:>9}  {first:>7}  {second:>8}  {size}: {text}"
 
 
 def _part(traced: Traced, piece: Piece) -> str:

@@ -8,8 +8,10 @@ Invariant: to compute a value again, the same program is called again with the s
 inputs, so its bits are the same.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import count
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -93,14 +95,14 @@ def make_calls(
 class _Builder:
     def __init__(self, graph: Graph) -> None:
         self.results = graph.results
-        self.targets: dict[Value, list[Piece]] = {}
+        self.targets: defaultdict[Value, list[Piece]] = defaultdict(list)
         for piece, value in graph.gradients.items():
-            self.targets.setdefault(value, []).append(piece)
+            self.targets[value].append(piece)
         self.drafts: list[tuple[Program, list[Origin | Slot], list[Slot], bool]] = []
         self.slots: dict[Value, Slot] = {}
         self.repeated: dict[Value, Slot] = {}
         self.forgotten: dict[Value, Program] = {}
-        self.num_slots = 0
+        self.numbers = count()
 
     def call(self, program: Program) -> None:
         """Calls a program for the first time."""
@@ -111,13 +113,8 @@ class _Builder:
 
     def forget(self, programs: Iterable[Program]) -> None:
         """Lets what programs made be made again when it is read next."""
-        kept = set(self.results)
-        self.forgotten = {
-            value: program
-            for program in programs
-            for value in program.outputs
-            if value not in kept
-        }
+        made = {value: program for program in programs for value in program.outputs}
+        self.forgotten = {v: made[v] for v in made if v not in self.results}
 
     def repeat(self, forward: Program, reader: Program) -> None:
         """Calls a program again for what its own backward part reads, if anything."""
@@ -129,63 +126,43 @@ class _Builder:
         """Calls programs again that made what a program reads."""
         pending = [reader]
         while pending:
-            program = pending[-1]
-            maker = next(filter(None, map(self._forgotten, program.inputs)), None)
+            read = (v for v in pending[-1].inputs if v not in self.repeated)
+            maker = next(filter(None, map(self.forgotten.get, read)), None)
             if maker is not None:
                 pending.append(maker)
-                continue
-            pending.pop()
-            if program is not reader:
+            elif (program := pending.pop()) is not reader:
                 own = [v for v in program.outputs if self.forgotten.pop(v, None)]
                 slots = self._add(program, is_repeat=True)
                 self.slots.update({value: slots[value] for value in own})
 
-    def _forgotten(self, value: Value) -> Program | None:
-        return None if value in self.repeated else self.forgotten.get(value)
-
     def _add(self, program: Program, *, is_repeat: bool) -> dict[Value, Slot]:
-        inputs = [self._read(value) for value in program.inputs]
-        outputs = [self._slot() for _ in program.outputs]
+        inputs = [
+            v.origin or self.repeated.get(v) or self.slots[v] for v in program.inputs
+        ]
+        outputs = [Slot(next(self.numbers)) for _ in program.outputs]
         self.drafts.append((program, inputs, outputs, is_repeat))
         return dict(zip(program.outputs, outputs, strict=True))
 
     def finish(self) -> Calls:
         results = tuple(self.slots[value] for value in self.results)
-        last: dict[Slot, int] = {}
+        last: dict[Origin | Slot, int] = {}
         for i, (_, inputs, _, _) in enumerate(self.drafts):
-            last.update({ref: i for ref in inputs if isinstance(ref, Slot)})
+            last.update(dict.fromkeys(inputs, i))
         last.update(dict.fromkeys(results, len(self.drafts)))
         calls = []
         for i, (program, inputs, outputs, is_repeat) in enumerate(self.drafts):
-            drops = {
-                slot: None
-                for slot in inputs
-                if isinstance(slot, Slot) and last[slot] == i
-            }
+            read = [ref for ref in dict.fromkeys(inputs) if isinstance(ref, Slot)]
+            targets = (
+                [] if is_repeat else map(self.targets.__getitem__, program.outputs)
+            )
             calls.append(
                 Call(
                     program,
                     tuple(inputs),
                     tuple(slot if slot in last else None for slot in outputs),
-                    tuple(drops),
-                    () if is_repeat else self._gradients(program),
+                    tuple(slot for slot in read if last[slot] == i),
+                    tuple((piece, j) for j, own in enumerate(targets) for piece in own),
                     is_repeat,
                 )
             )
         return Calls(tuple(calls), results)
-
-    def _gradients(self, program: Program) -> tuple[tuple[Piece, int], ...]:
-        return tuple(
-            (piece, i)
-            for i, value in enumerate(program.outputs)
-            for piece in self.targets.get(value, ())
-        )
-
-    def _read(self, value: Value) -> Origin | Slot:
-        if value.origin is not None:
-            return value.origin
-        return self.repeated.get(value) or self.slots[value]
-
-    def _slot(self) -> Slot:
-        self.num_slots += 1
-        return Slot(self.num_slots - 1)
