@@ -96,7 +96,7 @@ class Mover:
     ) -> None:
         self._has_link = has_link
         drives = list(threads)
-        pool = BufferPool(max(read_bytes, PAGE_BYTES)) if reuses else _NewMemory()
+        pool = BufferPool(max(read_bytes, PAGE_BYTES)) if reuses else None
         self._threads = _Threads(drives, name, pool, has_link=has_link)
         self._workers = self._threads.workers
         self._changed = self._workers.changed
@@ -104,15 +104,10 @@ class Mover:
             self._threads,
             has_link=has_link,
             way_bytes=way_bytes,
-            read_bytes=pool.capacity_bytes,
+            read_bytes=read_bytes if pool is None else pool.capacity_bytes,
             device_bytes=device_bytes,
         )
         self._threads.ended = self._moves.ended
-
-    @property
-    def counts(self) -> MoverCounts:
-        """Counts since the last `take_counts`, without times of queues."""
-        return self._threads.counts
 
     def evict(self, tensor: Any, *, waits: bool = False) -> None:
         """Starts moving a value out, which may still be computed.
@@ -168,8 +163,9 @@ class Mover:
           StoreIOError: The drive failed. Other tensors still come back.
         """
         tensor = self._moves.tensors[key]
-        self.counts.num_got += 1
-        self.counts.num_ready += tensor.is_ready
+        counts = self._threads.counts
+        counts.num_got += 1
+        counts.num_ready += tensor.is_ready
         self._await(lambda: tensor.is_ready)
         if tensor.error is not None:
             raise tensor.error
@@ -236,23 +232,26 @@ class Mover:
 
     def rest(self) -> None:
         """Gives memory that is not used back to the system."""
-        self._threads.pool.free_idle()
+        if self._threads.pool is not None:
+            self._threads.pool.free_idle()
 
     @property
     def held_bytes(self) -> int:
         """Memory of the host that the mover has for what it reads."""
-        return self._threads.pool.held_bytes
+        pool = self._threads.pool
+        return 0 if pool is None else pool.held_bytes
 
     def close(self) -> None:
         """Drops everything and ends the threads; idempotent."""
         self.reset()
         self._workers.close()
-        self._threads.pool.close()
+        if self._threads.pool is not None:
+            self._threads.pool.close()
 
     def take_counts(self) -> MoverCounts:
         """Returns the counts since the last call."""
         with self._changed:
-            counts, self._threads.counts = self.counts, MoverCounts()
+            counts, self._threads.counts = self._threads.counts, MoverCounts()
             counts.num_forwarded = self._moves.num_forwarded
             self._moves.num_forwarded = 0
         counts.write_s = self._workers.take_s("write")
@@ -265,27 +264,14 @@ class Mover:
         began_s = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: is_done() or self._moves.error is not None)
-            self.counts.waited_s += time.perf_counter() - began_s
+            self._threads.counts.waited_s += time.perf_counter() - began_s
             if self._moves.error is not None:
                 raise self._moves.error
 
 
-class _NewMemory:
-    """Memory that is not used again, with the methods of a pool."""
-
-    capacity_bytes = held_bytes = 0
-
-    def acquire(self, num_bytes: int, *, block: bool) -> "_NewBuffer":
-        return _NewBuffer(aligned(num_bytes))
-
-    def free_idle(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class _NewBuffer(NamedTuple):
+    """Memory that is not used again."""
+
     array: Array
 
     def release(self) -> None:
@@ -299,7 +285,7 @@ class _Threads:
         self,
         drives: Sequence[int],
         name: str,
-        pool: BufferPool | _NewMemory,
+        pool: BufferPool | None,
         *,
         has_link: bool,
     ) -> None:
@@ -311,6 +297,8 @@ class _Threads:
         self.ended: Callable[[Any, Kind, Any, BaseException | None], None]
 
     def allocate(self, tensor: Tensor) -> Buffer | _NewBuffer:
+        if self.pool is None:
+            return _NewBuffer(aligned(tensor.host_bytes))
         buffer = self.pool.acquire(tensor.host_bytes, block=False)
         assert buffer is not None, "there is room for what comes back"
         return buffer

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax import lax
@@ -18,7 +18,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxinf.schedule.reads import Fetch
 from jaxinf.streaming.move.mover import Mover, MoverCounts
-from jaxinf.streaming.move.resident import Resident, Version
+from jaxinf.streaming.move.reader import StoreReader
+from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.scratch import aligned
 from jaxinf.streaming.move.tensors import PINNED, Moved
 from jaxinf.streaming.program.graph import Piece
@@ -26,32 +27,7 @@ from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.units import Places, Unit
 from jaxinf.typing import Array
 
-__all__ = ["MemoryParams", "Params", "Reader", "StoreParams"]
-
-
-class Reader(Protocol):
-    """Reads units."""
-
-    @property
-    def version(self) -> Version:
-        """The store, and the step that its units are of."""
-        ...
-
-    def begin(self) -> None:
-        """Prepares for the reads of a step."""
-        ...
-
-    def read(self, unit: Unit, shards: Sequence[Array]) -> None:
-        """Fills arrays with the unit's shards; blocks."""
-        ...
-
-    def read_again(self, unit: Unit, shards: Sequence[Array]) -> None:
-        """Fills arrays with a unit's shards beside the reads of a step; blocks."""
-        ...
-
-    def close(self) -> None:
-        """Ends the reads of a step."""
-        ...
+__all__ = ["MemoryParams", "Params", "StoreParams"]
 
 
 class Params(ABC):
@@ -119,7 +95,7 @@ class _Fetched(Moved):
     """A unit on its way to the device, or to one like it."""
 
     unit: Unit
-    reader: Reader
+    reader: StoreReader
     device: Any
 
     def queue(self, part: int) -> int:
@@ -169,7 +145,7 @@ class StoreParams(Params):
     def __init__(
         self,
         places: Places,
-        reader: Reader,
+        reader: StoreReader,
         fetches: Sequence[Fetch],
         resident: Resident,
         device: Any,
@@ -240,7 +216,7 @@ class StoreParams(Params):
         """As `Params.get`."""
         unit = self._places.unit(piece)
         if unit in self._stays:
-            return self._part(unit, piece, self._resident.get(unit))
+            return self.again(piece)
         lasts = self._lasts[unit]
         key = (unit, lasts[bisect_left(lasts, number)])
         return self._part(unit, piece, self._mover.get(key))

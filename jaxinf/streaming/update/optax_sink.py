@@ -4,10 +4,9 @@ Invariant: updates have the bits of jitted optax; memory that was handed out is 
 reused.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +21,10 @@ from jaxinf.streaming.program.trace import Traced
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["OptaxSink", "PlainOptax", "Trained", "WholeGradients"]
+__all__ = ["OptaxSink", "PlainOptax", "Trained"]
 
 
-@dataclass(frozen=True)
-class Trained:
+class Trained(NamedTuple):
     """Params and optax's state."""
 
     params: PyTree
@@ -107,6 +105,8 @@ class PlainOptax:
 class OptaxSink(Sink):
     """Updates params and state with plain optax when a step has all gradients.
 
+    It holds these whole or in slices of stacks, summed over the parts of a batch.
+
     Args:
       optimizer: The optimizer.
       traced: The loss function.
@@ -126,7 +126,7 @@ class OptaxSink(Sink):
         self._dtypes = [leaf.dtype for leaf in traced.params]
         self._num_parts = num_parts
         self._nonfinite: NonFinitePolicy | None = nonfinite
-        self.abandon()
+        self._held: dict[int, dict[tuple[int, ...], jax.Array]] = {}
 
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
         """As `Sink.begin`."""
@@ -134,15 +134,18 @@ class OptaxSink(Sink):
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
         """As `Sink.put`."""
-        self._gradients.add(piece, jnp.asarray(gradient))
+        own, array = self._held.setdefault(piece.leaf, {}), jnp.asarray(gradient)
+        if piece.index in own:
+            array = _sum(own[piece.index], array)
+        elif self._num_parts > 1:
+            array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+        own[piece.index] = array
 
     def finish(
         self, extra_args: Mapping[str, Any], results: PyTree, check: Callable[[], None]
     ) -> bool:
         """As `Sink.finish`."""
-        gradients = self._gradients.take(
-            {id(leaf) for leaf in jax.tree.leaves(results)}
-        )
+        gradients = self._taken({id(leaf) for leaf in jax.tree.leaves(results)})
         policy = effect_of_nonfinite(
             self._nonfinite, is_guarded=self._optimizer.is_guarded
         )
@@ -162,39 +165,20 @@ class OptaxSink(Sink):
 
     def abandon(self) -> None:
         """As `Sink.abandon`."""
-        self._gradients = WholeGradients(self._dtypes, self._num_parts)
+        self._held.clear()
 
     def close(self) -> None:
         """As `Sink.close`."""
         self.abandon()
 
-
-class WholeGradients:
-    """The gradients of one step, whole or in slices of stacks."""
-
-    def __init__(self, dtypes: Sequence[Any], num_parts: int) -> None:
-        self._dtypes = dtypes
-        self._num_parts = num_parts
-        self._held: dict[int, dict[tuple[int, ...], jax.Array]] = {}
-
-    def add(self, piece: Piece, gradient: jax.Array) -> None:
-        """Takes a complete gradient of a part of the batch."""
-        own = self._held.setdefault(piece.leaf, {})
-        if piece.index in own:
-            gradient = _sum(own[piece.index], gradient)
-        elif self._num_parts > 1:
-            gradient = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-        own[piece.index] = gradient
-
-    def take(self, others: Collection[int]) -> list[jax.Array]:
-        """Returns the gradient of each leaf, the mean over the parts.
+    def _taken(self, taken: set[int]) -> list[jax.Array]:
+        """Returns and drops the gradient of each leaf, the mean over the parts.
 
         The update reuses their memory, so each is an array of its own.
 
         Args:
-          others: Identities of arrays that somebody else has.
+          taken: Identities of arrays that somebody else has.
         """
-        taken = set(others)
         found = []
         for leaf, dtype in enumerate(self._dtypes):
             whole = self._whole(leaf)

@@ -8,7 +8,7 @@ Invariant: the store advances by one step if every gradient arrived and was fini
   otherwise it does not advance.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -223,10 +223,12 @@ class StoreSink(Sink):
                 self._passes.add(piece, gradient)
         check()
         overwrites = self._training.opened.num_uncommitted > 0
-        for taken in _together(spill.read(removes=True)):
-            self._update(taken)
+        self._stage.start(self._update)
+        for piece, gradient in spill.read(removes=True):
+            self._stage.put(piece, gradient)
             if not overwrites:
                 check()
+        self._stage.end()
 
     def _defer(self, taken: Sequence[Handed]) -> None:
         assert self.spill is not None
@@ -328,20 +330,6 @@ class StoreSink(Sink):
             f"step {self._step}. Lower the learning rate or clip the gradients, or "
             'pass nonfinite="skip" to go on without such steps, as with a loss scale'
         )
-
-
-def _together(gradients: Iterator[Handed]) -> Iterator[list[Handed]]:
-    """Yields gradients in their order, successive short ones in one list."""
-    taken: list[Handed] = []
-    num_bytes = 0
-    for piece, gradient in gradients:
-        if taken and num_bytes + gradient.nbytes > _SHORT_BYTES:
-            yield taken
-            taken, num_bytes = [], 0
-        taken.append((piece, gradient))
-        num_bytes += gradient.nbytes
-    if taken:
-        yield taken
 
 
 class _Asked:
