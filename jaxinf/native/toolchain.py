@@ -24,6 +24,7 @@ __all__ = [
     "PREBUILT",
     "REINSTALL",
     "RSQRT_ESTIMATES",
+    "STREAM_CALLS",
     "TRANSFERS",
     "CompilerError",
     "cache_directory",
@@ -69,6 +70,7 @@ GENERATED = Path(__file__).parent / "generated"
 RSQRT_ESTIMATES = INCLUDE / "rsqrt_estimates.cpp"
 TRANSFERS = INCLUDE / "transfers.cpp"
 BLOCK_CODES = INCLUDE / "block_codes.cpp"
+STREAM_CALLS = INCLUDE / "stream_calls.cpp"
 HELPERS = (RSQRT_ESTIMATES, TRANSFERS, BLOCK_CODES)
 """Sources that are compiled beside kernels."""
 PREBUILT = Path(__file__).parent / "prebuilt"
@@ -221,13 +223,23 @@ def compile_source(
     compiler: str,
     level: str,
     target: str | None = None,
+    headers: Path | None = None,
 ) -> None:
     """Compiles one file, whose entry point is then ``jaxinf_entry``.
+
+    Args:
+      source: the file.
+      output: the library.
+      compiler: a path.
+      level: one of `LEVELS`.
+      target: as for `compile_package`.
+      headers: a folder of other headers.
 
     Raises:
       CompilerError: The compiler failed.
     """
-    compile_ = [*words(compiler, level, target), *_FLAGS, f"-I{INCLUDE}", str(source)]
+    included = [f"-I{path}" for path in (INCLUDE, headers) if path is not None]
+    compile_ = [*words(compiler, level, target), *_FLAGS, *included, str(source)]
     if not is_zig(compiler):
         run_compiler([*compile_, "-shared", "-s", *_AS_NEEDED, "-o", str(output)])
         return

@@ -10,7 +10,6 @@ raises: an exception next to a waiting collective would abort the process.
 """
 
 import copy
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +25,7 @@ from jaxinf import compat
 from jaxinf.engine import Store, sum_bits
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.interrupts import interrupts
+from jaxinf.optimizer.forms import shares_memory
 from jaxinf.optimizer.packing import Packing
 from jaxinf.typing import Array, PyTree
 
@@ -40,8 +40,6 @@ __all__ = [
     "callers",
     "check_device_configuration",
     "check_processes",
-    "shares_memory",
-    "waits_for_updates",
 ]
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
@@ -133,29 +131,6 @@ def _processes(mesh: AnyMesh) -> set[int]:
     return {device.process_index for device in mesh.devices.flat}
 
 
-def waits_for_updates() -> bool:
-    """Whether the call that brings a gradient also returns its result.
-
-    On accelerators this would block the thread that enqueues their work.
-    ``JAXINF_CALLBACK`` (``start``, ``buffer``, ``io``) overrides the choice.
-    """
-    by_default = "io" if jax.default_backend() == "cpu" else "start"
-    return _way(by_default) != "start"
-
-
-def shares_memory(*, is_local: bool) -> bool:
-    """Whether a call hands over XLA's own buffers, so that arguments cost no copy.
-
-    Args:
-      is_local: whether the call is under ``shard_map``, so that XLA does not partition
-        its computation.
-    """
-    is_alone = is_local or jax.device_count() == 1
-    can_share = jax.default_backend() == "cpu" and is_alone
-    can_share = can_share and compat.has_buffer_callback()
-    return _way("buffer" if can_share else "io") == "buffer"
-
-
 @dataclass(frozen=True, eq=False)
 class GuardedHost:
     """A host function whose exception stops the store.
@@ -166,12 +141,14 @@ class GuardedHost:
       report: gets one that the program learns of by other means.
       warn: gets the number of devices on which its whole arguments are gathered,
         because their shardings are not known.
+      call: ``call(host, avals, arguments)`` calls `host` in place of a callback.
     """
 
     host: Host
     stop: Callable[[BaseException], None]
     report: Callable[[BaseException], None]
     warn: Callable[[int], None]
+    call: Callable[[Host, PyTree, PyTree], Any] | None = None
 
     def raising(self, outs: PyTree, arguments: PyTree) -> None:
         """As a callback that may fail the computation, which one JAX device allows."""
@@ -220,14 +197,14 @@ def call_host(
       The results, a tree like `avals`.
     """
     if is_local:
-        return _call(host.reporting, avals, arguments)
+        return _call(host, host.reporting, avals, arguments)
 
     # After an error XLA gives a TPU's program results that nothing has filled.
     is_tpu = jax.default_backend() == "tpu"
     function = host.reporting if is_tpu else host.raising
 
     def alone(arguments: PyTree) -> Any:
-        return _call(function, avals, arguments)
+        return _call(host, function, avals, arguments)
 
     def beside_others(mesh: AbstractMesh) -> Callable[[PyTree], Any]:
         host.warn(mesh.size)
@@ -238,7 +215,10 @@ def call_host(
     return compat.call_by_num_devices(alone, beside_others, arguments)
 
 
-def _call(host: Host, avals: PyTree, arguments: PyTree) -> Any:
+def _call(guarded: GuardedHost, host: Host, avals: PyTree, arguments: PyTree) -> Any:
+    """Calls `host`, which is `guarded` in the way that this computation needs."""
+    if guarded.call is not None:
+        return guarded.call(guarded.host, avals, arguments)
     if shares_memory(is_local=True):
         return compat.call_with_buffers(partial(_with_buffers, host), avals, arguments)
     packing = Packing.of(arguments)
@@ -341,27 +321,6 @@ def call_once(
     return compat.shard_map(on_device, mesh=mesh, in_specs=(whole,), out_specs=whole)(
         arguments
     )
-
-
-def _way(default: str) -> str:
-    """Returns the kind of call: the value of JAXINF_CALLBACK, or the default."""
-    way = os.environ.get("JAXINF_CALLBACK") or default
-    known = ("buffer", "io", "start")
-    if way not in known:
-        raise ValueError(
-            f"JAXINF_CALLBACK: expected one of {', '.join(known)}, found {way!r}"
-        )
-    if way == "buffer" and not compat.has_buffer_callback():
-        raise ValueError(
-            "JAXINF_CALLBACK: expected io or start, as this JAX "
-            f"({jax.__version__}) has no buffer_callback, found 'buffer'"
-        )
-    if way == "buffer" and jax.default_backend() != "cpu":
-        raise ValueError(
-            "JAXINF_CALLBACK: expected io or start, as NumPy cannot read the buffers "
-            f"of an accelerator ({jax.default_backend()}), found 'buffer'"
-        )
-    return way
 
 
 def _with_buffers(host: Host, context: Any, outs: PyTree, arguments: PyTree) -> None:

@@ -1,13 +1,14 @@
 """The host functions of an update, which callbacks run.
 
-Invariant: only NumPy is used here, because a callback that starts a JAX computation can
-deadlock. The first exception stops the store and is kept as it is.
+Invariant: only NumPy computes here, because a callback that starts a computation of JAX
+can deadlock. The first exception stops the store and is kept as it is.
 """
 
 import logging
 from collections.abc import Sequence
 from functools import partial
 
+import jax
 import numpy as np
 
 from jaxinf.engine import SlotRequest, Store, StoreDescription
@@ -23,6 +24,7 @@ from jaxinf.optimizer.leaf_call import (
     HostCall,
     HostResult,
 )
+from jaxinf.optimizer.on_stream import OnStream, Port
 from jaxinf.optimizer.sharding import shard_origin
 from jaxinf.optimizer.started import StartedUpdates
 from jaxinf.program import NonFinitePolicy, UpdateProgram, effect_of_nonfinite
@@ -63,6 +65,7 @@ class HostSide:
         self.store = store
         self._nonfinite: NonFinitePolicy | None = nonfinite
         self._started = StartedUpdates(store)
+        self._on_stream = OnStream(store, self._started.threads)
         self._num_interrupts = interrupts.num_raised
         interrupts.install()
         self._has_warned = False
@@ -257,6 +260,10 @@ class HostSide:
             is_finite = self.store._training.steps.update(int(call.step), *requests)
             outs.statuses[places] = np.where(is_finite, FINITE, NON_FINITE)
 
+    def port(self, description: StoreDescription) -> Port:
+        """Returns the two calls of an update that is copied on the device's stream."""
+        return self._on_stream.port(lambda call: call.results(description))
+
     def start(
         self, description: StoreDescription, outs: HostResult, call: HostCall
     ) -> None:
@@ -264,15 +271,8 @@ class HostSide:
 
         Results: statuses, always `FINITE`.
         """
-        dtypes = [description.leaves[leaf.number].device_dtype for leaf in call.leaves]
-        pairs = zip(call.leaves, dtypes, strict=True)
-        own = HostResult(
-            tuple(
-                np.empty(leaf.shape, dtype) if leaf.kept is None else None
-                for leaf, dtype in pairs
-            ),
-            np.empty(len(call.leaves), np.int32),
-        )
+        results = call.results(description)
+        own = jax.tree.map(lambda aval: np.empty(aval.shape, aval.dtype), results)
         update = partial(self.update, description, own, call)
         self._started.start(call.key, own, update, call.num_bytes)
         outs.statuses[...] = FINITE

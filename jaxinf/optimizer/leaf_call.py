@@ -18,7 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import KeptLeaf, LeafDescription, UpdateRequest
+from jaxinf.engine import (
+    KeptLeaf,
+    LeafDescription,
+    StoreDescription,
+    UpdateRequest,
+)
 from jaxinf.optimizer.callback import GuardedHost, call_host, call_owner
 from jaxinf.optimizer.sharding import (
     Split,
@@ -189,6 +194,18 @@ class HostCall(NamedTuple):
         return ScalarInputs(
             tuple(self.scalars[place] for place in leaf.scalars), leaf.inputs
         )
+
+    def results(self, description: StoreDescription) -> "HostResult":
+        """Shapes and dtypes of what an update of the call fills; may be traced."""
+        leaves = [(leaf, description.leaves[leaf.number]) for leaf in self.leaves]
+        arrays = [
+            None
+            if leaf.kept is not None
+            else jax.ShapeDtypeStruct(leaf.shape, described.device_dtype)
+            for leaf, described in leaves
+        ]
+        statuses = jax.ShapeDtypeStruct((len(leaves),), np.int32)
+        return HostResult(tuple(arrays), statuses)
 
     @property
     def key(self) -> tuple[int, ...]:

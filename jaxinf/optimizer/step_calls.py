@@ -6,8 +6,8 @@
 
 A call that waits for its update would keep an accelerator's later kernels from being
 enqueued. There it only takes the gradient, and the result is fetched after the last
-gradient. Invariant: every leaf is updated once, and the step is committed after the
-last.
+gradient. The two are callbacks, or handlers of XLA (`on_stream.py`). Invariant: every
+leaf is updated once, and the step is committed after the last.
 """
 
 import math
@@ -27,10 +27,9 @@ from jaxinf.optimizer.callback import (
     GuardedHost,
     Host,
     call_once,
-    shares_memory,
-    waits_for_updates,
 )
 from jaxinf.optimizer.compressing import compressor
+from jaxinf.optimizer.forms import copies_on_stream, shares_memory, waits_for_updates
 from jaxinf.optimizer.grouping import Member, grouped
 from jaxinf.optimizer.leaf_call import (
     GO,
@@ -44,6 +43,7 @@ from jaxinf.optimizer.leaf_call import (
     leaf_call,
     send,
 )
+from jaxinf.optimizer.on_stream import Port
 from jaxinf.optimizer.sharding import Axis, mesh_of
 from jaxinf.optimizer.state import SmartUpdateState
 from jaxinf.optimizer.wrapped import Wrapped
@@ -187,14 +187,19 @@ class StepCalls:
     def run(self, calls: Iterable[HostCall]) -> list[LeafResult]:
         """Updates all leaves; returns results in the order of the leaves."""
         calls = list(calls)
-        waits = waits_for_updates()
-        host = self._host.update if waits else self._host.start
+        waits, is_on_stream = waits_for_updates(), copies_on_stream()
+        ports = [
+            self._host.port(self._description) if is_on_stream else None for _ in calls
+        ]
+        is_whole = waits or is_on_stream
+        function = self._host.update if is_whole else self._host.start
+        host = self._guarded(partial(function, self._description))
         found = [
-            self._send(partial(host, self._description), call, has_results=waits)
-            for call in calls
+            self._send(replace(host, call=port and port.start), call, has_results=waits)
+            for port, call in zip(ports, calls, strict=True)
         ]
         if not waits and calls:
-            found = self._fetch(calls, found)
+            found = self._fetch(calls, found, ports)
         numbered = [
             (leaf.number, result)
             for call, results in zip(calls, found, strict=True)
@@ -235,7 +240,7 @@ class StepCalls:
     # --- inside --------------------------------------------------------------------
 
     def _send(
-        self, host: Host, call: HostCall, *, has_results: bool
+        self, host: GuardedHost, call: HostCall, *, has_results: bool
     ) -> list[LeafResult]:
         """Sends one call; compressed, if that is on, after the warm-up steps."""
         compression = self._wrapped.compression
@@ -265,7 +270,7 @@ class StepCalls:
 
     def _send_as(
         self,
-        host: Host,
+        host: GuardedHost,
         call: HostCall,
         compress: Compress | None,
         *,
@@ -277,27 +282,28 @@ class StepCalls:
         if compress is None:  # the old error feedback stays here
             dense = tuple(replace(leaf, feedback=None) for leaf in leaves)
             sent = call._replace(leaves=dense)
-        results = send(
-            self._guarded(host), sent, avals, self._shardings_of(call), compress
-        )
+        results = send(host, sent, avals, self._shardings_of(call), compress)
         if compress is not None:
             return results
         pairs = zip(results, leaves, strict=True)
         return [result._replace(feedback=leaf.feedback) for result, leaf in pairs]
 
     def _fetch(
-        self, calls: Sequence[HostCall], started: Sequence[Sequence[LeafResult]]
+        self,
+        calls: Sequence[HostCall],
+        started: Sequence[Sequence[LeafResult]],
+        ports: Sequence[Port | None],
     ) -> list[list[LeafResult]]:
         """Fetches the results of started updates, after all have been started."""
         tokens = jnp.stack([leaf.status for results in started for leaf in results])
         host, found = self._guarded(self._host.finish), []
-        for call, kept in zip(calls, started, strict=True):
+        for call, kept, port in zip(calls, started, ports, strict=True):
             names = [
                 LeafCall(leaf.number, leaf.split, kept=leaf.kept)
                 for leaf in call.leaves
             ]
             results = send(
-                host,
+                replace(host, call=port and port.finish),
                 HostCall(tuple(names), after=tokens),
                 self._results(call),
                 self._shardings_of(call),

@@ -10,6 +10,7 @@ import ahead_of_time
 import hlo_order
 import jax
 import jax.numpy as jnp
+import late_device
 import optax
 import pytest
 from ahead_of_time import Target, compiled
@@ -19,6 +20,7 @@ from jaxinf_models import abstract_params, gpt2
 from jaxinf_models import loss as model_loss
 
 import jaxinf
+from jaxinf.native import stream_calls
 
 every = pytest.mark.every
 NANO = dataclasses.replace(gpt2.PRESETS["nano"], num_layers=2)
@@ -62,6 +64,8 @@ def build(tmp_path, monkeypatch, note):
 
     def make(variant, device, form="start", config=NANO, **changes):
         monkeypatch.setenv("JAXINF_CALLBACK", form)
+        if form == "stream":
+            monkeypatch.setenv(stream_calls.DRIVER, str(late_device.driver()))
         config = dataclasses.replace(config, **changes)
         graphdef, shapes = abstract_params(config)
         params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -135,16 +139,31 @@ def test_16_bit_params(build, device, dtype):
     check_donated(build("adamw", device, param_dtype=dtype), device)
 
 
-def test_updates_start_before_products_that_do_not_need_them(build):
-    """Of each kernel; leaves that are short share a call, which waits for the last."""
-    built = build("adamw", "h100", config=WIDE)
+FORMS = [("start", "_gpu_callback", 40), ("stream", "jaxinf_stream_start", 4)]
+
+
+@pytest.mark.parametrize(("form", "target", "num_waits"), FORMS)
+def test_updates_start_before_products_that_do_not_need_them(
+    build, form, target, num_waits
+):
+    """Of each kernel; leaves that are short share a call, which waits for the last.
+
+    A callback waits for the stream twice. On the stream two callbacks are left: the
+    comparison of the state with the store's, and the commit.
+    """
+    built = build("adamw", "h100", form, config=WIDE)
+    check_donated(built, "h100")
     entry, needed = built.entry, hlo_order.all_operands(built.entry)
     products = hlo_order.numbers(entry, r"%gemm_fusion\S* = |__cublas|cutlass")
-    starts = hlo_order.numbers(entry, r" = s32\[1\]\S* custom-call.*_gpu_callback")
+    starts = hlo_order.numbers(entry, rf" = s32\[1\]\S* custom-call.*{target}")
     assert len(starts) == 4 * WIDE.num_layers
     for start in starts:
         others = [number for number in products if number not in needed[start]]
         assert start < others[-1]
+    assert 2 * len(hlo_order.numbers(entry, "_gpu_callback")) == num_waits
+    assert hlo_order.synchronising(entry) == ["conditional jit(step)/cond"]
+    fetching = hlo_order.numbers(entry, 'target="jaxinf_stream_finish"')
+    assert len(fetching) == (len(starts) + 1 if form == "stream" else 0)
 
 
 MESHES = [
