@@ -45,6 +45,7 @@ class Tensor:
       is_back: Whether it is on the device again.
       is_held: Whether someone uses it on the host, until `free`.
       is_over: Whether it was released.
+      has_room: Whether it has taken room on the device for itself.
       error: What prevented it from coming back.
     """
 
@@ -63,6 +64,7 @@ class Tensor:
     is_back: bool = False
     is_held: bool = False
     is_over: bool = False
+    has_room: bool = False
     error: BaseException | None = None
 
     @property
@@ -139,7 +141,7 @@ class Moves(Generic[_T]):
         held = {k: t for k, t in self.tensors.items() if t.is_held and t.is_back}
         for key, tensor in self.tensors.items():
             if key in held:
-                tensor.value, tensor.is_over = None, True
+                tensor.value, tensor.is_over, tensor.has_room = None, True, False
             else:
                 tensor.is_held = False
                 self._free_memory(tensor)
@@ -188,7 +190,8 @@ class Moves(Generic[_T]):
     def release(self, tensor: _T) -> None:
         """Notes that nothing reads a tensor on the device any more."""
         tensor.value, tensor.is_over = None, True
-        if tensor.is_back:
+        if tensor.has_room:  # also if it could not be read
+            tensor.has_room = False
             self._device_room += tensor.device_bytes
         if not tensor.is_held:
             self._forget(tensor)
@@ -222,10 +225,14 @@ class Moves(Generic[_T]):
 
     def advance(self) -> None:
         """Starts what has room now, in order: out, on the device, and read ahead."""
-        while self._due and self._due[0].device_bytes <= self._device_room:
+        while self._due and (
+            self._due[0].is_over or self._due[0].device_bytes <= self._device_room
+        ):
             tensor = self._due.popleft()
+            if tensor.is_over:  # released before there was room
+                continue
             self._device_room -= tensor.device_bytes
-            tensor.is_due = True
+            tensor.is_due = tensor.has_room = True
             self._settle(tensor)
         while self._leaving and self._leaving[0].way_bytes <= self._way_room:
             tensor = self._leaving.popleft()

@@ -146,3 +146,22 @@ def test_an_error_is_of_the_tensor_that_is_read_or_of_all_if_it_is_written(choos
     world.moves.evict(other)
     world.end(choose, OSError("full"))
     assert str(world.moves.error) == "full"
+
+
+@given(SIZES, choices(), st.data())
+def test_a_tensor_that_cannot_be_read_gives_its_room_back(sizes, choose, data):
+    world = World(has_link=True, read_bytes=LARGEST, device_bytes=LARGEST)
+    bad = data.draw(st.sets(st.sampled_from(range(len(sizes)))))
+    tensors = [Tensor(k, 1, size, device_bytes=size) for k, size in enumerate(sizes)]
+    world.moves.load([*tensors, Tensor("last", 1, LARGEST, device_bytes=LARGEST)])
+    for tensor in tensors:
+        while not tensor.is_ready:
+            assert world.under_way, "it waits for something"
+            place = choose(len(world.under_way))
+            found, kind = world.under_way[place]
+            is_failed = kind == "read" and found.key in bad
+            world.end(lambda _, n=place: n, OSError("read") if is_failed else None)
+        assert (tensor.error is not None) == (tensor.key in bad)
+        world.moves.release(tensor)
+    [last] = world.moves.tensors.values()
+    world.until(choose, lambda: last.is_ready)
