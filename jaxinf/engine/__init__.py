@@ -22,11 +22,15 @@ from jaxinf.engine.options import (
     StateFormat,
 )
 from jaxinf.engine.recalled import SlotRequest
-from jaxinf.engine.replicas import replicas_differ, sum_bits
+from jaxinf.engine.replicas import put_together, replicas_differ, sum_bits
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.sharding import (
+    callers,
+    check_processes,
     distinct_shards,
+    has_shared_parts,
     local_shards,
+    part_holders,
     shard_counts,
     shard_holders,
 )
@@ -66,21 +70,26 @@ __all__ = [
     "Training",
     "UpdateRequest",
     "VerifyMode",
+    "callers",
     "can_take",
     "changes_params",
     "check_announced",
     "check_compressed",
     "check_compression",
+    "check_processes",
     "close",
     "convert_store",
     "describe",
     "distinct_shards",
     "gradient_forms",
+    "has_shared_parts",
     "keep_saved",
     "keeps_feedback",
     "local_shards",
     "moved_states",
     "open_store",
+    "part_holders",
+    "put_together",
     "replicas_differ",
     "shard_counts",
     "shard_holders",

@@ -107,8 +107,7 @@ def check_division(directory: StoreDirectory, description: StoreDescription) -> 
         if not leaf.holders:
             raise DeviceConfigurationError(
                 f"{directory.path}: expected params on a mesh of all processes of the "
-                "run, found none; only smart_update runs in several processes, and "
-                "jaxinf.stream in one"
+                "run, found none; put them on one"
             )
         places = chunk_holders(record, leaf.shard_counts, leaf.holders)
         for number, holders in enumerate(places):

@@ -191,7 +191,7 @@ class StoreDescription:
         if not all(leaf.holders for leaf in self.leaves):
             raise DeviceConfigurationError(
                 "expected params on a mesh of all processes of the run, found none; "
-                "only smart_update runs in several processes, and jaxinf.stream in one"
+                "put them on one"
             )
         return deal_to_members(manifest, member, [leaf.holders for leaf in self.leaves])
 

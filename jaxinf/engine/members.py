@@ -32,6 +32,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 _LOG = logging.getLogger("jaxinf")
 _GRACE_S = 10.0
+_SLICE_S = 1.0  # between looks at whether a process is gone
 _num_joined = 0
 _GUARD = threading.Lock()
 
@@ -46,8 +47,11 @@ class Members:
       timeout_s: the longest wait for another process.
 
     Attributes:
+      path: as given.
       number: number of this process, 0 if it is alone.
       count: number of processes.
+      may_hang: whether the program may wait for another process in a collective
+        without end, so that a failure must end this process.
     """
 
     def __init__(
@@ -57,13 +61,14 @@ class Members:
         session: str = "",
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self._path = path
+        self.path = path
         self._service = service
         self._session = session
         self._timeout_s = timeout_s
         self.number = 0 if service is None else service.process
         self.count = 1 if service is None else service.num_processes
         self._guard = threading.Lock()
+        self.may_hang = True
         self._num_agreed = 0
         self._num_met = 0
         self._has_told = False
@@ -95,8 +100,20 @@ class Members:
             return [value()]
         with self._guard:
             self._num_agreed += 1
-            folder = f"jaxinf/{self._session}/{self._num_agreed}"
-        return _agree(self._service, folder, what, value, self._timeout_s, self._path)
+            number = self._num_agreed
+        folder = f"jaxinf/{self._session}/agreed"
+        found = _agree(
+            self._service,
+            f"{folder}/{number}",
+            what,
+            value,
+            self._timeout_s,
+            self.path,
+            self._gone,
+        )
+        if self.number == 0:  # all have come here, so they have read the one before
+            self._service.remove(f"{folder}/{number - 1}")
+        return found
 
     # --- commits -------------------------------------------------------------------
 
@@ -123,17 +140,17 @@ class Members:
             failed = self._told()
         except Exception as error:
             raise ProcessError(
-                f"{self._path}: step {step}: expected JAX's coordination service in "
+                f"{self.path}: step {step}: expected JAX's coordination service in "
                 f"process 0, found {type(error).__name__}: {error}; step {step} "
                 "is not committed here. Start the run again",
                 [0],
                 step,
             ) from error
         if failed:
-            raise _failed(self._path, failed, step)
+            raise _failed(self.path, failed, step)
         if missing:
             raise ProcessError(
-                f"{self._path}: step {step}: expected all {self.count} processes to "
+                f"{self.path}: step {step}: expected all {self.count} processes to "
                 f"have it durable within {self._timeout_s:g} s, found none of process "
                 f"{', '.join(missing)}, which hangs, is stopped, or does something "
                 "else; step "
@@ -173,7 +190,7 @@ class Members:
             self._service.put(f"{self._failures}/{self.number}", text)
             self._service.meet(self._next_meeting(), self._timeout_s)
         except Exception as error:  # the service is gone, and with it the others
-            _LOG.debug("%s: the others were not told: %s", self._path, error)
+            _LOG.debug("%s: the others were not told: %s", self.path, error)
 
     @property
     def _failures(self) -> str:
@@ -185,18 +202,44 @@ class Members:
         found = self._service.below(self._failures)
         return {int(key.rpartition("/")[2]): text for key, text in found.items()}
 
+    def _gone(self) -> dict[int, str]:
+        """What the processes have said that make no further calls, by number."""
+        assert self._service is not None
+        left = self._service.below(self._closed)
+        return {int(key.rpartition("/")[2]): text for key, text in left.items()} | (
+            self._told()
+        )
+
+    @property
+    def _closed(self) -> str:
+        return f"jaxinf/{self._session}/closed"
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a process has said that its store failed."""
+        return self._service is not None and bool(self._told())
+
+    def leave(self) -> None:
+        """Tells the others that this process makes no further calls."""
+        if self._service is None:
+            return
+        try:
+            self._service.put(f"{self._closed}/{self.number}", "it closed the store")
+        except Exception as error:  # the service is gone, and with it the others
+            _LOG.debug("%s: the others were not told: %s", self.path, error)
+
     def failure_of_others(self, step: int) -> ProcessError:
         """The error of a step that another process has failed; waits for its words."""
         until_s = time.monotonic() + 5
         while not (found := {} if self._service is None else self._told()):
             if time.monotonic() > until_s:
                 return ProcessError(
-                    f"{self._path}: step {step}: another process of the run failed, "
+                    f"{self.path}: step {step}: another process of the run failed, "
                     "and did not say why; see its output",
                     step=step,
                 )
             time.sleep(0.01)
-        return _failed(self._path, found, step)
+        return _failed(self.path, found, step)
 
     def end_unless(self, is_known: Callable[[], bool], error: BaseException) -> None:
         """Ends this process soon if the program does not learn of a failure.
@@ -208,7 +251,7 @@ class Members:
           is_known: whether the program knows of it.
           error: the failure.
         """
-        if self._service is None:
+        if self._service is None or not self.may_hang:
             return
 
         def watch() -> None:
@@ -218,7 +261,7 @@ class Members:
                     return
                 time.sleep(0.1)
             print(
-                f"{type(error).__name__}: {error}\n{self._path}: process "
+                f"{type(error).__name__}: {error}\n{self.path}: process "
                 f"{self.number} ends, since it waits for another one in a collective",
                 file=sys.stderr,
                 flush=True,
@@ -286,11 +329,12 @@ def _agree(
     value: Callable[[], JsonValue],
     timeout_s: float,
     path: Path,
+    gone: Callable[[], dict[int, str]] = dict,
 ) -> list[Any]:
     error: BaseException | None = None
     try:
-        own = json.dumps({"value": value()})
-    except Exception as failure:
+        own = json.dumps({"what": what, "value": value()})
+    except BaseException as failure:
         error = failure
         own = json.dumps({"error": f"{type(failure).__name__}: {failure}"})
     service.put(f"{folder}/{service.process}", own)
@@ -300,13 +344,17 @@ def _agree(
     found: list[Any] = []
     missing, failed = [], {}
     for number in range(service.num_processes):
-        left_s = max(0.001, until_s - time.monotonic())
-        text = service.get(f"{folder}/{number}", left_s)
+        key = f"{folder}/{number}"
+        text = _told_in_time(service, key, until_s, lambda n=number: n in gone())
         told = {} if text is None else json.loads(text)
-        if text is None:
+        if text is None and number in (left := gone()):
+            failed[number] = left[number]
+        elif text is None:
             missing.append(number)
         elif "error" in told:
             failed[number] = told["error"]
+        elif told["what"] != what:
+            failed[number] = f"it makes another call, {told['what']}"
         found.append(told.get("value"))
     if failed:
         raise _failed(path, failed, None, what)
@@ -318,6 +366,22 @@ def _agree(
             missing,
         )
     return found
+
+
+def _told_in_time(
+    service: compat.Coordination,
+    key: str,
+    until_s: float,
+    is_gone: Callable[[], bool],
+) -> str | None:
+    """Waits for a key's value, as long as its process may still give one."""
+    while True:
+        left_s = until_s - time.monotonic()
+        text = service.get(key, max(0.001, min(left_s, _SLICE_S)))
+        if text is not None or left_s <= 0:
+            return text
+        if is_gone():
+            return service.get(key, 0.001)  # what it has said before
 
 
 def _failed(

@@ -18,12 +18,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf import compat
+from jaxinf.engine.sharding import callers
 from jaxinf.typing import Array
 
 __all__ = [
     "gathered_replicas",
     "gathered_whole",
     "own_parts",
+    "put_together",
     "replicas_differ",
     "sum_bits",
 ]
@@ -75,9 +77,18 @@ def gathered_replicas(
     No process may come without its parts: the others would wait for ever.
     """
     parts = jax.make_array_from_single_device_arrays(tuple(shape), sharding, own)
-    used = {n for entry in sharding.spec for n in _names(entry)}
-    unused = [name for name in sharding.mesh.axis_names if name not in used]
-    return _summed(sharding, tuple(unused))(parts) if unused else parts
+    unused = _unused_axes(sharding)
+    return _summed(sharding, unused)(parts) if unused else parts
+
+
+def put_together(parts: jax.Array, *, donates: bool = False) -> jax.Array:
+    """Puts shards together whose replicas have what their process has, else zeros.
+
+    Args:
+      parts: the array; its sharding is on a mesh of all processes.
+      donates: whether its memory is reused.
+    """
+    return _together(parts.sharding, donates)(parts)
 
 
 def gathered_whole(part: Array) -> Array:
@@ -100,9 +111,7 @@ def replicas_differ(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     Returns:
       bool, the same on all devices.
     """
-    mesh = sharding.mesh
-    used = {n for entry in sharding.spec for n in _names(entry)}
-    unused = tuple(name for name in mesh.axis_names if name not in used)
+    mesh, unused = sharding.mesh, _unused_axes(sharding)
     if not unused or array.size == 0:
         return jnp.bool_(False)
 
@@ -130,6 +139,24 @@ def _one_device_each() -> Mesh:
 
 
 @cache
+def _together(sharding: NamedSharding, donates: bool) -> Any:
+    """Returns a compiled `put_together`: of a process's replicas the first counts."""
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh), "its devices are known"
+    axes = _unused_axes(sharding)
+    counts = callers(mesh, axes)
+
+    def on_device(part: jax.Array) -> jax.Array:
+        place = tuple(lax.axis_index(name) for name in mesh.axis_names)
+        own = jnp.where(jnp.asarray(counts)[place], part, jnp.zeros_like(part))
+        return sum_bits(own, axes)
+
+    spec = sharding.spec
+    mapped = compat.shard_map(on_device, mesh=mesh, in_specs=(spec,), out_specs=spec)
+    return jax.jit(mapped, donate_argnums=(0,) if donates else ())
+
+
+@cache
 def _summed(sharding: NamedSharding, axes: tuple[str, ...]) -> Any:
     """Returns a compiled sum over axes; the first process's place gets it, too."""
     mapped = compat.shard_map(
@@ -139,6 +166,12 @@ def _summed(sharding: NamedSharding, axes: tuple[str, ...]) -> Any:
         out_specs=sharding.spec,
     )
     return jax.jit(mapped)
+
+
+def _unused_axes(sharding: NamedSharding) -> tuple[str, ...]:
+    """Returns the axes of the mesh along which devices have replicas."""
+    used = {name for entry in sharding.spec for name in _names(entry)}
+    return tuple(name for name in sharding.mesh.axis_names if name not in used)
 
 
 def _names(entry: Any) -> tuple[str, ...]:

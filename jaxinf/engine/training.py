@@ -231,6 +231,7 @@ class Training:
             if self.is_closed:
                 return
             self._run.health.is_closed = True
+        self.members.leave()
         with contextlib.ExitStack() as stack:
             stack.callback(self._place.release)
             if self._opened is not None:

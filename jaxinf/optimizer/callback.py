@@ -19,15 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxinf import compat
-from jaxinf.engine import Store, sum_bits
+from jaxinf.engine import callers, sum_bits
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.interrupts import interrupts
 from jaxinf.optimizer.forms import shares_memory
 from jaxinf.optimizer.packing import Packing
-from jaxinf.typing import Array, PyTree
+from jaxinf.typing import PyTree
 
 __all__ = [
     "FAILED",
@@ -37,9 +37,7 @@ __all__ = [
     "call_host",
     "call_once",
     "call_owner",
-    "callers",
     "check_device_configuration",
-    "check_processes",
 ]
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
@@ -83,52 +81,6 @@ def check_device_configuration() -> None:
             f"{threads or 'not set'}; host callbacks then deadlock in JAX. Start "
             f"Python with {variable}={max(8, 2 * num_devices)} in the environment"
         )
-
-
-def check_processes(store: Store, shardings: Sequence[NamedSharding]) -> None:
-    """Refuses a run of several processes whose store or mesh is not of all of them.
-
-    Args:
-      store: the store.
-      shardings: of the params' leaves; empty for one JAX device.
-
-    Raises:
-      DeviceConfigurationError: says what to change; nothing was written.
-    """
-    if jax.process_count() == 1:
-        return
-    members, count = store._training.members, jax.process_count()
-    mesh = shardings[0].mesh if shardings else None
-    if members.is_alone and (mesh is None or _processes(mesh) == {jax.process_index()}):
-        return
-    if members.is_alone:
-        raise DeviceConfigurationError(
-            f"{store.path}: the params are on a mesh of several processes, and the "
-            "store is this process's alone: each gave a path of its own, or it was "
-            "opened before jax.distributed.initialize. Call that first, and then "
-            "open_store with one path in all processes"
-        )
-    if not isinstance(mesh, Mesh):
-        raise DeviceConfigurationError(
-            f"{store.path}: expected params on a mesh of all {count} processes, found "
-            f"{'a mesh of shapes alone' if mesh else 'none'}; put them on one before "
-            "init (jax.device_put with a NamedSharding, PartitionSpec() for replicated "
-            "ones), or give smart_update(…, shardings=…). To train alone in each "
-            "process, give each a path of its own"
-        )
-    missing = sorted(set(range(count)) - _processes(mesh))
-    if missing:
-        raise DeviceConfigurationError(
-            f"{store.path}: expected a mesh with devices of all {count} processes, as "
-            "each has its member of the store, found none of process "
-            f"{', '.join(map(str, missing))}"
-        )
-
-
-def _processes(mesh: AnyMesh) -> set[int]:
-    if not isinstance(mesh, Mesh):
-        return set()
-    return {device.process_index for device in mesh.devices.flat}
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,21 +226,6 @@ def _is_caller(mesh: AnyMesh, axes: tuple[str, ...]) -> jax.Array:
     assert isinstance(mesh, Mesh), "checked by check_processes"
     places = tuple(lax.axis_index(name) for name in mesh.axis_names)
     return jnp.asarray(callers(mesh, axes))[places]
-
-
-def callers(mesh: Mesh, axes: Sequence[str]) -> Array:
-    """Returns for each device of a mesh whether it calls; bool, shaped like the mesh.
-
-    Of the devices that differ along `axes` alone the first of each process calls.
-    """
-    along = [number for number, name in enumerate(mesh.axis_names) if name in axes]
-    result, seen = np.zeros(mesh.devices.shape, bool), set()
-    for place, device in np.ndenumerate(mesh.devices):
-        others = tuple(n for axis, n in enumerate(place) if axis not in along)
-        key = others, device.process_index
-        result[place] = key not in seen
-        seen.add(key)
-    return result
 
 
 def _combined(result: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -14,9 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import StoreDescription, distinct_shards, local_shards
+from jaxinf.engine import (
+    StoreDescription,
+    check_processes,
+    distinct_shards,
+    local_shards,
+)
 from jaxinf.optimizer.aligning import Shapes
-from jaxinf.optimizer.callback import call_once, check_processes
+from jaxinf.optimizer.callback import call_once
 from jaxinf.optimizer.deferred import run_prologue
 from jaxinf.optimizer.entering import entering
 from jaxinf.optimizer.host_init import HostInit
@@ -61,7 +66,7 @@ def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
         wrapped.store._training.shardings = on_one_mesh(seen)
     shardings = wrapped.shardings or (() if is_known else traced_shardings(leaves))
     program, update = wrapped.trace(params, wrapped.example_args)
-    check_processes(wrapped.store, shardings)
+    check_processes(wrapped.store._training.members, mesh_of(shardings))
     description = wrapped.describe(program, update, shardings)
     if compat.is_tracing() or not is_known:
         made = _init_traced(wrapped, description, program, leaves, shardings)

@@ -18,13 +18,13 @@ from jaxinf.engine import (
     Store,
     StoreDescription,
     check_compressed,
+    check_processes,
     describe,
     gradient_forms,
     keeps_feedback,
     shard_counts,
     shard_holders,
 )
-from jaxinf.optimizer.callback import check_processes
 from jaxinf.optimizer.host_init import OnExisting
 from jaxinf.optimizer.host_side import HostSide
 from jaxinf.program import (
@@ -138,7 +138,8 @@ class Wrapped:
         ]
         holders: list[tuple[tuple[int, ...], ...]] = []
         if not self.store._training.members.is_alone:
-            check_processes(self.store, shardings)
+            mesh = shardings[0].mesh if shardings else None
+            check_processes(self.store._training.members, mesh)
             holders = [
                 shard_holders(shardings[number], leaf.info.shape)
                 for number, leaf in enumerate(update.leaves)

@@ -17,6 +17,7 @@ from jaxinf.streaming.bound import Setup
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.options import Options
+from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.plan.calls import POLICIES, Policy
 from jaxinf.streaming.plan.forms import FORMS, Form
 from jaxinf.streaming.plan.memory import store_memory_bytes
@@ -127,7 +128,7 @@ def stream(
     )
     owned = _opened(store, options)
     check_compression(compress, owned)
-    return StreamedStep(loss_fn, tx, owned, Setup(options))
+    return StreamedStep(loss_fn, tx, owned, _setup_on(owned, options))
 
 
 def stream_in_memory(
@@ -211,7 +212,13 @@ def stream_function(
     )
     owned = _opened(store, options)
     closes = owned is not store
-    return StreamedFunction(fn, owned, Setup(options), closes=closes, average=average)
+    setup = _setup_on(owned, options)
+    return StreamedFunction(fn, owned, setup, closes=closes, average=average)
+
+
+def _setup_on(store: Store, options: Options) -> Setup:
+    """Returns the setup of a step on a store, which several processes may have."""
+    return Setup(options, Together(store._training))
 
 
 def _opened(store: Store | PathLikeStr, options: Options) -> Store:

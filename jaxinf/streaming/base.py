@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import jax
+import numpy as np
+from jax.dtypes import result_type
 
 from jaxinf.io import ByteCounts
 from jaxinf.streaming.bound import Bound, Ends, Setup, Shared, bind, rebind
@@ -23,7 +25,7 @@ from jaxinf.streaming.plan.memory import return_freed_memory
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.planner import Forecast
 from jaxinf.streaming.plan.wear import Wear, Wearing
-from jaxinf.streaming.program.meshes import outside_mesh
+from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract
 from jaxinf.streaming.turns import Check, check_not_traced
 from jaxinf.streaming.update.micro_batches import parts_of, together
@@ -46,6 +48,7 @@ class Step(ABC):
     def __init__(self, setup: Setup, shared: Shared | None = None) -> None:
         self._setup = setup
         self._options = setup.options
+        self._together = setup.together
         self._shared = shared or Shared(setup)
         self._turns = self._shared.turns
         self._bound: dict[Any, Bound] = {}
@@ -113,11 +116,23 @@ class Step(ABC):
         leaves, tree = jax.tree.flatten(abstract(batch))
         key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         if key not in self._bound:
-            ready = self._prepare(batch)
+            ready, ends = self._together.call(
+                f"the trace of {self._named}", lambda: self._traced_ends(batch)
+            )
             with outside_mesh():
-                self._bound[key] = bind(self._ends(ready), ready)
+                self._bound[key] = bind(ends, ready)
             return_freed_memory()  # of planning and compilation
         return key
+
+    def _traced_ends(self, batch: PyTree) -> tuple[Prepared, Ends]:
+        ready = self._prepare(batch)
+        with outside_mesh():
+            return ready, self._ends(ready)
+
+    @property
+    def _named(self) -> str:
+        """What it is, for messages."""
+        return "a step"
 
     def _take_turn(self, key: Any) -> Bound:
         """Returns what batches are bound to, and gives it the memory for reading.
@@ -141,8 +156,9 @@ class Step(ABC):
 
         def body(check: Check) -> tuple[Results, float, int]:
             bound = self._take_turn(key)
+            noting = self._together.noting(check)
             with outside_mesh():
-                results = self._step(bound, batch, extra_args or {}, check)
+                results = self._step(bound, batch, extra_args or {}, noting)
             step_s = time.perf_counter() - called_s
             if bound.replanner is not None:
                 peak_bytes = bound.runner.values.peak_bytes
@@ -159,11 +175,15 @@ class Step(ABC):
         self, bound: Bound, batch: PyTree, own_args: Mapping[str, Any], check: Check
     ) -> Results:
         sink, given = bound.sink, {**self._options.extra_args, **own_args}
-        began_s = time.perf_counter()
-        self._join()
-        self._waited_s = time.perf_counter() - began_s
-        bound.begin()
-        sink.begin(given, bound.params)
+
+        def prepare() -> None:
+            began_s = time.perf_counter()
+            self._join()
+            self._waited_s = time.perf_counter() - began_s
+            bound.begin()
+            sink.begin(given, bound.params)
+
+        self._together.begin(self._named, _form(batch), prepare)
         try:
             parts = self._parts(bound, batch, check)
             self._values = bound.runner.values.counts()
@@ -171,14 +191,16 @@ class Step(ABC):
             began_s = time.perf_counter()
             loss, aux = together(parts)
             if "value" in given and "value" not in own_args:
-                given["value"] = loss
+                given["value"] = on_this_process(loss)
             if sink.finish(given, parts, check):
                 bound.params.end()
             else:
+                bound.params.give_up()
                 self._num_skipped += 1
             self._waited_s += time.perf_counter() - began_s
         except BaseException:
             sink.abandon()
+            bound.params.give_up()
             raise
         return loss, aux if self._options.has_aux else None
 
@@ -199,6 +221,13 @@ class Step(ABC):
         self._turns.settle()
         for bound in self._bound.values():
             bound.close()
+
+
+def _form(batch: PyTree) -> str:
+    """Describes the shapes of a batch."""
+    leaves, tree = jax.tree.flatten(batch)
+    shapes = [(str(result_type(leaf)), np.shape(leaf)) for leaf in leaves]
+    return f"{tree} {shapes}"
 
 
 def _run(bound: Bound, batch: PyTree, check: Check, *, is_last: bool) -> Results:

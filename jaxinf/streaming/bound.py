@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from jaxinf.errors import StreamError
 from jaxinf.io import ByteCounts, ByteMeters
 from jaxinf.streaming.budgets import planned_within
 from jaxinf.streaming.fit import Fitted, Reads
@@ -22,12 +23,13 @@ from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
+from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.plan.device import check_pinned, device_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, Division
 from jaxinf.streaming.plan.offload import check_leaving
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.resident import ResidentUnits
-from jaxinf.streaming.plan.saved import saved_plan
+from jaxinf.streaming.plan.saved import saved_cuts, saved_plan
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import Unit
 from jaxinf.streaming.replanning import Replanner, make_runner, offload_planned
@@ -39,7 +41,7 @@ from jaxinf.streaming.run import (
 )
 from jaxinf.streaming.turns import Turns
 from jaxinf.streaming.update.sink import Sink
-from jaxinf.typing import PathLikeStr
+from jaxinf.typing import JsonValue, PathLikeStr
 
 __all__ = ["Bound", "Ends", "Setup", "Shared", "bind", "rebind"]
 
@@ -78,10 +80,12 @@ class Setup:
 
     Attributes:
       options: Memory, policy and so on.
+      together: The processes that run the programs.
       executables: As for `compile_plan`.
     """
 
     options: Options
+    together: Together = field(default_factory=Together)
     executables: Executables = field(default_factory=dict)
 
     @cached_property
@@ -101,6 +105,13 @@ class Setup:
         limit = limit or self.limit
         num_bytes = budgets.get("device_memory_bytes", limit.num_bytes)
         return replace(limit, num_bytes=num_bytes)
+
+
+class _Kept(NamedTuple):
+    """The cuts of a plan that a store keeps, this process's or another's."""
+
+    cuts: Sequence[int]
+    is_own: bool
 
 
 class Ends(ABC):
@@ -150,13 +161,57 @@ class Ends(ABC):
           BudgetError: A budget does not suffice.
           StreamError: The program cannot be cut, or the saved plan is another's.
         """
-        options, executables = self.setup.options, self.setup.executables
-        division = self.divided(ready, budgets)
-        check_pinned(self.setup.device, division.staged)
-        if options.policy in ("offload", "plan"):
-            division = division.without(
-                writing_bytes(self.num_drives), "writing its values to drives"
+        division, kept = self._agreed(ready, budgets)
+        found: list[Fitted] = []
+
+        def plan() -> JsonValue:
+            found.append(self._fitted(ready, division, kept))
+            return None if self.setup.together.is_alone else found[0].digest
+
+        remedy = "give all the same options, and the same versions of packages"
+        self.setup.together.same("the plan of a step", plan, remedy)
+        return found[0]
+
+    def _agreed(
+        self, ready: Prepared, budgets: Mapping[str, int]
+    ) -> tuple[Division, _Kept | None]:
+        """Returns the memory that all processes have, and the cuts that one has kept.
+
+        Raises:
+          StreamError: They have kept others.
+        """
+        options, own = self.setup.options, list[Division]()
+        read: Sequence[int] | None = None
+
+        def divided() -> JsonValue:
+            nonlocal read
+            division = self.divided(ready, budgets)
+            check_pinned(self.setup.device, division.staged)
+            if options.policy in ("offload", "plan"):
+                division = division.without(
+                    writing_bytes(self.num_drives), "writing its values to drives"
+                )
+            own.append(division)
+            if self.saved_in is not None:
+                read = saved_cuts(self.saved_in, ready)
+            return [division.programs, division.staged, division.spare, read]
+
+        told = self.setup.together.values("the memory of a step", divided)
+        programs, staged, spare = (min(one[n] for one in told) for n in range(3))
+        kept = {tuple(cuts) for *_, cuts in told if cuts is not None}
+        if len(kept) > 1:
+            raise StreamError(
+                f"{self.saved_in}: expected one plan that all processes have kept, "
+                f"found {len(kept)}; pass replan=True for another one (bits then "
+                "differ from here on)"
             )
+        division = replace(own[0], programs=programs, staged=staged, spare=spare)
+        return division, _Kept(kept.pop(), is_own=read is not None) if kept else None
+
+    def _fitted(
+        self, ready: Prepared, division: Division, kept: _Kept | None
+    ) -> Fitted:
+        options, executables = self.setup.options, self.setup.executables
         programs_bytes = partial(compiled_bytes, executables=executables)
         residents = self.residents(ready, division, programs_bytes)
 
@@ -166,13 +221,12 @@ class Ends(ABC):
 
         budget_bytes, limit = division.programs, division.limit
         policy, plan = options.policy, None
-        if self.saved_in is not None:
+        if self.saved_in is not None and kept is not None:
             folder, most = self.saved_in, budget_bytes + division.spare
-            plan = saved_plan(folder, ready, most, policy, measure, limit)
-        if plan is not None:
+            plan = saved_plan(folder, ready, kept.cuts, most, policy, measure, limit)
             programs = max(division.programs, plan.peak_bytes)  # with what is spare
             division = replace(division, programs=programs)
-        is_saved = plan is not None
+        is_saved = plan is not None and kept is not None and kept.is_own
         plan = plan or ready.plan(budget_bytes, policy, measure, limit)
         units = residents(plan)
         rest_bytes = plan.peak_bytes - units.all_bytes
@@ -271,7 +325,10 @@ def bind(ends: Ends, ready: Prepared) -> Bound:
       StreamError: The program cannot be cut to fit, or the saved plan is another's.
     """
     options, executables = ends.setup.options, ends.setup.executables
-    fitted = planned_within(options.budgets, partial(ends.fitted, ready))
+    together = ends.setup.together
+    fitted = planned_within(
+        options.budgets, partial(ends.fitted, ready), searches=together.is_alone
+    )
     if not fitted.is_saved:
         ends.save(ready, fitted.plan)
     sink = ends.sink(fitted)

@@ -3,6 +3,7 @@
 Invariant: what is fitted takes no more than the memory.
 """
 
+import hashlib
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -16,6 +17,7 @@ from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.program.units import Unit
+from jaxinf.typing import JsonValue
 
 __all__ = ["Fitted", "Reads"]
 
@@ -43,6 +45,18 @@ class Fitted:
     host_bytes: int
     reads: Reads | None
     is_saved: bool
+
+    @property
+    def digest(self) -> JsonValue:
+        """What processes that run its programs together must have in common."""
+        units = sorted((unit.leaf, *unit.index) for unit in self.units.units)
+        reading, _ = self.reading(self.plan)
+        fetches = [
+            (fetch.unit.leaf, *fetch.unit.index, fetch.first, fetch.last)
+            for fetch in reading.fetches
+        ]
+        text = repr((self.plan.traced.mesh, self.plan.cuts, units, fetches))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def without_graph(self) -> "Fitted":
         """Returns the same for when the plan's programs are compiled."""

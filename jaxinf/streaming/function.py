@@ -20,7 +20,7 @@ from jaxinf.streaming.base import Step
 from jaxinf.streaming.bound import Bound, Setup, Shared
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.resident import Resident
-from jaxinf.streaming.near_storage import StoreParamsEnds
+from jaxinf.streaming.near_storage import SHARED, StoreParamsEnds, shared_bytes
 from jaxinf.streaming.plan.memory import Division, divide_rest, reader_bytes
 from jaxinf.streaming.plan.plan import Prepared, prepare_function
 from jaxinf.streaming.program.graph import aval_bytes
@@ -86,9 +86,9 @@ class FunctionEnds(StoreParamsEnds):
         limit, memory_bytes = self.setup.limit_within(left), left["memory_bytes"]
         division = divide_rest(memory_bytes - reader_bytes(memory_bytes), limit)
         division = division.without(
-            max((u.num_bytes for u in self._units if not u.is_divided), default=0),
+            max((u.whole_bytes for u in self._units if not u.is_divided), default=0),
             "reading shards of params that are not stored alone",
-        )
+        ).without(shared_bytes(self._units), SHARED)
         return division.without(
             sum(map(aval_bytes, ready.traced.batch)), "its batch", is_on_device=True
         )
@@ -110,7 +110,7 @@ class FunctionEnds(StoreParamsEnds):
 
     def sink(self, fitted: Fitted) -> Sink:
         """As `Ends.sink`."""
-        return NoGradients()
+        return NoGradients(self.setup.together)
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
         """As `Ends.bound`."""
@@ -233,6 +233,10 @@ class StreamedFunction(Step):
             self._step_beside,
             average=self._average,
         )
+
+    @property
+    def _named(self) -> str:
+        return "a function"
 
     def _join(self) -> None:
         if self._average:

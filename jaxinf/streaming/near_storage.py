@@ -47,7 +47,9 @@ from jaxinf.streaming.update.traffic import (
     reads_params,
 )
 
-__all__ = ["StoreEnds", "StoreParamsEnds"]
+__all__ = ["SHARED", "StoreEnds", "StoreParamsEnds", "shared_bytes"]
+
+SHARED = "putting params of several processes together"
 
 
 class StoreParamsEnds(Ends):
@@ -134,6 +136,7 @@ class StoreParamsEnds(Ends):
             in_place=fitted.units.in_place,
             gives=gives,
             is_shared=is_shared,
+            together=self.setup.together,
         )
         unused_bytes = 0 if is_staged else reading.room_bytes - host_bytes
         return params, reading, unused_bytes
@@ -163,7 +166,7 @@ class StoreEnds(StoreParamsEnds):
     ) -> None:
         options = setup.options
         pieces, params = ready.gradient_pieces, ready.traced.params
-        passes = passes_for(program, pieces)
+        passes = passes_for(program, pieces, is_alone=setup.together.is_alone)
 
         def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
             return leaf not in passes.whole and shape.can_move(leaf, origin, extent)
@@ -212,15 +215,15 @@ class StoreEnds(StoreParamsEnds):
         return division.without(
             self._gathered_bytes,
             "moving shards of params that are not stored alone",
-        )
+        ).without(shared_bytes(self._units), SHARED)
 
     def _bytes_to_gather(self, ready: Prepared) -> int:
         """Memory to gather shards: one unit that is read, and one that is updated."""
         units = {self._places.unit(piece) for piece in ready.lifetimes.sizes}
         waits = self._is_deferred or self.setup.options.micro_batches > 1
-        apart = [unit for unit in units if len(unit.shards) > 1]
-        undivided = [unit.num_bytes for unit in apart if not unit.is_divided]
-        updated = [unit.num_bytes for unit in apart] if waits else undivided
+        apart = [unit for unit in units if unit.is_apart]
+        undivided = [unit.whole_bytes for unit in apart if not unit.is_divided]
+        updated = [unit.whole_bytes for unit in apart] if waits else undivided
         return max(undivided, default=0) + 2 * max(updated, default=0)
 
     def _rereads(self, unit: Unit) -> bool:
@@ -277,6 +280,7 @@ class StoreEnds(StoreParamsEnds):
             self._numbers,
             self._compressor,
             self._places,
+            self.setup.together,
             min(room_bytes, division.leaving),
             last,
             sums,
@@ -343,6 +347,14 @@ class StoreEnds(StoreParamsEnds):
             ByteCounts(drive_read_bytes=read, drive_write_bytes=written),
             given,
         )
+
+
+def shared_bytes(units: Iterable[Unit]) -> int:
+    """Memory to put a unit together of which several processes have parts.
+
+    Each device of this process has the result, once.
+    """
+    return max((unit.device_bytes for unit in units if unit.is_shared), default=0)
 
 
 def _arrivals(

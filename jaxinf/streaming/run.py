@@ -350,4 +350,9 @@ def _put(leaf: Any, sharding: Any = None, *, mesh: Mesh | None) -> jax.Array:
     array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf, result_type(leaf))
     if mesh is None:
         return jax.numpy.asarray(array)
-    return jax.device_put(array, sharding or NamedSharding(mesh, PartitionSpec()))
+    sharding = sharding or NamedSharding(mesh, PartitionSpec())
+    is_global = isinstance(array, jax.Array) and not array.is_fully_addressable
+    if is_global or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    whole = np.asarray(array)
+    return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import StoreDescription, Training
 from jaxinf.streaming.budgets import planned_within
+from jaxinf.streaming.plan.agreement import Together
 from jaxinf.typing import Array
 
 __all__ = ["INIT_SHARE", "Shard", "planned_leaves", "write_leaf"]
@@ -24,6 +25,7 @@ def planned_leaves(
     budgets: Mapping[str, int],
     leaves: Callable[[int], Iterable[Iterable[Shard]]],
     check: Callable[[Mapping[str, int]], object] | None,
+    together: Together,
 ) -> Iterable[Iterable[Shard]]:
     """Returns the leaves to be made, if they and the program fit in memory.
 
@@ -31,6 +33,7 @@ def planned_leaves(
       budgets: Memory, by argument.
       leaves: Returns the shards of each leaf, made in so many bytes.
       check: Plans the program within budgets, or raises; None if it is not known.
+      together: The processes that make the store.
 
     Raises:
       BudgetError: Memory does not suffice; names a budget that does.
@@ -39,12 +42,13 @@ def planned_leaves(
     def plan(budgets: Mapping[str, int]) -> Iterable[Iterable[Shard]]:
         whole = budgets["memory_bytes"]
         device_bytes = budgets.get("device_memory_bytes") or whole
-        made = leaves(min(device_bytes, whole - whole // INIT_SHARE))
+        made_bytes = min(device_bytes, whole - whole // INIT_SHARE)
+        made = together.call("the first params", lambda: leaves(made_bytes))
         if check is not None:
             check(budgets)
         return made
 
-    return planned_within(budgets, plan)
+    return planned_within(budgets, plan, searches=together.is_alone)
 
 
 def write_leaf(

@@ -9,22 +9,25 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
   written after the step's last read of it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from jaxinf.engine import (
     Store,
     StoreShape,
     check_compressed,
+    check_processes,
     describe,
     distinct_shards,
     gradient_forms,
     keeps_feedback,
+    part_holders,
 )
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged, trace_init
@@ -38,6 +41,7 @@ from jaxinf.streaming.plan.plan import Prepared, prepare
 from jaxinf.streaming.program.initial import initial_inputs, trace_params
 from jaxinf.streaming.program.meshes import (
     mesh_of,
+    on_mesh,
     outside_mesh,
     sharded_like,
     without_shardings,
@@ -151,21 +155,24 @@ class StreamedStep(TrainingStep):
         pieces = () if ready is None else ready.gradient_pieces
         training, whole = self.store._training, self._options.memory_bytes
         held = check_params(avals)
-        check_mesh(mesh_of(avals), self._options.policy)
+        mesh = mesh_of(avals)
+        check_mesh(mesh, self._options.policy)
+        check_processes(training.members, mesh)
         plain = without_shardings(avals)
         update = self._traced_optimizer(avals)
-        passes_for(update, pieces)
+        passes_for(update, pieces, is_alone=self._together.is_alone)
         first = trace_init(self._tx, plain)
         scalars, inputs = initial_inputs(first, jax.tree.leaves(plain))
-        compress = self._options.compress
+        compress, counts = self._options.compress, part_counts(held, pieces)
         check_compressed(compress, update)
         description = describe(
             update,
             first,
-            part_counts(held, pieces),
+            counts,
             average=self._options.average,
             has_feedback=keeps_feedback(compress),
             forms=partial(gradient_forms, compress),
+            holders=() if self._together.is_alone else _holders(held, counts, mesh),
         )
         made: Iterator[Iterable[Shard]] = iter(())
         if training.commit is None:
@@ -173,7 +180,8 @@ class StreamedStep(TrainingStep):
             if ready is not None:
                 ends = self._ends_of(ready, update, training.shape(description))
                 check = partial(ends.fitted, ready)
-            made = iter(planned_leaves(self._options.budgets, leaves, check))
+            budgets = self._options.budgets
+            made = iter(planned_leaves(budgets, leaves, check, self._together))
         self._params = avals
         if training.bind(description, may_create=True, uses_budget=False):
             training.opened.limit_memory(whole // INIT_SHARE)
@@ -237,6 +245,7 @@ class StreamedStep(TrainingStep):
         part = first_part(batch, options.micro_batches)
         ready = prepare(self._loss_fn, avals, part, has_aux=options.has_aux)
         check_mesh(ready.traced.mesh, options.policy)
+        check_processes(self.store._training.members, ready.traced.mesh)
         return ready.with_bits(is_deterministic=options.deterministic)
 
     def _ends(self, ready: Prepared) -> StoreEnds:
@@ -279,7 +288,7 @@ class StreamedStep(TrainingStep):
         made = StreamedFunction(
             fn,
             self.store,
-            Setup(options.of_function()),
+            Setup(options.of_function(), self._together),
             step=Beside(
                 self._shared,
                 partial(_left, self._setup, last),
@@ -348,6 +357,18 @@ class StreamedStep(TrainingStep):
             self._close_bound()
         finally:
             self.store.__exit__(kind, error, trace)
+
+
+def _holders(
+    leaves: Sequence[jax.ShapeDtypeStruct],
+    counts: Sequence[tuple[int, ...]],
+    mesh: Mesh | None,
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Returns the processes that have each part of each leaf."""
+    return [
+        part_holders(leaf.sharding, leaf.shape, own)
+        for leaf, own in zip(on_mesh(leaves, mesh), counts, strict=True)
+    ]
 
 
 def _left(

@@ -171,6 +171,7 @@ class Mover:
             raise tensor.error
         if tensor.value is None:
             tensor.value = tensor.on_device(tensor.memory.array, has_link=False)
+        tensor.value = tensor.completed(tensor.value)
         return tensor.value
 
     def held(self, key: Hashable) -> Array | None:

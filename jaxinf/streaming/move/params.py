@@ -16,12 +16,14 @@ import jax
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
+from jaxinf.engine import put_together
 from jaxinf.schedule.reads import Fetch
 from jaxinf.streaming.move.mover import Mover, MoverCounts
 from jaxinf.streaming.move.reader import StoreReader
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.scratch import aligned
 from jaxinf.streaming.move.tensors import PINNED, Moved
+from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.units import Places, Unit
@@ -83,6 +85,9 @@ class Params(ABC):
     def end(self) -> None:
         """Notes that a step has updated the params."""
 
+    def give_up(self) -> None:
+        """Notes that a step has ended early, or was skipped."""
+
     def rest(self) -> None:
         """Frees the memory for reading until the next run."""
 
@@ -97,6 +102,7 @@ class _Fetched(Moved):
     unit: Unit
     reader: StoreReader
     device: Any
+    is_complete: bool = False
 
     def queue(self, part: int) -> int:
         return 0
@@ -108,12 +114,25 @@ class _Fetched(Moved):
     def on_device(self, raw: Array, *, has_link: bool) -> jax.Array:
         shards, unit = self.unit.views(raw), self.unit
         if not has_link:
-            return unit.on_devices(shards)
+            return on_host_devices(unit, shards)
         # Devices copy from one pinned array for each shard, maybe the buffer itself.
         pinned = SingleDeviceSharding(self.device, memory_kind=PINNED)
         copies = [jax.device_put(shard, pinned) for shard in shards]
         own = SingleDeviceSharding(self.device)
         return jax.block_until_ready(unit.on_devices(copies, own))
+
+    def completed(self, value: jax.Array) -> jax.Array:
+        if self.unit.is_shared and self.device_bytes and not self.is_complete:
+            value = put_together(value, donates=True)
+        self.is_complete = True
+        return value
+
+
+def on_host_devices(unit: Unit, shards: Sequence[Array]) -> jax.Array:
+    """Puts shards on devices that read them in place; see `Unit.put_together`."""
+    if unit.is_shared:
+        return unit.put_together(shards, in_place=True)
+    return unit.on_devices(shards)
 
 
 class StoreParams(Params):
@@ -137,6 +156,7 @@ class StoreParams(Params):
       in_place: Those of them that no program reads after their update.
       gives: Those of them that updates can take.
       is_shared: Whether other units stay, too, for someone else.
+      together: The processes that run the programs.
 
     Attributes:
       counts: Traffic and waiting time of the reads.
@@ -156,8 +176,10 @@ class StoreParams(Params):
         in_place: Collection[Unit] = (),
         gives: Collection[Unit] = (),
         is_shared: bool = False,
+        together: Together | None = None,
     ) -> None:
         self.counts = MoverCounts()
+        self._together = together or Together()
         self._places, self._reader, self._resident = places, reader, resident
         self._stays, self._in_place, self._gives = stays, in_place, gives
         self._is_shared, self._device = is_shared, device
@@ -192,12 +214,16 @@ class StoreParams(Params):
             self._reader.begin()
         for unit in missing:
             check()
-            self._resident.bring(unit, self._reader.read)
+            self._resident.bring(unit, self._bring)
             self.counts.num_read_bytes += unit.num_bytes
         self.stop()
         if self._fetches:
             self._reader.begin()
             self._mover.load([self._fetched(one, is_last) for one in self._fetches])
+
+    def _bring(self, unit: Unit, shards: Sequence[Array]) -> None:
+        with self._together.holding():
+            self._reader.read(unit, shards)
 
     def _fetched(self, fetch: Fetch, is_last: bool) -> _Fetched:
         unit = fetch.unit
@@ -219,7 +245,12 @@ class StoreParams(Params):
             return self.again(piece)
         lasts = self._lasts[unit]
         key = (unit, lasts[bisect_left(lasts, number)])
-        return self._part(unit, piece, self._mover.get(key))
+        try:
+            array = self._mover.get(key)
+        except Exception as error:
+            self._together.hold(error)  # others wait for the programs
+            array = on_host_devices(unit, unit.views(aligned(unit.held_bytes)))
+        return self._part(unit, piece, array)
 
     def again(self, piece: Piece) -> jax.Array:
         """As `Params.again`."""
@@ -280,6 +311,11 @@ class StoreParams(Params):
     def end(self) -> None:
         """As `Params.end`."""
         self._resident.end()
+
+    def give_up(self) -> None:
+        """As `Params.give_up`."""
+        if not self._together.is_alone:  # all bring the same units again
+            self._resident.drop()
 
     @property
     def held_bytes(self) -> int:

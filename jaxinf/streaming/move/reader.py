@@ -80,8 +80,11 @@ class StoreReader:
 
 
 def _read(reader: ParamsReader, unit: Unit, shards: Sequence[Array]) -> None:
-    parts = shards if unit.is_divided else [np.empty(unit.shape, unit.dtype)]
+    """Reads a unit; chunks that another process holds are zeros."""
+    parts = shards if unit.is_divided else [np.zeros(unit.shape, unit.dtype)]
     for box, part in zip(unit.boxes, parts, strict=True):
+        if unit.is_shared:
+            part[...] = 0
         reader.read(unit.leaf, part.reshape(unit.extent_of(box)), unit.origin_of(box))
     if not unit.is_divided:
         for box, shard in zip(unit.shards, shards, strict=True):

@@ -7,7 +7,7 @@ Invariant: a unit has the bits of the store's last finished step. If a step was 
   after its update, or another has been made elsewhere, it is read again.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -70,7 +70,7 @@ class Resident:
         self._changed.clear()
         self._next.clear()
         self._version, self._in_place = version, in_place
-        return [unit for unit in units if unit not in self._on_device]
+        return _in_order(unit for unit in units if unit not in self._on_device)
 
     def bring(self, unit: Unit, read: Callable[[Unit, Sequence[Array]], None]) -> None:
         """Reads a unit; blocks.
@@ -113,7 +113,7 @@ class Resident:
 
     def end(self) -> None:
         """Notes that the store has advanced by this step."""
-        for unit in [*self._next]:
+        for unit in _in_order(self._next):
             self._hold(unit, self._next.pop(unit))
         self._changed.clear()
         opened, step = self._version
@@ -128,12 +128,20 @@ class Resident:
     def _hold(self, unit: Unit, shards: Sequence[Array]) -> None:
         if self._is_host:
             self._on_host[unit] = shards
-        self._on_device[unit] = unit.on_devices(shards, self._sharding)
+        if unit.is_shared:
+            self._on_device[unit] = unit.put_together(shards, in_place=self._is_host)
+        else:
+            self._on_device[unit] = unit.on_devices(shards, self._sharding)
 
     def _forget(self, unit: Unit) -> None:
         """Drops a unit. An update that was given up may still write to its memory."""
         self._on_host.pop(unit, None)
         self._on_device.pop(unit, None)
+
+
+def _in_order(units: Iterable[Unit]) -> list[Unit]:
+    """Returns units in an order that is the same in all processes."""
+    return sorted(units, key=lambda unit: (unit.leaf, unit.index))
 
 
 def _new(unit: Unit) -> Sequence[Array]:

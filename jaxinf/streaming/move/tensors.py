@@ -38,6 +38,10 @@ class Moved(Tensor, ABC):
     def on_device(self, raw: Array, *, has_link: bool) -> Any:
         """Returns the tensor on the device, from its memory, which that may read."""
 
+    def completed(self, value: Any) -> Any:
+        """Returns what the caller of `Mover.get` is given, on that thread."""
+        return value
+
 
 @dataclass(eq=False)
 class Evicted(Moved):

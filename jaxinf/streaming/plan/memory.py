@@ -137,10 +137,10 @@ def check_mesh(mesh: Mesh | None, policy: str) -> None:
 
 
 def num_together(mesh: Mesh | None) -> int:
-    """Returns the number of a mesh's devices that share one limited memory."""
+    """Returns the number of this process's devices that share one limited memory."""
     if mesh is None or not device_is_host(mesh.devices.flat[0]):
         return 1
-    return mesh.size
+    return len(mesh.local_devices)
 
 
 def device_is_host(device: Any) -> bool:

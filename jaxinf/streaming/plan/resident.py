@@ -214,5 +214,6 @@ def updated_in_place(
     return frozenset(
         unit
         for unit, last in completions(calls, places).items()
-        if all(is_over(reader, last) for reader in readers.get(unit, ()))
+        if not unit.is_shared  # it is put together when the step has ended
+        and all(is_over(reader, last) for reader in readers.get(unit, ()))
     )

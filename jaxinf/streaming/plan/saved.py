@@ -8,7 +8,7 @@ Invariant: a kept plan is used, or refused by name; it is never replaced unless 
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,30 +21,18 @@ from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.plan import PLAN_VERSION, Plan, Prepared
 from jaxinf.streaming.program.meshes import mesh_text
 
-__all__ = ["save_plan", "saved_plan"]
+__all__ = ["save_plan", "saved_cuts", "saved_plan"]
 
 
-def saved_plan(
-    folder: Path,
-    ready: Prepared,
-    budget_bytes: int,
-    policy: Policy,
-    measure: Callable[[Plan], int],
-    limit: str,
-) -> Plan | None:
-    """Reads the store's plan for these leaves and this batch; None if there is none.
+def saved_cuts(folder: Path, ready: Prepared) -> Sequence[int] | None:
+    """Reads the store's cuts for these leaves and this batch; None if it has none.
 
     Args:
       folder: The store's folder.
       ready: The traced loss function.
-      budget_bytes: Memory for a step's programs.
-      policy: As for `Prepared.plan`; it is not kept.
-      measure: Returns the memory that a plan needs.
-      limit: The argument that sets the budget.
 
     Raises:
       StreamError: The plan is for another function, version or mesh.
-      BudgetError: It needs more memory.
       StoreFormatError: The plan is damaged.
     """
     path = check_plans_folder(folder) / _name(ready)
@@ -66,13 +54,38 @@ def saved_plan(
             f"{kept['cuts']}; the file was edited or damaged: remove it, and the "
             "program is planned anew (its bits may differ then)"
         )
-    plan = ready.plan_of(kept["cuts"], policy)
+    return kept["cuts"]
+
+
+def saved_plan(
+    folder: Path,
+    ready: Prepared,
+    cuts: Sequence[int],
+    budget_bytes: int,
+    policy: Policy,
+    measure: Callable[[Plan], int],
+    limit: str,
+) -> Plan:
+    """Returns the plan of cuts that a store keeps.
+
+    Args:
+      folder, ready: As for `saved_cuts`.
+      cuts: The cuts.
+      budget_bytes: Memory for a step's programs.
+      policy: As for `Prepared.plan`; it is not kept.
+      measure: Returns the memory that a plan needs.
+      limit: The argument that sets the budget.
+
+    Raises:
+      BudgetError: It needs more memory.
+    """
+    plan = ready.plan_of(cuts, policy)
     peak = measure(plan)
     if peak > budget_bytes:
         raise BudgetError(
             limit,
             f"it leaves {budget_bytes} bytes for the plan that the store was trained "
-            f"with ({path}), which takes {peak}",
+            f"with ({plans_folder(folder) / _name(ready)}), which takes {peak}",
             peak - budget_bytes,
             ", or pass replan=True for another plan (bits then differ from here on)",
         )

@@ -28,6 +28,7 @@ __all__ = [
     "mesh_text",
     "on_mesh",
     "on_one_device",
+    "on_this_process",
     "outside_mesh",
     "piece_sharding",
     "shard_bytes",
@@ -46,8 +47,7 @@ def sharding_of(name: str, leaf: Any) -> NamedSharding | None:
       leaf: An array, or its shape and dtype.
 
     Raises:
-      StreamError: It is on several devices in another way, or on those of another
-        process.
+      StreamError: It is on several devices in another way.
     """
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or isinstance(leaf, compat.Tracer):
@@ -55,7 +55,6 @@ def sharding_of(name: str, leaf: Any) -> NamedSharding | None:
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         if sharding.mesh.size == 1:
             return None
-        _check_local(sharding.mesh, name)
         return NamedSharding(sharding.mesh, sharding.spec)
     if len(getattr(sharding, "device_set", ())) == 1:
         return None
@@ -64,15 +63,6 @@ def sharding_of(name: str, leaf: Any) -> NamedSharding | None:
         f"{name} with {sharding}; put it on the mesh (jax.device_put(x, "
         "NamedSharding(mesh, PartitionSpec(…))))"
     )
-
-
-def _check_local(mesh: Mesh, name: str) -> None:
-    if any(d.process_index != jax.process_index() for d in mesh.devices.flat):
-        raise StreamError(
-            f"jaxinf.stream: expected devices of this process, found {name} on a mesh "
-            "of several processes, which jaxinf does not use yet; make a mesh of "
-            "jax.local_devices()"
-        )
 
 
 def mesh_of(params: PyTree, batch: PyTree = None) -> Mesh | None:
@@ -110,7 +100,6 @@ def _current_mesh() -> Mesh | None:
     mesh = compat.mesh_in_use()
     if mesh.size < 2:
         return None
-    _check_local(mesh, "the mesh of jax.set_mesh")
     return mesh
 
 
@@ -141,6 +130,11 @@ def on_one_device(leaf: Any) -> Any:
     return jax.device_put(leaf, default_device()) if is_sharded(leaf) else leaf
 
 
+def on_this_process(leaf: jax.Array) -> jax.Array:
+    """Returns an array that all devices have, on one of this process's."""
+    return leaf if leaf.is_fully_addressable else leaf.addressable_data(0)
+
+
 def mesh_in_program(closed: Any, known: Mesh | None) -> Mesh | None:
     """Returns the mesh of a traced program: the known one, or one that only it sets.
 
@@ -153,7 +147,6 @@ def mesh_in_program(closed: Any, known: Mesh | None) -> Mesh | None:
     """
     for mesh in _meshes(closed):
         if known is None:
-            _check_local(mesh, "the loss function")
             known = mesh
         elif tuple(mesh.devices.flat) != tuple(known.devices.flat):
             raise StreamError(

@@ -1,19 +1,28 @@
-"""Gradients on several devices, handled by their distinct shards.
+"""Gradients on several devices, handled by the distinct shards of this process.
 
 Invariant: replicas of a shard have the same bits, so one of them is enough.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.typing import Array
 
-__all__ = ["Box", "Gradient", "ShardedGradient", "handed_out", "shards_of", "whole"]
+__all__ = [
+    "Box",
+    "Gradient",
+    "ShardedGradient",
+    "gathered",
+    "handed_out",
+    "shards_of",
+    "whole",
+]
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,11 @@ class Box:
             tuple(end - first for first, end, _ in ranges),
         )
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Box":
+        """Returns all of an array of a shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def slices(self) -> tuple[slice, ...]:
         """The part as an index into the array."""
@@ -47,7 +61,7 @@ class Box:
 
 
 class ShardedGradient:
-    """A gradient on several devices: one replica of each shard.
+    """A gradient on several devices: one replica of each shard in this process.
 
     Args:
       array: The gradient. Its other replicas may be freed.
@@ -62,8 +76,8 @@ class ShardedGradient:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole, on the host."""
-        return aval_bytes(self)
+        """Bytes of the shards, on the host."""
+        return sum(part.nbytes for part in self._parts.values())
 
     def parts(self, boxes: Sequence[Box]) -> tuple[Array, ...] | None:
         """Returns the shards as they are, if these are the boxes; blocks."""
@@ -77,12 +91,12 @@ class ShardedGradient:
             part.copy_to_host_async()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Gathers the whole; blocks."""
-        del copy  # one shard is the whole; others are copied
-        if len(self._parts) == 1:
-            (part,) = self._parts.values()
-            return np.asarray(part, dtype)
-        array = np.empty(self.shape, self.dtype if dtype is None else dtype)
+        """Gathers the whole, with zeros for shards of other processes; blocks."""
+        del copy  # one shard that is the whole is not copied, others are
+        whole = self._parts.get(Box.whole(self.shape))
+        if whole is not None:
+            return np.asarray(whole, dtype)
+        array = np.zeros(self.shape, self.dtype if dtype is None else dtype)
         for box, part in self._parts.items():
             array[box.slices] = np.asarray(part)
         return array
@@ -97,7 +111,7 @@ def shards_of(gradient: Gradient, boxes: Sequence[Box]) -> Sequence[Array]:
 
     Args:
       gradient: The array.
-      boxes: Parts that cover it, each element once.
+      boxes: Parts of it, each element at most once.
     """
     if isinstance(gradient, jax.Array):
         gradient = handed_out(gradient)
@@ -106,7 +120,21 @@ def shards_of(gradient: Gradient, boxes: Sequence[Box]) -> Sequence[Array]:
         if found is not None:
             return found
     array = np.asarray(gradient)
-    return [array] if len(boxes) == 1 else [array[box.slices] for box in boxes]
+    whole = Box.whole(array.shape)
+    return [array if box == whole else array[box.slices] for box in boxes]
+
+
+def gathered(gradient: jax.Array | Array) -> jax.Array | Array:
+    """Returns a gradient with all shards in every process; all call it."""
+    sharding = getattr(gradient, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return gradient
+    return _gather(NamedSharding(sharding.mesh, PartitionSpec()))(gradient)
+
+
+@cache
+def _gather(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda array: array, out_shardings=sharding)
 
 
 def handed_out(gradient: jax.Array | Array, *, copies: bool = False) -> Gradient:

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jaxinf.engine import shard_counts
+from jaxinf.engine import has_shared_parts, put_together, shard_counts
 from jaxinf.io.pages import page_ceil
-from jaxinf.streaming.program.graph import Piece, aval_bytes
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.shards import Box
 from jaxinf.typing import Array
@@ -54,19 +54,19 @@ class Unit:
     @property
     def whole(self) -> Box:
         """All of it."""
-        return Box((0,) * len(self.shape), self.shape)
+        return Box.whole(self.shape)
 
     @cached_property
     def _of_devices(self) -> Mapping[Any, Box]:
-        """The shard of each device of the mesh; none for one device."""
+        """The shard of each device of this process; none without a mesh."""
         if self.sharding is None:
             return {}
-        indices = self.sharding.devices_indices_map(self.shape)
+        indices = self.sharding.addressable_devices_indices_map(self.shape)
         return {device: Box.of(i or (), self.shape) for device, i in indices.items()}
 
     @cached_property
     def shards(self) -> tuple[Box, ...]:
-        """Its distinct shards; one on one device."""
+        """Its distinct shards in this process; one on one device."""
         return tuple(dict.fromkeys(self._of_devices.values())) or (self.whole,)
 
     @property
@@ -120,6 +120,26 @@ class Unit:
             self.shape, self.sharding, parts
         )
 
+    def put_together(self, shards: Sequence[Array], *, in_place: bool) -> jax.Array:
+        """As `on_devices`, of shards of which each process has some chunks; blocks.
+
+        All processes call it alike.
+
+        Args:
+          shards: Of this process, with zeros where others hold the chunks.
+          in_place: Whether devices read the shards in place, which are filled then.
+        """
+        array = jax.block_until_ready(put_together(self.on_devices(shards)))
+        if not in_place:
+            return array
+        found = {
+            Box.of(shard.index, self.shape): shard.data
+            for shard in array.addressable_shards
+        }
+        for box, shard in zip(self.shards, shards, strict=True):
+            np.copyto(shard, np.asarray(found[box]))
+        return self.on_devices(shards)
+
     def origin_of(self, box: Box) -> tuple[int, ...]:
         """Index in the leaf of a part's first element."""
         return (*self.index, *box.start)
@@ -130,8 +150,28 @@ class Unit:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of the params on the JAX device."""
-        return aval_bytes(self)
+        """Bytes of the params on this process's JAX devices, replicas once."""
+        return sum(map(self._bytes_of, self.shards))
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its shards are parts of it."""
+        return self.shards != (self.whole,)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all of it."""
+        return self._bytes_of(self.whole)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of its shards on this process's devices, each replica counted."""
+        return sum(map(self._bytes_of, self._of_devices.values()))
+
+    @cached_property
+    def is_shared(self) -> bool:
+        """Whether several processes have a shard, of whose chunks each has some."""
+        return self.sharding is not None and has_shared_parts(self.sharding, self.shape)
 
     @property
     def origin(self) -> tuple[int, ...]:
@@ -189,7 +229,7 @@ class Places:
         sharding = piece_sharding(aval.sharding, Piece(leaf, own))
         dtype = np.dtype(aval.dtype)
         unit = Unit(leaf, own, aval.shape[len(own) :], dtype, sharding)
-        is_divided = len(unit.shards) == 1 or (
+        is_divided = not unit.is_apart or (
             leaf not in self._undivided
             and all(
                 self._can_move(leaf, unit.origin_of(box), unit.extent_of(box))

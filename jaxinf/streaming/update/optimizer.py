@@ -8,6 +8,7 @@ from typing import Any
 
 import optax
 
+from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program import Passes, UpdateProgram, missing_arguments, trace_update
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import PyTree
@@ -45,15 +46,36 @@ def trace_optimizer(
         ) from None
 
 
-def passes_for(program: UpdateProgram, pieces: Iterable[Piece] = ()) -> Passes:
+def passes_for(
+    program: UpdateProgram, pieces: Iterable[Piece] = (), *, is_alone: bool = True
+) -> Passes:
     """Returns an optimizer's passes over gradients.
 
     Args:
       program: The optimizer.
       pieces: The parts of params whose gradients arrive; by default whole leaves.
+      is_alone: Whether the process has all chunks of the store.
 
     Raises:
-      UnsupportedTransformError: It needs too much of all leaves, or too many passes.
+      UnsupportedTransformError: It needs too much of all leaves, or too many passes;
+        or it needs whole leaves, of which other processes have chunks.
     """
     sliced: Set[int] = {piece.leaf for piece in pieces if piece.index}
-    return program.passes(sliced=sliced, late=LATE)
+    passes = program.passes(sliced=sliced, late=LATE)
+    if not is_alone:
+        _check_chunks_suffice(program, passes)
+    return passes
+
+
+def _check_chunks_suffice(program: UpdateProgram, passes: Passes) -> None:
+    """Refuses parts that read a leaf's params or state beside its gradient."""
+    stored = {*passes.params, *passes.recalled}
+    for number, leaf in enumerate(program.leaves):
+        parts = (passes.part(n, number) for n in range(passes.num_passes))
+        if any(stored.intersection(part.own) for part in parts if part is not None):
+            raise UnsupportedTransformError(
+                "jaxinf.stream: expected an optimizer that computes nothing of whole "
+                "params or states in a run of several processes, found one that does "
+                f"for {leaf.info.name}, as for a trust ratio; use jaxinf.smart_update, "
+                "or one process"
+            )

@@ -73,6 +73,10 @@ class PassRunner:
         """Number of passes over the gradients."""
         return self.passes.num_passes
 
+    def looks_at(self, leaf: int) -> bool:
+        """Whether a pass computes something of a leaf's gradient."""
+        return any(self.passes.part(n, leaf) for n in range(self.num_passes))
+
     def compile(self, shapes: Mapping[int, Iterable[tuple[int, ...]]]) -> int:
         """Compiles all parts; returns the memory of the largest beside its gradient.
 

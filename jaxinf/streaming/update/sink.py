@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxinf.schedule.placement import Waiting
 from jaxinf.streaming.move.params import Params
+from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import Array, PyTree
 
@@ -85,7 +86,14 @@ class Sink(ABC):
 
 
 class NoGradients(Sink):
-    """The sink of a function without a gradient."""
+    """The sink of a function without a gradient.
+
+    Args:
+      together: The processes that run it.
+    """
+
+    def __init__(self, together: Together) -> None:
+        self._together = together
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
         """As `Sink.put`."""
@@ -95,6 +103,7 @@ class NoGradients(Sink):
         self, extra_args: Mapping[str, Any], results: PyTree, check: Callable[[], None]
     ) -> bool:
         """As `Sink.finish`."""
+        self._together.agree(lambda: ())
         return False
 
 

@@ -9,7 +9,6 @@ Invariant: the store advances by one step if every gradient arrived and was fini
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,9 +23,17 @@ from jaxinf.store import ScalarState
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.move.stage import Handed, Stage
+from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.shards import Gradient, handed_out, shards_of, whole
+from jaxinf.streaming.program.shards import (
+    Gradient,
+    gathered,
+    handed_out,
+    shards_of,
+    whole,
+)
 from jaxinf.streaming.program.units import Places, Unit
+from jaxinf.streaming.update.asked import Asked, Gathered
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.micro_batches import Sums
 from jaxinf.streaming.update.passes import PassRunner
@@ -54,6 +61,7 @@ class StoreSink(Sink):
       passes: Its passes over the gradients.
       compressor: Compresses gradients, if that is on.
       places: The store's units.
+      together: The processes that run the step.
       capacity_bytes: Bytes of gradients that may wait; one is always accepted.
       spill: Holds gradients until the last one arrives; None if none waits.
       sums: Adds gradients up over parts of a batch; None for one part.
@@ -72,6 +80,7 @@ class StoreSink(Sink):
         passes: PassRunner,
         compressor: Compressor,
         places: Places,
+        together: Together,
         capacity_bytes: int,
         spill: Spill | None,
         sums: Sums | None,
@@ -81,7 +90,7 @@ class StoreSink(Sink):
     ) -> None:
         self._training = training
         self._program = program
-        self._places = places
+        self._places, self._together = places, together
         self._stage = Stage("jaxinf-updates", capacity_bytes, _SHORT_BYTES)
         self._nonfinite: NonFinitePolicy = nonfinite
         self._copies = copies
@@ -89,8 +98,10 @@ class StoreSink(Sink):
         self.spill = spill
         self.sums = sums
         self._passes = passes
+        # Passes look at whole gradients, in every process.
+        self._is_gathered = not together.is_alone
         self._compressor = compressor
-        self._gathering: dict[Unit, _Gathered] = {}
+        self._gathering: dict[Unit, Gathered] = {}
         self._bad: list[str] = []
         self._step = 0
         self._num_skipped = 0
@@ -117,11 +128,15 @@ class StoreSink(Sink):
     def end_part(self, number: int) -> None:
         """As `Sink.end_part`."""
         if self.sums is not None and number < self.sums.count - 1:
-            self._stage.end()  # the last part's updates go on
+            with self._together.holding():
+                self._stage.end()  # the last part's updates go on
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
         """As `Sink.put`."""
-        self._stage.put(piece, handed_out(gradient, copies=self._copies))
+        if self._is_gathered and self._passes.looks_at(piece.leaf):
+            gradient = gathered(gradient)
+        with self._together.holding():
+            self._stage.put(piece, handed_out(gradient, copies=self._copies))
 
     def finish(
         self,
@@ -130,17 +145,18 @@ class StoreSink(Sink):
         check: Callable[[], None],
     ) -> bool:
         """As `Sink.finish`."""
-        self._stage.end()
+        self._agree(self._stage.end)
         self._passes.give(extra_args)
-        if self.spill is not None and not self._is_refused:
-            self._update_deferred(self.spill, check)
+        spill = self.spill
+        if spill is not None and not self._is_refused:
+            self._agree(lambda: self._update_deferred(spill, check))
         if self._is_refused:
             self._passes.close()
             self._training.steps.abandon()
             if self._nonfinite == "skip":
                 self._num_skipped += 1
                 return False
-            raise self._non_finite()
+            raise _non_finite(self._step, self._bad)
         assert not self._gathering, "every part of a unit has its gradient"
         record = self._training.opened.finished
         scalars = [
@@ -209,6 +225,15 @@ class StoreSink(Sink):
     def _is_refused(self) -> bool:
         return bool(self._bad) and self._nonfinite != "allow"
 
+    def _agree(self, action: Callable[[], None]) -> None:
+        """Runs the rest of what is under way, and agrees on gradients that refuse."""
+
+        def refusing() -> list[str]:
+            action()
+            return self._bad
+
+        self._bad = self._together.agree(refusing)
+
     def _update_deferred(self, spill: Spill, check: Callable[[], None]) -> None:
         """Runs the other passes.
 
@@ -249,7 +274,7 @@ class StoreSink(Sink):
             self.spill.put(piece, array)
 
     def _update(self, taken: Sequence[Handed]) -> None:
-        asked: dict[Unit, _Asked] = {}
+        asked: dict[Unit, Asked] = {}
         for piece, gradient in taken:
             unit = self._places.unit(piece)
             gathered = self._gathered(unit, piece, gradient)
@@ -280,7 +305,7 @@ class StoreSink(Sink):
         part = self._places.part(unit, piece)
         if not part.index:
             return gradient
-        gathered = self._gathering.setdefault(unit, _Gathered(unit))
+        gathered = self._gathering.setdefault(unit, Gathered(unit))
         if not gathered.add(part, np.asarray(gradient)):
             return None
         return self._gathering.pop(unit).array
@@ -290,7 +315,7 @@ class StoreSink(Sink):
         is_checked = self._compressor.is_on and self._nonfinite != "allow"
         return is_checked and not is_finite(np.asarray(gradient))
 
-    def _ask(self, unit: Unit, gradient: Gradient) -> "_Asked":
+    def _ask(self, unit: Unit, gradient: Gradient) -> Asked:
         """Makes the requests for a unit's update: one for each part that moves."""
         params = self._fetched.take(unit)
         assert params is None or unit.is_divided, "the update takes parts that it moves"
@@ -316,59 +341,18 @@ class StoreSink(Sink):
                     feedback=feedback,
                 )
             )
-        asked = _Asked(unit, requests)
+        asked = Asked(unit, requests)
         if changes_params(requests[0].kernel, inputs):
             asked.fill(self._fetched.target(unit))
         return asked
 
-    def _non_finite(self) -> NonFiniteGradientError:
-        names = list(dict.fromkeys(self._bad))
-        more = f" and {len(names) - 5} more leaves" if len(names) > 5 else ""
-        return NonFiniteGradientError(
-            f"step {self._step + 1}: NaN or Inf in the gradient of "
-            f"{', '.join(names[:5])}{more}; the step was refused, the store stays at "
-            f"step {self._step}. Lower the learning rate or clip the gradients, or "
-            'pass nonfinite="skip" to go on without such steps, as with a loss scale'
-        )
 
-
-class _Asked:
-    """The requests for the update of a unit."""
-
-    def __init__(self, unit: Unit, requests: list[UpdateRequest]) -> None:
-        self._unit = unit
-        self.requests = requests
-        self._target: Sequence[Array] = ()
-
-    def fill(self, target: Sequence[Array] | None) -> None:
-        """Asks for the new params, too: in the memory of the unit's shards."""
-        if target is None:
-            return
-        unit, outs = self._unit, target
-        if not unit.is_divided:
-            self._target, outs = target, [np.empty(unit.shape, unit.dtype)]
-        self.requests = [
-            replace(request, out=out.reshape(unit.extent_of(box)), wants_params=True)
-            for request, box, out in zip(self.requests, unit.boxes, outs, strict=True)
-        ]
-
-    def end(self) -> None:
-        """Notes that all is updated."""
-        for box, shard in zip(self._unit.shards, self._target, strict=False):
-            out = self.requests[0].out
-            assert out is not None, "the new params of all shards"
-            shard[...] = out.reshape(self._unit.shape)[box.slices]
-
-
-class _Gathered:
-    """Gradients of the parts of a unit that is stored as a whole."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.array = np.empty(unit.shape, unit.dtype)
-        self._num_missing = self.array.size
-
-    def add(self, part: Piece, gradient: Array) -> bool:
-        """Keeps a part's gradient; returns whether it was the last."""
-        self.array[part.index] = gradient
-        self._num_missing -= gradient.size
-        return not self._num_missing
+def _non_finite(step: int, bad: Sequence[str]) -> NonFiniteGradientError:
+    names = list(dict.fromkeys(bad))
+    more = f" and {len(names) - 5} more leaves" if len(names) > 5 else ""
+    return NonFiniteGradientError(
+        f"step {step + 1}: NaN or Inf in the gradient of "
+        f"{', '.join(names[:5])}{more}; the step was refused, the store stays at "
+        f"step {step}. Lower the learning rate or clip the gradients, or "
+        'pass nonfinite="skip" to go on without such steps, as with a loss scale'
+    )

@@ -1,0 +1,185 @@
+"""`jaxinf.stream` in several processes: the bits of one, and ends that are shared."""
+
+import functools
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from places import LONG
+from processes import PROGRAM, losses, run_alone, running
+from shim import built_shim
+
+STREAMED = PROGRAM.with_name("streamed_program.py")
+MIXED = ("--layout", "mixed")
+
+FORMS = {
+    "plain": [],
+    "clipped": ["--optimizer", "clip"],
+    "int8": ["--dtype", "bfloat16", "--options", '{"state": "int8"}'],
+    "parts": ["--micro-batches", 2, "--optimizer", "clip", "--resident", "params"],
+    "compressed": ["--compress", 0.05, "--init", "traced"],
+    "every third": ["--options", '{"durability": 3}', "--memory", "30MiB"],
+}
+FEW = [("fsdp", "clipped"), ("replicated", "parts")]
+LAYOUTS = ("fsdp", "mixed", "replicated")
+ALL = [(layout, form) for layout in LAYOUTS for form in FORMS]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Runs the program in one process; the same arguments run once."""
+
+    @functools.cache
+    def run(*arguments, num_devices=2):
+        store = tmp_path_factory.mktemp("alone") / "store"
+        return run_alone(store, *arguments, num_devices=num_devices, program=STREAMED)
+
+    return run
+
+
+def streamed(place: Path, *arguments, **options):
+    return running(place, place / "store", *arguments, program=(STREAMED,), **options)
+
+
+def line(output: str, name: str) -> str:
+    return re.search(rf"^{name} (.*)", output, re.M).group(1)
+
+
+def bytes_of(output: str, name: str) -> np.ndarray:
+    return np.array([int(number) for number in line(output, name).split()])
+
+
+@pytest.mark.parametrize(("layout", "form"), ALL if LONG else FEW)
+def test_two_processes_give_the_bits_of_one(alone, tmp_path, layout, form):
+    arguments = ("--layout", layout, *FORMS[form])
+    expected = alone(*arguments)
+    with streamed(tmp_path, *arguments) as processes:
+        assert processes.wait() == [0, 0], processes
+    for output in processes.outputs():
+        assert losses(output) == losses(expected)
+        assert line(output, "state") == line(expected, "state")
+        if form != "int8":  # scales of short chunks take whole pages
+            assert line(output, "moved") == line(output, "planned")
+        if form != "every third":  # gradients that wait are whole
+            share = bytes_of(output, "moved") / bytes_of(expected, "moved")
+            assert max(share) < 0.52, share
+
+
+@pytest.mark.skipif(not LONG, reason="more devices; JAXINF_FAULTS=long")
+@pytest.mark.parametrize(
+    ("layout", "count", "num_devices"), [("mesh2d", 2, 2), ("replicated", 4, 1)]
+)
+def test_more_devices_give_nearly_the_losses_of_one(
+    alone, tmp_path, layout, count, num_devices
+):
+    arguments = ("--layout", layout, *FORMS["clipped"])
+    expected = alone(*arguments, num_devices=count * num_devices)
+    shape = {"count": count, "num_devices": num_devices}
+    with streamed(tmp_path, *arguments, **shape) as processes:
+        assert processes.wait() == [0] * count, processes
+    found = [losses(output) for output in processes.outputs()]
+    assert all(one == found[0] for one in found)
+    pairs = zip(numbers(found[0]), numbers(losses(expected)), strict=True)
+    np.testing.assert_allclose(*zip(*pairs, strict=True), rtol=1e-6)
+
+
+def numbers(found: dict[int, str]) -> np.ndarray:
+    bits = [int(text, 16) for _, text in sorted(found.items())]
+    return np.array(bits, np.uint32).view(np.float32)
+
+
+def goes_on(alone, place, before, at=None):
+    """Checks that a run of six steps that was ended goes on with its bits."""
+    expected = alone(*MIXED, "--steps", 6)
+    second = place / "second"
+    second.mkdir()
+    arguments = (place / "store", *MIXED, "--steps", 6)
+    with running(second, *arguments, program=(STREAMED,)) as after:
+        assert after.wait() == [0, 0], f"{before}\n{after}"
+    begun = {int(line(output, "at")) for output in after.outputs()}
+    assert len(begun) == 1, after
+    assert at in (None, *begun), after
+    for output in after.outputs():
+        assert line(output, "state") == line(expected, "state")
+    for output in (*before.outputs(), *after.outputs()):
+        for step, bits in losses(output).items():
+            assert bits == losses(expected)[step], f"{before}\n{after}"
+
+
+def test_ctrl_c_in_one_process_ends_the_same_step_in_all(alone, tmp_path):
+    own = {1: ["--interrupt", "update:9"]}
+    with streamed(tmp_path, *MIXED, "--steps", 2000, own=own) as processes:
+        assert processes.wait() == [1, -2], processes
+    ended = [max(losses(output)) + 1 for output in processes.outputs()]
+    assert ended[0] == ended[1], processes
+    told = f"step {ended[0] + 1}: process 1 was interrupted .*stays at step {ended[0]}"
+    assert re.search(f"ProcessError: .*{told}", processes.output(0)), processes
+    assert "KeyboardInterrupt" in processes.output(1), processes
+    goes_on(alone, tmp_path, processes, ended[0])
+
+
+CALLS = ["preadv:params.down", "pwritev:mu.down"]
+
+
+@pytest.mark.parametrize("call", CALLS if LONG else CALLS[:1])
+def test_a_drive_error_of_one_process_ends_the_same_step_in_all(alone, tmp_path, call):
+    variables = {"LD_PRELOAD": str(built_shim(tmp_path))}
+    own = {1: ["--fail", f"3:{call}"]}
+    arguments = (*MIXED, "--steps", 2000)
+    with streamed(tmp_path, *arguments, own=own, variables=variables) as processes:
+        assert 0 not in processes.wait(), processes
+    for output in processes.outputs():
+        assert max(losses(output)) == 2, processes
+    name = call.partition(":")[2]
+    why = rf"process-00001/\S+/{name}/\S+: (read|write) at byte \d+ failed: Input/outp"
+    assert re.search(f"StoreIOError: .*{why}", processes.output(1)), processes
+    told = f"another process of the run failed: process 1: StoreIOError: .*{why}"
+    assert re.search(f"ProcessError: .*{told}", processes.output(0)), processes
+    if LONG:
+        goes_on(alone, tmp_path, processes, 3)
+
+
+KILLS = ["initialise:3:after", "update:9:after", "meet:2:before", "flip:2:before"]
+
+
+@pytest.mark.parametrize("kill", KILLS if LONG else KILLS[1:2])
+def test_a_killed_run_goes_on_with_its_bits(alone, tmp_path, kill):
+    own = {1: ["--kill", kill]}
+    with streamed(tmp_path, *MIXED, "--steps", 6, own=own) as processes:
+        assert processes.all[1].wait(120) == -9, processes
+        time.sleep(0.3)
+        processes.kill()
+    goes_on(alone, tmp_path, processes)
+
+
+REFUSED = {
+    "ratios": "UnsupportedTransformError: .*whole params or states in a run of several",
+    "offload": 'StreamError: policy="offload": not supported yet on several devices',
+    "other_batch": "StreamError: .*the batch of a step to be the same in all 2 process",
+    "no_mesh": "DeviceConfigurationError: .*expected params on a mesh of all 2",
+    "own_path": "DeviceConfigurationError: .*the store is this process's alone",
+    "in_memory": "StreamError: .*expected arrays on one device, found 2 devices",
+    "on_own_devices": "went well",
+    "one_goes_on": None,
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    place = tmp_path_factory.mktemp("refused")
+    program = (PROGRAM.with_name("refused_streams.py"), place)
+    with running(place, program=program) as processes:
+        assert processes.wait() == [0, 0], processes
+        return processes.outputs()
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_is_refused_by_name(refused, case):
+    for number, output in enumerate(refused):
+        wanted = REFUSED[case]
+        if wanted is None:  # the other one has closed its store
+            found = "process 1: it closed the store"
+            wanted = "went well" if number else f"ProcessError: .*{found}"
+        assert re.search(f"^{case}: {wanted}", output, re.M), f"{number}\n{output}"

@@ -1,0 +1,102 @@
+"""What streaming refuses in two processes; prints the error of each, and goes on."""
+
+import argparse
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxinf
+
+TX, MEMORY_BYTES = optax.adam(1e-2), 64 << 20
+W, X = np.ones((4, 4), np.float32), np.ones((8, 4), np.float32)
+
+
+def on(mesh, spec, array):
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+def loss_fn(params, batch):
+    return ((batch @ params["w"]) ** 2).mean()
+
+
+def loaded(path, params, batch=None, tx=TX, **options):
+    step = jaxinf.stream(loss_fn, tx, path, memory_bytes=MEMORY_BYTES, **options)
+    step.load({"w": params}, batch=batch)
+    return step
+
+
+def ratios(place, mesh, number):
+    loaded(place / "ratios", on(mesh, P("d"), W), tx=optax.lamb(1e-3))
+
+
+def offload(place, mesh, number):
+    loaded(place / "offload", on(mesh, P("d"), W), policy="offload")
+
+
+def no_mesh(place, mesh, number):
+    loaded(place / "no-mesh", W)
+
+
+def own_path(place, mesh, number):
+    loaded(place / f"own-{number}", on(mesh, P(), W))
+
+
+def in_memory(place, mesh, number):
+    step = jaxinf.stream_in_memory(loss_fn, TX, memory_bytes=MEMORY_BYTES)
+    step.load({"w": W})
+    step(on(mesh, P("d"), X))
+
+
+def on_own_devices(place, mesh, number):
+    with loaded(place / f"alone-{number}", W) as step:
+        loss, _ = step(X)
+        assert float(loss) == 16.0
+
+
+def other_batch(place, mesh, number):
+    with loaded(place / "batch", on(mesh, P(), W)) as step:
+        x, short = (on(mesh, P("d"), rows) for rows in (X, X[:4]))
+        step(x)
+        step(short)
+        step(x if number else short)
+
+
+def one_goes_on(place, mesh, number):
+    with loaded(place / "left", on(mesh, P(), W)) as step:
+        x = on(mesh, P("d"), X)
+        for _ in range(2 if number else 3):
+            step(x)
+
+
+CASES = [ratios, offload, no_mesh, own_path, in_memory, on_own_devices, other_batch]
+CASES += [one_goes_on]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("place", type=Path)
+    parser.add_argument("--coordinator")
+    parser.add_argument("--num-processes", type=int)
+    parser.add_argument("--process-id", type=int)
+    given = parser.parse_args()
+    number = given.process_id
+    jax.distributed.initialize(given.coordinator, given.num_processes, number)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    for case in CASES:
+        try:
+            case(given.place, mesh, number)
+            text = "went well"
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".replace("\n", " ")
+        print(f"{case.__name__}: {text}", flush=True)
+    for name in ("ratios", "offload", "no-mesh", f"own-{number}"):
+        assert not list(given.place.glob(f"{name}/**/jaxinf.json")), "it was written"
+
+
+if __name__ == "__main__":
+    main()
