@@ -109,6 +109,7 @@ def test_a_driver_that_fails_stops_the_store(place, on_stream, lasts):
     tx = jaxinf.smart_update(optax.adam(1e-2), store)
     update = jax.jit(tx.update)
     _, state = jax.block_until_ready(update(make(1), tx.init(params), params))
+    store.wait()  # its commit
     on_stream.late_device_fail(1, 700, lasts)
     with pytest.raises(jax.errors.JaxRuntimeError, match="CUDA error 700"):
         jax.block_until_ready(update(make(2), state, params))
