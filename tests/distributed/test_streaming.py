@@ -109,7 +109,7 @@ def goes_on(alone, place, before, at=None):
 
 
 def test_ctrl_c_in_one_process_ends_the_same_step_in_all(alone, tmp_path):
-    own = {1: ["--interrupt", "update:9"]}
+    own = {1: ["--interrupt", "18"]}
     with streamed(tmp_path, *MIXED, "--steps", 2000, own=own) as processes:
         assert processes.wait() == [1, -2], processes
     ended = [max(losses(output)) + 1 for output in processes.outputs()]

@@ -172,8 +172,8 @@ def die_at(point, number, when):
     setattr(place, name, called)
 
 
-def main(arguments):
-    given = parsed(arguments)
+def begin(given):
+    """Does what happens before the store is opened: faults that are asked for, JAX."""
     if given.clock:
         ctypes.CDLL(None).clock_shift(given.clock)
         print("clock", int(time.time()), flush=True)
@@ -189,6 +189,11 @@ def main(arguments):
             heartbeat_timeout_seconds=given.heartbeat,
             shutdown_timeout_seconds=given.heartbeat,
         )
+
+
+def main(arguments):
+    given = parsed(arguments)
+    begin(given)
     store = jaxinf.open_store(given.store, **given.options)
     dtype = jnp.dtype(given.dtype)
     mesh, specs = mesh_and_specs(given.layout)

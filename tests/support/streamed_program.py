@@ -14,14 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from distributed_program import (
-    POINTS,
     WIDTH,
     batch_of,
+    begin,
     break_drive,
-    die_at,
     digest,
     first_params,
-    hang_at,
     mesh_and_specs,
     on,
     parsed,
@@ -30,6 +28,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxinf
+from jaxinf.streaming.update.store_sink import StoreSink
 
 DEPTH = 3
 LAYERS = {"fsdp": P(None, "d"), "mixed": P(None, None, "d"), "replicated": P()}
@@ -46,18 +45,20 @@ def numbers(dtype):
     return {**first_params(dtype), "layers": layers}
 
 
-def interrupt_at(point, number):
-    """Sends the process Ctrl-C before the n-th call of a function."""
-    place, name = POINTS[point]
-    original, left = getattr(place, name), [int(number)]
+def interrupt_at(number):
+    """Sends the process Ctrl-C when the n-th gradient is handed out.
+
+    The thread that runs the step does that, so the signal comes within the step.
+    """
+    put, left = StoreSink.put, [number]
 
     def called(*args, **kwargs):
         left[0] -= 1
         if not left[0]:
             os.kill(os.getpid(), signal.SIGINT)
-        return original(*args, **kwargs)
+        return put(*args, **kwargs)
 
-    setattr(place, name, called)
+    StoreSink.put = called
 
 
 def loss_of(params, batch):
@@ -72,23 +73,13 @@ def main(arguments):
     own.add_argument("--optimizer", default="adam")
     own.add_argument("--resident")
     own.add_argument("--micro-batches", type=int, default=1)
-    own.add_argument("--interrupt", help="POINT:NUMBER: Ctrl-C")
+    own.add_argument("--interrupt", type=int, help="Ctrl-C at this gradient")
     own.add_argument("--memory", default="256MiB")
     stream, rest = own.parse_known_args(arguments)
     given = parsed(rest)
     if stream.interrupt:
-        interrupt_at(*stream.interrupt.split(":"))
-    if given.kill:
-        die_at(*given.kill.split(":"))
-    if given.hang:
-        hang_at(*given.hang.split(":"))
-    if given.coordinator:
-        jax.distributed.initialize(
-            given.coordinator,
-            given.num_processes,
-            given.process_id,
-            heartbeat_timeout_seconds=given.heartbeat,
-        )
+        interrupt_at(stream.interrupt)
+    begin(given)
     store = jaxinf.open_store(given.store, **{"chunk_elements": 65536, **given.options})
     dtype = jnp.dtype(given.dtype)
     mesh, specs = mesh_and_specs(given.layout)
