@@ -6,7 +6,7 @@ Invariant: nothing here changes a store, except that `wait` commits finished ste
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,8 +35,6 @@ from jaxinf.store import (
 from jaxinf.typing import Array, JsonValue, PyTree
 
 __all__ = ["CommittedState"]
-
-_T = TypeVar("_T")
 
 
 class CommittedState:
@@ -231,30 +229,18 @@ class CommittedState:
         Where the shards' holders own their chunks, each shard is put together by
         itself; otherwise the leaf is in the memory of every host for a while.
         """
-        opened = self._training.opened
+        opened, in_all = self._training.opened, self._training.members.in_all
         what = f"params of {opened.directory.manifest.leaves[number].name}"
         is_global = isinstance(sharding, NamedSharding)
         is_global = is_global and isinstance(sharding.mesh, Mesh)
         if is_global and _fits(opened, number, sharding, shape):
-            own = self._in_all(
-                what, lambda: own_parts(sharding, shape, dtype, read_box)
-            )
+            own = in_all(what, lambda: own_parts(sharding, shape, dtype, read_box))
             return gathered_replicas(sharding, shape, own)
-        part = self._in_all(what, lambda: read_box([0] * len(shape), shape))
+        part = in_all(what, lambda: read_box([0] * len(shape), shape))
         whole = gathered_whole(part)
         if sharding is None or not is_global:
             return jax.device_put(whole, sharding)
         return jax.make_array_from_callback(shape, sharding, whole.__getitem__)
-
-    def _in_all(self, what: str, read: Callable[[], _T]) -> _T:
-        """Reads this process's part of something, when all others have read theirs.
-
-        They put the parts together in a collective, where a process that fails to read
-        would leave the others.
-        """
-        found: list[_T] = []
-        self._training.members.agree(what, lambda: found.append(read()))
-        return found[0]
 
     def tensorstore(self, state: str, leaf: str) -> Any:
         """Opens a leaf's state as a read-only ``tensorstore.TensorStore``.
@@ -306,11 +292,10 @@ class CommittedState:
             with StepReader(path, commit, directory=self._directory) as reader:
                 if self._training.members.is_alone:
                     return reader.read(record, chosen)
-                return gathered_whole(
-                    self._in_all(
-                        f"read {leaf}", lambda: reader.read_held(record, chosen)
-                    )
+                part = self._training.members.in_all(
+                    f"read {leaf}", lambda: reader.read_held(record, chosen)
                 )
+                return gathered_whole(part)
 
     def wait(self, state: Any = None) -> None:
         """Blocks until all dispatched steps are finished and durable.

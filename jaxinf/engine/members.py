@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxinf import compat
 from jaxinf.errors import ProcessError, StoreFormatError
@@ -27,6 +27,8 @@ from jaxinf.store import Member
 from jaxinf.typing import JsonValue
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Members", "join_members", "member_path"]
+
+_T = TypeVar("_T")
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -114,6 +116,22 @@ class Members:
         if self.number == 0:  # all have come here, so they have read the one before
             self._service.remove(f"{folder}/{number - 1}")
         return found
+
+    def in_all(self, what: str, action: Callable[[], _T]) -> _T:
+        """Returns what an action returns, when it has gone well in all processes.
+
+        So no process fails where the others wait for it in a collective.
+
+        Args:
+          what: what it makes, for messages.
+          action: meets no other process.
+
+        Raises:
+          ProcessError: as `agree`.
+        """
+        found: list[_T] = []
+        self.agree(what, lambda: found.append(action()))
+        return found[0]
 
     # --- commits -------------------------------------------------------------------
 

@@ -55,13 +55,9 @@ class Together:
         Raises:
           ProcessError: It failed in another process.
         """
-        found: list[_T] = []
-
-        def value() -> None:
-            found.append(action())
-
-        self.values(what, value)
-        return found[0]
+        if self._training is None:
+            return action()
+        return self._training.members.in_all(what, action)
 
     def values(self, what: str, value: Callable[[], JsonValue]) -> list[Any]:
         """Returns the values of all processes; see `call`."""
