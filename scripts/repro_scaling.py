@@ -56,10 +56,11 @@ def rates(method: str, count: int) -> dict[str, float]:
     (drive,), card, link = TESTBED.drives, TESTBED.card, TESTBED.link.value
     if method == "BASE":
         state_and_gradient_bytes = 16
+        params_per_s = TESTBED.num_cores * TESTBED.updates["adam fp32"].value
         return {
             "drive_read": min(count * drive.read.value, link),
             "drive_write": min(count * drive.write.value, link),
-            "kernel": state_and_gradient_bytes * TESTBED.updates["adam fp32"].value,
+            "kernel": state_and_gradient_bytes * params_per_s,
         }
     found = {
         "drive_read": card.read.value,

@@ -227,7 +227,7 @@ def _system(machine: Machine) -> _System:
             f"machine {machine.name}: expected drives, a card beside each, and "
             "the link that they share, as of smartssd-server"
         )
-    update_s = 1 / machine.updates["adam fp32"].value
+    update_s = 1 / (machine.num_cores * machine.updates["adam fp32"].value)
     return _System(machine.drives[0], machine.card, machine.link.value, update_s)
 
 

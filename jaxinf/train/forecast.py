@@ -9,7 +9,7 @@ Invariant: nothing is compiled or written but an empty store in a temporary dire
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -204,17 +204,11 @@ def _tasks(
     other. Updates begin with the backward pass, or where all gradients have to be
     there first, after it.
     """
-    dtype = config.dtype if config.dtype in machine.products else "float32"
-    state = f"adamw {'int8' if config.state == 'int8' else 'fp32'}"
-    try:
-        product = machine.products[dtype]
-        update = machine.updates.get(state) or machine.updates["adam fp32"]
-    except KeyError as error:
-        raise ValueError(
-            f"machine {machine.name}: expected a rate for {error.args[0]}, found "
-            f"{', '.join([*machine.products, *machine.updates])}"
-        ) from None
-    used = {f"products[{dtype!r}]": product, f"updates[{state!r}]": update}
+    state = "int8" if config.state == "int8" else "fp32"
+    names = [f"{name} {state}" for name in _same_updates(config.optimizer)]
+    used: dict[str, Rate] = {}
+    product = _rate(machine, "products", [config.dtype], used)
+    update = _rate(machine, "updates", names, used)
     forward_s = operations / 3 / product.value
     again_s = forward_s if config.mode == "stream" and _recomputes(config) else 0.0
     kernels_s = sizes.num_params / update.value / machine.num_cores
@@ -240,6 +234,29 @@ def _tasks(
         Task("state", "drives", moved / pace, begins if config.clip_norm else (0,)),
     ]
     return tasks, used
+
+
+def _same_updates(optimizer: str) -> tuple[str, ...]:
+    """Names of optimizers whose updates take the same time."""
+    return ("adamw", "adam") if optimizer in ("adam", "adamw") else (optimizer,)
+
+
+def _rate(
+    machine: Machine, field: str, names: Sequence[str], used: dict[str, Rate]
+) -> Rate:
+    """Returns a rate with one of the names; another one in its place is a guess."""
+    rates: Mapping[str, Rate] = getattr(machine, field)
+    if not rates:
+        raise ValueError(
+            f"machine {machine.name}: expected a rate for {names[0]}, found no {field}"
+        )
+    for name in names:
+        if name in rates:
+            used[f"{field}[{name!r}]"] = rates[name]
+            return rates[name]
+    other, rate = next(iter(rates.items()))
+    used[f"{field}[{other!r}] for {names[0]}"] = rate._replace(basis="guessed")
+    return rate
 
 
 def _recomputes(config: TrainConfig) -> bool:

@@ -109,6 +109,16 @@ def test_without_a_machine_times_are_unknown(planned, run, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+RATE = ("--learning-rate", 1e-3)  # which lion has no default for
+
+
+def test_a_rate_in_place_of_another_is_a_guess(planned, machine):
+    forecast = planned("--machine", machine, "--optimizer", "lion", *RATE)["forecast"]
+    assert forecast["guesses"] == ["updates['adamw fp32'] for lion fp32"]
+    forecast = planned("--machine", "smartssd-server")["forecast"]
+    assert "products['float16'] for float32" in forecast["guesses"]
+
+
 def test_what_cannot_be_planned_is_refused(run, machine, tmp_path, capsys):
     words = ("--store", tmp_path / "store", "--dry-run", "--machine")
     assert run(*words, tmp_path / "none.json") == 2
