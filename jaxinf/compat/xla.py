@@ -12,6 +12,7 @@ import jax
 __all__ = [
     "CPU_THREADS_VARIABLE",
     "DETERMINISTIC",
+    "LIBRARY_FUSIONS",
     "cpu_client_threads",
     "deterministic_options",
     "varies_between_runs",
@@ -28,7 +29,9 @@ def cpu_client_threads() -> int:
     return int(setting) if setting.isdigit() else 0
 
 
-_LIBRARY_FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
+LIBRARY_FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
+"""An option of XLA's CPU compiler: what its library of kernels computes."""
+
 _WITHOUT_REDUCTIONS = (
     "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"
 )
@@ -43,10 +46,10 @@ def without_library_reductions() -> dict[str, Any] | None:
     Products and convolutions go there, as by default. None if this XLA does not know
     the option, or if the user has set it in ``XLA_FLAGS``.
     """
-    if _LIBRARY_FUSIONS in _xla_flags():
+    if LIBRARY_FUSIONS in _xla_flags():
         return None
-    options = {_LIBRARY_FUSIONS: _WITHOUT_REDUCTIONS}
-    return options if _is_compiled_with(_LIBRARY_FUSIONS, _WITHOUT_REDUCTIONS) else None
+    options = {LIBRARY_FUSIONS: _WITHOUT_REDUCTIONS}
+    return options if _is_compiled_with(LIBRARY_FUSIONS, _WITHOUT_REDUCTIONS) else None
 
 
 def deterministic_options(is_wanted: bool) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from typing import Any
 from jaxinf.native import libraries, toolchain
 from jaxinf.typing import Array
 
-__all__ = ["run"]
+__all__ = ["function", "run"]
 
 _LOGGER = logging.getLogger("jaxinf.native")
 
@@ -32,7 +32,7 @@ def run(
     Returns:
       False without native code; nothing is written then.
     """
-    native = _function()
+    native = function()
     if native is None:
         return False
     addresses = (array.ctypes.data for array in (values, codes, scales))
@@ -41,7 +41,11 @@ def run(
 
 
 @functools.cache
-def _function() -> Any:
+def function() -> Any:
+    """Returns the native code, or None after one log message.
+
+    If the installed package lacks it, this blocks while it is compiled.
+    """
     try:
         found: Any = libraries.load_helper(toolchain.BLOCK_CODES)
     except (toolchain.CompilerError, OSError) as error:

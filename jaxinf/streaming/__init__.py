@@ -14,7 +14,7 @@ from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.planner import Forecast
 from jaxinf.streaming.plan.resident import check_resident
 from jaxinf.streaming.program.initial import check_init
-from jaxinf.streaming.step import StreamedStep
+from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
 
 __all__ = [

@@ -22,7 +22,7 @@ from jaxinf.streaming.plan.calls import POLICIES, Policy
 from jaxinf.streaming.plan.forms import FORMS, Form
 from jaxinf.streaming.plan.memory import store_memory_bytes
 from jaxinf.streaming.plan.resident import check_resident
-from jaxinf.streaming.step import StreamedStep
+from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.terminal import given_bytes
 from jaxinf.typing import PathLikeStr
 

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
-from jaxinf.streaming.base import Step
 from jaxinf.streaming.bound import Bound, Setup, Shared
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.resident import Resident
@@ -25,8 +24,9 @@ from jaxinf.streaming.plan.memory import Division, divide_rest, reader_bytes
 from jaxinf.streaming.plan.plan import Prepared, prepare_function
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.program.units import Places, Unit
+from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.streaming.run import Runner
+from jaxinf.streaming.step import Step
 from jaxinf.streaming.update.sink import NoGradients, Sink
 from jaxinf.typing import PyTree
 
@@ -75,9 +75,9 @@ class FunctionEnds(StoreParamsEnds):
     ) -> None:
         training = store._training
         training.opened.state_number(0, average=average)  # or refuses
-        places = Places(ready.traced.params, training.can_move)
-        units = {places.unit(piece) for piece in ready.lifetimes.sizes}
-        super().__init__(store, places, units, setup, resident)
+        store_units = StoreUnits(ready.traced.params, training.can_move)
+        units = {store_units.unit(piece) for piece in ready.lifetimes.sizes}
+        super().__init__(store, store_units, units, setup, resident)
         self._step, self._average = step, average
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:

@@ -18,7 +18,6 @@ import optax
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.io import ByteCounts
-from jaxinf.streaming.base import TrainingStep
 from jaxinf.streaming.bound import Bound, Ends, Setup
 from jaxinf.streaming.budgets import planned_within
 from jaxinf.streaming.fit import Fitted
@@ -31,6 +30,7 @@ from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.trace import Traced, abstract, check_params
 from jaxinf.streaming.run import Runner
+from jaxinf.streaming.step import TrainingStep
 from jaxinf.streaming.update.micro_batches import first_part
 from jaxinf.streaming.update.optax_sink import OptaxSink, PlainOptax
 from jaxinf.streaming.update.sink import Sink

@@ -33,7 +33,7 @@ from jaxinf.streaming.plan.reads import (
 from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits
 from jaxinf.streaming.plan.saved import save_plan
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.units import Places, Unit
+from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.micro_batches import Sums, sum_bytes
@@ -57,7 +57,7 @@ class StoreParamsEnds(Ends):
 
     Args:
       store: The store.
-      places: Its units.
+      store_units: Its units.
       units: Those that may stay.
       setup: Memory, policy and so on.
       resident: Params that stay between steps.
@@ -66,14 +66,14 @@ class StoreParamsEnds(Ends):
     def __init__(
         self,
         store: Store,
-        places: Places,
+        store_units: StoreUnits,
         units: Set[Unit],
         setup: Setup,
         resident: Resident,
     ) -> None:
         super().__init__(setup)
         self._store, self._training = store, store._training
-        self._places, self._units, self._resident = places, units, resident
+        self._store_units, self._units, self._resident = store_units, units, resident
         self.reads = self._reads
 
     def residents(
@@ -82,7 +82,7 @@ class StoreParamsEnds(Ends):
         """As `Ends.residents`."""
         return ResidentChooser(
             self.setup.options.resident,
-            self._places,
+            self._store_units,
             self._units,
             division,
             lambda plan, part: self._reads(plan, part, frozenset()).fetches,
@@ -92,14 +92,16 @@ class StoreParamsEnds(Ends):
 
     def passing_bytes(self, plan: Plan, stays: Set[Unit]) -> int:
         """As `Ends.passing_bytes`."""
-        return staged_bytes(self._places, plan, stays)
+        return staged_bytes(self._store_units, plan, stays)
 
     def record(self, began_s: float, ended_s: float) -> None:
         """As `Ends.record`."""
         self._training.opened.timeline.add("program", began_s, ended_s)
 
     def _reads(self, plan: Plan, division: Division, stays: Set[Unit]) -> Reading:
-        return planned_fetches(plan, self._places, division, self._takes_read, stays)
+        return planned_fetches(
+            plan, self._store_units, division, self._takes_read, stays
+        )
 
     def _rereads(self, unit: Unit) -> bool:
         """Whether a unit's update reads params that could be given to it."""
@@ -123,7 +125,7 @@ class StoreParamsEnds(Ends):
         host_bytes, device_bytes = reading.memory(division)
         is_staged = device_bytes is not None
         params = StoreParams(
-            self._places,
+            self._store_units,
             StoreReader(
                 self._training, READER_BYTES, reading.num_first, average=average
             ),
@@ -172,9 +174,9 @@ class StoreEnds(StoreParamsEnds):
             return leaf not in passes.whole and shape.can_move(leaf, origin, extent)
 
         undivided = range(len(params)) if options.compress else passes.computed
-        places = Places(params, can_move, undivided)
-        units = {places.unit(piece) for piece in pieces}
-        super().__init__(store, places, units, setup, resident)
+        store_units = StoreUnits(params, can_move, undivided)
+        units = {store_units.unit(piece) for piece in pieces}
+        super().__init__(store, store_units, units, setup, resident)
         self._program, self._passes, self._shape = program, passes, shape
         self.num_drives = max(1, shape.directory.num_csds)
         self.saved_in = None if options.replan else store.path
@@ -219,7 +221,7 @@ class StoreEnds(StoreParamsEnds):
 
     def _bytes_to_gather(self, ready: Prepared) -> int:
         """Memory to gather shards: one unit that is read, and one that is updated."""
-        units = {self._places.unit(piece) for piece in ready.lifetimes.sizes}
+        units = {self._store_units.unit(piece) for piece in ready.lifetimes.sizes}
         waits = self._is_deferred or self.setup.options.micro_batches > 1
         apart = [unit for unit in units if unit.is_apart]
         undivided = [unit.whole_bytes for unit in apart if not unit.is_divided]
@@ -279,7 +281,7 @@ class StoreEnds(StoreParamsEnds):
             self._program,
             self._numbers,
             self._compressor,
-            self._places,
+            self._store_units,
             self.setup.together,
             min(room_bytes, division.leaving),
             last,
@@ -307,7 +309,7 @@ class StoreEnds(StoreParamsEnds):
         calls, units = runner.plan.calls.calls, fitted.units.units
         given = frozenset(filter(self._takes_resident, units))
         params, reading, unused_bytes = self._source(runner, fitted, given)
-        reused = reused_bytes(reading.fetches, calls, self._places)
+        reused = reused_bytes(reading.fetches, calls, self._store_units)
         return Bound(
             ends=self,
             fitted=fitted,

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # keeps the exception, which becomes the message here.
     logging.getLogger(compat.CALLBACK_LOGGER).setLevel(logging.CRITICAL)
     try:
-        command = shlex.join([*_PROGRAM.split(), *_to_resume(words)])
+        command = shlex.join([*_PROGRAM.split(), *words_to_resume(words)])
         signal_number = train(config, command=command)
     except UsageError as error:
         return _fail(2, error)
@@ -63,7 +63,7 @@ def _config(words: Sequence[str]) -> TrainConfig:
     return parse(TrainConfig, words, prog=_PROGRAM, default=held)
 
 
-def _to_resume(words: Sequence[str]) -> list[str]:
+def words_to_resume(words: Sequence[str]) -> list[str]:
     """Returns the command line that resumes, without --restore."""
     kept: list[str] = []
     coming = iter(words)

@@ -200,18 +200,21 @@ def test_slices_of_stacks(tx, name, open_store):
 
 
 def test_a_runner_combines_slices(open_store):
-    """The sum of a stack is that of its slices' sums; a leaf that is whole is exact."""
-    params = {"s": jnp.zeros((3, 8, 5)), "w": jnp.zeros((7, 9))}
-    program = trace_optimizer(optax.chain(CLIP, optax.sgd(0.1)), params)
+    """The norm of a stack that comes in slices counts each of them."""
+    params, tx = {"s": jnp.zeros((3, 8, 5))}, optax.chain(CLIP, optax.sgd(0.1))
+    program = trace_optimizer(tx, params)
     passes = passes_for(program, [Piece(0, (i,)) for i in range(3)])
     assert (passes.num_passes, passes.whole) == (2, set())
-    runner = PassRunner(open_store()._training, program, passes)
+    store = open_store()
+    jaxinf.smart_update(tx, store).init(params)
+    runner = PassRunner(store._training, program, passes)
     stack = np.asarray(jax.random.normal(jax.random.key(0), (3, 8, 5)))
-    runner._env = {}
+    runner.begin({})
     for i in range(3):
         runner.add(Piece(0, (i,)), stack[i])
-    (export,) = passes.part(0, 0).exports
-    np.testing.assert_allclose(runner._env[export], (stack**2).sum(), rtol=1e-6)
+    runner.advance()
+    _, norm = runner.inputs(0, stack[1], None).scalars
+    np.testing.assert_allclose(norm, np.sqrt((stack**2).sum()), rtol=1e-6)
 
 
 # --- failures -----------------------------------------------------------------------

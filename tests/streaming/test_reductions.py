@@ -61,7 +61,7 @@ def test_bits_of_each_run(monkeypatch, platform, is_wanted, flags, expected):
 
 
 def test_an_unknown_option_is_not_used(monkeypatch):
-    monkeypatch.setattr(compat.xla, "_LIBRARY_FUSIONS", "xla_cpu_no_such_option")
+    monkeypatch.setattr(compat.xla, "LIBRARY_FUSIONS", "xla_cpu_no_such_option")
     assert compat.without_library_reductions() is None
 
 

@@ -20,7 +20,7 @@ from jaxinf.store import StoreDirectory
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.resident import ResidentChooser, updated_in_place
-from jaxinf.streaming.program.units import Places
+from jaxinf.streaming.program.units import StoreUnits
 
 MEMORY_BYTES = 256 << 20
 TIER_BYTES = 64 << 10
@@ -294,8 +294,8 @@ def test_units_that_are_read_most_stay_first():
     program = ZOO["l2_penalty"](depth=3)
     ready = prepared(program)
     plan = ready.plan(MEMORY_BYTES)
-    places = Places(ready.traced.params, lambda *_: True)
-    units = sorted(map(places.unit, ready.gradient_pieces), key=lambda u: u.leaf)
+    store_units = StoreUnits(ready.traced.params, lambda *_: True)
+    units = sorted(map(store_units.unit, ready.gradient_pieces), key=lambda u: u.leaf)
     large = [unit for unit in units if unit.num_bytes == 4096]
     fetches = [Fetch(large[0], 0, 0), Fetch(large[1], 1, 1), Fetch(large[2], 2, 2)]
     fetches += [Fetch(large[1], 4, 4), Fetch(large[2], 9, 9)]
@@ -303,7 +303,7 @@ def test_units_that_are_read_most_stay_first():
     def chosen(resident):
         chooser = ResidentChooser(
             resident,
-            places,
+            store_units,
             units,
             Division(0, 0, MEMORY_BYTES, 0, 0, "memory_bytes"),
             lambda plan, division: fetches,
@@ -326,12 +326,12 @@ def test_units_that_are_read_most_stay_first():
 def test_a_unit_that_is_read_after_its_gradient_is_not_overwritten():
     ready = prepared(ZOO["tied_and_unused"]())
     calls = ready.plan(MEMORY_BYTES).calls.calls
-    places = Places(ready.traced.params, lambda *_: True)
-    in_place = updated_in_place(calls, places)
+    store_units = StoreUnits(ready.traced.params, lambda *_: True)
+    in_place = updated_in_place(calls, store_units)
     assert in_place
     reader = next(call for call in calls if call.pieces)
-    again = {places.unit(piece) for piece in reader.pieces}
-    assert updated_in_place([*calls, reader], places) == in_place - again
+    again = {store_units.unit(piece) for piece in reader.pieces}
+    assert updated_in_place([*calls, reader], store_units) == in_place - again
 
 
 @pytest.mark.parametrize("resident", ["some", -1, "2 apples", True])

@@ -73,8 +73,8 @@ def every_time(share, rate):
 @pytest.mark.parametrize("rate", [50.0, 1500.0, 1e9])
 @pytest.mark.parametrize("most_exhaustive", [1 << 20, 0], ids=["all", "searched"])
 def test_no_choice_is_faster(share, rate, most_exhaustive, monkeypatch):
-    monkeypatch.setattr(search, "_MOST_EXHAUSTIVE", most_exhaustive)
-    monkeypatch.setattr(search, "_LEAST_TRIED", most_exhaustive or 100)
+    monkeypatch.setattr(search, "MOST_EXHAUSTIVE", most_exhaustive)
+    monkeypatch.setattr(search, "LEAST_TRIED", most_exhaustive or 100)
     _, graph, plan = cut(6)
     budget, rates = budget_of(plan, share), profile(plan, rate)
     found = chosen(graph, plan, budget, rates)

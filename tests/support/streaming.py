@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import os
 import sys
 import time
@@ -15,7 +16,7 @@ from jaxinf.streaming import near_storage
 from jaxinf.streaming.move.params import MemoryParams, StoreParams
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.plan.plan import prepare
-from jaxinf.streaming.program.units import Places
+from jaxinf.streaming.program.units import StoreUnits
 from jaxinf.streaming.run import Runner
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "FORM_LIMITS",
     "assert_near",
     "assert_same_bits",
+    "bytes_held",
     "in_memory",
     "no_room_for_gradients",
     "numbers",
@@ -53,6 +55,12 @@ def in_memory(leaves):
     return params
 
 
+def bytes_held():
+    """Returns the memory of each params source that has some for reading."""
+    sources = (one for one in gc.get_objects() if isinstance(one, StoreParams))
+    return [source.held_bytes for source in sources if source.held_bytes]
+
+
 def read_ahead(reader, fetches, room_bytes, host_bytes=None):
     """Returns the params source of whole leaves, which a reader reads ahead."""
     units = sorted({fetch.unit for fetch in fetches}, key=lambda unit: unit.leaf)
@@ -62,7 +70,7 @@ def read_ahead(reader, fetches, room_bytes, host_bytes=None):
     ]
     device = jax.devices()[0]
     return StoreParams(
-        Places(leaves, lambda *_: True),
+        StoreUnits(leaves, lambda *_: True),
         reader,
         fetches,
         Resident(device, is_host=host_bytes is None),

@@ -6,7 +6,7 @@ import pytest
 
 from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreMismatchError
-from jaxinf.train.__main__ import _to_resume
+from jaxinf.train.__main__ import words_to_resume
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.loop import train
 
@@ -90,6 +90,6 @@ def test_a_restored_run_keeps_its_own_checkpoints(config, tmp_path):
     assert (root / "6" / "commit.json").read_text() != old
 
 
-def test_what_is_shown_to_resume_does_not_go_back_again():
-    assert _to_resume(["--restore", "4", "--steps", "8"]) == ["--steps", "8"]
-    assert _to_resume(["--steps", "8", "--restore=4"]) == ["--steps", "8"]
+def test_what_is_shownwords_to_resume_does_not_go_back_again():
+    assert words_to_resume(["--restore", "4", "--steps", "8"]) == ["--steps", "8"]
+    assert words_to_resume(["--steps", "8", "--restore=4"]) == ["--steps", "8"]

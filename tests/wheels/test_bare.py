@@ -22,7 +22,7 @@ origins = {
     compile_kernel(kernel, level=level).origin
     for kernel in standard_kernels().values() for level in toolchain.levels()
 }
-helpers = transfers.function(), block_codes._function(), rsqrt_estimates()[0] > 0
+helpers = transfers.function(), block_codes.function(), rsqrt_estimates()[0] > 0
 print(*origins, all(x is not None for x in helpers), len(standard_kernels()))
 """
 ANOTHER = """

@@ -26,7 +26,7 @@ from jaxinf.streaming.move.tensors import PINNED, Moved
 from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import piece_sharding
-from jaxinf.streaming.program.units import Places, Unit
+from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.typing import Array
 
 __all__ = ["MemoryParams", "Params", "StoreParams"]
@@ -143,7 +143,7 @@ class StoreParams(Params):
     can still read it.
 
     Args:
-      places: The store's units.
+      store_units: The store's units.
       reader: Reads them.
       fetches: The reads of each run, in order.
       resident: The units that stay.
@@ -164,7 +164,7 @@ class StoreParams(Params):
 
     def __init__(
         self,
-        places: Places,
+        store_units: StoreUnits,
         reader: StoreReader,
         fetches: Sequence[Fetch],
         resident: Resident,
@@ -180,7 +180,7 @@ class StoreParams(Params):
     ) -> None:
         self.counts = MoverCounts()
         self._together = together or Together()
-        self._places, self._reader, self._resident = places, reader, resident
+        self._store_units, self._reader, self._resident = store_units, reader, resident
         self._stays, self._in_place, self._gives = stays, in_place, gives
         self._is_shared, self._device = is_shared, device
         self._has_link = host_bytes is not None
@@ -240,7 +240,7 @@ class StoreParams(Params):
 
     def get(self, number: int, piece: Piece) -> jax.Array:
         """As `Params.get`."""
-        unit = self._places.unit(piece)
+        unit = self._store_units.unit(piece)
         if unit in self._stays:
             return self.again(piece)
         lasts = self._lasts[unit]
@@ -254,7 +254,7 @@ class StoreParams(Params):
 
     def again(self, piece: Piece) -> jax.Array:
         """As `Params.again`."""
-        unit = self._places.unit(piece)
+        unit = self._store_units.unit(piece)
         if unit in self._stays:
             return self._part(unit, piece, self._resident.get(unit))
         shards = unit.views(aligned(unit.held_bytes))
@@ -262,7 +262,7 @@ class StoreParams(Params):
         return self._part(unit, piece, unit.on_devices(shards))
 
     def _part(self, unit: Unit, piece: Piece, array: jax.Array) -> jax.Array:
-        part = self._places.part(unit, piece)
+        part = self._store_units.part(unit, piece)
         if not part.index and not part.rows:
             return array
         if unit.sharding is None:

@@ -26,7 +26,7 @@ from jaxinf.schedule.simulator import Trip, Trips
 from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.plan.memory import NUM_STAGED, Division
 from jaxinf.streaming.plan.plan import Plan
-from jaxinf.streaming.program.units import Places, Unit
+from jaxinf.streaming.program.units import StoreUnits, Unit
 
 __all__ = [
     "Reading",
@@ -106,7 +106,7 @@ class Reading(NamedTuple):
 
 def planned_fetches(
     plan: Plan,
-    places: Places,
+    store_units: StoreUnits,
     division: Division,
     can_take: Callable[[Unit], bool],
     stays: Container[Unit] = (),
@@ -115,7 +115,7 @@ def planned_fetches(
 
     Args:
       plan: The plan.
-      places: The store's units.
+      store_units: The store's units.
       division: Memory.
       can_take: Whether the update of a unit can take params that were read for a
         program.
@@ -125,7 +125,7 @@ def planned_fetches(
       BudgetError: The host has no room for params on their way to the device.
     """
     calls = plan.calls.calls
-    uses = [map(places.unit, call.pieces) for call in calls]
+    uses = [map(store_units.unit, call.pieces) for call in calls]
     fetches = tuple(fetch for fetch in fetches_of(uses) if fetch.unit not in stays)
     spare = max(0, division.programs - plan.peak_bytes)
     held = held_bytes(fetches, len(calls))
@@ -146,7 +146,7 @@ def planned_fetches(
             )
     fetches = hand_over(
         fetches,
-        completions(calls, places),
+        completions(calls, store_units),
         can_take,
         held=np.zeros_like(held) if is_staged else held,
         limit_bytes=limit,
@@ -155,30 +155,30 @@ def planned_fetches(
     return Reading(fetches, room)
 
 
-def staged_bytes(places: Places, plan: Plan, stays: Container[Unit]) -> int:
+def staged_bytes(store_units: StoreUnits, plan: Plan, stays: Container[Unit]) -> int:
     """Returns the host's memory that params take on their way to the device."""
     pieces = {piece for call in plan.calls.calls for piece in call.pieces}
-    units = (places.unit(piece) for piece in pieces)
+    units = (store_units.unit(piece) for piece in pieces)
     sizes = [unit.page_bytes for unit in units if unit not in stays]
     return NUM_STAGED * max(sizes, default=PAGE_BYTES)
 
 
 def reused_bytes(
-    fetches: Sequence[Fetch], calls: Sequence[Call], places: Places
+    fetches: Sequence[Fetch], calls: Sequence[Call], store_units: StoreUnits
 ) -> int:
     """Bytes that calls of a step find in memory, because a call before used them."""
     used = sum(
         unit.num_bytes
         for call in calls
-        for unit in {places.unit(piece) for piece in call.pieces}
+        for unit in {store_units.unit(piece) for piece in call.pieces}
     )
     return used - sum(fetch.unit.num_bytes for fetch in fetches)
 
 
-def completions(calls: Sequence[Call], places: Places) -> Mapping[Unit, int]:
+def completions(calls: Sequence[Call], store_units: StoreUnits) -> Mapping[Unit, int]:
     """Returns for each unit the number of the call that completes its gradient."""
     return {
-        places.unit(piece): number
+        store_units.unit(piece): number
         for number, call in enumerate(calls)
         for piece, _ in call.gradients
     }

@@ -17,7 +17,7 @@ from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.reads import completions
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.units import Places, Unit
+from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.terminal import given_bytes
 
 __all__ = [
@@ -99,7 +99,7 @@ class ResidentChooser:
 
     Attributes:
       resident: The option.
-      places: The store's units.
+      store_units: The store's units.
       updated: Units that are updated alone; others never stay.
       division: Memory.
       reads: Returns the reads of a plan's step with given memory.
@@ -112,7 +112,7 @@ class ResidentChooser:
     """
 
     resident: Resident
-    places: Places
+    store_units: StoreUnits
     updated: Collection[Unit]
     division: Division
     reads: Callable[[Plan, Division], Sequence[Fetch]]
@@ -136,8 +136,8 @@ class ResidentChooser:
         if not self._amount:
             return ResidentUnits()
         calls = plan.calls.calls
-        in_place = updated_in_place(calls, self.places, _read_again(plan))
-        twice = completions(calls, self.places).keys() - in_place
+        in_place = updated_in_place(calls, self.store_units, _read_again(plan))
+        twice = completions(calls, self.store_units).keys() - in_place
         sizes = {
             unit: unit.page_bytes * (2 if unit in twice else 1)
             for unit in sorted(self.updated, key=lambda unit: (unit.leaf, unit.index))
@@ -151,7 +151,9 @@ class ResidentChooser:
             units,
             in_place & units,
             sum(sizes[unit] for unit in chosen),
-            frozenset(piece for piece in pieces if self.places.unit(piece) in units),
+            frozenset(
+                piece for piece in pieces if self.store_units.unit(piece) in units
+            ),
         )
 
     @cached_property
@@ -187,7 +189,9 @@ def _read_again(plan: Plan) -> Sequence[Sequence[Piece]]:
 
 
 def updated_in_place(
-    calls: Sequence[Call], places: Places, again: Sequence[Sequence[Piece]] = ()
+    calls: Sequence[Call],
+    store_units: StoreUnits,
+    again: Sequence[Sequence[Piece]] = (),
 ) -> frozenset[Unit]:
     """Returns the units whose params no program reads when their gradient is there.
 
@@ -196,14 +200,14 @@ def updated_in_place(
 
     Args:
       calls: The calls of a step.
-      places: The store's units.
+      store_units: The store's units.
       again: By call, what may be read in addition just before it.
     """
     readers: dict[Unit, set[int]] = {}
     for read in ([call.pieces for call in calls], again):
         for number, pieces in enumerate(read):
             for piece in pieces:
-                readers.setdefault(places.unit(piece), set()).add(number)
+                readers.setdefault(store_units.unit(piece), set()).add(number)
 
     def is_over(reader: int, last: int) -> bool:
         if reader != last - 1:
@@ -213,7 +217,7 @@ def updated_in_place(
 
     return frozenset(
         unit
-        for unit, last in completions(calls, places).items()
+        for unit, last in completions(calls, store_units).items()
         if not unit.is_shared  # it is put together when the step has ended
         and all(is_over(reader, last) for reader in readers.get(unit, ()))
     )

@@ -35,14 +35,17 @@ from jaxinf.streaming.program.graph import Graph, Piece, num_bytes
 from jaxinf.streaming.program.programs import Programs
 from jaxinf.terminal import format_bytes
 
-__all__ = ["Choice", "Problem", "choose"]
+__all__ = ["LEAST_TRIED", "MOST_EXHAUSTIVE", "Choice", "Problem", "choose"]
 
-# No more choices of segments than these are searched completely.
-_MOST_EXHAUSTIVE = 128
+MOST_EXHAUSTIVE = 128
+"""No more choices of segments than these are searched completely."""
+
+LEAST_TRIED = 100
+"""At least so many sets are simulated, however many calls they have."""
+
 _NUM_CLIMBS = 8
-# So many calls are simulated in all, some 10 us each, and at least so many sets.
+# So many calls are simulated in all, some 10 us each.
 _MOST_CALLS = 16_000
-_LEAST_TRIED = 100
 
 _Chosen: TypeAlias = frozenset[tuple[int, Reach]]
 
@@ -150,7 +153,7 @@ def choose(problem: Problem, profile: Profile) -> Choice | None:
     search = _Search(problem, profile)
     rules = search.by_rule()
     options = search.options.values()
-    if math.prod(1 + len(own) for own in options) <= _MOST_EXHAUSTIVE:
+    if math.prod(1 + len(own) for own in options) <= MOST_EXHAUSTIVE:
         for chosen in product(*((None, *own) for own in options)):
             search.try_one(frozenset(filter(None, chosen)))
     else:
@@ -173,7 +176,7 @@ class _Search:
         times = profile.seconds_of(self._once)
         once_s = sum(times[call.program.key] for call in self._once.calls)
         num_calls = max(len(self._once.calls), 1)
-        self._most_tried = max(_LEAST_TRIED, _MOST_CALLS // num_calls)
+        self._most_tried = max(LEAST_TRIED, _MOST_CALLS // num_calls)
         self._bound_s = profile.num_parts * once_s + profile.outside_s
         segments = range(len(problem.programs.forward) - 1)
         self.options = {k: own for k in segments if (own := self._of(k))}

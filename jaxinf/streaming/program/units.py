@@ -1,4 +1,4 @@
-"""Places of the parts of params that programs read, in a store's leaves.
+"""The parts of params that programs read, in a store's leaves.
 
     memory   [ shard 0 | shard 1 | … ]      devices 0 … read shard 0 in place,
               each on an aligned address     so replicas take no memory of their own
@@ -24,7 +24,7 @@ from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.shards import Box
 from jaxinf.typing import Array
 
-__all__ = ["Places", "Unit", "part_counts"]
+__all__ = ["StoreUnits", "Unit", "part_counts"]
 
 # A leaf with smaller slices is one unit: they are not worth chunks of their own.
 MIN_SLICE_BYTES = 256 << 10
@@ -191,7 +191,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-class Places:
+class StoreUnits:
     """The units of a store.
 
     Args:

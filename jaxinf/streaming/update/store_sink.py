@@ -32,7 +32,7 @@ from jaxinf.streaming.program.shards import (
     shards_of,
     whole,
 )
-from jaxinf.streaming.program.units import Places, Unit
+from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.streaming.update.asked import Asked, Gathered
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.micro_batches import Sums
@@ -60,7 +60,7 @@ class StoreSink(Sink):
       program: The optimizer, traced.
       passes: Its passes over the gradients.
       compressor: Compresses gradients, if that is on.
-      places: The store's units.
+      store_units: The store's units.
       together: The processes that run the step.
       capacity_bytes: Bytes of gradients that may wait; one is always accepted.
       spill: Holds gradients until the last one arrives; None if none waits.
@@ -79,7 +79,7 @@ class StoreSink(Sink):
         program: UpdateProgram,
         passes: PassRunner,
         compressor: Compressor,
-        places: Places,
+        store_units: StoreUnits,
         together: Together,
         capacity_bytes: int,
         spill: Spill | None,
@@ -90,7 +90,7 @@ class StoreSink(Sink):
     ) -> None:
         self._training = training
         self._program = program
-        self._places, self._together = places, together
+        self._store_units, self._together = store_units, together
         self._stage = Stage("jaxinf-updates", capacity_bytes, _SHORT_BYTES)
         self._nonfinite: NonFinitePolicy = nonfinite
         self._copies = copies
@@ -262,7 +262,7 @@ class StoreSink(Sink):
         for piece, handed in taken:
             gradient = whole(handed)
             if piece.leaf in self._passes.passes.whole:
-                unit = self._places.unit(piece)
+                unit = self._store_units.unit(piece)
                 gathered = self._gathered(unit, piece, gradient)
                 if gathered is None:
                     continue
@@ -276,7 +276,7 @@ class StoreSink(Sink):
     def _update(self, taken: Sequence[Handed]) -> None:
         asked: dict[Unit, Asked] = {}
         for piece, gradient in taken:
-            unit = self._places.unit(piece)
+            unit = self._store_units.unit(piece)
             gathered = self._gathered(unit, piece, gradient)
             if gathered is None:
                 continue
@@ -302,7 +302,7 @@ class StoreSink(Sink):
         self, unit: Unit, piece: Piece, gradient: Gradient
     ) -> Gradient | None:
         """Returns the gradient of the whole unit; None while parts are missing."""
-        part = self._places.part(unit, piece)
+        part = self._store_units.part(unit, piece)
         if not part.index:
             return gradient
         gathered = self._gathering.setdefault(unit, Gathered(unit))

@@ -71,8 +71,8 @@ def test_machine_code_and_numpy_have_the_same_bits(
     coding = Coding("int8", values.dtype, 2**31 + 5)
     compiled = stored(coding, values)
     decoded = there_and_back(coding, values)
-    assert block_codes._function() is not None
-    monkeypatch.setattr(block_codes, "_function", lambda: None)
+    assert block_codes.function() is not None
+    monkeypatch.setattr(block_codes, "function", lambda: None)
     np.testing.assert_array_equal(stored(coding, values), compiled)
     np.testing.assert_array_equal(there_and_back(coding, values), decoded)
 

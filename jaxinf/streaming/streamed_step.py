@@ -1,0 +1,387 @@
+"""A training step that never has all params in memory, made by `jaxinf.stream`.
+
+    batch ─► programs, one after another ─► loss
+              ▲ params read ahead   │ gradients, each as soon as it is complete
+              └──────── store ◄─────┘ updated near storage; one commit a step
+
+Invariant: a step writes updates to the slot that is not committed. So a crash at any
+  point leaves the last committed step. A chunk that a step overwrites in place is
+  written after the step's last read of it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxinf.engine import (
+    Store,
+    StoreShape,
+    check_compressed,
+    check_processes,
+    describe,
+    distinct_shards,
+    gradient_forms,
+    keeps_feedback,
+    part_holders,
+)
+from jaxinf.errors import StreamError
+from jaxinf.program import UpdateProgram, averaged, trace_init
+from jaxinf.streaming.bound import Bound, Setup
+from jaxinf.streaming.function import Beside, StreamedFunction
+from jaxinf.streaming.metrics import StreamMetrics
+from jaxinf.streaming.near_storage import StoreEnds
+from jaxinf.streaming.plan.memory import check_mesh, return_freed_memory
+from jaxinf.streaming.plan.plan import Prepared, prepare
+from jaxinf.streaming.program.initial import initial_inputs, trace_params
+from jaxinf.streaming.program.meshes import (
+    mesh_of,
+    on_mesh,
+    outside_mesh,
+    sharded_like,
+    without_shardings,
+)
+from jaxinf.streaming.program.trace import abstract, check_params
+from jaxinf.streaming.program.units import part_counts
+from jaxinf.streaming.starting import (
+    INIT_SHARE,
+    Shard,
+    planned_leaves,
+    write_leaf,
+)
+from jaxinf.streaming.step import TrainingStep
+from jaxinf.streaming.update.micro_batches import first_part
+from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
+from jaxinf.typing import JsonValue, PyTree
+
+__all__ = ["StreamedStep"]
+
+
+class StreamedStep(TrainingStep):
+    """Made by `jaxinf.stream`; also a context manager. Not thread-safe.
+
+    ``loss, aux = step(batch)`` runs one step and starts its commit; aux is None without
+    `has_aux`.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        tx: optax.GradientTransformation,
+        store: Store,
+        setup: Setup,
+    ) -> None:
+        super().__init__(setup)
+        self.store = store
+        self._loss_fn = loss_fn
+        self._tx = averaged(tx, setup.options.average)
+        self._params: PyTree | None = None
+        self._functions: list[StreamedFunction] = []
+
+    # --- params --------------------------------------------------------------------
+
+    def init(
+        self,
+        init_fn: Callable[..., PyTree],
+        *args: Any,
+        batch: PyTree = None,
+        shardings: PyTree = None,
+    ) -> None:
+        """Makes the store's first step leaf by leaf, or resumes an existing store.
+
+        Args:
+          init_fn: ``init_fn(*args)`` returns the params. It is traced, and computed
+            only for a new store, one leaf at a time, with the bits of jitted `init_fn`.
+          args: Its arguments, such as a random key.
+          batch: Arrays, or shapes and dtypes, of a batch. With it a new store's chunks
+            suit the program: each slice of stacked layers has its own. Its steps are
+            planned and compiled here, before anything is written.
+          shardings: Tree of ``NamedSharding`` like the params, for several devices.
+
+        Raises:
+          StoreMismatchError: The store holds another tree or optimizer.
+          BudgetError: With `batch`, memory does not suffice for a step, or for making
+            a leaf; names a budget that does. Nothing is written.
+          StreamError: `init_fn` is not a function, or the loss function cannot be
+            streamed; nothing is written.
+        """
+        maker = trace_params(init_fn, *args)
+        self._start(
+            sharded_like(maker.avals, shardings),
+            lambda memory_bytes: map(distinct_shards, maker.compile(memory_bytes)),
+            batch,
+        )
+
+    def load(self, params: PyTree, *, batch: PyTree = None) -> None:
+        """Makes the store's first step from given params, or resumes a store.
+
+        Args:
+          params: Tree of arrays; memory-mapped ones are read leaf by leaf. Those on
+            several devices say how the store's leaves are sharded over them.
+          batch: As for `init`.
+
+        Raises:
+          StoreMismatchError: The store holds another tree or optimizer.
+          BudgetError: As for `init`.
+          StreamError: A leaf is not an array of floating-point numbers, or the loss
+            function cannot be streamed; nothing is written.
+        """
+        check_params(params)
+        leaves = jax.tree.leaves(params)
+        self._start(abstract(params), lambda _: map(distinct_shards, leaves), batch)
+
+    def _start(
+        self,
+        avals: PyTree,
+        leaves: Callable[[int], Iterable[Iterable[Shard]]],
+        batch: PyTree,
+    ) -> None:
+        ready = None if batch is None else self._traced(avals, batch)
+        with outside_mesh():
+            self._start_pieces(avals, leaves, ready)
+        if batch is not None:
+            self.compile(batch)
+
+    def _start_pieces(
+        self,
+        avals: PyTree,
+        leaves: Callable[[int], Iterable[Iterable[Shard]]],
+        ready: Prepared | None,
+    ) -> None:
+        pieces = () if ready is None else ready.gradient_pieces
+        training, whole = self.store._training, self._options.memory_bytes
+        held = check_params(avals)
+        mesh = mesh_of(avals)
+        check_mesh(mesh, self._options.policy)
+        check_processes(training.members, mesh)
+        plain = without_shardings(avals)
+        update = self._traced_optimizer(avals)
+        passes_for(update, pieces, is_alone=self._together.is_alone)
+        first = trace_init(self._tx, plain)
+        scalars, inputs = initial_inputs(first, jax.tree.leaves(plain))
+        compress, counts = self._options.compress, part_counts(held, pieces)
+        check_compressed(compress, update)
+        description = describe(
+            update,
+            first,
+            counts,
+            average=self._options.average,
+            has_feedback=keeps_feedback(compress),
+            forms=partial(gradient_forms, compress),
+            holders=() if self._together.is_alone else _holders(held, counts, mesh),
+        )
+        made: Iterator[Iterable[Shard]] = iter(())
+        if training.commit is None:
+            check = None
+            if ready is not None:
+                ends = self._ends_of(ready, update, training.shape(description))
+                check = partial(ends.fitted, ready)
+            budgets = self._options.budgets
+            made = iter(planned_leaves(budgets, leaves, check, self._together))
+        self._params = avals
+        if training.bind(description, may_create=True, uses_budget=False):
+            training.opened.limit_memory(whole // INIT_SHARE)
+            for number in range(len(held)):
+                # The next leaf is made in its memory.
+                write_leaf(training, description, number, next(made), inputs[number])
+            training.finish_initialisation(scalars)
+        self._num_skipped = training.opened.finished.skipped_steps
+        return_freed_memory()  # of traces and of the first params
+
+    def params(self, like: PyTree = None) -> PyTree:
+        """Returns the params of the last finished step; blocks until they are read.
+
+        Args:
+          like: Tree of arrays, or of shapes and dtypes, that gives each leaf its dtype
+            and sharding; by default that of `init` or `load`.
+
+        Raises:
+          StoreMismatchError: `like` is another tree than the store's.
+          StreamError: Without `like`, before `init` and `load`.
+          BaseException: The exception that stopped the store.
+        """
+        self._turns.settle()
+        return self.store.params(self._started() if like is None else like)
+
+    def _started(self) -> PyTree:
+        """Returns shapes, dtypes and shardings of the params."""
+        if self._params is None:
+            raise StreamError(
+                "jaxinf.stream: call step.init or step.load first; with a store that "
+                "has a step they resume it"
+            )
+        return self._params
+
+    # --- steps ---------------------------------------------------------------------
+
+    def __call__(
+        self, batch: PyTree, extra_args: Mapping[str, Any] | None = None
+    ) -> tuple[jax.Array, PyTree]:
+        """Runs one step; blocks until all its gradients are handed out.
+
+        Args:
+          batch: As the loss function takes it.
+          extra_args: This step's values of `stream`'s `extra_args`.
+
+        Returns:
+          The loss, and aux; None without `has_aux`.
+
+        Raises:
+          ValueError: `extra_args` has other names or shapes than `stream`'s.
+          NonFiniteGradientError: The step was refused; the store stays where it was.
+          BaseException: The exception that stopped the store.
+        """
+        return self._call(batch, extra_args)
+
+    def _prepare(self, batch: PyTree) -> Prepared:
+        return self._traced(self._started(), batch)
+
+    def _traced(self, avals: PyTree, batch: PyTree) -> Prepared:
+        options = self._options
+        part = first_part(batch, options.micro_batches)
+        ready = prepare(self._loss_fn, avals, part, has_aux=options.has_aux)
+        check_mesh(ready.traced.mesh, options.policy)
+        check_processes(self.store._training.members, ready.traced.mesh)
+        return ready.with_bits(is_deterministic=options.deterministic)
+
+    def _ends(self, ready: Prepared) -> StoreEnds:
+        program = self._traced_optimizer(self._params)
+        return self._ends_of(ready, program, self.store._training.opened)
+
+    def _ends_of(
+        self, ready: Prepared, program: UpdateProgram, shape: StoreShape
+    ) -> StoreEnds:
+        return StoreEnds(
+            self.store, program, ready, shape, self._setup, self._shared.resident
+        )
+
+    def _traced_optimizer(self, params: PyTree) -> UpdateProgram:
+        plain = without_shardings(params)
+        return trace_optimizer(self._tx, plain, self._options.extra_args)
+
+    def _take_turn(self, key: Any) -> Bound:
+        self.store._training.check()
+        bound = super()._take_turn(key)
+        self.store._training.opened.limit_memory(bound.store_bytes)
+        return bound
+
+    def _join(self) -> None:
+        self.store._training.join()
+
+    def function(
+        self, fn: Callable[..., Any], *, average: bool = False
+    ) -> StreamedFunction:
+        """Makes a function of the params without a gradient, in this step's memory.
+
+        Args:
+          fn: ``fn(params, batch)`` returns any pytree. Traced: no side effects.
+          average: Whether it is a function of the params' average instead.
+
+        Returns:
+          As `jaxinf.stream` without an optimizer; closed with this step.
+        """
+        options, last = self._options, self._last
+        made = StreamedFunction(
+            fn,
+            self.store,
+            Setup(options.of_function(), self._together),
+            step=Beside(
+                self._shared,
+                partial(_left, self._setup, last),
+                frozenset() if last is None else last.fitted.units.units,
+            ),
+            average=average,
+        )
+        if self._params is not None:
+            made.load(self._params)
+        self._functions.append(made)
+        return made
+
+    # --- control -------------------------------------------------------------------
+
+    @property
+    def metrics(self) -> StreamMetrics | None:
+        """Metrics of the last step; None before the first."""
+        bound = self._last
+        if bound is None or self.wear is None:
+            return None
+        return StreamMetrics.of(
+            bound.params.counts,
+            self._values,
+            bound.runner,
+            reused_bytes=bound.reused_bytes,
+            spilled_bytes=bound.sink.spilled_bytes,
+            waited_updates_s=self._waited_s,
+        )
+
+    def annotate(self, payload: JsonValue) -> None:
+        """Sets the caller's payload for the commit of the next step.
+
+        Blocks until the last step has ended.
+
+        Args:
+          payload: JSON: position in the data, random seeds, ….
+
+        Raises:
+          ValueError, TypeError: It is not JSON.
+        """
+        training = self.store._training
+        training.join()
+        training.annotate(training.opened.finished.step + 1, payload)
+
+    def close(self) -> None:
+        """Finishes the commit in flight and closes the store; idempotent."""
+        try:
+            self._close_bound()
+        finally:
+            self.store.close()
+
+    def _close_bound(self) -> None:
+        self._turns.settle()
+        for function in self._functions:
+            function.close()
+        super()._close_bound()
+        self._shared.resident.drop()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._close_bound()
+        finally:
+            self.store.__exit__(kind, error, trace)
+
+
+def _holders(
+    leaves: Sequence[jax.ShapeDtypeStruct],
+    counts: Sequence[tuple[int, ...]],
+    mesh: Mesh | None,
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Returns the processes that have each part of each leaf."""
+    return [
+        part_holders(leaf.sharding, leaf.shape, own)
+        for leaf, own in zip(on_mesh(leaves, mesh), counts, strict=True)
+    ]
+
+
+def _left(
+    setup: Setup, last: Bound | None, budgets: Mapping[str, int]
+) -> Mapping[str, int]:
+    """Returns what a step leaves of its budgets to a function."""
+    resident_bytes = 0 if last is None else last.runner.plan.resident_bytes
+    store_bytes = 0 if last is None else last.store_bytes
+    whole, left = budgets["memory_bytes"], dict(budgets)
+    if last is None or whole != setup.options.memory_bytes:
+        store_bytes = max(store_bytes, whole // INIT_SHARE)
+    left["memory_bytes"] -= store_bytes
+    name = "memory_bytes" if setup.limit.is_host else "device_memory_bytes"
+    if name in left:
+        left[name] -= resident_bytes
+    return left
