@@ -1,9 +1,10 @@
 """Fixtures of streaming."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from late_copies import LateCopies
 from streaming import CHUNKS
 
 import jaxinf
@@ -31,3 +32,12 @@ def streamed(open_store: Callable[..., jaxinf.Store]) -> Callable[..., Any]:
 def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the CPU a device with memory of its own."""
     monkeypatch.setattr(memory, "device_is_host", lambda device: False)
+
+
+@pytest.fixture
+def late(own_memory: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCopies]:
+    """Makes it one whose copies end late."""
+    del own_memory
+    model = LateCopies(monkeypatch)
+    yield model
+    model.settle()

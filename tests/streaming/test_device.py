@@ -10,7 +10,6 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.errors import StreamError
 from jaxinf.schedule.reads import Fetch
-from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.memory import DeviceLimit, divide
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import Unit
@@ -49,7 +48,7 @@ def params_of(fetches, device_pages, host_pages):
     return source, read_ahead(source, fetches, *sizes)
 
 
-def test_buffers_are_reused_only_after_their_copy():
+def gets_its_own_bits():
     fetches = [Fetch(unit(leaf), leaf, leaf) for leaf in range(12)]
     _, params = params_of(fetches, device_pages=12, host_pages=2)
     params.begin(lambda: None)
@@ -60,6 +59,18 @@ def test_buffers_are_reused_only_after_their_copy():
         assert array.sharding.memory_kind == "device"
         np.testing.assert_array_equal(array, np.full(1024, leaf, np.float32))
     params.close()
+
+
+@pytest.mark.usefixtures("late")
+def test_buffers_are_reused_only_after_their_copy():
+    gets_its_own_bits()
+
+
+@pytest.mark.usefixtures("late")
+def test_a_wait_that_is_left_out_is_noticed(monkeypatch):
+    monkeypatch.setattr(jax, "block_until_ready", lambda arrays: arrays)
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        gets_its_own_bits()
 
 
 def test_no_more_is_read_ahead_than_the_device_holds():
@@ -135,12 +146,12 @@ def trained(store, program, tx, policy, num_steps=3, **options):
         ),
     ],
 )
-def test_steps_have_the_same_bits(name, policy, tx, open_store, monkeypatch):
+def test_steps_have_the_same_bits(name, policy, tx, open_store, request):
     program = ZOO[name]()
     expected_losses, expected = trained(
         open_store("host", **CHUNKS), program, tx, policy
     )
-    monkeypatch.setattr(memory, "device_is_host", lambda device: False)
+    request.getfixturevalue("late")
     losses, found = trained(
         open_store("device", **CHUNKS),
         program,

@@ -76,7 +76,9 @@ class ValueMover:
 
 
 @pytest.fixture
-def mover(tmp_path, has_link):
+def mover(tmp_path, has_link, request):
+    if has_link:
+        request.getfixturevalue("late")
     folders = [tmp_path / "0", tmp_path / "1"]
     for folder in folders:
         folder.mkdir()

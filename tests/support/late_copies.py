@@ -1,0 +1,170 @@
+"""A model of an asynchronous accelerator on JAX's side: copies that end late.
+
+    jax.device_put ─► an array, not ready ─► programs before it end ─► source read
+
+A copy between the host and the device reads its source only then, so memory that is
+used again too early gives other values. ``late_device.py`` has the same for handlers of
+XLA. Copies are counted as XLA makes them on CUDA: what is neither registered nor pinned
+is copied through a pinned buffer of XLA's.
+"""
+
+import contextlib
+import itertools
+import time
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.sharding import Sharding
+
+__all__ = ["Copy", "LateCopies"]
+
+DELAY_S = 0.002
+ALIGNED_BYTES = 64
+
+
+class Copy(NamedTuple):
+    """A copy of an array.
+
+    Attributes:
+      source, target: Kinds of memory.
+      num_bytes: Its bytes.
+      count: How often they are copied on the way.
+    """
+
+    source: str
+    target: str
+    num_bytes: int
+    count: int
+
+
+class LateCopies:
+    """Has copies by `jax.device_put` to a sharding of one device end late.
+
+    Args:
+      monkeypatch: Takes its functions out of JAX again.
+
+    Attributes:
+      copies: Those that were begun.
+      calls: Number of copies in each call.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copies: list[Copy] = []
+        self.calls: list[int] = []
+        self._last: jax.Array | None = None
+        self._program: weakref.ref[jax.Array] | None = None
+        self._put, self._call = jax.device_put, jax.stages.Compiled.__call__
+        array = type(jnp.zeros(()))
+        start = array.copy_to_host_async
+
+        def called(program: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = self._call(program, *args, **kwargs)
+            for output in jax.tree.leaves(outputs)[:1]:
+                self._program = weakref.ref(output)
+            return outputs
+
+        def to_host(values: Any) -> None:
+            self.copies.append(Copy("device", "pageable", values.nbytes, 2))
+            start(values)
+
+        monkeypatch.setattr(jax, "device_put", self.device_put)
+        monkeypatch.setattr(jax.stages.Compiled, "__call__", called)
+        monkeypatch.setattr(array, "copy_to_host_async", to_host)
+
+    def device_put(self, x: Any, device: Any = None, **options: Any) -> Any:
+        """As `jax.device_put`; does not block."""
+        leaves, tree = jax.tree.flatten(x)
+        targets = jax.tree.leaves(device)
+        targets = targets * len(leaves) if len(targets) == 1 else targets
+        begun = len(self.copies)
+        found = [
+            self._copied(leaf, target, options)
+            for leaf, target in itertools.zip_longest(leaves, targets)
+        ]
+        if len(self.copies) > begun:
+            self.calls.append(len(self.copies) - begun)
+        return tree.unflatten(found)
+
+    def copied_bytes(self, target: str) -> int:
+        """Returns the bytes of all copies on the way to a kind of memory."""
+        found = [one for one in self.copies if one.target == target]
+        return sum(one.count * one.num_bytes for one in found)
+
+    def settle(self) -> None:
+        """Waits for all copies."""
+        if self._last is not None:
+            self._last.block_until_ready()
+
+    def _copied(self, source: Any, target: Any, options: Any) -> Any:
+        kind, count = self._kind(source), 1
+        if not isinstance(target, Sharding) or len(target.device_set) > 1:
+            return self._put(source, target, **options)
+        to = target.memory_kind or "device"
+        if kind == to:
+            return self._put(source, target, **options)
+        if kind == "pageable":
+            is_ready = source.flags.c_contiguous and not (
+                source.ctypes.data % ALIGNED_BYTES
+            )
+            count = 1 + (to == "device") + (not is_ready)
+        self.copies.append(Copy(kind, to, source.nbytes, count))
+        number = np.int32(next(_NUMBERS))
+        _SOURCES[int(number)] = source, self._program
+        copy = _copy(tuple(source.shape), np.dtype(source.dtype))
+        array, self._last = self._call(copy, number, self._pending())
+        return self._put(array, target)
+
+    def _kind(self, source: Any) -> str:
+        if isinstance(source, jax.Array):
+            return source.sharding.memory_kind or "device"
+        return "pageable" if isinstance(source, np.ndarray) else "none"
+
+    def _pending(self) -> jax.Array:
+        """Returns a number that is not there yet.
+
+        XLA runs a program with a callback at once if all its inputs are there.
+        """
+        if self._last is not None and not self._last.is_ready():
+            return self._last
+        return _busy()(jnp.ones((512, 512)))
+
+
+# The sources of copies that have not ended, and the programs before them.
+_SOURCES: dict[int, Any] = {}
+_NUMBERS = itertools.count()
+
+
+@cache
+def _busy() -> Any:
+    return jax.jit(lambda x: (x @ x @ x)[0, 0])
+
+
+@cache
+def _copy(shape: Sequence[int], dtype: np.dtype) -> Any:
+    """Returns a program that copies an array of this shape when `pending` is there."""
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    pending = jax.ShapeDtypeStruct((), jnp.float32)
+    avals = jax.ShapeDtypeStruct(shape, dtype), pending
+
+    def copy(number: jax.Array, pending: jax.Array) -> Any:
+        return io_callback(_read, avals, number, pending)
+
+    return jax.jit(copy).lower(number, pending).compile()
+
+
+def _read(number: Any, pending: Any) -> Any:
+    """Reads the source of a copy; on a thread of XLA's."""
+    source, program = _SOURCES.pop(int(number))
+    output = None if program is None else program()
+    if output is not None:
+        with contextlib.suppress(RuntimeError):  # its memory is another's now
+            output.block_until_ready()
+    time.sleep(DELAY_S)
+    return np.array(source), np.float32(0)
