@@ -19,7 +19,6 @@ With --timeline FILE the spans of a step are kept, for scripts/plot_timeline.py.
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -37,6 +36,7 @@ from flax import nnx
 from jaxinf_models import GPT2, PRESETS, abstract_params, loss, split
 
 import jaxinf
+from jaxinf.io import timeline
 from jaxinf.streaming import StreamedStep
 from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.plan import prepare
@@ -169,19 +169,18 @@ def pairwise(some: Sequence[float], others: Sequence[float]) -> list[float]:
 def keep_timeline(arguments: argparse.Namespace, streamed: Streamed) -> None:
     """Spans of the second of two steps, in seconds from its beginning."""
     streamed.turn(arguments, 0)
-    timeline = streamed.step.store._training.opened.timeline
     timeline.start()
     began_s = time.perf_counter()
     streamed.step(batch(arguments, 0))
     step_s = time.perf_counter() - began_s
     streamed.step.store.wait()
     time.sleep(DRAIN_S)
-    spans = [dataclasses.asdict(span) for span in timeline.stop()]
+    spans = [span._asdict() for span in timeline.stop()]
     for span in spans:
         span["began_s"] -= began_s
         span["ended_s"] -= began_s
     document = {"step_s": step_s, "spans": spans}
-    arguments.timeline.write_text(json.dumps(document) + "\n")
+    arguments.timeline.write_text(json.dumps(document, default=str) + "\n")
 
 
 def show_pair(turn: int, update: Trainer, streamed: Mapping[Policy, Streamed]) -> None:

@@ -13,7 +13,6 @@ With --timeline FILE the last step's spans are kept, for scripts/plot_timeline.p
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
@@ -29,6 +28,7 @@ from flax import nnx
 from jaxinf_models import GPT2, PRESETS, abstract_params, split
 
 import jaxinf
+from jaxinf.io import timeline
 from jaxinf.train.step import TrainStep, compile_train_step
 
 IDLE_S = 1.0
@@ -121,20 +121,18 @@ def keep_timeline(arguments: argparse.Namespace, store: Any, update: Trainer) ->
     """Writes the spans of the second of two steps, in seconds from its beginning."""
     data = batch(arguments, 0)
     update.step(data)
-    store._training.opened.timeline.start()
+    timeline.start()
     began = time.perf_counter()
     update.step(data)
     ended = time.perf_counter()
     store.wait()
     time.sleep(IDLE_S)
-    spans = [
-        dataclasses.asdict(span) for span in store._training.opened.timeline.stop()
-    ]
+    spans = [span._asdict() for span in timeline.stop()]
     for span in spans:
         span["began_s"] -= began
         span["ended_s"] -= began
     document = {"step_s": ended - began, "spans": spans}
-    arguments.timeline.write_text(json.dumps(document) + "\n")
+    arguments.timeline.write_text(json.dumps(document, default=str) + "\n")
 
 
 def figures(

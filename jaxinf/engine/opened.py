@@ -14,10 +14,10 @@ from jaxinf.engine.division import longest
 from jaxinf.engine.failure import StoreHealth
 from jaxinf.engine.members import Members
 from jaxinf.engine.options import StoreOptions
-from jaxinf.engine.pipeline import Timeline, TransferHandler
+from jaxinf.engine.pipeline import TransferHandler
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.io import ByteMeters
+from jaxinf.io import ByteMeters, span
 from jaxinf.store import (
     COMMIT,
     CommitAction,
@@ -45,7 +45,6 @@ class StoreRun:
       options: the options of `open_store`.
       health: whether the store can be used.
       meters: counters of bytes on drives and link.
-      timeline: times of its threads' work.
       new_id: the id of the store that this run makes, if there is none.
       members: the processes that have the store together.
     """
@@ -53,7 +52,6 @@ class StoreRun:
     options: StoreOptions
     health: StoreHealth
     meters: ByteMeters
-    timeline: Timeline
     new_id: str
     members: Members
 
@@ -62,7 +60,7 @@ class StoreRun:
         """Makes the run of a store about to be opened."""
         health = StoreHealth(options.path)
         new_id = uuid.uuid4().hex
-        return cls(options, health, ByteMeters(), Timeline(), new_id, members)
+        return cls(options, health, ByteMeters(), new_id, members)
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class OpenStore(StoreShape):
       commit: the committed step's record; None for a store that was just made.
 
     Attributes:
-      options, health, meters, timeline, members: of the run.
+      options, health, meters, members: of the run.
       directory: the files.
       chunks: the newest version of each chunk.
       fleet, csds: the CSDs that update the chunks.
@@ -110,8 +108,7 @@ class OpenStore(StoreShape):
         commit: CommitRecord | None,
     ) -> None:
         super().__init__(run.options, directory, csds.layouts)
-        self.health, self.meters, self.timeline = run.health, run.meters, run.timeline
-        self.members = run.members
+        self.health, self.meters, self.members = run.health, run.meters, run.members
         self.is_new = commit is None
         self.commit = commit or CommitRecord(step=0, scalar_state=())
         self.finished = self.commit
@@ -136,7 +133,6 @@ class OpenStore(StoreShape):
             num_workers=self.options.workers_of(len(self.csds)),
             num_kernels=self.fleet.num_kernels,
             failure=run.health.failure,
-            timeline=self.timeline,
         )
         self.handler.keep_in_memory(self.host_tier)
 
@@ -211,7 +207,7 @@ class OpenStore(StoreShape):
             CommitAction.FLIP: lambda: self.directory.flip(slot),
         }
         for action in COMMIT:
-            with self.timeline.span(_SPANS[action]):
+            with span(_SPANS[action], f"step {record.step}"):
                 actions[action]()
         self.chunks.end_commit()
         self.commit = self.finished = record

@@ -30,7 +30,7 @@ from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
 from jaxinf.engine.update_tasks import compute_nothing, kept_tasks, request_tasks
 from jaxinf.errors import StoreError
 from jaxinf.interrupts import Ending
-from jaxinf.io import ByteCounts
+from jaxinf.io import ByteCounts, span, timeline
 from jaxinf.layout import Subgroup
 from jaxinf.store import CommitRecord, ScalarState
 
@@ -144,7 +144,7 @@ class StepEngine:
                 _check_undoable(self._opened, self._arrivals)
             self._arrivals |= arrivals
             self._nan_scalars += bad
-        with self._opened.timeline.span("leaf"):
+        with span("leaf", self._shown(requests)):
             self._opened.handler.run(tasks)
         self._opened.meters.add(
             link_down_bytes=sum([one.link_down_bytes for one in found]),
@@ -173,7 +173,7 @@ class StepEngine:
             tasks = [
                 task for one in requests for task in recall_tasks(self._opened, one)
             ]
-        with self._opened.timeline.span("leaf"):
+        with span("leaf", self._shown(requests)):
             self._opened.handler.run(tasks)
         up_bytes = sum([request.out.nbytes for request in requests])
         self._opened.meters.add(link_up_bytes=up_bytes)
@@ -358,6 +358,12 @@ class StepEngine:
                 opened.handler.defer_writes(not opened.must_commit(step + 1))
                 self._is_open, self._started_s = True, time.monotonic()
 
+    def _shown(self, requests: Sequence[UpdateRequest | KeptLeaf | SlotRequest]) -> str:
+        """Names the leaves of requests while spans are recorded."""
+        if not timeline.is_recording:
+            return ""
+        return ", ".join(dict.fromkeys(self._name(one.leaf) for one in requests))
+
     def _name(self, leaf: int) -> str:
         return self._opened.directory.manifest.leaves[leaf].name
 
@@ -390,7 +396,7 @@ class StepEngine:
     ) -> None:
         opened = self._opened
         try:
-            with opened.timeline.span("drain"):
+            with span("drain", f"step {record.step}"):
                 opened.handler.drain()
             opened.chunks.end_step()
             opened.finished = record
@@ -427,7 +433,8 @@ class StepEngine:
     def _join_commit(self) -> None:
         """Waits for the thread, and forgets it then: an interrupt may end the wait."""
         if self._ending is not None:
-            self._ending.wait()
+            with span("wait", "commit"):
+                self._ending.wait()
             self._ending = None
 
 

@@ -1,4 +1,4 @@
-"""Direct file I/O, its aligned buffers, and counters of the bytes moved.
+"""Direct file I/O, its aligned buffers, and what was moved and done: bytes and times.
 
 Invariant: memory stays within the budget that the user set, every byte moved is
 counted once, and a failed call raises an error that names the file and the remedy.
@@ -23,6 +23,7 @@ from jaxinf.io.files import (
     write_json_atomically,
 )
 from jaxinf.io.meters import ByteCounts, ByteMeters
+from jaxinf.io.spans import add_span, span, timeline
 from jaxinf.io.support import supports_direct
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "ByteCounts",
     "ByteMeters",
     "DirectIO",
+    "add_span",
     "allocate_file",
     "check_holds",
     "check_regular",
@@ -42,8 +44,10 @@ __all__ = [
     "opened_to_write",
     "read_bounded",
     "read_into",
+    "span",
     "supports_direct",
     "sync_filesystem",
+    "timeline",
     "write_bytes_atomically",
     "write_from",
     "write_json_atomically",

@@ -73,6 +73,7 @@ from jaxinf.store.owned import hold_store, look_at_store, read_owned
 from jaxinf.store.owners import claim_csds
 from jaxinf.store.plans import (
     check_plans_folder,
+    drive_of,
     plan_damages,
     plans_folder,
     read_plan,
@@ -146,6 +147,7 @@ __all__ = [
     "create_store",
     "deal_to_members",
     "discard_store",
+    "drive_of",
     "dtype_of",
     "encode_path",
     "file_checksum",

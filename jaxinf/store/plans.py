@@ -16,8 +16,15 @@ from jaxinf.store.damage import Damage
 from jaxinf.store.documents import check_seal, no_document, read_document
 from jaxinf.store.schemas import PLAN
 
-__all__ = ["check_plans_folder", "plan_damages", "plans_folder", "read_plan"]
+__all__ = [
+    "check_plans_folder",
+    "drive_of",
+    "plan_damages",
+    "plans_folder",
+    "read_plan",
+]
 
+_FOLDER = "stream"
 _WHAT = "a plan of a streamed program"
 _REMEDY = "remove the file, and the program is planned anew (its bits may differ then)"
 
@@ -28,7 +35,7 @@ def check_plans_folder(store: Path) -> Path:
     Raises:
       StoreFormatError: There is something else.
     """
-    folder = store / "stream"
+    folder = store / _FOLDER
     if os.path.lexists(folder) and not stat.S_ISDIR(folder.lstat().st_mode):
         raise StoreFormatError(
             f"{folder}: expected the folder of streamed programs, found something "
@@ -50,6 +57,11 @@ def plans_folder(store: Path) -> Path:
     return folder
 
 
+def drive_of(folder: Path) -> str:
+    """Names the drive of a folder for files of a step: a store's, or below a root."""
+    return str(folder.parent if folder.name == _FOLDER else folder)
+
+
 def read_plan(path: Path) -> Mapping[str, Any]:
     """Reads a plan.
 
@@ -69,7 +81,7 @@ def read_plan(path: Path) -> Mapping[str, Any]:
 
 def plan_damages(store: Path) -> Iterator[Damage]:
     """Yields the plans of a store that cannot be used."""
-    folder = store / "stream"
+    folder = store / _FOLDER
     try:
         files = sorted(check_plans_folder(store).glob("*.json"))
     except StoreFormatError as error:

@@ -23,6 +23,7 @@ from jaxinf.io import (
     crc32c,
     crc32c_combine,
     read_into,
+    span,
 )
 from jaxinf.layout import (
     SCALES_ALIGNMENT_ELEMENTS,
@@ -77,6 +78,7 @@ def stored_pieces(
     *,
     piece_bytes: int = PIECE_BYTES,
     meters: ByteMeters | None = None,
+    drive: str | None = None,
 ) -> Iterator[Array]:
     """Yields the first bytes of a file, piece by piece; blocks.
 
@@ -88,6 +90,7 @@ def stored_pieces(
         raises if it is wrong.
       piece_bytes: length of a piece, a multiple of the page.
       meters: counts the bytes read.
+      drive: the drive that is busy meanwhile.
 
     Yields:
       uint8 arrays, each valid until the next is requested.
@@ -100,7 +103,8 @@ def stored_pieces(
     with pool.acquire(min(piece_bytes, num_bytes)) as buffer:
         for offset in range(0, num_bytes, piece_bytes):
             length = min(piece_bytes, num_bytes - offset)
-            read_into(file, buffer.array, offset, length, meters=meters)
+            with span("read", file.parent.name, drive=drive, num_bytes=length):
+                read_into(file, buffer.array, offset, length, meters=meters)
             sums.append((crc32c(buffer.array[:length]), length))
             if offset + length == num_bytes:
                 check(crc32c_combine(sums))
@@ -245,6 +249,7 @@ class StepReader:
             check,
             piece_bytes=(per_piece or self._piece_elements) * state.itemsize,
             meters=self._meters,
+            drive=str(self._place(leaf, number).parent),
         )
         start = 0
         for raw in pieces:
@@ -253,9 +258,11 @@ class StepReader:
             start += values.size
 
     def _file(self, leaf: LeafRecord, state: StateRecord, number: int) -> Path:
-        place = self._places[leaf.csds[number] if len(self._places) > 1 else 0]
         chunk = self._chunks_of(leaf, state)[number]
-        return place / leaf.array_name(state.name) / chunk.key
+        return self._place(leaf, number) / leaf.array_name(state.name) / chunk.key
+
+    def _place(self, leaf: LeafRecord, number: int) -> Path:
+        return self._places[leaf.csds[number] if len(self._places) > 1 else 0]
 
     def _chunks_of(self, leaf: LeafRecord, state: StateRecord) -> Sequence[Chunk]:
         key = leaf.path, state.codec == "scale"

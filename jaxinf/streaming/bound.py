@@ -257,9 +257,6 @@ class Ends(ABC):
         """Counters of the bytes on these drives."""
         return None
 
-    def record(self, began_s: float, ended_s: float) -> None:
-        """Notes the times between which a call ran."""
-
     def save(self, ready: Prepared, plan: Plan) -> None:
         """Saves a new plan's cuts, if bits have to last longer than this process."""
 
@@ -368,6 +365,5 @@ def _bound(
         ends.folders,
         replanner,
         ends.meters,
-        ends.record,
     )
     return replace(ends.bound(runner, fitted, sink), replanner=replanner)

@@ -94,10 +94,6 @@ class StoreParamsEnds(Ends):
         """As `Ends.passing_bytes`."""
         return staged_bytes(self._store_units, plan, stays)
 
-    def record(self, began_s: float, ended_s: float) -> None:
-        """As `Ends.record`."""
-        self._training.opened.timeline.add("program", began_s, ended_s)
-
     def _reads(self, plan: Plan, division: Division, stays: Set[Unit]) -> Reading:
         return planned_fetches(
             plan, self._store_units, division, self._takes_read, stays

@@ -3,7 +3,7 @@
 Invariant: nothing is measured for a step that ended early.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxinf.io import ByteMeters
@@ -75,14 +75,13 @@ def make_runner(
     folders: Sequence[PathLikeStr],
     replanner: "Replanner | None",
     meters: ByteMeters | None = None,
-    record: Callable[[float, float], None] = lambda began_s, ended_s: None,
 ) -> Runner:
     """Returns what runs a plan that was fitted; takes room on drives, blocks.
 
     Args:
       fitted: Its memory.
       plan: The plan, with the values that leave.
-      executables, record: As for `Runner`.
+      executables: As for `Runner`.
       folders: As for `Replanner`.
       replanner: What measures the calls; None if no one asks.
       meters: Counters of the bytes on drives.
@@ -96,7 +95,7 @@ def make_runner(
         check_tiers(tiers, fitted.host_bytes)
     values = make_values(plan, tiers, folders, meters)
     watch = None if replanner is None else replanner.watch
-    return Runner(plan, executables, record, values, watch)
+    return Runner(plan, executables, values, watch)
 
 
 class Replanner(Planner):

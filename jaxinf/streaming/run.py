@@ -19,6 +19,7 @@ from jax.dtypes import result_type
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.errors import StoreIOError
+from jaxinf.io import add_span, span
 from jaxinf.streaming.call_timer import Watch
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
@@ -162,7 +163,6 @@ class Runner:
     Args:
       plan: The plan; the runner keeps it without its graph.
       executables: As for `compile_plan`.
-      record: Takes the times between which each call ran, by `time.perf_counter`.
       values: Holds values between calls; by default in memory.
       watch: Measures the calls; None if no one asks.
 
@@ -175,13 +175,12 @@ class Runner:
         self,
         plan: Plan,
         executables: Executables | None = None,
-        record: Callable[[float, float], None] = lambda began_s, ended_s: None,
         values: Values | None = None,
         watch: Watch | None = None,
     ) -> None:
         self.values = Values() if values is None else values
         self.waited_s = 0.0
-        self._record, self._watch = record, watch
+        self._watch = watch
         self._executables = compile_plan(
             plan, {} if executables is None else executables
         )
@@ -225,7 +224,8 @@ class Runner:
             if output is not None:
                 self._await(output)
             began_s, ended_s = max(called_s, ended_s), time.perf_counter()
-            self._record(began_s, ended_s)
+            program = self.plan.calls.calls[number].program
+            add_span("program", program.name, began_s, ended_s)
             values.done(number)
             params.done(number)
 
@@ -266,7 +266,8 @@ class Runner:
 
     def _await(self, outputs: Any) -> None:
         began_s = time.perf_counter()
-        jax.block_until_ready(outputs)
+        with span("wait", "a program"):
+            jax.block_until_ready(outputs)
         self.waited_s += time.perf_counter() - began_s
 
     def _dispatch(

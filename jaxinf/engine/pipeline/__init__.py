@@ -11,6 +11,5 @@ Invariant: state passes only through buffers of the CSDs' budget, where its chec
 
 from jaxinf.engine.pipeline.handler import TransferHandler
 from jaxinf.engine.pipeline.task import Loads, Task
-from jaxinf.engine.pipeline.timeline import Span, Timeline
 
-__all__ = ["Loads", "Span", "Task", "Timeline", "TransferHandler"]
+__all__ = ["Loads", "Task", "TransferHandler"]

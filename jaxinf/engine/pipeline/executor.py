@@ -5,16 +5,15 @@ or returned.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from jaxinf.csd import Csd, CsdBuffer, Transfer
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.pipeline.drive_monitor import DriveMonitor
 from jaxinf.engine.pipeline.task import Loads, Task
-from jaxinf.engine.pipeline.timeline import Timeline
 from jaxinf.engine.pipeline.work import Compute, Load, Resident, Work, Write
-from jaxinf.io import crc32c
+from jaxinf.io import crc32c, span, timeline
 from jaxinf.store import Slot, StoreDirectory
 
 __all__ = ["Executor"]
@@ -28,7 +27,6 @@ class Executor:
       chunks: the slots to write, and the checksums.
       csds: the store's CSDs, by number.
       monitor: times the CSDs' requests.
-      timeline: records the times of units.
     """
 
     def __init__(
@@ -37,13 +35,12 @@ class Executor:
         chunks: ChunkTable,
         csds: Sequence[Csd],
         monitor: DriveMonitor,
-        timeline: Timeline,
     ) -> None:
         self._directory = directory
         self._chunks = chunks
         self._csds = csds
         self._monitor = monitor
-        self._timeline = timeline
+        self._drives = [str(directory.csd_directory(n)) for n in range(len(csds))]
 
     def perform(self, unit: Work) -> Sequence[Loads]:
         """Executes a unit; for a load, returns the result of `load`.
@@ -73,8 +70,8 @@ class Executor:
             for resident, states in load.items
             for state, slot in states
         ]
-        csd = load.items[0][0].task.csd
-        with self._request(csd, "read", transfers):
+        csd, found = load.items[0][0].task.csd, [resident for resident, _ in load.items]
+        with self._request(csd, "read", transfers, found):
             self._csds[csd].read(transfers)
         return [self._check_loaded(*item) for item in load.items]
 
@@ -89,7 +86,7 @@ class Executor:
         unchecked: list[tuple[int, Slot]] = []
         for state, slot in states:
             if self._chunks.checks_reads:
-                with self._timeline.span("checksum"):
+                with span("checksum"):
                     checksum = csd.checksum(resident.buffer, layout.extents[state])
                 if checksum is None:
                     unchecked.append((state, slot))
@@ -112,7 +109,8 @@ class Executor:
         if not task.runs_kernel:
             self._check_on_host(csd, task, resident.buffer, unchecked)
             unchecked = ()
-        with self._monitor.request(task.csd, "update"), self._timeline.span("update"):
+        what = self._leaves_of([resident])
+        with self._monitor.request(task.csd, "update"), span("update", what):
             wanted = [state for state, _ in unchecked]
             checksums = task.compute(csd, resident.buffer, wanted) or {}
         self._check_told(task, unchecked, checksums)
@@ -125,7 +123,7 @@ class Executor:
     ) -> None:
         """Verifies states that the host is about to read itself."""
         for state, slot in states:
-            with self._timeline.span("checksum"):
+            with span("checksum"):
                 checksum = crc32c(csd.view(buffer, task.layout.extents[state]))
             self._chunks.loaded(task.layout, state, slot, checksum)
 
@@ -152,7 +150,8 @@ class Executor:
             for resident, states in write.items
             for state in states
         ]
-        with self._request(write.csd, "write", transfers):
+        found = [resident for resident, _ in write.items]
+        with self._request(write.csd, "write", transfers, found):
             self._csds[write.csd].write(transfers)
 
     def _target(self, resident: Resident, state: int) -> Transfer:
@@ -163,7 +162,7 @@ class Executor:
 
     def _checksum(self, resident: Resident, state: int) -> int:
         csd, extent = self._csds[resident.task.csd], resident.task.layout.extents[state]
-        with self._timeline.span("checksum"):
+        with span("checksum"):
             checksum = csd.checksum(resident.buffer, extent)
             if checksum is None:  # no kernel has computed it
                 checksum = crc32c(csd.view(resident.buffer, extent))
@@ -171,8 +170,22 @@ class Executor:
 
     @contextlib.contextmanager
     def _request(
-        self, csd: int, kind: Literal["read", "write"], transfers: Sequence[Transfer]
+        self,
+        csd: int,
+        kind: Literal["read", "write"],
+        transfers: Sequence[Transfer],
+        residents: Iterable[Resident],
     ) -> Iterator[None]:
         lengths = [transfer.extent.num_bytes for transfer in transfers]
-        with self._monitor.request(csd, kind, lengths), self._timeline.span(kind):
+        place = {"drive": self._drives[csd], "num_bytes": sum(lengths)}
+        what = self._leaves_of(residents)
+        with self._monitor.request(csd, kind, lengths), span(kind, what, **place):
             yield
+
+    def _leaves_of(self, residents: Iterable[Resident]) -> str:
+        """Names the leaves of subgroups while spans are recorded."""
+        if not timeline.is_recording:
+            return ""
+        leaves = self._directory.manifest.leaves
+        numbers = dict.fromkeys(one.task.layout.subgroup.leaf for one in residents)
+        return ", ".join(leaves[number].name for number in numbers)

@@ -24,7 +24,6 @@ from jaxinf.engine.pipeline.queues import Queues
 from jaxinf.engine.pipeline.resources import CsdTraits, Limits
 from jaxinf.engine.pipeline.scheduling import has_next, next_own
 from jaxinf.engine.pipeline.task import Task, TaskGroup
-from jaxinf.engine.pipeline.timeline import Timeline
 from jaxinf.engine.pipeline.work import Compute, Load, Resident, Work, Write
 from jaxinf.errors import StoreError
 from jaxinf.layout import Subgroup
@@ -43,7 +42,6 @@ class TransferHandler:
       num_workers: number of requests that move bytes at once.
       num_kernels: number of tasks that compute at once; CSDs may allow fewer.
       failure: receives a task's error; once it is set, no more work is done.
-      timeline: records the workers' times.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class TransferHandler:
         num_workers: int,
         num_kernels: int,
         failure: Failure,
-        timeline: Timeline | None = None,
     ) -> None:
         self._path = directory.path
         self._chunks = chunks
@@ -64,9 +61,7 @@ class TransferHandler:
         self._monitor = drive_monitor.DriveMonitor(
             directory.manifest.csds or [str(directory.path)]
         )
-        self._executor = Executor(
-            directory, chunks, csds, self._monitor, timeline or Timeline()
-        )
+        self._executor = Executor(directory, chunks, csds, self._monitor)
         self._queues = Queues(_traits(csds), Limits(num_workers, num_kernels))
         lock = threading.RLock()
         self._to_do = threading.Condition(lock)  # for workers

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxinf.io import BufferPool
+from jaxinf.io import BufferPool, span
 from jaxinf.io.buffers import Buffer
 from jaxinf.io.pages import PAGE_BYTES
 from jaxinf.schedule.moves import Kind, Moves, Tensor
@@ -94,7 +94,7 @@ class Mover:
         name: str = "jaxinf-activations",
         reuses: bool = True,
     ) -> None:
-        self._has_link = has_link
+        self._has_link, self._name = has_link, name
         drives = list(threads)
         pool = BufferPool(max(read_bytes, PAGE_BYTES)) if reuses else None
         self._threads = _Threads(drives, name, pool, has_link=has_link)
@@ -263,7 +263,7 @@ class Mover:
 
     def _await(self, is_done: Callable[[], bool]) -> None:
         began_s = time.perf_counter()
-        with self._changed:
+        with span("wait", self._name), self._changed:
             self._changed.wait_for(lambda: is_done() or self._moves.error is not None)
             self._threads.counts.waited_s += time.perf_counter() - began_s
             if self._moves.error is not None:
@@ -339,14 +339,16 @@ class _Threads:
         with self.workers.timed(kind):
             match kind:
                 case "out":
-                    return tensor.copied_out()
+                    with span("out", tensor.key, num_bytes=tensor.value.nbytes):
+                        return tensor.copied_out()
                 case "write":
                     return tensor.write(part, bounce)
                 case "read":
                     return tensor.read(part, tensor.memory.array, bounce)
-                case "back" if tensor.host is not None:
+            with span("back", tensor.key, num_bytes=tensor.host_bytes):
+                if tensor.host is not None:
                     return tensor.copied_back(tensor.host)
-            return tensor.on_device(tensor.memory.array, has_link=True)
+                return tensor.on_device(tensor.memory.array, has_link=True)
 
 
 def drive_threads(num_drives: int) -> list[int]:

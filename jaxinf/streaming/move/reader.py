@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 
 from jaxinf.engine import ParamsReader, Training
+from jaxinf.io import span
 from jaxinf.streaming.move.resident import Version
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import Array
@@ -60,7 +61,8 @@ class StoreReader:
         """Fills arrays with a unit's shards; blocks."""
         assert self._reader is not None
         opened = self._training.opened
-        with opened.timeline.span("fetch"):
+        name = opened.directory.manifest.leaves[unit.leaf].name
+        with span("fetch", (name, *unit.index), num_bytes=unit.num_bytes):
             _read(self._reader, unit, shards)
         self._num_read += 1
         if self._num_read == self._num_first:

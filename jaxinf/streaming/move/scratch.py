@@ -21,9 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxinf.csd.throttled import Server
-from jaxinf.io import ByteMeters, read_into, write_from
+from jaxinf.io import ByteMeters, read_into, span, write_from
 from jaxinf.io.failures import translated
 from jaxinf.io.pages import PAGE_BYTES, page_ceil
+from jaxinf.store import drive_of
 from jaxinf.streaming.plan.forms import Coding, runs_of
 from jaxinf.typing import Array, PathLikeStr
 
@@ -111,6 +112,7 @@ class Scratch:
         self._meters = ByteMeters() if meters is None else meters
         self._limits = limits or RateLimits()
         self._content = content
+        self._drives = [drive_of(folder) for folder in self._folders]
         self._servers = [Server() for _ in folders]
         self._files: list[int] = []
         self._ends = [0] * len(folders)
@@ -162,13 +164,14 @@ class Scratch:
         self._ends = [0] * len(self._folders)
         self._next_drive = 0
 
-    def write(self, part: Part, raw: Array, bounce: Array) -> Part:
+    def write(self, part: Part, raw: Array, bounce: Array, what: object = "") -> Part:
         """Writes a part of a value; blocks.
 
         Args:
           part: The part.
           raw: The whole value, `uint8`, contiguous.
           bounce: Page-aligned memory for a part, which the drive reads.
+          what: Names the value in a timeline.
 
         Returns:
           The part to read, without a coding if its numbers cannot be coded.
@@ -187,7 +190,7 @@ class Scratch:
         if part.coding is None:
             padded[:length] = run
         padded[length:] = 0
-        with self._held_up(part.drive, length, self._limits.write):
+        with self._request("write", part.drive, length, self._limits.write, what):
             write_from(
                 self._path(part.drive),
                 padded,
@@ -198,13 +201,16 @@ class Scratch:
             )
         return part
 
-    def read(self, part: Part, out: Array, bounce: Array | None = None) -> None:
+    def read(
+        self, part: Part, out: Array, bounce: Array | None = None, what: object = ""
+    ) -> None:
         """Reads a part into the whole value's memory; blocks.
 
         Args:
           part: The part, as `write` has returned it.
           out: `uint8`, page-aligned, with room for the value in whole pages.
           bounce: As for `write`; only needed for a part that is coded.
+          what: As for `write`.
 
         Raises:
           StoreIOError: The drive failed.
@@ -214,7 +220,7 @@ class Scratch:
         if part.coding is not None:
             assert bounce is not None, "a coded part is read into memory of its own"
             target = bounce[:length]
-        with self._held_up(part.drive, length, self._limits.read):
+        with self._request("read", part.drive, length, self._limits.read, what):
             read_into(
                 self._path(part.drive),
                 target,
@@ -256,14 +262,22 @@ class Scratch:
         return f"{self._folders[drive]} (a file of {self._content})"
 
     @contextmanager
-    def _held_up(
-        self, drive: int, num_bytes: int, bytes_per_s: float | None
+    def _request(
+        self,
+        kind: str,
+        drive: int,
+        num_bytes: int,
+        bytes_per_s: float | None,
+        what: object,
     ) -> Iterator[None]:
-        end_s = self._servers[drive].reserve(num_bytes, bytes_per_s)
-        yield
-        delay_s = end_s - time.monotonic()
-        if delay_s > 0:
-            time.sleep(delay_s)
+        """Keeps the drive busy for as long as its limit says, and notes it."""
+        place = {"drive": self._drives[drive], "num_bytes": num_bytes}
+        with span(kind, (self._content, what), **place):
+            end_s = self._servers[drive].reserve(num_bytes, bytes_per_s)
+            yield
+            delay_s = end_s - time.monotonic()
+            if delay_s > 0:
+                time.sleep(delay_s)
 
 
 def aligned(num_bytes: int) -> Array:

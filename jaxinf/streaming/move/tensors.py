@@ -70,13 +70,13 @@ class Evicted(Moved):
     def write(self, part: int, bounce: Array) -> int:
         """Writes a part; returns its bytes on the drive. Blocks."""
         raw = raw_bytes(np.asarray(self.host))
-        written = self.scratch.write(self.place.parts[part], raw, bounce)
+        written = self.scratch.write(self.place.parts[part], raw, bounce, self.key)
         self.written.append(written)
         return written.num_bytes
 
     def read(self, part: int, out: Array, bounce: Array) -> int:
         """As `Moved.read`."""
-        self.scratch.read(self.written[part], out, bounce)
+        self.scratch.read(self.written[part], out, bounce, self.key)
         return self.written[part].num_bytes
 
     def copied_out(self) -> jax.Array:

@@ -5,14 +5,13 @@ ends a job runs under the lock, one at a time.
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxinf.io import BufferPool
+from jaxinf.io.spans import Clock
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.typing import Array
 
@@ -38,25 +37,6 @@ class Job(NamedTuple):
     ended: Callable[[Any, BaseException | None], None]
 
 
-@dataclass
-class _Clock:
-    """Adds up the time in which at least one job of a kind runs."""
-
-    num_running: int = 0
-    since_s: float = 0.0
-    total_s: float = 0.0
-
-    def start(self) -> None:
-        if not self.num_running:
-            self.since_s = time.perf_counter()
-        self.num_running += 1
-
-    def stop(self) -> None:
-        self.num_running -= 1
-        if not self.num_running:
-            self.total_s += time.perf_counter() - self.since_s
-
-
 class Workers:
     """Threads for some queues; they start with the first job.
 
@@ -80,7 +60,7 @@ class Workers:
         self._num_threads = num_threads
         self._jobs: list[deque[Job]] = [deque() for _ in num_threads]
         self._num_running = 0
-        self._clocks = {kind: _Clock() for kind in kinds}
+        self._clocks = {kind: Clock() for kind in kinds}
         self._threads: list[threading.Thread] = []
         self._is_resetting = False
         self._is_closed = False
@@ -109,9 +89,7 @@ class Workers:
     def take_s(self, kind: str) -> float:
         """Returns the time of a kind since the last call."""
         with self.changed:
-            clock = self._clocks[kind]
-            total_s, clock.total_s = clock.total_s, 0.0
-        return total_s
+            return self._clocks[kind].take_s()
 
     def reset(self) -> None:
         """Drops jobs that have not begun; blocks until none runs.
