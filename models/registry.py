@@ -141,7 +141,25 @@ def split(model: nnx.Module) -> tuple[Any, Params]:
 
 def abstract_params(config: ModelConfig) -> tuple[Any, Params]:
     """Like `split`, but with `jax.ShapeDtypeStruct`s, which take no memory."""
-    return split(nnx.eval_shape(lambda: make_model(config, rngs=nnx.Rngs(0))))
+    graphdef, leaves, tree = _abstract(config)
+    return graphdef, jax.tree.unflatten(tree, leaves)
+
+
+@functools.lru_cache(maxsize=64)
+def _abstract(config: ModelConfig) -> tuple[Any, list[Any], Any]:
+    rngs: Any = _OneKey()
+    graphdef, params = split(nnx.eval_shape(lambda: make_model(config, rngs=rngs)))
+    return graphdef, *jax.tree.flatten(params)
+
+
+class _OneKey:
+    """Stands for `nnx.Rngs` where no values are made.
+
+    Its counters take a trace time that grows with the square of a model's depth.
+    """
+
+    def params(self) -> jax.Array:
+        return jax.random.key(0)
 
 
 @functools.lru_cache(maxsize=64)

@@ -96,11 +96,15 @@ class Forecast:
     years: float | None
 
 
-def sizes_of(config: TrainConfig) -> Sizes:
+def sizes_of(
+    config: TrainConfig, description: StoreDescription | None = None
+) -> Sizes:
     """Computes the sizes of a run from its store's layout.
 
     Args:
       config: A run that `check` has returned.
+      description: What `describe_store` returns for it, or for a run with the same
+        model and optimizer; by default it is computed.
 
     Raises:
       JaxinfError: As `jaxinf.open_store` and `jaxinf.smart_update`.
@@ -114,7 +118,7 @@ def sizes_of(config: TrainConfig) -> Sizes:
         held = [x.size * x.dtype.itemsize for x in jax.tree.leaves(slots)]
         return Sizes(count, arrays + sum(held), 0, 0, 0, 0)
     is_streamed, stays = config.mode == "stream", config.resident == "params"
-    description = _described(config, params)
+    description = description or describe_store(config)
     options = {"csd": config.csd, "state": config.state, "master": config.master}
     with (
         tempfile.TemporaryDirectory() as place,
@@ -160,19 +164,25 @@ def num_operations(config: TrainConfig, batch: Batch) -> float:
     return float(costs["flops"])
 
 
-def forecast(config: TrainConfig, machine: Machine, operations: float) -> Forecast:
+def forecast(
+    config: TrainConfig,
+    machine: Machine,
+    operations: float,
+    description: StoreDescription | None = None,
+) -> Forecast:
     """Forecasts a step of a run on a machine.
 
     Args:
       config: A run that `check` has returned.
       machine: Where it shall run.
       operations: Of loss and gradient.
+      description: As for `sizes_of`.
 
     Raises:
       JaxinfError: As `sizes_of`.
       ValueError: The machine has no rate that the run needs.
     """
-    sizes = sizes_of(config)
+    sizes = sizes_of(config, description)
     tasks, used = _tasks(config, machine, sizes, operations)
     spans = run(tasks)
     step_s = max(span.end_s for span in spans)
@@ -357,9 +367,10 @@ def plan(config: TrainConfig, batch: Batch) -> RunPlan:
     try:
         machine = read_machine(config.machine)
         operations = num_operations(config, batch)
-        found = forecast(config, machine, operations)
+        own = None if config.mode == "memory" else describe_store(config)
+        found = forecast(config, machine, operations, own)
         changed = {
-            name: forecast(one, on, operations)
+            name: forecast(one, on, operations, own)
             for name, (one, on) in _changes(config, machine).items()
         }
     except ValueError as error:
@@ -385,8 +396,9 @@ def _changes(
     return found
 
 
-def _described(config: TrainConfig, params: PyTree) -> StoreDescription:
-    """Describes the store of a run."""
+def describe_store(config: TrainConfig) -> StoreDescription:
+    """Describes the store of a run; traces its optimizer, which takes seconds."""
+    params = abstract_params(config.model_config)[1]
     compress, tx = config.compression, averaged(make_optimizer(config), config.average)
     update = trace_optimizer(tx, params)
     check_compressed(compress, update)
