@@ -96,9 +96,7 @@ class Forecast:
     years: float | None
 
 
-def sizes_of(
-    config: TrainConfig, description: StoreDescription | None = None
-) -> Sizes:
+def sizes_of(config: TrainConfig, description: StoreDescription | None = None) -> Sizes:
     """Computes the sizes of a run from its store's layout.
 
     Args:
