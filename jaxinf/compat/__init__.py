@@ -75,6 +75,8 @@ library fusions of XLA      an option of its CPU compiler. Not there, or other n
 deterministic ops of XLA    an option of its GPU compiler. Not there, or another name:
                             compiling a streamed program fails and names it;
                             ``deterministic=False`` goes without
+``dma_map``                 of XLA's client, with ``dma_unmap``; not public. Not there:
+                            streamed params are copied once more on their way to a GPU
 Orbax's handler, key type   written to a checkpoint's metadata. Moved: Orbax restores it
                             only when it is told the handler
 ==========================  ==========================================================
@@ -155,6 +157,7 @@ from jaxinf.compat.xla import (
     DETERMINISTIC,
     cpu_client_threads,
     deterministic_options,
+    memory_registry,
     varies_between_runs,
     without_library_reductions,
 )
@@ -201,6 +204,7 @@ __all__ = [
     "is_tracing",
     "key_name",
     "manual_axes",
+    "memory_registry",
     "mesh_in_use",
     "missing_tasks",
     "multi_steps_of",

@@ -15,6 +15,7 @@ __all__ = [
     "LIBRARY_FUSIONS",
     "cpu_client_threads",
     "deterministic_options",
+    "memory_registry",
     "varies_between_runs",
     "without_library_reductions",
 ]
@@ -67,6 +68,20 @@ def deterministic_options(is_wanted: bool) -> dict[str, Any] | None:
 def varies_between_runs() -> bool:
     """Whether a program may have other bits in each run if nobody asks for the same."""
     return jax.default_backend() == "gpu" and DETERMINISTIC not in _xla_flags()
+
+
+def memory_registry(device: Any) -> Any:
+    """Returns where memory of the host is registered for copies to and from a device.
+
+    It is XLA's client, with `dma_map(address, size)` and `dma_unmap(address)`; what is
+    registered there is copied by `jax.device_put` without a copy in between. None
+    beside CUDA, or if this JAX's client has no such functions.
+    """
+    if device.platform not in ("cuda", "gpu"):
+        return None
+    client = device.client
+    is_known = hasattr(client, "dma_map") and hasattr(client, "dma_unmap")
+    return client if is_known else None
 
 
 def _xla_flags() -> str:

@@ -10,9 +10,10 @@ Invariant: memory that is lent or kept for reuse never exceeds the capacity.
 import contextlib
 import mmap
 import threading
+import warnings
 from collections import Counter
 from types import TracebackType
-from typing import Literal, overload
+from typing import Literal, Protocol, overload
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from jaxinf.errors import StoreClosedError
 from jaxinf.io.pages import page_ceil, page_floor
 from jaxinf.typing import Array
 
-__all__ = ["Buffer", "BufferPool"]
+__all__ = ["Buffer", "BufferPool", "Registry"]
 
 
 _HUGE_BYTES = 2 << 20
@@ -28,6 +29,21 @@ _HUGE_BYTES = 2 << 20
 
 _SLAB_BYTES = 8 << 20
 """Buffers that are mapped together are not longer than this in all."""
+
+
+class Registry(Protocol):
+    """Memory of the host that a device copies from, and to, by itself.
+
+    Both calls block. They raise `RuntimeError` if the device's driver refuses.
+    """
+
+    def dma_map(self, address: int, size: int) -> None:
+        """Registers whole pages of memory, which stay where they are."""
+        ...
+
+    def dma_unmap(self, address: int) -> None:
+        """Ends that; no copy is under way."""
+        ...
 
 
 class Buffer:
@@ -104,6 +120,11 @@ class BufferPool:
     holds buffers is never stuck behind one that waits for them. The pool cannot detect
     workers that wait for each other, so take one large buffer for a unit of work.
 
+    Args:
+      capacity_bytes: the budget.
+      registry: where all memory is registered as long as the pool has it; what is
+        refused there is lent all the same, with a warning.
+
     Attributes:
       capacity_bytes: the budget, rounded down to whole pages.
 
@@ -111,7 +132,9 @@ class BufferPool:
       ValueError: if the budget holds no page.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(
+        self, capacity_bytes: int, *, registry: Registry | None = None
+    ) -> None:
         self.capacity_bytes = page_floor(capacity_bytes)
         if self.capacity_bytes <= 0:
             raise ValueError(
@@ -119,6 +142,7 @@ class BufferPool:
                 f"give it at least {page_ceil(1)}"
             )
         self._changed = threading.Condition()
+        self._registry = registry
         self._idle: dict[int, list[_Mapping]] = {}
         self._idle_bytes = 0
         self._num_mapped: Counter[int] = Counter()  # by length
@@ -239,6 +263,9 @@ class BufferPool:
         room = self.capacity_bytes - self._used_bytes - self._idle_bytes
         most = min(self._num_mapped[num_bytes], _SLAB_BYTES // num_bytes)
         slab = _Mapping.slab(num_bytes, max(1, min(most, room // num_bytes)))
+        if self._registry is not None:
+            for mapping in slab:
+                mapping.register(self._registry)
         self._idle.setdefault(num_bytes, []).extend(slab)
         self._idle_bytes += num_bytes * len(slab)
         self._num_mapped[num_bytes] += len(slab)
@@ -272,10 +299,11 @@ class _Mapping:
       address: its address in the process's memory.
     """
 
-    __slots__ = ("_memory", "_start", "address", "array")
+    __slots__ = ("_memory", "_registry", "_start", "address", "array")
 
     def __init__(self, memory: mmap.mmap, start: int, num_bytes: int) -> None:
         self._memory = memory
+        self._registry: Registry | None = None
         self._start = start
         everything = np.frombuffer(memory, np.uint8)
         self.array: Array = everything[start : start + num_bytes]
@@ -289,8 +317,25 @@ class _Mapping:
         starts = range(first, first + num_bytes * num_parts, num_bytes)
         return [cls(memory, start, num_bytes) for start in starts]
 
+    def register(self, registry: Registry) -> None:
+        """Registers the memory until it is freed; warns if that is refused."""
+        try:
+            registry.dma_map(self.address, self.array.nbytes)
+        except RuntimeError as error:
+            warnings.warn(
+                f"{self.array.nbytes} bytes of the host could not be registered for a "
+                f"device's copies: {error}; they are copied once more on their way, "
+                "in pinned memory beside memory_bytes. Raise the limit of locked "
+                "memory (ulimit -l), or give less memory",
+                stacklevel=2,
+            )
+        else:
+            self._registry = registry
+
     def free(self) -> None:
         """Returns the pages to the system; they must not be lent."""
+        if self._registry is not None:
+            self._registry.dma_unmap(self.address)
         num_bytes = self.array.nbytes
         del self.array
         try:

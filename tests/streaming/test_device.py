@@ -1,5 +1,7 @@
 """Params on a device with memory of its own: the same path, forced on a CPU."""
 
+import contextlib
+
 import jax
 import numpy as np
 import optax
@@ -51,26 +53,56 @@ def params_of(fetches, device_pages, host_pages):
 def gets_its_own_bits():
     fetches = [Fetch(unit(leaf), leaf, leaf) for leaf in range(12)]
     _, params = params_of(fetches, device_pages=12, host_pages=2)
+    with contextlib.closing(params):
+        params.begin(lambda: None)
+        for leaf in range(12):
+            params.get(leaf, Piece(leaf))
+        for leaf in range(12):
+            array = params.get(leaf, Piece(leaf))
+            assert array.sharding.memory_kind == "device"
+            np.testing.assert_array_equal(array, np.full(1024, leaf, np.float32))
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_buffers_are_reused_only_after_their_copy(late, registers):
+    """Each param is copied once, or twice if no memory can be registered."""
+    late.registers = registers
+    gets_its_own_bits()
+    assert late.copied_bytes("device") == 12 * PAGE_BYTES
+    on_the_way = late.copied_bytes("pinned_host")
+    assert on_the_way == (0 if registers else 12 * PAGE_BYTES)
+    assert not late.registered
+
+
+def test_units_that_wait_are_copied_by_one_call(late):
+    fetches = [Fetch(unit(leaf), leaf, leaf) for leaf in range(12)]
+    _, params = params_of(fetches, device_pages=12, host_pages=12)
     params.begin(lambda: None)
     for leaf in range(12):
         params.get(leaf, Piece(leaf))
-    for leaf in range(12):
-        array = params.get(leaf, Piece(leaf))
-        assert array.sharding.memory_kind == "device"
-        np.testing.assert_array_equal(array, np.full(1024, leaf, np.float32))
     params.close()
+    assert sum(late.calls) == 12
+    assert max(late.calls) >= 3  # while two calls' copies are under way
 
 
-@pytest.mark.usefixtures("late")
-def test_buffers_are_reused_only_after_their_copy():
-    gets_its_own_bits()
+def test_memory_that_is_not_registered_is_copied_once_more(late, monkeypatch):
+    monkeypatch.setattr(late, "dma_map", fails)
+    with pytest.warns(UserWarning, match=r"could not be registered.*full.*ulimit -l"):
+        gets_its_own_bits()
+    assert late.copied_bytes("device") == 2 * 12 * PAGE_BYTES
 
 
-@pytest.mark.usefixtures("late")
-def test_a_wait_that_is_left_out_is_noticed(monkeypatch):
+def fails(*_):
+    raise RuntimeError("it is full")
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_a_wait_that_is_left_out_is_noticed(late, registers, monkeypatch):
+    late.registers = registers
     monkeypatch.setattr(jax, "block_until_ready", lambda arrays: arrays)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         gets_its_own_bits()
+    late.faults.clear()  # memory may have been unregistered meanwhile
 
 
 def test_no_more_is_read_ahead_than_the_device_holds():

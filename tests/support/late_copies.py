@@ -23,6 +23,9 @@ import pytest
 from jax.experimental import io_callback
 from jax.sharding import Sharding
 
+from jaxinf import compat
+from jaxinf.io.pages import PAGE_BYTES
+
 __all__ = ["Copy", "LateCopies"]
 
 DELAY_S = 0.002
@@ -35,17 +38,19 @@ class Copy(NamedTuple):
     Attributes:
       source, target: Kinds of memory.
       num_bytes: Its bytes.
-      count: How often they are copied on the way.
+      num_copies: How often they are copied on the way.
     """
 
     source: str
     target: str
     num_bytes: int
-    count: int
+    num_copies: int
 
 
 class LateCopies:
     """Has copies by `jax.device_put` to a sharding of one device end late.
+
+    It is a `Registry`, too: the one of its device, unless `registers` is false.
 
     Args:
       monkeypatch: Takes its functions out of JAX again.
@@ -53,11 +58,17 @@ class LateCopies:
     Attributes:
       copies: Those that were begun.
       calls: Number of copies in each call.
+      registers: Whether memory can be registered.
+      registered: Addresses of memory that is, and its bytes.
+      faults: What was done too early.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies: list[Copy] = []
         self.calls: list[int] = []
+        self.faults: list[str] = []
+        self.registers = True
+        self.registered: dict[int, int] = {}
         self._last: jax.Array | None = None
         self._program: weakref.ref[jax.Array] | None = None
         self._put, self._call = jax.device_put, jax.stages.Compiled.__call__
@@ -77,44 +88,61 @@ class LateCopies:
         monkeypatch.setattr(jax, "device_put", self.device_put)
         monkeypatch.setattr(jax.stages.Compiled, "__call__", called)
         monkeypatch.setattr(array, "copy_to_host_async", to_host)
+        registry = lambda _: self if self.registers else None  # noqa: E731
+        monkeypatch.setattr(compat, "memory_registry", registry)
 
     def device_put(self, x: Any, device: Any = None, **options: Any) -> Any:
         """As `jax.device_put`; does not block."""
         leaves, tree = jax.tree.flatten(x)
         targets = jax.tree.leaves(device)
         targets = targets * len(leaves) if len(targets) == 1 else targets
-        begun = len(self.copies)
+        begun: list[Copy] = []
         found = [
-            self._copied(leaf, target, options)
+            self._copied(leaf, target, options, begun)
             for leaf, target in itertools.zip_longest(leaves, targets)
         ]
-        if len(self.copies) > begun:
-            self.calls.append(len(self.copies) - begun)
+        if begun:
+            self.calls.append(len(begun))
+        self.copies += begun
         return tree.unflatten(found)
 
     def copied_bytes(self, target: str) -> int:
         """Returns the bytes of all copies on the way to a kind of memory."""
         found = [one for one in self.copies if one.target == target]
-        return sum(one.count * one.num_bytes for one in found)
+        return sum(one.num_copies * one.num_bytes for one in found)
+
+    def dma_map(self, address: int, size: int) -> None:
+        """As `Registry.dma_map`."""
+        if address % PAGE_BYTES or size % PAGE_BYTES or address in self.registered:
+            raise RuntimeError(f"{address}, {size}: expected other pages")
+        self.registered[address] = size
+
+    def dma_unmap(self, address: int) -> None:
+        """As `Registry.dma_unmap`."""
+        memory = range(address, address + self.registered.pop(address))
+        sources = [source for source, _ in _SOURCES.values()]
+        if any(isinstance(x, np.ndarray) and x.ctypes.data in memory for x in sources):
+            self.faults.append(f"{memory}: a copy is under way")
 
     def settle(self) -> None:
-        """Waits for all copies."""
+        """Waits for all copies; nothing was done too early."""
         if self._last is not None:
             self._last.block_until_ready()
+        assert not self.faults
 
-    def _copied(self, source: Any, target: Any, options: Any) -> Any:
+    def _copied(self, source: Any, target: Any, options: Any, begun: list[Copy]) -> Any:
         kind, count = self._kind(source), 1
         if not isinstance(target, Sharding) or len(target.device_set) > 1:
             return self._put(source, target, **options)
         to = target.memory_kind or "device"
         if kind == to:
             return self._put(source, target, **options)
-        if kind == "pageable":
-            is_ready = source.flags.c_contiguous and not (
-                source.ctypes.data % ALIGNED_BYTES
-            )
-            count = 1 + (to == "device") + (not is_ready)
-        self.copies.append(Copy(kind, to, source.nbytes, count))
+        if isinstance(source, np.ndarray):
+            flags, address = source.flags, source.ctypes.data
+            is_read_there = flags.c_contiguous and address % ALIGNED_BYTES == 0
+            count += not is_read_there
+            count += kind == "pageable" and to == "device"
+        begun.append(Copy(kind, to, source.nbytes, count))
         number = np.int32(next(_NUMBERS))
         _SOURCES[int(number)] = source, self._program
         copy = _copy(tuple(source.shape), np.dtype(source.dtype))
@@ -124,7 +152,12 @@ class LateCopies:
     def _kind(self, source: Any) -> str:
         if isinstance(source, jax.Array):
             return source.sharding.memory_kind or "device"
-        return "pageable" if isinstance(source, np.ndarray) else "none"
+        if not isinstance(source, np.ndarray):
+            return "none"
+        first, end = source.ctypes.data, source.ctypes.data + source.nbytes
+        known = list(self.registered.items())
+        is_own = any(start <= first and end <= start + size for start, size in known)
+        return "registered" if is_own else "pageable"
 
     def _pending(self) -> jax.Array:
         """Returns a number that is not there yet.

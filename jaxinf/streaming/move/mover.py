@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxinf.io import BufferPool, span
-from jaxinf.io.buffers import Buffer
+from jaxinf.io.buffers import Buffer, Registry
 from jaxinf.io.pages import PAGE_BYTES
 from jaxinf.schedule.moves import Kind, Moves, Tensor
+from jaxinf.streaming.move.link import Link
 from jaxinf.streaming.move.scratch import aligned
 from jaxinf.streaming.move.tensors import Moved
 from jaxinf.streaming.move.workers import THREADS_PER_DRIVE, Job, Workers
@@ -78,6 +79,10 @@ class Mover:
       read_bytes: Memory of the host for tensors that have been read.
       way_bytes: Memory of the host for tensors on their way to drives.
       device_bytes: Memory of the device for those that come by `load`.
+      pinned_bytes: Memory of the host for pinned copies of tensors that cross to the
+        device; one at a time always has room.
+      registry: Where memory is registered, from which the device copies without these;
+        None if there is none.
       name: Of the threads.
       reuses: Whether what was read is valid until `release` alone, and its memory is
         used again; otherwise it is valid as long as someone refers to it.
@@ -91,13 +96,18 @@ class Mover:
         read_bytes: int,
         way_bytes: int = 0,
         device_bytes: int = 0,
+        pinned_bytes: int = 0,
+        registry: Registry | None = None,
         name: str = "jaxinf-activations",
         reuses: bool = True,
     ) -> None:
-        self._has_link, self._name = has_link, name
+        self._name = name
         drives = list(threads)
-        pool = BufferPool(max(read_bytes, PAGE_BYTES)) if reuses else None
-        self._threads = _Threads(drives, name, pool, has_link=has_link)
+        capacity_bytes = max(read_bytes, PAGE_BYTES)
+        pool = BufferPool(capacity_bytes, registry=registry) if reuses else None
+        is_registered = pool is not None and registry is not None
+        link = Link(pinned_bytes, is_registered=is_registered) if has_link else None
+        self._threads = _Threads(drives, name, pool, link)
         self._workers = self._threads.workers
         self._changed = self._workers.changed
         self._moves: Moves[Any] = Moves(
@@ -170,7 +180,7 @@ class Mover:
         if tensor.error is not None:
             raise tensor.error
         if tensor.value is None:
-            tensor.value = tensor.on_device(tensor.memory.array, has_link=False)
+            tensor.value = tensor.in_place(tensor.memory.array)
         tensor.value = tensor.completed(tensor.value)
         return tensor.value
 
@@ -202,12 +212,12 @@ class Mover:
         tensor = self._moves.tensors[key]
         with self._changed:
             host, num_written = tensor.host, tensor.num_written
-        if host is not None:
-            return tensor.copied_back(host)
-        raw, bounce = aligned(tensor.host_bytes), aligned(PART_BYTES)
-        for part in range(num_written):
-            tensor.read(part, raw, bounce)
-        return tensor.on_device(raw, has_link=self._has_link)
+        if host is None:
+            host, bounce = aligned(tensor.host_bytes), aligned(PART_BYTES)
+            for part in range(num_written):
+                tensor.read(part, host, bounce)
+        link = self._threads.link
+        return tensor.in_place(host) if link is None else link.copied(tensor, host)
 
     def release(self, key: Hashable) -> None:
         """Frees the memory of a tensor that nothing reads any more.
@@ -229,6 +239,8 @@ class Mover:
           order: Keys of values that may be read ahead of `prefetch`, in order.
         """
         self._workers.reset()
+        if self._threads.link is not None:
+            self._threads.link.waiting.clear()
         self._moves.clear(order)
 
     def rest(self) -> None:
@@ -287,12 +299,11 @@ class _Threads:
         drives: Sequence[int],
         name: str,
         pool: BufferPool | None,
-        *,
-        has_link: bool,
+        link: Link | None,
     ) -> None:
-        self.pool = pool
+        self.pool, self.link = pool, link
         self._hops = {"out": len(drives), "back": len(drives) + 1}
-        queues = [*drives, *[1, 1] * has_link]
+        queues = [*drives, *([] if link is None else [1, link.num_calls])]
         self.workers = Workers(queues, ("write", "read", "out", "back"), name)
         self.counts = MoverCounts()
         self.ended: Callable[[Any, Kind, Any, BaseException | None], None]
@@ -310,6 +321,11 @@ class _Threads:
     def start(self, tensor: Moved, kind: Kind, part: int) -> None:
         is_hop = kind in self._hops
         queue = self._hops[kind] if is_hop else tensor.queue(part)
+        if kind == "back":
+            assert self.link is not None, "it has memory of its own"
+            self.link.waiting.append(tensor)
+            self.workers.submit(queue, Job(self._cross, lambda *_: None))
+            return
 
         def ended(found: Any, error: BaseException | None) -> None:
             if error is None:
@@ -343,12 +359,29 @@ class _Threads:
                         return tensor.copied_out()
                 case "write":
                     return tensor.write(part, bounce)
-                case "read":
+                case _:
                     return tensor.read(part, tensor.memory.array, bounce)
-            with span("back", tensor.key, num_bytes=tensor.host_bytes):
-                if tensor.host is not None:
-                    return tensor.copied_back(tensor.host)
-                return tensor.on_device(tensor.memory.array, has_link=True)
+
+    def _cross(self, bounce: Array) -> None:
+        """Copies what waits to the device, if another call has not; on a thread."""
+        del bounce
+        assert self.link is not None
+        with self.workers.changed:
+            batch = self.link.take()
+        if not batch:
+            return
+        num_bytes = sum(tensor.host_bytes for tensor in batch)
+        with (
+            self.workers.timed("back"),
+            span("back", batch[0].key, num_bytes=num_bytes),
+        ):
+            for tensor, found, error in self.link.cross(batch):
+                with self.workers.changed:
+                    if error is None:
+                        self._count(tensor, "back", found)
+                    self.ended(tensor, "back", found, error)
+                    self.workers.changed.notify_all()
+                del tensor, found, error
 
 
 def drive_threads(num_drives: int) -> list[int]:

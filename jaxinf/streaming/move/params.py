@@ -1,7 +1,8 @@
 """The params of a step: read ahead of the programs, or in memory.
 
     drive ─► buffer, which the device reads in place         a device with the host's
-    drive ─► buffer ─► pinned_host ─► device                 … with memory of its own
+    drive ─► registered buffer ─► device                     … with memory of its own
+    drive ─► buffer ─► pinned_host ─► device                 … that registers none
 
 Invariant: a unit is read ahead or stays, in all calls of a step and in its update.
 """
@@ -16,13 +17,15 @@ import jax
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
+from jaxinf import compat
 from jaxinf.engine import put_together
 from jaxinf.schedule.reads import Fetch
+from jaxinf.streaming.move.link import Crossing
 from jaxinf.streaming.move.mover import Mover, MoverCounts
 from jaxinf.streaming.move.reader import StoreReader
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.scratch import aligned
-from jaxinf.streaming.move.tensors import PINNED, Moved
+from jaxinf.streaming.move.tensors import Moved
 from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import piece_sharding
@@ -111,15 +114,15 @@ class _Fetched(Moved):
         self.reader.read(self.unit, self.unit.views(out))
         return self.unit.num_bytes
 
-    def on_device(self, raw: Array, *, has_link: bool) -> jax.Array:
-        shards, unit = self.unit.views(raw), self.unit
-        if not has_link:
-            return on_host_devices(unit, shards)
-        # Devices copy from one pinned array for each shard, maybe the buffer itself.
-        pinned = SingleDeviceSharding(self.device, memory_kind=PINNED)
-        copies = [jax.device_put(shard, pinned) for shard in shards]
+    def in_place(self, raw: Array) -> jax.Array:
+        return on_host_devices(self.unit, self.unit.views(raw))
+
+    def crossing(self, source: Any) -> Crossing:
         own = SingleDeviceSharding(self.device)
-        return jax.block_until_ready(unit.on_devices(copies, own))
+        return self.unit.places(self.unit.views(source), own)
+
+    def landed(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        return self.unit.of_parts(arrays)
 
     def completed(self, value: jax.Array) -> jax.Array:
         if self.unit.is_shared and self.device_bytes and not self.is_complete:
@@ -189,6 +192,8 @@ class StoreParams(Params):
             has_link=self._has_link,
             read_bytes=room_bytes if host_bytes is None else host_bytes,
             device_bytes=room_bytes,
+            pinned_bytes=max((one.unit.page_bytes for one in fetches), default=0),
+            registry=compat.memory_registry(device) if self._has_link else None,
             name="jaxinf-fetch",
         )
         self._fetches = fetches

@@ -6,6 +6,7 @@ it was coded.
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +14,11 @@ import jax
 import numpy as np
 
 from jaxinf.schedule.moves import Tensor
+from jaxinf.streaming.move.link import PINNED, Crossing
 from jaxinf.streaming.move.scratch import Part, Place, Scratch, raw_bytes
 from jaxinf.typing import Array
 
-__all__ = ["PINNED", "Evicted", "Moved"]
-
-PINNED = "pinned_host"
-"""The kind of memory of the host from which devices copy."""
+__all__ = ["Evicted", "Moved"]
 
 
 @dataclass(eq=False)
@@ -35,8 +34,20 @@ class Moved(Tensor, ABC):
         """Reads a part into the tensor's memory; returns its bytes on the drive."""
 
     @abstractmethod
-    def on_device(self, raw: Array, *, has_link: bool) -> Any:
-        """Returns the tensor on the device, from its memory, which that may read."""
+    def in_place(self, raw: Array) -> Any:
+        """Returns the tensor for a device that reads its memory."""
+
+    @abstractmethod
+    def crossing(self, source: Array | jax.Array) -> Crossing:
+        """Returns the arrays that are copied to devices with memory of their own.
+
+        Args:
+          source: Its memory, or an array on the host.
+        """
+
+    @abstractmethod
+    def landed(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Returns the tensor, from the copies of these arrays."""
 
     def completed(self, value: Any) -> Any:
         """Returns what the caller of `Mover.get` is given, on that thread."""
@@ -85,16 +96,22 @@ class Evicted(Moved):
         pinned = self._sharding.with_memory_kind(PINNED)
         return jax.block_until_ready(jax.device_put(self.value, pinned))
 
-    def copied_back(self, host: jax.Array) -> jax.Array:
-        """Returns a copy on the device; blocks."""
-        return jax.block_until_ready(jax.device_put(host, self._sharding))
-
-    def on_device(self, raw: Array, *, has_link: bool) -> Any:
-        """As `Moved.on_device`."""
-        num_elements = math.prod(self._shape)
-        array = np.frombuffer(raw, self._dtype, num_elements).reshape(self._shape)
+    def in_place(self, raw: Array) -> Any:
+        """As `Moved.in_place`."""
+        array = self._view(raw)
         if self._sharding is None:
             return array
-        if has_link:  # the pinned array may be `raw` itself, as on a CPU
-            array = jax.device_put(array, self._sharding.with_memory_kind(PINNED))
         return jax.block_until_ready(jax.device_put(array, self._sharding))
+
+    def crossing(self, source: Array | jax.Array) -> Crossing:
+        """As `Moved.crossing`."""
+        array = source if isinstance(source, jax.Array) else self._view(source)
+        return [(array, self._sharding)]
+
+    def landed(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """As `Moved.landed`."""
+        return arrays[0]
+
+    def _view(self, raw: Array) -> Array:
+        num_elements = math.prod(self._shape)
+        return np.frombuffer(raw, self._dtype, num_elements).reshape(self._shape)

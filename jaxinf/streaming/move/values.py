@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 
+from jaxinf import compat
 from jaxinf.io import ByteMeters
 from jaxinf.schedule.placement import NUM_COPIES, Stay, Tiers, occupancy
 from jaxinf.streaming.move.mover import Mover, MoverCounts, drive_threads
@@ -19,6 +20,7 @@ from jaxinf.streaming.move.scratch import Place, Scratch
 from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.plan.calls import Calls, Slot
 from jaxinf.streaming.plan.plan import Plan
+from jaxinf.streaming.program.meshes import default_device
 from jaxinf.typing import PathLikeStr
 
 __all__ = ["Values", "make_values"]
@@ -62,6 +64,7 @@ class Values:
             has_link=tiers is not None,
             read_bytes=tiers.buffer_bytes if tiers else _most_back(calls, self._places),
             way_bytes=tiers.leaving_bytes if tiers else 0,
+            registry=compat.memory_registry(default_device()) if tiers else None,
         )
         self.num_bytes = sum(place.num_bytes for place in self._places.values())
         self._lives = {slot: calls.lives[slot] for slot in evictions}

@@ -109,15 +109,27 @@ class Unit:
 
         Those that have the host's memory read the shards in place.
         """
+        places = self.places(shards, device)
+        return self.of_parts([jax.device_put(shard, place) for shard, place in places])
+
+    def places(
+        self, shards: Sequence[Array | jax.Array], device: Any = None
+    ) -> list[tuple[Array | jax.Array, Any]]:
+        """Returns shards with the devices that they go to, one for each replica."""
         if self.sharding is None:
-            return jax.device_put(shards[0], device)
+            return [(shards[0], device)]
         own = dict(zip(self.shards, shards, strict=True))
-        parts = [
-            jax.device_put(own[box], SingleDeviceSharding(device))
+        return [
+            (own[box], SingleDeviceSharding(device))
             for device, box in self._of_devices.items()
         ]
+
+    def of_parts(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """Returns the array of what is on its devices, in the order of `places`."""
+        if self.sharding is None:
+            return parts[0]
         return jax.make_array_from_single_device_arrays(
-            self.shape, self.sharding, parts
+            self.shape, self.sharding, list(parts)
         )
 
     def put_together(self, shards: Sequence[Array], *, in_place: bool) -> jax.Array:
