@@ -10,12 +10,13 @@ XRT_PACKAGES := libxrt1 libxrt-dev uuid-dev binutils g++
 SOURCES := pyproject.toml setup.py $(shell find jaxinf hls models -name '*.py' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 # Only these are collected by stages of few tests; importing all takes each process seconds.
-files-with = $(shell grep -rl --include='test_*.py' '$1' tests)
+files-with = $(shell grep -rlE --include='test_*.py' '$1' tests)
+LONG := mark\.long|family\(
 # Tests that pytest has rewritten are kept for the next stage, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train big bigger test test-long test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-faults faults wheels test-wheels docs docs-check docs-links coverage lint clean
+.PHONY: help train big bigger test test-long test-long-all test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-faults faults wheels test-wheels docs docs-check docs-links coverage lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -51,8 +52,11 @@ test: $(VENV)/installed  ## the test suite, on the installed package
 	$(BIN)/pytest -n auto --dist loadfile -m 'not faults and not hls and not cards and not long' \
 	  --ignore tests/models --ignore tests/faults --ignore tests/distributed --ignore tests/accelerators tests
 
-test-long: $(VENV)/installed  ## families that make test has a part of: every optimizer
-	$(BIN)/pytest -n auto -m long $(call files-with,mark.long)
+test-long: $(VENV)/installed  ## more members of families that make test has a part of
+	$(BIN)/pytest -n auto --dist worksteal -m 'long and not every' $(call files-with,$(LONG))
+
+test-long-all: $(VENV)/installed  ## the same for all members
+	$(BIN)/pytest -n auto --dist worksteal -m long $(call files-with,$(LONG))
 
 test-models: $(VENV)/installed  ## the models, and their PyTorch originals (installs torch)
 	$(BIN)/python -m pip install --quiet torch==2.13.0

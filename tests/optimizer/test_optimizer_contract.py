@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
 
 import jaxinf
 
@@ -33,6 +34,16 @@ ACCEPTED = [name for name, guarantee in GUARANTEES.items() if guarantee != "refu
 IN_SHORT = {
     "lion", "contrib.schedule_free_adamw", "noisy_sgd", "polyak_sgd",
     "apply_if_finite", "set_to_zero",
+}  # fmt: skip
+# Transformations that with a rate are an optimizer of this family.
+PARTS = {
+    *(f"scale_by_{name}" for name in (
+        "adadelta adam adamax adan amsgrad belief learning_rate lion novograd "
+        "optimistic_gradient polyak radam rms rprop rss sign trust_ratio yogi"
+    ).split()),
+    *(f"contrib.scale_by_{name}" for name in (
+        "acprop ademamix adopt cocob madgrad simplified_ademamix"
+    ).split()),
 }  # fmt: skip
 NUM_STEPS = 8
 # Losses of eight steps, each within 17 units of float32: 2e-6 each, at most.
@@ -144,19 +155,7 @@ def assert_same_bits(found, expected):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
-def each_of(names):
-    """Makes parameters of a test; those not in `IN_SHORT` are marked as long."""
-    return [
-        pytest.param(name, marks=[] if name in IN_SHORT else pytest.mark.long)
-        for name in names
-    ]
-
-
-def test_what_is_in_short_is_accepted():
-    assert set(ACCEPTED) > IN_SHORT
-
-
-@pytest.mark.parametrize("name", each_of(ACCEPTED))
+@pytest.mark.parametrize("name", family(ACCEPTED, short=IN_SHORT, beyond=PARTS))
 def test_contract(name, place):
     tx, names = make(name)
     plain = make_step(tx, names)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from families import family
 from program_styles import Killed, Run
 from public_styles import CHANGES, RESUMING, STYLES, run_style, source_of
 
@@ -35,11 +36,6 @@ def killing(*, at: int) -> Callable[[int], None]:
     return kill
 
 
-def in_make_test(*chosen: str) -> list:
-    marks = {name: [pytest.mark.long] for name in STYLES if name not in chosen}
-    return [pytest.param(name, marks=marks.get(name, [])) for name in STYLES]
-
-
 @pytest.mark.parametrize("style", STYLES)
 def test_lines_changed(style):
     plain, changed = source_of(style, {}), source_of(style, CHANGES[style])
@@ -49,7 +45,7 @@ def test_lines_changed(style):
         assert changed_lines(changed, both) == RESUMING_LINES.get(style, 4)
 
 
-@pytest.mark.parametrize("style", in_make_test("nanodo", "equinox_frozen"))
+@pytest.mark.parametrize("style", family(STYLES, short=["nanodo", "equinox_frozen"]))
 def test_losses_are_optax_s_and_a_restart_goes_on_to_the_bit(place, style):
     for name in ("plain", "whole", "parts"):
         (place / name).mkdir()
@@ -93,7 +89,14 @@ run_style(style, all_changes(style), Run(Path(sys.argv[2]), kill=kill))
 """
 
 
-@pytest.mark.parametrize("style", in_make_test("purejaxrl"))
+# Two programs that save, each in a way of its own, and two that go on from the store
+# alone. The others are interrupted by an exception above.
+NOT_KILLED = {*STYLES} - {"lm1b", "big_vision", "seq2seq", "equinox_rnn", "purejaxrl"}
+
+
+@pytest.mark.parametrize(
+    "style", family(STYLES, short=["purejaxrl"], beyond=NOT_KILLED)
+)
 def test_a_program_that_is_killed_goes_on_to_the_bit(place, run_python, style):
     for name in ("whole", "parts"):
         (place / name).mkdir()

@@ -9,6 +9,7 @@ import numpy as np
 import program_styles
 import pytest
 import saving_programs
+from families import BEYOND
 from program_styles import STYLES, Killed, run_changed, run_plain
 
 
@@ -88,9 +89,13 @@ def test_a_program_that_is_killed_goes_on_to_the_bit(place, run_python, style):
         ("lm1b", "background", [15]),
         ("nanodo", "background", [16]),
         *(
-            pytest.param(form, way, range(2, 21, 3), marks=pytest.mark.long)
-            for form in saving_programs.FORMS
-            for way in ("sync", "background")
+            pytest.param(form, way, points, marks=marks)
+            for i, form in enumerate(saving_programs.FORMS)
+            for j, way in enumerate(("sync", "background"))
+            for points, marks in (
+                (range(3 + 2 * i + j, 21, 8), pytest.mark.long),
+                (range(2, 21, 3), BEYOND),
+            )
         ),
     ],
 )

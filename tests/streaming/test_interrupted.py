@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import threading
+from itertools import product
 from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 import pytest
+from covering import covering
+from families import BEYOND
 from streamed_run import CHUNKS, NUM_STEPS, TX, finished, open_step, train
 from streaming import until_it_waits
 from zoo import ZOO
@@ -344,14 +347,11 @@ def test_damaged_params_are_named_and_not_trained_on(open_store):
 
 # --- Ctrl-C at each line ---------------------------------------------------------
 
-CASES = [
-    ("store", policy, parts, again)
-    for policy in ("recompute", "keep", "offload", "plan")
-    for parts in (1, 4)
-    for again in ("", "again")
-]
-CASES += [("memory", p, n, "again") for _, p, n, again in CASES if again]
-CASES += [("function", "recompute", 1, again) for again in ("", "again")]
+AXES = ("store", "memory"), ("recompute", "keep", "offload", "plan"), (1, 4)
+AXES += (("", "again"),)
+FUNCTIONS = [("function", "recompute", 1, again) for again in AXES[-1]]
+CASES = [*product(*AXES), *FUNCTIONS]
+PAIRS = [*covering(2, *AXES), FUNCTIONS[1]]
 
 # All lines of all cases take hours: JAXINF_INTERRUPTS=1 pytest -m long -k any_line …
 EVERY = int(os.environ.get("JAXINF_INTERRUPTS", "100"))
@@ -362,8 +362,12 @@ EVERY = int(os.environ.get("JAXINF_INTERRUPTS", "100"))
     ("every", "what", "policy", "parts", "again"),
     [
         (120, "store", "recompute", 4, "again"),
-        pytest.param(40, "store", "recompute", 4, "again", marks=pytest.mark.long),
-        *(pytest.param(EVERY, *case, marks=pytest.mark.long) for case in CASES),
+        *(
+            pytest.param(
+                EVERY, *case, marks=pytest.mark.long if case in PAIRS else BEYOND
+            )
+            for case in CASES
+        ),
     ],
 )
 def test_after_ctrl_c_at_any_line_the_next_step_runs(

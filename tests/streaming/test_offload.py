@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import optax
 import pytest
+from families import family
 from nameless_files import failing
 from streaming import assert_same_bits, in_memory, prepared, streamed
-from zoo import ZOO
+from zoo import ONLY_PLANNED, QUICKEST, ZOO
 
 import jaxinf
 from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
@@ -34,24 +35,7 @@ def plans(ready, policies=("keep", "offload")):
     return [ready.plan_of(cuts, policy) for policy in policies]
 
 
-LONG = ("linen", "linen_dropout", "linen_remat", "linen_scan", "conv_batch_norm")
-LONG += ("linen_scan_remat_dropout", "gpt2_bfloat16", "nnx_batch_norm", "haiku")
-LONG += ("equinox_cast_first", "moe_map", "scan_nested", "stack_by_index", "u_net")
-LONG += (
-    "gpt2_nano",
-    "scan_twice_cast",
-    "fori_loop",
-    "recurrent",
-    "micro_batches",
-    "vmapped_heads",
-    "moe_cond",
-)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.long] if n in LONG else []) for n in ZOO],
-)
+@pytest.mark.parametrize("name", family(ZOO, short=QUICKEST, beyond=ONLY_PLANNED))
 def test_bits_are_those_of_keep(name, tmp_path):
     program = ZOO[name]()
     keep, offload = plans(prepared(program))

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from classify_optimizers import BITS, cases
+from families import family
 
 import jaxinf
 
@@ -27,6 +28,18 @@ TESTED = [name for name in STREAMED if "scale_by" not in name]
 CASES = cases()
 # `make test` has one optimizer for each way of working, of a family of a hundred.
 IN_SHORT = {"adamw", "lars", "lamb", "clip_by_global_norm", "contrib.prodigy"}
+# One pass, element by element, without arguments: as adamw, but for their kernels,
+# which the contract of optimizers has.
+AS_ADAMW = set(
+    "sgd; sgd, nesterov; adam; adabelief; adadelta; adamax; adamaxw; adan; amsgrad; "
+    "nadam; nadamw; optimistic_adam; optimistic_adam_v2; optimistic_gradient_descent; "
+    "radam; rmsprop; rprop; sign_sgd; signum; yogi; contrib.acprop; contrib.ademamix; "
+    "contrib.adopt; contrib.madgrad; contrib.simplified_ademamix; add_decayed_weights; "
+    "chain; clip; ema; identity; scale; stateless; stateless_with_tree_map; trace; "
+    "with_extra_args_support; zero_nans; keep_params_nonnegative; named_chain".split(
+        "; "
+    )
+)
 NUM_STEPS = 3
 MEMORY_BYTES = 64 << 20
 # Units in the last place of a leaf's largest element, after all steps.
@@ -96,13 +109,7 @@ def train(name, open_store):
     return step, expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in IN_SHORT else pytest.mark.long)
-        for name in TESTED
-    ],
-)
+@pytest.mark.parametrize("name", family(TESTED, short=IN_SHORT, beyond=AS_ADAMW))
 def test_an_optimizer_is_that_of_optax(name, open_store, monkeypatch):
     has_bits = name.split(",")[0] in BITS
     if not has_bits:
@@ -116,10 +123,6 @@ def test_an_optimizer_is_that_of_optax(name, open_store, monkeypatch):
     traffic, planned = step.store.metrics.traffic, step.traffic
     assert traffic.drive_read_bytes <= planned.drive_read_bytes
     assert traffic.drive_write_bytes <= planned.drive_write_bytes
-
-
-def test_those_in_short_are_streamed():
-    assert set(TESTED) > IN_SHORT
 
 
 def test_what_optax_wraps_is_known_by_its_state(place):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
 from streaming import (
     FORM_LIMITS,
     assert_same_bits,
@@ -15,7 +16,7 @@ from streaming import (
     relative_error,
     streamed,
 )
-from zoo import ZOO, normal
+from zoo import ONLY_PLANNED, QUICKEST, ZOO, normal
 
 import jaxinf
 from jaxinf.errors import StreamError
@@ -29,17 +30,10 @@ from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.streaming.run import CompiledMemory
 
 TX = optax.adam(1e-2)
-LONG = ("linen", "linen_dropout", "linen_remat", "linen_scan", "conv_batch_norm")
-LONG += ("linen_scan_remat_dropout", "gpt2_bfloat16", "nnx_batch_norm", "haiku")
-LONG += ("equinox_cast_first", "moe_map", "scan_nested", "stack_by_index", "u_net")
-LONG += ("gpt2_nano", "scan_twice_cast", "fori_loop", "recurrent", "micro_batches")
-LONG += ("vmapped_heads", "moe_cond")
+ONLY_OFFLOADED = {*ZOO} - QUICKEST - ONLY_PLANNED
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.long] if n in LONG else []) for n in ZOO],
-)
+@pytest.mark.parametrize("name", family(ZOO, short=QUICKEST, beyond=ONLY_OFFLOADED))
 def test_bits_are_those_of_keep(name, tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "SMALL_BYTES", 1)
     program = ZOO[name]()
