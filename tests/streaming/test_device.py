@@ -183,7 +183,7 @@ def test_steps_have_the_same_bits(name, policy, tx, open_store, request):
     expected_losses, expected = trained(
         open_store("host", **CHUNKS), program, tx, policy
     )
-    request.getfixturevalue("late")
+    late = request.getfixturevalue("late")
     losses, found = trained(
         open_store("device", **CHUNKS),
         program,
@@ -192,6 +192,8 @@ def test_steps_have_the_same_bits(name, policy, tx, open_store, request):
         device_memory_bytes=64 << 20,
     )
     assert losses == expected_losses
+    ways = {(one.source, one.target, one.num_copies) for one in late.copies}
+    assert ways == {("registered", "device", 1), ("device", "pinned_host", 1)}
     for key, array in expected.items():
         np.testing.assert_array_equal(found[key], array, err_msg=str(key))
 

@@ -14,12 +14,10 @@ from typing import Any, TypeAlias
 
 import jax
 
+from jaxinf.streaming.program.shards import PINNED
 from jaxinf.typing import Array
 
-__all__ = ["PINNED", "Crossing", "Link"]
-
-PINNED = "pinned_host"
-"""The kind of memory of the host from which devices copy."""
+__all__ = ["Crossing", "Link"]
 
 Crossing: TypeAlias = list[tuple[Array | jax.Array, Any]]
 """Arrays on the host, and where each of them goes."""

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf.streaming.move.scratch import aligned
-from jaxinf.streaming.program.shards import shards_of
+from jaxinf.streaming.program.shards import handed_out, shards_of
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import Array
 
@@ -91,7 +91,7 @@ class Resident:
         """Returns the shards of a unit's params on the host, for its update."""
         if self._is_host:
             return self._on_host[unit]
-        return shards_of(self.get(unit), unit.shards)
+        return shards_of(handed_out(self.get(unit), copies=True), unit.shards)
 
     def target(self, unit: Unit) -> Sequence[Array]:
         """Returns memory for the new params: where `take`'s are, if that is possible.

@@ -14,8 +14,9 @@ import jax
 import numpy as np
 
 from jaxinf.schedule.moves import Tensor
-from jaxinf.streaming.move.link import PINNED, Crossing
+from jaxinf.streaming.move.link import Crossing
 from jaxinf.streaming.move.scratch import Part, Place, Scratch, raw_bytes
+from jaxinf.streaming.program.shards import PINNED
 from jaxinf.typing import Array
 
 __all__ = ["Evicted", "Moved"]

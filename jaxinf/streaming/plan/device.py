@@ -12,6 +12,7 @@ from typing import Any
 from jaxinf.errors import StreamError
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.memory import DeviceLimit
+from jaxinf.streaming.program.shards import PINNED
 from jaxinf.terminal import format_bytes
 
 __all__ = ["PINNED_VARIABLE", "check_pinned", "device_limit", "mesh_limit"]
@@ -20,7 +21,6 @@ PINNED_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """The variable that bounds the pinned memory of XLA's CUDA client."""
 
 _PREALLOCATE_VARIABLE = "XLA_PYTHON_CLIENT_PREALLOCATE"
-_PINNED_KIND = "pinned_host"
 _DEFAULT_PINNED_GIB = 64
 _FREE_SHARE = 0.9
 # What a pool may have of what XLA wanted for it, before something else has the rest.
@@ -127,10 +127,10 @@ def _pinned_gib() -> int:
 
 def _check_kinds(device: Any) -> None:
     kinds = {memory.kind for memory in device.addressable_memories()}
-    if _PINNED_KIND in kinds:
+    if PINNED in kinds:
         return
     raise StreamError(
-        f"{_name(device)}: expected memory of the kind {_PINNED_KIND!r}, from which "
+        f"{_name(device)}: expected memory of the kind {PINNED!r}, from which "
         f"the device copies params, found {', '.join(sorted(kinds)) or 'none'}; "
         "upgrade the JAX plugin of this platform, or use JAX_PLATFORMS=cpu"
     )

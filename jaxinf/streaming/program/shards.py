@@ -1,4 +1,4 @@
-"""Gradients on several devices, handled by the distinct shards of this process.
+"""Gradients on several devices or on their way to the host, by this process's shards.
 
 Invariant: replicas of a shard have the same bits, so one of them is enough.
 """
@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinf.typing import Array
 
 __all__ = [
+    "PINNED",
     "Box",
     "Gradient",
     "ShardedGradient",
@@ -23,6 +24,10 @@ __all__ = [
     "shards_of",
     "whole",
 ]
+
+
+PINNED = "pinned_host"
+"""The kind of memory of the host from and to which devices copy."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +66,32 @@ class Box:
 
 
 class ShardedGradient:
-    """A gradient on several devices: one replica of each shard in this process.
+    """A gradient by shards: one replica of each in this process.
 
     Args:
       array: The gradient. Its other replicas may be freed.
+      copies: Whether to start a copy to pinned memory of the host, which is read in
+        place; nothing here holds the device's memory then.
+      stays: Whether it stays on its device, too.
+
+    Attributes:
+      on_device: The gradient, if it stays there.
     """
 
-    def __init__(self, array: jax.Array) -> None:
+    def __init__(
+        self, array: jax.Array, *, copies: bool = False, stays: bool = False
+    ) -> None:
         self.shape: tuple[int, ...] = array.shape
         self.dtype = np.dtype(array.dtype)
+        self.on_device = array if stays else None
         self._parts: dict[Box, jax.Array] = {}
         for shard in array.addressable_shards:
             self._parts.setdefault(Box.of(shard.index, self.shape), shard.data)
+        if copies:
+            parts = list(self._parts.values())
+            pinned = [part.sharding.with_memory_kind(PINNED) for part in parts]
+            on_host = jax.device_put(parts, pinned)
+            self._parts = dict(zip(self._parts, on_host, strict=True))
 
     @property
     def nbytes(self) -> int:
@@ -84,11 +103,6 @@ class ShardedGradient:
         if self._parts.keys() != set(boxes):
             return None
         return tuple(np.asarray(self._parts[box]) for box in boxes)
-
-    def copy_to_host_async(self) -> None:
-        """Starts to copy the shards to the host."""
-        for part in self._parts.values():
-            part.copy_to_host_async()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Gathers the whole, with zeros for shards of other processes; blocks."""
@@ -103,7 +117,7 @@ class ShardedGradient:
 
 
 Gradient: TypeAlias = jax.Array | Array | ShardedGradient
-"""A gradient on one device, on the host, or on several devices."""
+"""A gradient on one device, on the host, or by shards."""
 
 
 def shards_of(gradient: Gradient, boxes: Sequence[Box]) -> Sequence[Array]:
@@ -137,23 +151,27 @@ def _gather(sharding: NamedSharding) -> Any:
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 
-def handed_out(gradient: jax.Array | Array, *, copies: bool = False) -> Gradient:
+def handed_out(
+    gradient: jax.Array | Array, *, copies: bool = False, stays: bool = False
+) -> Gradient:
     """Returns a program's gradient without the replicas on other devices.
 
     Args:
       gradient: The gradient.
       copies: Whether to start its copy to the host.
+      stays: Whether one on a single device stays there, too.
     """
     if not isinstance(gradient, jax.Array):
         return gradient
-    found = gradient if len(gradient.devices()) == 1 else ShardedGradient(gradient)
-    if copies:
-        found.copy_to_host_async()
-    return found
+    is_alone = len(gradient.devices()) == 1
+    if is_alone and not copies:
+        return gradient
+    return ShardedGradient(gradient, copies=copies, stays=stays and is_alone)
 
 
 def whole(gradient: Gradient) -> jax.Array | Array:
-    """Returns a gradient as one array; gathers it if it is on several devices."""
-    if isinstance(gradient, ShardedGradient):
-        return np.asarray(gradient)
-    return gradient
+    """Returns a gradient as one array: on its device if it is there, or gathered."""
+    if not isinstance(gradient, ShardedGradient):
+        return gradient
+    on_device = gradient.on_device
+    return np.asarray(gradient) if on_device is None else on_device

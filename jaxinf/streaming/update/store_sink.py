@@ -66,8 +66,8 @@ class StoreSink(Sink):
       spill: Holds gradients until the last one arrives; None if none waits.
       sums: Adds gradients up over parts of a batch; None for one part.
       nonfinite: The effect of a non-finite gradient.
-      copies: Whether gradients are copied to the host, from a device with memory of
-        its own.
+      copies: Whether gradients are copied to pinned memory of the host, from a device
+        with memory of its own.
 
     Attributes:
       spill, sums: As given.
@@ -136,7 +136,10 @@ class StoreSink(Sink):
         if self._is_gathered and self._passes.looks_at(piece.leaf):
             gradient = gathered(gradient)
         with self._together.holding():
-            self._stage.put(piece, handed_out(gradient, copies=self._copies))
+            stays = self._looks_first(piece.leaf)
+            own = handed_out(gradient, copies=self._copies, stays=stays)
+            del gradient
+            self._stage.put(piece, own)
 
     def finish(
         self,
@@ -221,6 +224,13 @@ class StoreSink(Sink):
         else:
             self._defer(taken)
 
+    def _looks_first(self, leaf: int) -> bool:
+        """Whether a pass computes something of a leaf's gradient where that is made."""
+        passes = self._passes.passes
+        is_summed = self.spill is None or self.sums is not None
+        is_whole = leaf in passes.whole
+        return not is_summed and not is_whole and passes.part(0, leaf) is not None
+
     @property
     def _is_refused(self) -> bool:
         return bool(self._bad) and self._nonfinite != "allow"
@@ -260,15 +270,14 @@ class StoreSink(Sink):
         # An update that overwrites a step cannot be undone if a later one is refused.
         is_checked = self._training.options.rewrites_steps
         for piece, handed in taken:
-            gradient = whole(handed)
             if piece.leaf in self._passes.passes.whole:
                 unit = self._store_units.unit(piece)
-                gathered = self._gathered(unit, piece, gradient)
+                gathered = self._gathered(unit, piece, handed)
                 if gathered is None:
                     continue
-                piece, gradient = Piece(unit.leaf), np.asarray(gathered)
-            self._passes.add(piece, gradient)
-            array = np.asarray(gradient)  # it need not stay on the device
+                piece, handed = Piece(unit.leaf), np.asarray(gathered)
+            self._passes.add(piece, whole(handed))
+            array = np.asarray(handed)  # it need not stay on the device
             if is_checked and not is_finite(array):
                 self._bad.append(self._program.leaves[piece.leaf].info.name)
             self.spill.put(piece, array)
