@@ -186,8 +186,10 @@ class Ends(ABC):
         def divided() -> JsonValue:
             nonlocal read
             division = self.divided(ready, budgets)
-            check_pinned(self.setup.device, division.staged)
-            if options.policy in ("offload", "plan"):
+            leaves = options.policy in ("offload", "plan")
+            pool_bytes = division.pool_bytes(with_values=leaves)
+            check_pinned(self.setup.device, pool_bytes)
+            if leaves:
                 division = division.without(
                     writing_bytes(self.num_drives), "writing its values to drives"
                 )
@@ -236,6 +238,7 @@ class Ends(ABC):
         if division.staged:
             if plan.is_offloaded:
                 host_bytes -= self.passing_bytes(plan, stays)
+                host_bytes //= division.pool_factor
                 temps = compiled_temp_bytes(plan, executables)
                 check_leaving(
                     plan.ways,

@@ -34,7 +34,7 @@ class Fitted:
       units: What stays.
       division: Memory, without that of what stays.
       host_bytes: Memory of the host for values that leave a device with memory of its
-        own.
+        own, without what a pool takes beside it.
       reads: Returns the reads of params; None if all are in memory.
       is_saved: Whether the store has the plan already.
     """
@@ -72,7 +72,8 @@ class Fitted:
             return Reading((), 0), self.division
         division, tiers = self.division, self.tiers(plan.calls)
         if tiers is not None and tiers.host_bytes:
-            division = division.without(tiers.host_bytes, "keeping values")
+            pool_bytes = division.pool_factor * tiers.host_bytes
+            division = division.without(pool_bytes, "keeping values")
         return self.reads(plan, division, self.units.units), division
 
     def loads(self, calls: Calls, peak_bytes: int) -> Trips:

@@ -12,7 +12,7 @@ from jaxinf.errors import StreamError
 from jaxinf.streaming import bound
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
-from jaxinf.streaming.plan.memory import DeviceLimit
+from jaxinf.streaming.plan.memory import DeviceLimit, divide
 
 GIB = 1 << 30
 H100 = "NVIDIA H100 80GB HBM3"
@@ -46,9 +46,11 @@ def reserved(monkeypatch):
 
 def test_the_default_is_what_a_device_has_free():
     device = Device(bytes_limit=3000, bytes_in_use=1000, pool_bytes=3000)
-    expected = DeviceLimit(1800, is_host=False, spare_bytes=200)
+    expected = DeviceLimit(1800, is_host=False, spare_bytes=200, pool_factor=2)
     assert device_limit(device, None) == expected
-    assert device_limit(device, 5) == DeviceLimit(5, is_host=False)
+    given = DeviceLimit(5, is_host=False, pool_factor=2)
+    assert device_limit(device, 5) == given
+    assert device_limit(Device(platform="tpu"), 5).pool_factor == 1
     assert device_limit(jax.devices("cpu")[0], None) == DeviceLimit()
 
 
@@ -107,7 +109,7 @@ def test_pinned_memory_ends_where_xlas_pool_does(monkeypatch):
     check_pinned(Device(), 64 * GIB)
     check_pinned(Device(platform="tpu"), 100 * GIB)
     check_pinned(jax.devices("cpu")[0], 100 * GIB)
-    text = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=200 before"
+    text = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100 before"
     with pytest.raises(StreamError, match=text):
         check_pinned(Device(), 100 * GIB)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "200")
@@ -158,10 +160,24 @@ def test_a_kept_plan_on_a_fuller_device(open_store, apart):
         step_of(open_store())
 
 
+def test_the_rounding_of_a_pool_is_planned():
+    given = {"memory_bytes": 1 << 30, "ring_bytes": 0, "gradient_bytes": 1 << 20}
+    one, two = (
+        divide(**given, device=DeviceLimit(GIB, is_host=False, pool_factor=factor))
+        for factor in (1, 2)
+    )
+    assert one.gradients == 2 * two.gradients
+    assert (one.staged, one.ring) == (two.staged, two.ring)
+    for with_values in (False, True):
+        pool_bytes = one.pool_bytes(with_values=with_values)
+        assert two.pool_bytes(with_values=with_values) == pool_bytes
+    assert one.pool_bytes(with_values=True) == one.gradients + one.staged
+
+
 def makers(path):
     """What is made on a device: a step with a store, one without, a function."""
     program = ZOO["l2_penalty"]()
-    options = {"memory_bytes": "200GiB"}
+    options = {"memory_bytes": "200GiB", "policy": "offload"}
     stepped = jaxinf.stream(program.loss, optax.sgd(0.1), path / "new", **options)
     yield lambda: stepped.load(program.params, batch=program.batch)
     held = jaxinf.stream_in_memory(program.loss, optax.sgd(0.1), **options)
@@ -169,7 +185,9 @@ def makers(path):
     step_of(path / "store", device_memory_bytes=GIB)[0].close()
 
     def called():
-        function = jaxinf.stream_function(program.loss, path / "store", **options)
+        function = jaxinf.stream_function(
+            program.loss, path / "store", memory_bytes="200GiB"
+        )
         function.load(program.params)
         function(program.batch)
 
@@ -182,6 +200,8 @@ def test_steps_and_functions_look_at_the_device(place, apart, monkeypatch, numbe
     device = apart(bytes_limit=GIB, bytes_in_use=GIB)
     with pytest.raises(StreamError, match="nothing free"):
         make()
+    if number == 2:
+        return  # no value of it leaves the device
     make = list(makers(place / "again"))[number]
     device._stats["bytes_in_use"] = 0
     monkeypatch.setattr(bound, "default_device", lambda: device)

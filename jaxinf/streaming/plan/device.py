@@ -22,6 +22,9 @@ PINNED_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 _PREALLOCATE_VARIABLE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _DEFAULT_PINNED_GIB = 64
+_WITH_POOL = ("cuda", "gpu")
+# XLA's pool grows by powers of two, and lends a chunk whole if less than half is left.
+_POOL_FACTOR = 2
 _FREE_SHARE = 0.9
 # What a pool may have of what XLA wanted for it, before something else has the rest.
 _WHOLE_SHARE = 0.95
@@ -42,8 +45,9 @@ def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
     if memory.device_is_host(device):
         return DeviceLimit(num_bytes)
     _check_kinds(device)
+    factor = _POOL_FACTOR if device.platform in _WITH_POOL else 1
     if num_bytes is not None:
-        return DeviceLimit(num_bytes, is_host=False)
+        return DeviceLimit(num_bytes, is_host=False, pool_factor=factor)
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise StreamError(
@@ -60,7 +64,12 @@ def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
             "processes on the device (nvidia-smi lists a GPU's)"
         )
     num_bytes = int(free_bytes * _FREE_SHARE)
-    return DeviceLimit(num_bytes, is_host=False, spare_bytes=free_bytes - num_bytes)
+    return DeviceLimit(
+        num_bytes,
+        is_host=False,
+        spare_bytes=free_bytes - num_bytes,
+        pool_factor=factor,
+    )
 
 
 def mesh_limit(devices: Iterable[Any], num_bytes: int | None) -> DeviceLimit:
@@ -95,22 +104,22 @@ def check_pinned(device: Any, num_bytes: int) -> None:
 
     Args:
       device: The device, of `jax.devices`.
-      num_bytes: What a step may have pinned at once.
+      num_bytes: What the pool may take for a step, with its rounding.
 
     Raises:
       StreamError: Names the variable, and what it needs.
     """
-    if device.platform not in ("cuda", "gpu"):
+    if device.platform not in _WITH_POOL:
         return
     limit_gib = _pinned_gib()
-    needed_gib = -(-2 * num_bytes // (1 << 30))
+    needed_gib = -(-num_bytes // (1 << 30))
     if num_bytes <= limit_gib << 30:
         return
     raise StreamError(
-        f"memory_bytes: a step may pin {format_bytes(num_bytes)} for copies to and "
-        f"from {_name(device)}, and XLA's pinned memory ends at {limit_gib} GiB. "
-        f"Set {PINNED_VARIABLE}={needed_gib} before Python starts (the pool grows by "
-        "doubling, and keeps what it had), or give less memory"
+        f"memory_bytes: a step may take {format_bytes(num_bytes)} of pinned memory for "
+        f"copies to and from {_name(device)}, as XLA's pool rounds up to powers of "
+        f"two, and that ends at {limit_gib} GiB. Set {PINNED_VARIABLE}={needed_gib} "
+        "before Python starts, or give less memory"
     )
 
 
@@ -139,7 +148,7 @@ def _check_kinds(device: Any) -> None:
 def _free_bytes(device: Any, stats: dict[str, int]) -> int:
     """What a step can have; warns if another process has or may take a part."""
     limit_bytes, used_bytes = stats["bytes_limit"], stats.get("bytes_in_use", 0)
-    if device.platform not in ("cuda", "gpu"):
+    if device.platform not in _WITH_POOL:
         return limit_bytes - used_bytes
     pool_bytes = stats.get("pool_bytes")
     if os.environ.get(_PREALLOCATE_VARIABLE, "").lower() in ("false", "0"):

@@ -51,11 +51,14 @@ class DeviceLimit:
       num_bytes: The limit; None for none but the host's.
       is_host: Whether the device's memory is the host's.
       spare_bytes: What was free beside it, for a plan that a store keeps.
+      pool_factor: Bytes of the host's memory that a pinned one may take, as the
+        platform's pool of it rounds up.
     """
 
     num_bytes: int | None = None
     is_host: bool = True
     spare_bytes: int = 0
+    pool_factor: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,15 @@ class Division:
 
     Attributes:
       ring: The store's own buffers.
-      gradients: Gradients on the host that wait for their update.
+      gradients: Gradients on the host that wait for their update, without what a pool
+        of pinned memory takes for them beside that.
       programs: Params, values and temporaries of a step's programs.
       staged: Host memory for params that are on their way to the device, or wait for
         their update; 0 if the device's memory is the host's.
       leaving: Gradients that leave the device or wait for their update.
       limit: The argument that limits `programs`.
       spare: What a plan that a store keeps may take beyond `programs`.
+      pool_factor: See `DeviceLimit`.
     """
 
     ring: int
@@ -80,6 +85,16 @@ class Division:
     leaving: int
     limit: str
     spare: int = 0
+    pool_factor: int = 1
+
+    def pool_bytes(self, *, with_values: bool) -> int:
+        """The most that a pool of pinned memory takes of the host.
+
+        Args:
+          with_values: Whether values leave the device.
+        """
+        values = self.staged if with_values else 0
+        return self.pool_factor * self.gradients + values
 
     def without(
         self, num_bytes: int, purpose: str, *, is_on_device: bool = False
@@ -166,8 +181,9 @@ def divide(
       BudgetError: No memory is left for the programs.
     """
     ring = max(ring_bytes, min(memory_bytes // _RING_SHARE, _MAX_RING_BYTES))
-    gradients = max(gradient_bytes, memory_bytes // _RING_SHARE)
-    rest = memory_bytes - ring - gradients - reader_bytes(memory_bytes)
+    pooled_bytes = device.pool_factor * gradient_bytes
+    pooled = max(pooled_bytes, memory_bytes // _RING_SHARE)
+    rest = memory_bytes - ring - pooled - reader_bytes(memory_bytes)
     least, params = 1, "the program's params"
     if not device.is_host:
         least = NUM_STAGED * page_ceil(gradient_bytes)
@@ -176,11 +192,11 @@ def divide(
         raise BudgetError(
             "memory_bytes",
             f"expected room for the store's buffers ({ring_bytes} bytes), for the "
-            f"largest gradient ({gradient_bytes} bytes) and for {params}, found "
+            f"largest gradient ({pooled_bytes} bytes) and for {params}, found "
             f"{memory_bytes}",
             least - rest,
         )
-    leaving = gradients
+    leaving = gradients = pooled // device.pool_factor
     if device.num_bytes is not None and not device.is_host:
         leaving = min(gradients, max(gradient_bytes, device.num_bytes // _RING_SHARE))
         if leaving >= device.num_bytes:
@@ -210,7 +226,10 @@ def divide_rest(
     limit, most = "device_memory_bytes", device.num_bytes
     if most is not None and not device.is_host:
         spare, programs = device.spare_bytes, most - leaving
-        return Division(ring, gradients, programs, rest_bytes, leaving, limit, spare)
+        return Division(
+            *(ring, gradients, programs, rest_bytes, leaving, limit, spare),
+            pool_factor=device.pool_factor,
+        )
     if most is None or most >= rest_bytes:
         limit, most = "memory_bytes", rest_bytes
     return Division(ring, gradients, most, 0, leaving, limit)
