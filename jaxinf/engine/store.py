@@ -36,6 +36,7 @@ from jaxinf.engine.options import (
     StoreOptions,
 )
 from jaxinf.engine.training import Training
+from jaxinf.errors import ProcessError
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
 from jaxinf.store import (
     CheckpointInfo,
@@ -109,13 +110,26 @@ class Store(CommittedState):
     def snapshot(self) -> Iterator[Path]:
         """Pins the last committed step for reading, also during a step.
 
+        In a program of several processes all call it, after the same step; each has its
+        member's part of that.
+
         Yields:
           A directory laid out like a slot: a zarr group, an Orbax checkpoint,
           ``commit.json``. It is removed after the context. No data is copied.
+
+        Raises:
+          ProcessError: another process did not call it after the same step.
         """
-        self._training.wait()
-        with snapshot(self._directory) as path:
-            yield path
+        members = self._training.members
+        if members.is_alone:
+            self._training.wait()
+        else:
+            self._wait_for(None)
+        with contextlib.ExitStack() as stack:
+            yield members.in_all(
+                f"a snapshot of step {self.step}",
+                lambda: stack.enter_context(snapshot(self._directory)),
+            )
 
     # --- checkpoints ---------------------------------------------------------------
 
@@ -124,7 +138,8 @@ class Store(CommittedState):
 
         No data is copied: the step's files are hard-linked, and the run goes on in
         other files. From then on the drives need room for that step in addition to the
-        run's own two.
+        run's own two. In a program of several processes all call it, after the same
+        step; if one does not, or fails, none keeps it.
 
         Args:
           name: name of the checkpoint. By default it is the step's number, since
@@ -140,10 +155,23 @@ class Store(CommittedState):
           ValueError: the name is invalid, or another step's number.
           StoreMismatchError: a checkpoint of that name exists.
           StoreSpaceError: the drives have too little room; nothing was made.
+          ProcessError: another process failed, or did not call it after the same step.
         """
         self._wait_for(state)
+        made: list[str] = []
+
+        def save() -> str:
+            made.append(save_checkpoint(self._directory, name))
+            return made[0]
+
         with self._training.paused():
-            return save_checkpoint(self._directory, name)
+            what = f"checkpoint {name or self.step} of step {self.step}"
+            try:
+                return self._training.members.in_all(what, save)
+            except ProcessError:
+                for own in made:
+                    remove_checkpoint(self._directory, own)
+                raise
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Returns all checkpoints, by step; waits for one that is being made."""

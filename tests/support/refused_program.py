@@ -4,6 +4,7 @@ import ctypes
 import errno
 import shutil
 import sys
+import time
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -201,6 +202,30 @@ def missing_process(place, mesh, number):
         jaxinf.open_store(place / "lonely", timeout_s=1)
 
 
+def checkpoint_of_one(place, mesh, number):
+    """One process makes a call, while the others are there and make none."""
+    del mesh
+    told = place / "told"
+    with jaxinf.open_store(place / "copies", timeout_s=3) as store:
+        try:
+            if number == 0:
+                store.checkpoint("alone")
+        finally:
+            while number and not told.exists():
+                time.sleep(0.01)
+            told.touch()
+            assert "alone" not in {one.name for one in store.checkpoints()}
+
+
+def another_call(place, mesh, number):
+    del mesh
+    with jaxinf.open_store(place / "copies") as store:
+        if number == 0:
+            store.checkpoint("alone")
+        with store.snapshot():
+            pass
+
+
 def no_mesh(place, mesh, number):
     del mesh, number
     with jaxinf.open_store(place / "no-mesh") as store:
@@ -283,6 +308,8 @@ CASES = (
     opened_before,
     from_a_backup,
     restored_after_a_backup,
+    another_call,
+    checkpoint_of_one,
     missing_process,  # last, as it puts the calls out of step
 )
 
