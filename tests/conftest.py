@@ -12,6 +12,7 @@ import hypothesis
 import jax
 import pytest
 from jax._src import compiler
+from places import LONG
 from raw_stores import memory_directory
 
 import jaxinf
@@ -60,6 +61,8 @@ COMPILED_QUICKLY = {
     *("test_started.py", "test_transform_refusals.py", "test_untrained_leaves.py"),
     *("test_interrupted.py", "test_saved_plans.py", "test_refused.py"),
 }
+if not LONG:
+    COMPILED_QUICKLY.add("distributed")
 # Without them, a fused step and its parts, or optax in a jit, have other bits.
 COMPILED_FULLY = {"test_compression.py", "test_migration.py", "test_optimizers.py"}
 

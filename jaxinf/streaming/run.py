@@ -355,5 +355,8 @@ def _put(leaf: Any, sharding: Any = None, *, mesh: Mesh | None) -> jax.Array:
     is_global = isinstance(array, jax.Array) and not array.is_fully_addressable
     if is_global or sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = _put(jax.random.key_data(array), mesh=mesh)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     whole = np.asarray(array)
     return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)

@@ -116,13 +116,16 @@ class StreamedStep(TrainingStep):
             batch,
         )
 
-    def load(self, params: PyTree, *, batch: PyTree = None) -> None:
+    def load(
+        self, params: PyTree, *, batch: PyTree = None, shardings: PyTree = None
+    ) -> None:
         """Makes the store's first step from given params, or resumes a store.
 
         Args:
           params: Tree of arrays; memory-mapped ones are read leaf by leaf. Those on
             several devices say how the store's leaves are sharded over them.
           batch: As for `init`.
+          shardings: As for `init`, for arrays that are not on the devices yet.
 
         Raises:
           StoreMismatchError: The store holds another tree or optimizer.
@@ -132,7 +135,8 @@ class StreamedStep(TrainingStep):
         """
         check_params(params)
         leaves = jax.tree.leaves(params)
-        self._start(abstract(params), lambda _: map(distinct_shards, leaves), batch)
+        avals = sharded_like(abstract(params), shardings)
+        self._start(avals, lambda _: map(distinct_shards, leaves), batch)
 
     def _start(
         self,

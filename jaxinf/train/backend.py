@@ -26,7 +26,13 @@ NO_TRAFFIC: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(ByteCounts)}
 
 
 class Backend(Protocol):
-    """The operations that the loop needs. Used from one thread."""
+    """The operations that the loop needs. Used from one thread.
+
+    Attributes:
+      needs_all: whether a function of the params runs in all processes together.
+    """
+
+    needs_all: bool
 
     def committed(self) -> JsonValue:
         """The position in the data to resume at, or None for a new run."""
@@ -42,8 +48,8 @@ class Backend(Protocol):
         """Returns params and optimizer state, of the resumed run or new ones.
 
         Args:
-          new_params: makes new params; their leaves may be deferred.
-          like: shapes and dtypes of the params.
+          new_params: makes new params, on one device; their leaves may be deferred.
+          like: shapes and dtypes of the params, and their shardings if on a mesh.
           first: the payload for the commit of a new store's step 0.
           batch: any batch; only its shapes count.
 

@@ -279,11 +279,14 @@ def _check_processes(config: TrainConfig) -> None:
             raise UsageError(
                 f"{_flag(name)}: expected with --distributed; add that, or leave it out"
             )
-    if config.distributed and (config.mode == "stream" or not config.steps):
-        what = "--mode stream" if config.steps else "--steps 0"
+    if config.distributed and not config.steps:
         raise UsageError(
-            f"--distributed: {what} runs in one process; leave --distributed out, or "
-            "train with --mode update"
+            "--distributed: --steps 0 runs in one process; leave --distributed out"
+        )
+    if config.distributed and config.policy not in ("recompute", "keep"):
+        raise UsageError(
+            f"--policy {config.policy}: not supported yet with --distributed; give "
+            "--policy recompute or keep"
         )
 
 

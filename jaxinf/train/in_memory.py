@@ -19,6 +19,7 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.optimizers import make_clipping
 from jaxinf.train.pretrained import held_params, is_deferred
+from jaxinf.train.processes import placed
 from jaxinf.train.step import TrainStep, compile_train_step
 from jaxinf.typing import JsonValue, PyTree
 
@@ -34,6 +35,8 @@ class _WatchState(NamedTuple):
 
 class InMemory:
     """Plain optax, which treats non-finite gradients like `smart_update`."""
+
+    needs_all = False
 
     def __init__(
         self, config: TrainConfig, optimizer: optax.GradientTransformation
@@ -57,7 +60,7 @@ class InMemory:
         batch: Batch,
     ) -> tuple[Any, Any]:
         """See `Backend`."""
-        params = new_params()
+        params = placed(new_params(), like)
         params = held_params(params) if is_deferred(params) else params
         return params, jax.jit(self._tx.init, out_shardings=_beside(params, self._tx))(
             params
@@ -128,12 +131,12 @@ class InMemory:
 
 
 def _beside(params: PyTree, tx: optax.GradientTransformation) -> Any:
-    """Returns the shardings of the state of params on a mesh of several processes.
+    """Returns the shardings of the state of params on a mesh, or None.
 
     State of a param's shape is sharded like it, the rest is replicated.
     """
     leaves = jax.tree.leaves(params)
-    if jax.process_count() == 1:
+    if not isinstance(leaves[0].sharding, NamedSharding):
         return None
     like = {leaf.shape: leaf.sharding for leaf in leaves}
     whole = NamedSharding(leaves[0].sharding.mesh, PartitionSpec())

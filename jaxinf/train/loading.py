@@ -70,12 +70,16 @@ def make_batches(config: TrainConfig, data: TrainingData) -> Batches:
     """Makes the run's batches, or this process's share of them.
 
     Raises:
-      UsageError: the processes cannot share a batch evenly.
+      UsageError: the processes, or their devices, cannot share a batch evenly.
     """
     num_processes = jax.process_count()
-    if config.batch_size % num_processes:
+    num_shares = jax.device_count() if config.distributed else 1
+    if config.batch_size % num_shares:
+        sharers = f"{num_processes} processes"
+        if num_shares > num_processes:
+            sharers = f"{num_shares} JAX devices"
         raise UsageError(
-            f"--batch-size: expected a multiple of the {num_processes} processes, got "
+            f"--batch-size: expected a multiple of the {sharers}, got "
             f"{config.batch_size}"
         )
     return Batches(

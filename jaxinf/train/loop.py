@@ -101,7 +101,9 @@ def train(
         plan(config, batches[0]).print(console)
         return 0
     with (
-        contextlib.closing(open_backend(config, make_optimizer(config))) as backend,
+        contextlib.closing(
+            open_backend(config, make_optimizer(config), processes)
+        ) as backend,
         contextlib.closing(
             _Run(config, data, batches, backend, console, processes)
         ) as run,
@@ -112,7 +114,7 @@ def train(
             say_stopped(console, config, run.step, command)
             return signal_number
         found, params = run.evaluate(), processes.local(run.evaluated)
-        if processes.is_first:
+        if processes.is_first or backend.needs_all:
             say_evaluation(console, found, run.evaluator, params)
         say_results(console, config, backend)
         return 0
@@ -226,10 +228,10 @@ class _Run:
         self.step = self._first_step()
         _check_log_dir(config.logs)  # before the store is made
         self.params, self._state = backend.init(
-            lambda: processes.placed(_first_params(config)),
+            lambda: _first_params(config),
             processes.like(like),
             first_payload(config),
-            batches[0],
+            processes.batch(batches[0]),
         )
         self._num_skipped = backend.num_skipped(self._state)
         self._num_updates = backend.committed_step(self._state)
@@ -369,11 +371,14 @@ class _Run:
     def evaluate(self) -> Evaluation:
         """Evaluates the params; once a step it logs that, and keeps the best so far."""
         params = self._processes.local(self.evaluated)
-        found = Evaluation(
-            *self._processes.from_first(
-                lambda: dataclasses.astuple(self.evaluator.evaluate(params))
+        if self._backend.needs_all:
+            found = self.evaluator.evaluate(params)
+        else:
+            found = Evaluation(
+                *self._processes.from_first(
+                    lambda: dataclasses.astuple(self.evaluator.evaluate(params))
+                )
             )
-        )
         if self.step > self._validation.last_step:
             committed = self._backend.committed_step(self._state)
             line = evaluation_line(self.step, committed, found)

@@ -19,6 +19,7 @@ from jaxinf.train.backend import NO_TRAFFIC, Costs
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.pretrained import describe_architecture, is_deferred
+from jaxinf.train.processes import placed
 from jaxinf.train.step import Boundaries, TrainStep, compile_train_step
 from jaxinf.typing import JsonValue, PyTree
 
@@ -27,6 +28,8 @@ __all__ = ["KeptInStore", "OnStore"]
 
 class KeptInStore(abc.ABC):
     """A backend whose run is kept in a store."""
+
+    needs_all = False
 
     def __init__(self, config: TrainConfig, store: Store) -> None:
         self._config = config
@@ -140,7 +143,7 @@ class OnStore(KeptInStore):
         if self.store.exists and self.store.step > 0:
             params = self.store.params(like=like)
             return params, self._tx.init(params)
-        params = new_params()
+        params = placed(new_params(), like)
         state = self.begin(params, first)
         return self.store.params(like=like) if is_deferred(params) else params, state
 

@@ -13,15 +13,23 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.in_memory import InMemory
 from jaxinf.train.on_store import OnStore
 from jaxinf.train.optimizers import behind_clipping
+from jaxinf.train.processes import Processes
 from jaxinf.train.streamed import Streamed
 
 __all__ = ["open_backend"]
 
 
 def open_backend(
-    config: TrainConfig, optimizer: optax.GradientTransformation
+    config: TrainConfig,
+    optimizer: optax.GradientTransformation,
+    processes: Processes | None = None,
 ) -> OnStore | Streamed | InMemory:
     """Makes the backend of the config's mode; opens the store without writing to it.
+
+    Args:
+      config: the run's configuration.
+      optimizer: its optimizer.
+      processes: those of the run; by default this one.
 
     Raises:
       UsageError: an argument of the store is out of range.
@@ -50,7 +58,7 @@ def open_backend(
     except (ValueError, NotADirectoryError) as error:
         raise UsageError(str(error)) from error
     if config.mode == "stream":
-        return Streamed(config, store, optimizer)
+        return Streamed(config, store, optimizer, processes or Processes())
     return OnStore(config, store, _smart(config, optimizer, store))
 
 

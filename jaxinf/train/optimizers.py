@@ -81,7 +81,9 @@ def check_optimizer(config: TrainConfig) -> None:
             first = trace_init(optimizer, params)
             if config.mode == "stream":
                 check_init(first)
-                passes_for(trace_optimizer(optimizer, params))
+                passes_for(
+                    trace_optimizer(optimizer, params), is_alone=not config.distributed
+                )
             else:
                 trace_update(optimizer, params)
     except UnsupportedTransformError as error:

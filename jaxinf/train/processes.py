@@ -4,7 +4,7 @@
      batch of a process ─┴─► one global array, sharded over the mesh ─► the same step
 
 Invariant: all processes make the same calls in the same order, and end after the same
-step. In a run of one process every function returns its argument.
+step. In a run of one process on one device every function returns its argument.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jaxinf.train.data.loader import Batch
 from jaxinf.train.metrics import JsonLines, StepLine
 from jaxinf.typing import JsonValue, PyTree
 
-__all__ = ["Processes", "SumLog", "start"]
+__all__ = ["Processes", "SumLog", "placed", "start"]
 
 _AXIS = "data"
 _TIMEOUT_S = 600.0  # for an evaluation by the first process
@@ -43,13 +43,19 @@ class Processes:
 
     Args:
       service: JAX's coordination service; None for a run of one process.
-      is_sharded: whether params are sharded over the processes, not replicated.
+      is_on_mesh: whether the run is on all devices, along one axis of a mesh.
+      is_sharded: whether params are sharded over the mesh, not replicated.
     """
 
     def __init__(
-        self, service: compat.Coordination | None = None, *, is_sharded: bool = False
+        self,
+        service: compat.Coordination | None = None,
+        *,
+        is_on_mesh: bool = False,
+        is_sharded: bool = False,
     ) -> None:
         self._service = service
+        self._is_on_mesh = is_on_mesh
         self._is_sharded = is_sharded
         self._num_told = 0
 
@@ -88,7 +94,7 @@ class Processes:
 
     def like(self, tree: PyTree) -> PyTree:
         """Returns shapes and dtypes of params with their shardings."""
-        if self._service is None:
+        if not self._is_on_mesh:
             return tree
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
@@ -97,23 +103,9 @@ class Processes:
             tree,
         )
 
-    def placed(self, tree: PyTree) -> PyTree:
-        """Puts arrays that all processes have on the mesh."""
-        if self._service is None:
-            return tree
-
-        def put(array: Any) -> jax.Array:
-            whole = np.asarray(array)
-            sharding = self._sharding(whole.shape)
-            return jax.make_array_from_callback(
-                whole.shape, sharding, whole.__getitem__
-            )
-
-        return jax.tree.map(put, tree)
-
     def batch(self, batch: Batch) -> Any:
         """Makes the global batch of which this process has its part."""
-        if self._service is None:
+        if not self._is_on_mesh:
             return batch
         sharding = NamedSharding(self.mesh, PartitionSpec(_AXIS))
         return {
@@ -121,14 +113,32 @@ class Processes:
             for name, array in batch.items()
         }
 
+    def spread(self, batch: Any) -> Any:
+        """Divides a batch that all processes have over the devices, if it divides."""
+        if not self._is_on_mesh:
+            return batch
+        rows = NamedSharding(self.mesh, PartitionSpec(_AXIS))
+
+        def put(array: Any) -> Any:
+            is_of_rows = isinstance(array, np.ndarray) and array.ndim > 0
+            if not is_of_rows or len(array) % self.mesh.size:
+                return array
+            return jax.make_array_from_callback(array.shape, rows, array.__getitem__)
+
+        return jax.tree.map(put, batch)
+
     def local(self, tree: PyTree) -> PyTree:
-        """Returns whole params on a device of this process; all processes call it."""
-        if self._service is None:
+        """Returns whole arrays on a device of this process; all processes call it."""
+        if not self._is_on_mesh:
             return tree
-        whole = NamedSharding(self.mesh, PartitionSpec())
         if self._is_sharded:
-            tree = jax.jit(lambda x: x, out_shardings=whole)(tree)
+            tree = self._gather(tree)
         return jax.tree.map(lambda x: x.addressable_data(0), tree)
+
+    @functools.cached_property
+    def _gather(self) -> Callable[[PyTree], PyTree]:
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(lambda tree: tree, out_shardings=whole)
 
     # --- words ---------------------------------------------------------------------
 
@@ -187,7 +197,7 @@ class Processes:
         service.remove(folder)
         lines = [json.loads(text) for text in texts if text is not None]
         sums = {name: _summed([one[name] for one in lines]) for name in _SUMMED}
-        return dataclasses.replace(line, **sums)
+        return dataclasses.replace(line, stream=None, **sums)
 
     def sums(self, logs: Path, step: int) -> "SumLog | None":
         """Makes the log of sums beside the logs of the processes; None if alone."""
@@ -212,6 +222,20 @@ class SumLog:
         """Closes the file."""
         if self._lines is not None:
             self._lines.close()
+
+
+def placed(tree: PyTree, like: PyTree) -> PyTree:
+    """Puts arrays that all processes have where `like` has them on a mesh."""
+
+    def put(array: Any, like: Any) -> Any:
+        if like.sharding is None:
+            return array
+        whole = np.asarray(array)
+        return jax.make_array_from_callback(
+            whole.shape, like.sharding, whole.__getitem__
+        )
+
+    return jax.tree.map(put, tree, like)
 
 
 def start(config: TrainConfig) -> Processes:
@@ -240,7 +264,10 @@ def start(config: TrainConfig) -> Processes:
             f"{str(error).splitlines()[0]}; process 0 is the coordinator. Give "
             "--coordinator HOST:PORT, --num-processes and --process-id"
         ) from error
-    return Processes(compat.coordination(), is_sharded=config.fsdp)
+    is_on_mesh = jax.device_count() > 1
+    return Processes(
+        compat.coordination(), is_on_mesh=is_on_mesh, is_sharded=config.fsdp
+    )
 
 
 def _await(address: str) -> None:

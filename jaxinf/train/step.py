@@ -139,19 +139,25 @@ def _compile(
     donated: tuple[int, ...] = (),
     results: Any = None,
 ) -> Callable[..., Any]:
-    """Compiles a function; in several processes results are sharded like `results`."""
+    """Compiles a function; on a mesh results are sharded like `results`."""
     options: dict[str, Any] = {"donate_argnums": donated}
-    if jax.process_count() > 1:
-        options["out_shardings"] = jax.tree.map(lambda x: x.sharding, results)
+    shardings = jax.tree.map(_sharding_of, results)
+    if jax.tree.leaves(shardings):
+        options["out_shardings"] = shardings
     return jax.jit(function, **options).lower(*example).compile()
 
 
 def _sharded_like(tree: PyTree, params: PyTree) -> PyTree:
-    """Gives shapes the shardings of params, in several processes."""
-    if jax.process_count() == 1:
-        return tree
+    """Gives shapes the shardings of params on a mesh."""
     return jax.tree.map(
-        lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding),
+        lambda x, like: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=_sharding_of(like)
+        ),
         tree,
         params,
     )
+
+
+def _sharding_of(array: Any) -> Any:
+    """Returns the sharding of an array on several devices; None for one."""
+    return array.sharding if len(array.sharding.device_set) > 1 else None

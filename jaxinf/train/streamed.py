@@ -24,6 +24,7 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.on_store import KeptInStore
 from jaxinf.train.optimizers import behind_clipping
+from jaxinf.train.processes import Processes
 from jaxinf.train.step import TrainStep
 from jaxinf.typing import JsonValue, PyTree
 
@@ -35,14 +36,23 @@ _FLAGS = {"memory_bytes": "--memory", "device_memory_bytes": "--device-memory"}
 class Streamed(KeptInStore):
     """Params and the optimizer's state are in the store.
 
+    Functions of the params are programs of all processes, which read their members.
+
     Raises:
       UsageError: An option of the store is not supported with streaming.
     """
 
+    needs_all = True
+
     def __init__(
-        self, config: TrainConfig, store: Store, optimizer: optax.GradientTransformation
+        self,
+        config: TrainConfig,
+        store: Store,
+        optimizer: optax.GradientTransformation,
+        processes: Processes,
     ) -> None:
         super().__init__(config, store)
+        self._processes = processes
         try:
             self._step = _streamed_step(config, store, optimizer)
         except ValueError as error:
@@ -58,7 +68,7 @@ class Streamed(KeptInStore):
         batch: Batch,
     ) -> tuple[Any, Any]:
         """See `Backend`."""
-        shapes = jax.eval_shape(lambda: batch)
+        shardings = _shardings(like)
         with _named_flags():
             if self.store.exists and self.store.step > 0:
                 self._step.load(like)  # only compared: the store has them
@@ -66,9 +76,9 @@ class Streamed(KeptInStore):
                 files = self._tokenizer_files()
                 self._note_new(first)
                 if self._config.source is None:
-                    self._step.init(new_params, batch=shapes)
+                    self._step.init(new_params, batch=batch, shardings=shardings)
                 else:
-                    self._step.load(new_params(), batch=shapes)
+                    self._step.load(new_params(), batch=batch, shardings=shardings)
                 keep_tokenizer(self.store.path, files)
         self._num_skipped, self._number = self._step.num_skipped, self.store.step
         return None, None
@@ -97,7 +107,7 @@ class Streamed(KeptInStore):
 
         def call(params: PyTree, batch: Any) -> Any:
             with _named_flags():
-                return made(batch)
+                return self._processes.local(made(self._processes.spread(batch)))
 
         return call
 
@@ -143,6 +153,12 @@ class Streamed(KeptInStore):
     def close(self) -> None:
         """See `Backend`."""
         self._step.close()
+
+
+def _shardings(like: PyTree) -> PyTree:
+    """Returns the shardings of params on a mesh, or None."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+    return shardings if jax.tree.leaves(shardings) else None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
-"""`python -m jaxinf.train --distributed` in two processes."""
+"""`python -m jaxinf.train --distributed`, in two processes, and in one on the mesh."""
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -9,30 +10,48 @@ import pytest
 from places import LONG
 from processes import running
 
+from jaxinf.train.__main__ import main
 from jaxinf.train.run_file import read_run
 
 TRAINER = ("-m", "jaxinf.train", "--distributed")
-SMALL = ("--preset", "nano", "--seq-len", 16, "--batch-size", 4, "--sample-bytes", 0)
+SMALL = ("--seq-len", 16, "--batch-size", 4, "--sample-bytes", 2)
+SMALL += ("--data", Path(__file__).with_name("test_deaths.py"))
+STREAM = ("--mode", "stream", "--memory", "64MiB")
+TINY = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16}
+TINY |= {"n_positions": 16, "vocab_size": 257}
 
 
 def lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def trained(place, name, *arguments):
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A tiny model, and how it is trained."""
+    file = tmp_path_factory.mktemp("model") / "config.json"
+    file.write_text(json.dumps(TINY))
+    return ("--model-config", file, *SMALL)
+
+
+def trained(place, name, *arguments, count=2, num_devices=1):
+    """Trains to the last step; returns the lines of the sums, or of the one process."""
     place = place / name
     place.mkdir()
-    with running(
-        place, *SMALL, "--log-dir", place / "logs", *arguments, program=TRAINER
-    ) as processes:
-        assert processes.wait() == [0, 0], processes
+    options = {"program": TRAINER, "count": count, "num_devices": num_devices}
+    arguments = ("--log-dir", place / "logs", *arguments)
+    with running(place, *arguments, **options) as processes:
+        assert processes.wait() == [0] * count, processes
+        assert processes.output(0).count("validation loss") == 1, processes
     return lines(place / "logs" / "metrics.jsonl")
 
 
-def test_all_stop_after_the_step_in_which_one_gets_a_signal(tmp_path):
+@pytest.mark.parametrize("mode", [(), (*STREAM, "--fsdp")], ids=["update", "stream"])
+def test_all_stop_after_the_step_in_which_one_gets_a_signal(small, tmp_path, mode):
+    """The run goes on then; its losses are those of one process, to rounding."""
     store = ("--store", tmp_path / "store")
     logs = tmp_path / "logs"
-    arguments = (*SMALL, *store, "--log-dir", logs, "--steps", 2000, "--eval-every", 4)
+    arguments = (*small, *store, *mode, "--log-dir", logs, "--steps", 2000)
+    arguments += ("--eval-every", 4)
     with running(tmp_path, *arguments, program=TRAINER) as processes:
         processes.wait_for("step 4: validation")
         processes.all[1].send_signal(signal.SIGTERM)
@@ -54,23 +73,49 @@ def test_all_stop_after_the_step_in_which_one_gets_a_signal(tmp_path):
     run_file = logs / "process-00000" / "config.toml"
     again = trained(tmp_path, "again", "--config", run_file, "--steps", last + 2)
     assert [line["step"] for line in again][-2:] == [last + 1, last + 2]
+    if mode or LONG:
+        one = (*small, "--store", tmp_path / "one", *mode, "--steps", last + 2)
+        expected = trained(tmp_path, "alone", *one, count=1, num_devices=2)
+        found = [line["loss"] for line in sums + again[-2:]]
+        # A device has other rows of the batch there.
+        wanted = [line["loss"] for line in expected]
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
-def test_a_batch_that_does_not_divide_is_refused(tmp_path):
+REFUSED = {
+    ("--optimizer", "lamb", "--learning-rate", 1e-3): "--optimizer lamb: .*trust ratio",
+    ("--policy", "plan"): "--policy plan: not supported yet with --distributed",
+    ("--policy", "offload"): "--policy offload: not supported yet with --distributed",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_is_refused_before_anything_is_written(words, small, tmp_path, capsys):
+    given = (*small, *STREAM, "--store", tmp_path / "store", *words, "--distributed")
+    assert main([str(word) for word in given]) == 2
+    assert re.search(REFUSED[words], capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_batch_that_does_not_divide_is_refused(small, tmp_path):
     store = tmp_path / "store"
-    arguments = (*SMALL, "--batch-size", 3, "--store", store, "--steps", 1)
-    with running(tmp_path, *arguments, program=TRAINER) as processes:
-        assert 0 not in processes.wait(), processes
-        for output in processes.outputs():
-            assert "--batch-size: expected a multiple of the 2 processes" in output
+    arguments = (*small, "--batch-size", 6, "--store", store, "--steps", 1)
+    shape = {"count": 1, "num_devices": 4}
+    with running(tmp_path, *arguments, program=TRAINER, **shape) as processes:
+        assert processes.wait() == [2], processes
+        text = "--batch-size: expected a multiple of the 4 JAX devices"
+        assert text in processes.output(0), processes
     assert not list(tmp_path.glob("store/**/jaxinf.json"))
 
 
 @pytest.mark.skipif(not LONG, reason="two runs more; JAXINF_FAULTS=long")
-def test_the_losses_are_those_in_memory(tmp_path):
-    arguments = ("--steps", 4, "--fsdp")
-    near = trained(tmp_path, "near", "--store", tmp_path / "store", *arguments)
+@pytest.mark.parametrize("layout", [(), ("--fsdp",)])
+def test_the_losses_are_those_in_memory(small, tmp_path, layout):
+    arguments = (*small, "--steps", 4, *layout)
     memory = ("--mode", "memory", "--reference", "split")
     plain = trained(tmp_path, "plain", *memory, *arguments)
-    found, expected = ([line["loss"] for line in run] for run in (near, plain))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    expected = [line["loss"] for line in plain]
+    for mode in ((), STREAM):
+        name = f"near-{len(mode)}"
+        near = trained(tmp_path, name, *arguments, *mode, "--store", tmp_path / name)
+        np.testing.assert_allclose([line["loss"] for line in near], expected, rtol=1e-6)

@@ -28,7 +28,8 @@ def environment(num_devices: int) -> dict[str, str]:
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "PJRT_NPROC": str(max(8, 2 * num_devices)),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} "
+        f"--xla_force_host_platform_device_count={num_devices}",
     }
 
 
