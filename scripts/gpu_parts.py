@@ -6,6 +6,7 @@ Prints one line of JSON. It runs on any backend, and says which one.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import statistics
@@ -26,6 +27,8 @@ from jaxinf_models import PRESETS, abstract_params, make_model, split
 from jaxinf_models import loss as model_loss
 
 import jaxinf
+from jaxinf import compat
+from jaxinf.io import BufferPool
 
 RoundTrip = Callable[[jax.Array], jax.Array]
 
@@ -115,6 +118,46 @@ def seconds_of(function: Callable[[], Any], reps: int) -> float:
     return statistics.median(times[1:])
 
 
+def both_ways(source: Any, values: jax.Array, host: Any, reps: int) -> dict[str, float]:
+    """Seconds of copies: to the device, to the host, and both at once.
+
+    Args:
+      source: The array on the host.
+      values: That on the device.
+      host: The sharding on the host that it is copied to.
+      reps: Number of copies.
+    """
+    return {
+        "to_device": seconds_of(lambda: jax.device_put(source, values.sharding), reps),
+        "to_host": seconds_of(lambda: jax.device_put(values, host), reps),
+        "both": seconds_of(
+            lambda: jax.device_put([source, values], [values.sharding, host]), reps
+        ),
+    }
+
+
+def registered(values: jax.Array, pinned: Any, reps: int) -> dict[str, float]:
+    """Seconds to register memory and to copy from it; none where that is not possible.
+
+    JAX copies nothing into such memory: with `both`, what comes is in `pinned_host`.
+    """
+    registry = compat.memory_registry(jax.devices()[0])
+    if registry is None:
+        return {}
+    began = time.perf_counter()
+    pool = BufferPool(values.nbytes, registry=registry)
+    with contextlib.closing(pool), pool.acquire(values.nbytes) as buffer:
+        register_s = time.perf_counter() - began
+        source = buffer.array.view(np.float32)
+        source[...] = 1
+        found = both_ways(source, values, pinned, reps)
+        return {
+            "register": register_s,
+            "registered_to_device": found["to_device"],
+            "registered_both": found["both"],
+        }
+
+
 def link(arguments: argparse.Namespace) -> dict[str, Any]:
     """Rates of copies in GB/s: each way, and round trips by all ways."""
     num_bytes, reps = arguments.megabytes << 20, arguments.reps
@@ -130,16 +173,16 @@ def link(arguments: argparse.Namespace) -> dict[str, Any]:
     if "pinned_host" in kinds:
         pinned = on_device.with_memory_kind("pinned_host")
         there = jax.device_put(host, pinned)
-        ways["pinned_to_device"] = seconds_of(
-            lambda: jax.device_put(there, on_device), reps
-        )
-        ways["pinned_to_host"] = seconds_of(
-            lambda: jax.device_put(values, pinned), reps
-        )
+        ways |= {
+            f"pinned_{way}": seconds
+            for way, seconds in both_ways(there, values, pinned, reps).items()
+        }
+        ways |= registered(values, pinned, reps)
     rates = round_trips(num_bytes, reps)
     return {
         "gb_per_s": {
-            k: round(num_bytes / max(s, 1e-9) / 1e9, 3) for k, s in ways.items()
+            k: round((1 + k.endswith("both")) * num_bytes / max(s, 1e-9) / 1e9, 3)
+            for k, s in ways.items()
         },
         "round_trip_gb_per_s": rates,
         "fastest": max(rates, key=lambda name: rates[name]),

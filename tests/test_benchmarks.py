@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_parts
+import jax.numpy as jnp
 import pytest
+from late_copies import LateCopies
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -148,6 +151,21 @@ def test_gpu_times_every_way_that_there_is(tmp_path):
     assert {"io_callback", "device_get"} <= found["round_trip_gb_per_s"].keys()
     assert found["fastest"] in found["round_trip_gb_per_s"]
     assert {"pageable_to_device", "pageable_to_host"} <= found["gb_per_s"].keys()
+    assert {"pinned_to_device", "pinned_to_host", "pinned_both"} <= found[
+        "gb_per_s"
+    ].keys()
+
+
+def test_gpu_measures_registered_memory(monkeypatch):
+    late = LateCopies(monkeypatch)
+    values = jnp.ones(1 << 18)
+    pinned = values.sharding.with_memory_kind("pinned_host")
+    found = gpu_parts.registered(values, pinned, 1)
+    assert found.keys() == {"register", "registered_to_device", "registered_both"}
+    late.settle()
+    assert not late.registered
+    ways = {(one.source, one.target, one.num_copies) for one in late.copies}
+    assert ways == {("registered", "device", 1), ("device", "pinned_host", 1)}
 
 
 def test_gpu_stops_at_nothing(tmp_path):
