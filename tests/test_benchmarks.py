@@ -200,6 +200,14 @@ def test_repro_scaling_of_the_model():
     assert any(line.startswith("11a     GPT2 4.0B") for line in table)
 
 
+def test_repro_deep_optimizer_states():
+    done = run_script("repro_deep_optimizer_states.py", "--json")
+    assert done.returncode == 0, done.stderr
+    groups, intervals = json.loads(done.stdout).values()
+    assert sum(one["runs"] for one in groups) == 217
+    assert sum(one["published"] == one["modelled"] for one in intervals) == 7
+
+
 @pytest.mark.cards
 def test_repro_scaling(tmp_path):
     options = ["--params", 65536, "--csds", 1, 6, "--reps", 1, "--slower", 10]

@@ -1,0 +1,71 @@
+"""The model of Deep Optimizer States' machines beside the published runs."""
+
+import statistics
+
+import pytest
+
+from jaxinf.plan.deep_optimizer_states import (
+    FITTED_PARAMS,
+    fit,
+    fitted_rates,
+    iteration,
+    published_runs,
+)
+
+RUNS = published_runs()
+RATES = fitted_rates()
+
+
+def errors(runs):
+    found = [(iteration(RATES[one.machine], one), one.found) for one in runs]
+    return [abs(seconds.total / known.total - 1) for seconds, known in found]
+
+
+def test_published_iterations():
+    """Of models whose runs no rate is fitted to, and of those."""
+    others = errors(one for one in RUNS if one.num_params not in FITTED_PARAMS)
+    fitted = errors(one for one in RUNS if one.num_params in FITTED_PARAMS)
+    assert (len(others), len(fitted)) == (114, 103)
+    assert statistics.median(others) < 0.09
+    assert sum(error <= 0.25 for error in others) == 94
+    assert statistics.median(fitted) < 0.03
+    assert max(fitted) < 0.2
+
+
+def test_every_second_subgroup_is_fastest_on_the_device():
+    def fastest(runs, seconds):
+        return min(runs, key=seconds).interval
+
+    for size in (7e9, 8e9, 13e9, 20e9):
+        runs = [
+            one
+            for one in RUNS
+            if (one.machine, one.num_params) == ("a100", size) and one.interval
+        ]
+        assert len(runs) > 5
+        assert fastest(runs, lambda one: one.found.total) == 2
+        assert fastest(runs, lambda one: iteration(RATES["a100"], one).total) == 2
+
+
+def test_an_iteration_by_hand():
+    """Twelve subgroups and a half: the device has each third, all on one memory."""
+    rates = RATES["a100"]._replace(
+        forward=1e-9, micro_batch=0.5, backward=2, flush_beside=1e-9, beside=2e-9
+    )
+    rates = rates._replace(beside_shared=1e-9, device=0.5)
+    one = next(one for one in RUNS if one.machine == "a100")
+    one = one._replace(num_params=5e9, data_parallel=4, interval=3, flushes_beside=True)
+    found = iteration(rates, one)
+    assert found.forward == pytest.approx(5.5)
+    assert found.backward == pytest.approx(11 + 1.25 * 2 / 3)
+    # 6 ns for a param of a device, as four share the host; half of it on the device.
+    assert found.update == pytest.approx(1.25 * 6 * (2 / 3 + 0.5 / 3))
+
+
+def test_runs_of_one_interval_do_not_tell_the_devices_rate():
+    runs = [one for one in RUNS if one.machine == "h100"]
+    with pytest.raises(ValueError, match="device: expected"):
+        fit(runs)
+    assert fit(runs, 0.7).device == 0.7
+    with pytest.raises(ValueError, match="up to 4 devices"):
+        fit([one._replace(data_parallel=8) for one in runs], 0.7)
