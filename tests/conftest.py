@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,10 +33,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(SHARED)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuses long names of tests: they travel between processes, and are kept.
+    """Refuses long names of tests, which travel between processes and are kept.
 
-    Name what is long by `pytest.param(…, id=…)`.
+    Name what is long by `pytest.param(…, id=…)`. In a file, tests whose programs are
+    compiled alike come together: to change that discards all that JAX has compiled.
     """
+    files = {path: n for n, path in enumerate(dict.fromkeys(x.path for x in items))}
+    items.sort(key=lambda item: (files[item.path], is_quick(item)))
     for item in items:
         if len(item.nodeid) > 1000:
             raise pytest.UsageError(f"{item.nodeid[:200]}…: expected a shorter id")
@@ -54,17 +58,25 @@ def keeps_what_is_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 # Tests of these are not about what XLA makes of a program: it only has to run. Those of
-# updates, of streaming and of models are, and have all of XLA's optimizations.
+# streaming and of models are, and have all of XLA's optimizations.
 COMPILED_QUICKLY = {
-    *("cli", "engine", "exchange", "store", "train", "test_origin.py"),
-    *("test_reading_state.py", "test_restart.py", "test_state_formats.py"),
-    *("test_started.py", "test_transform_refusals.py", "test_untrained_leaves.py"),
+    *("cli", "engine", "exchange", "optimizer", "programs", "store", "train"),
     *("test_interrupted.py", "test_saved_plans.py", "test_refused.py"),
 }
 if not LONG:
     COMPILED_QUICKLY.add("distributed")
 # Without them, a fused step and its parts, or optax in a jit, have other bits.
-COMPILED_FULLY = {"test_compression.py", "test_migration.py", "test_optimizers.py"}
+COMPILED_FULLY = {"test_migration.py", "test_multi_steps.py", "test_optimizers.py"}
+# So do tests in `tests/optimizer` that promise, by their names, bits or what optax has.
+PROMISES = re.compile("bits|optax")
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Whether programs of a test are compiled without most optimizations."""
+    places = set(item.path.relative_to(ROOT).parts)
+    if "optimizer" in places and PROMISES.search(item.name.partition("[")[0]):
+        return False
+    return bool(places & COMPILED_QUICKLY) and not places & COMPILED_FULLY
 
 
 FLAGS = os.environ.get("XLA_FLAGS", "").split()
@@ -98,13 +110,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     A hook: a fixture of the session that runs a program is set up before any fixture
     of the first module that asks for it.
     """
-    places = set(item.path.relative_to(ROOT).parts)
-    is_quick = bool(places & COMPILED_QUICKLY) and not places & COMPILED_FULLY
-    if is_quick != jax.config.read("jax_disable_most_optimizations"):
+    quick = is_quick(item)
+    if quick != jax.config.read("jax_disable_most_optimizations"):
         jax.devices()  # this process has read the flags of XLA
-        jax.config.update("jax_disable_most_optimizations", is_quick)
-        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(is_quick))
-        os.environ["XLA_FLAGS"] = " ".join([*FLAGS, *[WITHOUT_EMITTERS] * is_quick])
+        jax.config.update("jax_disable_most_optimizations", quick)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
+        os.environ["XLA_FLAGS"] = " ".join([*FLAGS, *[WITHOUT_EMITTERS] * quick])
         jax.clear_caches()
 
 
