@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from streaming import read_ahead
+from streaming import read_ahead, states
 from zoo import ZOO
 
 import jaxinf
@@ -159,12 +159,7 @@ def trained(store, program, tx, policy, num_steps=3, **options):
     traffic, planned = store.metrics.traffic, step.traffic
     assert traffic.drive_read_bytes == planned.drive_read_bytes
     assert traffic.drive_write_bytes == planned.drive_write_bytes
-    return losses, {
-        (state.name, leaf.name): store.read(state.name, leaf.name)
-        for leaf in store._manifest.leaves
-        for state in leaf.states
-        if not state.is_beside
-    }
+    return losses, states(store)
 
 
 @pytest.mark.parametrize(

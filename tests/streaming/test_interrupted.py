@@ -1,6 +1,7 @@
 """Steps that end early: Ctrl-C, SIGKILL, drives that fail, for each durability."""
 
 import errno
+import functools
 import os
 import signal
 import subprocess
@@ -15,8 +16,9 @@ import optax
 import pytest
 from covering import covering
 from families import BEYOND
+from raw_stores import memory_directory
 from streamed_run import CHUNKS, NUM_STEPS, TX, finished, open_step, train
-from streaming import until_it_waits
+from streaming import states, until_it_waits
 from zoo import ZOO
 
 import jaxinf
@@ -27,15 +29,6 @@ from jaxinf.streaming.update.store_sink import StoreSink
 
 NAMES = ("tied_and_unused", "l2_penalty", "scan_twice_cast")
 DURABILITIES = ("step", 3, "checkpoint")
-
-
-def states(store):
-    """All that a committed step holds, by leaf and state."""
-    return {
-        (state.name, leaf.name): store.read(state.name, leaf.name)
-        for leaf in store._manifest.leaves
-        for state in leaf.states
-    }
 
 
 def assert_same_states(found, expected):
@@ -50,20 +43,35 @@ def train_to_the_end(step, program):
     assert finished(step) == NUM_STEPS
 
 
-@pytest.fixture
-def uninterrupted(open_store):
-    """Losses, and the states after each step that is asked for."""
+@functools.cache
+def zoo(name, **options):
+    """A program of the zoo, the same in all tests."""
+    return ZOO[name](**options)
 
-    def make(program, *steps, tx=TX):
-        step = open_step(open_store, "uninterrupted", program, tx)
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """Losses, and the states after each step, of a program that runs once."""
+    runs = {}
+
+    def train_once(program, tx):
         losses, found = [], {}
-        for number in range(NUM_STEPS + 1):
-            if number:
-                losses += train(step, program, number)
-            if number in steps:
-                found[number] = states(step.store)
-        step.close()
+        with (
+            memory_directory() as path,
+            jaxinf.open_store(path / "s", **CHUNKS) as store,
+        ):
+            step = open_step(lambda *_, **options: store, "s", program, tx)
+            for number in range(NUM_STEPS + 1):
+                if number:
+                    losses += train(step, program, number)
+                found[number] = states(store)
+            step.close()
         return losses, found
+
+    def make(program, tx=TX):
+        if (id(program), id(tx)) not in runs:
+            runs[id(program), id(tx)] = program, tx, train_once(program, tx)
+        return runs[id(program), id(tx)][-1]
 
     return make
 
@@ -75,8 +83,8 @@ def uninterrupted(open_store):
 def test_steps_that_overwrite_others_have_the_same_bits(
     name, durability, open_store, uninterrupted
 ):
-    program = ZOO[name]()
-    losses, expected = uninterrupted(program, NUM_STEPS)
+    program = zoo(name)
+    losses, expected = uninterrupted(program)
     step = open_step(open_store, "store", program, durability=durability)
     assert train(step, program) == losses
     committed = {3: 3, "checkpoint": 0}[durability]
@@ -88,11 +96,11 @@ def test_steps_that_overwrite_others_have_the_same_bits(
 
 def test_frozen_leaves_are_read_from_the_committed_slot(open_store, uninterrupted):
     """Their chunks are never written, so they are not in the slot that steps write."""
-    program = ZOO["tied_and_unused"]()
+    program = zoo("tied_and_unused")
     labels = jax.tree.map(lambda _: "train", program.params)
     labels["layers"] = jax.tree.map(lambda _: "frozen", program.params["layers"])
     tx = optax.multi_transform({"train": TX, "frozen": optax.set_to_zero()}, labels)
-    losses, expected = uninterrupted(program, NUM_STEPS, tx=tx)
+    losses, expected = uninterrupted(program, tx)
     step = open_step(open_store, "store", program, tx, "checkpoint")
     assert train(step, program) == losses
     step.store.wait()
@@ -103,8 +111,8 @@ def test_frozen_leaves_are_read_from_the_committed_slot(open_store, uninterrupte
 def test_no_uncommitted_step_is_overwritten_for_gradients_that_are_not_finite(
     nonfinite, open_store, uninterrupted
 ):
-    program = ZOO["l2_penalty"](depth=3)
-    losses, expected = uninterrupted(program, NUM_STEPS)
+    program = zoo("l2_penalty", depth=3)
+    losses, expected = uninterrupted(program)
     step = open_step(
         open_store, "store", program, durability="checkpoint", nonfinite=nonfinite
     )
@@ -153,8 +161,8 @@ def interrupt_at(monkeypatch, owner, method, count, signals=1):
 def test_ctrl_c_ends_a_step_and_training_goes_on(
     owner, method, count, durability, open_store, uninterrupted, monkeypatch
 ):
-    program = ZOO["tied_and_unused"]()
-    losses, expected = uninterrupted(program, NUM_STEPS)
+    program = zoo("tied_and_unused")
+    losses, expected = uninterrupted(program)
     step = open_step(open_store, "store", program, durability=durability)
     found = train(step, program, 2)
     with monkeypatch.context() as patch:
@@ -174,8 +182,8 @@ def test_ctrl_c_ends_a_step_and_training_goes_on(
 
 def test_a_second_ctrl_c_is_raised_at_once(open_store, uninterrupted, monkeypatch):
     """The step that it gives up waits for a drive; it ends before the next one."""
-    program = ZOO["tied_and_unused"]()
-    losses, expected = uninterrupted(program, NUM_STEPS)
+    program = zoo("tied_and_unused")
+    losses, expected = uninterrupted(program)
     step = open_step(open_store, "store", program)
     found = train(step, program, 1)
     main, read = threading.main_thread(), ParamsReader.read
@@ -210,7 +218,7 @@ def test_a_second_ctrl_c_is_raised_at_once(open_store, uninterrupted, monkeypatc
 
 
 def test_handlers_of_the_programs_own_are_called_at_once(open_store, monkeypatch):
-    program, seen = ZOO["l2_penalty"](depth=2), []
+    program, seen = zoo("l2_penalty", depth=2), []
     handled = threading.Event()
     step = open_step(open_store, "store", program)
     train(step, program, 1)
@@ -256,9 +264,9 @@ def test_killed_between_hand_outs_the_committed_step_is_whole(
     name, durability, open_store, uninterrupted, run_python, place
 ):
     """Steps since the commit are lost and nothing else; what follows has the bits."""
-    program = ZOO[name]()
+    program = zoo(name)
     committed = {"step": NUM_STEPS - 1, 3: 3, "checkpoint": 0}[durability]
-    _, expected = uninterrupted(program, committed, NUM_STEPS)
+    _, expected = uninterrupted(program)
     words = [place / "store", name, durability, "update"]
     killed = run_python(PROGRAM, *words, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -275,8 +283,8 @@ def test_killed_between_hand_outs_the_committed_step_is_whole(
 
 @pytest.mark.long
 def test_killed_in_init_it_begins_anew(open_store, uninterrupted, run_python, place):
-    program = ZOO["tied_and_unused"]()
-    losses, expected = uninterrupted(program, NUM_STEPS)
+    program = zoo("tied_and_unused")
+    losses, expected = uninterrupted(program)
     words = [place / "store", "tied_and_unused", "step", "init"]
     killed = run_python(PROGRAM, *words, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -294,8 +302,8 @@ def test_killed_in_init_it_begins_anew(open_store, uninterrupted, run_python, pl
 def test_a_write_that_fails_stops_the_store_at_its_committed_step(
     durability, open_store, uninterrupted, monkeypatch
 ):
-    program = ZOO["tied_and_unused"]()
-    _, expected = uninterrupted(program, 2, NUM_STEPS)
+    program = zoo("tied_and_unused")
+    _, expected = uninterrupted(program)
     step = open_step(open_store, "store", program, durability=durability)
     train(step, program, 2)
     step.store.wait()
@@ -328,7 +336,7 @@ def test_a_write_that_fails_stops_the_store_at_its_committed_step(
 
 
 def test_damaged_params_are_named_and_not_trained_on(open_store):
-    program = ZOO["tied_and_unused"]()
+    program = zoo("tied_and_unused")
     step = open_step(open_store, "store", program)
     train(step, program, 1)
     step.close()
@@ -361,7 +369,7 @@ EVERY = int(os.environ.get("JAXINF_INTERRUPTS", "100"))
 @pytest.mark.parametrize(
     ("every", "what", "policy", "parts", "again"),
     [
-        (120, "store", "recompute", 4, "again"),
+        (240, "store", "recompute", 4, "again"),
         *(
             pytest.param(
                 EVERY, *case, marks=pytest.mark.long if case in PAIRS else BEYOND

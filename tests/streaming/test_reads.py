@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from streaming import read_ahead
+from streaming import read_ahead, states
 from zoo import ZOO
 
 import jaxinf
@@ -142,12 +142,7 @@ def trained(step, program):
     traffic, planned = store.metrics.traffic, step.traffic
     assert traffic.drive_read_bytes == planned.drive_read_bytes
     assert traffic.drive_write_bytes == planned.drive_write_bytes
-    return {
-        (state.name, leaf.name): store.read(state.name, leaf.name)
-        for leaf in store._manifest.leaves
-        for state in leaf.states
-        if not state.is_beside
-    }, traffic.drive_read_bytes
+    return states(store), traffic.drive_read_bytes
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from streaming import (
     assert_same_bits,
     prepared,
     relative_error,
+    states,
     streamed,
 )
 from zoo import ONLY_PLANNED, QUICKEST, ZOO, normal
@@ -189,8 +190,7 @@ def seen(step):
     if isinstance(step, jaxinf.InMemoryStep):
         return [np.asarray(leaf) for leaf in jax.tree.leaves(step.state())]
     step.store.wait()
-    leaves = step.store._manifest.leaves
-    return [step.store.read("trace", "/".join(leaf.path)) for leaf in leaves]
+    return [x for (name, _), x in states(step.store).items() if name == "trace"]
 
 
 def stored_bytes(calls):

@@ -14,6 +14,7 @@ from streaming import (
     bytes_held,
     run,
     spill_beyond,
+    states,
 )
 from zoo import ZOO
 
@@ -90,11 +91,10 @@ def test_resumed_is_uninterrupted(policy, streamed, open_store):
     second.init(lambda: jax.tree.map(jnp.zeros_like, program.params))
     found += run(second, program, 2)
     assert found == expected
-    states = [step.store for step in (whole, second)]
-    for name in ("params", "mu", "nu"):
-        for leaf in states[0]._manifest.leaves:
-            held = [store.read(name, "/".join(leaf.path)) for store in states]
-            np.testing.assert_array_equal(*held)
+    held = states(whole.store)
+    assert {name for name, _ in held} == {"params", "mu", "nu"}
+    for key, array in states(second.store).items():
+        np.testing.assert_array_equal(array, held[key])
 
 
 def test_a_store_goes_to_smart_update_and_back(streamed, open_store):

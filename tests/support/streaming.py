@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxinf.schedule.placement import waiting
+from jaxinf.store import StoreDirectory
 from jaxinf.streaming import near_storage
 from jaxinf.streaming.move.params import MemoryParams, StoreParams
 from jaxinf.streaming.move.resident import Resident
@@ -33,6 +34,7 @@ __all__ = [
     "relative_error",
     "run",
     "spill_beyond",
+    "states",
     "streamed",
     "until_it_waits",
 ]
@@ -106,6 +108,16 @@ def streamed(program, plan, executables, spill=None, values=None):
 def run(step, program, num_steps):
     """Runs steps on the program's batch; returns their losses."""
     return [float(step(program.batch)[0]) for _ in range(num_steps)]
+
+
+def states(store):
+    """All that the committed step of a store holds, by names of state and leaf."""
+    return {
+        (state.name, leaf.name): store.read(state.name, leaf.name)
+        for leaf in StoreDirectory.open(store.path).manifest.leaves
+        for state in leaf.states
+        if not state.is_beside
+    }
 
 
 def spill_beyond(monkeypatch, num_bytes):
