@@ -4,7 +4,9 @@ import ast
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxinf import compat
@@ -165,6 +167,14 @@ RPC: /xla.coordination.CoordinationService/Barrier"""
 def test_a_time_out_names_the_missing_processes():
     assert compat.missing_tasks(TIME_OUT) == ["1", "2"]
     assert compat.missing_tasks("another text") == []
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="not looked at there")
+def test_memory_is_registered_where_it_is_looked_for():
+    assert compat.memory_registry(jax.devices()[0]) is None
+    client = jax.devices()[0].client
+    gpu = SimpleNamespace(platform="gpu", client=client)
+    assert compat.memory_registry(gpu) is client
 
 
 def test_the_coordination_service_is_where_it_is_looked_for():
