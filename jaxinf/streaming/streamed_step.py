@@ -80,6 +80,7 @@ class StreamedStep(TrainingStep):
         self._loss_fn = loss_fn
         self._tx = averaged(tx, setup.options.average)
         self._params: PyTree | None = None
+        self._begun: tuple[Prepared, UpdateProgram] | None = None  # by `init` or `load`
         self._functions: list[StreamedFunction] = []
 
     # --- params --------------------------------------------------------------------
@@ -146,16 +147,20 @@ class StreamedStep(TrainingStep):
     ) -> None:
         ready = None if batch is None else self._traced(avals, batch)
         with outside_mesh():
-            self._start_pieces(avals, leaves, ready)
-        if batch is not None:
-            self.compile(batch)
+            update = self._start_pieces(avals, leaves, ready)
+        if ready is not None:
+            self._begun = ready, update  # not to be traced again
+            try:
+                self.compile(batch)
+            finally:
+                self._begun = None
 
     def _start_pieces(
         self,
         avals: PyTree,
         leaves: Callable[[int], Iterable[Iterable[Shard]]],
         ready: Prepared | None,
-    ) -> None:
+    ) -> UpdateProgram:
         pieces = () if ready is None else ready.gradient_pieces
         training, whole = self.store._training, self._options.memory_bytes
         held = check_params(avals)
@@ -195,6 +200,7 @@ class StreamedStep(TrainingStep):
             training.finish_initialisation(scalars)
         self._num_skipped = training.opened.finished.skipped_steps
         return_freed_memory()  # of traces and of the first params
+        return update
 
     def params(self, like: PyTree = None) -> PyTree:
         """Returns the params of the last finished step; blocks until they are read.
@@ -242,6 +248,8 @@ class StreamedStep(TrainingStep):
         return self._call(batch, extra_args)
 
     def _prepare(self, batch: PyTree) -> Prepared:
+        if self._begun is not None:
+            return self._begun[0]
         return self._traced(self._started(), batch)
 
     def _traced(self, avals: PyTree, batch: PyTree) -> Prepared:
@@ -253,7 +261,11 @@ class StreamedStep(TrainingStep):
         return ready.with_bits(is_deterministic=options.deterministic)
 
     def _ends(self, ready: Prepared) -> StoreEnds:
-        program = self._traced_optimizer(self._params)
+        program = (
+            self._traced_optimizer(self._params)
+            if self._begun is None
+            else self._begun[1]
+        )
         return self._ends_of(ready, program, self.store._training.opened)
 
     def _ends_of(
