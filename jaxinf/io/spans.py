@@ -111,12 +111,12 @@ class Timeline:
 
     def __init__(self) -> None:
         self._spans: list[Span] | None = None
-        self._annotate: Callable[[str], Any] | None = None
+        self._annotate: Callable[..., Any] | None = None
         self._lock = threading.Lock()
         self._phases: defaultdict[str, Clock] = defaultdict(Clock)
         self._drives: defaultdict[str, Clock] = defaultdict(Clock)
 
-    def start(self, annotate: Callable[[str], Any] | None = None) -> None:
+    def start(self, annotate: Callable[..., Any] | None = None) -> None:
         """Records spans from here on.
 
         Args:

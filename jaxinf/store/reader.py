@@ -79,6 +79,7 @@ def stored_pieces(
     piece_bytes: int = PIECE_BYTES,
     meters: ByteMeters | None = None,
     drive: str | None = None,
+    what: str = "",
 ) -> Iterator[Array]:
     """Yields the first bytes of a file, piece by piece; blocks.
 
@@ -91,6 +92,7 @@ def stored_pieces(
       piece_bytes: length of a piece, a multiple of the page.
       meters: counts the bytes read.
       drive: the drive that is busy meanwhile.
+      what: names the chunk in a timeline.
 
     Yields:
       uint8 arrays, each valid until the next is requested.
@@ -103,7 +105,7 @@ def stored_pieces(
     with pool.acquire(min(piece_bytes, num_bytes)) as buffer:
         for offset in range(0, num_bytes, piece_bytes):
             length = min(piece_bytes, num_bytes - offset)
-            with span("read", file.parent.name, drive=drive, num_bytes=length):
+            with span("read", what, drive=drive, num_bytes=length):
                 read_into(file, buffer.array, offset, length, meters=meters)
             sums.append((crc32c(buffer.array[:length]), length))
             if offset + length == num_bytes:
@@ -161,6 +163,11 @@ class StepReader:
         self._places = places or [step]
         if directory is not None:
             self._places = directory.data_paths(step)
+
+        self._drives = [
+            str(self._places[n] if directory is None else directory.csd_directory(n))
+            for n in range(len(self._places))
+        ]
         self._sums = (record or CommitRecord.read(step / "commit.json")).checksums
         self._meters = meters
         self._verify = verify
@@ -249,7 +256,8 @@ class StepReader:
             check,
             piece_bytes=(per_piece or self._piece_elements) * state.itemsize,
             meters=self._meters,
-            drive=str(self._place(leaf, number).parent),
+            drive=self._drives[self._csd(leaf, number)],
+            what=name,
         )
         start = 0
         for raw in pieces:
@@ -259,10 +267,14 @@ class StepReader:
 
     def _file(self, leaf: LeafRecord, state: StateRecord, number: int) -> Path:
         chunk = self._chunks_of(leaf, state)[number]
-        return self._place(leaf, number) / leaf.array_name(state.name) / chunk.key
+        return (
+            self._places[self._csd(leaf, number)]
+            / leaf.array_name(state.name)
+            / chunk.key
+        )
 
-    def _place(self, leaf: LeafRecord, number: int) -> Path:
-        return self._places[leaf.csds[number] if len(self._places) > 1 else 0]
+    def _csd(self, leaf: LeafRecord, number: int) -> int:
+        return leaf.csds[number] if len(self._places) > 1 else 0
 
     def _chunks_of(self, leaf: LeafRecord, state: StateRecord) -> Sequence[Chunk]:
         key = leaf.path, state.codec == "scale"

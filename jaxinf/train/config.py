@@ -266,7 +266,7 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
         return {n: _plain(getattr(self, n)) for n in names if n not in _NOT_OF_RUNS}
 
 
-_NOT_OF_RUNS = ("files", "run_file", "write_config", "dry_run", "machine")
+_NOT_OF_RUNS = ("files", "run_file", "write_config", "dry_run", "machine", "trace")
 
 
 def _plain(value: object) -> JsonValue:

@@ -34,10 +34,12 @@ from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, num_tokens
 from jaxinf.train.forecast import RunPlan, plan
 from jaxinf.train.loading import load, make_batches
-from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, rss_bytes
+from jaxinf.train.measuring import StepTimer
+from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine
 from jaxinf.train.on_store import OnStore
 from jaxinf.train.opening import open_backend
 from jaxinf.train.optimizers import check_optimizer, make_optimizer
+from jaxinf.train.prediction import Prediction
 from jaxinf.train.pretrained import deferred_params
 from jaxinf.train.processes import Processes, start
 from jaxinf.train.progress import Progress
@@ -109,6 +111,7 @@ def train(
         ) as run,
     ):
         _keep_config(run.step, config, run_file)
+        run.prediction.write(config.logs / "plan.json", run.step)
         signal_number = run.go()
         if run.step < config.steps:
             say_stopped(console, config, run.step, command)
@@ -116,7 +119,7 @@ def train(
         found, params = run.evaluate(), processes.local(run.evaluated)
         if processes.is_first or backend.needs_all:
             say_evaluation(console, found, run.evaluator, params)
-        say_results(console, config, backend)
+        say_results(console, config, backend, run.prediction)
         return 0
 
 
@@ -237,6 +240,7 @@ class _Run:
         self._num_updates = backend.committed_step(self._state)
         self._learning_rate = learning_rates(config)
         self._data = data
+        self.prediction = Prediction.of(config, batches[0])
         self._open_logs()
 
     @functools.cached_property
@@ -257,6 +261,7 @@ class _Run:
     def _open_logs(self) -> None:
         logs = self._config.logs
         self._metrics = MetricsLog(logs, self.step)
+        self._timer = StepTimer(self._config, self.step)
         self._sums = self._processes.sums(logs, self.step)
         self._validation = JsonLines(logs / "validation.jsonl", self.step)
         self._best = Best(self._backend, logs / "validation.jsonl")
@@ -275,7 +280,7 @@ class _Run:
         with (
             contextlib.closing(coming),
             Progress(self._console, first=first, last=last, unit=unit) as progress,
-            Recorder(self._metrics, progress, self._sums) as recorder,
+            Recorder(self._metrics, progress, self._sums, self.prediction) as recorder,
             StopRequest(self._say_stopping) as stop,
         ):
             while self.step < last and not (stopped := self._stops(stop)):
@@ -308,26 +313,27 @@ class _Run:
     ) -> None:
         position = self._identity.position(self.step + 1, batch)
         self._backend.announce(self._state, position)
-        started_s = time.monotonic()
         try:
-            self.params, self._state, (loss, norm) = jax.block_until_ready(
-                train_step(self.params, self._state, self._processes.batch(batch))
-            )
+            with self._timer.step(self.step + 1):
+                self.params, self._state, (loss, norm) = jax.block_until_ready(
+                    train_step(self.params, self._state, self._processes.batch(batch))
+                )
         except jax.errors.JaxRuntimeError:
             self._backend.raise_failure()
             raise
-        step_s = time.monotonic() - started_s
         self.step += 1
         rate = self._learning_rate(self._num_updates)
         is_skipped = self._note_skipped()
         self._num_updates += not is_skipped
         line = StepLine(
-            *(self.step, float(loss), num_tokens(batch), step_s),
-            rss_bytes=rss_bytes(),
+            *(self.step, float(loss), num_tokens(batch)),
             learning_rate=rate,
             gradient_norm=None if norm is None else float(norm),
+            **self._timer.fields(),
         )
-        recorder.add(line, self._backend.costs(self._state, is_skipped=is_skipped))
+        costs = self._backend.costs(self._state, is_skipped=is_skipped)
+        recorder.add(line, costs)
+        self._timer.ended(costs)
 
     def _note_skipped(self) -> bool:
         before, self._num_skipped = (
@@ -349,6 +355,7 @@ class _Run:
         return every > 0 and (self.step % every == 0 or is_last)
 
     def _keep(self) -> None:
+        self._timer.forget()
         name = self._backend.checkpoint(
             self._state,
             keep_last=self._config.keep_last,
@@ -370,6 +377,7 @@ class _Run:
 
     def evaluate(self) -> Evaluation:
         """Evaluates the params; once a step it logs that, and keeps the best so far."""
+        self._timer.forget()
         params = self._processes.local(self.evaluated)
         if self._backend.needs_all:
             found = self.evaluator.evaluate(params)
@@ -390,6 +398,7 @@ class _Run:
 
     def close(self) -> None:
         """Closes the logs."""
+        self._timer.close()
         self._metrics.close()
         if self._sums is not None:
             self._sums.close()

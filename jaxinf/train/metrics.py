@@ -12,14 +12,11 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
-import resource
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JsonLines", "MetricsLog", "StepLine", "peak_rss_bytes", "rss_bytes"]
+__all__ = ["JsonLines", "MetricsLog", "StepLine"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +42,15 @@ class StepLine:
       learning_rate: the rate of the step's update.
       gradient_norm: global norm of the gradients, before clipping; null if it is not
         finite, and in mode stream, where the gradients never exist at once.
+      phases: seconds since the step before, or since an evaluation after it, in which
+        some thread did that: ``read`` and ``write`` of drives, ``update`` of the
+        optimizer's state, ``commit``, ``copy`` between host and JAX device; ``wait``,
+        in which programs waited for the store;
+        ``program``, in which they ran. They overlap: their sum is not `step_s`.
+      drives: share of that time in which each drive was busy, by its directory.
+      memory: bytes by tier: ``host`` (as `rss_bytes`), ``buffers`` (of the host's, most
+        so far of those for state on its way), ``device`` (null where that is the
+        host's), ``drives`` (the store's, and values and gradients that waited there).
       stream: in mode stream the fields of `jaxinf.streaming.StreamMetrics`, and with
         ``--policy plan`` its `forecast`; the line of another mode does not have it.
 
@@ -64,7 +70,18 @@ class StepLine:
     rss_bytes: int | None = None
     learning_rate: float | None = None
     gradient_norm: float | None = None
+    phases: Mapping[str, float] | None = None
+    drives: Mapping[str, float] | None = None
+    memory: Mapping[str, int | None] | None = None
     stream: Mapping[str, Any] | None = None
+
+    def with_costs(self, costs: Mapping[str, Any]) -> "StepLine":
+        """Returns the line with what only the store knows, tiers and phases added."""
+        phases = {**(self.phases or {}), **costs.get("phases", {})}
+        memory = {**(self.memory or {}), **costs.get("memory", {})}
+        return dataclasses.replace(
+            self, **{**costs, "phases": phases, "memory": memory}
+        )
 
     def to_json(self) -> str:
         """Returns the line without its newline; NaN, which JSON lacks, becomes null."""
@@ -151,25 +168,6 @@ class MetricsLog:
     def close(self) -> None:
         """Closes the file; a line still held is written when the run is resumed."""
         self._lines.close()
-
-
-def rss_bytes() -> int:
-    """Resident memory of this process now."""
-    return _now_bytes() or peak_rss_bytes()
-
-
-def peak_rss_bytes() -> int:
-    """Returns the peak resident memory of this process."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return max(peak, _now_bytes())  # the kernel updates its peak only now and then
-
-
-def _now_bytes() -> int:
-    with contextlib.suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    return 0
 
 
 def _readable_lines(path: Path) -> Iterator[tuple[str, int]]:

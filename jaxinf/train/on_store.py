@@ -5,6 +5,7 @@ Invariant: a new run's params are compared with a store's before its first step.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxinf.engine import Store
 from jaxinf.errors import StoreMismatchError
 from jaxinf.exchange import keep_tokenizer, tokenizer_files
 from jaxinf.optimizer import SmartUpdateState
+from jaxinf.store import required_bytes
 from jaxinf.train.backend import NO_TRAFFIC, Costs
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
@@ -82,7 +84,18 @@ class KeptInStore(abc.ABC):
         metrics = self.store.metrics_of(step)
         if metrics is None:
             return {}
-        return {"update_s": metrics.update_s, **dataclasses.asdict(metrics.traffic)}
+        return {
+            "update_s": metrics.update_s,
+            **dataclasses.asdict(metrics.traffic),
+            "memory": {
+                "buffers": self.store.peak_memory_bytes,
+                "drives": self._drive_bytes,
+            },
+        }
+
+    @functools.cached_property
+    def _drive_bytes(self) -> int:
+        return sum(required_bytes(self.store._training.opened.directory).values())
 
     def checkpoint(self, state: Any, *, keep_last: int, keep_every: int) -> str | None:
         """See `Backend`."""

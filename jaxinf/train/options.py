@@ -4,6 +4,7 @@ Invariant: a field exists only if it works.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -65,6 +66,29 @@ _STATE_TIER = tyro.constructors.PrimitiveConstructorSpec(
 )
 
 
+def _parse_trace(words: Sequence[str]) -> tuple[int, int]:
+    if not words:
+        return 0, 0
+    first, _, last = words[0].partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+        raise ValueError(f"{words[0]!r}: expected FIRST:LAST, such as 10:12")
+    if int(last) - int(first) >= MOST_TRACED:
+        raise ValueError(f"{words[0]!r}: expected at most {MOST_TRACED} steps")
+    return int(first), int(last)
+
+
+MOST_TRACED = 100
+"""Steps in a trace, whose spans are kept in memory."""
+
+_TRACE = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=(0, 1),
+    metavar="[FIRST:LAST]",
+    instance_from_str=_parse_trace,
+    is_instance=lambda value: isinstance(value, tuple | None),
+    str_from_instance=lambda value: [f"{value[0]}:{value[1]}"] if value else ["none"],
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
     """Where a run is, how long it is, and where its state and params are."""
@@ -85,9 +109,15 @@ class RunOptions:
     # stop. Nothing is written.
     dry_run: bool = False
 
-    # For --dry-run: a file that "jaxinf doctor --machine FILE" wrote, or a machine of
-    # the package: a100-x4, h100-x4, smartssd-server, workstation.
+    # Predict times, too: a file that "jaxinf doctor --machine FILE" wrote, or a machine
+    # of the package: a100-x4, h100-x4, smartssd-server, workstation.
     machine: Annotated[str | None, _shown("{FILE,NAME}", "none: no times")] = None
+
+    # Record what each thread, drive and JAX device does in steps FIRST to LAST, by
+    # default three early ones, as LOG_DIR/trace.json, which ui.perfetto.dev opens.
+    trace: Annotated[tuple[int, int] | None, _TRACE, _shown("[FIRST:LAST]", "none")] = (
+        None
+    )
 
     # Directory of the store: a new one, or the store of a run to resume.
     store: Annotated[Path | None, _shown("DIR", "none; --mode update needs it")] = None

@@ -3,11 +3,11 @@
 Invariant: only the end of a run waits for a commit in flight.
 """
 
-import dataclasses
 from types import TracebackType
 
 from jaxinf.train.backend import Costs
 from jaxinf.train.metrics import MetricsLog, StepLine
+from jaxinf.train.prediction import Prediction
 from jaxinf.train.processes import SumLog
 from jaxinf.train.progress import Progress
 
@@ -18,9 +18,14 @@ class Recorder:
     """Takes each step at its end and completes its line one step later."""
 
     def __init__(
-        self, log: MetricsLog, progress: Progress, sums: SumLog | None = None
+        self,
+        log: MetricsLog,
+        progress: Progress,
+        sums: SumLog | None = None,
+        prediction: Prediction | None = None,
     ) -> None:
         self._log, self._progress, self._sums = log, progress, sums
+        self._prediction = prediction
         self._held: tuple[StepLine, Costs] | None = None
 
     def __enter__(self) -> "Recorder":
@@ -57,8 +62,10 @@ class Recorder:
         if self._held is None:
             return
         (line, costs), self._held = self._held, None
-        line = dataclasses.replace(line, **costs())
+        line = line.with_costs(costs())
         self._log.write(line)
         if self._sums is not None:
             self._sums.write(line)
         self._progress.costs(line)
+        if self._prediction is not None:
+            self._prediction.add(line)

@@ -16,8 +16,8 @@ from jaxinf.train.backend import Backend
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, TextEntropy
-from jaxinf.train.metrics import peak_rss_bytes
 from jaxinf.train.on_store import KeptInStore, OnStore
+from jaxinf.train.prediction import Prediction
 from jaxinf.train.schedules import (
     num_warmup_steps,
     peak_learning_rate,
@@ -99,8 +99,10 @@ def say_evaluation(
         console.print(f"\nsample, after {prompt!r}:\n{text}\n")
 
 
-def say_results(console: Console, config: TrainConfig, backend: Backend) -> None:
-    """Prints the paths of the results, and the memory used."""
+def say_results(
+    console: Console, config: TrainConfig, backend: Backend, prediction: Prediction
+) -> None:
+    """Prints the paths of the results, and what was predicted and found."""
     if isinstance(backend, KeptInStore):
         path = backend.store.path
         console.print(
@@ -115,10 +117,8 @@ def say_results(console: Console, config: TrainConfig, backend: Backend) -> None
             f"buffers at most {format_bytes(backend.store.peak_memory_bytes)} of "
             f"{format_bytes(config.buffer_bytes)} for the state on its way"
         )
-    console.print(
-        f"logs    {config.logs / 'metrics.jsonl'}\n"
-        f"memory  at most {format_bytes(peak_rss_bytes())} resident"
-    )
+    console.print(f"logs    {config.logs / 'metrics.jsonl'}")
+    console.print("\n".join(prediction.lines()), markup=False, highlight=False)
 
 
 def say_stopped(console: Console, config: TrainConfig, step: int, command: str) -> None:

@@ -27,7 +27,7 @@ from jaxinf.typing import JsonValue
 
 __all__ = ["NOT_IN_FILES", "read_run", "text_of_run", "write_run"]
 
-NOT_IN_FILES = ("config", "write-config", "restore", "dry-run", "machine")
+NOT_IN_FILES = (*("config", "write-config", "restore", "dry-run", "machine", "trace"),)
 """Flags of one start of a run, not of the run."""
 
 _MOST_BYTES = 1 << 20

@@ -119,14 +119,26 @@ class Streamed(KeptInStore):
         """See `Backend`."""
         metrics = self._step.metrics
         assert metrics is not None
-        streamed = {"stream": dataclasses.asdict(metrics)}
+        waited_s = metrics.waited_params_s + metrics.waited_values_s
+        streamed: dict[str, Any] = {
+            "stream": dataclasses.asdict(metrics),
+            "phases": {"wait": round(waited_s + metrics.waited_updates_s, 6)},
+        }
+        on_drives = metrics.spilled_drive_bytes + metrics.offloaded_drive_bytes
         forecast = self._step.forecast
         if forecast is not None:
             streamed["stream"]["forecast"] = dataclasses.asdict(forecast)
         if is_skipped:
             return lambda: NO_TRAFFIC | streamed
         number = self._number
-        return lambda: self._costs_of(number) | streamed
+
+        def costs() -> dict[str, Any]:
+            found = self._costs_of(number)
+            if "memory" in found:
+                found["memory"]["drives"] += on_drives
+            return found | streamed
+
+        return costs
 
     def summary(self) -> list[str]:
         """Lines on the plan and on the wear of drives, for the end of a run."""

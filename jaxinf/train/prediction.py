@@ -1,0 +1,158 @@
+"""``plan.json``: what a run was predicted to take; and what was found, step by step.
+
+Invariant: a prediction is made before the first step, and what is found changes nothing
+of it.
+"""
+
+import json
+import logging
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jaxinf.io import write_bytes_atomically
+from jaxinf.terminal import format_bytes
+from jaxinf.train.config import TrainConfig
+from jaxinf.train.data.loader import Batch
+from jaxinf.train.forecast import RunPlan, Sizes, plan
+from jaxinf.train.memory import peak_rss_bytes
+from jaxinf.train.metrics import StepLine
+
+__all__ = ["Prediction"]
+
+_LOG = logging.getLogger("jaxinf")
+
+_TOLERANCE = 1.3
+_NUM_SLOW = 50
+_NUM_KEPT = 1000  # steps whose median is found
+_NUM_FIRST = 2  # steps that read and compile anew
+
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "programs": ("forward", "backward"),
+    "the optimizer's updates": ("update",),
+    "drives": ("params for programs", "state"),
+}
+_PHASES: Mapping[str, tuple[str, ...]] = {
+    "programs": ("program",),
+    "the optimizer's updates": ("update",),
+    "drives": ("read", "write"),
+}
+"""Parts of a step, as the plan has them and as a step's line does."""
+
+
+class Prediction:
+    """A run's plan, held against its steps.
+
+    Args:
+      planned: the plan; None if there is none, and nothing is said then.
+    """
+
+    def __init__(self, planned: RunPlan | None) -> None:
+        self._planned = planned
+        self._steps: list[StepLine] = []
+        self._num_slow = 0
+        self._is_told = False
+
+    @classmethod
+    def of(cls, config: TrainConfig, batch: Batch) -> "Prediction":
+        """Plans a run; blocks, with ``--machine`` for some seconds.
+
+        Several processes, and cards, which only one may open, have no plan.
+
+        Raises:
+          UsageError: ``--machine`` names none, or one that lacks a rate.
+        """
+        is_planned = not config.distributed and config.csd.startswith("host")
+        return cls(plan(config, batch) if is_planned else None)
+
+    def write(self, path: Path, step: int) -> None:
+        """Writes the plan of a start of the run after `step` steps."""
+        if self._planned is None:
+            return
+        num_steps = max(0, self._planned.config.steps - step)
+        document = {"version": 1, "first_step": step + 1, "num_steps": num_steps}
+        text = json.dumps(document | self._planned.to_json(), indent=1)
+        write_bytes_atomically(path, text.encode() + b"\n")
+
+    # --- found ---------------------------------------------------------------------
+
+    def add(self, line: StepLine) -> None:
+        """Takes a step's complete line; warns once if steps stay slow."""
+        if line.step_s is None:
+            return
+        self._steps.append(line)
+        if len(self._steps) > _NUM_KEPT + _NUM_FIRST:
+            del self._steps[_NUM_FIRST]
+        found = None if self._planned is None else self._planned.found
+        if found is None:
+            return
+        is_slow = line.step_s > _TOLERANCE * found.step_s
+        self._num_slow = self._num_slow + 1 if is_slow else 0
+        if self._num_slow >= _NUM_SLOW and not self._is_told:
+            self._is_told = True
+            self._warn(found.step_s, found.phases)
+
+    def _warn(self, planned_s: float, planned: Mapping[str, float]) -> None:
+        last = self._steps[-_NUM_SLOW:]
+        found_s = statistics.median(line.step_s or 0.0 for line in last)
+        excess = {}
+        for part, names in _PARTS.items():
+            took = statistics.median(_seconds(line, part) for line in last)
+            expected = sum(planned.get(name, 0.0) for name in names)
+            excess[part] = took - expected, took, expected
+        part = max(excess, key=lambda name: excess[name][0])
+        _, took, expected = excess[part]
+        _LOG.warning(
+            "the last %d steps took %.3g s each, %.3g s were predicted; the part that "
+            "is slower than predicted is %s: %.3g s, not %.3g. Measure this machine "
+            "with 'jaxinf doctor --machine FILE', or see what else it does",
+            _NUM_SLOW,
+            found_s,
+            planned_s,
+            part,
+            took,
+            expected,
+        )
+
+    def lines(self) -> list[str]:
+        """Says what was predicted, and what was found."""
+        steps = self._steps[_NUM_FIRST:] or self._steps
+        found = format_bytes(peak_rss_bytes())
+        if self._planned is None or not steps:
+            return [f"memory  at most {found} resident"]
+        planned, sizes = self._planned.found, self._planned.sizes
+        found_s = statistics.median(line.step_s or 0.0 for line in steps)
+        if planned is not None:
+            said = f"predicted {planned.step_s:.3g} s a step"
+            said += f", found {found_s:.3g} ({_off(found_s, planned.step_s)})"
+        else:
+            said = f"found {found_s:.3g} s a step; nothing predicted without --machine"
+        lines = [f"time    {said}"]
+        if sizes.read_bytes or sizes.written_bytes:
+            is_most = self._planned.config.mode == "stream"
+            lines.append(f"drives  {_traffic(sizes, steps, is_most=is_most)}")
+        most = format_bytes(sizes.memory_bytes)
+        lines.append(
+            f"memory  predicted at most {most} beside the process and activations, "
+            f"found at most {found} resident"
+        )
+        return lines
+
+
+def _traffic(sizes: Sizes, steps: Sequence[StepLine], *, is_most: bool) -> str:
+    read = statistics.median_low([line.drive_read_bytes or 0 for line in steps])
+    written = statistics.median_low([line.drive_write_bytes or 0 for line in steps])
+    return (
+        f"predicted {'at most ' if is_most else ''}{format_bytes(sizes.read_bytes)} "
+        f"read and {format_bytes(sizes.written_bytes)} written a step, found "
+        f"{format_bytes(read)} and {format_bytes(written)}"
+    )
+
+
+def _seconds(line: StepLine, part: str) -> float:
+    phases = line.phases or {}
+    return sum(phases.get(name, 0.0) for name in _PHASES[part])
+
+
+def _off(found: float, planned: float) -> str:
+    return f"{100 * (found / planned - 1):+.0f} %"
