@@ -18,7 +18,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxinf.cli import checkpoints, doctor, inspection, members, verification
+from jaxinf.cli import (
+    checkpoints,
+    doctor,
+    inspection,
+    members,
+    report,
+    verification,
+)
 from jaxinf.cli.exchange import Export, Import
 from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.terminal import show_progress
@@ -36,6 +43,7 @@ __all__ = [
     "Doctor",
     "Inspect",
     "Plan",
+    "Report",
     "Store",
     "Verify",
     "main",
@@ -160,6 +168,35 @@ class Plan(TrainConfig):
             print(json.dumps(plan.to_json(), indent=1, allow_nan=False))
         else:
             plan.print(make_console(soft_wrap=True))
+        return _SUCCESS
+
+
+@dataclass(frozen=True)
+class Report:
+    """Make a page about a run, or several side by side, from their log directories.
+
+    The page shows loss, speed, where the time and the memory of a step went, a timeline
+    (of --trace), what was predicted and found, and settings. It opens offline. Needs
+    plotly (pip install 'jaxinf[report]').
+    """
+
+    logs: Annotated[
+        tyro.conf.Positional[tuple[str, ...]],
+        option("Log directories of runs.", "LOG_DIR [LOG_DIR ...]"),
+    ]
+    output: Annotated[
+        Path | None,
+        option("The page; by default report.html in the first LOG_DIR.", "FILE"),
+    ] = None
+
+    def run(self) -> int:
+        """Prints the page's path to standard output; returns the exit status."""
+        if not self.logs:
+            raise UsageError("report: name the log directory of a run")
+        folders = [Path(name).expanduser() for name in self.logs]
+        output = self.output or folders[0] / "report.html"
+        report.write_report(folders, output.expanduser())
+        print(output)
         return _SUCCESS
 
 
@@ -386,6 +423,7 @@ COMMANDS: Any = (
     | Annotated[Store, tyro.conf.subcommand("store")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
 )
 """What ``jaxinf`` can be told to do."""
 

@@ -1,0 +1,187 @@
+"""`jaxinf report`: one page that opens offline, whatever a log says."""
+
+import base64
+import hashlib
+import json
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from jaxinf.cli import main
+from jaxinf.cli.report import logs as reading
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def line_of(step, **more):
+    line = {"step": step, "loss": 5 / step, "tokens": 64, "step_s": 0.1}
+    line |= {"phases": {"read": 0.02, "program": 0.07}, "rss_bytes": 1 << 28}
+    line |= {"drives": {"/mnt/a": 0.5}, "memory": {"host": 1 << 28, "device": None}}
+    return json.dumps(line | more) + "\n"
+
+
+@pytest.fixture
+def log_dir(tmp_path):
+    """Logs of five steps, with everything that a run writes."""
+    folder = tmp_path / "run-log"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(map(line_of, range(1, 6))))
+    (folder / "validation.jsonl").write_text('{"step": 5, "loss": 1.5}\n')
+    config = {"steps": 5, "data": ["a.txt"], "versions": {"jaxinf": "0.1.0"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    plan = {"version": 1, "sizes": {"memory_bytes": 1 << 20, "read_bytes": 4096}}
+    plan["forecast"] = {"step_s": 0.05, "phases": {"forward": 0.02, "backward": 0.03}}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "trace.json").write_text(json.dumps(trace_of("read h0")))
+    return folder
+
+
+def trace_of(name):
+    named = {"ph": "M", "pid": 1, "tid": 1, "name": "thread_name"}
+    span = {"ph": "X", "pid": 1, "tid": 1, "name": name, "ts": 5, "dur": 10.5}
+    counted = {"ph": "C", "pid": 1, "tid": 0, "name": "memory", "ts": 5}
+    events = [named | {"args": {"name": "jaxinf-0"}}, span | {"cat": "read"}]
+    return {"traceEvents": [*events, counted | {"args": {"process": 1 << 20}}, 7, {}]}
+
+
+class Page(HTMLParser):
+    """A page's scripts, references to other places, headings, and cells."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.places, self.scripts, self.texts = [], [], [], []
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self._inside = tag
+        for name, value in attrs:
+            assert not name.startswith("on"), (tag, name)
+            if name in ("src", "href", "action"):
+                self.places.append(value)
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        (self.scripts if self._inside == "script" else self.texts).append(data)
+
+
+def reported(*words):
+    assert main(["report", *map(str, words)]) == 0
+
+
+def page_of(path):
+    text = path.read_text()
+    return text, Page(text)
+
+
+def test_a_page_says_it_all_and_loads_nothing(log_dir, capsys):
+    reported(log_dir)
+    assert capsys.readouterr().out == f"{log_dir / 'report.html'}\n"
+    text, page = page_of(log_dir / "report.html")
+    assert all(place.startswith("#") for place in page.places)
+    assert "default-src 'none'" in text.replace("&#x27;", "'")
+    said = " ".join(page.texts)
+    headings = "Summary, Predicted and found, Loss, Throughput, Phases of a step, "
+    headings += "Busy drives, Memory, Timeline, Settings, Versions"
+    assert all(heading in said for heading in headings.split(", "))
+    assert "0.05 s" in said  # predicted
+    assert "0.1 s" in said  # found
+    figures = text.count('class="plotly-graph-div"')
+    assert figures >= 6
+    assert len(page.scripts) == page.tags.count("script") == 1 + figures
+    for script in page.scripts:  # the browser runs those of these digests alone
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"sha256-{digest}" in text
+
+
+def test_runs_stand_side_by_side(log_dir, tmp_path):
+    other = tmp_path / "other-log"
+    other.mkdir()
+    (other / "metrics.jsonl").write_text(line_of(1))
+    (other / "config.json").write_text('{"steps": 9}')
+    reported(log_dir, other, "--output", tmp_path / "both.html")
+    _, page = page_of(tmp_path / "both.html")
+    assert "run-log" in page.texts
+    assert "other-log" in page.texts
+    assert "Memory: other-log" in page.texts
+    assert not (log_dir / "report.html").exists()
+    reported(log_dir, log_dir, "--output", tmp_path / "twice.html")  # other names
+
+
+def test_what_a_log_says_is_never_a_script(log_dir):
+    scripts = page_count(log_dir)
+    evil = {"step": 6, "phases": {EVIL: 1.0}, "drives": {EVIL: 0.5}}
+    with (log_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(evil) + "\n")
+    config = {"data": EVIL, EVIL: 1, "versions": {EVIL: EVIL}}
+    (log_dir / "config.json").write_text(json.dumps(config))
+    (log_dir / "trace.json").write_text(json.dumps(trace_of(EVIL)))
+    plan = {"version": 1, "forecast": {"step_s": EVIL, "guesses": [EVIL]}}
+    (log_dir / "plan.json").write_text(json.dumps(plan | {"sizes": [EVIL]}))
+    folder = log_dir.rename(log_dir.with_name("run <script>alert(3)"))
+    assert page_count(folder) == scripts
+    text, page = page_of(folder / "report.html")
+    assert "img" not in page.tags
+    assert EVIL not in text
+    assert EVIL in page.texts  # shown as it is
+
+
+def page_count(folder):
+    reported(folder)
+    return page_of(folder / "report.html")[1].tags.count("script")
+
+
+def test_damaged_logs_are_shown_as_far_as_they_go(log_dir):
+    deep = b"[" * 100_000 + b"\n"
+    with (log_dir / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n{}\n7\n" + deep + b"9" * 5000 + b"\n")
+        file.write(line_of(6, loss=10**400, rss_bytes="many", phases=[1]).encode())
+        file.write(b"x" * (3 << 20) + b"\n")
+        file.write(line_of(7).encode()[:40])
+    (log_dir / "metrics.last.json").write_text("{}")
+    config = {"steps": 5, "versions": {"jaxinf": "99.0.0"}}
+    (log_dir / "config.json").write_text(json.dumps(config))
+    (log_dir / "plan.json").write_text('{"version": 2}')
+    (log_dir / "trace.json").write_text('{"traceEvents": {"a": 1}')
+    reported(log_dir)
+    said = " ".join(page_of(log_dir / "report.html")[1].texts)
+    assert "6 lines are no steps" in said
+    assert "the last line is cut off" in said
+    assert "the run had not ended" in said
+    assert "jaxinf 99.0.0 wrote the logs" in said
+    assert "plan.json is left out: expected version 1, found 2" in said
+    assert "trace.json is left out" in said
+
+
+@pytest.mark.parametrize("content", [None, "", "{}\n"])
+def test_logs_without_a_step_are_refused(tmp_path, content, capsys):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    assert main(["report", str(tmp_path)]) == 2
+    assert re.search(r"expected a (log directory|line)", capsys.readouterr().err)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_many_steps_are_thinned_and_said_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "MOST_POINTS", 100)
+    count = 5003
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        file.writelines(f'{{"step": {n}, "loss": {n}}}\n' for n in range(1, count + 1))
+    logs = reading.read_logs(tmp_path)
+    assert (logs.num_steps, logs.per_point) == (count, 32)
+    assert 100 <= len(logs.steps["step"]) <= 200
+    assert (logs.steps["loss"] == logs.steps["step"]).all()
+    assert logs.steps["loss"][0] == 16.5  # the mean of 1 to 32
+    assert "5,003 steps are thinned" in logs.notes[0]
+
+
+def test_without_plotly_it_says_how_to_install_it(log_dir, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.io", None)
+    assert main(["report", str(log_dir)]) == 1
+    assert "pip install 'jaxinf[report]'" in capsys.readouterr().err
