@@ -6,7 +6,6 @@
 //   aarch64          as C++ has it, with x86-64's estimates of 1 / sqrt(x) from a table
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -198,7 +197,7 @@ struct IntelEstimates {
     for (Word i = 0; i < num_estimates; ++i) {
       const double octave = i < num_estimates / 2 ? 2.0 : 1.0;
       const double x = octave * (1.0 + ((i >> 2 & 1023u) + 0.5) / 1024.0);
-      entries[i] = (std::uint16_t)(4 * (int)(8192.0 / std::sqrt(x) + 0.5));
+      entries[i] = (std::uint16_t)(4 * (int)(8192.0 / __builtin_sqrt(x) + 0.5));
     }
   }
 };
