@@ -57,11 +57,12 @@ def keeps_what_is_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-# Tests of these are not about what XLA makes of a program: it only has to run. Those of
-# streaming and of models are, and have all of XLA's optimizations.
+# Tests of these are not about what XLA makes of a program: it only has to run. Most of
+# streaming and those of models are, and have all of XLA's optimizations.
 COMPILED_QUICKLY = {
     *("cli", "engine", "exchange", "optimizer", "programs", "store", "train"),
-    *("test_interrupted.py", "test_saved_plans.py", "test_refused.py"),
+    *("test_interrupted.py", "test_reads.py", "test_refused.py"),
+    *("test_saved_plans.py", "test_streamed.py"),
 }
 if not LONG:
     COMPILED_QUICKLY.add("distributed")
