@@ -3,10 +3,13 @@
 import base64
 import hashlib
 import json
+import os
 import re
+import shutil
 import sys
 from html.parser import HTMLParser
 
+import check_site
 import pytest
 
 from jaxinf.cli import main
@@ -185,3 +188,35 @@ def test_without_plotly_it_says_how_to_install_it(log_dir, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "plotly.io", None)
     assert main(["report", str(log_dir)]) == 1
     assert "pip install 'jaxinf[report]'" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_browser_shows_it_without_an_error(log_dir):
+    playwright = pytest.importorskip("playwright.sync_api")
+    program = next(filter(None, map(shutil.which, check_site.BROWSERS)), None)
+    if program is None:
+        pytest.skip(f"none of {', '.join(check_site.BROWSERS)} is installed")
+    reported(log_dir)
+    options = ["--disable-gpu", "--no-first-run"]
+    if os.geteuid() == 0:
+        options.append("--no-sandbox")  # which root cannot have
+    said = []
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=program, args=options)
+        for width, scheme in ((1280, "light"), (390, "dark")):
+            page = browser.new_page(
+                viewport={"width": width, "height": 800}, color_scheme=scheme
+            )
+            page.on("console", lambda message: said.append(message.text))
+            page.on("pageerror", lambda error: said.append(str(error)))
+            page.on("request", lambda request: said.append(request.url))
+            address = (log_dir / "report.html").as_uri()
+            page.goto(address, wait_until="load")
+            figures = page.locator(".plotly-graph-div").count()
+            assert (
+                figures == page.locator(".plotly-graph-div .xaxislayer-above").count()
+            )
+            assert page.evaluate(check_site.TOO_WIDE) is None
+            assert said == [address]  # no error, and nothing else was asked for
+            said.clear()
+        browser.close()
