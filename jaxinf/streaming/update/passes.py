@@ -77,6 +77,10 @@ class PassRunner:
         """Whether a pass computes something of a leaf's gradient."""
         return any(self.passes.part(n, leaf) for n in range(self.num_passes))
 
+    def looks_first(self, leaf: int) -> bool:
+        """Whether the first pass computes something of each of a leaf's gradients."""
+        return leaf not in self.passes.whole and self.passes.part(0, leaf) is not None
+
     def compile(self, shapes: Mapping[int, Iterable[tuple[int, ...]]]) -> int:
         """Compiles all parts; returns the memory of the largest beside its gradient.
 

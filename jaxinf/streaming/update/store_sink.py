@@ -134,9 +134,9 @@ class StoreSink(Sink):
         if self._is_gathered and self._passes.looks_at(piece.leaf):
             gradient = gathered(gradient)
         with self._together.holding():
-            stays = self._looks_first(piece.leaf)
+            stays = self.spill is not None and self.sums is None
+            stays = stays and self._passes.looks_first(piece.leaf)
             own = handed_out(gradient, copies=self._copies, stays=stays)
-            del gradient
             self._stage.put(piece, own)
 
     def finish(
@@ -221,13 +221,6 @@ class StoreSink(Sink):
             self._update(taken)
         else:
             self._defer(taken)
-
-    def _looks_first(self, leaf: int) -> bool:
-        """Whether a pass computes something of a leaf's gradient where that is made."""
-        passes = self._passes.passes
-        is_summed = self.spill is None or self.sums is not None
-        is_whole = leaf in passes.whole
-        return not is_summed and not is_whole and passes.part(0, leaf) is not None
 
     @property
     def _is_refused(self) -> bool:
