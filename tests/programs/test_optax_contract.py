@@ -6,7 +6,7 @@ and a listed one must fail. One thing is changed: an optimization makes a few st
 tests/optimizer/test_optimizer_contract.py.
 
 The tests are products of optimizers and dtypes. Every fifth is run, which leaves no
-optimizer, dtype or refusal out.
+optimizer, dtype or refusal out: half of these in CI, all by `make test-long-all`.
 """
 
 import functools
@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from families import family
 
 import jaxinf
 
@@ -132,9 +133,10 @@ def run(test):
     return f"{test}: expected {wanted or 'to pass'}, found {said or 'that it passes'}"
 
 
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Casting from complex:DeprecationWarning")
-@pytest.mark.parametrize("group", range(NUM_GROUPS))
+@pytest.mark.parametrize(
+    "group", family(range(NUM_GROUPS), short=(), beyond=range(1, NUM_GROUPS, 2))
+)
 def test_optax(group, alias_test, chosen, tmp_path, monkeypatch):
     monkeypatch.setattr(alias_test, "alias", Aliases(alias_test.alias, tmp_path))
     wrong = []
