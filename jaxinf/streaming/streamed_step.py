@@ -248,9 +248,8 @@ class StreamedStep(TrainingStep):
         return self._call(batch, extra_args)
 
     def _prepare(self, batch: PyTree) -> Prepared:
-        if self._begun is not None:
-            return self._begun[0]
-        return self._traced(self._started(), batch)
+        begun = self._begun
+        return begun[0] if begun else self._traced(self._started(), batch)
 
     def _traced(self, avals: PyTree, batch: PyTree) -> Prepared:
         options = self._options
@@ -261,11 +260,8 @@ class StreamedStep(TrainingStep):
         return ready.with_bits(is_deterministic=options.deterministic)
 
     def _ends(self, ready: Prepared) -> StoreEnds:
-        program = (
-            self._traced_optimizer(self._params)
-            if self._begun is None
-            else self._begun[1]
-        )
+        begun = self._begun
+        program = begun[1] if begun else self._traced_optimizer(self._params)
         return self._ends_of(ready, program, self.store._training.opened)
 
     def _ends_of(
