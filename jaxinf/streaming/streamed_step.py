@@ -80,7 +80,6 @@ class StreamedStep(TrainingStep):
         self._loss_fn = loss_fn
         self._tx = averaged(tx, setup.options.average)
         self._params: PyTree | None = None
-        self._begun: tuple[Prepared, UpdateProgram] | None = None  # by `init` or `load`
         self._functions: list[StreamedFunction] = []
 
     # --- params --------------------------------------------------------------------
@@ -147,20 +146,16 @@ class StreamedStep(TrainingStep):
     ) -> None:
         ready = None if batch is None else self._traced(avals, batch)
         with outside_mesh():
-            update = self._start_pieces(avals, leaves, ready)
-        if ready is not None:
-            self._begun = ready, update  # not to be traced again
-            try:
-                self.compile(batch)
-            finally:
-                self._begun = None
+            self._start_pieces(avals, leaves, ready)
+        if batch is not None:
+            self.compile(batch)
 
     def _start_pieces(
         self,
         avals: PyTree,
         leaves: Callable[[int], Iterable[Iterable[Shard]]],
         ready: Prepared | None,
-    ) -> UpdateProgram:
+    ) -> None:
         pieces = () if ready is None else ready.gradient_pieces
         training, whole = self.store._training, self._options.memory_bytes
         held = check_params(avals)
@@ -200,7 +195,6 @@ class StreamedStep(TrainingStep):
             training.finish_initialisation(scalars)
         self._num_skipped = training.opened.finished.skipped_steps
         return_freed_memory()  # of traces and of the first params
-        return update
 
     def params(self, like: PyTree = None) -> PyTree:
         """Returns the params of the last finished step; blocks until they are read.
@@ -248,8 +242,7 @@ class StreamedStep(TrainingStep):
         return self._call(batch, extra_args)
 
     def _prepare(self, batch: PyTree) -> Prepared:
-        begun = self._begun
-        return begun[0] if begun else self._traced(self._started(), batch)
+        return self._traced(self._started(), batch)
 
     def _traced(self, avals: PyTree, batch: PyTree) -> Prepared:
         options = self._options
@@ -260,8 +253,7 @@ class StreamedStep(TrainingStep):
         return ready.with_bits(is_deterministic=options.deterministic)
 
     def _ends(self, ready: Prepared) -> StoreEnds:
-        begun = self._begun
-        program = begun[1] if begun else self._traced_optimizer(self._params)
+        program = self._traced_optimizer(self._params)
         return self._ends_of(ready, program, self.store._training.opened)
 
     def _ends_of(
