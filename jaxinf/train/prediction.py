@@ -1,15 +1,18 @@
 """``plan.json``: what a run was predicted to take; and what was found, step by step.
 
-Invariant: a prediction is made before the first step, and what is found changes nothing
-of it.
+Invariant: what is found changes nothing of a prediction. Without a machine it is made
+beside the compilation, since tracing an optimizer of many leaves takes seconds.
 """
 
 import json
 import logging
 import statistics
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from jaxinf.command_line import UsageError
+from jaxinf.errors import JaxinfError
 from jaxinf.io import write_bytes_atomically
 from jaxinf.terminal import format_bytes
 from jaxinf.train.config import TrainConfig
@@ -44,11 +47,13 @@ class Prediction:
     """A run's plan, held against its steps.
 
     Args:
-      planned: the plan; None if there is none, and nothing is said then.
+      planned: the plan, which may still be made; None if there is none, and nothing is
+        said then.
     """
 
-    def __init__(self, planned: RunPlan | None) -> None:
-        self._planned = planned
+    def __init__(self, planned: "Future[RunPlan | None]") -> None:
+        self._coming = planned
+        self._written: Future[None] | None = None
         self._steps: list[StepLine] = []
         self._num_slow = 0
         self._is_told = False
@@ -62,17 +67,39 @@ class Prediction:
         Raises:
           UsageError: ``--machine`` names none, or one that lacks a rate.
         """
-        is_planned = not config.distributed and config.csd.startswith("host")
-        return cls(plan(config, batch) if is_planned else None)
+        if config.distributed or not config.csd.startswith("host"):
+            return cls(_done(None))
+        if config.machine is not None:
+            return cls(_done(plan(config, batch)))
+        with_thread = ThreadPoolExecutor(1, thread_name_prefix="jaxinf-plan")
+        coming = with_thread.submit(_try_plan, config, batch)
+        with_thread.shutdown(wait=False)
+        return cls(coming)
+
+    @property
+    def _planned(self) -> RunPlan | None:
+        """The plan; blocks until it is made."""
+        return self._coming.result()
 
     def write(self, path: Path, step: int) -> None:
-        """Writes the plan of a start of the run after `step` steps."""
-        if self._planned is None:
-            return
-        num_steps = max(0, self._planned.config.steps - step)
-        document = {"version": 1, "first_step": step + 1, "num_steps": num_steps}
-        text = json.dumps(document | self._planned.to_json(), indent=1)
-        write_bytes_atomically(path, text.encode() + b"\n")
+        """Writes the plan of a start of the run after `step` steps when it is made."""
+
+        written = self._written = Future[None]()
+
+        def write(_: object) -> None:
+            try:
+                if (planned := self._planned) is not None:
+                    write_plan(planned)
+            finally:
+                written.set_result(None)
+
+        def write_plan(planned: RunPlan) -> None:
+            num_steps = max(0, planned.config.steps - step)
+            document = {"version": 1, "first_step": step + 1, "num_steps": num_steps}
+            text = json.dumps(document | planned.to_json(), indent=1)
+            write_bytes_atomically(path, text.encode() + b"\n")
+
+        self._coming.add_done_callback(write)
 
     # --- found ---------------------------------------------------------------------
 
@@ -83,7 +110,8 @@ class Prediction:
         self._steps.append(line)
         if len(self._steps) > _NUM_KEPT + _NUM_FIRST:
             del self._steps[_NUM_FIRST]
-        found = None if self._planned is None else self._planned.found
+        planned = self._planned if self._coming.done() else None
+        found = None if planned is None else planned.found
         if found is None:
             return
         is_slow = line.step_s > _TOLERANCE * found.step_s
@@ -118,9 +146,12 @@ class Prediction:
         """Says what was predicted, and what was found."""
         steps = self._steps[_NUM_FIRST:] or self._steps
         found = format_bytes(peak_rss_bytes())
-        if self._planned is None or not steps:
+        whole = self._planned
+        if self._written is not None:
+            self._written.result()  # the file is there when the run has ended
+        if whole is None or not steps:
             return [f"memory  at most {found} resident"]
-        planned, sizes = self._planned.found, self._planned.sizes
+        planned, sizes = whole.found, whole.sizes
         found_s = statistics.median(line.step_s or 0.0 for line in steps)
         if planned is not None:
             said = f"predicted {planned.step_s:.3g} s a step"
@@ -129,7 +160,7 @@ class Prediction:
             said = f"found {found_s:.3g} s a step; nothing predicted without --machine"
         lines = [f"time    {said}"]
         if sizes.read_bytes or sizes.written_bytes:
-            is_most = self._planned.config.mode == "stream"
+            is_most = whole.config.mode == "stream"
             lines.append(f"drives  {_traffic(sizes, steps, is_most=is_most)}")
         most = format_bytes(sizes.memory_bytes)
         lines.append(
@@ -147,6 +178,21 @@ def _traffic(sizes: Sizes, steps: Sequence[StepLine], *, is_most: bool) -> str:
         f"read and {format_bytes(sizes.written_bytes)} written a step, found "
         f"{format_bytes(read)} and {format_bytes(written)}"
     )
+
+
+def _try_plan(config: TrainConfig, batch: Batch) -> RunPlan | None:
+    """Returns a run's plan; None, with a warning, for a run that cannot be planned."""
+    try:
+        return plan(config, batch)
+    except (JaxinfError, UsageError) as error:
+        _LOG.warning("the run goes on without a plan of it: %s", error)
+        return None
+
+
+def _done(planned: RunPlan | None) -> "Future[RunPlan | None]":
+    made: Future[RunPlan | None] = Future()
+    made.set_result(planned)
+    return made
 
 
 def _seconds(line: StepLine, part: str) -> float:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import Future
 
 import pytest
 
@@ -16,7 +17,9 @@ SIZES = Sizes(10, 1 << 20, 1 << 20, 0, 4096, 8192)
 
 def predicted(step_s, **phases):
     found = Forecast(SIZES, 1.0, phases, step_s, "drives", (), None)
-    return Prediction(RunPlan(TrainConfig(), SIZES, found=found))
+    made = Future()
+    made.set_result(RunPlan(TrainConfig(), SIZES, found=found))
+    return Prediction(made)
 
 
 def add(prediction, count, step_s, **phases):
