@@ -55,11 +55,9 @@ class Batches:
         shuffled = _source(rows).seed(seed).shuffle().repeat()
         if row_map is not None:  # before rows are divided: the same for any division
             shuffled = shuffled.random_map(row_map)
-        if num_shards > 1:
-            shuffled = shuffled[number::num_shards]
-        self._batches: Any = shuffled.batch(
-            batch_size // num_shards, drop_remainder=True
-        )
+        shares: Any = shuffled.batch(batch_size // num_shards, drop_remainder=True)
+        # Together they are the batch of one process, in its order.
+        self._batches = shares[number::num_shards] if num_shards > 1 else shares
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, from 0."""
