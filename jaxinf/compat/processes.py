@@ -3,7 +3,9 @@
 Invariant: nothing here starts JAX's backend.
 """
 
+import contextlib
 import itertools
+import threading
 from typing import Any
 
 import jax
@@ -68,6 +70,17 @@ class Coordination:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             return None
+
+    def leave(self, timeout_s: float) -> None:
+        """Leaves the service when all processes do, or gives up; this one ends then."""
+
+        def shut_down() -> None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is gone
+                self._client.shutdown()
+
+        leaving = threading.Thread(target=shut_down, name="jaxinf-leave", daemon=True)
+        leaving.start()
+        leaving.join(timeout_s)
 
     def remove(self, folder: str) -> None:
         """Removes the keys below a name."""

@@ -9,6 +9,7 @@ one of an earlier opening. A process that fails says so to the others, and comes
 barrier where they wait for it.
 """
 
+import atexit
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 _LOG = logging.getLogger("jaxinf")
 _GRACE_S = 10.0
+_LEAVE_S = 1.5
 _SLICE_S = 1.0  # between looks at whether a process is gone
 _num_joined = 0
 _GUARD = threading.Lock()
@@ -74,6 +76,8 @@ class Members:
         self._num_agreed = 0
         self._num_met = 0
         self._has_told = False
+        self._ending = threading.Lock()  # held until the process ends
+        self._is_exiting = False
 
     @property
     def is_alone(self) -> bool:
@@ -263,13 +267,16 @@ class Members:
         """Ends this process soon if the program does not learn of a failure.
 
         Its main thread may wait in a collective for a process that never comes, and
-        JAX cannot end that wait. The exit status is 1.
+        JAX cannot end that wait. The exit status is 1. JAX aborts a process that finds
+        another one or the service gone, so all leave together; the one with the service
+        waits longest.
 
         Args:
           is_known: whether the program knows of it.
           error: the failure.
         """
-        if self._service is None or not self.may_hang:
+        service = self._service
+        if service is None or not self.may_hang:
             return
 
         def watch() -> None:
@@ -284,9 +291,22 @@ class Members:
                 file=sys.stderr,
                 flush=True,
             )
-            os._exit(1)
+            with self._ending:
+                leave_s = _LEAVE_S if self.number else 2 * _LEAVE_S
+                if self._is_exiting:  # JAX leaves already
+                    time.sleep(leave_s)
+                else:
+                    service.leave(leave_s)
+                os._exit(1)
 
+        atexit.register(self._exit)
         threading.Thread(target=watch, name="jaxinf-end", daemon=True).start()
+
+    def _exit(self) -> None:
+        """Called at exit, before JAX leaves the service, which is done once."""
+        self._is_exiting = True
+        with self._ending:
+            pass
 
 
 def member_path(path: Path, number: int) -> Path:

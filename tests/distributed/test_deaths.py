@@ -11,7 +11,7 @@ from shim import built_shim
 
 only_long = pytest.mark.skipif(not LONG, reason="takes heartbeats; JAXINF_FAULTS=long")
 PACE = ("--steps", 40, "--pace", 0.3, "--layout", "replicated")
-QUICK = ("--options", '{"timeout_s": 3}')
+QUICK = ("--options", '{"timeout_s": 8}')
 
 
 def seconds_to_end(processes, number):
@@ -22,12 +22,14 @@ def seconds_to_end(processes, number):
 
 
 def test_a_process_that_hangs_in_a_commit_is_named_and_the_others_end(tmp_path):
-    own = {1: ["--hang", "sync:3"]}
-    with running(tmp_path, tmp_path / "store", *PACE, *QUICK, own=own) as processes:
-        assert seconds_to_end(processes, 0) == 1, processes
-        assert "ProcessError" in processes.output(0), processes
-        assert "found none of process 1" in processes.output(0), processes
-        processes.all[1].wait(90)  # JAX ends it, as the coordinator is gone
+    own = {2: ["--hang", "sync:3"]}
+    arguments = (tmp_path / "store", *PACE, *QUICK)
+    with running(tmp_path, *arguments, own=own, count=3) as processes:
+        for number in (0, 1):  # neither is aborted when the other one ends
+            assert seconds_to_end(processes, number) == 1, processes
+            assert "ProcessError" in processes.output(number), processes
+            assert "found none of process 2" in processes.output(number), processes
+        assert seconds_to_end(processes, 2) == -6  # by JAX: the service is gone
 
 
 def test_a_drive_error_of_one_process_reaches_all_with_its_cause(tmp_path):
