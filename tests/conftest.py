@@ -63,6 +63,7 @@ COMPILED_QUICKLY = {
     *("cli", "engine", "exchange", "optimizer", "programs", "store", "train"),
     *("test_interrupted.py", "test_reads.py", "test_refused.py"),
     *("test_saved_plans.py", "test_streamed.py"),
+    "test_kills.py",  # compares a program with itself
 }
 if not LONG:
     COMPILED_QUICKLY.add("distributed")

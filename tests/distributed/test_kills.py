@@ -20,18 +20,21 @@ from jaxinf.cli.commands import main
 
 FRESH = ("create", "initialise", "checkpoint")
 ONCE = (*FRESH, "recover", "restore")
-FEW = [
-    ("create:1:after", 1),
-    ("checkpoint:1:before", 1),
-    ("flip:1:before", 0),
-    ("recover:1:after", 1),
-    ("meet:1:before", 0),
-    ("restore:1:after", 0),
-    ("record:2:after", 1),
-]
-LAST = 30
+FEW = {
+    "update": [
+        ("meet:3:before", 0),
+        ("flip:1:before", 0),
+        ("recover:1:after", 1),
+        ("restore:1:after", 0),
+        ("checkpoint:1:before", 1),
+    ],
+    "stream": [("create:1:after", 1), ("update:9:after", 1)],
+}
+LAST = 30 if LONG else 14
 MORE = ("--more", 2, "--checkpoint-at", 1)
-RUNS = [("update", PROGRAM, 2, "mixed"), ("update", PROGRAM, 3, "replicated")]
+STREAMED = PROGRAM.with_name("streamed_program.py")
+RUNS = [("update", PROGRAM, 2, "mixed"), ("stream", STREAMED, 2, "mixed")]
+RUNS += [("update", PROGRAM, 3, "replicated")] if LONG else []
 
 
 def campaign(count):
@@ -50,9 +53,7 @@ def campaign(count):
 
 
 @pytest.mark.timeout(5400)
-@pytest.mark.parametrize(
-    ("mode", "program", "count", "layout"), RUNS if LONG else RUNS[:1]
-)
+@pytest.mark.parametrize(("mode", "program", "count", "layout"), RUNS)
 def test_a_kill_anywhere_leaves_one_step_in_all_members(
     alone, tmp_path, mode, program, count, layout
 ):
@@ -61,7 +62,7 @@ def test_a_kill_anywhere_leaves_one_step_in_all_members(
     expected = losses(alone("--steps", LAST, *words, **whole))
     shape = {"count": count, "program": (program, *words)}
     killed, store, at = Counter(), None, LAST
-    for kill, victim in campaign(count) if LONG else FEW:
+    for kill, victim in campaign(count) if LONG else FEW[mode]:
         point, _, when = kill.split(":")
         lacks = point == "restore" and (store is None or not is_kept(store, count))
         if point in FRESH or lacks or at > LAST - 6:
@@ -92,7 +93,7 @@ def test_a_kill_anywhere_leaves_one_step_in_all_members(
     left = orphans(tmp_path)
     print(f"{killed.total()} kills, {len(left)} orphans, 0 differing bits")
     assert not left
-    assert killed.total() >= (20 * count if LONG else 6)
+    assert killed.total() >= (20 * count if LONG else len(FEW[mode]) - 1)
 
 
 def is_kept(store, count):

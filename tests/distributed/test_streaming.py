@@ -1,14 +1,12 @@
 """`jaxinf.stream` in several processes: the bits of one, and ends that are shared."""
 
-import functools
 import re
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from places import LONG
-from processes import PROGRAM, losses, run_alone, running
+from processes import PROGRAM, losses, running
 from shim import built_shim
 
 STREAMED = PROGRAM.with_name("streamed_program.py")
@@ -27,18 +25,6 @@ LAYOUTS = ("fsdp", "mixed", "replicated")
 ALL = [(layout, form) for layout in LAYOUTS for form in FORMS]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """Runs the program in one process; the same arguments run once."""
-
-    @functools.cache
-    def run(*arguments, num_devices=2):
-        store = tmp_path_factory.mktemp("alone") / "store"
-        return run_alone(store, *arguments, num_devices=num_devices, program=STREAMED)
-
-    return run
-
-
 def streamed(place: Path, *arguments, **options):
     return running(place, place / "store", *arguments, program=(STREAMED,), **options)
 
@@ -54,7 +40,7 @@ def bytes_of(output: str, name: str) -> np.ndarray:
 @pytest.mark.parametrize(("layout", "form"), ALL if LONG else FEW)
 def test_two_processes_give_the_bits_of_one(alone, tmp_path, layout, form):
     arguments = ("--layout", layout, *FORMS[form])
-    expected = alone(*arguments)
+    expected = alone(*arguments, program=STREAMED)
     with streamed(tmp_path, *arguments) as processes:
         assert processes.wait() == [0, 0], processes
     for output in processes.outputs():
@@ -75,7 +61,7 @@ def test_more_devices_give_nearly_the_losses_of_one(
     alone, tmp_path, layout, count, num_devices
 ):
     arguments = ("--layout", layout, *FORMS["clipped"])
-    expected = alone(*arguments, num_devices=count * num_devices)
+    expected = alone(*arguments, num_devices=count * num_devices, program=STREAMED)
     shape = {"count": count, "num_devices": num_devices}
     with streamed(tmp_path, *arguments, **shape) as processes:
         assert processes.wait() == [0] * count, processes
@@ -92,7 +78,7 @@ def numbers(found: dict[int, str]) -> np.ndarray:
 
 def goes_on(alone, place, before, at=None):
     """Checks that a run of six steps that was ended goes on with its bits."""
-    expected = alone(*MIXED, "--steps", 6)
+    expected = alone(*MIXED, "--steps", 6, program=STREAMED)
     second = place / "second"
     second.mkdir()
     arguments = (place / "store", *MIXED, "--steps", 6)
@@ -139,19 +125,6 @@ def test_a_drive_error_of_one_process_ends_the_same_step_in_all(alone, tmp_path,
     assert re.search(f"ProcessError: .*{told}", processes.output(0)), processes
     if LONG:
         goes_on(alone, tmp_path, processes, 3)
-
-
-KILLS = ["initialise:3:after", "update:9:after", "meet:2:before", "flip:2:before"]
-
-
-@pytest.mark.parametrize("kill", KILLS if LONG else KILLS[1:2])
-def test_a_killed_run_goes_on_with_its_bits(alone, tmp_path, kill):
-    own = {1: ["--kill", kill]}
-    with streamed(tmp_path, *MIXED, "--steps", 6, own=own) as processes:
-        assert processes.all[1].wait(120) == -9, processes
-        time.sleep(0.3)
-        processes.kill()
-    goes_on(alone, tmp_path, processes)
 
 
 REFUSED = {

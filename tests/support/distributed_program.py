@@ -174,6 +174,8 @@ def die_at(point, number, when):
 
 def begin(given):
     """Does what happens before the store is opened: faults that are asked for, JAX."""
+    # A shell starts jobs in the background with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if given.clock:
         ctypes.CDLL(None).clock_shift(given.clock)
         print("clock", int(time.time()), flush=True)
@@ -187,7 +189,7 @@ def begin(given):
             given.num_processes,
             given.process_id,
             heartbeat_timeout_seconds=given.heartbeat,
-            shutdown_timeout_seconds=given.heartbeat,
+            shutdown_timeout_seconds=3 * given.heartbeat,
         )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -11,16 +12,24 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from places import LONG
+
 __all__ = ["PROGRAM", "Processes", "free_port", "losses", "run_alone", "running"]
 
 PROGRAM = Path(__file__).with_name("distributed_program.py")
-_TIMEOUT_S = 150
+_TIMEOUT_S = 600 if LONG else 150
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return one.getsockname()[1]
+    """Returns a port that no connection gets before the program listens there.
+
+    The system gives connections, such as those of other programs, higher ones.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("localhost", port))
+            return port
 
 
 def environment(num_devices: int) -> dict[str, str]:

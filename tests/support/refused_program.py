@@ -206,7 +206,7 @@ def checkpoint_of_one(place, mesh, number):
     """One process makes a call, while the others are there and make none."""
     del mesh
     told = place / "told"
-    with jaxinf.open_store(place / "copies", timeout_s=3) as store:
+    with jaxinf.open_store(place / "copies", timeout_s=4) as store:
         try:
             if number == 0:
                 store.checkpoint("alone")

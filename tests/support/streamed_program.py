@@ -21,6 +21,7 @@ from distributed_program import (
     digest,
     first_params,
     mesh_and_specs,
+    names_of,
     on,
     parsed,
 )
@@ -119,6 +120,8 @@ def train(step, given, mesh, params, batch):
             break_drive(*given.fail.split(":")[1:])
         loss, _ = step(batch_of(mesh, number, dtype))
         bits = np.asarray(loss, np.float32).view(np.uint32)
+        if number + 1 == given.checkpoint_at and "kept" not in names_of(store):
+            store.checkpoint("kept")
         print(f"loss {number} {int(bits):08x} {float(loss):.6f}", flush=True)
     store.wait()
     if last - first > 2:
