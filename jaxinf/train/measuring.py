@@ -66,8 +66,8 @@ class StepTimer:
     def fields(self) -> Mapping[str, Any]:
         """Returns the fields of a `StepLine` that it has measured, of the last step."""
         step_s, busy = self._step_s, self._busy
-        phases = dict.fromkeys(("read", "update", "write", "wait", "commit"), 0.0)
-        phases |= busy.phases
+        none = dict.fromkeys(("read", "update", "write", "wait", "commit"), 0.0)
+        phases = {**none, **busy.phases}
         phases.setdefault("program", max(0.0, step_s - phases["wait"]))
         used = rss_bytes()
         return {
