@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -58,9 +57,11 @@ def keeps_what_is_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 # Tests of these are not about what XLA makes of a program: it only has to run. Most of
-# streaming and those of models are, and have all of XLA's optimizations.
+# updates and of streaming and those of models are, and have all of XLA's optimizations.
 COMPILED_QUICKLY = {
-    *("cli", "engine", "exchange", "optimizer", "programs", "store", "train"),
+    *("cli", "engine", "exchange", "programs", "store", "train", "test_origin.py"),
+    *("test_reading_state.py", "test_restart.py", "test_state_formats.py"),
+    *("test_started.py", "test_transform_refusals.py", "test_untrained_leaves.py"),
     *("test_interrupted.py", "test_reads.py", "test_refused.py"),
     *("test_saved_plans.py", "test_streamed.py"),
     "test_kills.py",  # compares a program with itself
@@ -68,16 +69,12 @@ COMPILED_QUICKLY = {
 if not LONG:
     COMPILED_QUICKLY.add("distributed")
 # Without them, a fused step and its parts, or optax in a jit, have other bits.
-COMPILED_FULLY = {"test_migration.py", "test_multi_steps.py", "test_optimizers.py"}
-# So do tests in `tests/optimizer` that promise, by their names, bits or what optax has.
-PROMISES = re.compile("bits|optax")
+COMPILED_FULLY = {"test_compression.py", "test_migration.py", "test_optimizers.py"}
 
 
 def is_quick(item: pytest.Item) -> bool:
     """Whether programs of a test are compiled without most optimizations."""
     places = set(item.path.relative_to(ROOT).parts)
-    if "optimizer" in places and PROMISES.search(item.name.partition("[")[0]):
-        return False
     return bool(places & COMPILED_QUICKLY) and not places & COMPILED_FULLY
 
 
