@@ -12,7 +12,7 @@ import jaxinf
 
 KEYS = ["step", "loss", "tokens", "step_s", "update_s"]
 KEYS += ["drive_read_bytes", "drive_write_bytes", "link_down_bytes", "link_up_bytes"]
-KEYS += ["rss_bytes", "learning_rate", "gradient_norm"]
+KEYS += ["rss_bytes", "learning_rate", "gradient_norm", "phases", "drives", "memory"]
 
 
 def test_modes_agree(run, losses, uninterrupted, tmp_path):
