@@ -171,10 +171,8 @@ class _ThreadNames:
     def name(self, thread: tuple[str, int]) -> str:
         name, ident = thread
         if ident not in self._names:
-            if name.startswith(
-                "Dummy"
-            ):  # Python's name of a thread that is not its own
-                name = "JAX callback"
+            # Python calls a thread that it did not start a dummy.
+            name = "JAX callback" if name.startswith("Dummy") else name
             self._num_named[name] += 1
             count = self._num_named[name]
             self._names[ident] = name if count == 1 else f"{name} ({count})"
@@ -187,7 +185,7 @@ class _Tracks:
     def __init__(self, begin_s: float) -> None:
         self._begin_s = begin_s
         self._numbers: dict[tuple[int, str], int] = {}
-        self._events: list[dict[str, JsonValue]] = []
+        self._events: list[dict[str, Any]] = []
 
     def _us(self, at_s: float) -> float:
         return round((at_s - self._begin_s) * 1e6, 1)
@@ -224,15 +222,12 @@ class _Tracks:
     def events(self) -> list[JsonValue]:
         """Returns all events in the order of their times, names of tracks first."""
         processes = dict.fromkeys(one["pid"] for one in self._events)
-        names = [
-            _named("process_name", pid, 0, _NAMES[pid])  # type: ignore[index]
-            for pid in processes
-        ]
+        names = [_named("process_name", pid, 0, _NAMES[pid]) for pid in processes]
         names += [
             _named("thread_name", pid, number, name)
             for (pid, name), number in self._numbers.items()
         ]
-        return [*names, *sorted(self._events, key=lambda one: one["ts"])]  # type: ignore
+        return [*names, *sorted(self._events, key=lambda one: one["ts"])]
 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, JsonValue]:

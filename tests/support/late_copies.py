@@ -95,8 +95,11 @@ class LateCopies:
         monkeypatch.setattr(jax, "device_put", self.device_put)
         monkeypatch.setattr(jax.stages.Compiled, "__call__", called)
         monkeypatch.setattr(array, "copy_to_host_async", to_host)
-        registry = lambda _: self if self.registers else None  # noqa: E731
-        monkeypatch.setattr(compat, "memory_registry", registry)
+        monkeypatch.setattr(compat, "memory_registry", self._registry_of)
+
+    def _registry_of(self, device: Any) -> Any:
+        del device
+        return self if self.registers else None
 
     def device_put(self, x: Any, device: Any = None, **options: Any) -> Any:
         """As `jax.device_put`; does not block."""

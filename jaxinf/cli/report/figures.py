@@ -7,7 +7,7 @@ the transparent ground suit a light page and a dark one.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -207,19 +207,24 @@ def _bars(events: Sequence[Mapping[str, Any]]) -> Iterator[_Bar]:
             key = event.get("pid"), event.get("tid"), event.get("name")
             names[str(key)] = str(event["args"].get("name", ""))[:80]
     for event in events:
-        times = event.get("ts"), event.get("dur")
-        if event.get("ph") != "X" or not all(map(_is_time, times)):
+        began_us, took_us = event.get("ts"), event.get("dur")
+        if (
+            event.get("ph") != "X"
+            or not _is_amount(began_us)
+            or not _is_amount(took_us)
+        ):
             continue
         pid, tid = event.get("pid"), event.get("tid")
         process = names.get(str((pid, 0, "process_name")), str(pid)[:20])
         thread = names.get(str((pid, tid, "thread_name")), str(tid)[:20])
         phase = str(event.get("cat", "step"))[:20]
         name = str(event.get("name", ""))[:200]
-        began_ms, took_ms = (value / 1e3 for value in times)  # type: ignore[operator]
-        yield _Bar(f"{process}: {thread}", name, phase, began_ms, took_ms)
+        times = began_us / 1e3, took_us / 1e3
+        yield _Bar(f"{process}: {thread}", name, phase, *times)
 
 
-def _is_time(value: Any) -> bool:
+def _is_amount(value: Any) -> TypeGuard[float]:
+    """Whether a log's word is an amount: of time, or of bytes."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and 0 <= value < 1e15
 
@@ -280,7 +285,7 @@ def _counters(
         args = event.get("args")
         if event.get("ph") != "C" or not isinstance(args, dict):
             continue
-        if _is_time(event.get("ts")):
+        if _is_amount(event.get("ts")):
             name = str(event.get("name", ""))[:80]
             found[name].append((event["ts"] / 1e3, args))
     return found
@@ -296,7 +301,7 @@ def _series(
         parts = dict.fromkeys(str(key)[:40] for _, args in points for key in args)
         for part in [*parts][:8]:
             values = [args.get(part) for _, args in points]
-            numbers = [v / _MIB if _is_time(v) else np.nan for v in values]  # type: ignore
+            numbers = [v / _MIB if _is_amount(v) else np.nan for v in values]
             yield (name, part), (times, np.array(numbers))
 
 
