@@ -11,6 +11,7 @@ from typing import Any
 import hypothesis
 import jax
 import pytest
+from families import is_in_part
 from jax._src import compiler
 from places import LONG
 from raw_stores import memory_directory
@@ -31,12 +32,20 @@ SHARED = [str(ROOT / place) for place in ("tests/support", "tests/xrt", "scripts
 os.environ["PYTHONPATH"] = os.pathsep.join(SHARED)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuses long names of tests, which travel between processes and are kept.
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Takes the part of the tests that `JAXINF_TEST_PART` asks for; sorts them.
 
-    Name what is long by `pytest.param(…, id=…)`. In a file, tests whose programs are
-    compiled alike come together: to change that discards all that JAX has compiled.
+    Refuses long names of tests, which travel between processes and are kept: name what
+    is long by `pytest.param(…, id=…)`. In a file, tests whose programs are compiled
+    alike come together: to change that discards all that JAX has compiled.
     """
+    if part := os.environ.get("JAXINF_TEST_PART"):
+        config.hook.pytest_deselected(
+            items=[item for item in items if not is_in_part(item.nodeid, part)]
+        )
+        items[:] = [item for item in items if is_in_part(item.nodeid, part)]
     files = {path: n for n, path in enumerate(dict.fromkeys(x.path for x in items))}
     items.sort(key=lambda item: (files[item.path], is_quick(item)))
     for item in items:

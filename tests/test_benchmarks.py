@@ -73,6 +73,7 @@ def test_update_moves_what_it_says(tmp_path, options, read_bytes, write_bytes):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.long
 def test_update_runs_a_peer_and_kernels_in_turn(tmp_path):
     peer = """echo '{"mparam_per_s": 0.01}'"""
     beside = ("--peer", peer, "--beside", "--leaves", 3, "--csd", "host:drive=1GB/s")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import check_tag
 import pytest
+from families import is_in_part
 
 ROOT = Path(__file__).parents[1]
 WORKFLOW = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
@@ -30,10 +31,17 @@ def test_a_stage_names_inputs_that_exist(name, inputs):
     if name in ("test", "lint"):
         assert not inputs.strip()
         return
-    words = inputs.strip().strip('"').split()
+    words = re.sub(r'"( \d)?$', "", inputs.strip()).strip('"').split()
     assert words, f"{name}: expected its inputs, without which it always runs"
     missing = [w for w in words if w != "$STORAGE" and not (ROOT / w).exists()]
     assert not missing
+
+
+def test_each_test_is_in_one_part():
+    names = [f"tests/test_a.py::test_b[{n}]" for n in range(400)]
+    parts = [sum(is_in_part(x, f"{k}/4") for x in names) for k in range(4)]
+    assert sum(parts) == len(names)
+    assert min(parts) > 50
 
 
 def test_the_supported_pythons_are_tried():

@@ -3,7 +3,10 @@
 import runpy
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.long
 def test_one_changed_line_gives_the_same_accuracy(place):
     script = Path(__file__).parents[1] / "scripts" / "digits.py"
     main = runpy.run_path(str(script))["main"]

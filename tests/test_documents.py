@@ -212,7 +212,9 @@ jax.tree.map(np.testing.assert_array_equal, imported, trained[0])
 
 LONG = {
     "docs/cards.md",
+    "docs/checkpoints.md: With your own Orbax loop",
     "docs/compression.md",
+    "docs/integrations.md: Accumulation",
     "docs/models.md",
     "docs/streaming.md",
     "docs/streaming.md: Equinox",

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import store_driver
+from families import family
 from store_driver import Driver
 
 PROGRAM = store_driver.__file__
@@ -83,7 +84,9 @@ if os.environ.get("JAXINF_TEST_CSD", "host") != "host":
     TIERS = []
 
 
-@pytest.mark.parametrize(("num_csds", "tier"), [(0, 0), (3, 0), *TIERS])
+@pytest.mark.parametrize(
+    ("num_csds", "tier"), family([(0, 0), (3, 0), *TIERS], short=[(3, 0), *TIERS[:1]])
+)
 def test_killed_at_random_moments(place, victim, num_csds, tier):
     process = victim(num_csds, tier)
     process.meet_next()

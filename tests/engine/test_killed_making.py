@@ -60,6 +60,7 @@ def source(tmp_path):
     return tmp_path / "store"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "after"), MOMENTS)
 def test_a_conversion(source, tmp_path, name, after):
     new, roots = tmp_path / "new", [tmp_path / "csd0", tmp_path / "csd1"]

@@ -201,6 +201,7 @@ def test_rounded_to_nearest_a_bfloat16_average_stands_still():
     assert abs(codes.astype(np.float32).mean() - exact) < 2e-4
 
 
+@pytest.mark.long
 def test_frozen_params_are_their_own_average(open_store):
     tx = optax.multi_transform(
         {"moves": optax.adam(1e-2), "stays": optax.set_to_zero()},
@@ -326,6 +327,7 @@ def test_resumed_is_uninterrupted(open_store, durability):
         assert_equal(parts.read(name, "w"), whole.read(name, "w"))
 
 
+@pytest.mark.long
 def test_emulated_cards_have_its_bits(open_store):
     average, params = jaxinf.ema(DECAY), new_params()
     found, wanted = open_store("card", csd="emulated"), open_store("host")

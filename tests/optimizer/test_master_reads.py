@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
 
 import jaxinf
 
@@ -75,7 +76,7 @@ def test_the_same_bits_for_a_third_less_reading(place, memory_bytes, durability)
     assert more.drive_write_bytes == traffic.drive_write_bytes
 
 
-@pytest.mark.parametrize("how", ["io", "16-bit", "no params"])
+@pytest.mark.parametrize("how", family(["io", "16-bit", "no params"], short=["16-bit"]))
 def test_from_the_drive_where_they_are_not_at_hand(place, how, monkeypatch):
     options = {}
     if how == "io":

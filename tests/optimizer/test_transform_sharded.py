@@ -306,6 +306,7 @@ HOWS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "callback", "repeats"), HOWS)
 def test_failure_beside_collectives(place, run_python, how, callback, repeats):
     result = run_python(

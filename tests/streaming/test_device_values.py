@@ -349,6 +349,7 @@ def test_without_a_store(place, policy, tier):
     assert not list(place.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_memory")
 def test_a_step_is_planned_by_what_it_measures(open_store):
     step = opened(open_store, "plan", "plan", HOSTS["drives"])

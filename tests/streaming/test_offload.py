@@ -91,7 +91,7 @@ def test_the_value_needed_last_leaves_first():
         assert eviction.written + 2 <= eviction.gone < eviction.back <= eviction.needed
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("share", family([0.0, 0.3, 0.6, 1.0], short=[0.3, 1.0]))
 def test_values_come_back_in_the_order_of_use(share):
     calls = plans(prepared(ZOO["l2_penalty"](depth=8)))[1].calls
     least, most = least_offloaded_bytes(calls), calls.peak_bytes()

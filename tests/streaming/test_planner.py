@@ -220,6 +220,7 @@ def test_a_drive_that_was_slow_for_a_time_is_used_again():
     assert around.lost_s(found) <= 0.02 * sum(found)
 
 
+@pytest.mark.long
 def test_probes_that_promise_too_much_cost_little():
     around = world(0.9, 100.0, probe=2.0)
     planner = Planner(around.problem)
@@ -231,6 +232,7 @@ def test_probes_that_promise_too_much_cost_little():
     assert around.lost_s(found) <= 0.02 * sum(found)
 
 
+@pytest.mark.long
 def test_a_drive_that_changes_often_is_not_followed():
     around, alone = (world(0.9, 1e9, probe=probe) for probe in (2.0, None))
     planners = [Planner(one.problem) for one in (around, alone)]

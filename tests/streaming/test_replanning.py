@@ -31,10 +31,11 @@ from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.streaming.run import CompiledMemory
 
 TX = optax.adam(1e-2)
+SHORT = {"l2_penalty", "moe_dense", "tied_and_unused"}
 ONLY_OFFLOADED = {*ZOO} - QUICKEST - ONLY_PLANNED
 
 
-@pytest.mark.parametrize("name", family(ZOO, short=QUICKEST, beyond=ONLY_OFFLOADED))
+@pytest.mark.parametrize("name", family(ZOO, short=SHORT, beyond=ONLY_OFFLOADED))
 def test_bits_are_those_of_keep(name, tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "SMALL_BYTES", 1)
     program = ZOO[name]()
@@ -147,6 +148,7 @@ def test_training_is_that_of_keep(open_store, options):
     assert traffic.drive_write_bytes == planned.drive_write_bytes
 
 
+@pytest.mark.long
 def test_a_plan_is_printed(open_store):
     step = opened(open_store, "plan", "plan", 28 << 20)
     assert "run forward again" not in str(step.compile(BATCH))
@@ -276,6 +278,7 @@ def test_a_step_that_ended_early_is_not_measured(place):
     step.close()
 
 
+@pytest.mark.long
 def test_wear_is_told_once_below_a_year(place):
     step = jaxinf.stream_in_memory(
         wide,

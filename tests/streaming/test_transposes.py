@@ -79,6 +79,7 @@ def test_a_product_that_is_read_as_it_is_stays():
     assert len(readers) > 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

@@ -1,11 +1,12 @@
-"""Families of tests: members of `make test`, of `make test-long`, and beyond."""
+"""Families of tests: members of `make test`, of `make test-long`, and beyond; parts."""
 
+import zlib
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
-__all__ = ["BEYOND", "family"]
+__all__ = ["BEYOND", "family", "is_in_part"]
 
 BEYOND = (pytest.mark.long, pytest.mark.every)
 """Marks of members that `make test-long-all` alone runs."""
@@ -35,3 +36,9 @@ def family(
         return pytest.param(*values, marks=() if member in short else marks)
 
     return [parameter(member) for member in members]
+
+
+def is_in_part(name: str, part: str) -> bool:
+    """Whether a test is in part `part`, ``NUMBER/COUNT`` with numbers from 0."""
+    number, count = map(int, part.split("/"))
+    return zlib.crc32(name.encode()) % count == number

@@ -34,6 +34,7 @@ def test_link_traffic_of_a_step(run, lines, tmp_path):
     assert up == [dense] * 4
 
 
+@pytest.mark.long
 def test_a_streamed_run_goes_on_with_one_that_was_not(run, losses, lines, tmp_path):
     compress = ("--compress", "top_k:0.1", "--clip-norm", 0)
     store = ("--store", tmp_path / "store", *compress)
@@ -50,6 +51,7 @@ def test_a_streamed_run_goes_on_with_one_that_was_not(run, losses, lines, tmp_pa
     assert down.pop() < 1.2 * found[0]["link_up_bytes"]
 
 
+@pytest.mark.long
 def test_a_streamed_run_clips_what_it_sends(run, losses, tmp_path):
     compress = ("--compress", "top_k:0.1", "--clip-norm", 0.1, "--steps", 3)
     stream = ("--mode", "stream", "--memory", "256MiB")
@@ -58,6 +60,7 @@ def test_a_streamed_run_clips_what_it_sends(run, losses, tmp_path):
     assert_alike(losses(tmp_path / "store-log"), losses(tmp_path / "log"))
 
 
+@pytest.mark.long
 def test_a_streamed_run_has_no_norm_of_error_feedback(run, tmp_path, capsys):
     compress = ("--compress", "top_k:0.1,error_feedback=true", "--steps", 2)
     words = ("--store", tmp_path / "store", "--mode", "stream", "--memory", "256MiB")

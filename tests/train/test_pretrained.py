@@ -177,6 +177,7 @@ def messages(place):
     return file
 
 
+@pytest.mark.long
 def test_fine_tuning_has_the_models_tokenizer_and_defaults_of_its_own(
     place, messages, capsys
 ):

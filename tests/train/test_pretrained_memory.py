@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 # Peak memory of an import over the program's memory before, in bytes.
@@ -63,6 +64,7 @@ def write_llama(folder, vocab_size, features, hidden, num_layers):
     return max(sizes), sum(sizes)
 
 
+@pytest.mark.long
 def test_an_import_holds_the_budget_and_one_leaf(place, run_python):
     largest_bytes, total_bytes = write_llama(place / "hf", 8000, 1024, 2816, 3)
     write_llama(place / "tiny", 16, 16, 16, 3)

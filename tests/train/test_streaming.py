@@ -75,6 +75,7 @@ def test_stopped_and_resumed_is_uninterrupted(run, losses, tmp_path):
     assert losses(tmp_path / "parts-log") == losses(tmp_path / "whole-log")
 
 
+@pytest.mark.long
 def test_a_planned_run_has_the_losses_of_keep(run, losses, lines, tmp_path, capsys):
     plan = (*STREAM, "--policy", "plan", "--endurance-tbw", 1e9)
     assert run("--store", tmp_path / "plan", *plan, "--steps", 4) == 0
@@ -114,6 +115,7 @@ def test_micro_batches_have_the_losses_of_the_whole(
     )
 
 
+@pytest.mark.long
 def test_activations_in_eight_bits(
     run, losses, lines, uninterrupted, tmp_path, monkeypatch
 ):
