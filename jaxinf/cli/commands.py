@@ -35,7 +35,9 @@ from jaxinf.errors import JaxinfError
 from jaxinf.store import rebalance, trim_store
 from jaxinf.terminal import format_bytes, make_console, printable
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.loop import plan_run
+from jaxinf.train.forecast import RunPlan
+from jaxinf.train.limits import Fit, LossyFlag
+from jaxinf.train.loop import fit_run, plan_run
 
 __all__ = [
     "COMMANDS",
@@ -156,14 +158,35 @@ class Plan(TrainConfig):
     of a model of a machine, and without --machine unknown.
     """
 
+    # Find the settings that are fastest on --machine, and print them as a command line.
+    # Flags that are given stay as they are; --memory and --device-memory are limits, by
+    # default nine tenths of what the machine has.
+    fit: bool = False
+
+    # For --fit: years that the drives have to last, if it trains without a pause.
+    years: Annotated[
+        float | None,
+        tyro.conf.arg(metavar="YEARS", help_behavior_hint="(default: none)"),
+    ] = None
+
+    # For --fit: flags that may be chosen though they may lose bits.
+    allow: tuple[LossyFlag, ...] = ()
+
     # Print one JSON document instead.
     json: bool = False
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
-        # A run needs the name of a store, which a plan does not.
-        store = self.store or (None if self.mode == "memory" else Path("STORE"))
-        plan = plan_run(dataclasses.replace(self, store=store))
+        if self.fit:
+            names = [one.name for one in dataclasses.fields(TrainConfig)]
+            config = TrainConfig(**{name: getattr(self, name) for name in names})
+            plan: Fit | RunPlan = fit_run(config, self.years, self.allow)
+        elif self.years is not None or self.allow:
+            raise UsageError("--years, --allow: expected with --fit; add it")
+        else:
+            # A run needs the name of a store, which a plan does not.
+            store = self.store or (None if self.mode == "memory" else Path("STORE"))
+            plan = plan_run(dataclasses.replace(self, store=store))
         if self.json:
             print(json.dumps(plan.to_json(), indent=1, allow_nan=False))
         else:

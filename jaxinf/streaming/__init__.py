@@ -5,6 +5,7 @@ parts of that one jaxpr run.
 """
 
 from jaxinf.streaming.api import stream, stream_function, stream_in_memory
+from jaxinf.streaming.dry_run import LeastMemory
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import Policy
@@ -21,6 +22,7 @@ __all__ = [
     "Forecast",
     "Form",
     "InMemoryStep",
+    "LeastMemory",
     "Plan",
     "Policy",
     "StreamedFunction",

@@ -363,7 +363,7 @@ def plan(config: TrainConfig, batch: Batch) -> RunPlan:
     if config.machine is None:
         return RunPlan(config, sizes_of(config))
     try:
-        machine = read_machine(config.machine)
+        machine = on_drives(read_machine(config.machine), len(config.csd_root))
         operations = num_operations(config, batch)
         own = None if config.mode == "memory" else describe_store(config)
         found = forecast(config, machine, operations, own)
@@ -374,6 +374,16 @@ def plan(config: TrainConfig, batch: Batch) -> RunPlan:
     except ValueError as error:
         raise UsageError(f"--machine {config.machine}: {error}") from error
     return RunPlan(config, found.sizes, machine, found, changed)
+
+
+def on_drives(machine: Machine, count: int) -> Machine:
+    """Returns a machine with its first drives alone, all of them with 0."""
+    drives, left = [], count
+    for drive in machine.drives:
+        if left > 0:
+            drives.append(replace(drive, count=min(drive.count, left)))
+            left -= drive.count
+    return replace(machine, drives=tuple(drives)) if count else machine
 
 
 def _changes(

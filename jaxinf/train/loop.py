@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -32,7 +33,9 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, num_tokens
+from jaxinf.train.fit import Search, first_way, limits_of
 from jaxinf.train.forecast import RunPlan, plan
+from jaxinf.train.limits import Fit, LossyFlag
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.measuring import StepTimer
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine
@@ -58,7 +61,7 @@ from jaxinf.train.signals import StopRequest
 from jaxinf.train.step import TrainStep
 from jaxinf.typing import PyTree
 
-__all__ = ["plan_run", "train"]
+__all__ = ["fit_run", "plan_run", "train"]
 
 # Share of the budget for pieces read and traced programs during an import.
 _IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
@@ -134,6 +137,27 @@ def plan_run(config: TrainConfig) -> RunPlan:
     check_optimizer(config)
     config, data = load(config)
     return plan(config, make_batches(config, data)[0])
+
+
+def fit_run(
+    config: TrainConfig,
+    years: float | None = None,
+    allowed: Iterable[LossyFlag] = (),
+) -> Fit:
+    """Finds the fastest settings of a run; writes nothing. Blocks for some seconds.
+
+    Args:
+      config: flags that are to stay. Its ``memory`` and ``device_memory`` are limits;
+        by default nine tenths of what the machine has.
+      years: the least life of the drives.
+      allowed: flags that may be chosen though they may lose bits.
+
+    Raises:
+      UsageError: there is no machine, or the flags contradict each other.
+    """
+    asked, limits = limits_of(config, years, allowed)
+    loaded, data = load(first_way(asked, limits))
+    return Search(loaded, asked, make_batches(loaded, data)[0]).fit(limits)
 
 
 def _import(config: TrainConfig, console: Console) -> None:

@@ -25,7 +25,7 @@ from jaxinf.terminal import exact_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.typing import JsonValue
 
-__all__ = ["NOT_IN_FILES", "read_run", "text_of_run", "write_run"]
+__all__ = ["NOT_IN_FILES", "read_run", "text_of_run", "words_of_run", "write_run"]
 
 NOT_IN_FILES = (*("config", "write-config", "restore", "dry-run", "machine", "trace"),)
 """Flags of one start of a run, not of the run."""
@@ -252,6 +252,32 @@ def write_run(config: TrainConfig, path: Path) -> None:
         ) from error
 
 
+def words_of_run(config: TrainConfig, base: TrainConfig | None = None) -> list[str]:
+    """Returns a run as the words of a command line: what differs from another's.
+
+    A start's own flags are left out, but for ``--machine``.
+
+    Args:
+      config: the run.
+      base: the other; by default one without flags.
+    """
+    words: list[str] = []
+    base = base or TrainConfig()
+    for flag in flags_of(TrainConfig):
+        value, name = getattr(config, flag.field.name), f"--{flag.name}"
+        is_of_run = flag.name == "machine" or flag.name not in NOT_IN_FILES
+        if value == getattr(base, flag.field.name) or not is_of_run:
+            continue
+        if isinstance(value, bool):
+            words.append(name if value else f"--no-{flag.name}")
+        elif flag.name == "csd-root":  # one drive each time
+            words += [word for root in value for word in (name, str(root))]
+        else:
+            values = value if isinstance(value, tuple) else (value,)
+            words += [name, *(str(_formed(flag, one)) for one in values)]
+    return words
+
+
 def _plain(flag: Flag, value: Any) -> JsonValue:
     """Returns a flag's value as it stands in a file."""
     if isinstance(value, Path):
@@ -259,6 +285,11 @@ def _plain(flag: Flag, value: Any) -> JsonValue:
     if isinstance(value, tuple):
         is_data = flag.name in ("data", "validation")
         return [_absolute(v) if is_data else _plain(flag, v) for v in value]
+    return _formed(flag, value)
+
+
+def _formed(flag: Flag, value: Any) -> Any:
+    """Returns a value in the form that its flag takes."""
     if flag.constructor is None or isinstance(value, str | None):
         return value
     if flag.constructor.metavar == "BYTES":
