@@ -59,6 +59,7 @@ from jaxinf.train.run_file import text_of_run, write_run
 from jaxinf.train.schedules import learning_rates, resolved_settings
 from jaxinf.train.signals import StopRequest
 from jaxinf.train.step import TrainStep
+from jaxinf.train.trackers import Trackers, check_trackers
 from jaxinf.typing import PyTree
 
 __all__ = ["fit_run", "plan_run", "train"]
@@ -86,6 +87,7 @@ def train(
     """
     config = check(config)
     check_optimizer(config)
+    check_trackers(config)
     console = console or make_console(soft_wrap=True)
     if config.write_config is not None:
         write_run(config, config.write_config)
@@ -284,10 +286,16 @@ class _Run:
 
     def _open_logs(self) -> None:
         logs = self._config.logs
-        self._metrics = MetricsLog(logs, self.step)
-        self._timer = StepTimer(self._config, self.step)
-        self._sums = self._processes.sums(logs, self.step)
+        logs.mkdir(parents=True, exist_ok=True)
         self._validation = JsonLines(logs / "validation.jsonl", self.step)
+        self._trackers = Trackers(self._config)
+        if self._config.distributed:
+            self._metrics = MetricsLog(logs, self.step)
+        else:
+            begin, wrote = self._trackers.begin, self._trackers.wrote
+            self._metrics = MetricsLog(logs, self.step, begin, wrote)
+        self._timer = StepTimer(self._config, self.step)
+        self._sums = self._processes.sums(logs, self.step, self._trackers)
         self._best = Best(self._backend, logs / "validation.jsonl")
 
     def go(self) -> int:
@@ -415,6 +423,7 @@ class _Run:
             committed = self._backend.committed_step(self._state)
             line = evaluation_line(self.step, committed, found)
             self._validation.write(self.step, line)
+            self._trackers.evaluated(self.step, json.loads(line))
             is_kept = self._config.eval_every and self._config.keep_best
             if is_kept and self._best.offer(self._state, found.loss):
                 self._console.print(f"step {self.step}: checkpoint best")
@@ -427,3 +436,4 @@ class _Run:
         if self._sums is not None:
             self._sums.close()
         self._validation.close()
+        self._trackers.close()

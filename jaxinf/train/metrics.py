@@ -12,11 +12,11 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JsonLines", "MetricsLog", "StepLine"]
+__all__ = ["JsonLines", "MetricsLog", "StepLine", "read_lines"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,14 +134,24 @@ class MetricsLog:
     Args:
       log_dir: the log directory; made if it does not exist.
       step: the last committed step; the file is continued after it.
+      begin: called with the file and its last step, before a line is written.
+      wrote: called with each line that is written.
     """
 
-    def __init__(self, log_dir: Path, step: int) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        step: int,
+        begin: Callable[[Path, int], None] = lambda path, step: None,
+        wrote: Callable[[StepLine], None] = lambda _: None,
+    ) -> None:
+        self._wrote = wrote
         log_dir.mkdir(parents=True, exist_ok=True)
         self._last = log_dir / "metrics.last.json"
         path = log_dir / "metrics.jsonl"
         is_continued = path.exists()
         self._lines = JsonLines(path, step)
+        begin(path, self._lines.last_step)
         if is_continued:
             self._fill(step)
         self._last.unlink(missing_ok=True)
@@ -160,6 +170,7 @@ class MetricsLog:
     def write(self, line: StepLine) -> None:
         """Appends a complete line."""
         self._lines.write(line.step, line.to_json())
+        self._wrote(line)
 
     def settle(self) -> None:
         """Forgets the held line, which has been written."""
@@ -168,6 +179,12 @@ class MetricsLog:
     def close(self) -> None:
         """Closes the file; a line still held is written when the run is resumed."""
         self._lines.close()
+
+
+def read_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yields the readable lines of a log; none if there is none."""
+    if path.exists():
+        yield from (json.loads(line) for line, _ in _readable_lines(path))
 
 
 def _readable_lines(path: Path) -> Iterator[tuple[str, int]]:

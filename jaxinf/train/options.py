@@ -119,6 +119,13 @@ class RunOptions:
         None
     )
 
+    # Also write the numbers of each step, and those of evaluations, for TensorBoard.
+    tensorboard: Annotated[Path | None, _shown("DIR", "none")] = None
+
+    # Send them to this project of Weights & Biases; WANDB_MODE=offline keeps them in
+    # the log directory.
+    wandb: Annotated[str | None, _shown("PROJECT", "none")] = None
+
     # Directory of the store: a new one, or the store of a run to resume.
     store: Annotated[Path | None, _shown("DIR", "none; --mode update needs it")] = None
 

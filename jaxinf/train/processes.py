@@ -27,6 +27,7 @@ from jaxinf.errors import ProcessError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.metrics import JsonLines, StepLine
+from jaxinf.train.trackers import Trackers
 from jaxinf.typing import JsonValue, PyTree
 
 __all__ = ["Processes", "SumLog", "placed", "start"]
@@ -199,24 +200,31 @@ class Processes:
         sums = {name: _summed([one[name] for one in lines]) for name in _SUMMED}
         return dataclasses.replace(line, stream=None, **sums)
 
-    def sums(self, logs: Path, step: int) -> "SumLog | None":
+    def sums(self, logs: Path, step: int, trackers: Trackers) -> "SumLog | None":
         """Makes the log of sums beside the logs of the processes; None if alone."""
-        return None if self._service is None else SumLog(self, logs.parent, step)
+        if self._service is None:
+            return None
+        return SumLog(self, logs.parent, step, trackers)
 
 
 class SumLog:
     """``metrics.jsonl`` of all processes, which the first one writes."""
 
-    def __init__(self, processes: Processes, place: Path, step: int) -> None:
-        self._processes = processes
+    def __init__(
+        self, processes: Processes, place: Path, step: int, trackers: Trackers
+    ) -> None:
+        self._processes, self._trackers = processes, trackers
         path = place / "metrics.jsonl"
         self._lines = JsonLines(path, step) if processes.is_first else None
+        if self._lines is not None:
+            trackers.begin(path, self._lines.last_step)
 
     def write(self, line: StepLine) -> None:
         """Takes this process's line of a step; all processes call it."""
         found = self._processes.sum_of(line)
         if found is not None and self._lines is not None:
             self._lines.write(found.step, found.to_json())
+            self._trackers.wrote(found)
 
     def close(self) -> None:
         """Closes the file."""
