@@ -5,7 +5,7 @@ parts of that one jaxpr run.
 """
 
 from jaxinf.streaming.api import stream, stream_function, stream_in_memory
-from jaxinf.streaming.dry_run import LeastMemory
+from jaxinf.streaming.dry_run import DryRun, LeastMemory
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import Policy
@@ -19,6 +19,7 @@ from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
 
 __all__ = [
+    "DryRun",
     "Forecast",
     "Form",
     "InMemoryStep",

@@ -263,6 +263,20 @@ class Ends(ABC):
     def save(self, ready: Prepared, plan: Plan) -> None:
         """Saves a new plan's cuts, if bits have to last longer than this process."""
 
+    def moved(
+        self, fitted: Fitted, plan: Plan, value_bytes: int
+    ) -> tuple[ByteCounts, int]:
+        """Returns what a step moves on drives, and the most bytes that wait there.
+
+        Nothing by default, as for a function.
+
+        Args:
+          fitted: What the plan was made of.
+          plan: The plan of the step.
+          value_bytes: Bytes of values on drives in one run of its calls.
+        """
+        return ByteCounts(), 0
+
     @abstractmethod
     def sink(self, fitted: Fitted) -> Sink:
         """Makes what takes gradients; takes room on drives."""

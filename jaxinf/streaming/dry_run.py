@@ -3,25 +3,132 @@
 Invariant: nothing is written, and params are never made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import jax
 
 from jaxinf.errors import BudgetError
+from jaxinf.io import ByteCounts
+from jaxinf.streaming.bound import Ends
+from jaxinf.streaming.budgets import planned_within
+from jaxinf.streaming.move.values import value_bytes
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.memory import NUM_STAGED, DeviceLimit, divide
-from jaxinf.streaming.plan.plan import Prepared, prepare
+from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
+from jaxinf.streaming.replanning import offload_planned
 from jaxinf.streaming.update.micro_batches import first_part
+from jaxinf.terminal import exact_bytes, format_bytes, parse_bytes
 from jaxinf.typing import PyTree
 
-__all__ = ["LeastMemory"]
+__all__ = ["Dry", "DryRun", "LeastMemory", "dry_run"]
 
 _MIB = 1 << 20
 # Compiled programs take more than is estimated before: at most 1.5 times for streamed
 # ones, and 2.4 times where one program does all, of GPT-2 nano in two sizes of batch.
 _STREAMED, _WHOLE = 1.5, 2.5
 _MOST_BYTES = 1 << 62
+
+
+class Dry(NamedTuple):
+    """What a dry run is of.
+
+    Attributes:
+      ready: The loss function, traced for the batch.
+      ends: Its params source and gradient sink.
+      store_bytes: Bytes of its store with both slots.
+      is_there: Whether there is the store.
+    """
+
+    ready: Prepared
+    ends: Ends
+    store_bytes: int = 0
+    is_there: bool = False
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a step takes; as a string, a few lines of it.
+
+    Attributes:
+      plan: The plan; as a string, a table of its segments. Its `peak_bytes` and
+        `resident_bytes` are of params, values and temporaries, as compiled. With
+        ``policy="plan"`` it is that of the first steps.
+      memory_bytes: The most memory of the host that a step takes.
+      now_bytes: Bytes on drives now.
+      disk_bytes: Bytes on drives at most: the store with both slots, and values and
+        gradients that wait there.
+      traffic: Bytes that a step moves on drives.
+    """
+
+    plan: Plan
+    memory_bytes: int
+    now_bytes: int
+    disk_bytes: int
+    traffic: ByteCounts
+    _dry: Dry = field(repr=False)
+
+    @cached_property
+    def least(self) -> Mapping[str, int]:
+        """The least budgets that work, in bytes by argument, up to 1/32 more.
+
+        They are searched for when they are asked for: smaller programs are compiled,
+        which may take minutes. None of them is larger than what the step has.
+        """
+        ready, ends, *_ = self._dry
+        budgets = ends.setup.options.budgets
+        smallest = dict.fromkeys(budgets, _MIB)
+        try:
+            planned_within(smallest, partial(ends.fitted, ready))
+        except BudgetError as error:
+            works = {name: parse_bytes(text) for name, text in error.works.items()}
+            found = {name: works.get(name, budgets[name]) for name in budgets}
+            return {name: min(found[name], budgets[name]) for name in budgets}
+        return smallest
+
+    def __str__(self) -> str:
+        read, written = self.traffic.drive_read_bytes, self.traffic.drive_write_bytes
+        return (
+            f"memory  {exact_bytes(self.memory_bytes)} at most, "
+            f"{format_bytes(self.plan.peak_bytes + self.plan.resident_bytes)} of "
+            "programs and their params\n"
+            f"disk    {format_bytes(self.now_bytes)} now, "
+            f"{format_bytes(self.disk_bytes)} at most\n"
+            f"drives  {format_bytes(read)} read and {format_bytes(written)} written a "
+            "step"
+        )
+
+
+def dry_run(dry: Dry) -> DryRun:
+    """Plans a step and compiles its programs; blocks.
+
+    Raises:
+      BudgetError: A budget is too small; names one that works.
+    """
+    ready, ends, store_bytes, is_there = dry
+    options, executables = ends.setup.options, ends.setup.executables
+    searches = ends.setup.together.is_alone
+    fitted = planned_within(
+        options.budgets, partial(ends.fitted, ready), searches=searches
+    )
+    graph = ready.lifetimes.graph
+    plan, replanner = offload_planned(fitted, graph, executables, options, ())
+    if replanner is not None:
+        replanner.close()
+    values = value_bytes(plan, fitted.tiers(plan.calls))
+    traffic, waiting_bytes = ends.moved(fitted, plan, values)
+    plan = plan.without_graph()
+    return DryRun(
+        plan,
+        options.memory_bytes,
+        store_bytes if is_there else 0,
+        store_bytes + waiting_bytes,
+        traffic,
+        dry,
+    )
 
 
 class LeastMemory:

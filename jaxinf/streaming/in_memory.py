@@ -20,6 +20,7 @@ from jaxinf.errors import BudgetError, StreamError
 from jaxinf.io import ByteCounts
 from jaxinf.streaming.bound import Bound, Ends, Setup
 from jaxinf.streaming.budgets import planned_within
+from jaxinf.streaming.dry_run import Dry
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.plan.memory import Division, divide_rest
@@ -98,6 +99,14 @@ class MemoryEnds(Ends):
 
         return all_stay
 
+    def moved(
+        self, fitted: Fitted, plan: Plan, value_bytes: int
+    ) -> tuple[ByteCounts, int]:
+        """As `Ends.moved`."""
+        moved = value_bytes * self.setup.options.micro_batches
+        traffic = ByteCounts(drive_read_bytes=moved, drive_write_bytes=moved)
+        return traffic, value_bytes
+
     def sink(self, fitted: Fitted) -> OptaxSink:
         """As `Ends.sink`."""
         options = self.setup.options
@@ -108,14 +117,13 @@ class MemoryEnds(Ends):
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
         """As `Ends.bound`."""
         optimizer = self._optimizer
-        moved = runner.values.num_bytes * self.setup.options.micro_batches
         return Bound(
             ends=self,
             fitted=fitted,
             runner=runner,
             params=MemoryParams(lambda: jax.tree.leaves(optimizer.params)),
             sink=sink,
-            traffic=ByteCounts(drive_read_bytes=moved, drive_write_bytes=moved),
+            traffic=self.moved(fitted, runner.plan, runner.values.num_bytes)[0],
         )
 
 
@@ -244,6 +252,11 @@ class InMemoryStep(TrainingStep):
                 "(jax.device_put(x, jax.devices()[0]))"
             )
         return ready.with_bits(is_deterministic=self._options.deterministic)
+
+    def _dry(self, batch: PyTree, params: PyTree) -> Dry:
+        params = abstract(self._optimizer.params) if params is None else params
+        ready = self._traced(params, batch)
+        return Dry(ready, self._ends(ready))
 
     def _ends(self, ready: Prepared) -> MemoryEnds:
         return MemoryEnds(self._optimizer, ready.traced, self._setup, self._scratch)

@@ -11,15 +11,14 @@ from pathlib import Path
 from jaxinf.engine import Store, StoreShape
 from jaxinf.io import ByteCounts, ByteMeters
 from jaxinf.program import UpdateProgram, effect_of_nonfinite
-from jaxinf.schedule.placement import waiting
-from jaxinf.schedule.reads import Fetch
+from jaxinf.schedule.placement import Waiting, waiting
 from jaxinf.store import plans_folder
 from jaxinf.streaming.bound import Bound, Ends, Setup
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.reader import StoreReader
 from jaxinf.streaming.move.resident import Resident
-from jaxinf.streaming.move.spill import Spill
+from jaxinf.streaming.move.spill import Spill, file_bytes
 from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.plan.device import mesh_limit
 from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide
@@ -258,20 +257,11 @@ class StoreEnds(StoreParamsEnds):
         """As `Ends.sink`: gradients wait in half of their memory, or are summed."""
         options, division = self.setup.options, fitted.division
         spill = partial(Spill, plans_folder(self._store.path), meters=self.meters)
-        calls, room_bytes = fitted.plan.calls.calls, division.gradients
-        spills, last, sums = [], None, None
-        if self._is_deferred:
-            num_reads = max(1, self._passes.num_passes - 1)
-            sizes = self._deferred_bytes(calls)
-            last = spill(waiting(sizes, division.gradients // 2, num_reads))
-            spills.append(last)
-        if options.micro_batches > 1:
-            pieces = [piece for call in calls for piece, _ in call.gradients]
-            sizes = {piece: self._sum_bytes[piece] for piece in pieces}
-            summed = spill(waiting(sizes, division.gradients // 4))
-            sums = Sums(options.micro_batches, summed)
-            spills.append(summed)
-        room_bytes -= sum(one.planned.capacity_bytes for one in spills)
+        planned = self._waiting(fitted)
+        room_bytes = division.gradients
+        room_bytes -= sum(one.capacity_bytes for one in planned if one is not None)
+        last, summed = (None if one is None else spill(one) for one in planned)
+        sums = None if summed is None else Sums(options.micro_batches, summed)
         return StoreSink(
             self._training,
             self._program,
@@ -285,6 +275,19 @@ class StoreEnds(StoreParamsEnds):
             effect_of_nonfinite(options.nonfinite, is_guarded=self._program.is_guarded),
             copies=not self.setup.limit.is_host,
         )
+
+    def _waiting(self, fitted: Fitted) -> tuple[Waiting | None, Waiting | None]:
+        """Returns gradients that wait for the last one, and sums of micro-batches."""
+        calls, room_bytes = fitted.plan.calls.calls, fitted.division.gradients
+        last = sums = None
+        if self._is_deferred:
+            num_reads = max(1, self._passes.num_passes - 1)
+            last = waiting(self._deferred_bytes(calls), room_bytes // 2, num_reads)
+        if self.setup.options.micro_batches > 1:
+            pieces = [piece for call in calls for piece, _ in call.gradients]
+            sizes = {piece: self._sum_bytes[piece] for piece in pieces}
+            sums = waiting(sizes, room_bytes // 4)
+        return last, sums
 
     def _deferred_bytes(self, calls: Iterable[Call]) -> Mapping[Piece, int]:
         """Returns the bytes of gradients that wait for the last one, in their order.
@@ -301,9 +304,8 @@ class StoreEnds(StoreParamsEnds):
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
         """As `Ends.bound`."""
-        assert isinstance(sink, StoreSink)
-        calls, units = runner.plan.calls.calls, fitted.units.units
-        given = frozenset(filter(self._takes_resident, units))
+        calls = runner.plan.calls.calls
+        given = frozenset(filter(self._takes_resident, fitted.units.units))
         params, reading, unused_bytes = self._source(runner, fitted, given)
         reused = reused_bytes(reading.fetches, calls, self._store_units)
         return Bound(
@@ -312,39 +314,39 @@ class StoreEnds(StoreParamsEnds):
             runner=runner,
             params=params,
             sink=sink,
-            traffic=self._traffic(
-                sink, reading.fetches, runner.values.num_bytes, given
-            ),
+            traffic=self.moved(fitted, runner.plan, runner.values.num_bytes)[0],
             reused_bytes=self.setup.options.micro_batches * reused,
             store_bytes=fitted.division.ring + unused_bytes,
         )
 
-    def _traffic(
-        self,
-        sink: StoreSink,
-        fetches: Sequence[Fetch],
-        value_bytes: int,
-        given: frozenset[Unit],
-    ) -> ByteCounts:
-        """Bytes that a step moves on the drive."""
+    def moved(
+        self, fitted: Fitted, plan: Plan, value_bytes: int
+    ) -> tuple[ByteCounts, int]:
+        """As `Ends.moved`."""
+        fetches = fitted.reading(plan)[0].fetches
+        last, sums = self._waiting(fitted)
         num_early = self.setup.options.micro_batches - 1
+        waiting_bytes = value_bytes
         moved = (1 + num_early) * value_bytes
-        if sink.sums is not None:
-            moved += num_early * sink.sums.spill.planned_bytes
+        if sums is not None:
+            waiting_bytes += file_bytes(sums)
+            moved += num_early * file_bytes(sums)
         written = read = moved
-        if sink.spill is not None:
-            written += sink.spill.planned_bytes
-            read += sink.spill.planned.num_reads * sink.spill.planned_bytes
+        if last is not None:
+            waiting_bytes += file_bytes(last)
+            written += file_bytes(last)
+            read += last.num_reads * file_bytes(last)
         early = tuple(fetch._replace(gradient=None) for fetch in fetches)
-        return planned_traffic(
-            self._training.opened,
+        traffic = planned_traffic(
+            self._shape,
             (*(early * num_early), *fetches),
             self._units,
             self._program,
             self._passes,
             ByteCounts(drive_read_bytes=read, drive_write_bytes=written),
-            given,
+            frozenset(filter(self._takes_resident, fitted.units.units)),
         )
+        return traffic, waiting_bytes
 
 
 def shared_bytes(units: Iterable[Unit]) -> int:

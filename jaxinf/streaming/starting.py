@@ -3,22 +3,90 @@
 Invariant: nothing is written before the leaves and the program are known to fit.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import optax
+from jax.sharding import Mesh
 
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import StoreDescription, Training
+from jaxinf.engine import (
+    StoreDescription,
+    Training,
+    check_compressed,
+    describe,
+    gradient_forms,
+    keeps_feedback,
+    part_holders,
+)
+from jaxinf.program import UpdateProgram, trace_init
 from jaxinf.streaming.budgets import planned_within
+from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.agreement import Together
-from jaxinf.typing import Array
+from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.meshes import mesh_of, on_mesh, without_shardings
+from jaxinf.streaming.program.units import part_counts
+from jaxinf.streaming.update.optimizer import passes_for
+from jaxinf.typing import Array, PyTree
 
-__all__ = ["INIT_SHARE", "Shard", "planned_leaves", "write_leaf"]
+__all__ = ["INIT_SHARE", "Shard", "described", "planned_leaves", "write_leaf"]
 
 # Part of the memory that the store's buffers take while the first step is made.
 INIT_SHARE = 4
 
 Shard: TypeAlias = tuple[tuple[slice, ...], Array]
 """A part of a leaf: its index, and its numbers."""
+
+
+def described(
+    tx: optax.GradientTransformation,
+    options: Options,
+    together: Together,
+    update: UpdateProgram,
+    avals: PyTree,
+    pieces: Sequence[Piece],
+) -> tuple[Any, StoreDescription]:
+    """Returns the optimizer's first state, traced, and the store that suits a program.
+
+    Args:
+      tx: The optimizer.
+      options: The step's.
+      together: The processes that make the store.
+      update: The optimizer, traced.
+      avals: Shapes, dtypes and shardings of the params.
+      pieces: The parts of params whose gradients arrive.
+
+    Raises:
+      UnsupportedTransformError: The optimizer needs too much of all leaves.
+    """
+    passes_for(update, pieces, is_alone=together.is_alone)
+    first, held = trace_init(tx, without_shardings(avals)), jax.tree.leaves(avals)
+    compress, counts = options.compress, part_counts(held, pieces)
+    check_compressed(compress, update)
+    description = describe(
+        update,
+        first,
+        counts,
+        average=options.average,
+        has_feedback=keeps_feedback(compress),
+        forms=partial(gradient_forms, compress),
+        holders=() if together.is_alone else _holders(held, counts, mesh_of(avals)),
+    )
+    return first, description
+
+
+def _holders(
+    leaves: Sequence[jax.ShapeDtypeStruct],
+    counts: Sequence[tuple[int, ...]],
+    mesh: Mesh | None,
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Returns the processes that have each part of each leaf."""
+    return [
+        part_holders(leaf.sharding, leaf.shape, own)
+        for leaf, own in zip(on_mesh(leaves, mesh), counts, strict=True)
+    ]
 
 
 def planned_leaves(

@@ -20,13 +20,14 @@ from jax.dtypes import result_type
 
 from jaxinf.io import ByteCounts
 from jaxinf.streaming.bound import Bound, Ends, Setup, Shared, bind, rebind
+from jaxinf.streaming.dry_run import Dry, DryRun, dry_run
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.plan.memory import return_freed_memory
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.planner import Forecast
 from jaxinf.streaming.plan.wear import Wear, Wearing
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
-from jaxinf.streaming.program.trace import abstract
+from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.turns import Check, check_not_traced
 from jaxinf.streaming.update.micro_batches import parts_of, together
 from jaxinf.typing import PyTree
@@ -247,6 +248,32 @@ class TrainingStep(Step):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         return_freed_memory()
+
+    def dry_run(self, batch: PyTree, params: PyTree = None) -> DryRun:
+        """Says what a step takes; nothing is written, and params are never made.
+
+        The programs are compiled, and used by later steps. Blocks.
+
+        Args:
+          batch: Arrays, or shapes and dtypes.
+          params: Shapes and dtypes, such as of ``jax.eval_shape(init_fn, key)``; by
+            default the step's, which `init` or `load` has set.
+
+        Raises:
+          BudgetError: Memory does not suffice; names a budget that does.
+          StreamError: The loss function cannot be streamed, or there are no params.
+        """
+        self._turns.settle()
+        if params is not None:
+            check_params(params)
+            params = abstract(params)
+        dry = self._dry(batch, params)
+        with outside_mesh():
+            return dry_run(dry)
+
+    @abstractmethod
+    def _dry(self, batch: PyTree, params: PyTree) -> Dry:
+        """Returns what a dry run is of; params are the step's if they are None."""
 
     @property
     def forecast(self) -> Forecast | None:

@@ -9,29 +9,25 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
   written after the step's last read of it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
 
 from jaxinf.engine import (
     Store,
     StoreShape,
-    check_compressed,
     check_processes,
-    describe,
     distinct_shards,
-    gradient_forms,
-    keeps_feedback,
-    part_holders,
 )
 from jaxinf.errors import StreamError
-from jaxinf.program import UpdateProgram, averaged, trace_init
+from jaxinf.program import UpdateProgram, averaged
+from jaxinf.store import required_bytes
 from jaxinf.streaming.bound import Bound, Setup
+from jaxinf.streaming.dry_run import Dry
 from jaxinf.streaming.function import Beside, StreamedFunction
 from jaxinf.streaming.metrics import StreamMetrics
 from jaxinf.streaming.near_storage import StoreEnds
@@ -40,22 +36,21 @@ from jaxinf.streaming.plan.plan import Prepared, prepare
 from jaxinf.streaming.program.initial import initial_inputs, trace_params
 from jaxinf.streaming.program.meshes import (
     mesh_of,
-    on_mesh,
     outside_mesh,
     sharded_like,
     without_shardings,
 )
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.program.units import part_counts
 from jaxinf.streaming.starting import (
     INIT_SHARE,
     Shard,
+    described,
     planned_leaves,
     write_leaf,
 )
 from jaxinf.streaming.step import TrainingStep
 from jaxinf.streaming.update.micro_batches import first_part
-from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
+from jaxinf.streaming.update.optimizer import trace_optimizer
 from jaxinf.typing import JsonValue, PyTree
 
 __all__ = ["StreamedStep"]
@@ -79,6 +74,7 @@ class StreamedStep(TrainingStep):
         self.store = store
         self._loss_fn = loss_fn
         self._tx = averaged(tx, setup.options.average)
+        self._made_of = self._tx, setup.options, setup.together
         self._params: PyTree | None = None
         self._functions: list[StreamedFunction] = []
 
@@ -162,22 +158,10 @@ class StreamedStep(TrainingStep):
         mesh = mesh_of(avals)
         check_mesh(mesh, self._options.policy)
         check_processes(training.members, mesh)
-        plain = without_shardings(avals)
         update = self._traced_optimizer(avals)
-        passes_for(update, pieces, is_alone=self._together.is_alone)
-        first = trace_init(self._tx, plain)
-        scalars, inputs = initial_inputs(first, jax.tree.leaves(plain))
-        compress, counts = self._options.compress, part_counts(held, pieces)
-        check_compressed(compress, update)
-        description = describe(
-            update,
-            first,
-            counts,
-            average=self._options.average,
-            has_feedback=keeps_feedback(compress),
-            forms=partial(gradient_forms, compress),
-            holders=() if self._together.is_alone else _holders(held, counts, mesh),
-        )
+        first, description = described(*self._made_of, update, avals, pieces)
+        plain = jax.tree.leaves(without_shardings(avals))
+        scalars, inputs = initial_inputs(first, plain)
         made: Iterator[Iterable[Shard]] = iter(())
         if training.commit is None:
             check = None
@@ -255,6 +239,17 @@ class StreamedStep(TrainingStep):
     def _ends(self, ready: Prepared) -> StoreEnds:
         program = self._traced_optimizer(self._params)
         return self._ends_of(ready, program, self.store._training.opened)
+
+    def _dry(self, batch: PyTree, params: PyTree) -> Dry:
+        avals = self._started() if params is None else params
+        training, ready = self.store._training, self._traced(avals, batch)
+        with outside_mesh():
+            update = self._traced_optimizer(avals)
+            _, made = described(*self._made_of, update, avals, ready.gradient_pieces)
+            shape, is_there = training.shape(made), training.commit is not None
+            num_bytes = sum(required_bytes(shape.directory).values())
+            ends = self._ends_of(ready, update, shape)
+        return Dry(ready, ends, num_bytes, is_there)
 
     def _ends_of(
         self, ready: Prepared, program: UpdateProgram, shape: StoreShape
@@ -361,18 +356,6 @@ class StreamedStep(TrainingStep):
             self._close_bound()
         finally:
             self.store.__exit__(kind, error, trace)
-
-
-def _holders(
-    leaves: Sequence[jax.ShapeDtypeStruct],
-    counts: Sequence[tuple[int, ...]],
-    mesh: Mesh | None,
-) -> list[tuple[tuple[int, ...], ...]]:
-    """Returns the processes that have each part of each leaf."""
-    return [
-        part_holders(leaf.sharding, leaf.shape, own)
-        for leaf, own in zip(on_mesh(leaves, mesh), counts, strict=True)
-    ]
 
 
 def _left(

@@ -21,7 +21,12 @@ from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import Array
 
-__all__ = ["Spill"]
+__all__ = ["Spill", "file_bytes"]
+
+
+def file_bytes(planned: Waiting) -> int:
+    """Returns the bytes of all that go to the file, in whole pages."""
+    return sum(map(page_ceil, planned.on_drive.values()))
 
 
 class Spill:
@@ -52,11 +57,6 @@ class Spill:
         self._places: dict[Piece, Place] = {}
         self._held_bytes = 0
         self.written_bytes = self.kept_bytes = 0
-
-    @property
-    def planned_bytes(self) -> int:
-        """Bytes of all that go to the file, in whole pages."""
-        return sum(map(page_ceil, self.planned.on_drive.values()))
 
     def put(self, key: Piece, value: jax.Array | Array) -> None:
         """Takes a gradient; blocks while it is written.

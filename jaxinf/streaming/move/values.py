@@ -7,6 +7,7 @@ Invariant: a value that was away has the bits that it left with, unless the call
 give it a form in fewer bits.
 """
 
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -23,7 +24,7 @@ from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.typing import PathLikeStr
 
-__all__ = ["Values", "make_values"]
+__all__ = ["Values", "make_values", "value_bytes"]
 
 
 class Values:
@@ -53,9 +54,8 @@ class Values:
         self._scratch = Scratch(()) if scratch is None else scratch
         assert tiers is None or not tiers.least_bytes, "the host has room"
         evictions, on_drive = calls.evictions, tiers.on_drive if tiers else None
-        self._places = _placed(
-            calls, self._scratch, evictions if on_drive is None else on_drive
-        )
+        self._places = _placed(calls, self._scratch, on_drive)
+        self._scratch.reserve()
         self._num_copies = NUM_COPIES if tiers else 0
         self._room: Sequence[int] = tiers.room if tiers else ()
         self._order = on_drive or ()
@@ -199,15 +199,23 @@ def make_values(
     return Values(plan.calls, Scratch(folders, meters), tiers)
 
 
+def value_bytes(plan: Plan, tiers: Tiers | None) -> int:
+    """Returns the bytes of a plan's values on drives, as `Values.num_bytes`."""
+    if not plan.is_offloaded:
+        return 0
+    on_drive = tiers.on_drive if tiers else None
+    places = _placed(plan.calls, Scratch([tempfile.gettempdir()]), on_drive)
+    return sum(place.num_bytes for place in places.values())
+
+
 def _placed(
-    calls: Calls, scratch: Scratch, slots: Iterable[Slot]
+    calls: Calls, scratch: Scratch, slots: Iterable[Slot] | None
 ) -> Mapping[Slot, Place]:
-    """Takes room on drives for values."""
+    """Places values on drives, by default all that leave; no room is taken."""
     places: dict[Slot, Place] = {}
-    for slot in slots:
+    for slot in calls.evictions if slots is None else slots:
         coding = calls.coding(slot, calls.evictions[slot].needed)
         places[slot] = scratch.allocate(calls.lives[slot].num_bytes, coding)
-    scratch.reserve()
     return places
 
 

@@ -8,7 +8,6 @@ first step alone; what commits alone write of it is divided among their steps.
 from collections.abc import Container, Iterable, Iterator, Sequence
 
 from jaxinf.engine import (
-    OpenStore,
     StoreShape,
     SubgroupLayout,
     can_take,
@@ -27,7 +26,7 @@ _PARAMS = 0  # the first of a leaf's states
 
 
 def planned_traffic(
-    opened: OpenStore,
+    opened: StoreShape,
     fetches: Sequence[Fetch],
     units: Iterable[Unit],
     program: UpdateProgram,
@@ -38,7 +37,7 @@ def planned_traffic(
     """Returns what a step moves on the drive.
 
     Args:
-      opened: The store.
+      opened: The store; it need not be there.
       fetches: The reads of params.
       units: The units that are updated.
       program: The optimizer.
@@ -111,7 +110,7 @@ def is_parted(opened: StoreShape, unit: Unit) -> bool:
 
 
 def _deferred_bytes(
-    opened: OpenStore, layout: SubgroupLayout, stores: Sequence[int]
+    opened: StoreShape, layout: SubgroupLayout, stores: Sequence[int]
 ) -> int:
     """Bytes that a step writes of state that stays; params are written by each step."""
     every = opened.options.steps_per_commit
