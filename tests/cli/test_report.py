@@ -49,6 +49,11 @@ def trace_of(name):
     return {"traceEvents": [*events, counted | {"args": {"process": 1 << 20}}, 7, {}]}
 
 
+FOCUSED = "document.activeElement.tagName"
+OUTLINE = "getComputedStyle(document.activeElement).outlineStyle"
+GROUND = "getComputedStyle(document.body).backgroundColor"
+
+
 class Page(HTMLParser):
     """A page's scripts, references to other places, headings, and cells."""
 
@@ -94,6 +99,9 @@ def test_a_page_says_it_all_and_loads_nothing(log_dir, capsys):
     assert all(heading in said for heading in headings.split(", "))
     assert "0.05 s" in said  # predicted
     assert "0.1 s" in said  # found
+    cells = " ".join(page.texts[page.texts.index("Loss in numbers") :])
+    assert "5 1.667 1 1 5" in cells.replace("\n", "")  # the line's numbers
+    assert "read 1 0.0105 ms" in cells  # the timeline's one span
     figures = text.count('class="plotly-graph-div"')
     assert figures >= 6
     assert len(page.scripts) == page.tags.count("script") == 1 + figures
@@ -217,6 +225,22 @@ def test_a_browser_shows_it_without_an_error(log_dir):
                 figures == page.locator(".plotly-graph-div .xaxislayer-above").count()
             )
             assert page.evaluate(check_site.TOO_WIDE) is None
+            details = page.locator("details")
+            assert details.count() == figures
+            seen = []  # by keyboard alone: each summary is reached, seen, and opens
+            while seen[-1:] != ["BODY"] and len(seen) < 500:
+                page.keyboard.press("Tab")
+                seen.append(page.evaluate(FOCUSED))
+                if seen[-1] == "SUMMARY":
+                    assert page.evaluate(OUTLINE) == "solid"
+                    page.keyboard.press("Enter")
+            assert seen.count("SUMMARY") == figures
+            assert page.locator("details[open]").count() == figures
+            assert page.evaluate(check_site.TOO_WIDE) is None
+            page.emulate_media(media="print")
+            assert not page.locator("nav").is_visible()
+            assert page.evaluate(GROUND) == "rgb(255, 255, 255)"
+            assert page.locator(".plotly-graph-div").first.is_visible()
             assert said == [address]  # no error, and nothing else was asked for
             said.clear()
         browser.close()

@@ -6,7 +6,7 @@ the transparent ground suit a light page and a dark one.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from html import escape, unescape
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from jaxinf.cli.report.logs import Logs
 from jaxinf.typing import Array
 
-__all__ = ["Figure", "FigureOf", "all_figures"]
+__all__ = ["Figure", "FigureOf", "all_figures", "numbers_of"]
 
 Figure: TypeAlias = dict[str, Any]
 """``data`` and ``layout`` of plotly."""
@@ -57,6 +57,28 @@ def all_figures(runs: Mapping[str, Logs]) -> Iterator[FigureOf]:
     for name, logs in runs.items():
         suffix = f": {name}" if len(runs) > 1 else ""
         yield from _of_run(logs, suffix)
+
+
+def numbers_of(figure: Figure) -> tuple[list[str], list[list[str]]]:
+    """Returns the head and the rows of a table of what a figure shows.
+
+    Of a line its first, last, least and greatest number and their median; of bars by
+    phase their number, and how long they are together.
+    """
+    if any(trace["type"] == "bar" for trace in figure["data"]):
+        rows = [
+            [unescape(bar["name"]), f"{len(bar['x'])}", f"{sum(bar['x']):.4g} ms"]
+            for bar in figure["data"]
+        ]
+        return ["phase", "spans", "together"], rows
+    head = ["line", "first", "median", "last", "least", "most"]
+    rows = []
+    for line in figure["data"]:
+        values = np.array([y for y in line["y"] if y is not None])
+        if values.size:
+            shown = values[0], np.median(values), values[-1], values.min(), values.max()
+            rows.append([unescape(line["name"]), *(f"{one:.4g}" for one in shown)])
+    return head, rows
 
 
 _COMPARED: Sequence[tuple[str, str, str, Mapping[str, str], float]] = (

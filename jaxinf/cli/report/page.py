@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from jaxinf.cli.report.figures import FigureOf, all_figures
+from jaxinf.cli.report.figures import FigureOf, all_figures, numbers_of
 from jaxinf.cli.report.logs import Logs, read_logs
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
@@ -40,7 +40,11 @@ table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 td, th { border-bottom: 1px solid var(--line); padding: .25rem .8rem .25rem 0;
   text-align: left; vertical-align: top; min-width: 5rem; }
 section { break-inside: avoid; }
-@media print { nav { display: none; } .modebar { display: none !important; } }
+summary { cursor: pointer; }
+:focus-visible { outline: 3px solid #3b8ee0; outline-offset: 2px; }
+@media print { :root { --ink: #000000; --ground: #ffffff; }
+  nav, details { display: none; } .modebar { display: none !important; }
+  div.table { overflow: visible; } }
 """
 
 
@@ -118,20 +122,20 @@ def _page(
 ) -> str:
     title = "Report of " + ", ".join(runs)
     sections = [
-        _section("Summary", _table(["", *runs], _summary(runs))),
+        _section("Summary", _table("Summary", ["", *runs], _summary(runs))),
         _section("Predicted and found", _predictions(runs)),
     ]
     sections += [
         _section(
             shown.title,
             f"<p>{escape(shown.text)}</p><noscript><p>The figure needs a script."
-            f"</p></noscript>{body}",
+            f"</p></noscript>{body}{_in_numbers(shown)}",
         )
         for shown, body in zip(figures, bodies, strict=True)
     ]
     sections += [
-        _section("Settings", _table(["", *runs], _settings(runs))),
-        _section("Versions", _table(["", *runs], _rows(runs, "versions"))),
+        _section("Settings", _table("Settings", ["", *runs], _settings(runs))),
+        _section("Versions", _table("Versions", ["", *runs], _rows(runs, "versions"))),
     ]
     body = "\n".join(text for _, text in sections if text)
     links = "".join(
@@ -180,7 +184,7 @@ def _anchor(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a table, none without rows; a narrow screen can move it by keyboard."""
     if not rows:
         return ""
@@ -191,8 +195,16 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         + "</tr>"
         for row in rows
     )
+    label = f'aria-label="{escape(name)}"'
     table = f"<table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table>"
-    return f'<div class="table" tabindex="0" role="region">{table}</div>'
+    return f'<div class="table" tabindex="0" role="region" {label}>{table}</div>'
+
+
+def _in_numbers(shown: FigureOf) -> str:
+    """Returns what a figure shows as a table, which opens by keyboard, too."""
+    title = f"{shown.title} in numbers"
+    table = _table(title, *numbers_of(shown.figure))
+    return f"<details><summary>{escape(title)}</summary>{table}</details>"
 
 
 # --- rows ----------------------------------------------------------------------------
@@ -223,7 +235,8 @@ def _predictions(runs: Mapping[str, Logs]) -> str:
     for name, logs in runs.items():
         if rows := _held(logs):
             head = [name if len(runs) > 1 else "", "predicted", "found"]
-            tables.append(_table(head, rows))
+            title = f"Predicted and found: {name}"
+            tables.append(_table(title, head, rows))
             guesses = _dict(logs.plan.get("forecast")).get("guesses")
             if isinstance(guesses, list) and guesses:
                 said = ", ".join(str(one)[:200] for one in guesses[:50])
