@@ -54,6 +54,38 @@ OUTLINE = "getComputedStyle(document.activeElement).outlineStyle"
 GROUND = "getComputedStyle(document.body).backgroundColor"
 
 
+def test_phases_of_a_traced_step_are_a_table(log_dir):
+    def span(name, began_us, took_us, kind=None, pid=1, **args):
+        event = {"ph": "X", "pid": pid, "tid": 1, "name": name, "args": args}
+        return (
+            event | {"ts": began_us, "dur": took_us} | ({"cat": kind} if kind else {})
+        )
+
+    mib = {"bytes": 1 << 20}
+    events = [
+        {"ph": "M", "pid": 2, "name": "process_name", "args": {"name": "drives"}},
+        span("step 1", 0, 1_000_000),
+        span("program forward 0", 0, 200_000, "program"),
+        span("program backward 0", 400_000, 100_000, "program"),
+        span("program forward 0", 500_000, 100_000, "program"),  # again
+        span("program backward 1", 600_000, 200_000, "program"),
+        span("read h0", 300_000, 200_000, "read", pid=2, **mib),  # half in forward
+        span("read h0", 300_000, 200_000, "read", **mib),  # of the thread: the same
+        span("write h0", 900_000, 0, "write", pid=2, **mib),
+        {"ph": "C", "name": "memory", "ts": 500_000, "args": {"process": 3 << 20}},
+        {"ph": "C", "name": "memory", "ts": "then", "args": {"process": []}},
+        span("odd", "then", 5),
+    ]
+    (log_dir / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    reported(log_dir)
+    cells = " ".join(" ".join(page_of(log_dir / "report.html")[1].texts).split())
+    assert "Phases of traced steps" in cells
+    assert "forward 0.4 s 50% 1.25 MiB/s 0 B/s" in cells
+    held = "3.00 MiB / 3.00 MiB / 3.00 MiB"
+    assert f"backward 0.4 s 100% 1.25 MiB/s 0 B/s {held}" in cells
+    assert "after them 0.2 s 0% 0 B/s 0 B/s" in cells
+
+
 class Page(HTMLParser):
     """A page's scripts, references to other places, headings, and cells."""
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxinf.cli.report.logs import Logs
 from jaxinf.typing import Array
 
-__all__ = ["Figure", "FigureOf", "all_figures", "numbers_of"]
+__all__ = ["Figure", "FigureOf", "all_figures", "is_amount", "numbers_of"]
 
 Figure: TypeAlias = dict[str, Any]
 """``data`` and ``layout`` of plotly."""
@@ -230,11 +230,7 @@ def _bars(events: Sequence[Mapping[str, Any]]) -> Iterator[_Bar]:
             names[str(key)] = str(event["args"].get("name", ""))[:80]
     for event in events:
         began_us, took_us = event.get("ts"), event.get("dur")
-        if (
-            event.get("ph") != "X"
-            or not _is_amount(began_us)
-            or not _is_amount(took_us)
-        ):
+        if event.get("ph") != "X" or not is_amount(began_us) or not is_amount(took_us):
             continue
         pid, tid = event.get("pid"), event.get("tid")
         process = names.get(str((pid, 0, "process_name")), str(pid)[:20])
@@ -245,7 +241,7 @@ def _bars(events: Sequence[Mapping[str, Any]]) -> Iterator[_Bar]:
         yield _Bar(f"{process}: {thread}", name, phase, *times)
 
 
-def _is_amount(value: Any) -> TypeGuard[float]:
+def is_amount(value: Any) -> TypeGuard[float]:
     """Whether a log's word is an amount: of time, or of bytes."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and 0 <= value < 1e15
@@ -307,7 +303,7 @@ def _counters(
         args = event.get("args")
         if event.get("ph") != "C" or not isinstance(args, dict):
             continue
-        if _is_amount(event.get("ts")):
+        if is_amount(event.get("ts")):
             name = str(event.get("name", ""))[:80]
             found[name].append((event["ts"] / 1e3, args))
     return found
@@ -323,7 +319,7 @@ def _series(
         parts = dict.fromkeys(str(key)[:40] for _, args in points for key in args)
         for part in [*parts][:8]:
             values = [args.get(part) for _, args in points]
-            numbers = [v / _MIB if _is_amount(v) else np.nan for v in values]
+            numbers = [v / _MIB if is_amount(v) else np.nan for v in values]
             yield (name, part), (times, np.array(numbers))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxinf.cli.report.figures import FigureOf, all_figures, numbers_of
 from jaxinf.cli.report.logs import Logs, read_logs
+from jaxinf.cli.report.phases import phase_rows
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.io import write_bytes_atomically
@@ -134,6 +135,7 @@ def _page(
         for shown, body in zip(figures, bodies, strict=True)
     ]
     sections += [
+        _section("Phases of traced steps", _phases(runs)),
         _section("Settings", _table("Settings", ["", *runs], _settings(runs))),
         _section("Versions", _table("Versions", ["", *runs], _rows(runs, "versions"))),
     ]
@@ -241,6 +243,16 @@ def _predictions(runs: Mapping[str, Logs]) -> str:
             if isinstance(guesses, list) and guesses:
                 said = ", ".join(str(one)[:200] for one in guesses[:50])
                 tables.append(f"<p>Rests on guesses: {escape(said)}</p>")
+    return "".join(tables)
+
+
+def _phases(runs: Mapping[str, Logs]) -> str:
+    """Returns a table for each run with a trace of forward and backward programs."""
+    tables = []
+    for name, logs in runs.items():
+        head, rows = phase_rows(logs.trace)
+        title = f"Phases of traced steps: {name}"
+        tables.append(_table(title, [name if len(runs) > 1 else "", *head[1:]], rows))
     return "".join(tables)
 
 
