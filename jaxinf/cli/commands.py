@@ -38,6 +38,7 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.forecast import RunPlan
 from jaxinf.train.limits import Fit, LossyFlag
 from jaxinf.train.loop import fit_run, plan_run
+from jaxinf.train.run_file import read_run
 
 __all__ = [
     "COMMANDS",
@@ -174,6 +175,21 @@ class Plan(TrainConfig):
 
     # Print one JSON document instead.
     json: bool = False
+
+    def with_file(self, words: Sequence[str]) -> "Plan":
+        """Returns the plan with the settings of --config, of which flags win.
+
+        Args:
+          words: the command line that this was parsed from.
+
+        Raises:
+          UsageError: The file cannot be read, or has what no run has.
+        """
+        if self.run_file is None:
+            return self
+        held = Plan(**vars(read_run(self.run_file, given=self)))
+        plan: Plan = parse(Plan, words, prog="jaxinf plan", default=held, config=_FLAGS)
+        return plan
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
@@ -451,6 +467,9 @@ COMMANDS: Any = (
 """What ``jaxinf`` can be told to do."""
 
 
+_FLAGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the console script.
 
@@ -473,9 +492,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="jaxinf",
         description="Storage-offloaded training for JAX: stores, drives, and plans. "
         "--version shows the version.",
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
+        config=_FLAGS,
     )
     try:
+        if isinstance(command, Plan):
+            command = command.with_file(words[1:])
         with _without_stray_warnings():
             status = command.run()
             sys.stdout.flush()

@@ -159,7 +159,7 @@ class _TensorBoard(_Tracker):
 
 class _Wandb(_Tracker):
     def __init__(self, project: str, config: TrainConfig) -> None:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         kept = config.logs / "wandb.id"
         if not kept.exists():

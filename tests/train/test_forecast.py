@@ -43,6 +43,16 @@ def planned(text, tiny, capsys):
     return call
 
 
+def test_settings_of_a_file_count_and_flags_win(planned, tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text('state = "int8"\nmode = "memory"\n')
+    expected = planned("--state", "int8")["sizes"]
+    assert planned("--config", file, "--mode", "update")["sizes"] == expected
+    file.write_text("states = 3\n")
+    assert main(["plan", "--config", str(file)]) == 2
+    assert "did you mean state" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "num_odd"),
     # The scales of two states of a leaf end in the middle of a page.

@@ -1,5 +1,6 @@
 """Scalars for TensorBoard and Weights & Biases: the metrics', each step once."""
 
+import importlib
 import struct
 import sys
 from collections import defaultdict
@@ -95,8 +96,7 @@ def test_wandb_offline_has_the_numbers_of_the_metrics(
     run, lines, tmp_path, monkeypatch
 ):
     pytest.importorskip("wandb")
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    proto = importlib.import_module("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logs = tmp_path / "store-log"
@@ -106,7 +106,7 @@ def test_wandb_offline_has_the_numbers_of_the_metrics(
     found, names = [], set()
     for path in sorted(logs.glob("wandb/offline-run-*/*.wandb")):
         for content in records(path.read_bytes(), 7, 32768):
-            record = Record.FromString(content)
+            record = proto.Record.FromString(content)
             names |= {record.run.run_id} - {""}
             items = {
                 item.key or "/".join(item.nested_key): item.value_json
