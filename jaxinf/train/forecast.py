@@ -37,7 +37,7 @@ from jaxinf.program import averaged, trace_init
 from jaxinf.schedule.clock import Task, run
 from jaxinf.store import required_bytes
 from jaxinf.streaming import trace_optimizer
-from jaxinf.streaming.update.traffic import moved_bytes
+from jaxinf.streaming.update.traffic import deferred_bytes, moved_bytes
 from jaxinf.terminal import format_bytes, printable
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
@@ -117,10 +117,9 @@ def sizes_of(config: TrainConfig, description: StoreDescription | None = None) -
         return Sizes(count, arrays + sum(held), 0, 0, 0, 0)
     is_streamed, stays = config.mode == "stream", config.resident == "params"
     description = description or describe_store(config)
-    options = {"csd": config.csd, "state": config.state, "master": config.master}
     with (
         tempfile.TemporaryDirectory() as place,
-        open_store(Path(place, "store"), **options) as store,
+        open_store(Path(place, "store"), **_store_options(config)) as store,
     ):
         shape = store._training.shape(description)
         disk = sum(required_bytes(shape.directory).values())
@@ -130,8 +129,13 @@ def sizes_of(config: TrainConfig, description: StoreDescription | None = None) -
             has_params = stays if is_streamed else can_take(shape, number, leaf.dtype)
             for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape):
                 loads, stores = moved_states(kernel, layout)
-                read += moved_bytes(shape, layout, loads - {0} if has_params else loads)
-                written += moved_bytes(shape, layout, stores)
+                if layout.subgroup in shape.host_tier:
+                    at_once = {0} if is_streamed else ()
+                    written += deferred_bytes(shape, layout, stores, at_once)
+                else:
+                    loads -= {0} if has_params else set()
+                    read += moved_bytes(shape, layout, loads)
+                    written += moved_bytes(shape, layout, stores)
                 if is_streamed and not stays:  # forward and backward
                     num_reads = 2 * config.micro_batches
                     programs += num_reads * moved_bytes(shape, layout, [0])
@@ -142,6 +146,17 @@ def sizes_of(config: TrainConfig, description: StoreDescription | None = None) -
         written += times * waiting
     memory = config.buffer_bytes + (0 if is_streamed else arrays)
     return Sizes(count, memory, disk, programs, read + programs, written)
+
+
+def _store_options(config: TrainConfig) -> dict[str, Any]:
+    """Options of `open_store` on which the layout and the traffic of a run depend."""
+    options: dict[str, Any] = {"csd": config.csd, "durability": config.durability}
+    options |= {"state": config.state, "master": config.master}
+    if tier := config.state_tier:
+        beside = tier if config.mode == "stream" else 0
+        options |= {"memory_bytes": config.buffer_bytes + beside}
+        options |= {"tiers": {"host": tier}}
+    return options
 
 
 def num_operations(config: TrainConfig, batch: Batch) -> float:

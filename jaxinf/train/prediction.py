@@ -171,8 +171,9 @@ class Prediction:
 
 
 def _traffic(sizes: Sizes, steps: Sequence[StepLine], *, is_most: bool) -> str:
-    read = statistics.median_low([line.drive_read_bytes or 0 for line in steps])
-    written = statistics.median_low([line.drive_write_bytes or 0 for line in steps])
+    # A mean: with commits every k steps, most steps may write nothing.
+    read = round(statistics.fmean(line.drive_read_bytes or 0 for line in steps))
+    written = round(statistics.fmean(line.drive_write_bytes or 0 for line in steps))
     return (
         f"predicted {'at most ' if is_most else ''}{format_bytes(sizes.read_bytes)} "
         f"read and {format_bytes(sizes.written_bytes)} written a step, found "

@@ -68,6 +68,22 @@ def test_bytes_are_those_of_the_run(words, num_odd, planned, run, tmp_path):
     assert 0 <= last["drive_write_bytes"] - sizes["written_bytes"] <= num_odd * 4096
 
 
+@pytest.mark.parametrize("mode", ["update", "stream"])
+def test_state_that_stays_is_written_by_commits(mode, planned, run, tmp_path):
+    words = ["--mode", mode, "--state-tier", "host=1MiB", "--durability", 3]
+    if mode == "stream":
+        words += ["--memory", "64MiB", "--resident", "params", "--clip-norm", 0]
+    sizes = planned(*words)["sizes"]
+    store, logs = tmp_path / "store", tmp_path / "logs"
+    assert run("--store", store, "--log-dir", logs, "--steps", 9, *words) == 0
+    lines = map(json.loads, (logs / "metrics.jsonl").read_text().splitlines())
+    written = [line["drive_write_bytes"] for line in lines if "step_s" in line]
+    found = sum(written[3:]) / len(written[3:])
+    # Each state of a layout is rounded down.
+    assert 0 <= found - sizes["written_bytes"] <= 0.01 * found
+    assert sizes["read_bytes"] == 0
+
+
 def test_a_dry_run_says_the_same_and_writes_nothing(planned, run, machine, capsys):
     place = machine.parent
     words = ["--machine", machine, "--steps", 10]

@@ -5,7 +5,7 @@ alone in some steps moves fewer in those. State that stays on the host is read b
 first step alone; what commits alone write of it is divided among their steps.
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 from jaxinf.engine import (
     StoreShape,
@@ -20,7 +20,13 @@ from jaxinf.schedule.reads import Fetch
 from jaxinf.store import MASTER_PARAMS
 from jaxinf.streaming.program.units import Unit
 
-__all__ = ["is_parted", "moved_bytes", "planned_traffic", "reads_params"]
+__all__ = [
+    "deferred_bytes",
+    "is_parted",
+    "moved_bytes",
+    "planned_traffic",
+    "reads_params",
+]
 
 _PARAMS = 0  # the first of a leaf's states
 
@@ -58,7 +64,7 @@ def planned_traffic(
             if has_params:
                 loads -= {_PARAMS}
             if layout.subgroup in opened.host_tier:
-                written += _deferred_bytes(opened, layout, stores)
+                written += deferred_bytes(opened, layout, stores)
                 continue
             read += moved_bytes(opened, layout, sorted(loads))
             written += moved_bytes(opened, layout, stores)
@@ -109,14 +115,24 @@ def is_parted(opened: StoreShape, unit: Unit) -> bool:
     )
 
 
-def _deferred_bytes(
-    opened: StoreShape, layout: SubgroupLayout, stores: Sequence[int]
+def deferred_bytes(
+    opened: StoreShape,
+    layout: SubgroupLayout,
+    stores: Collection[int],
+    at_once: Container[int] = (_PARAMS,),
 ) -> int:
-    """Bytes that a step writes of state that stays; params are written by each step."""
+    """Bytes that a step writes of state that stays, on average between two commits.
+
+    Args:
+      opened: The store.
+      layout: A subgroup that stays.
+      stores: States that an update stores.
+      at_once: Those that each step writes; by default params, as streamed steps do.
+    """
     every = opened.options.steps_per_commit
-    at_once = [state for state in stores if state == _PARAMS or every == 1]
-    rest = [state for state in stores if state not in at_once]
-    written = moved_bytes(opened, layout, at_once)
+    now = [state for state in stores if state in at_once or every == 1]
+    rest = [state for state in stores if state not in now]
+    written = moved_bytes(opened, layout, now)
     return written + (moved_bytes(opened, layout, rest) // every if every else 0)
 
 
