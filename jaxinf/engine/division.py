@@ -6,6 +6,7 @@ Invariant: every worker (on a card, every worker of its share) can hold two subg
 
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.subgroup_layout import SubgroupLayout
+from jaxinf.io import free_memory
 from jaxinf.layout import (
     CHUNK_ALIGNMENT_ELEMENTS,
     SCALES_ALIGNMENT_ELEMENTS,
@@ -15,6 +16,7 @@ from jaxinf.layout import (
 from jaxinf.store import LeafRecord, Manifest
 
 __all__ = [
+    "check_host_tier",
     "check_memory",
     "cut_subgroups",
     "host_tier",
@@ -104,6 +106,25 @@ def host_tier(
             break
         found += [layout.subgroup for layout in chunk]
     return frozenset(found)
+
+
+def check_host_tier(
+    options: StoreOptions, layouts: list[list[list[SubgroupLayout]]]
+) -> None:
+    """Refuses a host tier whose state takes more memory than is free.
+
+    Raises:
+      ValueError: gives the memory that is free, and what limits it.
+    """
+    stays = host_tier(layouts, options.host_tier_bytes)
+    chunks = [chunk for leaf in layouts for chunk in leaf]
+    held = sum(_held_bytes(c) for c in chunks if c and c[0].subgroup in stays)
+    free = free_memory() if held else None
+    if free is not None and held > free[0]:
+        raise ValueError(
+            f'{options.path}: expected {held} bytes of free memory for tiers["host"], '
+            f"found {free[0]} ({free[1]}); give a smaller tier, or free memory"
+        )
 
 
 def _held_bytes(chunk: list[SubgroupLayout]) -> int:

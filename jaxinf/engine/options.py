@@ -3,6 +3,7 @@
 Invariant: no option is ignored, and the error for a bad one names it.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -145,6 +146,17 @@ class StoreOptions:
         """Whether a step must be kept, and therefore committed."""
         every = self.keep_every
         return bool(every) and step % every == self.keep_offset
+
+    def mean_steps_per_commit(self, also_every: int = 0) -> float | None:
+        """Returns steps a commit, on average; None if only the caller's calls commit.
+
+        Args:
+          also_every: steps after each of which the caller commits; 0 for none.
+        """
+        every = math.gcd(also_every, self.keep_every) or None
+        if self.steps_per_commit is None or every is None:
+            return every or self.steps_per_commit
+        return every / -(-every // self.steps_per_commit)
 
     @property
     def rewrites_steps(self) -> bool:

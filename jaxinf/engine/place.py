@@ -12,6 +12,7 @@ from jaxinf.csd import open_csds
 from jaxinf.engine.admission import check_format, check_place, check_roots
 from jaxinf.engine.description import StoreDescription, kernel_needs
 from jaxinf.engine.division import (
+    check_host_tier,
     check_memory,
     cut_subgroups,
     longest,
@@ -222,6 +223,7 @@ class StorePlace:
         """Opens the CSDs of an existing or future store; writes nothing."""
         here = next(p for p in (self.path, *self.path.parents) if p.exists())
         layouts = cut_subgroups(manifest, subgroup_elements(self._options, manifest))
+        check_host_tier(self._options, layouts)
         fleet = open_csds(
             self._options.csd,
             [Path(root) for root in manifest.csds] or [here],

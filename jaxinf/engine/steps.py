@@ -49,14 +49,16 @@ class StepMetrics:
     Attributes:
       step: its number.
       update_s: time from the first gradient's arrival to the last result.
-      commit_s: time from then until the step was durable.
+      commit_s: time from then until the step was durable, or written.
       traffic: bytes on drives and host link since the previous step.
+      is_committed: whether it was committed when it ended.
     """
 
     step: int
     update_s: float
     commit_s: float
     traffic: ByteCounts
+    is_committed: bool = True
 
 
 class _Arrival(NamedTuple):
@@ -411,6 +413,7 @@ class StepEngine:
                     update_s=updated_s - self._started_s,
                     commit_s=time.monotonic() - updated_s,
                     traffic=traffic - self._counted,
+                    is_committed=opened.commit.step == record.step,
                 )
             )
             self._counted = traffic

@@ -362,7 +362,7 @@ def open_store(
         step, which is then not read again. Short chunks stay first. A step that commits
         writes it all the same, so what is promised of crashes does not change; steps
         between commits do not (`durability`), which makes drives last. By default none;
-        cards refuse it.
+        cards refuse it, and so does a machine or container with less memory free.
       timeout_s: in a program of several processes, the longest wait for another one to
         make the same call, or to have its part of a step durable. A drive that is that
         much slower than another process's needs more.

@@ -22,6 +22,7 @@ from jaxinf.io.files import (
     write_bytes_atomically,
     write_json_atomically,
 )
+from jaxinf.io.memory import free_memory
 from jaxinf.io.meters import ByteCounts, ByteMeters
 from jaxinf.io.spans import add_span, span, timeline
 from jaxinf.io.support import supports_direct
@@ -39,6 +40,7 @@ __all__ = [
     "check_regular",
     "crc32c",
     "crc32c_combine",
+    "free_memory",
     "fsync_directory",
     "fsync_file",
     "opened_to_write",

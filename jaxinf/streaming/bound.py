@@ -265,17 +265,20 @@ class Ends(ABC):
 
     def moved(
         self, fitted: Fitted, plan: Plan, value_bytes: int
-    ) -> tuple[ByteCounts, int]:
-        """Returns what a step moves on drives, and the most bytes that wait there.
+    ) -> tuple[ByteCounts, int, int]:
+        """Returns bytes that a step moves on drives, and the most that wait there.
 
-        Nothing by default, as for a function.
+        And those that a commit writes beside, if steps do not say when. By default 0.
 
         Args:
           fitted: What the plan was made of.
           plan: The plan of the step.
           value_bytes: Bytes of values on drives in one run of its calls.
         """
-        return ByteCounts(), 0
+        return ByteCounts(), 0, 0
+
+    steps_per_commit = 1.0
+    """Steps a commit, on average so far."""
 
     @abstractmethod
     def sink(self, fitted: Fitted) -> Sink:
@@ -297,7 +300,8 @@ class Bound:
       params: Their params.
       sink: Takes their gradients.
       replanner: With ``"plan"``, what plans the step.
-      traffic: Bytes that a step moves on the drive.
+      step_traffic: Bytes that a step moves on the drive.
+      commit_bytes: Bytes that a commit writes beside, see `Ends.moved`.
       reused_bytes: See `plan.reads.reused_bytes`.
       store_bytes: Memory for the store's buffers.
     """
@@ -308,9 +312,17 @@ class Bound:
     params: Params
     sink: Sink
     replanner: Replanner | None = None
-    traffic: ByteCounts = field(default_factory=ByteCounts)
+    step_traffic: ByteCounts = field(default_factory=ByteCounts)
+    commit_bytes: int = 0
     reused_bytes: int = 0
     store_bytes: int = 0
+
+    @property
+    def traffic(self) -> ByteCounts:
+        """Bytes that a step moves on the drive, with its part of a commit's."""
+        written = self.step_traffic.drive_write_bytes
+        written += round(self.commit_bytes / self.ends.steps_per_commit)
+        return replace(self.step_traffic, drive_write_bytes=written)
 
     def begin(self) -> None:
         """Begins to measure a run."""

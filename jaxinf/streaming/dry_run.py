@@ -62,6 +62,8 @@ class DryRun:
       disk_bytes: Bytes on drives at most: the store with both slots, and values and
         gradients that wait there.
       traffic: Bytes that a step moves on drives.
+      commit_bytes: Bytes that a commit writes beside: with ``durability="checkpoint"``,
+        of state that stays on the host.
     """
 
     plan: Plan
@@ -69,6 +71,7 @@ class DryRun:
     now_bytes: int
     disk_bytes: int
     traffic: ByteCounts
+    commit_bytes: int
     _dry: Dry = field(repr=False)
 
     @cached_property
@@ -91,6 +94,7 @@ class DryRun:
 
     def __str__(self) -> str:
         read, written = self.traffic.drive_read_bytes, self.traffic.drive_write_bytes
+        beside = f"; {format_bytes(self.commit_bytes)} more at a commit"
         return (
             f"memory  {exact_bytes(self.memory_bytes)} at most, "
             f"{format_bytes(self.plan.peak_bytes + self.plan.resident_bytes)} of "
@@ -98,7 +102,7 @@ class DryRun:
             f"disk    {format_bytes(self.now_bytes)} now, "
             f"{format_bytes(self.disk_bytes)} at most\n"
             f"drives  {format_bytes(read)} read and {format_bytes(written)} written a "
-            "step"
+            f"step{beside if self.commit_bytes else ''}"
         )
 
 
@@ -119,7 +123,7 @@ def dry_run(dry: Dry) -> DryRun:
     if replanner is not None:
         replanner.close()
     values = value_bytes(plan, fitted.tiers(plan.calls))
-    traffic, waiting_bytes = ends.moved(fitted, plan, values)
+    traffic, waiting_bytes, commit_bytes = ends.moved(fitted, plan, values)
     plan = plan.without_graph()
     return DryRun(
         plan,
@@ -127,6 +131,7 @@ def dry_run(dry: Dry) -> DryRun:
         store_bytes if is_there else 0,
         store_bytes + waiting_bytes,
         traffic,
+        commit_bytes,
         dry,
     )
 

@@ -101,11 +101,11 @@ class MemoryEnds(Ends):
 
     def moved(
         self, fitted: Fitted, plan: Plan, value_bytes: int
-    ) -> tuple[ByteCounts, int]:
+    ) -> tuple[ByteCounts, int, int]:
         """As `Ends.moved`."""
         moved = value_bytes * self.setup.options.micro_batches
         traffic = ByteCounts(drive_read_bytes=moved, drive_write_bytes=moved)
-        return traffic, value_bytes
+        return traffic, value_bytes, 0
 
     def sink(self, fitted: Fitted) -> OptaxSink:
         """As `Ends.sink`."""
@@ -123,7 +123,7 @@ class MemoryEnds(Ends):
             runner=runner,
             params=MemoryParams(lambda: jax.tree.leaves(optimizer.params)),
             sink=sink,
-            traffic=self.moved(fitted, runner.plan, runner.values.num_bytes)[0],
+            step_traffic=self.moved(fitted, runner.plan, runner.values.num_bytes)[0],
         )
 
 

@@ -249,6 +249,11 @@ class StoreEnds(StoreParamsEnds):
         return [directory.csd_directory(csd) for csd in range(directory.num_csds)]
 
     @property
+    def steps_per_commit(self) -> float:
+        """As `Ends.steps_per_commit`."""
+        return self._training.opened.steps_per_commit
+
+    @property
     def meters(self) -> ByteMeters:
         """As `Ends.meters`."""
         return self._training.opened.meters
@@ -308,20 +313,23 @@ class StoreEnds(StoreParamsEnds):
         given = frozenset(filter(self._takes_resident, fitted.units.units))
         params, reading, unused_bytes = self._source(runner, fitted, given)
         reused = reused_bytes(reading.fetches, calls, self._store_units)
+        values = runner.values.num_bytes
+        traffic, _, by_commits = self.moved(fitted, runner.plan, values)
         return Bound(
             ends=self,
             fitted=fitted,
             runner=runner,
             params=params,
             sink=sink,
-            traffic=self.moved(fitted, runner.plan, runner.values.num_bytes)[0],
+            step_traffic=traffic,
+            commit_bytes=by_commits,
             reused_bytes=self.setup.options.micro_batches * reused,
             store_bytes=fitted.division.ring + unused_bytes,
         )
 
     def moved(
         self, fitted: Fitted, plan: Plan, value_bytes: int
-    ) -> tuple[ByteCounts, int]:
+    ) -> tuple[ByteCounts, int, int]:
         """As `Ends.moved`."""
         fetches = fitted.reading(plan)[0].fetches
         last, sums = self._waiting(fitted)
@@ -337,7 +345,7 @@ class StoreEnds(StoreParamsEnds):
             written += file_bytes(last)
             read += last.num_reads * file_bytes(last)
         early = tuple(fetch._replace(gradient=None) for fetch in fetches)
-        traffic = planned_traffic(
+        traffic, by_commits = planned_traffic(
             self._shape,
             (*(early * num_early), *fetches),
             self._units,
@@ -346,7 +354,7 @@ class StoreEnds(StoreParamsEnds):
             ByteCounts(drive_read_bytes=read, drive_write_bytes=written),
             frozenset(filter(self._takes_resident, fitted.units.units)),
         )
-        return traffic, waiting_bytes
+        return traffic, waiting_bytes, by_commits
 
 
 def shared_bytes(units: Iterable[Unit]) -> int:

@@ -301,6 +301,8 @@ class TrainingStep(Step):
     def traffic(self) -> ByteCounts | None:
         """Bytes that the plan moves on the drive in a step; None before the first.
 
-        An optimizer that leaves state alone in some steps moves fewer in those.
+        An optimizer that leaves state alone in some steps moves fewer in those. What
+        commits alone write is divided among the steps; with ``durability="checkpoint"``
+        among those from one commit to the next, so far.
         """
         return None if self._last is None else self._last.traffic

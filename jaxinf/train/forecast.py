@@ -37,7 +37,7 @@ from jaxinf.program import averaged, trace_init
 from jaxinf.schedule.clock import Task, run
 from jaxinf.store import required_bytes
 from jaxinf.streaming import trace_optimizer
-from jaxinf.streaming.update.traffic import deferred_bytes, moved_bytes
+from jaxinf.streaming.update.traffic import moved_bytes, written_bytes
 from jaxinf.terminal import format_bytes, printable
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
@@ -123,7 +123,7 @@ def sizes_of(config: TrainConfig, description: StoreDescription | None = None) -
     ):
         shape = store._training.shape(description)
         disk = sum(required_bytes(shape.directory).values())
-        read = written = programs = 0
+        read = written = programs = by_commits = 0
         for number, leaf in enumerate(leaves):
             kernel = description.leaves[number].kernel
             has_params = stays if is_streamed else can_take(shape, number, leaf.dtype)
@@ -131,7 +131,8 @@ def sizes_of(config: TrainConfig, description: StoreDescription | None = None) -
                 loads, stores = moved_states(kernel, layout)
                 if layout.subgroup in shape.host_tier:
                     at_once = {0} if is_streamed else ()
-                    written += deferred_bytes(shape, layout, stores, at_once)
+                    now, later = written_bytes(shape, layout, stores, at_once)
+                    written, by_commits = written + now, by_commits + later
                 else:
                     loads -= {0} if has_params else set()
                     read += moved_bytes(shape, layout, loads)
@@ -139,6 +140,8 @@ def sizes_of(config: TrainConfig, description: StoreDescription | None = None) -
                 if is_streamed and not stays:  # forward and backward
                     num_reads = 2 * config.micro_batches
                     programs += num_reads * moved_bytes(shape, layout, [0])
+        every = shape.options.mean_steps_per_commit(config.checkpoint_every)
+        written += round(by_commits / (every or config.steps))
     if is_streamed:
         waiting = 4 * count if config.clip_norm or config.micro_batches > 1 else 0
         times = config.micro_batches  # a sum is read and written by each part

@@ -32,6 +32,9 @@ class StepLine:
       step_s: time from the batch being ready to the new params being ready.
       update_s: time from the first gradient's arrival at the store to the last result;
         null in mode memory and for a skipped step.
+      commit_s: time from the last result until the step was durable, beside the next
+        step; null if it did not commit (``--durability``), in mode memory and for a
+        skipped step.
       drive_read_bytes: bytes read from drives since the previous step. This and the
         next three are 0 in mode memory; a skipped step's traffic counts for the next
         commit.
@@ -63,6 +66,7 @@ class StepLine:
     tokens: int | None = None
     step_s: float | None = None
     update_s: float | None = None
+    commit_s: float | None = None
     drive_read_bytes: int | None = None
     drive_write_bytes: int | None = None
     link_down_bytes: int | None = None

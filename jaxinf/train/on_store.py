@@ -86,6 +86,7 @@ class KeptInStore(abc.ABC):
             return {}
         return {
             "update_s": metrics.update_s,
+            "commit_s": metrics.commit_s if metrics.is_committed else None,
             **dataclasses.asdict(metrics.traffic),
             "memory": {
                 "buffers": self.store.peak_memory_bytes,

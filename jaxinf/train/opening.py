@@ -40,6 +40,7 @@ def open_backend(
     assert config.store is not None
     memory_bytes = config.buffer_bytes
     if config.mode == "stream":
+        # It decides how chunks are divided; a step's budget has the tier in it.
         memory_bytes = store_memory_bytes(memory_bytes) + (config.state_tier or 0)
     try:
         store = open_store(

@@ -169,8 +169,9 @@ class StoreOptions:
     # alone (checkpoint). A crash loses the steps since the last commit.
     durability: Annotated[Durability, _DURABILITY] = "step"
 
-    # Memory, part of --memory, which holds state from step to step: host=2GiB. It
-    # is not read again, and written by steps that commit alone (see durability).
+    # A part of --memory, in both modes, in which state stays from step to step:
+    # host=2GiB. It is not read again, and steps that commit alone write it (see
+    # durability); of a streamed step, all write its params.
     state_tier: Annotated[int | None, _STATE_TIER, _shown("host=BYTES", "none")] = None
 
     # Whether the checksums of chunks are verified at each read: always or never.

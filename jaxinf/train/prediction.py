@@ -9,6 +9,7 @@ import logging
 import statistics
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 from jaxinf.command_line import UsageError
@@ -159,6 +160,8 @@ class Prediction:
         else:
             said = f"found {found_s:.3g} s a step; nothing predicted without --machine"
         lines = [f"time    {said}"]
+        if (commits_s := _with_commit(steps, found_s)) is not None:
+            lines.append(f"        {commits_s:.3g} s a step that commits (median)")
         if sizes.read_bytes or sizes.written_bytes:
             is_most = whole.config.mode == "stream"
             lines.append(f"drives  {_traffic(sizes, steps, is_most=is_most)}")
@@ -168,6 +171,19 @@ class Prediction:
             f"found at most {found} resident"
         )
         return lines
+
+
+def _with_commit(steps: Sequence[StepLine], usual_s: float) -> float | None:
+    """Returns the time of a step that commits; None if all do, or none.
+
+    Most of a commit is beside the next step, so what that takes longer counts.
+    """
+    found = [
+        (one.step_s or 0.0) + (after.step_s or 0.0) - usual_s
+        for one, after in pairwise(steps)
+        if one.commit_s is not None and after.commit_s is None
+    ]
+    return statistics.median(found) if found else None
 
 
 def _traffic(sizes: Sizes, steps: Sequence[StepLine], *, is_most: bool) -> str:

@@ -170,6 +170,24 @@ def test_damage_is_found_when_the_state_is_read(tiered):
         driver.init().step()
 
 
+def test_a_tier_beyond_the_free_memory_is_refused(tiered, place, monkeypatch):
+    driver = tiered(tier=ALL).init().steps(2)
+    driver.training.join()
+    held = driver.opened.handler._queues.memories[0].prefetched.values()
+    held_bytes = sum(resident.task.layout.num_bytes for resident in held)
+    driver.close()
+    found = held_bytes - 1, "the limit"
+    monkeypatch.setattr("jaxinf.engine.division.free_memory", lambda: found)
+    message = rf"{held_bytes} bytes of free memory .*found {found[0]} \(the limit\)"
+    with pytest.raises(ValueError, match=message):
+        tiered(tier=ALL)  # a store that is there
+    with pytest.raises(ValueError, match=message):
+        tiered("new", tier=ALL).init()
+    assert not (place / "new").exists()
+    monkeypatch.setattr("jaxinf.engine.division.free_memory", lambda: (held_bytes, ""))
+    tiered(tier=ALL).init().steps(1).check(3)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

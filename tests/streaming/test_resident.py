@@ -393,6 +393,31 @@ def test_more_than_there_is_room_for_is_refused(open_store):
         step(np.float32(1))
 
 
+def test_commits_by_checkpoints_alone_count(open_store):
+    program = small()
+    options = {**CHUNKS, "durability": "checkpoint", "tiers": {"host": TIER_BYTES}}
+    store = open_store("store", **options)
+    with jaxinf.stream(
+        program.loss, ADAM, store, memory_bytes=MEMORY_BYTES, resident="params"
+    ) as step:
+        step.load(program.params, batch=program.batch)
+        planned = step.dry_run(program.batch)
+        assert planned.commit_bytes > 0
+        assert "more at a commit" in str(planned)
+        meters = store._training.opened.meters
+        before, at = meters.snapshot(), 0
+        for num_steps, is_checkpoint in [(3, True), (6, True), (7, False)]:
+            while at < num_steps:
+                step(program.batch)
+                at += 1
+            found, wear = step.traffic.drive_write_bytes, step.wear.step_bytes
+            assert found == wear > planned.traffic.drive_write_bytes
+            if is_checkpoint:
+                store.checkpoint(f"{at}")
+                moved = meters.snapshot() - before
+                assert at * step.traffic.drive_write_bytes == moved.drive_write_bytes
+
+
 @pytest.mark.parametrize("resident", [None, "params"])
 @pytest.mark.parametrize("durability", ["step", 2])
 def test_state_that_stays_on_the_host_moves_fewer_bytes(

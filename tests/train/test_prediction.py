@@ -56,6 +56,16 @@ def test_the_end_says_predicted_and_found():
     assert "predicted at most 1.00 MiB beside the process" in memory
 
 
+def test_the_end_says_what_a_step_that_commits_takes():
+    prediction = predicted(0.5, update=0.5)
+    for number in range(1, 13):
+        # The third commits, and the one after it waits for that.
+        took_s = {0: 0.5, 1: 0.9}.get(number % 3, 0.4)
+        commit_s = 0.6 if number % 3 == 0 else None
+        prediction.add(StepLine(number, step_s=took_s, commit_s=commit_s))
+    assert prediction.lines()[1] == "        0.9 s a step that commits (median)"
+
+
 @pytest.mark.parametrize("mode", ["update", "stream"])
 def test_a_run_begins_with_its_plan(mode, run, text, tiny, tmp_path, capsys):
     more = ("--mode", mode, "--memory", "64MiB")

@@ -10,7 +10,7 @@ import pytest
 
 import jaxinf
 
-KEYS = ["step", "loss", "tokens", "step_s", "update_s"]
+KEYS = ["step", "loss", "tokens", "step_s", "update_s", "commit_s"]
 KEYS += ["drive_read_bytes", "drive_write_bytes", "link_down_bytes", "link_up_bytes"]
 KEYS += ["rss_bytes", "learning_rate", "gradient_norm", "phases", "drives", "memory"]
 
@@ -46,7 +46,7 @@ def test_metrics_of_memory(run, lines, tmp_path):
     assert run("--mode", "memory", "--steps", 2, "--log-dir", tmp_path / "log") == 0
     for line in lines(tmp_path / "log"):
         assert list(line) == KEYS
-        assert line["update_s"] is None
+        assert line["update_s"] is line["commit_s"] is None
         assert line["drive_read_bytes"] == line["link_up_bytes"] == 0
 
 

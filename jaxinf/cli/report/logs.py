@@ -32,8 +32,14 @@ _MOST_COLUMNS = 64
 _TEXT_LENGTH = 500
 
 _FIELDS = (
-    *("loss", "tokens", "step_s", "update_s", "drive_read_bytes", "drive_write_bytes"),
-    *("link_down_bytes", "link_up_bytes", "learning_rate", "gradient_norm"),
+    *("loss", "tokens", "step_s", "update_s", "commit_s", "drive_read_bytes"),
+    *(
+        "drive_write_bytes",
+        "link_down_bytes",
+        "link_up_bytes",
+        "learning_rate",
+        "gradient_norm",
+    ),
     "rss_bytes",
 )
 _GROUPS = ("phases", "drives", "memory")

@@ -2,7 +2,7 @@
 
 Invariant: the meters of a step show exactly these bytes. An optimizer that leaves state
 alone in some steps moves fewer in those. State that stays on the host is read by the
-first step alone; what commits alone write of it is divided among their steps.
+first step alone, and what commits alone write of it is counted apart.
 """
 
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
@@ -21,11 +21,11 @@ from jaxinf.store import MASTER_PARAMS
 from jaxinf.streaming.program.units import Unit
 
 __all__ = [
-    "deferred_bytes",
     "is_parted",
     "moved_bytes",
     "planned_traffic",
     "reads_params",
+    "written_bytes",
 ]
 
 _PARAMS = 0  # the first of a leaf's states
@@ -39,8 +39,10 @@ def planned_traffic(
     passes: Passes,
     waiting: ByteCounts,
     given: Container[Unit] = (),
-) -> ByteCounts:
-    """Returns what a step moves on the drive.
+) -> tuple[ByteCounts, int]:
+    """Returns what a step moves on the drive, and bytes that a commit writes beside.
+
+    The latter are 0 if options say which steps commit: they are divided among all then.
 
     Args:
       opened: The store; it need not be there.
@@ -52,6 +54,7 @@ def planned_traffic(
       given: Units whose update takes params that stay in memory.
     """
     read, written = waiting.drive_read_bytes, waiting.drive_write_bytes
+    by_commits = 0
     taken = {fetch.unit for fetch in fetches if fetch.gradient is not None}
     for fetch in fetches:
         for layout in _layouts(opened, fetch.unit):
@@ -64,14 +67,17 @@ def planned_traffic(
             if has_params:
                 loads -= {_PARAMS}
             if layout.subgroup in opened.host_tier:
-                written += deferred_bytes(opened, layout, stores)
+                now, later = written_bytes(opened, layout, stores)
+                written, by_commits = written + now, by_commits + later
                 continue
             read += moved_bytes(opened, layout, sorted(loads))
             written += moved_bytes(opened, layout, stores)
             for names in _read_by_passes(passes, unit, has_params):
                 states = [layout.slots.index(name) for name in names]
                 read += moved_bytes(opened, layout, states)
-    return ByteCounts(drive_read_bytes=read, drive_write_bytes=written)
+    if every := opened.options.mean_steps_per_commit():
+        written, by_commits = written + round(by_commits / every), 0
+    return ByteCounts(drive_read_bytes=read, drive_write_bytes=written), by_commits
 
 
 def _read_by_passes(
@@ -115,13 +121,13 @@ def is_parted(opened: StoreShape, unit: Unit) -> bool:
     )
 
 
-def deferred_bytes(
+def written_bytes(
     opened: StoreShape,
     layout: SubgroupLayout,
     stores: Collection[int],
     at_once: Container[int] = (_PARAMS,),
-) -> int:
-    """Bytes that a step writes of state that stays, on average between two commits.
+) -> tuple[int, int]:
+    """Returns bytes of state that stays: what a step writes, and what commits alone do.
 
     Args:
       opened: The store.
@@ -129,11 +135,10 @@ def deferred_bytes(
       stores: States that an update stores.
       at_once: Those that each step writes; by default params, as streamed steps do.
     """
-    every = opened.options.steps_per_commit
-    now = [state for state in stores if state in at_once or every == 1]
-    rest = [state for state in stores if state not in now]
-    written = moved_bytes(opened, layout, now)
-    return written + (moved_bytes(opened, layout, rest) // every if every else 0)
+    rewrites = opened.options.rewrites_steps
+    now = [state for state in stores if state in at_once or not rewrites]
+    later = [state for state in stores if state not in now]
+    return moved_bytes(opened, layout, now), moved_bytes(opened, layout, later)
 
 
 def _layouts(opened: StoreShape, unit: Unit) -> Sequence[SubgroupLayout]:
