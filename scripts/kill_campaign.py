@@ -1,7 +1,8 @@
 """Kills training runs at random instants, and compares later steps bit for bit.
 
 A small MLP is trained through jaxinf in a process that gets SIGKILL while it makes its
-store, opens it, steps, saves a checkpoint or closes, at another instant each time.
+store, opens it, steps, saves a checkpoint or closes, at another instant each time; with
+all its state on drives, or all or a part of it in the host's memory between commits.
 After each kill the store must open at a step that the run had committed, and is
 verified; then training goes on. Every loss of any process is compared, bit for bit,
 with those of an undisturbed run.
@@ -39,6 +40,7 @@ from jaxinf.store import StoreDirectory, Verifier, checkpoint_names
 SIZES = (32, 128, 96, 8)
 SCHEDULE_STEPS = 40
 CHECKPOINT_EVERY = 5
+TIERS = {"drives": 0, "host and drives": 100_000, "host": 1 << 20}
 PHASES = ("creating", "opening", "restoring", "step", "checkpoint", "closing")
 
 _SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, SCHEDULE_STEPS)
@@ -80,6 +82,7 @@ class Run:
     optimizer: str
     num_csds: int
     durability: Durability
+    tier_bytes: int
     place: Path
     num_kills: int = 0
     num_stores: int = 0
@@ -140,7 +143,7 @@ def train(run: Run, until: int, restore: str | None, say) -> None:
     say("restoring" if restore else "opening" if is_made else "creating", 0)
     store = jaxinf.open_store(
         run.store, csds=run.roots, chunk_elements=4096, memory_bytes=1 << 22,
-        durability=run.durability, restore=restore,
+        durability=run.durability, restore=restore, tiers={"host": run.tier_bytes},
     )  # fmt: skip
     tx = jaxinf.smart_update(OPTIMIZERS[run.optimizer], store)
 
@@ -156,7 +159,7 @@ def train(run: Run, until: int, restore: str | None, say) -> None:
     state = tx.init(params)
     say("held", store.step)
     for step in range(store.step, until):
-        say("step", step)
+        say("step", step, store.step)
         params, state, loss = train_step(params, state, *batch_of(step))
         say("loss", step, struct.unpack("<I", struct.pack("<f", float(loss)))[0])
         if step % CHECKPOINT_EVERY == 2:
@@ -252,7 +255,7 @@ class Campaign:
 
     def _reference(self, optimizer: str) -> dict[int, int]:
         run = Run(
-            "reference", optimizer, 0, "step", self.options.directory / "reference"
+            "reference", optimizer, 0, "step", 0, self.options.directory / "reference"
         )
         run.start_over()
         said = self._listen(*start(run, self.options.num_steps), None, None)
@@ -315,6 +318,7 @@ class Campaign:
                     said.phase = word
                     if word == "step":
                         said.started = int(numbers[0])
+                        said.held = max(said.held, int(numbers[1]))
                 if word == phase and kill_at is None:
                     count -= 1
                     if count < 0 or word != "step":
@@ -353,7 +357,8 @@ class Campaign:
             run.lost.append(max(0, said.started + (said.started in said.losses) - step))
 
     def _report(self) -> bool:
-        head = ["durability", "kills", *PHASES, "stores", "losses", "lost", "most"]
+        head = ["state on, durability", "kills", *PHASES]
+        head += ["stores", "losses", "lost", "most"]
         rows: list[list[object]] = [[*head, "bits"]]
         for run in self.runs:
             counts = [run.phases[phase] for phase in PHASES]
@@ -362,7 +367,7 @@ class Campaign:
             repeated = [f"{lost:.2f}", max(run.lost, default=0)]
             rows.append([run.name, *numbers, *repeated, run.differing_bits])
         for first, *others in rows:
-            print(f"{first:32}", *(f"{cell:>10}" for cell in others), sep="")
+            print(f"{first:44}", *(f"{cell:>10}" for cell in others), sep="")
         faults = [f"{run.name}: {fault}" for run in self.runs for fault in run.faults]
         bits = sum(run.differing_bits for run in self.runs)
         kills = sum(run.num_kills for run in self.runs)
@@ -373,11 +378,11 @@ class Campaign:
 
 
 def _runs(directory: Path) -> Iterator[Run]:
-    cases = itertools.product(("step", 4, "checkpoint"), (1, 3), OPTIMIZERS)
-    for number, (durability, num_csds, optimizer) in enumerate(cases):
-        name = f"{durability}, {num_csds} CSDs, {optimizer}"
+    cases = itertools.product(TIERS, ("step", 4, "checkpoint"), (1, 3), OPTIMIZERS)
+    for number, (tier, durability, num_csds, optimizer) in enumerate(cases):
+        name = f"{tier}, {durability}, {num_csds} CSDs, {optimizer}"
         place = directory / f"run-{number}"
-        yield Run(name, optimizer, num_csds, durability, place)
+        yield Run(name, optimizer, num_csds, durability, TIERS[tier], place)
 
 
 def _step_of(run: Run) -> int:

@@ -1,7 +1,7 @@
 """A program that trains a store and breaks its own system calls; see `shim.c`.
 
-Reads a case from each line, as JSON: the store's path, the call that fails, or the
-clock's error. Answers with the error of a step, and the committed step.
+Reads a case from each line, as JSON: the store's path and options, the call that fails,
+or the clock's error. Answers with the error of a step, and the committed step.
 """
 
 import ctypes
@@ -17,7 +17,8 @@ NUM_STEPS = 3
 
 def run(case):
     """Makes steps, then the failing one; returns its error and the store's step."""
-    driver = Driver(Path(case["path"]), csds=case["csds"], memory_bytes=1 << 20)
+    options = {"memory_bytes": 1 << 20} | case.get("options", {})
+    driver = Driver(Path(case["path"]), csds=case["csds"], **options)
     driver.init().steps(NUM_STEPS)
     driver.store.wait()
     answer = {"before": driver.opened.commit.committed_at}
@@ -28,10 +29,13 @@ def run(case):
     try:
         for _ in range(case.get("steps", 1)):
             driver.step()
-            driver.store.wait()
+            if not driver.opened.options.rewrites_steps:
+                driver.store.wait()
+        driver.store.wait()
         answer["after"] = driver.opened.commit.committed_at
     except Exception as error:
         answer |= {"type": type(error).__name__, "text": str(error)}
+        answer["notes"] = getattr(error, "__notes__", [])
     answer["step"] = driver.opened.commit.step
     answer["hits"] = SHIM.fault_count()
     SHIM.fault_set(b"", b"", 0, 0)

@@ -52,6 +52,21 @@ def rare(driver, mark):
     mark(5)
 
 
+def staying(driver, mark):
+    """As `rare`, with state in memory; a step that is given up after a commit."""
+    driver.init()
+    mark(0)
+    for step in range(1, 6):
+        driver.step()
+        driver.store._training.join()
+        if step % 2 == 0:
+            mark(step)
+            driver.update([0, 1], gradient=7.0)
+            driver.training.steps.abandon()
+    driver.store.wait()
+    mark(5)
+
+
 def made_anew(driver, mark):
     """An abandoned creation, and another one over it."""
     driver.training.bind(driver.description, may_create=True)
@@ -108,10 +123,18 @@ SCRIPTS = {
     "plain": plain,
     "frozen": plain,
     "rare": rare,
+    "staying": staying,
+    "staying in part": staying,
     "pinned": pinned,
     "kept": kept,
     "rolled back": rolled_back,
     "made anew": made_anew,
+}
+OPTIONS = {
+    "rare": {"durability": 2},
+    "staying": {"durability": 2, "tiers": {"host": 512 << 10}},
+    "staying in part": {"durability": 2, "tiers": {"host": 40_000}},
+    "frozen": {"is_partly_frozen": True},
 }
 NAMES = ("jaxinf.json", "slots", "current", "commit.json")
 # One of so many names that a snapshot makes and removes is visited.
@@ -123,6 +146,8 @@ NUM_CSDS = {
     "plain": (0, 3),
     "frozen": (3,),
     "rare": (0,),
+    "staying": (0,),
+    "staying in part": (0,),
     "pinned": (3,),
     "kept": (0, 3),
     "rolled back": (3,),
@@ -151,11 +176,7 @@ def runs(*names):
 def run(request):
     name, num_csds = request.param
     with memory_directory() as place:
-        options = {
-            "rare": {"durability": 2},
-            "frozen": {"is_partly_frozen": True},
-        }.get(name, {})
-        recorded = RecordedRun(place, num_csds, SCRIPTS[name], **options)
+        recorded = RecordedRun(place, num_csds, SCRIPTS[name], **OPTIONS.get(name, {}))
         recorded.name = name
         yield recorded
 

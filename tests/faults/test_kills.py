@@ -9,7 +9,7 @@ import pytest
 from places import LONG
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_campaign.py"
-NUM_KILLS = 240 if LONG else 12
+NUM_KILLS = 720 if LONG else 36
 
 
 @pytest.mark.faults

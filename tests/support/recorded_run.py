@@ -85,19 +85,20 @@ class RecordedRun:
       num_csds: number of CSD roots, each a separate file system.
       script: called with the driver and the log's `mark`.
       is_partly_frozen: whether there are leaves that no step changes.
+      options: of `open_store`, also when a crash state is recovered.
     """
 
     def __init__(
         self, place: Path, num_csds: int, script, *, is_partly_frozen=False, **options
     ):
         self.place = place
-        self._make = partial(small_driver, is_partly_frozen=is_partly_frozen)
+        self._make = partial(small_driver, is_partly_frozen=is_partly_frozen, **options)
         roots = [place / f"csd{number}" for number in range(num_csds)]
         for root in roots:
             root.mkdir()
         _described(is_partly_frozen)
         with Recorder(place, roots) as recorder:
-            driver = self._make(place / "store", csds=roots, **options)
+            driver = self._make(place / "store", csds=roots)
             script(driver, lambda step, *names: recorder.log.mark((step, names)))
             driver.training.close()
             recorder.check()
