@@ -4,14 +4,16 @@ Invariant: a new run's params are compared with a store's before its first step.
 """
 
 import abc
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import optax
 
+from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
 from jaxinf.errors import StoreMismatchError
 from jaxinf.exchange import keep_tokenizer, tokenizer_files
@@ -25,7 +27,16 @@ from jaxinf.train.processes import placed
 from jaxinf.train.step import Boundaries, TrainStep, compile_train_step
 from jaxinf.typing import JsonValue, PyTree
 
-__all__ = ["KeptInStore", "OnStore"]
+__all__ = ["KeptInStore", "OnStore", "refused_as_usage"]
+
+
+@contextlib.contextmanager
+def refused_as_usage() -> Iterator[None]:
+    """Makes an argument that the store refuses when it is made an error of usage."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 class KeptInStore(abc.ABC):
@@ -165,7 +176,8 @@ class OnStore(KeptInStore):
         """Makes the store of new params, or compares them with those of its step 0."""
         files = self._tokenizer_files()
         self._note_new(first)
-        state = self._tx.init(params)
+        with refused_as_usage():
+            state = self._tx.init(params)
         keep_tokenizer(self.store.path, files)
         assert isinstance(state, SmartUpdateState)
         return state

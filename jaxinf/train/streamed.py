@@ -22,7 +22,7 @@ from jaxinf.streaming import StreamedStep, stream
 from jaxinf.train.backend import NO_TRAFFIC, Costs
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
-from jaxinf.train.on_store import KeptInStore
+from jaxinf.train.on_store import KeptInStore, refused_as_usage
 from jaxinf.train.optimizers import behind_clipping
 from jaxinf.train.processes import Processes
 from jaxinf.train.step import TrainStep
@@ -69,7 +69,7 @@ class Streamed(KeptInStore):
     ) -> tuple[Any, Any]:
         """See `Backend`."""
         shardings = _shardings(like)
-        with _named_flags():
+        with refused_as_usage(), _named_flags():
             if self.store.exists and self.store.step > 0:
                 self._step.load(like)  # only compared: the store has them
             else:

@@ -40,6 +40,27 @@ def test_resume_with_other_data_is_refused(run, tmp_path, capsys):
     assert re.search(r"--data: the run has [\d,]+ rows", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("mode", ["update", "stream"])
+def test_a_tier_is_a_part_of_the_memory(mode, run, tmp_path, capsys):
+    words = ["--store", tmp_path / "store", "--mode", mode, "--memory", "64MiB"]
+    assert run(*words, "--state-tier", "host=64MiB", "--steps", 1) != 0
+    expected = {
+        "update": r"memory_bytes=67108864: .* beside the 67108864 of tiers",
+        "stream": r"--memory: expected room for the store's buffers \(67\d{6} bytes\)",
+    }
+    assert re.search(expected[mode], capsys.readouterr().err)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("mode", ["update", "stream"])
+def test_a_tier_beyond_the_free_memory(mode, run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("jaxinf.engine.division.free_memory", lambda: (9, "the box"))
+    words = ["--store", tmp_path / "store", "--mode", mode, "--memory", "64MiB"]
+    assert run(*words, "--state-tier", "host=1MiB", "--steps", 1) == 2
+    assert re.search(r"found 9 \(the box\); give a sm", capsys.readouterr().err)
+    assert not (tmp_path / "store").exists()
+
+
 @pytest.mark.long
 def test_resume_says_what_changes_from_here(run, tmp_path, capsys):
     assert run("--store", tmp_path / "store", "--steps", 2) == 0
