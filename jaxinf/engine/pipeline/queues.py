@@ -46,6 +46,7 @@ class Queues:
       submitting: groups whose submitter computes a task.
       residents: all subgroups in memory.
       num_moving, num_computing: numbers of units under way at workers.
+      num_moving_at: numbers of those that move, by CSD.
       num_prefetching: number of these that are loads of prefetches.
       num_unfinished: number of submitted tasks that are not computed and written.
       num_draining: number of threads that wait until that is 0.
@@ -68,6 +69,7 @@ class Queues:
         self.submitting: set[TaskGroup] = set()
         self.residents: set[Resident] = set()
         self.num_moving = self.num_computing = self.num_prefetching = 0
+        self.num_moving_at = [0] * len(csds)
         self.num_unfinished = self.num_draining = 0
         self.is_stopped = self.is_holding = False
         self.tier: frozenset[Subgroup] = frozenset()
@@ -78,6 +80,11 @@ class Queues:
     def memory_of(self, task: Task) -> Memory:
         """The memory of a task's buffer."""
         return self.memories[self.csds[task.csd].memory]
+
+    def is_busy(self, csd: int) -> bool:
+        """Whether no more workers may move bytes of a CSD, as others need some."""
+        others = len(self.csds) - 1
+        return self.num_moving_at[csd] >= max(1, self.limits.moving - others)
 
     def is_starved(self, csd: int) -> bool:
         """Whether the CSD's memory refused a subgroup and has had no room since."""
@@ -189,6 +196,7 @@ class Queues:
         match unit:
             case Load(items):
                 self.num_moving += 1
+                self.num_moving_at[items[0][0].task.csd] += 1
                 self.num_prefetching += unit.is_prefetch
                 if self.incomplete and self.incomplete[0] is items[0][0]:
                     self.incomplete.popleft()
@@ -204,6 +212,7 @@ class Queues:
                     resident.task.group.num_running += 1
             case Write():
                 self.num_moving += 1
+                self.num_moving_at[unit.csd] += 1
                 self.writes.begin(unit)
 
     def fail(self, unit: Work) -> None:
@@ -211,6 +220,7 @@ class Queues:
         match unit:
             case Load(items):
                 self.num_moving -= 1
+                self.num_moving_at[items[0][0].task.csd] -= 1
                 self.num_prefetching -= unit.is_prefetch
                 for resident, _ in items:
                     resident.is_loading = False
@@ -224,6 +234,7 @@ class Queues:
                     resident.task.group.num_running -= 1
             case Write():
                 self.num_moving -= 1
+                self.num_moving_at[unit.csd] -= 1
 
     def end(self, unit: Work, unchecked: Sequence[Loads] = ()) -> Sequence[Resident]:
         """Notes the end of a unit; returns the subgroups to release.

@@ -70,7 +70,10 @@ def _may_compute(queues: Queues) -> bool:
 
 
 def _due_csd(queues: Queues) -> int | None:
-    return queues.writes.due_csd(queues.is_starved, is_awaited=queues.num_draining > 0)
+    is_awaited = queues.num_draining > 0
+    return queues.writes.due_csd(
+        queues.is_busy, queues.is_starved, is_awaited=is_awaited
+    )
 
 
 def _next_write(queues: Queues) -> Write | None:
@@ -118,7 +121,8 @@ def _first_due(queues: Queues) -> Iterable[NumberedTask] | None:
     first, first_number = None, 0
     for csd, due in enumerate(queues.due):
         memory = queues.memories[queues.csds[csd].memory]
-        if due and not memory.waiting and memory.refused_bytes is None:
+        has_room = not memory.waiting and memory.refused_bytes is None
+        if due and has_room and not queues.is_busy(csd):
             number, _ = next(iter(due.values()))
             if first is None or number < first_number:
                 first, first_number = due, number

@@ -31,17 +31,24 @@ class WriteQueue:
         self._waiting[resident.task.csd].add(resident.num_bytes(states), len(states))
 
     def due_csd(
-        self, is_starved: Callable[[int], bool], *, is_awaited: bool
+        self,
+        is_busy: Callable[[int], bool],
+        is_starved: Callable[[int], bool],
+        *,
+        is_awaited: bool,
     ) -> int | None:
         """Returns the CSD with the most bytes to write, of those with enough.
 
         Args:
+          is_busy: whether a CSD has enough requests under way.
           is_starved: whether a CSD's memory refused a subgroup for lack of room.
           is_awaited: whether a thread waits until all states are written.
         """
         most, most_bytes = None, -1
         for csd, waiting in enumerate(self._waiting):
             if not waiting.num_states or waiting.num_bytes <= most_bytes:
+                continue
+            if is_busy(csd):
                 continue
             if waiting.is_full or is_awaited or self._frees(csd, is_starved):
                 most, most_bytes = csd, waiting.num_bytes
