@@ -9,6 +9,10 @@ is the median of the pairs of turns.
 
     python scripts/bench_train.py --store DIR --preset small --memory 268435456
 
+With --tier BYTES so much of the state stays in memory, beside --memory, and a third
+trainer, whose store has no tier, takes turns with the others (`ratio_to_plain`). Bytes
+are of drives, in a step; what `store.wait` writes after a turn is counted apart.
+
 With --timeline FILE the last step's spans are kept, for scripts/plot_timeline.py.
 """
 
@@ -18,6 +22,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +33,7 @@ from flax import nnx
 from jaxinf_models import GPT2, PRESETS, abstract_params, split
 
 import jaxinf
-from jaxinf.io import timeline
+from jaxinf.io import ByteCounts, timeline
 from jaxinf.train.step import TrainStep, compile_train_step
 
 IDLE_S = 1.0
@@ -84,6 +89,11 @@ def batch(arguments: argparse.Namespace, number: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
+def durability(text: str) -> str | int:
+    """Returns the durability that a word means."""
+    return int(text) if text.isdecimal() else text
+
+
 def optimizer(clip_norm: float) -> optax.GradientTransformation:
     """Returns adamw, behind clipping if `clip_norm` is not 0."""
     adamw = optax.adamw(3e-4)
@@ -98,23 +108,63 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     """Runs both trainers in turns."""
     tx = optimizer(arguments.clip_norm)
     memory = Trainer(arguments, tx, arguments.reference)
-    store = jaxinf.open_store(place / "store", memory_bytes=arguments.memory)
+    options = {"memory_bytes": arguments.memory, "durability": arguments.durability}
+    others = []
+    if arguments.tier:
+        other = jaxinf.open_store(place / "plain", **options)
+        others.append((other, Trainer(arguments, jaxinf.smart_update(tx, other))))
+        options["memory_bytes"] += arguments.tier
+        options["tiers"] = {"host": arguments.tier}
+    store = jaxinf.open_store(place / "store", **options)
     update = Trainer(arguments, jaxinf.smart_update(tx, store))
-    commits = []
+    commits, moved = [], []
     for turn in range(arguments.reps):
         first = turn * (arguments.steps + 1)
         memory.turn(arguments, first)
+        for other, plain in others:
+            plain.turn(arguments, first)
+            other.wait()
+            time.sleep(IDLE_S)
+        before = moved_bytes(store)
         update.turn(arguments, first)
+        store._training.join()
+        after = moved_bytes(store)
         store.wait()
+        moved.append((after - before, moved_bytes(store) - after))
         metrics = store.metrics_of(first + arguments.steps + 1)
         assert metrics is not None
         commits.append(metrics.commit_s)
         time.sleep(IDLE_S)  # so that no prefetch falls into the other's time
-    result = figures(arguments, memory, update)
+    result = figures(arguments, memory, update) | traffic(arguments, moved)
+    for other, plain in others:
+        against = figures(arguments, plain, update)
+        result["plain_step_s"] = against["memory_step_s"]
+        result["ratio_to_plain"] = against["ratio"]
+        result["ratio_to_plain_spread"] = against["ratio_spread"]
+        result["losses_identical_to_plain"] = against["losses_identical"]
+        other.close()
     if arguments.timeline:
         keep_timeline(arguments, store, update)
     store.close()
     return result | {"commit_s": round(statistics.median(commits), 4)}
+
+
+def moved_bytes(store: jaxinf.Store) -> ByteCounts:
+    """Returns the bytes that a store has moved."""
+    return store._training.opened.meters.snapshot()
+
+
+def traffic(
+    arguments: argparse.Namespace, moved: Sequence[tuple[ByteCounts, ByteCounts]]
+) -> dict[str, int]:
+    """Returns bytes of a step, and those written after a turn, but for the first."""
+    moved = moved[1:] or moved
+    steps = (arguments.steps + 1) * len(moved)
+    return {
+        "read_bytes_a_step": sum(own.drive_read_bytes for own, _ in moved) // steps,
+        "written_bytes_a_step": sum(own.drive_write_bytes for own, _ in moved) // steps,
+        "written_bytes_by_wait": max(beside.drive_write_bytes for _, beside in moved),
+    }
 
 
 def keep_timeline(arguments: argparse.Namespace, store: Any, update: Trainer) -> None:
@@ -156,6 +206,8 @@ def figures(
         "clip_norm": arguments.clip_norm,
         "reference": arguments.reference,
         "memory_bytes": arguments.memory,
+        "tier_bytes": arguments.tier,
+        "durability": arguments.durability,
         "load_average": round(os.getloadavg()[0], 2),
         "memory_step_s": round(statistics.median(memory_s), 4),
         "update_step_s": round(statistics.median(update_s), 4),
@@ -176,6 +228,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--memory", type=int, default=1 << 30)
+    parser.add_argument("--tier", type=int, default=0, metavar="BYTES")
+    parser.add_argument("--durability", type=durability, default="step")
     parser.add_argument("--clip-norm", type=float, default=0.0, help="0: none")
     parser.add_argument(
         "--reference", choices=("fused", "halves", "split"), default="fused"
