@@ -338,6 +338,14 @@ def _peer(num_params: int, reps: list[Rep]) -> dict[str, Any]:
     }
 
 
+def made_csds(place: Path, shares: str) -> dict[Path, float]:
+    """Makes a directory in the place of each drive; returns the drives' shares."""
+    found = {place / f"csd{n}": float(s) for n, s in enumerate(shares.split(","))}
+    for root in found:
+        root.mkdir()
+    return found
+
+
 def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     """Runs all repetitions and summarises them."""
     options = {
@@ -350,6 +358,8 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     }
     for name in ("master", "state", "csd"):
         options[name] = getattr(arguments, name)
+    if arguments.shares is not None:
+        options["csds"] = made_csds(place, arguments.shares)
     dtype = DTYPES[arguments.params_dtype]
     num_leaves = arguments.leaves
     small_params = max(NUM_SMALL_PARAMS, num_leaves or 0)
@@ -422,7 +432,12 @@ def main() -> None:
     )
     parser.add_argument("--params-dtype", choices=[*DTYPES], default="fp32")
     parser.add_argument(
-        "--csd", default="host", help="also host:drive=500MB/s; floors run unhindered"
+        "--csd",
+        default="host",
+        help="also host:drive=500MB/s, drives=9MB/s+3MB/s; floors run unhindered",
+    )
+    parser.add_argument(
+        "--shares", metavar="N,N", help="a CSD root for each, with that share of chunks"
     )
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a repetition")

@@ -30,9 +30,12 @@ from jaxinf.cli.exchange import Export, Import
 from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError, parse
+from jaxinf.csd import parse_csd
 from jaxinf.engine import AverageChoice, MasterFormat, StateFormat, convert_store
+from jaxinf.engine.drive_speed import measure_csds, shares_of
+from jaxinf.engine.options import check_share
 from jaxinf.errors import JaxinfError
-from jaxinf.store import rebalance, trim_store
+from jaxinf.store import StoreDirectory, rebalance, trim_store
 from jaxinf.terminal import format_bytes, make_console, printable
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.forecast import RunPlan
@@ -400,7 +403,7 @@ class _Convert:
 
 @dataclass(frozen=True)
 class _Rebalance:
-    """Spread a store over other CSD roots: add drives, or take some out.
+    """Spread a store over other CSD roots: add drives, take some out, or deal by speed.
 
     No bit changes, also in checkpoints, and most chunks stay where they are. The store
     must not be open. If the command is interrupted, run it again; until then the store
@@ -412,12 +415,42 @@ class _Rebalance:
         tyro.conf.UseAppendAction[tuple[Path, ...]],
         option("A CSD root of the store from now on; repeat it for all.", "DIR"),
     ] = ()
+    by_speed: Annotated[
+        bool,
+        option(
+            "Measure the drives (128 MiB each), and give each chunks by its speed, as "
+            "far as it has room; without --csd-root those that the store has."
+        ),
+    ] = False
+    share: Annotated[
+        tyro.conf.UseAppendAction[tuple[float, ...]],
+        option("The share of a CSD root; repeat it, in the order of the roots.", "N"),
+    ] = ()
 
     def run(self) -> None:
         path = Path(self.store).expanduser().absolute()
         roots = [root.expanduser().absolute() for root in self.csd_root]
+        shares = self.share
+        if shares and (self.by_speed or len(shares) != len(roots)):
+            raise UsageError(
+                f"rebalance: expected --by-speed, or a --share for each --csd-root, "
+                f"found {len(shares)} for {len(roots)}"
+            )
+        for root, share in zip(roots, shares, strict=False):
+            check_share(root, share)
+        if self.by_speed:
+            roots = roots or [Path(r) for r in StoreDirectory.open(path).manifest.csds]
+            if len(roots) < 2:
+                raise UsageError(
+                    f"rebalance --by-speed: expected a store on several CSD roots, "
+                    f"found {len(roots)}; name those that it is to have: --csd-root"
+                )
+            rates = measure_csds(parse_csd("host"), roots)
+            shares = shares_of(rates)
+            for root, rate, share in zip(roots, rates, shares, strict=True):
+                print(f"{root}: {rate / 1e6:.0f} MB/s, share {share:g}")
         with show_progress(f"rebalancing {path}") as progress:
-            done = rebalance(path, roots, progress)
+            done = rebalance(path, roots, progress, shares=shares)
         print(
             f"{path}: {done.num_chunks} chunks moved, {format_bytes(done.num_bytes)}; "
             f"now on {', '.join(map(str, roots))}"

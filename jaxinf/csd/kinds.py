@@ -129,6 +129,12 @@ def open_csds(
     Raises:
       CsdError: a CSD is missing or not set up; names it and the remedy.
     """
+    num_limits = len(spec.rates.drives)
+    if num_limits not in (0, len(roots)):
+        raise CsdError(
+            f"csd={spec.kind!r}: expected a rate of drives= for each drive, found "
+            f"{num_limits} for {len(roots)}; give as many, or drive= for all"
+        )
     fleet = _OPENERS[spec.kind](spec, roots, memory_bytes, meters)
     return ThrottledFleet(fleet, spec.rates) if spec.rates.is_set else fleet
 

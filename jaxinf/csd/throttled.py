@@ -124,7 +124,11 @@ class ThrottledFleet:
         """Returns the fleet's CSDs, throttled, behind one link."""
         csds = self._fleet.attach(directories, buffer_bytes, num_elements)
         link, num_csds = Server(), len(csds)
-        return [ThrottledCsd(csd, self._rates, link, num_csds) for csd in csds]
+        rates = [self._rates.of_csd(number) for number in range(num_csds)]
+        return [
+            ThrottledCsd(csd, own, link, num_csds)
+            for csd, own in zip(csds, rates, strict=True)
+        ]
 
     def close(self) -> None:
         """Closes the fleet."""

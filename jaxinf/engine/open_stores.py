@@ -112,7 +112,9 @@ def _check_given(
             roots = training.opened.directory.manifest.csds
             if tuple(str(root) for root in options.csd_roots) == tuple(roots):
                 continue
-        public = {"csd_roots": "csds"}.get(name, name)
+        if name == "csd_shares" and training.has_files:
+            continue  # a new store alone is dealt by them
+        public = {"csd_roots": "csds", "csd_shares": "csds"}.get(name, name)
         raise ValueError(
             f"{options.path}: {public}={value!r}: the store is open in this process "
             f"with {public}={getattr(held, name)!r}, and a path has one store; leave "

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from jaxinf.csd import parse_csd
 from jaxinf.engine.chunks import VERIFY_MODES, VerifyMode
@@ -23,6 +23,7 @@ __all__ = [
     "MasterFormat",
     "StateFormat",
     "StoreOptions",
+    "check_share",
     "check_writable",
 ]
 
@@ -69,6 +70,7 @@ class StoreOptions:
         keep_steps: KeepSteps | None = None,
         keep_saved: int = 2,
         tiers: Mapping[str, int | str] | None = None,
+        csd_shares: Sequence[float] = (),
     ) -> None:
         if num_workers is not None and num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: expected at least 1")
@@ -103,6 +105,9 @@ class StoreOptions:
             raise ValueError(f"csds: the same root is given twice: {list(csd_roots)}")
         self.path = path
         self.csd_roots = tuple(csd_roots)
+        self.csd_shares = tuple(csd_shares)
+        for root, share in zip(csd_roots, csd_shares, strict=False):
+            check_share(root, share)
         self.csd = parse_csd(csd)
         self.memory_bytes = memory_bytes
         self.num_workers = num_workers
@@ -194,6 +199,20 @@ def _kept_steps(keep_steps: KeepSteps | None) -> tuple[int, int, int]:
             "…; k and n at least 1, the offset less than k"
         )
     return every, num, offset
+
+
+def check_share(root: Path, share: Any) -> None:
+    """Refuses a CSD's share that is no finite number above 0.
+
+    Raises:
+      ValueError: names the root.
+    """
+    is_number = isinstance(share, int | float) and not isinstance(share, bool)
+    if not (is_number and 0 < float(share) < math.inf):
+        raise ValueError(
+            f"CSD root {root}: expected its share as a number above 0, such as its "
+            f"speed in MB/s, found {share!r}; leave a drive out that is to have nothing"
+        )
 
 
 def check_writable(path: Path) -> None:

@@ -18,6 +18,7 @@ from jaxinf.engine.division import (
     longest,
     subgroup_elements,
 )
+from jaxinf.engine.drive_speed import deal_new_store, tell_shares
 from jaxinf.engine.member_opening import (
     check_alone,
     check_members,
@@ -171,6 +172,7 @@ class StorePlace:
         check_alone(directory, self._run.members)
         check_roots(options, directory.manifest)
         check_format(options, directory.manifest)
+        tell_shares(options, directory.manifest)
         commit = None if options.restore else directory.read_commit()
         claim_csds(directory, options.csd_roots)
         finish_rebalance(directory)
@@ -286,6 +288,7 @@ class StorePlace:
         manifest = self._new_manifest(description)
         if uses_budget:
             check_memory(self._options, manifest)
+        manifest = deal_new_store(self._options, manifest)
         directory = StoreDirectory(self.path, manifest)
         check_space(directory, num_more=self._options.num_kept)
         csds = self._open_csds(manifest)

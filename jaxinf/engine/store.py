@@ -289,7 +289,7 @@ class Store(CommittedState):
 def open_store(
     path: PathLikeStr,
     *,
-    csds: Sequence[PathLikeStr] | None = None,
+    csds: Sequence[PathLikeStr] | Mapping[PathLikeStr, float] | None = None,
     csd: str | None = None,
     memory_bytes: int | str | None = None,
     num_workers: int | None = None,
@@ -315,6 +315,9 @@ def open_store(
       path: the store's directory; missing or empty for a new one.
       csds: CSD roots, each a mounted drive, to spread a new store's chunks over; by
         default the chunks are in the store itself. An existing store records its roots.
+        Drives of unequal speed get unequal shares: those given, as in ``{"/mnt/a": 3,
+        "/mnt/b": 1}``, or by a short measurement when the store is made, if it has at
+        least 256 MiB for each. No bit depends on them.
       csd: the processor that updates the chunks: ``"host"`` (the default), the CPU
         beside the drive; ``"smartssd"``, the card beside it; ``"emulated"``, an
         emulated card. Options may follow: see `jaxinf.csd.parse_csd`.
@@ -396,6 +399,7 @@ def open_store(
         "keep_steps": keep_steps,
         "keep_saved": keep_saved,
         "tiers": tiers,
+        "csd_shares": [*csds.values()] if isinstance(csds, Mapping) else None,
     }
     given = {name: value for name, value in given.items() if value is not None}
     options = StoreOptions(path, **{**_DEFAULTS, **given})

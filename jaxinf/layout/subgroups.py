@@ -4,9 +4,8 @@ Invariant: the subgroups of a leaf partition its elements. Each lies in one chun
 so on one CSD, and starts on a page of its file in every dtype.
 """
 
-import heapq
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -91,17 +90,61 @@ def _cut(num_elements: int, max_units: int, unit: int) -> list[tuple[int, int]]:
     return [(bounds[i], bounds[i + 1] - bounds[i]) for i in range(num_runs)]
 
 
-def assign_csds(chunk_bytes: Sequence[int], num_csds: int) -> list[int]:
-    """Assigns chunks to CSDs so that each CSD moves about the same number of bytes.
+class _Loads:
+    """Bytes of each CSD, and the CSD that the next chunk takes least time on.
 
-    Chunks are assigned in order of size, the largest first, each to the least loaded
-    CSD, and of several such to the one with the lowest index. Then chunks of equal size
-    are exchanged so that neighbours lie on different CSDs, as far as the balance
-    allows. A leaf is read in order, and so from all drives at once.
+    Args:
+      num_csds: number of CSDs.
+      shares: as for `assign_csds`.
+      room: as for `assign_csds`.
+    """
+
+    def __init__(
+        self, num_csds: int, shares: Sequence[float], room: Sequence[int]
+    ) -> None:
+        self.bytes = [0] * num_csds
+        self._csds = range(num_csds)
+        self._shares = shares or [1.0] * num_csds
+        self._room = room
+
+    def has_room(self, csd: int, num_bytes: int) -> bool:
+        """Whether a chunk fits there."""
+        return not self._room or self.bytes[csd] + num_bytes <= self._room[csd]
+
+    def add(self, num_bytes: int) -> int:
+        """Adds a chunk to the CSD that is done with its bytes first; returns that."""
+        csds = [csd for csd in self._csds if self.has_room(csd, num_bytes)]
+        shares, held = self._shares, self.bytes
+        # If no drive has room, the check for space names one.
+        csd = min(csds or self._csds, key=lambda n: (held[n] + num_bytes) / shares[n])
+        self.bytes[csd] += num_bytes
+        return csd
+
+    def wanted(self, total_bytes: int) -> list[int]:
+        """Returns the bytes of each CSD by its share."""
+        whole = sum(self._shares)
+        return [int(total_bytes * share / whole) for share in self._shares]
+
+
+def assign_csds(
+    chunk_bytes: Sequence[int],
+    num_csds: int,
+    shares: Sequence[float] = (),
+    room: Sequence[int] = (),
+) -> list[int]:
+    """Assigns chunks to CSDs so that all are done with their bytes at the same time.
+
+    Chunks are assigned in order of size, the largest first, each to the CSD that is
+    done with it first, and of several such to the one with the lowest index. Then
+    chunks of equal size are exchanged so that neighbours lie on different CSDs, as far
+    as the balance allows. A leaf is read in order, and so from all drives at once.
 
     Args:
       chunk_bytes: bytes of each chunk.
       num_csds: number of CSDs, at least 1.
+      shares: speed of each CSD, above 0, in any unit; by default all are equal.
+      room: most bytes of each CSD, which is kept to as long as any has room; by
+        default there is no limit.
 
     Returns:
       The CSD of each chunk; the same for the same arguments, everywhere.
@@ -114,17 +157,14 @@ def assign_csds(chunk_bytes: Sequence[int], num_csds: int) -> list[int]:
             f"assignment of {len(chunk_bytes)} chunks to {num_csds} CSDs: expected at "
             "least one CSD and no negative number of bytes"
         )
-    loads = [(0, csd) for csd in range(num_csds)]
+    loads = _Loads(num_csds, shares, room)
     result = [0] * len(chunk_bytes)
     largest_first = sorted(range(len(chunk_bytes)), key=lambda i: -chunk_bytes[i])
     for num_bytes, group in groupby(largest_first, key=lambda i: chunk_bytes[i]):
         positions = list(group)
-        shares: Counter[int] = Counter()
-        for _ in positions:
-            load, csd = loads[0]
-            heapq.heapreplace(loads, (load + num_bytes, csd))
-            shares[csd] += 1
-        for position, csd in zip(positions, _spread(shares), strict=True):
+        counts = Counter([loads.add(num_bytes) for _ in positions])
+        order = _in_proportion(counts) if shares else _spread(counts)
+        for position, csd in zip(positions, order, strict=True):
             result[position] = csd
     return result
 
@@ -159,63 +199,95 @@ def assign_owners(
 
 
 def reassign_csds(
-    chunk_bytes: Sequence[int], held: Sequence[int | None], num_csds: int
+    chunk_bytes: Sequence[int],
+    held: Sequence[int | None],
+    num_csds: int,
+    shares: Sequence[float] = (),
+    room: Sequence[int] = (),
 ) -> list[int]:
     """Reassigns chunks to other CSDs and moves few of them.
 
     If the loads are balanced already, all chunks stay. Otherwise a chunk stays as long
     as its CSD has no more than its share; the others go, the largest first, to the
-    least loaded CSD.
+    CSD that is done with them first.
 
     Args:
       chunk_bytes: bytes of each chunk.
       held: each chunk's present CSD, by the new numbers; None if that CSD is removed.
       num_csds: number of CSDs, at least 1.
+      shares, room: as for `assign_csds`.
 
     Returns:
-      The CSD of each chunk. The loads differ by no more than the largest chunk.
+      The CSD of each chunk. The loads less their shares differ by no more than the
+      largest chunk, as far as there is room.
     """
+    loads = _Loads(num_csds, shares, room)
+    wanted = loads.wanted(sum(chunk_bytes))
     kept = [csd for csd in held if csd is not None]
     if len(kept) == len(held):
         loads_held = Counter(dict.fromkeys(range(num_csds), 0))
         for num_bytes, csd in zip(chunk_bytes, kept, strict=True):
             loads_held[csd] += num_bytes
-        spread = max(loads_held.values()) - min(loads_held.values())
-        if spread <= max(chunk_bytes, default=0):
+        over = [loads_held[csd] - most for csd, most in enumerate(wanted)]
+        if max(over) - min(over) <= max(chunk_bytes, default=0):
             return kept
-    share = sum(chunk_bytes) // num_csds
-    totals = [0] * num_csds
     result = [-1] * len(chunk_bytes)
     largest_first = sorted(range(len(chunk_bytes)), key=lambda i: -chunk_bytes[i])
-    for position in largest_first:
-        csd = held[position]
-        if csd is not None and totals[csd] + chunk_bytes[position] <= share:
-            result[position] = csd
-            totals[csd] += chunk_bytes[position]
-    loads = sorted((total, csd) for csd, total in enumerate(totals))
+    for num_bytes, group in groupby(largest_first, key=lambda i: chunk_bytes[i]):
+        for csd, positions in _by_csd(held, group).items():
+            left_bytes = max(0, wanted[csd] - loads.bytes[csd])
+            num_kept = len(positions)
+            if num_bytes:
+                num_kept = min(num_kept, left_bytes // num_bytes)
+            loads.bytes[csd] += num_kept * num_bytes
+            for number in range(num_kept):  # of all parts of a leaf as many
+                result[positions[number * len(positions) // num_kept]] = csd
     for position in largest_first:
         if result[position] < 0:
-            load, csd = loads[0]
-            heapq.heapreplace(loads, (load + chunk_bytes[position], csd))
-            result[position] = csd
+            result[position] = loads.add(chunk_bytes[position])
     return result
 
 
-def _spread(shares: Counter[int]) -> list[int]:
+def _by_csd(
+    held: Sequence[int | None], positions: Iterable[int]
+) -> dict[int, list[int]]:
+    """Returns the positions of chunks by the CSD that has them."""
+    found: dict[int, list[int]] = {}
+    for position in positions:
+        csd = held[position]
+        if csd is not None:
+            found.setdefault(csd, []).append(position)
+    return found
+
+
+def _in_proportion(counts: Counter[int]) -> list[int]:
+    """Orders CSDs by when each chunk has its turn if all begin and end together.
+
+    A slow CSD's chunk takes longest, so of several at once it comes first.
+    """
+    turns = [
+        (number / count, count, csd)
+        for csd, count in counts.items()
+        for number in range(count)
+    ]
+    return [csd for _, _, csd in sorted(turns)]
+
+
+def _spread(counts: Counter[int]) -> list[int]:
     """Orders CSDs in turn, so that equal ones are far apart, as long as possible.
 
     Neighbours can differ while no CSD has more than half of the remaining chunks; a CSD
     near that limit goes first.
     """
-    turns = deque(sorted(shares))
+    turns = deque(sorted(counts))
     order: list[int] = []
-    for left in range(shares.total(), 0, -1):
-        leader = max(turns, key=lambda csd: shares[csd])
-        forced = 2 * shares[leader] > left and order[-1:] != [leader]
+    for left in range(counts.total(), 0, -1):
+        leader = max(turns, key=lambda csd: counts[csd])
+        forced = 2 * counts[leader] > left and order[-1:] != [leader]
         csd = leader if forced else turns[0]
         order.append(csd)
         turns.remove(csd)
-        shares[csd] -= 1
-        if shares[csd]:
+        counts[csd] -= 1
+        if counts[csd]:
             turns.append(csd)
     return order

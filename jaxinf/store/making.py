@@ -23,7 +23,11 @@ from jaxinf.terminal import format_bytes
 
 __all__ = [
     "chunk_holders",
+    "csd_bytes",
+    "csd_shares",
+    "deal_by_shares",
     "deal_to_members",
+    "is_dealt_by",
     "is_unfinished",
     "lay_out",
     "making_store",
@@ -41,16 +45,19 @@ def lay_out(
     csd_roots: Sequence[str],
     *,
     held: Manifest | None = None,
+    shares: Sequence[float] = (),
+    room: Sequence[int] = (),
 ) -> Manifest:
     """Assigns places to the chunks of a store; every new manifest is made here.
 
     Args:
       contents: the store's leaves; the places in a manifest are ignored.
       chunk_shapes: chunk shape of each leaf.
-      csd_roots: CSD roots for the chunks, evenly by bytes; empty for the store itself.
+      csd_roots: CSD roots for the chunks; empty for the store itself.
       held: an existing store with these contents, to be rebalanced: it keeps its id,
         and chunks keep their CSDs as far as the loads allow. By default the store is
         new and gets a new id.
+      shares, room: as for `assign_csds`; by default bytes are dealt evenly.
 
     Raises:
       StoreSpaceError: there are too many chunks for a store's record.
@@ -67,7 +74,8 @@ def lay_out(
         ]
         for leaf in leaves
     ]
-    csds = iter(_csds([n for own in chunk_bytes for n in own], csd_roots, held))
+    flat = [n for own in chunk_bytes for n in own]
+    csds = iter(_csds(flat, csd_roots, held, shares, room))
     return Manifest(
         kernels=contents.kernels,
         leaves=tuple(
@@ -78,6 +86,60 @@ def lay_out(
         store_id=uuid.uuid4().hex if held is None else held.store_id,
         csds=tuple(csd_roots),
     )
+
+
+def deal_by_shares(
+    manifest: Manifest, shares: Sequence[float], room: Sequence[int] = ()
+) -> Manifest:
+    """Returns a new store's manifest with its chunks dealt to CSDs by their shares.
+
+    Args:
+      manifest: a result of `lay_out` or `deal_to_members`.
+      shares, room: as for `assign_csds`.
+    """
+    held = _held_bytes(manifest)
+    csds = iter(assign_csds([n for _, n in held], len(manifest.csds), shares, room))
+    leaves = []
+    for leaf in manifest.leaves:
+        places = dict.fromkeys(range(len(leaf.csds)), 0)
+        places |= {chunk: next(csds) for chunk in leaf.held}
+        leaves.append(replace(leaf, csds=tuple(places.values())))
+    return replace(manifest, leaves=tuple(leaves))
+
+
+def csd_bytes(manifest: Manifest) -> list[int]:
+    """Returns the bytes of each CSD's chunks, in one slot."""
+    found = [0] * max(1, len(manifest.csds))
+    for csd, num_bytes in _held_bytes(manifest):
+        found[csd] += num_bytes
+    return found
+
+
+def csd_shares(manifest: Manifest) -> list[float]:
+    """Returns the shares by which chunks are dealt to the CSDs: all 1 if evenly."""
+    found = csd_bytes(manifest)
+    even = [1.0] * len(found)
+    return even if is_dealt_by(manifest, even) else [float(n) for n in found]
+
+
+def is_dealt_by(manifest: Manifest, shares: Sequence[float]) -> bool:
+    """Whether the bytes of each CSD are by its share, as far as chunks allow."""
+    found, whole = csd_bytes(manifest), sum(shares)
+    total = sum(found)
+    over = [n - total * share / whole for n, share in zip(found, shares, strict=True)]
+    largest = max((num_bytes for _, num_bytes in _held_bytes(manifest)), default=0)
+    return max(over) - min(over) <= largest
+
+
+def _held_bytes(manifest: Manifest) -> list[tuple[int, int]]:
+    """Returns CSD and bytes of each chunk that the store holds, in order."""
+    found = []
+    for leaf in manifest.leaves:
+        chunks = leaf.grid.chunks()
+        for number in leaf.held:
+            sizes = [stored_bytes(chunks[number], state) for state in leaf.states]
+            found.append((leaf.csds[number], sum(sizes)))
+    return found
 
 
 def deal_to_members(
@@ -152,17 +214,21 @@ def _check_count(leaves: Sequence[LeafRecord]) -> None:
 
 
 def _csds(
-    chunk_bytes: Sequence[int], csd_roots: Sequence[str], held: Manifest | None
+    chunk_bytes: Sequence[int],
+    csd_roots: Sequence[str],
+    held: Manifest | None,
+    shares: Sequence[float],
+    room: Sequence[int],
 ) -> Sequence[int]:
     """Returns the CSD of each chunk."""
     num_csds = max(1, len(csd_roots))
     if held is None:
-        return assign_csds(chunk_bytes, num_csds)
+        return assign_csds(chunk_bytes, num_csds, shares, room)
     numbers = [
         csd_roots.index(root) if root in csd_roots else None for root in held.csds
     ] or [None]
     held_by = [numbers[csd] for leaf in held.leaves for csd in leaf.csds]
-    return reassign_csds(chunk_bytes, held_by, num_csds)
+    return reassign_csds(chunk_bytes, held_by, num_csds, shares, room)
 
 
 @contextlib.contextmanager

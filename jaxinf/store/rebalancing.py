@@ -33,7 +33,7 @@ from jaxinf.store.directory import (
 from jaxinf.store.journal import JOURNAL, read_journal, write_journal
 from jaxinf.store.links import link_or_copy
 from jaxinf.store.lock import lock_exclusively
-from jaxinf.store.making import lay_out
+from jaxinf.store.making import csd_bytes, lay_out
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.owned import hold_store
 from jaxinf.store.owners import check_owners, make_csds
@@ -78,7 +78,11 @@ class _Move:
 
 
 def rebalance(
-    path: Path, csd_roots: Sequence[Path], progress: ProgressCallback | None = None
+    path: Path,
+    csd_roots: Sequence[Path],
+    progress: ProgressCallback | None = None,
+    *,
+    shares: Sequence[float] = (),
 ) -> Rebalanced:
     """Spreads a store over these CSD roots instead of its present ones; blocks.
 
@@ -92,6 +96,8 @@ def rebalance(
       csd_roots: existing absolute directories, each on a different drive. A root that
         the store has already is accepted even without a note of its owner.
       progress: called with the bytes of files done and in all.
+      shares: for each root its share of the chunks' bytes, as far as it has room; by
+        default all are equal.
 
     Raises:
       ValueError: a root is missing, or given twice.
@@ -105,7 +111,7 @@ def rebalance(
     _check_roots(csd_roots)
     with hold_store(path, csd_roots) as old:
         finish_rebalance(old)
-        new = StoreDirectory(path, _target(old, csd_roots), old.lock)
+        new = StoreDirectory(path, _target(old, csd_roots, shares), old.lock)
         _abandon(old, new)
         if new.manifest == old.manifest:
             return Rebalanced(0, 0)
@@ -166,14 +172,17 @@ def _check_roots(roots: Sequence[Path]) -> None:
             )
 
 
-def _target(old: StoreDirectory, csd_roots: Sequence[Path]) -> Manifest:
+def _target(
+    old: StoreDirectory, csd_roots: Sequence[Path], shares: Sequence[float]
+) -> Manifest:
     """Returns the store with its chunks on these CSDs."""
     if old.committed_slot() is None:
         raise StoreFormatError(
             f"{old.path}: expected a committed step, found a store whose making was "
             "interrupted; remove it and start again, with the CSD roots wanted"
         )
-    for name in checkpoint_names(old):
+    names = checkpoint_names(old)
+    for name in names:
         held = Manifest.read(old.step_path(f"checkpoints/{name}/jaxinf.json"))
         if held.leaves != old.manifest.leaves:
             raise StoreMismatchError(
@@ -182,7 +191,21 @@ def _target(old: StoreDirectory, csd_roots: Sequence[Path]) -> Manifest:
             )
     shapes = [leaf.chunk_shape for leaf in old.manifest.leaves]
     roots = [str(root) for root in csd_roots]
-    return lay_out(old.manifest, shapes, roots, held=old.manifest)
+    room = _room(old.manifest, csd_roots, len(SLOTS) + len(names)) if shares else ()
+    return lay_out(
+        old.manifest, shapes, roots, held=old.manifest, shares=shares, room=room
+    )
+
+
+def _room(old: Manifest, csd_roots: Sequence[Path], num_copies: int) -> list[int]:
+    """Returns the most bytes of chunks on each root: those there, and as many free."""
+    held = dict(zip(old.csds, csd_bytes(old), strict=False))
+    status = [os.statvfs(root) for root in csd_roots]
+    free = [one.f_bavail * one.f_frsize // num_copies for one in status]
+    return [
+        held.get(str(root), 0) + num_bytes
+        for root, num_bytes in zip(csd_roots, free, strict=True)
+    ]
 
 
 def _moves(

@@ -21,6 +21,7 @@ from jaxinf.streaming.fit import Fitted, Reads
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.resident import Resident
+from jaxinf.streaming.move.scratch import Folders
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.agreement import Together
@@ -41,7 +42,7 @@ from jaxinf.streaming.run import (
 )
 from jaxinf.streaming.turns import Turns
 from jaxinf.streaming.update.sink import Sink
-from jaxinf.typing import JsonValue, PathLikeStr
+from jaxinf.typing import JsonValue
 
 __all__ = ["Bound", "Ends", "Setup", "Shared", "bind", "rebind"]
 
@@ -251,7 +252,7 @@ class Ends(ABC):
         return Fitted(plan, units, division, host_bytes, self.reads, is_saved)
 
     @property
-    def folders(self) -> Sequence[PathLikeStr]:
+    def folders(self) -> Folders:
         """A folder on each drive that values may wait on."""
         return ()
 

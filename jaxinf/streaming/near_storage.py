@@ -6,21 +6,22 @@ chunks alone, so a step can be planned before its store is made.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
-from pathlib import Path
 
 from jaxinf.engine import Store, StoreShape
 from jaxinf.io import ByteCounts, ByteMeters
 from jaxinf.program import UpdateProgram, effect_of_nonfinite
 from jaxinf.schedule.placement import Waiting, waiting
-from jaxinf.store import plans_folder
+from jaxinf.store import csd_shares, plans_folder
 from jaxinf.streaming.bound import Bound, Ends, Setup
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.reader import StoreReader
 from jaxinf.streaming.move.resident import Resident
+from jaxinf.streaming.move.scratch import Folders
 from jaxinf.streaming.move.spill import Spill, file_bytes
 from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.plan.device import mesh_limit
+from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.reads import (
@@ -209,10 +210,22 @@ class StoreEnds(StoreParamsEnds):
         )
         purpose = "computing numbers of its gradients"
         division = division.without(self._numbers_bytes, purpose, is_on_device=True)
-        return division.without(
-            self._gathered_bytes,
-            "moving shards of params that are not stored alone",
-        ).without(shared_bytes(self._units), SHARED)
+        return (
+            division.without(
+                self._gathered_bytes,
+                "moving shards of params that are not stored alone",
+            )
+            .without(shared_bytes(self._units), SHARED)
+            .without(
+                self._written_together(), "writing gradients to several drives at once"
+            )
+        )
+
+    def _written_together(self) -> int:
+        """Memory of the threads that write a gradient that waits, beside one's own."""
+        num_spills = self._is_deferred + (self.setup.options.micro_batches > 1)
+        largest = max(self._gradient_bytes.values(), default=0)
+        return num_spills * min((self.num_drives - 1) * PART_BYTES, largest)
 
     def _bytes_to_gather(self, ready: Prepared) -> int:
         """Memory to gather shards: one unit that is read, and one that is updated."""
@@ -241,12 +254,13 @@ class StoreEnds(StoreParamsEnds):
     # --- bound ---------------------------------------------------------------------
 
     @property
-    def folders(self) -> Sequence[Path]:
-        """As `Ends.folders`."""
+    def folders(self) -> Folders:
+        """As `Ends.folders`: drives have values by their shares of the chunks."""
         directory = self._training.opened.directory
         if not directory.manifest.csds:
             return [plans_folder(self._store.path)]
-        return [directory.csd_directory(csd) for csd in range(directory.num_csds)]
+        shares = csd_shares(directory.manifest)
+        return {directory.csd_directory(n): share for n, share in enumerate(shares)}
 
     @property
     def steps_per_commit(self) -> float:
@@ -261,7 +275,7 @@ class StoreEnds(StoreParamsEnds):
     def sink(self, fitted: Fitted) -> StoreSink:
         """As `Ends.sink`: gradients wait in half of their memory, or are summed."""
         options, division = self.setup.options, fitted.division
-        spill = partial(Spill, plans_folder(self._store.path), meters=self.meters)
+        spill = partial(Spill, self.folders, meters=self.meters)
         planned = self._waiting(fitted)
         room_bytes = division.gradients
         room_bytes -= sum(one.capacity_bytes for one in planned if one is not None)

@@ -3,7 +3,6 @@
 Invariant: nothing is measured for a step that ended early.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxinf.io import ByteMeters
@@ -12,6 +11,7 @@ from jaxinf.streaming.call_timer import Watch
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.probe import probe
+from jaxinf.streaming.move.scratch import Folders
 from jaxinf.streaming.move.values import make_values
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.offload import check_tiers
@@ -22,7 +22,6 @@ from jaxinf.streaming.plan.search import Problem
 from jaxinf.streaming.plan.wear import Wear
 from jaxinf.streaming.program.graph import Graph
 from jaxinf.streaming.run import CompiledMemory, Executables, Runner
-from jaxinf.typing import PathLikeStr
 
 __all__ = ["Replanner", "make_runner", "offload_planned"]
 
@@ -32,7 +31,7 @@ def offload_planned(
     graph: Graph,
     executables: Executables,
     options: Options,
-    folders: Sequence[PathLikeStr],
+    folders: Folders,
     waiting: Waiting | None = None,
 ) -> tuple[Plan, "Replanner | None"]:
     """Plans which values leave, if any may; with ``"plan"`` by measures. Blocks.
@@ -72,7 +71,7 @@ def make_runner(
     fitted: Fitted,
     plan: Plan,
     executables: Executables,
-    folders: Sequence[PathLikeStr],
+    folders: Folders,
     replanner: "Replanner | None",
     meters: ByteMeters | None = None,
 ) -> Runner:
@@ -117,7 +116,7 @@ class Replanner(Planner):
         plan: Plan,
         problem: Problem,
         num_parts: int,
-        folders: Sequence[PathLikeStr],
+        folders: Folders,
     ) -> None:
         super().__init__(problem, num_parts)
         self._plan, self._folders = plan, folders

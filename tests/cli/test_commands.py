@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -9,7 +10,7 @@ import jax
 import pytest
 
 import jaxinf
-from jaxinf.cli import main
+from jaxinf.cli import commands, main
 from jaxinf.terminal import format_bytes, format_count, parse_bytes
 
 
@@ -172,3 +173,50 @@ def test_rebalance(make_store, tmp_path, run):
     result = run("store", "rebalance", store.path)
     assert result.status == 1
     assert "at least one CSD root" in result.err
+
+
+def test_rebalance_by_speed(make_store, tmp_path, run, monkeypatch):
+    roots = [tmp_path / "one", tmp_path / "two"]
+    for root in roots:
+        root.mkdir()
+    store = make_store(csds=roots)
+    monkeypatch.setattr(commands, "measure_csds", lambda csd, roots: [9e8, 3e8])
+    result = run("store", "rebalance", store.path, "--by-speed")
+    assert result.status == 0, result.err
+    assert f"{roots[0]}: 900 MB/s, share 3" in result.out
+    assert f"now on {roots[0]}, {roots[1]}" in result.out
+    assert run("verify", store.path).status == 0
+    assert run("store", "rebalance", store.path, "--by-speed").out.count(" 0 chunks")
+    words = [word for root in roots for word in ("--csd-root", root)]
+    result = run("store", "rebalance", store.path, *words, "--share", 1, "--share", 1)
+    assert result.status == 0, result.err
+    assert " 0 chunks" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["--by-speed"], 2, "expected a store on several CSD roots, found 0"),
+        (
+            ["--csd-root", "one", "--share", "1", "--by-speed"],
+            2,
+            "expected --by-speed, or",
+        ),
+        (["--share", "1"], 2, "found 1 for 0"),
+        (
+            ["--csd-root", "one", "--share", "0"],
+            1,
+            "one: expected its share as a number",
+        ),
+        (["--csd-root", "one", "--share", "nan"], 1, "above 0, .* found nan"),
+        (["--csd-root", "one", "--share", "inf"], 1, "above 0, .* found inf"),
+        (["--csd-root", "none", "--share", "1"], 1, "expected a directory"),
+    ],
+)
+def test_shares_that_are_none(make_store, tmp_path, run, words, status, message):
+    (tmp_path / "one").mkdir()
+    store = make_store()
+    words = [tmp_path / word if word in ("one", "none") else word for word in words]
+    result = run("store", "rebalance", store.path, *words)
+    assert result.status == status
+    assert re.search(message, result.err)

@@ -1,5 +1,7 @@
 """The monitor finds the CSD that the others wait for."""
 
+import threading
+
 import pytest
 
 from jaxinf.engine.pipeline import drive_monitor
@@ -48,6 +50,51 @@ def test_a_slow_drive_is_named(clock, caplog, third, is_named):
     rounds(clock, 3, [*SAME, third])
     assert ("CSD root /c: in each of the last 3 steps" in caplog.text) == is_named
     assert "CSD root /a" not in caplog.text
+
+
+def test_it_says_what_a_rebalance_gains(clock, caplog):
+    rounds(clock, 4, [*SAME, (2, 8 << 20, 0.5)])
+    (record,) = caplog.records
+    # 24 MiB at 80 + 80 + 16 MiB/s are 0.136 s, of 0.5.
+    assert (
+        "--by-speed' drives would be busy for 27 % of the time" in record.getMessage()
+    )
+
+
+def test_a_slow_drive_that_has_less_is_not_named(clock, caplog):
+    rounds(clock, 4, [(0, 32 << 20, 0.4), (1, 32 << 20, 0.4), (2, 8 << 20, 0.4)])
+    assert caplog.text == ""
+
+
+def at_once(own, clock, csd, num_requests, seconds):
+    """Makes requests that are under way together."""
+    inside, leave = threading.Barrier(num_requests + 1), threading.Event()
+
+    def request():
+        with own.request(csd, "read", [2 << 20]):
+            inside.wait()
+            leave.wait()
+
+    threads = [threading.Thread(target=request) for _ in range(num_requests)]
+    for thread in threads:
+        thread.start()
+    inside.wait()
+    clock.now_s += seconds / 2
+    own.end_round()  # counts a drive that is busy
+    clock.now_s += seconds / 2
+    leave.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_requests_at_once_take_one_time(clock, caplog):
+    own = drive_monitor.DriveMonitor(["/a", "/b"])
+    for _ in range(5):
+        at_once(own, clock, 0, 1, 0.2)
+        clock.now_s += 5.0  # idle
+        at_once(own, clock, 1, 4, 0.8)  # as fast for a byte
+        own.end_round()
+    assert caplog.text == ""
 
 
 def test_two_slow_steps_say_nothing(clock, caplog):

@@ -164,5 +164,61 @@ def test_other_csds_get_their_share_and_the_rest_stays(chunk_bytes, before, afte
 
 def test_what_is_spread_evenly_stays():
     assert reassign_csds([10, 10, 10, 10], [1, 0, 1, 0], 2) == [1, 0, 1, 0]
-    assert reassign_csds([10, 10, 10, 10], [0, 0, 0, 0], 2) == [0, 0, 1, 1]
+    # Those that go are of all parts of a leaf.
+    assert reassign_csds([10, 10, 10, 10], [0, 0, 0, 0], 2) == [0, 1, 0, 1]
     assert reassign_csds([10, 10], [None, 0], 1) == [0, 0]
+
+
+_SHARES = st.lists(st.sampled_from([1.0, 1.5, 3.0, 10.0]), min_size=1, max_size=6)
+
+
+@given(st.lists(_BYTES, max_size=60), _SHARES)
+def test_csds_are_done_with_their_shares_at_the_same_time(chunk_bytes, shares):
+    loads = _loads(
+        chunk_bytes, assign_csds(chunk_bytes, len(shares), shares), len(shares)
+    )
+    largest = max(chunk_bytes, default=0)
+    for load, share in zip(loads, shares, strict=True):
+        for other, theirs in zip(loads, shares, strict=True):
+            # Its last chunk would not have been done sooner elsewhere.
+            assert not load or load / share <= (other + largest) / theirs + 1e-6
+
+
+@given(st.integers(0, 200), _SHARES)
+def test_each_part_of_a_leaf_is_dealt_by_shares(num_chunks, shares):
+    csds = assign_csds([4096] * num_chunks, len(shares), shares)
+    for csd in range(len(shares)):
+        part = csds.count(csd) / max(1, num_chunks)
+        for length in range(num_chunks):
+            found = csds[:length].count(csd)
+            assert abs(found - part * length) < len(shares)
+
+
+def test_a_drive_has_no_more_than_it_has_room_for():
+    assert assign_csds([10] * 8, 2, [3, 1], [40, 1000]) == [0, 1] * 4
+    assert assign_csds([10] * 8, 2, [3, 1], [1000, 1000]) == [1, 0, 0, 0] * 2
+    # Without room anywhere the check for space says so.
+    assert assign_csds([10] * 8, 2, [3, 1], [5, 5]).count(0) == 6
+
+
+@given(st.lists(_BYTES, min_size=1, max_size=60), _SHARES)
+def test_few_chunks_move_to_other_shares(chunk_bytes, shares):
+    num_csds, largest = len(shares), max(chunk_bytes)
+    held = assign_csds(chunk_bytes, num_csds)
+    csds = reassign_csds(chunk_bytes, held, num_csds, shares)
+    before, after = (_loads(chunk_bytes, one, num_csds) for one in (held, csds))
+    whole = sum(chunk_bytes) / sum(shares)
+    over = [load - whole * share for load, share in zip(after, shares, strict=True)]
+    assert max(over) - min(over) <= largest * num_csds
+    excess = [b - whole * share for b, share in zip(before, shares, strict=True)]
+    moved = sum(
+        n for n, old, new in zip(chunk_bytes, held, csds, strict=True) if old != new
+    )
+    assert moved <= sum(max(0, n) for n in excess) + num_csds * largest
+
+
+def test_chunks_that_would_go_stay_where_there_is_no_room():
+    held = [0, 1] * 4
+    assert reassign_csds([10] * 8, held, 2, [3, 1]).count(0) == 6
+    moved = reassign_csds([10] * 8, held, 2, [3, 1], [50, 1000])
+    assert moved.count(0) == 5

@@ -17,7 +17,14 @@ from jaxinf.errors import (
     StoreMismatchError,
     StoreSpaceError,
 )
-from jaxinf.store import StoreDirectory, Verifier, rebalance, seal, stored_bytes
+from jaxinf.store import (
+    StoreDirectory,
+    Verifier,
+    csd_bytes,
+    rebalance,
+    seal,
+    stored_bytes,
+)
 
 LEAVES = {
     "bias": ((129,), "float32"),
@@ -59,7 +66,7 @@ class Store:
                     found[place.name, record.name, state.name] = array.read().result()
         return found
 
-    def check(self, roots, step=3):
+    def check(self, roots, step=3, shares=None):
         directory = StoreDirectory.open(self.path)
         assert directory.manifest.csds == tuple(map(str, roots))
         for place in (self.path / "current", self.path / "checkpoints/two"):
@@ -75,7 +82,10 @@ class Store:
             for csd, chunk in zip(leaf.csds, chunks, strict=True):
                 sizes.append(sum(stored_bytes(chunk, s) for s in leaf.states))
                 loads[csd] += sizes[-1]
-        assert max(loads) - min(loads) <= max(sizes)
+        shares = shares or [1.0] * len(roots)
+        whole = sum(loads) / sum(shares)
+        over = [n - whole * share for n, share in zip(loads, shares, strict=True)]
+        assert max(over) - min(over) <= max(sizes)
         for root in set(self.roots) - set(roots):
             assert list(root.iterdir()) == []
         assert not (self.path / "rebalance.json").exists()
@@ -125,6 +135,29 @@ def test_every_bit_stays(make, before, after):
         assert calls[-1][0] == calls[-1][1] > done.num_bytes
     assert rebalance(store.path, roots).num_chunks == 0
     store.train(3)
+
+
+@pytest.mark.parametrize("after", [[0, 1], [4, 0, 5]])
+def test_every_bit_stays_by_shares(make, after):
+    store = make(2)
+    roots, shares = [store.roots[n] for n in after], [3.0, 1.0, 1.0][: len(after)]
+    done = rebalance(store.path, roots, shares=shares)
+    store.check(roots, shares=shares)
+    assert done.num_chunks > 0
+    assert rebalance(store.path, roots, shares=shares).num_chunks == 0
+    store.train(3)
+    rebalance(store.path, roots)  # evenly
+    store.check(roots, step=4)
+
+
+def test_shares_go_as_far_as_there_is_room(make, monkeypatch):
+    store = make(2)
+    before = csd_bytes(StoreDirectory.open(store.path).manifest)
+    full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 10, 10, 0, 255))
+    monkeypatch.setattr(rebalancing.os, "statvfs", lambda root: full)
+    assert rebalance(store.path, store.roots[:2], shares=[3, 1]).num_chunks == 0
+    monkeypatch.undo()
+    assert csd_bytes(StoreDirectory.open(store.path).manifest) == before
 
 
 def test_there_and_back(make):

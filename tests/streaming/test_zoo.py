@@ -60,7 +60,7 @@ def test_gradients_are_those_of_one_jit(name, tmp_path):
     keeping = ready.plan_of(plan.cuts, "keep")
     # With no memory for them.
     planned = waiting(dict.fromkeys(ready.gradient_pieces, 1), 0)
-    spill = Spill(tmp_path, planned)
+    spill = Spill([tmp_path], planned)
     again = streamed(program, keeping, executables, spill)
     assert_same_bits(again, (loss, aux, gradients))
     assert spill.written_bytes >= sum(leaf.nbytes for leaf in gradients)

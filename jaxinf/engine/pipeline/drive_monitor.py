@@ -9,14 +9,17 @@ import statistics
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 __all__ = ["OVERDUE_S", "DriveMonitor"]
 
 _LOG = logging.getLogger("jaxinf")
 
-_TIMES_SLOWER = 3.0
+_TIMES_SLOWER = 2.5
 _NUM_ROUNDS = 3
+_LEAST_GAIN = 1.25
+"""A drive is named if steps wait that much longer than they would by a rebalance."""
+
 _MIN_SECONDS = 0.1
 """Rounds in which a CSD was busy for less are ignored."""
 
@@ -41,6 +44,8 @@ class DriveMonitor:
         self._guard = threading.Lock()
         self._seconds: defaultdict[int, float] = defaultdict(float)
         self._bytes: Counter[int] = Counter()
+        self._num_busy: Counter[int] = Counter()  # requests under way, by CSD
+        self._busy_since_s: dict[int, float] = {}
         self._rounds_slow: Counter[int] = Counter()
         self._under_way: dict[int, _Request] = {}  # by thread
         self._told: set[int] = set()
@@ -61,25 +66,42 @@ class DriveMonitor:
     def _begin(self, request: "_Request") -> None:
         with self._guard:
             self._under_way[threading.get_ident()] = request
+            if request.num_bytes:
+                self._busy_since_s.setdefault(request.csd, request.began_s)
+                self._num_busy[request.csd] += 1
 
     def _end(self, request: "_Request") -> None:
         with self._guard:
             del self._under_way[threading.get_ident()]
             if request.num_bytes:
-                self._seconds[request.csd] += time.monotonic() - request.began_s
-                self._bytes[request.csd] += request.num_bytes
+                csd = request.csd
+                self._bytes[csd] += request.num_bytes
+                self._num_busy[csd] -= 1
+                self._settle(csd)
+                if not self._num_busy[csd]:
+                    del self._busy_since_s[csd]
+
+    def _settle(self, csd: int) -> None:
+        """Counts the time of a busy drive so far: requests at once are one time."""
+        now_s = time.monotonic()
+        self._seconds[csd] += now_s - self._busy_since_s[csd]
+        self._busy_since_s[csd] = now_s
 
     def end_round(self) -> None:
         """Compares the drives since the last round; warns of one always slow."""
         with self._guard:
+            for csd in self._busy_since_s:  # reading ahead may go on
+                self._settle(csd)
             seconds, moved = dict(self._seconds), dict(self._bytes)
             self._seconds.clear()
             self._bytes.clear()
         costs = {n: seconds[n] / moved[n] for n in moved}
+        gain = _gain(seconds, moved)
         for csd, cost in costs.items():
             others = [costs[n] for n in costs if n != csd]
             usual = statistics.median(others) if others else cost
             is_slow = cost > _TIMES_SLOWER * usual and seconds[csd] > _MIN_SECONDS
+            is_slow = is_slow and gain >= _LEAST_GAIN
             self._rounds_slow[csd] = self._rounds_slow[csd] + 1 if is_slow else 0
             if self._rounds_slow[csd] >= _NUM_ROUNDS and csd not in self._told:
                 self._told.add(csd)
@@ -87,10 +109,12 @@ class DriveMonitor:
                     "CSD root %s: in each of the last %d steps its drive took %.1f "
                     "times as long for a byte as the others do, and they wait for it; "
                     "see to the drive (its temperature, wear, space, what else uses "
-                    "it), or store without it (jaxinf store rebalance)",
+                    "it), or store less on it: after 'jaxinf store rebalance "
+                    "--by-speed' drives would be busy for %.0f %% of the time",
                     self._names[csd],
                     _NUM_ROUNDS,
                     cost / usual,
+                    100 / gain,
                 )
 
     def report_overdue(self) -> None:
@@ -108,6 +132,14 @@ class DriveMonitor:
                     _KINDS[request.kind],
                     now_s - request.began_s,
                 )
+
+
+def _gain(seconds: Mapping[int, float], moved: Mapping[int, int]) -> float:
+    """Returns how much longer the drives are busy than if bytes were dealt by speed."""
+    rate = sum(moved[n] / seconds[n] for n in moved if seconds[n])
+    if not rate:
+        return 1.0
+    return max(seconds[n] for n in moved) / (sum(moved.values()) / rate)
 
 
 class _Request:

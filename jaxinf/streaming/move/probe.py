@@ -9,15 +9,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxinf.errors import StoreError
-from jaxinf.streaming.move.scratch import Part, Place, Scratch, aligned
+from jaxinf.streaming.move.scratch import Folders, Part, Place, Scratch, aligned
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.streaming.plan.retrying import Moved
-from jaxinf.typing import PathLikeStr
 
 __all__ = ["probe"]
 
 
-def probe(folders: Sequence[PathLikeStr]) -> dict[str, Moved]:
+def probe(folders: Folders) -> dict[str, Moved]:
     """Writes a part of 4 MiB to each drive and reads it back; blocks.
 
     It takes 8 MiB of memory, less than writing values takes, which no one does then.

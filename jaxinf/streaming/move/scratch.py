@@ -13,10 +13,11 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from jaxinf.streaming.plan.forms import Coding, runs_of
 from jaxinf.typing import Array, PathLikeStr
 
 __all__ = [
+    "Folders",
     "Part",
     "Place",
     "RateLimits",
@@ -38,6 +40,9 @@ __all__ = [
 ]
 
 _NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
+Folders: TypeAlias = Sequence[PathLikeStr] | Mapping[Path, float]
+"""A folder on each drive, for even shares, or the drives' shares by folder."""
+
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -94,7 +99,8 @@ class Scratch:
     """Files without names, one on each drive. Thread-safe, but for `allocate`.
 
     Args:
-      folders: A folder on each drive; none if there is no value to hold.
+      folders: A folder on each drive, or its drive's share of the values by folder;
+        none if there is no value to hold.
       meters: Counters of the bytes moved.
       limits: Limits of each drive, for tests of slower ones and for shared drives.
       content: What the files hold, for errors.
@@ -102,7 +108,7 @@ class Scratch:
 
     def __init__(
         self,
-        folders: Sequence[PathLikeStr],
+        folders: Folders,
         meters: ByteMeters | None = None,
         *,
         limits: RateLimits | None = None,
@@ -117,7 +123,9 @@ class Scratch:
         self._files: list[int] = []
         self._ends = [0] * len(folders)
         self._reserved = [0] * len(folders)
-        self._next_drive = 0
+        is_dealt = isinstance(folders, Mapping)
+        self._shares = [*folders.values()] if is_dealt else [1.0] * len(folders)
+        self._credit = [0.0] * len(folders)
         self._opening = threading.Lock()
 
     @property
@@ -128,17 +136,22 @@ class Scratch:
     def allocate(self, num_bytes: int, coding: Coding | None = None) -> Place:
         """Returns a place for a value; its parts take turns on the drives.
 
-        A part that is coded has room for one that is not.
+        A drive with a larger share comes more often. A part that is coded has room for
+        one that is not.
         """
         parts = []
         for start, stop in runs_of(num_bytes):
-            drive, self._next_drive = (
-                self._next_drive,
-                (self._next_drive + 1) % self.num_drives,
-            )
+            drive = self._next_drive()
             parts.append(Part(drive, self._ends[drive], start, stop, coding))
             self._ends[drive] += page_ceil(stop - start)
         return Place(tuple(parts))
+
+    def _next_drive(self) -> int:
+        pairs = zip(self._credit, self._shares, strict=True)
+        self._credit = [credit + share for credit, share in pairs]
+        drive = max(range(self.num_drives), key=lambda n: self._credit[n])
+        self._credit[drive] -= sum(self._shares)
+        return drive
 
     def reserve(self) -> None:
         """Takes room on the drives for all places; blocks.
@@ -162,7 +175,7 @@ class Scratch:
     def reset(self) -> None:
         """Gives up all places; the files keep their room for new ones."""
         self._ends = [0] * len(self._folders)
-        self._next_drive = 0
+        self._credit = [0.0] * len(self._folders)
 
     def write(self, part: Part, raw: Array, bounce: Array, what: object = "") -> Part:
         """Writes a part of a value; blocks.

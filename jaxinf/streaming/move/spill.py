@@ -7,7 +7,6 @@ disappears with the process, however that ends.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from jaxinf.io import ByteMeters
 from jaxinf.io.pages import page_ceil
 from jaxinf.schedule.placement import Waiting
 from jaxinf.streaming.move.mover import Mover
-from jaxinf.streaming.move.scratch import Place, Scratch
+from jaxinf.streaming.move.scratch import Folders, Place, Scratch
 from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import Array
@@ -35,7 +34,7 @@ class Spill:
     An array that it returns stays valid for as long as someone refers to it.
 
     Args:
-      folder: A folder on a drive with room for gradients that go there.
+      folders: As for `Scratch`, on drives with room for gradients that go there.
       planned: The gradients that do.
       meters: Counters of the bytes on the drive.
 
@@ -46,11 +45,15 @@ class Spill:
     """
 
     def __init__(
-        self, folder: Path, planned: Waiting, meters: ByteMeters | None = None
+        self, folders: Folders, planned: Waiting, meters: ByteMeters | None = None
     ) -> None:
-        self._scratch = Scratch([folder], meters, content="gradients")
+        self._scratch = Scratch(folders, meters, content="gradients")
         self._mover = Mover(
-            [1], has_link=False, read_bytes=0, name="jaxinf-gradients", reuses=False
+            [1] * len(folders),
+            has_link=False,
+            read_bytes=0,
+            name="jaxinf-gradients",
+            reuses=False,
         )
         self.planned = planned
         self._held: dict[Piece, jax.Array | Array | Evicted] = {}

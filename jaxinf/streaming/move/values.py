@@ -17,12 +17,11 @@ from jaxinf import compat
 from jaxinf.io import ByteMeters
 from jaxinf.schedule.placement import NUM_COPIES, Stay, Tiers, occupancy
 from jaxinf.streaming.move.mover import Mover, MoverCounts, drive_threads
-from jaxinf.streaming.move.scratch import Place, Scratch
+from jaxinf.streaming.move.scratch import Folders, Place, Scratch
 from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.plan.calls import Calls, Slot
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.program.meshes import default_device
-from jaxinf.typing import PathLikeStr
 
 __all__ = ["Values", "make_values", "value_bytes"]
 
@@ -180,7 +179,7 @@ class Values:
 def make_values(
     plan: Plan,
     tiers: Tiers | None,
-    folders: Sequence[PathLikeStr],
+    folders: Folders,
     meters: ByteMeters | None = None,
 ) -> Values:
     """Returns what holds the values of a plan's steps; takes room on drives, blocks.

@@ -53,6 +53,23 @@ def test_values_come_back(tmp_path, num_drives):
     scratch.close()
 
 
+def test_drives_have_values_by_their_shares(tmp_path):
+    folders = [tmp_path / str(i) for i in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    scratch = Scratch(dict(zip(folders, [3.0, 1.0, 0.0], strict=True)))
+    for _ in range(2):
+        place = scratch.allocate(80 * PART_BYTES)
+        drives = [part.drive for part in place.parts]
+        assert [drives.count(drive) for drive in range(3)] == [60, 20, 0]
+        assert drives[:8].count(1) == 2  # neighbours are on both
+        scratch.reset()
+    value = np.arange(3 * PART_BYTES // 4, dtype=np.float32)
+    place = scratch.allocate(value.nbytes)
+    np.testing.assert_array_equal(moved(scratch, place, value).view(np.float32), value)
+    scratch.close()
+
+
 def test_threads_that_write_first_share_a_file(tmp_path, monkeypatch):
     real, made = os.open, []
 

@@ -1,10 +1,13 @@
 """Gradients that wait in memory and in a file: bits, order, how long they last."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
 from jaxinf.io.pages import page_ceil
 from jaxinf.schedule.placement import waiting
+from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.spill import Spill, file_bytes
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.streaming.program.graph import Piece
@@ -15,7 +18,7 @@ SIZES = [4, 70_000, PART_BYTES + 4, 4096]
 @pytest.fixture(params=[0, 80_000], ids=["file", "memory and file"])
 def spill(tmp_path, request):
     sizes = {Piece(number): num_bytes for number, num_bytes in enumerate(SIZES)}
-    own = Spill(tmp_path, waiting(sizes, request.param))
+    own = Spill([tmp_path], waiting(sizes, request.param))
     yield own
     own.close()
 
@@ -65,3 +68,26 @@ def test_a_pass_that_is_given_up_leaves_nothing(spill):
         np.testing.assert_array_equal(found, given[piece])
         spill.reset()
         assert piece not in spill
+
+
+def test_gradients_go_to_drives_by_their_shares(tmp_path, monkeypatch):
+    folders = {tmp_path / "a": 3.0, tmp_path / "b": 1.0}
+    for folder in folders:
+        folder.mkdir()
+    written = Counter()
+    real = Scratch.write
+
+    def write(self, part, *args, **kwargs):
+        written[part.drive] += 1
+        return real(self, part, *args, **kwargs)
+
+    monkeypatch.setattr(Scratch, "write", write)
+    values = [np.full(2 * PART_BYTES // 4, number, np.float32) for number in range(4)]
+    sizes = {Piece(number): value.nbytes for number, value in enumerate(values)}
+    own = Spill(folders, waiting(sizes, 0))
+    for number, value in enumerate(values):
+        own.put(Piece(number), value)
+    assert written == {0: 6, 1: 2}
+    for number, value in enumerate(values):
+        np.testing.assert_array_equal(own.take(Piece(number)), value)
+    own.close()
