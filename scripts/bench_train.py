@@ -117,7 +117,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         options["tiers"] = {"host": arguments.tier}
     store = jaxinf.open_store(place / "store", **options)
     update = Trainer(arguments, jaxinf.smart_update(tx, store))
-    commits, moved = [], []
+    commits, moved, before = [], [], moved_bytes(store)
     for turn in range(arguments.reps):
         first = turn * (arguments.steps + 1)
         memory.turn(arguments, first)
@@ -125,12 +125,12 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
             plain.turn(arguments, first)
             other.wait()
             time.sleep(IDLE_S)
-        before = moved_bytes(store)
         update.turn(arguments, first)
         store._training.join()
         after = moved_bytes(store)
         store.wait()
         moved.append((after - before, moved_bytes(store) - after))
+        before = moved_bytes(store)  # what is read ahead from here on is of a step
         metrics = store.metrics_of(first + arguments.steps + 1)
         assert metrics is not None
         commits.append(metrics.commit_s)
