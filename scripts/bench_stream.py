@@ -13,6 +13,8 @@ step of each turn does not count; it pays for work that another has left over.
     bytes_ratio      the same of bytes read and written on the drive
     dispatch_share   of a step: the host's time in calls of compiled programs
     clip_ratio       with --clip-norm: over a streamed step without clipping, in turns
+    layers_ratio     with --order parts layers: a step in layer order over one of one
+                     part after another, in turns
     compile_s        of all programs, and of one jit of loss and gradient; without trace
 
 With --timeline FILE the spans of a step are kept, for scripts/plot_timeline.py.
@@ -38,13 +40,14 @@ from jaxinf_models import GPT2, PRESETS, abstract_params, loss, split
 import jaxinf
 from jaxinf.io import timeline
 from jaxinf.streaming import StreamedStep
-from jaxinf.streaming.plan.calls import Policy
+from jaxinf.streaming.plan.calls import ORDERS, Order, Policy
 from jaxinf.streaming.plan.plan import prepare
 from jaxinf.streaming.run import compile_plan
 from jaxinf.terminal import parse_bytes
 
 DRAIN_S = 0.5
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+LAYERS = " in layer order"
 
 
 class Streamed:
@@ -53,7 +56,7 @@ class Streamed:
     Args:
       arguments: of the program.
       store: where it is; several may share one.
-      policy: of `jaxinf.stream`.
+      policy, order: of `jaxinf.stream`.
       clip_norm: 0: none.
     """
 
@@ -62,6 +65,7 @@ class Streamed:
         arguments: argparse.Namespace,
         store: jaxinf.Store,
         policy: Policy,
+        order: Order,
         clip_norm: float,
     ) -> None:
         config = PRESETS[arguments.preset]
@@ -79,6 +83,8 @@ class Streamed:
             memory_bytes=arguments.memory,
             policy=policy,
             resident=arguments.resident,
+            micro_batches=arguments.micro_batches,
+            order=order,
         )
         self.step.init(
             lambda: split(GPT2(config, rngs=nnx.Rngs(0)))[1], batch=batch(arguments, 0)
@@ -111,7 +117,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     update_store = jaxinf.open_store(place / "update", memory_bytes=arguments.ring)
     update = Trainer(arguments, jaxinf.smart_update(tx, update_store))
     streamed = streamed_steps(arguments, place / "stream", arguments.clip_norm)
-    unclipped: dict[Policy, Streamed] = {}
+    unclipped: dict[str, Streamed] = {}
     if arguments.clip_norm:
         unclipped = streamed_steps(arguments, place / "unclipped", 0.0)
     for turn in range(arguments.reps):
@@ -125,6 +131,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     found = {
         "preset": arguments.preset,
         "batch": f"{arguments.batch_size} x {arguments.seq_len}",
+        "micro_batches": arguments.micro_batches,
         "clip_norm": arguments.clip_norm,
         "memory_bytes": arguments.memory,
         "resident": arguments.resident,
@@ -136,6 +143,13 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     }
     for name, one in streamed.items():
         found[name] = figures(one, update.seconds, found["update_drive_bytes"])
+        parts = streamed.get(name.removesuffix(LAYERS), one)
+        if parts is not one:
+            ratios = pairwise(one.seconds, parts.seconds)
+            found[name] |= {
+                "layers_ratio": round(statistics.median(ratios), 4),
+                "layers_interval": [round(one, 4) for one in interval(ratios)],
+            }
     for name, one in unclipped.items():
         clipped_ratios = pairwise(streamed[name].seconds, one.seconds)
         found[name] |= {
@@ -153,11 +167,15 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
 
 def streamed_steps(
     arguments: argparse.Namespace, place: Path, clip_norm: float
-) -> dict[Policy, Streamed]:
-    """One for each policy, all on one store."""
+) -> dict[str, Streamed]:
+    """One for each policy and order, all on one store."""
     store = jaxinf.open_store(place)
     return {
-        name: Streamed(arguments, store, name, clip_norm) for name in arguments.policy
+        policy + (LAYERS if order == "layers" else ""): Streamed(
+            arguments, store, policy, order, clip_norm
+        )
+        for policy in arguments.policy
+        for order in arguments.order
     }
 
 
@@ -183,7 +201,7 @@ def keep_timeline(arguments: argparse.Namespace, streamed: Streamed) -> None:
     arguments.timeline.write_text(json.dumps(document, default=str) + "\n")
 
 
-def show_pair(turn: int, update: Trainer, streamed: Mapping[Policy, Streamed]) -> None:
+def show_pair(turn: int, update: Trainer, streamed: Mapping[str, Streamed]) -> None:
     """Prints the last counted steps, so that a run that is ended has shown some."""
     times = {"update": update.seconds[-1]}
     times |= {name: one.seconds[-1] for name, one in streamed.items()}
@@ -278,6 +296,10 @@ def main() -> None:
     )
     parser.add_argument(
         "--resident", metavar="{params,BYTES}", help="params that stay between steps"
+    )
+    parser.add_argument("--micro-batches", type=int, default=1, help="parts of a batch")
+    parser.add_argument(
+        "--order", nargs="+", choices=ORDERS, default=["parts"], help="of the parts"
     )
     parser.add_argument("--clip-norm", type=float, default=0.0, help="0: none")
     parser.add_argument("--reps", type=int, default=10, help="pairs of steps")

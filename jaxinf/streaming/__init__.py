@@ -8,7 +8,7 @@ from jaxinf.streaming.api import stream, stream_function, stream_in_memory
 from jaxinf.streaming.dry_run import DryRun, LeastMemory
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
-from jaxinf.streaming.plan.calls import Policy
+from jaxinf.streaming.plan.calls import Order, Policy
 from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.memory import store_memory_bytes
 from jaxinf.streaming.plan.plan import Plan
@@ -24,6 +24,7 @@ __all__ = [
     "Form",
     "InMemoryStep",
     "LeastMemory",
+    "Order",
     "Plan",
     "Policy",
     "StreamedFunction",

@@ -18,7 +18,7 @@ from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.agreement import Together
-from jaxinf.streaming.plan.calls import POLICIES, Policy
+from jaxinf.streaming.plan.calls import ORDERS, POLICIES, Order, Policy
 from jaxinf.streaming.plan.forms import FORMS, Form
 from jaxinf.streaming.plan.memory import store_memory_bytes
 from jaxinf.streaming.plan.resident import check_resident
@@ -40,6 +40,7 @@ def stream(
     policy: Policy = "recompute",
     resident: Literal["params"] | int | str | None = None,
     micro_batches: int = 1,
+    order: Order = "parts",
     replan: bool = False,
     nonfinite: NonFinitePolicy | None = None,
     average: Average | None = None,
@@ -85,6 +86,10 @@ def stream(
       micro_batches: Number of equal parts of a batch that run one after another, each
         in the memory of a part. Their gradients are averaged, so losses are those of
         the whole batch if the loss is a mean over it. aux gets a first axis of parts.
+      order: With `micro_batches`, ``"parts"`` runs all segments for a part before the
+        next part, ``"layers"`` a segment for all parts before the next segment: params
+        are read once for all of them, and values of all parts wait between segments.
+        The bits are the same.
       replan: Whether to replace a saved plan that does not fit.
       nonfinite: The effect of a gradient with NaN or Inf: ``"error"``, ``"skip"`` or
         ``"allow"``, with the default of `jaxinf.smart_update`.
@@ -119,6 +124,7 @@ def stream(
         replan=replan,
         nonfinite=nonfinite,
         micro_batches=micro_batches,
+        order=order,
         average=average,
         compress=compress,
         extra_args=dict(extra_args or {}),
@@ -246,6 +252,15 @@ def _options(
     check_nonfinite(options.nonfinite)
     if options.micro_batches < 1:
         raise ValueError(f"micro_batches={options.micro_batches}: expected at least 1")
+    if options.order not in ORDERS:
+        raise ValueError(
+            f"order={options.order!r}: expected one of {', '.join(ORDERS)}"
+        )
+    if options.order == "layers" and options.micro_batches == 1:
+        raise ValueError(
+            'order="layers": expected several parts of a batch, found '
+            "micro_batches=1; give more, or leave order out"
+        )
     endurance_tbw, form = options.endurance_tbw, options.activations
     if endurance_tbw is not None and not 0 < endurance_tbw < math.inf:
         raise ValueError(

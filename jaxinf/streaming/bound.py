@@ -181,13 +181,12 @@ class Ends(ABC):
         Raises:
           StreamError: They have kept others.
         """
-        options, own = self.setup.options, list[Division]()
+        leaves, own = self.setup.options.may_leave, list[Division]()
         read: Sequence[int] | None = None
 
         def divided() -> JsonValue:
             nonlocal read
             division = self.divided(ready, budgets)
-            leaves = options.policy in ("offload", "plan")
             pool_bytes = division.pool_bytes(with_values=leaves)
             check_pinned(self.setup.device, pool_bytes)
             if leaves:

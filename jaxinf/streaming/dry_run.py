@@ -4,7 +4,7 @@ Invariant: nothing is written, and params are never made.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from jaxinf.streaming.bound import Ends
 from jaxinf.streaming.budgets import planned_within
 from jaxinf.streaming.move.values import value_bytes
 from jaxinf.streaming.move.workers import writing_bytes
-from jaxinf.streaming.plan.calls import Policy
+from jaxinf.streaming.plan.calls import Order, Policy, may_leave
 from jaxinf.streaming.plan.memory import NUM_STAGED, DeviceLimit, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
 from jaxinf.streaming.replanning import offload_planned
@@ -144,6 +144,7 @@ class LeastMemory:
       params: Tree of arrays, or of shapes and dtypes.
       batch: As the loss function takes it.
       micro_batches: Number of parts of the batch.
+      order: The order in which segments run for them.
 
     Raises:
       StreamError: The loss function cannot be streamed.
@@ -155,8 +156,11 @@ class LeastMemory:
         params: PyTree,
         batch: PyTree,
         micro_batches: int = 1,
+        order: Order = "parts",
     ) -> None:
-        self._ready = prepare(loss_fn, params, first_part(batch, micro_batches))
+        ready = prepare(loss_fn, params, first_part(batch, micro_batches))
+        num_parts = micro_batches if order == "layers" else 1
+        self._ready = replace(ready, num_parts=num_parts)
         self._smallest: dict[Policy, int] = {}
 
     @property
@@ -191,7 +195,8 @@ class LeastMemory:
             (sizes[piece] for piece in self._ready.gradient_pieces), default=0
         )
         limit = DeviceLimit(_MOST_BYTES, is_host=False) if has_device else DeviceLimit()
-        beside = writing_bytes(num_drives) if policy in ("offload", "plan") else 0
+        leaves = may_leave(policy, self._ready.num_parts)
+        beside = writing_bytes(num_drives) if leaves else 0
         needed = NUM_STAGED * gradient if has_device else programs
 
         def suffices(memory_bytes: int) -> bool:

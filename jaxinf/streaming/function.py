@@ -222,7 +222,7 @@ class StreamedFunction(Step):
         if self._params is None:
             self._params = _tree_of(self.store)
         ready = prepare_function(self._fn, self._params, batch)
-        return ready.with_bits(is_deterministic=self._options.deterministic)
+        return ready.to_run(is_deterministic=self._options.deterministic)
 
     def _ends(self, ready: Prepared) -> FunctionEnds:
         return FunctionEnds(

@@ -103,7 +103,7 @@ class MemoryEnds(Ends):
         self, fitted: Fitted, plan: Plan, value_bytes: int
     ) -> tuple[ByteCounts, int, int]:
         """As `Ends.moved`."""
-        moved = value_bytes * self.setup.options.micro_batches
+        moved = value_bytes * self.setup.options.num_runs
         traffic = ByteCounts(drive_read_bytes=moved, drive_write_bytes=moved)
         return traffic, value_bytes, 0
 
@@ -111,7 +111,7 @@ class MemoryEnds(Ends):
         """As `Ends.sink`."""
         options = self.setup.options
         return OptaxSink(
-            self._optimizer, self._traced, options.micro_batches, options.nonfinite
+            self._optimizer, self._traced, options.num_runs, options.nonfinite
         )
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
@@ -251,7 +251,7 @@ class InMemoryStep(TrainingStep):
                 "a store yet; give a store, or put all arrays on one device "
                 "(jax.device_put(x, jax.devices()[0]))"
             )
-        return ready.with_bits(is_deterministic=self._options.deterministic)
+        return ready.to_run(is_deterministic=self._options.deterministic)
 
     def _dry(self, batch: PyTree, params: PyTree) -> Dry:
         params = abstract(self._optimizer.params) if params is None else params

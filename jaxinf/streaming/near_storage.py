@@ -230,7 +230,7 @@ class StoreEnds(StoreParamsEnds):
     def _bytes_to_gather(self, ready: Prepared) -> int:
         """Memory to gather shards: one unit that is read, and one that is updated."""
         units = {self._store_units.unit(piece) for piece in ready.lifetimes.sizes}
-        waits = self._is_deferred or self.setup.options.micro_batches > 1
+        waits = self._is_deferred or self.setup.options.num_runs > 1
         apart = [unit for unit in units if unit.is_apart]
         undivided = [unit.whole_bytes for unit in apart if not unit.is_divided]
         updated = [unit.whole_bytes for unit in apart] if waits else undivided
@@ -280,7 +280,7 @@ class StoreEnds(StoreParamsEnds):
         room_bytes = division.gradients
         room_bytes -= sum(one.capacity_bytes for one in planned if one is not None)
         last, summed = (None if one is None else spill(one) for one in planned)
-        sums = None if summed is None else Sums(options.micro_batches, summed)
+        sums = None if summed is None else Sums(options.num_runs, summed)
         return StoreSink(
             self._training,
             self._program,
@@ -302,7 +302,7 @@ class StoreEnds(StoreParamsEnds):
         if self._is_deferred:
             num_reads = max(1, self._passes.num_passes - 1)
             last = waiting(self._deferred_bytes(calls), room_bytes // 2, num_reads)
-        if self.setup.options.micro_batches > 1:
+        if self.setup.options.num_runs > 1:
             pieces = [piece for call in calls for piece, _ in call.gradients]
             sizes = {piece: self._sum_bytes[piece] for piece in pieces}
             sums = waiting(sizes, room_bytes // 4)
@@ -337,7 +337,7 @@ class StoreEnds(StoreParamsEnds):
             sink=sink,
             step_traffic=traffic,
             commit_bytes=by_commits,
-            reused_bytes=self.setup.options.micro_batches * reused,
+            reused_bytes=self.setup.options.num_runs * reused,
             store_bytes=fitted.division.ring + unused_bytes,
         )
 
@@ -347,7 +347,7 @@ class StoreEnds(StoreParamsEnds):
         """As `Ends.moved`."""
         fetches = fitted.reading(plan)[0].fetches
         last, sums = self._waiting(fitted)
-        num_early = self.setup.options.micro_batches - 1
+        num_early = self.setup.options.num_runs - 1
         waiting_bytes = value_bytes
         moved = (1 + num_early) * value_bytes
         if sums is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxinf.compress import TopK
 from jaxinf.program import Average, NonFinitePolicy
-from jaxinf.streaming.plan.calls import Policy
+from jaxinf.streaming.plan.calls import Order, Policy, may_leave
 from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.resident import Resident
 
@@ -28,6 +28,7 @@ class Options:
     replan: bool = False
     nonfinite: NonFinitePolicy | None = None
     micro_batches: int = 1
+    order: Order = "parts"
     average: Average | None = None
     compress: TopK | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
@@ -44,6 +45,21 @@ class Options:
             policy="keep",
             deterministic=self.deterministic,
         )
+
+    @property
+    def num_runs(self) -> int:
+        """Number of times that the calls run in a step, for one part of it each."""
+        return self.micro_batches if self.order == "parts" else 1
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of a batch that the calls of one run are of."""
+        return self.micro_batches // self.num_runs
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether values may be on a drive for a part of a step."""
+        return may_leave(self.policy, self.num_parts)
 
     @property
     def budgets(self) -> Mapping[str, int]:

@@ -49,7 +49,7 @@ def offload_planned(
         return plan, None
     form = options.activations
     memory = CompiledMemory(plan, executables, budget_bytes, form)
-    if options.policy == "offload":
+    if options.policy != "plan":
         return memory.fitted(), None
     problem = Problem(
         graph,
@@ -63,7 +63,7 @@ def offload_planned(
         fitted.tiers,
         waiting,
     )
-    replanner = Replanner(plan, problem, options.micro_batches, folders)
+    replanner = Replanner(plan, problem, options.num_runs, folders)
     return replanner.plan, replanner
 
 

@@ -31,6 +31,7 @@ from jaxinf.streaming.plan.shardings import Shardings, const_sharding, output_by
 from jaxinf.streaming.program.graph import Batch, Const, Number, Origin, Piece, Seed
 from jaxinf.streaming.program.programs import bytes_beside, compile_program
 from jaxinf.streaming.recovery import computed_again
+from jaxinf.streaming.update.micro_batches import parts_of, together
 from jaxinf.typing import PyTree
 
 __all__ = [
@@ -205,15 +206,16 @@ class Runner:
         """Runs one step.
 
         Args:
-          batch: A batch of the traced shapes.
+          batch: A batch of the traced shapes, or of as many parts as the plan has.
           params: The source of params, which has begun.
           hand_out: Takes a complete gradient; called in the order of completion.
           check: Called where the step can be given up; raises if it must be.
 
         Returns:
-          The loss, None if there is none, and aux.
+          The loss, None if there is none, and aux; of parts as `together`.
         """
-        leaves = self._placed(batch)
+        parts = parts_of(batch, self.plan.programs.num_parts)
+        placed = [self._placed(part) for part in parts]
         values = self.values
         in_flight = self._in_flight
         self.dispatched_s = self.waited_s = ended_s = 0.0
@@ -233,7 +235,7 @@ class Runner:
             if len(in_flight) == MAX_IN_FLIGHT:
                 await_first()
             values.before(number)
-            inputs = self._inputs(number, call, leaves, params, check)
+            inputs = self._inputs(number, call, placed[call.part], params, check)
             outputs, called_s, output = self._dispatch(number, inputs)
             del inputs
             in_flight.append((number, called_s, output))
@@ -244,9 +246,17 @@ class Runner:
             del outputs, output
         while in_flight:
             await_first()
-        aux = [values[slot] for slot in self.plan.calls.results]
-        loss = None if self.plan.traced.seed_dtype is None else aux.pop(0)
+        found = [values[slot] for slot in self.plan.calls.results]
+        count = len(found) // len(parts)
+        results = [
+            self._results(found[number * count : (number + 1) * count])
+            for number in range(len(parts))
+        ]
         values.reset()
+        return together(results)
+
+    def _results(self, aux: list[jax.Array]) -> tuple[jax.Array | None, PyTree]:
+        loss = None if self.plan.traced.seed_dtype is None else aux.pop(0)
         return loss, self.plan.traced.aux_tree.unflatten(aux)
 
     def settle(self) -> None:

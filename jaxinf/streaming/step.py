@@ -206,8 +206,8 @@ class Step(ABC):
         return loss, aux if self._options.has_aux else None
 
     def _parts(self, bound: Bound, batch: PyTree, check: Check) -> list[Results]:
-        """Runs the programs for each part of the batch."""
-        count, runner, sink = self._options.micro_batches, bound.runner, bound.sink
+        """Runs the programs for each part of the batch, or once for all."""
+        count, runner, sink = self._options.num_runs, bound.runner, bound.sink
         results, dispatched_s, waited_s = [], 0.0, 0.0
         for number, part in enumerate(parts_of(batch, count)):
             sink.begin_part(number)

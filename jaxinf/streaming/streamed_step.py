@@ -234,7 +234,7 @@ class StreamedStep(TrainingStep):
         ready = prepare(self._loss_fn, avals, part, has_aux=options.has_aux)
         check_mesh(ready.traced.mesh, options.policy)
         check_processes(self.store._training.members, ready.traced.mesh)
-        return ready.with_bits(is_deterministic=options.deterministic)
+        return ready.to_run(options.num_parts, is_deterministic=options.deterministic)
 
     def _ends(self, ready: Prepared) -> StoreEnds:
         program = self._traced_optimizer(self._params)

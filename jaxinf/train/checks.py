@@ -218,7 +218,7 @@ def _check_optimizer(config: TrainConfig) -> None:
         )
 
 
-_OF_STREAMING = ("device_memory", "policy", "resident", "micro_batches")
+_OF_STREAMING = ("device_memory", "policy", "resident", "micro_batches", "order")
 _OF_STREAMING += ("replan", "activations", "endurance_tbw", "deterministic")
 _NOT_STREAMED = ("reference",)
 
@@ -245,6 +245,11 @@ def _check_streaming(config: TrainConfig) -> None:
         check_resident(config.resident)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
+    if config.order == "layers" and config.micro_batches == 1:
+        raise UsageError(
+            "--order layers: expected several parts of a batch; give --micro-batches, "
+            "or leave it out"
+        )
     if config.activations is not None and config.policy in ("recompute", "keep"):
         raise UsageError(
             f"--activations {config.activations}: no activation leaves with --policy "

@@ -266,10 +266,10 @@ class Search:
         def loss_fn(params: PyTree, batch: Any) -> jax.Array:
             return task_loss(nnx.merge(graphdef, params), config.task_name, batch)
 
-        parts = config.micro_batches
+        parts, order = config.micro_batches, config.order
         return self._once(
-            ("least", parts, config.dtype, config.param_dtype),
-            lambda: LeastMemory(loss_fn, params, self._batch, parts),
+            ("least", parts, order, config.dtype, config.param_dtype),
+            lambda: LeastMemory(loss_fn, params, self._batch, parts, order),
         )
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -377,6 +377,7 @@ def _ways(asked: TrainConfig, limits: Limits) -> Iterator[dict[str, Any]]:
         "policy": free("policy", "keep", "offload"),
         "resident": free("resident", "params"),
         "micro_batches": free("micro_batches", *parts),
+        "order": free("order", "layers"),
     }
     for mode in free("mode", "memory", "stream"):
         dims = {"memory": exact, "update": stored, "stream": streamed}[mode]

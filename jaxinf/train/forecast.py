@@ -116,6 +116,7 @@ def sizes_of(config: TrainConfig, description: StoreDescription | None = None) -
         held = [x.size * x.dtype.itemsize for x in jax.tree.leaves(slots)]
         return Sizes(count, arrays + sum(held), 0, 0, 0, 0)
     is_streamed, stays = config.mode == "stream", config.resident == "params"
+    num_runs = config.micro_batches if config.order == "parts" else 1
     description = description or describe_store(config)
     with (
         tempfile.TemporaryDirectory() as place,
@@ -138,15 +139,14 @@ def sizes_of(config: TrainConfig, description: StoreDescription | None = None) -
                     read += moved_bytes(shape, layout, loads)
                     written += moved_bytes(shape, layout, stores)
                 if is_streamed and not stays:  # forward and backward
-                    num_reads = 2 * config.micro_batches
-                    programs += num_reads * moved_bytes(shape, layout, [0])
+                    programs += 2 * num_runs * moved_bytes(shape, layout, [0])
         every = shape.options.mean_steps_per_commit(config.checkpoint_every)
         written += round(by_commits / (every or config.steps))
     if is_streamed:
-        waiting = 4 * count if config.clip_norm or config.micro_batches > 1 else 0
-        times = config.micro_batches  # a sum is read and written by each part
-        disk, read = disk + waiting, read + times * waiting
-        written += times * waiting
+        waiting = 4 * count if config.clip_norm or num_runs > 1 else 0
+        # A sum is read and written by each run.
+        disk, read = disk + waiting, read + num_runs * waiting
+        written += num_runs * waiting
     memory = config.buffer_bytes + (0 if is_streamed else arrays)
     return Sizes(count, memory, disk, programs, read + programs, written)
 

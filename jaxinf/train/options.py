@@ -12,7 +12,7 @@ import tyro
 
 from jaxinf.command_line import ByteSize
 from jaxinf.engine import Durability, MasterChoice, StateFormat, VerifyMode
-from jaxinf.streaming import Form, Policy
+from jaxinf.streaming import Form, Order, Policy
 from jaxinf.terminal import parse_bytes
 from jaxinf.train.data.options import shown as _shown
 
@@ -232,6 +232,12 @@ class StreamOptions:
     # For --mode stream: parts of a batch that run one after another, so that
     # activations take the memory of a part; their gradients are averaged.
     micro_batches: int = 1
+
+    # For --micro-batches. parts: all segments of the model run for a part before the
+    # next part. layers: a segment runs for all parts before the next one, so params are
+    # read once for all of them, and activations between segments wait for each part.
+    # The bits are the same.
+    order: Order = "parts"
 
     # For --mode stream: rated writes of the drives, in TB. A run warns if its steps
     # wear them out within a year. By default the summary is for common classes.

@@ -203,6 +203,7 @@ def _streamed_step(
         activations=config.activations,
         resident=config.resident,
         micro_batches=config.micro_batches,
+        order=config.order,
         replan=config.replan,
         nonfinite=config.nonfinite,
         average=config.average,

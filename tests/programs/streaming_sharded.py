@@ -146,6 +146,8 @@ OPTIONS = {
     "resident_ratios": (optax.lamb(1e-2), {}, {"resident": "params"}),
     "parts": (CLIPPED, {}, {"micro_batches": 2}),
     "typed_parts": (CLIPPED, {}, {"micro_batches": 2}),
+    "layers": (CLIPPED, {}, {"micro_batches": 2, "order": "layers"}),
+    "typed_layers": (ADAM, {}, {"micro_batches": 2, "order": "layers"}),
     "rewritten": (ADAM, {"durability": 4}, {"resident": "params"}),
     "compressed": (ADAM, {}, {"compress": jaxinf.top_k(0.5)}),
     "bf16": (ADAM, {"state": "bf16"}, {}),
@@ -154,7 +156,7 @@ OPTIONS = {
 
 def options(place, name):
     tx, of_store, options = OPTIONS[name]
-    one = make("explicit" if name == "typed_parts" else "named")
+    one = make("explicit" if name.startswith("typed") else "named")
     with opened(place, name, **of_store) as store:
         step = streamed(one, store, tx, **options)
         with one.entered():
@@ -162,6 +164,14 @@ def options(place, name):
         losses = trained(step, one, 3)
         assert_moves_as_planned(step)
         found = store.params(like=one.params)
+        if "order" in options:
+            options = {**options, "order": "parts"}
+            with opened(place, "in_parts") as other:
+                parts = streamed(one, other, tx, **options)
+                with one.entered():
+                    parts.load(one.params, batch=one.batch)
+                assert trained(parts, one, 3) == losses
+                assert_same_bits(other.params(like=one.params), found)
         if "resident" in options:
             assert step.plan.resident_bytes
         if options.get("resident") == "params":

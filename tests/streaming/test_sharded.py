@@ -62,6 +62,8 @@ def test_params_are_made_by_an_init_function(on_four):
         "resident_ratios",
         "parts",
         "typed_parts",
+        "layers",
+        "typed_layers",
         "rewritten",
         "compressed",
         "bf16",

@@ -121,7 +121,10 @@ def test_flags_that_are_given_stay(machine, asked):
     search, limits = asked("--machine", machine(), *words, batch_size=2)
     configs = [one.config for one in search.candidates(limits)]
     assert {(one.mode, one.state) for one in configs} == {("stream", "bf16")}
-    assert {one.micro_batches for one in configs} == {2}
+    assert {(one.micro_batches, one.order) for one in configs} == {
+        (2, "parts"),
+        (2, "layers"),
+    }
     assert {one.policy for one in configs} == {"recompute", "keep", "offload"}
 
 

@@ -110,9 +110,11 @@ def test_micro_batches_have_the_losses_of_the_whole(
 ):
     words = ("--store", tmp_path / "store", *STREAM, "--micro-batches", 2)
     assert run(*words, "--steps", 3) == 0
-    np.testing.assert_allclose(
-        losses(tmp_path / "store-log"), uninterrupted[:3], rtol=1e-4
-    )
+    found = losses(tmp_path / "store-log")
+    np.testing.assert_allclose(found, uninterrupted[:3], rtol=1e-4)
+    layers = ("--store", tmp_path / "layers", *words[2:], "--order", "layers")
+    assert run(*layers, "--steps", 3) == 0
+    assert losses(tmp_path / "layers-log") == found
 
 
 @pytest.mark.long
@@ -234,6 +236,10 @@ def test_every_model_streams(run, losses, tmp_path, model):
         (
             (*STREAM, "--activations", "int8"),
             "--activations int8: no activation leaves with --policy recompute",
+        ),
+        (
+            (*STREAM, "--order", "layers"),
+            "--order layers: expected several parts of a batch",
         ),
         (
             (*STREAM, "--optimizer", "dog", "--learning-rate", 1),

@@ -18,16 +18,32 @@ from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program
 
 __all__ = [
+    "ORDERS",
     "POLICIES",
     "Call",
     "Calls",
     "Life",
+    "Order",
     "Policy",
     "Slot",
+    "may_leave",
 ]
 
 Policy: TypeAlias = Literal["recompute", "keep", "offload", "plan"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+Order: TypeAlias = Literal["parts", "layers"]
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+
+def may_leave(policy: Policy, num_parts: int) -> bool:
+    """Whether values may be on a drive for a part of a step.
+
+    Args:
+      policy: The treatment of values that backward needs.
+      num_parts: Number of parts of a batch whose values wait between segments.
+    """
+    return policy in ("offload", "plan") or num_parts > 1
 
 
 class Slot(NamedTuple):
@@ -47,6 +63,9 @@ class Call:
       drops: Slots that no later call reads.
       gradients: Outputs that are complete gradients, by their position.
       is_repeat: Whether it only recomputes.
+      part: The part of the batch that it is of, if there are several.
+      held: Parts of params that it does not read, and their bytes: they stay for calls
+        of another part.
     """
 
     program: Program
@@ -55,11 +74,23 @@ class Call:
     drops: tuple[Slot, ...]
     gradients: tuple[tuple[Piece, int], ...]
     is_repeat: bool
+    part: int = 0
+    held: tuple[tuple[Piece, int], ...] = ()
+
+    @property
+    def params(self) -> tuple[tuple[Piece, int], ...]:
+        """Parts of params that are in memory while it runs, and their bytes."""
+        return (*self.program.params, *self.held)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """Parts of params that it reads, in the order of its inputs."""
-        return self.program.pieces
+        """Parts of params that are in memory while it runs."""
+        return (*self.program.pieces, *(piece for piece, _ in self.held))
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it runs a segment forward for the first time."""
+        return not self.is_repeat and self.program.name.startswith("forward")
 
 
 @dataclass(frozen=True)
@@ -141,19 +172,24 @@ class Calls:
 
     @cached_property
     def fences(self) -> tuple[int | None, ...]:
-        """Returns for each call the smallest output whose memory no later call reuses.
+        """Returns for each call its smallest output that is there when the call ends.
 
-        None if there is no such output.
+        The next call, which waits, does not reuse its memory. None if there is no such
+        output.
         """
         reused = {
-            call.inputs[i]
-            for call in self.calls
+            call.inputs[i]: number
+            for number, call in enumerate(self.calls)
             for i in self.donated[call.program.key]
         }
         found = []
-        for call in self.calls:
+        for number, call in enumerate(self.calls):
             sizes = call.program.output_bytes
-            own = [i for i, slot in enumerate(call.outputs) if slot not in reused]
+            own = [
+                i
+                for i, slot in enumerate(call.outputs)
+                if slot is None or reused.get(slot) != number + 1
+            ]
             found.append(min(own, key=sizes.__getitem__, default=None))
         return tuple(found)
 
@@ -224,7 +260,8 @@ class Calls:
           slot: The value.
           needed: The first call that reads it when it is back.
         """
-        if needed < self.num_forward:
+        reads = self.lives[slot].reads
+        if any(self.calls[n].is_forward for n in reads if n >= needed):
             return None
         return coding_of(self.form, self.lives[slot].aval.dtype, slot.number)
 
@@ -250,7 +287,7 @@ class Calls:
     def fetched_bytes(self, call: Call, before: Call | None = None) -> int:
         """Bytes of params that a call reads and that the one before it does not."""
         held = self.resident.union(() if before is None else before.pieces)
-        return sum(size for piece, size in call.program.params if piece not in held)
+        return sum(size for piece, size in call.params if piece not in held)
 
     @cached_property
     def _made_bytes(self) -> Sequence[Sequence[int]]:

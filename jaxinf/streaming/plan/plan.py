@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from jaxinf.errors import BudgetError
-from jaxinf.streaming.plan.calls import Calls, Policy
+from jaxinf.streaming.plan.calls import Calls, Policy, may_leave
 from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.offload import fitted_lending, least_offloaded_bytes
 from jaxinf.streaming.plan.report import index_text, plan_text
@@ -30,6 +30,7 @@ from jaxinf.streaming.program.inline import build_graph
 from jaxinf.streaming.program.keys import Keys, stable_digest
 from jaxinf.streaming.program.lifetimes import Lifetimes, ordered
 from jaxinf.streaming.program.programs import Program, Programs, make_programs
+from jaxinf.streaming.program.sums import with_sums
 from jaxinf.streaming.program.trace import Traced, trace, trace_function
 from jaxinf.typing import PyTree
 
@@ -94,6 +95,7 @@ class Plan:
                 tuple(map(light, self.programs.forward)),
                 tuple(one and light(one) for one in self.programs.backward),
                 tuple(map(light, self.programs.free)),
+                self.programs.num_parts,
             ),
             calls=replace(self.calls, calls=tuple(calls)),
             recomputing=None,
@@ -108,7 +110,8 @@ class Plan:
     @property
     def is_offloaded(self) -> bool:
         """Whether values may be on a drive for a part of a step."""
-        return self.policy in ("offload", "plan")
+        is_alone = self.traced.mesh is None
+        return is_alone and may_leave(self.policy, self.programs.num_parts)
 
     def least_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> int:
         """Returns the least memory of a step; argument as for `Calls.peak_bytes`."""
@@ -144,11 +147,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A traced loss function, ready to be cut."""
+    """A traced loss function, ready to be cut.
+
+    Attributes:
+      traced: The loss function, for a part of a batch if there are several.
+      lifetimes: Its nodes in order.
+      keys: Their texts.
+      num_parts: Number of parts of a batch that its programs run for in turn.
+    """
 
     traced: Traced
     lifetimes: Lifetimes
     keys: Keys
+    num_parts: int = 1
 
     @cached_property
     def tokens(self) -> list[str]:
@@ -174,10 +185,15 @@ class Prepared:
             specs = [str(a.sharding.spec) for a in (*traced.params, *traced.batch)]
         return stable_digest(chain(lines, origins, [targets], traced.names, specs))
 
-    def with_bits(self, *, is_deterministic: bool) -> "Prepared":
-        """Returns the same, for programs that have the same bits in each run or not."""
+    def to_run(self, num_parts: int = 1, *, is_deterministic: bool) -> "Prepared":
+        """Returns the same for programs that run as asked.
+
+        Args:
+          num_parts: See `Prepared`.
+          is_deterministic: Whether they have the same bits in each run.
+        """
         traced = replace(self.traced, is_deterministic=is_deterministic)
-        return replace(self, traced=traced)
+        return replace(self, traced=traced, num_parts=num_parts)
 
     @property
     def gradient_pieces(self) -> tuple[Piece, ...]:
@@ -208,7 +224,7 @@ class Prepared:
         plans = self._plans(budget_bytes, policy)
         if policy == "plan":
             plans = sorted(plans, key=lambda plan: _leaving_bytes(plan, budget_bytes))
-        for plan in plans:
+        for plan in map(self._for_parts, plans):
             peak = plan.least_bytes(without_temps)
             if measure is None:
                 peak = plan.peak_bytes
@@ -223,10 +239,17 @@ class Prepared:
 
     def smallest_bytes(self, policy: Policy = "recompute") -> int:
         """Returns the smallest budget that `plan` accepts by estimates."""
-        return min(plan.peak_bytes for plan in self._plans(0, policy))
+        plans = map(self._for_parts, self._plans(0, policy))
+        return min(plan.peak_bytes for plan in plans)
+
+    def _for_parts(self, plan: Plan) -> Plan:
+        """Returns the same cuts for all parts: bits do not depend on their number."""
+        return plan if self.num_parts == 1 else self.plan_of(plan.cuts, plan.policy)
 
     def _plans(self, budget_bytes: int, policy: Policy) -> Iterator[Plan]:
         """Yields plans to try, each once: with ever smaller segments, then larger ones.
+
+        They are of one part.
 
         A segment may take a third of the budget: one runs, one waits, one is fetched.
         Segments with more bytes than all params suit values that have more. They come
@@ -244,13 +267,14 @@ class Prepared:
         usual.sort(key=lambda limit: limit > most)
         large = [1 << n for n in range(whole.bit_length(), bits, -1)]
         made: dict[tuple[int, ...], Plan] = {}
+        alone = replace(self, num_parts=1)
 
         def plan_at(limit: int) -> Plan:
             cuts = choose_cuts(self.lifetimes, self.tokens, limit)
             if policy == "plan":
                 cuts = isolated(self.lifetimes, cuts)
             if cuts not in made:
-                made[cuts] = self.plan_of(cuts, policy)
+                made[cuts] = alone.plan_of(cuts, policy)
             return made[cuts]
 
         first: list[Plan] = []
@@ -268,8 +292,9 @@ class Prepared:
 
     def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
         """Makes the plan with given cuts."""
-        programs = make_programs(self.lifetimes, cuts, self.keys)
         graph, recomputing = self.lifetimes.graph, None
+        programs = make_programs(self.lifetimes, cuts, self.keys)
+        programs = with_sums(programs, graph, self.num_parts, self.keys)
         alone = isolated_segments(self.lifetimes, cuts[:-1])
         repeats: Repeats = dict.fromkeys(alone, "all") if policy == "recompute" else {}
         calls = make_calls(graph, programs, policy, repeats)
@@ -306,8 +331,23 @@ class Prepared:
             f"program, whose smallest cut takes {needed_bytes}, with {named}; the "
             f"largest value between programs has {value_bytes} bytes",
             needed_bytes - budget_bytes,
-            ", or give a smaller batch",
+            ", or give a smaller batch"
+            + self.fewer_parts(best, budget_bytes - (needed_bytes - best.peak_bytes)),
         )
+
+    def fewer_parts(self, plan: Plan, budget_bytes: int) -> str:
+        """Says how many parts of this size would fit, by estimates, if several do not.
+
+        Args:
+          plan: The plan that does not fit.
+          budget_bytes: Memory for a step's programs, by the measure of `peak_bytes`.
+        """
+        for count in range(self.num_parts - 1, 0, -1):
+            fewer = replace(self, num_parts=count).plan_of(plan.cuts, plan.policy)
+            if fewer.peak_bytes <= budget_bytes:
+                one = "1 part" if count == 1 else f"{count} parts"
+                return f' ({one} of this size would fit), or order="parts"'
+        return ""
 
 
 def _is_better(coarse: Plan, fine: Plan) -> bool:

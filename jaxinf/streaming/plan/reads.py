@@ -170,7 +170,7 @@ def reused_bytes(
     used = sum(
         unit.num_bytes
         for call in calls
-        for unit in {store_units.unit(piece) for piece in call.pieces}
+        for unit in {store_units.unit(piece) for piece in call.program.pieces}
     )
     return used - sum(fetch.unit.num_bytes for fetch in fetches)
 

@@ -31,6 +31,8 @@ def plan_text(plan: Any) -> str:
         f"{format_bytes(fetched_bytes)} of params read, "
         f"{format_bytes(plan.peak_bytes)} of memory"
     )
+    if plan.programs.num_parts > 1:
+        head += f"; {plan.programs.num_parts} parts of a batch in layer order"
     if traced.mesh is not None:
         head += f"; on {mesh_text(traced.mesh)}"
     if plan.resident_bytes:

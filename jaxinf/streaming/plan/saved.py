@@ -87,7 +87,8 @@ def saved_plan(
             f"it leaves {budget_bytes} bytes for the plan that the store was trained "
             f"with ({plans_folder(folder) / _name(ready)}), which takes {peak}",
             peak - budget_bytes,
-            ", or pass replan=True for another plan (bits then differ from here on)",
+            ", or pass replan=True for another plan (bits then differ from here on)"
+            + ready.fewer_parts(plan, budget_bytes - (peak - plan.peak_bytes)),
         )
     return replace(plan, peak_bytes=peak)
 

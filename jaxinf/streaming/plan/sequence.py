@@ -4,19 +4,25 @@
     1 for its own F0 F1 F2 B2 F1 B1 B0      what others read of F1 is kept
     1 for all     F0 F1 F2 F1 B2 B1 B0      if B2 reads what F1 makes
 
+Of several parts of a batch, a segment runs for each before the next one does; the last
+ones, with loss and scores, for one part after another. So params are read for all parts
+at once. Gradients are added up as they are made:
+
+    2 parts, keep F0 F0' F1 F1' F2 B2 F2' B2' + B1 B1' + B0 B0' +
+
 Invariant: to compute a value again, the same program is called again with the same
 inputs, so its bits are the same.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from itertools import count
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, pairwise
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from jaxinf.program.graph import Value
-from jaxinf.streaming.plan.calls import Call, Calls, Policy, Slot
+from jaxinf.streaming.plan.calls import Call, Calls, Policy, Slot, may_leave
 from jaxinf.streaming.program.graph import Graph, Origin, Piece
 from jaxinf.streaming.program.programs import Program, Programs
 
@@ -59,32 +65,44 @@ def make_calls(
       repeats: Segments that run forward again; with `"recompute"` those of them that do
         so for all parts.
     """
-    builder = _Builder(graph)
-    last = len(programs.forward) - 1
+    builder = _Builder(graph, programs)
+    last, num_early = len(programs.forward) - 1, programs.num_early
     if policy == "recompute":
         repeats = {**dict.fromkeys(range(last), "own"), **repeats}
-    for program in programs.forward:
-        builder.call(program)
-    builder.forget(
-        programs.forward[k] for k, reach in repeats.items() if reach == "all"
-    )
-    for k in range(last, -1, -1):
+    again = [programs.forward[k] for k, reach in repeats.items() if reach == "all"]
+
+    def backward(k: int, part: _Part) -> None:
         program = programs.backward[k]
         if program is None:
-            continue
+            return
         if repeats.get(k) == "own":
-            builder.repeat(programs.forward[k], program)
-        builder.call(program)
+            builder.repeat(programs.forward[k], program, part)
+        builder.call(program, part)
+
+    for program in programs.forward[:num_early]:
+        for part in builder.block():
+            builder.call(program, part)
+    for part in builder.block():
+        for program in programs.forward[num_early:]:
+            builder.call(program, part)
+        part.forget(again, builder.results)
+        for k in range(last, num_early - 1, -1):
+            backward(k, part)
+    for k in range(num_early - 1, -1, -1):
+        for part in builder.block():
+            backward(k, part)
     for program in programs.free:
-        builder.call(program)
+        for part in builder.block():
+            builder.call(program, part)
     calls = builder.finish()
-    if policy in ("offload", "plan"):
+    if may_leave(policy, programs.num_parts):
         # Others may leave, and then lend nothing, so memory is planned without that.
-        backward = {id(program) for program in programs.backward}
+        makers = {*programs.backward} if programs.num_parts == 1 else set[Program]()
+        makers |= {program for own in programs.sums.values() for program in own}
         lenders = frozenset(
             slot
             for call in calls.calls
-            if id(call.program) in backward
+            if call.program in makers
             for slot in call.outputs
             if slot is not None
         )
@@ -92,77 +110,151 @@ def make_calls(
     return calls
 
 
-class _Builder:
-    def __init__(self, graph: Graph) -> None:
-        self.results = graph.results
-        self.targets: defaultdict[Value, list[Piece]] = defaultdict(list)
-        for piece, value in graph.gradients.items():
-            self.targets[value].append(piece)
-        self.drafts: list[tuple[Program, list[Origin | Slot], list[Slot], bool]] = []
-        self.slots: dict[Value, Slot] = {}
-        self.repeated: dict[Value, Slot] = {}
-        self.forgotten: dict[Value, Program] = {}
-        self.numbers = count()
+@dataclass(eq=False)
+class _Part:
+    """The values of a part of the batch, as far as calls have made them."""
 
-    def call(self, program: Program) -> None:
-        """Calls a program for the first time."""
-        if program.outputs:
-            self._remember(program)
-            self.slots.update(self._add(program, is_repeat=False))
-        self.repeated = {}
+    number: int
+    slots: dict[Value, Slot] = field(default_factory=dict)
+    repeated: dict[Value, Slot] = field(default_factory=dict)
+    forgotten: dict[Value, Program] = field(default_factory=dict)
 
-    def forget(self, programs: Iterable[Program]) -> None:
+    def forget(self, programs: Iterable[Program], kept: Collection[Value]) -> None:
         """Lets what programs made be made again when it is read next."""
         made = {value: program for program in programs for value in program.outputs}
-        self.forgotten = {v: made[v] for v in made if v not in self.results}
+        self.forgotten = {value: made[value] for value in made if value not in kept}
 
-    def repeat(self, forward: Program, reader: Program) -> None:
+    def slot(self, value: Value) -> Slot:
+        return self.repeated.get(value) or self.slots[value]
+
+
+class _Builder:
+    def __init__(self, graph: Graph, programs: Programs) -> None:
+        self.results = graph.results
+        self._targets: defaultdict[Value, list[Piece]] = defaultdict(list)
+        for piece, value in graph.gradients.items():
+            self._targets[value].append(piece)
+        self._sums = programs.sums
+        self._parts = [_Part(number) for number in range(programs.num_parts)]
+        self._totals: dict[Program, Sequence[Slot]] = {}
+        self._calls: list[Call] = []
+        self._starts: list[int] = []  # of blocks
+        self._numbers = count()
+
+    def block(self) -> Sequence[_Part]:
+        """Begins calls between which params stay; returns the parts to call for."""
+        self._starts.append(len(self._calls))
+        return self._parts
+
+    def call(self, program: Program, part: _Part) -> None:
+        """Calls a program for the first time."""
+        if program.outputs:
+            self._remember(program, part)
+            part.slots.update(self._add(program, part))
+        part.repeated = {}
+
+    def repeat(self, forward: Program, reader: Program, part: _Part) -> None:
         """Calls a program again for what its own backward part reads, if anything."""
         if set(forward.outputs) & set(reader.inputs):
-            self._remember(forward)
-            self.repeated = self._add(forward, is_repeat=True)
+            self._remember(forward, part)
+            part.repeated = self._add(forward, part, is_repeat=True)
 
-    def _remember(self, reader: Program) -> None:
+    def _remember(self, reader: Program, part: _Part) -> None:
         """Calls programs again that made what a program reads."""
         pending = [reader]
         while pending:
-            read = (v for v in pending[-1].inputs if v not in self.repeated)
-            maker = next(filter(None, map(self.forgotten.get, read)), None)
+            read = (v for v in pending[-1].inputs if v not in part.repeated)
+            maker = next(filter(None, map(part.forgotten.get, read)), None)
             if maker is not None:
                 pending.append(maker)
             elif (program := pending.pop()) is not reader:
-                own = [v for v in program.outputs if self.forgotten.pop(v, None)]
-                slots = self._add(program, is_repeat=True)
-                self.slots.update({value: slots[value] for value in own})
+                own = [v for v in program.outputs if part.forgotten.pop(v, None)]
+                slots = self._add(program, part, is_repeat=True)
+                part.slots.update({value: slots[value] for value in own})
 
-    def _add(self, program: Program, *, is_repeat: bool) -> dict[Value, Slot]:
-        inputs = [
-            v.origin or self.repeated.get(v) or self.slots[v] for v in program.inputs
+    def _add(
+        self, program: Program, part: _Part, *, is_repeat: bool = False
+    ) -> dict[Value, Slot]:
+        inputs = [v.origin or part.slot(v) for v in program.inputs]
+        targets: list[list[Piece]] = [
+            [] if is_repeat else self._targets[value] for value in program.outputs
         ]
-        outputs = [Slot(next(self.numbers)) for _ in program.outputs]
-        self.drafts.append((program, inputs, outputs, is_repeat))
-        return dict(zip(program.outputs, outputs, strict=True))
+        is_summed = program in self._sums and not is_repeat
+        handed = [] if is_summed else targets
+        slots = self._append(program, part, inputs, handed, is_repeat=is_repeat)
+        if is_summed:
+            made = zip(slots, targets, strict=True)
+            self._sum(program, part, [(slot, own) for slot, own in made if own])
+        return dict(zip(program.outputs, slots, strict=True))
+
+    def _sum(
+        self, maker: Program, part: _Part, made: Sequence[tuple[Slot, list[Piece]]]
+    ) -> None:
+        """Adds gradients of a part to those of the parts before it."""
+        found, targets = zip(*made, strict=True)
+        if part.number:
+            program = self._sums[maker][part.number - 1]
+            numbers = [v.origin for v in program.inputs if v.origin is not None]
+            is_last = part.number == len(self._parts) - 1
+            inputs = [*self._totals[maker], *found, *numbers]
+            found = self._append(program, part, inputs, targets if is_last else ())
+        self._totals[maker] = found
+
+    def _append(
+        self,
+        program: Program,
+        part: _Part,
+        inputs: Sequence[Origin | Slot],
+        targets: Sequence[Sequence[Piece]],
+        *,
+        is_repeat: bool = False,
+    ) -> Sequence[Slot]:
+        """Appends a call; returns a slot for each of its outputs."""
+        slots = tuple(Slot(next(self._numbers)) for _ in program.outputs)
+        gradients = ((piece, i) for i, own in enumerate(targets) for piece in own)
+        self._calls.append(
+            Call(
+                program,
+                tuple(inputs),
+                slots,
+                (),
+                tuple(gradients),
+                is_repeat,
+                part.number,
+            )
+        )
+        return slots
 
     def finish(self) -> Calls:
-        results = tuple(self.slots[value] for value in self.results)
+        results = tuple(
+            part.slots[value] for part in self._parts for value in self.results
+        )
         last: dict[Origin | Slot, int] = {}
-        for i, (_, inputs, _, _) in enumerate(self.drafts):
-            last.update(dict.fromkeys(inputs, i))
-        last.update(dict.fromkeys(results, len(self.drafts)))
+        for number, call in enumerate(self._calls):
+            last.update(dict.fromkeys(call.inputs, number))
+        last.update(dict.fromkeys(results, len(self._calls)))
+        held = self._held() if len(self._parts) > 1 else {}
         calls = []
-        for i, (program, inputs, outputs, is_repeat) in enumerate(self.drafts):
-            read = [ref for ref in dict.fromkeys(inputs) if isinstance(ref, Slot)]
-            targets = (
-                [] if is_repeat else map(self.targets.__getitem__, program.outputs)
-            )
+        for number, call in enumerate(self._calls):
+            read = [ref for ref in dict.fromkeys(call.inputs) if isinstance(ref, Slot)]
             calls.append(
-                Call(
-                    program,
-                    tuple(inputs),
-                    tuple(slot if slot in last else None for slot in outputs),
-                    tuple(slot for slot in read if last[slot] == i),
-                    tuple((piece, j) for j, own in enumerate(targets) for piece in own),
-                    is_repeat,
+                replace(
+                    call,
+                    outputs=tuple(s if s in last else None for s in call.outputs),
+                    drops=tuple(slot for slot in read if last[slot] == number),
+                    held=tuple(held.get(number, {}).items()),
                 )
             )
         return Calls(tuple(calls), results)
+
+    def _held(self) -> Mapping[int, dict[Piece, int]]:
+        """Returns by call the params that it does not read, but calls around it do."""
+        held: defaultdict[int, dict[Piece, int]] = defaultdict(dict)
+        for start, stop in pairwise([*self._starts, len(self._calls)]):
+            last: dict[Piece, int] = {}
+            for number in range(start, stop):
+                for piece, num_bytes in self._calls[number].program.params:
+                    for between in range(last.get(piece, number) + 1, number):
+                        held[between][piece] = num_bytes
+                    last[piece] = number
+        return held

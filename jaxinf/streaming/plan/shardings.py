@@ -4,7 +4,7 @@ Invariant: the shardings of inputs and gradients are the user's; JAX chooses tho
 other values when the program that makes them is compiled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -29,11 +29,16 @@ class Shardings:
     def __init__(self, plan: Plan) -> None:
         self._traced = plan.traced
         self._held: dict[Slot, Any] = {}
-        self._gradients: dict[str, dict[int, Piece]] = {}
-        for call in plan.calls.calls:
-            own = self._gradients.setdefault(call.program.key, {})
-            for piece, i in call.gradients:
-                own.setdefault(i, piece)
+        self._pieces: dict[Slot, Piece] = {}  # gradients of parts, and their sums
+        self._gradients: dict[str, Mapping[int, Piece]] = {}
+        for call in reversed(plan.calls.calls):
+            own = self._own_gradients(call)
+            if own:
+                self._gradients[call.program.key] = own
+            for i, piece in own.items() if call.program.is_sum else ():
+                for ref in (call.inputs[i], call.inputs[i + len(call.outputs)]):
+                    assert isinstance(ref, Slot), "a sum's operand is a value"
+                    self._pieces[ref] = piece
 
     def inputs(self, call: Call) -> tuple[Any, ...]:
         """Returns the shardings of a call's inputs."""
@@ -50,13 +55,21 @@ class Shardings:
         mesh = self._traced.mesh
         if mesh is None:
             return ()
-        own = self._gradients[call.program.key]
+        own = self._own_gradients(call) or self._gradients.get(call.program.key, {})
         # A program without inputs would be one device's.
         other = None if call.inputs else NamedSharding(mesh, PartitionSpec())
         return tuple(
             self._piece(own[i]) if i in own else other
             for i in range(len(call.program.outputs))
         )
+
+    def _own_gradients(self, call: Call) -> Mapping[int, Piece]:
+        """Returns outputs that are gradients, those of a part of the batch, too."""
+        found = {i: piece for piece, i in call.gradients}
+        for i, slot in enumerate(call.outputs):
+            if slot is not None and slot in self._pieces:
+                found[i] = self._pieces[slot]
+        return found
 
     def note(self, call: Call, executable: Any) -> None:
         """Takes the shardings of a call's outputs from the compiled program."""

@@ -6,8 +6,8 @@ Options of compilation depend on the program and on JAX alone, not on a policy o
 budget, so all plans that run a program run it with the same bits.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -57,6 +57,11 @@ class Program:
     nodes: tuple[Node, ...]
     outputs: tuple[Value, ...]
     key: str
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it adds up gradients; see `program.sums`."""
+        return self.name == "sum"
 
     @cached_property
     def params(self) -> tuple[tuple[Piece, int], ...]:
@@ -111,11 +116,27 @@ class Programs:
       forward: One for each segment.
       backward: One for each segment; None for a segment without backward nodes.
       free: Programs of results and gradients that no segment makes.
+      num_parts: Number of parts of a batch that each of them is called for in turn.
+      sums: By the program that makes gradients, for each part but the first what adds
+        them to those of the parts before; see `program.sums`.
     """
 
     forward: tuple[Program, ...]
     backward: tuple[Program | None, ...]
     free: tuple[Program, ...]
+    num_parts: int = 1
+    sums: Mapping[Program, tuple[Program, ...]] = field(default_factory=dict)
+
+    @property
+    def num_early(self) -> int:
+        """Number of segments that run forward for all parts before the next one does.
+
+        From the last one that reads params on, loss and scores are of one part at a
+        time.
+        """
+        pairs = zip(self.forward, self.backward, strict=True)
+        reads = (any(one and one.pieces for one in pair) for pair in pairs)
+        return max((k for k, is_reader in enumerate(reads) if is_reader), default=0)
 
 
 def make_programs(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Programs:

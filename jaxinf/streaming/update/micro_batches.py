@@ -93,8 +93,8 @@ def sum_bytes(gradient: Any) -> int:
 
 
 def together(
-    results: list[tuple[jax.Array, PyTree]],
-) -> tuple[jax.Array, PyTree]:
+    results: Sequence[tuple[Any, PyTree]],
+) -> tuple[Any, PyTree]:
     """Returns the mean loss, and each aux with a first axis for the parts."""
     if len(results) == 1:
         return results[0]
