@@ -18,8 +18,8 @@ from jaxinf.errors import JaxinfError
 from jaxinf.terminal import format_bytes, format_count
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.forecast import sizes_of
 from jaxinf.train.run_file import read_run
+from jaxinf.train.sizes import sizes_of
 
 RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
 PRESETS = {"Llama-2-7b-hf": ("llama", "llama2-7b")}
@@ -45,7 +45,7 @@ def table(paths: Sequence[Path]) -> str:
     ]
     for path in paths:
         run = run_of(path)
-        sizes, most = sizes_of(run), "at most " if run.mode == "stream" else ""
+        sizes, most = sizes_of(run)[0], "at most " if run.mode == "stream" else ""
         cells = [
             f"[{path.stem}](#{path.stem})",
             format_count(sizes.num_params),

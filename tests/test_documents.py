@@ -69,6 +69,7 @@ NOT_RUN = {
     "python scripts/plot_timeline.py": "needs a benchmark's file",
     "python scripts/repro_": "time: hours",
     "python scripts/ssdtrain_rok.py": "needs the files of repro_ssdtrain.py",
+    "python scripts/predict_runs.py": "time: an hour",
     "python scripts/longest_sequence.py": "time: minutes, and 2 GiB of memory",
     "python scripts/activation_forms.py": "time: minutes",
     "python scripts/training_curves.py": "time: an hour",

@@ -158,14 +158,18 @@ class Doctor:
 class Plan(TrainConfig):
     """Say what a training run would take: memory, disk, bytes, and time.
 
-    Takes the trainer's flags. Nothing is trained, compiled or written. The time is that
-    of a model of a machine, and without --machine unknown.
+    Takes the trainer's flags. Nothing is trained or written. The time is that of a
+    simulated step on a machine, and without --machine unknown.
     """
 
     # Find the settings that are fastest on --machine, and print them as a command line.
     # Flags that are given stay as they are; --memory and --device-memory are limits, by
     # default nine tenths of what the machine has.
     fit: bool = False
+
+    # Compile each program and run it some times, and use its time in place of its count
+    # of operations. That takes as long as in the run, and some seconds.
+    measure: bool = False
 
     # For --fit: years that the drives have to last, if it trains without a pause.
     years: Annotated[
@@ -205,7 +209,8 @@ class Plan(TrainConfig):
         else:
             # A run needs the name of a store, which a plan does not.
             store = self.store or (None if self.mode == "memory" else Path("STORE"))
-            plan = plan_run(dataclasses.replace(self, store=store))
+            config = dataclasses.replace(self, store=store)
+            plan = plan_run(config, measures=self.measure)
         if self.json:
             print(json.dumps(plan.to_json(), indent=1, allow_nan=False))
         else:

@@ -1,7 +1,7 @@
 """Measures what `jaxinf plan` needs of a machine, beside its drives.
 
-Invariant: each figure is the best of several runs, of some seconds together; nothing is
-written.
+Invariant: each figure is of several runs, of some seconds together; nothing that is
+written is left.
 """
 
 import time
@@ -15,6 +15,7 @@ import optax
 
 from jaxinf.cli.machine import Machine as Facts
 from jaxinf.cli.place import Place
+from jaxinf.cli.training_rates import measure_programs, measure_training
 from jaxinf.kernels import CompiledKernel, Passage, compiled
 from jaxinf.layout import CodedSlot
 from jaxinf.plan import Device, Drive, Machine, Rate
@@ -30,7 +31,7 @@ _LONG_ENOUGH_S = 1.0
 
 
 def measure_machine(name: str, facts: Facts, places: Sequence[Place]) -> Machine:
-    """Measures processor and device; blocks for some ten seconds.
+    """Measures processor and device; blocks for half a minute.
 
     Args:
       name: the machine's name.
@@ -42,6 +43,8 @@ def measure_machine(name: str, facts: Facts, places: Sequence[Place]) -> Machine
       ValueError: no directory has one, or there are no compiled kernels.
     """
     device = jax.devices()[0]
+    drives = _drives(places)
+    training = measure_training(next(p.path for p in places if p.bandwidth))
     return Machine(
         name=name,
         num_cores=facts.num_cores,
@@ -52,7 +55,13 @@ def measure_machine(name: str, facts: Facts, places: Sequence[Place]) -> Machine
             for dtype in ("float32", "bfloat16")
         },
         updates=_updates(),
-        drives=_drives(places),
+        programs={
+            dtype: _measured(measure_programs(device, dtype))
+            for dtype in ("float32", "bfloat16")
+        },
+        drives=drives,
+        commits=_measured(1 / training.commit_s),
+        process={m: _measured(n) for m, n in training.process_bytes.items()},
         device=None if device.platform == "cpu" else _device(device),
     )
 

@@ -9,7 +9,7 @@ published, fitted to published times, or guessed.
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -46,6 +46,7 @@ Basis: TypeAlias = Literal["measured", "published", "fitted", "guessed"]
 
 _VERSION = 1
 _MOST_BYTES = 1 << 20
+_MODES = ("memory", "update", "stream")
 _PRODUCTS = ("float32", "bfloat16", "float16")
 
 
@@ -68,9 +69,10 @@ class Rate(NamedTuple):
 
 
 _FIELDS = {
-    "bytes": "memory endurance",
+    "bytes": "memory endurance process",
     "bytes/s": "read write mixed copy link kernel decompressor to_device to_host",
-    "operations/s": "products",
+    "commits/s": "commits",
+    "operations/s": "products programs",
     "params/s": "updates",
 }
 _UNITS = {name: unit for unit, names in _FIELDS.items() for name in names.split()}
@@ -142,6 +144,11 @@ class Machine:
       card: What each drive has beside it; None for plain drives.
       link: Bytes/s between the host and all drives together, each way; None if the
         drives are slower.
+      programs: As `products`, of a model's loss and gradient; empty if only products
+        are known.
+      commits: Commits a second; None if it is not known.
+      process: Memory of a process that trains, beside a step's, in bytes by mode: of
+        `"memory"`, `"update"` and `"stream"`; empty if it is not known.
     """
 
     name: str
@@ -154,6 +161,9 @@ class Machine:
     device: Device | None = None
     card: Card | None = None
     link: Rate | None = None
+    programs: Mapping[str, Rate] = field(default_factory=dict)
+    commits: Rate | None = None
+    process: Mapping[str, Rate] = field(default_factory=dict)
 
     def rates(self) -> Iterator[tuple[str, Rate]]:
         """Yields each rate with its place, such as ``drives[0].read``."""
@@ -178,11 +188,11 @@ def _rates(value: Any, where: str) -> Iterator[tuple[str, Rate]]:
 # --- as documents -------------------------------------------------------------------
 
 
-def _rate_kind(field: str) -> Kind:
+def _rate_kind(name: str) -> Kind:
     return Record(
         {
             "value": Number(1, 1e24),
-            "unit": Const(_UNITS[field]),
+            "unit": Const(_UNITS[name]),
             "source": Text(most_bytes=1000),
             "basis": OneOf(get_args(Basis)),
         }
@@ -213,15 +223,18 @@ _SCHEMA = Record(
         "device": Either(Const(None), _rates_kind("memory to_device to_host")),
         "card": Either(Const(None), _rates_kind("read write kernel decompressor")),
         "link": Either(Const(None), _rate_kind("link")),
+        "commits": Either(Const(None), _rate_kind("commits")),
+        "process": Mapped(_rate_kind("process"), OneOf(_MODES)),
+        "programs": Mapped(_rate_kind("programs"), OneOf(_PRODUCTS)),
     },
 )
 
 
-def _document(value: Any, field: str = "") -> Any:
+def _document(value: Any, name: str = "") -> Any:
     if isinstance(value, Rate):
-        return {"value": value.value, "unit": _UNITS[field], **value._asdict()}
+        return {"value": value.value, "unit": _UNITS[name], **value._asdict()}
     if isinstance(value, Mapping):
-        return {key: _document(one, field) for key, one in value.items()}
+        return {key: _document(one, name) for key, one in value.items()}
     if isinstance(value, tuple):
         return [_document(one) for one in value]
     if not is_dataclass(value):
@@ -247,9 +260,9 @@ def _made(kind: type, document: Mapping[str, Any] | None) -> Any:
 
 def _machine(document: Mapping[str, Any]) -> Machine:
     rates: dict[str, Any] = {}
-    for name in ("products", "updates"):
-        rates[name] = {key: _rate(one) for key, one in document[name].items()}
-    for name in ("memory", "copy", "link"):
+    for name in ("products", "updates", "programs", "process"):
+        rates[name] = {k: _rate(one) for k, one in document.get(name, {}).items()}
+    for name in ("memory", "copy", "link", "commits"):
         rates[name] = _rate(document.get(name))
     return Machine(
         name=document["name"],

@@ -7,7 +7,7 @@ first.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
 
@@ -21,12 +21,14 @@ class Clock(Generic[E]):
 
     Attributes:
       now_s: The present, in seconds.
+      busy_s: Time that each server has taken for its tasks so far.
     """
 
-    __slots__ = ("_ends", "_free_s", "_num_started", "now_s")
+    __slots__ = ("_ends", "_free_s", "_num_started", "busy_s", "now_s")
 
     def __init__(self) -> None:
         self.now_s = 0.0
+        self.busy_s: defaultdict[str, float] = defaultdict(float)
         self._free_s: defaultdict[str, float] = defaultdict(float)
         self._ends: list[tuple[float, int, E]] = []
         self._num_started = 0
@@ -44,6 +46,7 @@ class Clock(Generic[E]):
         """
         begin_s = max(self._free_s[server], self.now_s, ready_s)
         self._free_s[server] = end_s = begin_s + seconds
+        self.busy_s[server] += seconds
         heappush(self._ends, (end_s, self._num_started, event))
         self._num_started += 1
         return begin_s
@@ -57,6 +60,17 @@ class Clock(Generic[E]):
         end_s, _, event = heappop(self._ends)
         self.now_s = max(self.now_s, end_s)
         return event
+
+    def at(self, at_s: float, event: E) -> None:
+        """Puts an event that no server brings about among the ends of tasks."""
+        heappush(self._ends, (at_s, self._num_started, event))
+        self._num_started += 1
+
+    def run_until(self: "Clock[Callable[[], object]]", at_s: float) -> None:
+        """Calls the events of all that ends up to a time, and goes on to it."""
+        while self.is_due(at_s):
+            self.end()()
+        self.now_s = max(self.now_s, at_s)
 
     def is_due(self, at_s: float) -> bool:
         """Whether a task ends at a time or before it."""

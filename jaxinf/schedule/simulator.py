@@ -9,15 +9,19 @@ Invariant: what moves next is what `Moves` says, as in a run; a call waits as th
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from jaxinf.schedule.clock import Clock
 from jaxinf.schedule.moves import Kind, Moves, Tensor
 from jaxinf.schedule.placement import Eviction
 
-__all__ = ["Trip", "Trips", "simulate"]
+__all__ = ["Beside", "Event", "Moving", "Trip", "Trips", "run_calls", "simulate"]
+
+Event: TypeAlias = Callable[[], object]
+"""What happens at the end of a task."""
 
 _QUEUES: Mapping[Kind, str] = {"out": "out", "back": "back"}
 
@@ -60,6 +64,7 @@ class Trips(NamedTuple):
       read_bytes: Memory of the host for those read ahead.
       device_bytes: Memory of such a device for those without an eviction.
       room: Before each call, `read_bytes` from then on; empty if it stays the same.
+      drive: Name of the drives' queue.
     """
 
     trips: Sequence[Trip]
@@ -69,6 +74,23 @@ class Trips(NamedTuple):
     read_bytes: int = 0
     device_bytes: int = 0
     room: Sequence[int] = ()
+    drive: str = "drive"
+
+
+class Beside(Protocol):
+    """What happens beside calls, which may wait for it."""
+
+    def end(self, number: int, at_s: float) -> float:
+        """Notes that a call ended at a time; returns when the next may begin."""
+        ...
+
+    def before(self, number: int, at_s: float) -> float:
+        """Makes ready what a call needs; returns when it may start."""
+        ...
+
+    def made(self, number: int, at_s: float) -> None:
+        """Notes that a call will have ended at a time."""
+        ...
 
 
 def simulate(call_s: Sequence[float], *moved: Trips) -> float:
@@ -81,40 +103,61 @@ def simulate(call_s: Sequence[float], *moved: Trips) -> float:
       call_s: Times of the calls.
       moved: Tensors that move, those with queues of their own apart.
     """
-    clocks = [_Clock(one) for one in moved if one.trips]
-    ends = [0.0, 0.0]  # of the calls before
-    handed_s = 0.0
+    beside = [Moving(one, Clock()) for one in moved if one.trips]
+    return run_calls(call_s, beside, lambda ready_s, seconds: ready_s + seconds)
+
+
+def run_calls(
+    call_s: Sequence[float],
+    beside: Sequence[Beside],
+    run: Callable[[float, float], float],
+    begin_s: float = 0.0,
+) -> float:
+    """Returns when the last call has ended, and what is needed after it is there.
+
+    Args:
+      call_s: As for `simulate`.
+      beside: What happens beside the calls.
+      run: Takes the time at which a call can start, and its own time; returns its end.
+      begin_s: When the first call may start.
+    """
+    ends = [begin_s, begin_s]  # of the calls before
+    handed_s = begin_s
     for number, seconds in enumerate(call_s):
         handed_s = max(handed_s, ends[-2])
-        for clock in clocks:
-            handed_s = clock.end(number - 2, handed_s)
-        for clock in clocks:
-            handed_s = clock.before(number, handed_s)
-        ends = [ends[-1], max(ends[-1], handed_s) + seconds]
-        for clock in clocks:
-            clock.made(number, ends[-1])
+        for one in beside:
+            handed_s = one.end(number - 2, handed_s)
+        for one in beside:
+            handed_s = one.before(number, handed_s)
+        ends = [ends[-1], run(max(ends[-1], handed_s), seconds)]
+        for one in beside:
+            one.made(number, ends[-1])
     end_s, num_calls = ends[-1], len(call_s)
-    for clock in clocks:
+    for one in beside:
         for number in (num_calls - 2, num_calls - 1):
-            end_s = clock.end(number, end_s)
-        end_s = clock.before(num_calls, end_s)
+            end_s = one.end(number, end_s)
+        end_s = one.before(num_calls, end_s)
     return end_s
 
 
 @dataclass(eq=False, slots=True)
 class _Tensor(Tensor):
     seconds: Mapping[Kind, float] = field(default_factory=dict)
-    ready_s: float = 0.0
 
 
 _ByCall: TypeAlias = defaultdict[int, list[_Tensor]]
 
 
-class _Clock:
-    """Runs moves in virtual time: each queue one at a time."""
+class Moving:
+    """Runs moves in virtual time: each queue one at a time.
 
-    def __init__(self, moved: Trips) -> None:
-        self._clock: Clock[tuple[_Tensor, Kind]] = Clock()
+    Args:
+      moved: The tensors.
+      clock: The time, and the queues.
+    """
+
+    def __init__(self, moved: Trips, clock: Clock[Event]) -> None:
+        self._clock, self._drive = clock, moved.drive
         self._room = moved.room
         self._moves: Moves[_Tensor] = Moves(
             self,
@@ -146,49 +189,43 @@ class _Clock:
         self._moves.load(tensor for one, tensor in pairs if not one.eviction)
 
     def end(self, number: int, at_s: float) -> float:
-        """Ends a call at a time; returns when what it was the last to read is free."""
-        while self._clock.is_due(at_s):
-            self._step()
-        self._clock.now_s = max(self._clock.now_s, at_s)
+        """As `Beside.end`: when what the call was the last to read is free."""
+        self._clock.run_until(at_s)
         for tensor in self._last.get(number, ()):
             while tensor.num_moves:
-                self._step()
+                self._clock.end()()
             self._moves.release(tensor)
         for tensor in self._held.get(number, ()):
             self._moves.free(tensor)
         return self._clock.now_s
 
     def before(self, number: int, at_s: float) -> float:
-        """Makes ready what a call needs; returns when it may start."""
+        """As `Beside.before`."""
         if number < len(self._room):
             self._moves.read_bytes = self._room[number]
             self._moves.advance()
         for tensor in self._gone.get(number, ()):
             while not self._moves.is_evicted(tensor):
-                self._step()
+                self._clock.end()()
         for tensor in self._back.get(number, ()):
             self._moves.prefetch(tensor)
         for tensor in self._needed.get(number, ()):
             while not tensor.is_ready:
-                self._step()
+                self._clock.end()()
         return max(at_s, self._clock.now_s)
 
     def made(self, number: int, at_s: float) -> None:
-        """Lets tensors leave that a call has made at a time."""
+        """As `Beside.made`: lets tensors leave that the call makes."""
         for tensor in self._made.get(number, ()):
-            tensor.ready_s = at_s
-            self._moves.evict(tensor)
-
-    def _step(self) -> None:
-        tensor, kind = self._clock.end()
-        self._moves.ended(tensor, kind, True, None)
+            self._clock.at(at_s, partial(self._moves.evict, tensor))
 
     # --- as the executor of `Moves` --------------------------------------------------
 
     def start(self, tensor: _Tensor, kind: Kind, part: int) -> None:
         """As `Executor.start`."""
-        queue, seconds = _QUEUES.get(kind, "drive"), tensor.seconds[kind]
-        self._clock.start(queue, seconds, (tensor, kind), tensor.ready_s)
+        queue, seconds = _QUEUES.get(kind, self._drive), tensor.seconds[kind]
+        ended = partial(self._moves.ended, tensor, kind, True, None)
+        self._clock.start(queue, seconds, ended)
 
     def allocate(self, tensor: _Tensor) -> Any:
         """As `Executor.allocate`."""

@@ -10,15 +10,18 @@ from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import Order, Policy
 from jaxinf.streaming.plan.forms import Form
-from jaxinf.streaming.plan.memory import store_memory_bytes
+from jaxinf.streaming.plan.memory import DeviceLimit, store_memory_bytes
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.planner import Forecast
 from jaxinf.streaming.plan.resident import check_resident
+from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.streaming.program.initial import check_init
 from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
+from jaxinf.streaming.work import Speeds
 
 __all__ = [
+    "DeviceLimit",
     "DryRun",
     "Forecast",
     "Form",
@@ -27,6 +30,8 @@ __all__ = [
     "Order",
     "Plan",
     "Policy",
+    "Profile",
+    "Speeds",
     "StreamedFunction",
     "StreamedStep",
     "check_init",

@@ -20,7 +20,6 @@ from jaxinf.streaming.budgets import planned_within
 from jaxinf.streaming.fit import Fitted, Reads
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
-from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.scratch import Folders
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
@@ -40,39 +39,11 @@ from jaxinf.streaming.run import (
     compiled_bytes,
     compiled_temp_bytes,
 )
-from jaxinf.streaming.turns import Turns
 from jaxinf.streaming.update.sink import Sink
+from jaxinf.streaming.update.traffic import StepMoves
 from jaxinf.typing import JsonValue
 
-__all__ = ["Bound", "Ends", "Setup", "Shared", "bind", "rebind"]
-
-
-class Shared:
-    """What a step and its functions have together.
-
-    Args:
-      setup: The step's.
-
-    Attributes:
-      turns: The thread that they run on.
-      resident: Params that stay between steps; those of all shapes of batches.
-    """
-
-    def __init__(self, setup: "Setup") -> None:
-        self.turns = Turns()
-        self._setup = setup
-        self._last: Params | None = None
-
-    @cached_property
-    def resident(self) -> Resident:
-        """Params that stay between steps; those of all shapes of batches."""
-        return Resident(self._setup.device, is_host=self._setup.limit.is_host)
-
-    def give(self, params: Params) -> None:
-        """Gives the memory for reading to those that are next to run."""
-        if self._last is not None and self._last is not params:
-            self._last.rest()
-        self._last = params
+__all__ = ["Bound", "Ends", "Setup", "bind", "rebind"]
 
 
 @dataclass(frozen=True)
@@ -83,11 +54,13 @@ class Setup:
       options: Memory, policy and so on.
       together: The processes that run the programs.
       executables: As for `compile_plan`.
+      other_limit: The limit of another device than JAX's, to plan for.
     """
 
     options: Options
     together: Together = field(default_factory=Together)
     executables: Executables = field(default_factory=dict)
+    other_limit: DeviceLimit | None = None
 
     @cached_property
     def device(self) -> Any:
@@ -97,6 +70,8 @@ class Setup:
     @cached_property
     def limit(self) -> DeviceLimit:
         """The limit of the JAX device's memory."""
+        if self.other_limit is not None:
+            return self.other_limit
         return device_limit(self.device, self.options.device_memory_bytes)
 
     def limit_within(
@@ -279,6 +254,10 @@ class Ends(ABC):
 
     steps_per_commit = 1.0
     """Steps a commit, on average so far."""
+
+    def moves(self, fitted: Fitted, plan: Plan) -> StepMoves:
+        """Returns what a step moves beside values; nothing by default."""
+        return StepMoves()
 
     @abstractmethod
     def sink(self, fitted: Fitted) -> Sink:

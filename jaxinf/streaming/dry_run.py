@@ -12,15 +12,18 @@ import jax
 
 from jaxinf.errors import BudgetError
 from jaxinf.io import ByteCounts
+from jaxinf.schedule.steps import StepWork
 from jaxinf.streaming.bound import Ends
 from jaxinf.streaming.budgets import planned_within
+from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.values import value_bytes
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.plan.calls import Order, Policy, may_leave
 from jaxinf.streaming.plan.memory import NUM_STAGED, DeviceLimit, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
-from jaxinf.streaming.replanning import offload_planned
+from jaxinf.streaming.replanning import Replanner, offload_planned
 from jaxinf.streaming.update.micro_batches import first_part
+from jaxinf.streaming.work import Speeds, measured_s, num_operations, step_work
 from jaxinf.terminal import exact_bytes, format_bytes, parse_bytes
 from jaxinf.typing import PyTree
 
@@ -64,6 +67,7 @@ class DryRun:
       traffic: Bytes that a step moves on drives.
       commit_bytes: Bytes that a commit writes beside: with ``durability="checkpoint"``,
         of state that stays on the host.
+      params_bytes: Params of these, which are read for programs.
     """
 
     plan: Plan
@@ -72,7 +76,39 @@ class DryRun:
     disk_bytes: int
     traffic: ByteCounts
     commit_bytes: int
+    params_bytes: int
     _dry: Dry = field(repr=False)
+    _planned: "_Planned" = field(repr=False)
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of these that is in use at a step's peak; less if it is not needed."""
+        return self._planned.used_bytes(self._dry.ends)
+
+    @cached_property
+    def operations(self) -> Mapping[str, float]:
+        """Operations of each program by its key, as counted before compilation."""
+        return num_operations(self._planned.plan)
+
+    def measured_s(self) -> Mapping[str, float]:
+        """Runs each program some times; returns their times by key. Blocks."""
+        return measured_s(self._planned.plan, self._dry.ends.setup.executables)
+
+    def on(self, speeds: Speeds) -> "DryRun":
+        """Returns the dry run of the steps that a machine comes to.
+
+        It is another one with ``policy="plan"`` alone.
+        """
+        replanner = self._planned.replanner
+        if replanner is None:
+            return self
+        plan = self._planned.plan.chosen(replanner.chosen_by(speeds.profile))
+        return _found(self._dry, replace(self._planned, plan=plan))
+
+    def work(self, speeds: Speeds) -> StepWork:
+        """Returns what a step has to do, at the speeds of a machine."""
+        planned = self._planned
+        return step_work(self._dry.ends, planned.fitted, planned.plan, speeds)
 
     @cached_property
     def least(self) -> Mapping[str, int]:
@@ -112,7 +148,7 @@ def dry_run(dry: Dry) -> DryRun:
     Raises:
       BudgetError: A budget is too small; names one that works.
     """
-    ready, ends, store_bytes, is_there = dry
+    ready, ends, *_ = dry
     options, executables = ends.setup.options, ends.setup.executables
     searches = ends.setup.together.is_alone
     fitted = planned_within(
@@ -122,17 +158,55 @@ def dry_run(dry: Dry) -> DryRun:
     plan, replanner = offload_planned(fitted, graph, executables, options, ())
     if replanner is not None:
         replanner.close()
+    return _found(dry, _Planned(fitted, plan, replanner))
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A step's plan with its graph, and what it was made of."""
+
+    fitted: Fitted
+    plan: Plan
+    replanner: Replanner | None
+
+    def used_bytes(self, ends: Ends) -> int:
+        (reading, division), plan = self.fitted.reading(self.plan), self.plan
+        moves, spare = ends.moves(self.fitted, plan), division.programs
+        spare = max(0, spare - plan.peak_bytes)
+        read_bytes, device_bytes = reading.memory(division)
+        unused = reading.room_bytes - read_bytes if device_bytes is None else 0
+        beyond = max(0, read_bytes - (reading.room_bytes - spare))
+        if device_bytes is not None:  # the device has the programs
+            beyond = read_bytes - plan.peak_bytes - plan.resident_bytes
+        state = sum(one.layout.num_bytes for _, one in moves.updates)
+        gradients = 0
+        if moves.waiting is not None:
+            sizes = sum(
+                call.program.output_bytes[i]
+                for call in plan.calls.calls
+                for _, i in call.gradients
+            )
+            gradients = sizes - sum(moves.waiting.on_drive.values())
+        ring = min(division.ring + unused, state)
+        return plan.peak_bytes + plan.resident_bytes + beyond + ring + gradients
+
+
+def _found(dry: Dry, planned: _Planned) -> DryRun:
+    ends, store_bytes = dry.ends, dry.store_bytes
+    fitted, plan = planned.fitted, planned.plan
     values = value_bytes(plan, fitted.tiers(plan.calls))
     traffic, waiting_bytes, commit_bytes = ends.moved(fitted, plan, values)
-    plan = plan.without_graph()
+    num_parts = ends.setup.options.num_runs
     return DryRun(
-        plan,
-        options.memory_bytes,
-        store_bytes if is_there else 0,
+        plan.without_graph(),
+        ends.setup.options.memory_bytes,
+        store_bytes if dry.is_there else 0,
         store_bytes + waiting_bytes,
         traffic,
         commit_bytes,
+        num_parts * ends.moves(fitted, plan).params_bytes,
         dry,
+        planned,
     )
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
-from jaxinf.streaming.bound import Bound, Setup, Shared
+from jaxinf.streaming.bound import Bound, Setup
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.near_storage import SHARED, StoreParamsEnds, shared_bytes
@@ -26,6 +26,7 @@ from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.streaming.run import Runner
+from jaxinf.streaming.shared import Shared
 from jaxinf.streaming.step import Step
 from jaxinf.streaming.update.sink import NoGradients, Sink
 from jaxinf.typing import PyTree

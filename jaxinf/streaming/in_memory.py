@@ -253,13 +253,14 @@ class InMemoryStep(TrainingStep):
             )
         return ready.to_run(is_deterministic=self._options.deterministic)
 
-    def _dry(self, batch: PyTree, params: PyTree) -> Dry:
+    def _dry(self, batch: PyTree, params: PyTree, setup: Setup) -> Dry:
         params = abstract(self._optimizer.params) if params is None else params
         ready = self._traced(params, batch)
-        return Dry(ready, self._ends(ready))
+        return Dry(ready, self._ends(ready, setup))
 
-    def _ends(self, ready: Prepared) -> MemoryEnds:
-        return MemoryEnds(self._optimizer, ready.traced, self._setup, self._scratch)
+    def _ends(self, ready: Prepared, setup: Setup | None = None) -> MemoryEnds:
+        setup = setup or self._setup
+        return MemoryEnds(self._optimizer, ready.traced, setup, self._scratch)
 
 
 def _formed(params: PyTree, like: PyTree) -> PyTree:

@@ -26,6 +26,7 @@ from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.reads import (
     Reading,
+    completions,
     planned_fetches,
     reused_bytes,
     staged_bytes,
@@ -37,14 +38,16 @@ from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.micro_batches import Sums, sum_bytes
-from jaxinf.streaming.update.optimizer import passes_for
+from jaxinf.streaming.update.optimizer import arrivals_of, passes_for
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.streaming.update.store_sink import StoreSink
 from jaxinf.streaming.update.traffic import (
+    StepMoves,
+    fetched_bytes,
     is_parted,
-    planned_traffic,
     reads_params,
+    update_moves,
 )
 
 __all__ = ["SHARED", "StoreEnds", "StoreParamsEnds", "shared_bytes"]
@@ -179,7 +182,7 @@ class StoreEnds(StoreParamsEnds):
         bits = {"is_deterministic": options.deterministic}
         self._numbers = PassRunner(self._training, program, passes, **bits)
         self._compressor = Compressor(self._training, options.compress, shape, **bits)
-        arrivals = _arrivals(pieces, [leaf.shape for leaf in params], passes.whole)
+        arrivals = arrivals_of(pieces, [leaf.shape for leaf in params], passes.whole)
         self._numbers_bytes = max(
             self._numbers.compile(arrivals), self._compressor.compile(self._units)
         )
@@ -345,30 +348,42 @@ class StoreEnds(StoreParamsEnds):
         self, fitted: Fitted, plan: Plan, value_bytes: int
     ) -> tuple[ByteCounts, int, int]:
         """As `Ends.moved`."""
-        fetches = fitted.reading(plan)[0].fetches
-        last, sums = self._waiting(fitted)
+        moves, sums = self.moves(fitted, plan), self._waiting(fitted)[1]
         num_early = self.setup.options.num_runs - 1
         waiting_bytes = value_bytes
-        moved = (1 + num_early) * value_bytes
+        written = (1 + num_early) * value_bytes
         if sums is not None:
             waiting_bytes += file_bytes(sums)
-            moved += num_early * file_bytes(sums)
-        written = read = moved
-        if last is not None:
-            waiting_bytes += file_bytes(last)
-            written += file_bytes(last)
-            read += last.num_reads * file_bytes(last)
-        early = tuple(fetch._replace(gradient=None) for fetch in fetches)
-        traffic, by_commits = planned_traffic(
-            self._shape,
-            (*(early * num_early), *fetches),
-            self._units,
-            self._program,
-            self._passes,
-            ByteCounts(drive_read_bytes=read, drive_write_bytes=written),
-            frozenset(filter(self._takes_resident, fitted.units.units)),
-        )
-        return traffic, waiting_bytes, by_commits
+            written += num_early * file_bytes(sums)
+        read = (1 + num_early) * moves.params_bytes + written
+        if moves.waiting is not None:
+            waiting_bytes += file_bytes(moves.waiting)
+            written += file_bytes(moves.waiting)
+            read += moves.waiting.num_reads * file_bytes(moves.waiting)
+        for _, one in moves.updates:
+            read, written = read + one.read_bytes, written + one.written_bytes
+        by_commits = sum(one.commit_bytes for _, one in moves.updates)
+        if every := self._shape.options.mean_steps_per_commit():
+            written, by_commits = written + round(by_commits / every), 0
+        moved = ByteCounts(drive_read_bytes=read, drive_write_bytes=written)
+        return moved, waiting_bytes, by_commits
+
+    def moves(self, fitted: Fitted, plan: Plan) -> StepMoves:
+        """As `Ends.moves`."""
+        fetches, num_calls = fitted.reading(plan)[0].fetches, len(plan.calls.calls)
+        made = completions(plan.calls.calls, self._store_units)
+        given = {one.unit for one in fetches if one.gradient is not None}
+        given.update(filter(self._takes_resident, fitted.units.units))
+        program = self._program, self._passes
+        updates = [
+            (num_calls if self._is_deferred else made[unit], one)
+            for unit in sorted(self._units, key=made.__getitem__)
+            for one in update_moves(
+                self._shape, unit, *program, has_params=unit in given
+            )
+        ]
+        num_bytes = fetched_bytes(self._shape, fetches)
+        return StepMoves(num_bytes, self._waiting(fitted)[0], updates)
 
 
 def shared_bytes(units: Iterable[Unit]) -> int:
@@ -377,18 +392,3 @@ def shared_bytes(units: Iterable[Unit]) -> int:
     Each device of this process has the result, once.
     """
     return max((unit.device_bytes for unit in units if unit.is_shared), default=0)
-
-
-def _arrivals(
-    pieces: Iterable[Piece],
-    shapes: Sequence[tuple[int, ...]],
-    whole: Set[int],
-) -> Mapping[int, list[tuple[int, ...]]]:
-    """Returns the shapes in which each leaf's gradients are given to the passes."""
-    found: dict[int, list[tuple[int, ...]]] = {}
-    for piece in pieces:
-        shape, depth = shapes[piece.leaf], len(piece.index)
-        if piece.leaf not in whole:
-            shape = (*(1,) * depth, *shape[depth:])
-        found.setdefault(piece.leaf, []).append(shape)
-    return found

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ from jaxinf.typing import PyTree
 
 __all__ = [
     "CompiledMemory",
+    "Estimates",
     "Executables",
     "Runner",
     "compile_plan",
@@ -48,6 +49,21 @@ MAX_IN_FLIGHT = 2
 
 Executables: TypeAlias = dict[tuple[Any, ...], Any]
 """Compiled programs by key, donated inputs, and shardings of inputs and outputs."""
+
+
+class Estimates(Executables):
+    """Has estimates of temporaries in place of compiled programs, for one device."""
+
+
+class _Estimate(NamedTuple):
+    """As a compiled program says what memory it takes."""
+
+    temp_size_in_bytes: int
+    argument_size_in_bytes: int = 0
+    output_size_in_bytes: int = 0
+
+    def memory_analysis(self) -> "_Estimate":
+        return self
 
 
 def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
@@ -67,7 +83,9 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
         donated = plan.calls.donated[program.key]
         inputs, outputs = shardings.inputs(call), shardings.outputs(call)
         known = (program.key, donated, inputs, outputs)
-        if known not in executables:
+        if known not in executables and isinstance(executables, Estimates):
+            executables[known] = _Estimate(program.temp_bytes())
+        elif known not in executables:
             executables[known] = compile_program(
                 program,
                 donated,

@@ -11,6 +11,7 @@ leaves nothing under way.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -19,15 +20,17 @@ import numpy as np
 from jax.dtypes import result_type
 
 from jaxinf.io import ByteCounts
-from jaxinf.streaming.bound import Bound, Ends, Setup, Shared, bind, rebind
+from jaxinf.streaming.bound import Bound, Ends, Setup, bind, rebind
 from jaxinf.streaming.dry_run import Dry, DryRun, dry_run
 from jaxinf.streaming.move.mover import MoverCounts
-from jaxinf.streaming.plan.memory import return_freed_memory
+from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.planner import Forecast
 from jaxinf.streaming.plan.wear import Wear, Wearing
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
+from jaxinf.streaming.run import Estimates
+from jaxinf.streaming.shared import Shared
 from jaxinf.streaming.turns import Check, check_not_traced
 from jaxinf.streaming.update.micro_batches import parts_of, together
 from jaxinf.typing import PyTree
@@ -263,16 +266,33 @@ class TrainingStep(Step):
           BudgetError: Memory does not suffice; names a budget that does.
           StreamError: The loss function cannot be streamed, or there are no params.
         """
+        return self._dry_run(batch, params, self._setup)
+
+    def estimated(
+        self, batch: PyTree, params: PyTree, limit: DeviceLimit | None = None
+    ) -> DryRun:
+        """As `dry_run`, with estimates of temporaries: no program is compiled.
+
+        A step may be planned otherwise when they are known.
+
+        Args:
+          batch, params: As for `dry_run`.
+          limit: The memory of another device than JAX's.
+        """
+        setup = replace(self._setup, executables=Estimates(), other_limit=limit)
+        return self._dry_run(batch, params, setup)
+
+    def _dry_run(self, batch: PyTree, params: PyTree, setup: Setup) -> DryRun:
         self._turns.settle()
         if params is not None:
             check_params(params)
             params = abstract(params)
-        dry = self._dry(batch, params)
+        dry = self._dry(batch, params, setup)
         with outside_mesh():
             return dry_run(dry)
 
     @abstractmethod
-    def _dry(self, batch: PyTree, params: PyTree) -> Dry:
+    def _dry(self, batch: PyTree, params: PyTree, setup: Setup) -> Dry:
         """Returns what a dry run is of; params are the step's if they are None."""
 
     @property

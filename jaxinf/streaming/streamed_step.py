@@ -166,7 +166,8 @@ class StreamedStep(TrainingStep):
         if training.commit is None:
             check = None
             if ready is not None:
-                ends = self._ends_of(ready, update, training.shape(description))
+                shape = training.shape(description)
+                ends = self._ends_of(ready, update, shape, self._setup)
                 check = partial(ends.fitted, ready)
             budgets = self._options.budgets
             made = iter(planned_leaves(budgets, leaves, check, self._together))
@@ -238,9 +239,9 @@ class StreamedStep(TrainingStep):
 
     def _ends(self, ready: Prepared) -> StoreEnds:
         program = self._traced_optimizer(self._params)
-        return self._ends_of(ready, program, self.store._training.opened)
+        return self._ends_of(ready, program, self.store._training.opened, self._setup)
 
-    def _dry(self, batch: PyTree, params: PyTree) -> Dry:
+    def _dry(self, batch: PyTree, params: PyTree, setup: Setup) -> Dry:
         avals = self._started() if params is None else params
         training, ready = self.store._training, self._traced(avals, batch)
         with outside_mesh():
@@ -248,15 +249,14 @@ class StreamedStep(TrainingStep):
             _, made = described(*self._made_of, update, avals, ready.gradient_pieces)
             shape, is_there = training.shape(made), training.commit is not None
             num_bytes = sum(required_bytes(shape.directory).values())
-            ends = self._ends_of(ready, update, shape)
+            ends = self._ends_of(ready, update, shape, setup)
         return Dry(ready, ends, num_bytes, is_there)
 
     def _ends_of(
-        self, ready: Prepared, program: UpdateProgram, shape: StoreShape
+        self, ready: Prepared, program: UpdateProgram, shape: StoreShape, setup: Setup
     ) -> StoreEnds:
-        return StoreEnds(
-            self.store, program, ready, shape, self._setup, self._shared.resident
-        )
+        resident = self._shared.resident
+        return StoreEnds(self.store, program, ready, shape, setup, resident)
 
     def _traced_optimizer(self, params: PyTree) -> UpdateProgram:
         plain = without_shardings(params)

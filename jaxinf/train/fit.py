@@ -26,16 +26,12 @@ from jaxinf.terminal import exact_bytes, parse_bytes
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
-from jaxinf.train.forecast import (
-    Forecast,
-    describe_store,
-    forecast,
-    num_operations,
-    on_drives,
-)
+from jaxinf.train.forecast import Forecast, forecast, on_drives
 from jaxinf.train.limits import Candidate, Fit, Limits, LossyFlag
 from jaxinf.train.optimizers import check_optimizer
 from jaxinf.train.run_file import words_of_run
+from jaxinf.train.sizes import describe_store, sizes_of
+from jaxinf.train.work import Sketch, num_operations, planned_step
 from jaxinf.typing import PyTree
 
 __all__ = [
@@ -161,9 +157,11 @@ class Search:
             if seconds in shown or candidate.excess(limits):
                 continue
             shown.add(seconds)
-            fitting.append(candidate)
+            if (planned := self._planned(candidate)) is not None:
+                fitting.append(planned)
             if len(fitting) > _NUM_OTHERS:
                 break
+        fitting.sort(key=lambda one: one.found.step_s)
         if fitting:
             return Fit(limits, self._machine, fitting[0], fitting[1:])
         found = self.candidates(limits)
@@ -171,6 +169,20 @@ class Search:
         changes = dict(self._changes(limits, found))
         refusal = "" if found else str(self._refusals[-1])
         return Fit(limits, self._machine, None, (), nearest, changes, refusal)
+
+    def _planned(self, sketched: Candidate) -> Candidate | None:
+        """Returns a candidate as its run is planned; None if that is refused."""
+        config = replace(self._config, **_changed(sketched.config, self._asked))
+        machine = on_drives(self._machine, len(config.csd_root))
+        try:
+            step = planned_step(config, self._batch, machine)
+        except JaxinfError as error:
+            self._refusals.append(error)
+            return None
+        found = forecast(step, config, machine)
+        if config.mode != "stream":  # what it takes beside is in the sketch
+            found = replace(found, sizes=sketched.found.sizes)
+        return replace(sketched, found=found)
 
     def candidates(self, limits: Limits) -> list[Candidate]:
         """Returns all that can be planned, whether they fit or not; fastest first."""
@@ -210,7 +222,9 @@ class Search:
             )
         machine = on_drives(self._machine, len(asked.csd_root))
         try:
-            found = forecast(config, machine, operations, description)
+            sizes = sizes_of(config, description)
+            step = Sketch(config, self._batch, operations, sizes)
+            found = forecast(step, config, machine)
         except ValueError as error:
             raise UsageError(f"--machine {asked.machine}: {error}") from error
         return asked, config, machine, found
@@ -339,6 +353,13 @@ def _relaxed(
         if flag not in limits.allowed:
             allowed = limits.allowed | {flag}
             yield f"--allow {flag}", replace(limits, allowed=allowed)
+
+
+def _changed(one: TrainConfig, other: TrainConfig) -> dict[str, Any]:
+    """Returns the fields of a run in which it differs from another."""
+    names = [field.name for field in fields(TrainConfig)]
+    pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
+    return {name: mine for name, (mine, its) in pairs.items() if mine != its}
 
 
 _OVER = ("--memory", "--device-memory", "--years")

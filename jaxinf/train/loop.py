@@ -128,8 +128,12 @@ def train(
         return 0
 
 
-def plan_run(config: TrainConfig) -> RunPlan:
+def plan_run(config: TrainConfig, *, measures: bool = False) -> RunPlan:
     """Plans a run; reads its data, and writes nothing. Blocks for some seconds.
+
+    Args:
+      config: the run.
+      measures: whether programs are compiled and run, and their times used.
 
     Raises:
       UsageError: the config asks for something impossible.
@@ -138,7 +142,7 @@ def plan_run(config: TrainConfig) -> RunPlan:
     config = check(config)
     check_optimizer(config)
     config, data = load(config)
-    return plan(config, make_batches(config, data)[0])
+    return plan(config, make_batches(config, data)[0], measures=measures)
 
 
 def fit_run(

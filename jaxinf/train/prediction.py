@@ -18,9 +18,10 @@ from jaxinf.io import write_bytes_atomically
 from jaxinf.terminal import format_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
-from jaxinf.train.forecast import RunPlan, Sizes, plan
+from jaxinf.train.forecast import RunPlan, plan
 from jaxinf.train.memory import peak_rss_bytes
 from jaxinf.train.metrics import StepLine
+from jaxinf.train.sizes import Sizes
 
 __all__ = ["Prediction"]
 
@@ -32,9 +33,9 @@ _NUM_KEPT = 1000  # steps whose median is found
 _NUM_FIRST = 2  # steps that read and compile anew
 
 _PARTS: Mapping[str, tuple[str, ...]] = {
-    "programs": ("forward", "backward"),
+    "programs": ("programs",),
     "the optimizer's updates": ("update",),
-    "drives": ("params for programs", "state"),
+    "drives": ("params", "state", "values and gradients"),
 }
 _PHASES: Mapping[str, tuple[str, ...]] = {
     "programs": ("program",),
@@ -163,12 +164,12 @@ class Prediction:
         if (commits_s := _with_commit(steps, found_s)) is not None:
             lines.append(f"        {commits_s:.3g} s a step that commits (median)")
         if sizes.read_bytes or sizes.written_bytes:
-            is_most = whole.config.mode == "stream"
-            lines.append(f"drives  {_traffic(sizes, steps, is_most=is_most)}")
-        most = format_bytes(sizes.memory_bytes)
+            lines.append(f"drives  predicted {whole.most}{_traffic(sizes, steps)}")
+        most = f"{format_bytes(sizes.memory_bytes)} beside the process and activations"
+        if planned is not None and planned.peak_bytes is not None:
+            most = format_bytes(planned.peak_bytes)
         lines.append(
-            f"memory  predicted at most {most} beside the process and activations, "
-            f"found at most {found} resident"
+            f"memory  predicted at most {most}, found at most {found} resident"
         )
         return lines
 
@@ -186,13 +187,13 @@ def _with_commit(steps: Sequence[StepLine], usual_s: float) -> float | None:
     return statistics.median(found) if found else None
 
 
-def _traffic(sizes: Sizes, steps: Sequence[StepLine], *, is_most: bool) -> str:
+def _traffic(sizes: Sizes, steps: Sequence[StepLine]) -> str:
     # A mean: with commits every k steps, most steps may write nothing.
     read = round(statistics.fmean(line.drive_read_bytes or 0 for line in steps))
     written = round(statistics.fmean(line.drive_write_bytes or 0 for line in steps))
     return (
-        f"predicted {'at most ' if is_most else ''}{format_bytes(sizes.read_bytes)} "
-        f"read and {format_bytes(sizes.written_bytes)} written a step, found "
+        f"{format_bytes(sizes.read_bytes)} read and "
+        f"{format_bytes(sizes.written_bytes)} written a step, found "
         f"{format_bytes(read)} and {format_bytes(written)}"
     )
 

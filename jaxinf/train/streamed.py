@@ -18,7 +18,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.exchange import keep_tokenizer
-from jaxinf.streaming import StreamedStep, stream
+from jaxinf.streaming import DeviceLimit, DryRun, StreamedStep, stream
 from jaxinf.train.backend import NO_TRAFFIC, Costs
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
@@ -98,6 +98,22 @@ class Streamed(KeptInStore):
             return params, state, (loss, None)
 
         return run
+
+    def dry_run(
+        self, batch: Batch, params: PyTree, limit: DeviceLimit | None, *, compiles: bool
+    ) -> DryRun:
+        """Says what a step takes: see `StreamedStep.dry_run`, and `estimated`.
+
+        Programs are compiled, too, if by estimates they do not fit.
+        """
+        with _named_flags():
+            if not compiles:
+                try:
+                    return self._step.estimated(batch, params, limit)
+                except BudgetError:
+                    if limit is not None:
+                        raise
+            return self._step.dry_run(batch, params)
 
     def function(
         self, fn: Callable[[PyTree, Any], Any], *, average: bool = False

@@ -35,7 +35,7 @@ def log_dir(tmp_path):
     config = {"steps": 5, "data": ["a.txt"], "versions": {"jaxinf": "0.1.0"}}
     (folder / "config.json").write_text(json.dumps(config))
     plan = {"version": 1, "sizes": {"memory_bytes": 1 << 20, "read_bytes": 4096}}
-    plan["forecast"] = {"step_s": 0.05, "phases": {"forward": 0.02, "backward": 0.03}}
+    plan["forecast"] = {"step_s": 0.05, "phases": {"programs": 0.05}}
     (folder / "plan.json").write_text(json.dumps(plan))
     (folder / "trace.json").write_text(json.dumps(trace_of("read h0")))
     return folder

@@ -101,8 +101,9 @@ def test_the_fastest_of_all_that_fit_and_its_command(
         and (one.found.years or math.inf) >= (limits.years or 0)
     ]
     fastest = min(one.found.step_s for one in fitting)
-    assert best.found.step_s == pytest.approx(fastest, rel=1e-3)
-    assert best in fitting
+    # A search begins with sketches, which may be slower than the plan.
+    assert best.found.step_s <= fastest * 1.001
+    assert best.config in [one.config for one in fitting]
     # The command is that run, and its own plan says the same.
     assert parsed(best.command) == dataclasses.replace(best.config, files=None)
     planned = plan_run(parsed(best.command)).found

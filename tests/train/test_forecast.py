@@ -130,6 +130,55 @@ def test_a_streamed_run_reads_its_params_twice(planned):
     assert streamed["sizes"]["memory_bytes"] == 64 << 20
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--memory", "64MiB"),
+        ("--memory", "64MiB", "--clip-norm", 0, "--policy", "keep", "--measure"),
+        ("--memory", "64MiB", "--resident", "params", "--micro-batches", 2),
+        ("--memory", "64MiB", "--policy", "offload", "--state", "bf16"),
+    ],
+)
+def test_bytes_of_a_streamed_step_are_those_of_the_run(
+    words, planned, run, machine, tmp_path
+):
+    words = ("--mode", "stream", *words)
+    sizes = planned(*words, "--machine", machine)["sizes"]
+    store, logs = tmp_path / "store", tmp_path / "logs"
+    words = [word for word in words if word != "--measure"]
+    assert run("--store", store, "--log-dir", logs, "--steps", 4, *words) == 0
+    lines = (logs / "metrics.jsonl").read_text().splitlines()
+    last = [line for line in map(json.loads, lines) if "step_s" in line][2]
+    assert last["drive_read_bytes"] == sizes["read_bytes"]
+    assert last["drive_write_bytes"] == sizes["written_bytes"]
+
+
+def test_measured_programs_take_their_own_time(planned, machine):
+    # By operations they take no time at all.
+    words = ("--machine", machine, "--mode")
+    for mode in (("memory",), ("update",), ("stream", "--memory", "64MiB")):
+        counted, found = planned(*words, *mode), planned(*words, *mode, "--measure")
+        assert counted["forecast"]["phases"].get("programs", 0) < 1e-6
+        assert found["forecast"]["phases"]["programs"] > 1e-6
+
+
+def test_throttled_drives_count(planned, machine):
+    fast = dataclasses.replace(read_machine(machine).drives[0], mixed=of(1e12))
+    write_machine(machine, dataclasses.replace(read_machine(machine), drives=(fast,)))
+    found = planned("--machine", machine, "--csd", "host:drive=1MB/s")
+    forecast, sizes = found["forecast"], found["sizes"]
+    seconds = (sizes["read_bytes"] + sizes["written_bytes"]) / 1e6
+    assert forecast["step_s"] == pytest.approx(seconds, rel=1e-3)
+
+
+def test_the_process_counts_where_its_memory_is_known(planned, machine):
+    assert planned("--machine", machine)["forecast"]["peak_bytes"] is None
+    known = {mode: of(1e9) for mode in ("memory", "update", "stream")}
+    write_machine(machine, dataclasses.replace(read_machine(machine), process=known))
+    forecast = planned("--machine", machine, "--mode", "memory")["forecast"]
+    assert 1e9 < forecast["peak_bytes"] < 1.1e9
+
+
 def test_without_a_machine_times_are_unknown(planned, run, tmp_path, capsys):
     assert set(planned()) == {"sizes"}
     assert run("--store", tmp_path / "store", "--dry-run") == 0

@@ -8,9 +8,10 @@ import pytest
 
 from jaxinf.cli import main
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.forecast import Forecast, RunPlan, Sizes
+from jaxinf.train.forecast import Forecast, RunPlan
 from jaxinf.train.metrics import StepLine
 from jaxinf.train.prediction import Prediction
+from jaxinf.train.sizes import Sizes
 
 SIZES = Sizes(10, 1 << 20, 1 << 20, 0, 4096, 8192)
 
@@ -28,7 +29,7 @@ def add(prediction, count, step_s, **phases):
 
 
 def test_slow_steps_are_one_warning_that_names_the_part(caplog):
-    prediction = predicted(1.0, forward=0.2, backward=0.4, update=0.1, state=0.3)
+    prediction = predicted(1.0, programs=0.6, update=0.1, state=0.3)
     slow = {"program": 0.7, "update": 0.1, "read": 0.4, "write": 0.4}
     add(prediction, 49, 1.4, **slow)
     add(prediction, 1, 1.2, **slow)  # within 30 %

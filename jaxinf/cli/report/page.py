@@ -270,9 +270,9 @@ def _held(logs: Logs) -> list[list[str]]:
 
     seconds = [
         ("time of a step", _float(forecast.get("step_s")), logs.median("step_s")),
-        ("programs", planned("forward", "backward"), logs.median("phases.program")),
+        ("programs", planned("programs"), logs.median("phases.program")),
         ("updates", planned("update"), logs.median("phases.update")),
-        ("drives", planned("params for programs", "state"), moved()),
+        ("drives", planned("params", "state", "values and gradients"), moved()),
     ]
     sizes_of = [
         ("read a step", "read_bytes", logs.median("drive_read_bytes")),

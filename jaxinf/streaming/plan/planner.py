@@ -156,6 +156,10 @@ class Planner:
         self._is_assumed = is_other  # it is judged after a few steps
         return is_other
 
+    def chosen_by(self, profile: Profile) -> Choice:
+        """Returns what is the fastest by given times and bandwidths."""
+        return self._best(profile)
+
     @property
     def forecast(self) -> Forecast | None:
         """What was expected and found; None before something was chosen by measures."""

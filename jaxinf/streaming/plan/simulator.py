@@ -4,7 +4,7 @@ Invariant: the simulation is that of `schedule.simulator`; here are only the num
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxinf.schedule import simulator
@@ -14,7 +14,7 @@ from jaxinf.schedule.simulator import Trip, Trips
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.program.graph import Piece
 
-__all__ = ["Profile", "simulate"]
+__all__ = ["Profile", "moved_beside", "moved_gradients", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class Profile:
             return self.seconds
         return self.alone
 
+    def call_s(self, calls: Calls) -> Sequence[float]:
+        """Times of the calls, in order."""
+        seconds = self.seconds_of(calls)
+        return [seconds[call.program.key] for call in calls.calls]
+
 
 def simulate(
     calls: Calls,
@@ -64,17 +69,21 @@ def simulate(
       tiers: Where values wait; None if the device's memory is the host's.
       waiting: Gradients that wait for the last one; None if none does.
     """
-    seconds = profile.seconds_of(calls)
-    moved = [_values(calls, profile, tiers)]
+    moved = [*moved_beside(calls, profile, loads, tiers)]
+    if waiting is not None and waiting.on_drive:
+        moved.append(moved_gradients(calls, profile, waiting))
+    found_s = simulator.simulate(profile.call_s(calls), *moved)
+    return profile.num_parts * found_s + profile.outside_s
+
+
+def moved_beside(
+    calls: Calls, profile: Profile, loads: Trips | None, tiers: Tiers | None
+) -> Iterator[Trips]:
+    """Yields what moves beside each run of the calls; arguments as `simulate`."""
+    yield _values(calls, profile, tiers)
     if loads is not None and profile.params < math.inf:
         rates: dict[Kind, float] = {"read": profile.params, "back": profile.back}
-        moved.append(loads._replace(rates=rates))
-    if waiting is not None and waiting.on_drive:
-        moved.append(_gradients(calls, profile, waiting))
-    found_s = simulator.simulate(
-        [seconds[call.program.key] for call in calls.calls], *moved
-    )
-    return profile.num_parts * found_s + profile.outside_s
+        yield loads._replace(rates=rates)
 
 
 def _values(calls: Calls, profile: Profile, tiers: Tiers | None) -> Trips:
@@ -101,8 +110,8 @@ def _values(calls: Calls, profile: Profile, tiers: Tiers | None) -> Trips:
     return Trips(trips, rates, has_link=True, way_bytes=way_bytes, room=tiers.room)
 
 
-def _gradients(calls: Calls, profile: Profile, waiting: Waiting) -> Trips:
-    """Those that are written as they come, and read after the last call."""
+def moved_gradients(calls: Calls, profile: Profile, waiting: Waiting) -> Trips:
+    """Returns those that are written as they come, and read after the last call."""
     made = {
         key: number
         for number, call in enumerate(calls.calls)

@@ -28,6 +28,7 @@ __all__ = [
     "compile_program",
     "compiler_options",
     "function_of",
+    "lowered",
     "make_programs",
     "program_of",
     "sums_large_products",
@@ -203,6 +204,17 @@ def compile_program(
       outputs: Shardings that outputs must have, None where JAX chooses one.
       is_deterministic: Whether it has the same bits in each run.
     """
+    options = compiler_options(program.nodes, is_deterministic=is_deterministic)
+    return lowered(program, donated, inputs, outputs).compile(compiler_options=options)
+
+
+def lowered(
+    program: Program,
+    donated: Sequence[int] = (),
+    inputs: Sequence[Any] = (),
+    outputs: Sequence[Any] = (),
+) -> Any:
+    """Lowers `program`; arguments as for `compile_program`."""
     shardings = inputs or [None] * len(program.inputs)
     avals = [
         struct(value.aval, sharding)
@@ -213,9 +225,7 @@ def compile_program(
         donate_argnums=tuple(donated),
         out_shardings=list(outputs) or None,
     )
-    lowered = function.lower(*avals)
-    options = compiler_options(program.nodes, is_deterministic=is_deterministic)
-    return lowered.compile(compiler_options=options)
+    return function.lower(*avals)
 
 
 def compiler_options(

@@ -3,7 +3,7 @@
 Invariant: what is refused is refused before a store is made or changed.
 """
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import optax
@@ -13,7 +13,7 @@ from jaxinf.program import Passes, UpdateProgram, missing_arguments, trace_updat
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import PyTree
 
-__all__ = ["LATE", "passes_for", "trace_optimizer"]
+__all__ = ["LATE", "arrivals_of", "passes_for", "trace_optimizer"]
 
 LATE = frozenset({"value"})
 """Arguments of an optimizer's update that are known after the first pass: the loss."""
@@ -79,3 +79,18 @@ def _check_chunks_suffice(program: UpdateProgram, passes: Passes) -> None:
                 f"for {leaf.info.name}, as for a trust ratio; use jaxinf.smart_update, "
                 "or one process"
             )
+
+
+def arrivals_of(
+    pieces: Iterable[Piece],
+    shapes: Sequence[tuple[int, ...]],
+    whole: Set[int],
+) -> Mapping[int, list[tuple[int, ...]]]:
+    """Returns the shapes in which each leaf's gradients are given to the passes."""
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for piece in pieces:
+        shape, depth = shapes[piece.leaf], len(piece.index)
+        if piece.leaf not in whole:
+            shape = (*(1,) * depth, *shape[depth:])
+        found.setdefault(piece.leaf, []).append(shape)
+    return found

@@ -6,6 +6,7 @@ first step alone, and what commits alone write of it is counted apart.
 """
 
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from jaxinf.engine import (
     StoreShape,
@@ -13,71 +14,102 @@ from jaxinf.engine import (
     can_take,
     moved_states,
 )
-from jaxinf.io import ByteCounts
 from jaxinf.io.pages import page_ceil
 from jaxinf.program import Passes, UpdateProgram
+from jaxinf.schedule.placement import Waiting
 from jaxinf.schedule.reads import Fetch
 from jaxinf.store import MASTER_PARAMS
 from jaxinf.streaming.program.units import Unit
 
 __all__ = [
+    "StepMoves",
+    "UpdateMoves",
+    "fetched_bytes",
     "is_parted",
     "moved_bytes",
-    "planned_traffic",
     "reads_params",
+    "update_moves",
     "written_bytes",
 ]
 
 _PARAMS = 0  # the first of a leaf's states
 
 
-def planned_traffic(
-    opened: StoreShape,
-    fetches: Sequence[Fetch],
-    units: Iterable[Unit],
-    program: UpdateProgram,
-    passes: Passes,
-    waiting: ByteCounts,
-    given: Container[Unit] = (),
-) -> tuple[ByteCounts, int]:
-    """Returns what a step moves on the drive, and bytes that a commit writes beside.
-
-    The latter are 0 if options say which steps commit: they are divided among all then.
+def fetched_bytes(opened: StoreShape, fetches: Iterable[Fetch]) -> int:
+    """Returns the bytes of params that a run of the calls reads.
 
     Args:
       opened: The store; it need not be there.
       fetches: The reads of params.
-      units: The units that are updated.
+    """
+    return sum(
+        moved_bytes(opened, layout, [_PARAMS])
+        for fetch in fetches
+        for layout in _layouts(opened, fetch.unit)
+    )
+
+
+class UpdateMoves(NamedTuple):
+    """What the update of a subgroup moves on the drive.
+
+    Attributes:
+      layout: The subgroup.
+      read_bytes: For the update, and for passes over gradients before it.
+      written_bytes: After it.
+      commit_bytes: By commits alone.
+    """
+
+    layout: SubgroupLayout
+    read_bytes: int
+    written_bytes: int
+    commit_bytes: int = 0
+
+
+class StepMoves(NamedTuple):
+    """What a step moves on drives beside its values.
+
+    Attributes:
+      params_bytes: Params that a run of the calls reads.
+      waiting: Gradients that wait for the last one; None if none does.
+      updates: In the order of the gradients, with the numbers of the calls that they
+        wait for; the number of calls if they wait for the last gradient.
+    """
+
+    params_bytes: int = 0
+    waiting: Waiting | None = None
+    updates: Sequence[tuple[int, UpdateMoves]] = ()
+
+
+def update_moves(
+    opened: StoreShape,
+    unit: Unit,
+    program: UpdateProgram,
+    passes: Passes,
+    *,
+    has_params: bool,
+) -> Iterator[UpdateMoves]:
+    """Yields what the update of each subgroup of a unit moves.
+
+    Args:
+      opened: The store; it need not be there.
+      unit: The unit.
       program: The optimizer.
       passes: Its passes.
-      waiting: Gradients and activations that wait on the drive.
-      given: Units whose update takes params that stay in memory.
+      has_params: Whether the update takes params that are in memory.
     """
-    read, written = waiting.drive_read_bytes, waiting.drive_write_bytes
-    by_commits = 0
-    taken = {fetch.unit for fetch in fetches if fetch.gradient is not None}
-    for fetch in fetches:
-        for layout in _layouts(opened, fetch.unit):
-            read += moved_bytes(opened, layout, [_PARAMS])
-    for unit in units:
-        kernel = program.leaves[unit.leaf].kernel
-        has_params = unit in taken or unit in given
-        for layout in _layouts(opened, unit):
-            loads, stores = moved_states(kernel, layout)
-            if has_params:
-                loads -= {_PARAMS}
-            if layout.subgroup in opened.host_tier:
-                now, later = written_bytes(opened, layout, stores)
-                written, by_commits = written + now, by_commits + later
-                continue
-            read += moved_bytes(opened, layout, sorted(loads))
-            written += moved_bytes(opened, layout, stores)
-            for names in _read_by_passes(passes, unit, has_params):
-                states = [layout.slots.index(name) for name in names]
-                read += moved_bytes(opened, layout, states)
-    if every := opened.options.mean_steps_per_commit():
-        written, by_commits = written + round(by_commits / every), 0
-    return ByteCounts(drive_read_bytes=read, drive_write_bytes=written), by_commits
+    kernel = program.leaves[unit.leaf].kernel
+    for layout in _layouts(opened, unit):
+        loads, stores = moved_states(kernel, layout)
+        if has_params:
+            loads -= {_PARAMS}
+        if layout.subgroup in opened.host_tier:
+            yield UpdateMoves(layout, 0, *written_bytes(opened, layout, stores))
+            continue
+        read = moved_bytes(opened, layout, sorted(loads))
+        for names in _read_by_passes(passes, unit, has_params):
+            states = [layout.slots.index(name) for name in names]
+            read += moved_bytes(opened, layout, states)
+        yield UpdateMoves(layout, read, moved_bytes(opened, layout, stores))
 
 
 def _read_by_passes(

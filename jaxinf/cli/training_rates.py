@@ -1,0 +1,125 @@
+"""Measures what a training run takes beside its products and bytes.
+
+    a model of two blocks ─► its loss and gradient ─► operations a second
+    a model of no size ────► runs of the trainer ───► commits, calls, memory
+
+Invariant: what is written is in a temporary directory, which is removed.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxinf_models import PRESETS, abstract_params, task_loss
+
+__all__ = ["Training", "measure_programs", "measure_training"]
+
+_SEQ_LEN = 128
+_BATCH_SIZE = 2
+_NUM_TIMES = 9
+_NUM_STEPS, _NUM_FIRST = 24, 4
+_TINY = {
+    "model_type": "gpt2",
+    "vocab_size": 256,
+    "n_positions": 8,
+    "n_layer": 6,
+    "n_head": 1,
+    "n_embd": 32,
+}
+_MODES = {
+    "memory": (),
+    "update": ("--memory", "64MiB"),
+    "stream": ("--memory", "64MiB"),
+}
+_FLAGS = ("--batch-size", "1", "--seq-len", "8", "--sample-bytes", "0")
+
+
+class Training(NamedTuple):
+    """What runs of the trainer take.
+
+    Attributes:
+      commit_s: Seconds of a commit.
+      process_bytes: Memory of the process by mode; that of a step is next to nothing.
+    """
+
+    commit_s: float
+    process_bytes: Mapping[str, int]
+
+
+def measure_programs(device: Any, dtype: str) -> float:
+    """Returns the usual operations a second of a model's loss and gradient; blocks.
+
+    The usual ones, not the most: others may use the processor, as they will in a run.
+
+    Args:
+      device: The JAX device.
+      dtype: Of activations and products.
+    """
+    size = replace(PRESETS["small"], vocab_size=256, num_layers=2, dtype=dtype)
+    graphdef, params = abstract_params(size)
+    tokens = jnp.zeros((_BATCH_SIZE, _SEQ_LEN), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        return task_loss(nnx.merge(graphdef, params), "causal-lm", batch)
+
+    with jax.default_device(device):
+        lowered = jax.jit(jax.value_and_grad(loss_fn)).lower(params, batch)
+        costs: Any = lowered.cost_analysis()
+        compiled = lowered.compile()
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
+        times = []
+        for _ in range(_NUM_TIMES):
+            began_s = time.perf_counter()
+            jax.block_until_ready(compiled(zeros, batch))
+            times.append(time.perf_counter() - began_s)
+    return float(costs["flops"]) / statistics.median(times)
+
+
+def measure_training(folder: Path) -> Training:
+    """Runs the trainer in processes of their own; blocks for some ten seconds.
+
+    Args:
+      folder: A directory on the drive for its store.
+
+    Raises:
+      ValueError: It fails.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        place = Path(name)
+        (place / "tiny.json").write_text(json.dumps(_TINY))
+        runs = {mode: _run(place, mode, words) for mode, words in _MODES.items()}
+    steps, _ = runs["update"]
+    commit_s = statistics.median(one["phases"]["commit"] for one in steps)
+    return Training(commit_s, {mode: held for mode, (_, held) in runs.items()})
+
+
+def _run(place: Path, mode: str, words: Sequence[str]) -> tuple[list[Any], int]:
+    """Returns the lines of steps, and the memory of the process."""
+    logs = place / f"{mode}-log"
+    command = [sys.executable, "-m", "jaxinf.train", "--mode", mode, *words, *_FLAGS]
+    command += ["--model-config", str(place / "tiny.json"), "--steps", str(_NUM_STEPS)]
+    command += ["--log-dir", str(logs)]
+    command += [] if mode == "memory" else ["--store", str(place / mode)]
+    with (place / "output").open("w+b") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if status:
+            output.seek(0)
+            last = output.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise ValueError(f"a run of the trainer failed: {' '.join(last)}")
+    lines = (logs / "metrics.jsonl").read_text().splitlines()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return [json.loads(line) for line in lines][_NUM_FIRST:], unit * used.ru_maxrss

@@ -1,0 +1,141 @@
+"""What a streamed step has to do, for the simulation of its time on a machine.
+
+    dry run ─► calls, values, params, updates ─┬─► schedule.steps ─► seconds
+    speeds of a machine ───────────────────────┘
+
+Invariant: what moves is what the plan of the dry run moves.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxinf.schedule.steps import DRIVES, HOST, PROCESSOR, StepWork, Update
+from jaxinf.streaming.bound import Ends
+from jaxinf.streaming.fit import Fitted
+from jaxinf.streaming.plan.plan import Plan
+from jaxinf.streaming.plan.simulator import Profile, moved_beside, moved_gradients
+from jaxinf.streaming.program.programs import lowered
+from jaxinf.streaming.run import Executables, compile_plan
+
+__all__ = ["Speeds", "measured_s", "num_operations", "step_work"]
+
+_MOST_RUNS, _LONG_ENOUGH_S = 10, 2.0
+
+
+class Speeds(NamedTuple):
+    """Speeds of a machine.
+
+    Attributes:
+      profile: Of programs, params and values.
+      state: Of each drive for the state of updates, in bytes a second.
+      update: Params a second that all cores of the host update.
+      commit_s: Time of a commit.
+      outside_s: Time of a step in which nothing else can be done.
+      shares_drives: Whether params and values pass the same queue as state.
+    """
+
+    profile: Profile
+    state: Sequence[float]
+    update: float
+    commit_s: float = 0.0
+    outside_s: float = 0.0
+    shares_drives: bool = True
+
+
+def step_work(ends: Ends, fitted: Fitted, plan: Plan, speeds: Speeds) -> StepWork:
+    """Returns the work of a step.
+
+    Args:
+      ends: Where params come from, and where gradients go.
+      fitted: What the plan was made of.
+      plan: The plan of the step.
+      speeds: Speeds of the machine.
+    """
+    calls, profile = plan.calls, speeds.profile
+    moves, tiers = ends.moves(fitted, plan), fitted.tiers(calls)
+    loads = fitted.loads(calls, plan.peak_bytes)
+    queue = DRIVES if speeds.shares_drives else "files"
+    moved = moved_beside(calls, profile, loads, tiers)
+    last = []
+    if moves.waiting is not None and moves.waiting.on_drive:
+        last = [moved_gradients(calls, profile, moves.waiting)._replace(drive=queue)]
+    reading, division = fitted.reading(plan)
+    ring_bytes = division.ring
+    if not division.staged:  # and what params do not need
+        ring_bytes += reading.room_bytes - reading.memory(division)[0]
+    return StepWork(
+        call_s=profile.call_s(calls),
+        moved=[one._replace(drive=queue) for one in moved],
+        last=last,
+        num_parts=ends.setup.options.num_runs,
+        updates=[
+            Update(
+                made,
+                one.layout.subgroup.num_elements / speeds.update,
+                one.read_bytes,
+                one.written_bytes,
+                one.layout.num_bytes,
+                one.layout.subgroup.csd,
+            )
+            for made, one in moves.updates
+        ],
+        kernels=PROCESSOR if ends.setup.limit.is_host else HOST,
+        rates=speeds.state,
+        memory_bytes=ring_bytes,
+        commit_s=speeds.commit_s,
+        outside_s=speeds.outside_s,
+        joins=True,
+    )
+
+
+def num_operations(plan: Plan) -> Mapping[str, float]:
+    """Counts the operations of a plan's programs by key; nothing is compiled.
+
+    Args:
+      plan: The plan, with its graph.
+    """
+    found = {}
+    for key, program in plan.calls.programs.items():
+        costs: Any = lowered(program).cost_analysis()
+        found[key] = float((costs or {}).get("flops", 0.0))
+    return found
+
+
+def measured_s(plan: Plan, executables: Executables) -> Mapping[str, float]:
+    """Runs each program of a plan some times; returns usual times by key. Blocks.
+
+    Args:
+      plan: The plan, with its graph unless the programs are compiled.
+      executables: As for `compile_plan`.
+    """
+    found: dict[str, float] = {}
+    compiled = compile_plan(plan, executables)
+    for call, executable in zip(plan.calls.calls, compiled, strict=True):
+        if call.program.key not in found:
+            avals = [value.aval for value in call.program.inputs]
+            found[call.program.key] = _usual_s(executable, avals)
+    return found
+
+
+def _usual_s(executable: Any, avals: list[Any]) -> float:
+    times: list[float] = []
+    for _ in range(_MOST_RUNS):
+        inputs = [_example(aval) for aval in avals]  # some are donated
+        jax.block_until_ready(inputs)
+        began_s = time.perf_counter()
+        jax.block_until_ready(executable(*inputs))
+        times.append(time.perf_counter() - began_s)
+        if len(times) > 1 and sum(times) > _LONG_ENOUGH_S:
+            break
+    return statistics.median(times[1:])  # the first one takes new memory
+
+
+def _example(aval: Any) -> jax.Array:
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), aval.shape)
+    return jnp.zeros(aval.shape, aval.dtype)

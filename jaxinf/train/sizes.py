@@ -1,0 +1,195 @@
+"""The bytes of a run from the layout of its store, before there is one.
+
+Invariant: nothing is compiled or written but an empty store in a temporary directory,
+  and params are never made.
+"""
+
+import tempfile
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jaxinf_models import abstract_params, num_params
+
+from jaxinf.engine import (
+    StoreDescription,
+    StoreShape,
+    can_take,
+    check_compressed,
+    describe,
+    gradient_forms,
+    keeps_feedback,
+    moved_states,
+    open_store,
+)
+from jaxinf.program import averaged, trace_init
+from jaxinf.store import required_bytes
+from jaxinf.streaming import DryRun, trace_optimizer
+from jaxinf.streaming.update.traffic import moved_bytes, written_bytes
+from jaxinf.train.config import TrainConfig
+from jaxinf.train.optimizers import make_optimizer
+
+__all__ = ["LeafUpdate", "Sizes", "describe_store", "sizes_of", "streamed_sizes"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a run takes.
+
+    Attributes:
+      num_params: Params of the model.
+      memory_bytes: Of a streamed step; else of buffers, or of plain optax's state, and
+        of JAX's params, gradients, updates and new params. Activations and the process
+        are not in it.
+      disk_bytes: Both slots, and gradients and activations that wait.
+      params_bytes: Params that a streamed step reads for its programs.
+      read_bytes, written_bytes: Of the drives, in a step, those params included.
+    """
+
+    num_params: int
+    memory_bytes: int
+    disk_bytes: int
+    params_bytes: int
+    read_bytes: int
+    written_bytes: int
+
+
+class LeafUpdate(NamedTuple):
+    """The update of a subgroup of a leaf.
+
+    Attributes:
+      leaf: Number of the leaf.
+      num_elements: Its elements.
+      read_bytes, written_bytes: What it moves on its drive, in the mean of steps.
+      memory_bytes: Its buffer.
+      drive: Number of its drive.
+    """
+
+    leaf: int
+    num_elements: int
+    read_bytes: int
+    written_bytes: float
+    memory_bytes: int
+    drive: int
+
+
+def sizes_of(
+    config: TrainConfig, description: StoreDescription | None = None
+) -> tuple[Sizes, list[LeafUpdate]]:
+    """Computes the sizes of a run, and what its updates move.
+
+    Those of a streamed step are at most so many: what memory saves is not counted.
+
+    Args:
+      config: A run that `check` has returned.
+      description: What `describe_store` returns for it, or for a run with the same
+        model and optimizer; by default it is computed.
+
+    Raises:
+      JaxinfError: As `jaxinf.open_store` and `jaxinf.smart_update`.
+    """
+    params = abstract_params(config.model_config)[1]
+    leaves = jax.tree.leaves(params)
+    count = num_params(config.model_config)
+    arrays = 4 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    if config.mode == "memory":
+        slots = jax.eval_shape(make_optimizer(config).init, params)
+        held = [x.size * x.dtype.itemsize for x in jax.tree.leaves(slots)]
+        return Sizes(count, arrays + sum(held), 0, 0, 0, 0), []
+    description = description or describe_store(config)
+    with tempfile.TemporaryDirectory() as folder:
+        roots = [Path(folder, f"drive{n}") for n in range(len(config.csd_root))]
+        for root in roots:
+            root.mkdir()
+        options = _store_options(config)
+        with open_store(Path(folder, "store"), csds=roots, **options) as store:
+            shape = store._training.shape(description)
+            disk = sum(required_bytes(shape.directory).values())
+            updates = [*_updates(config, shape, description, leaves)]
+            masters = 0
+            if config.mode == "stream" and config.resident != "params":
+                masters = sum(
+                    moved_bytes(shape, layout, [0])
+                    for number, leaf in enumerate(leaves)
+                    for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape)
+                )
+    read = sum(one.read_bytes for one in updates)
+    written = round(sum(one.written_bytes for one in updates))
+    if config.mode != "stream":
+        memory_bytes = config.buffer_bytes + arrays
+        return Sizes(count, memory_bytes, disk, 0, read, written), updates
+    parts, waiting = config.micro_batches if config.order == "parts" else 1, 0
+    if config.clip_norm or parts > 1:
+        waiting = 4 * count  # a sum is read and written by each part
+    masters *= 2 * parts  # forward and backward
+    read, written = read + masters + parts * waiting, written + parts * waiting
+    sizes = Sizes(count, config.buffer_bytes, disk + waiting, masters, read, written)
+    return sizes, updates
+
+
+def _updates(
+    config: TrainConfig,
+    shape: StoreShape,
+    description: StoreDescription,
+    leaves: list[Any],
+) -> Iterator[LeafUpdate]:
+    for number, leaf in enumerate(leaves):
+        kernel = description.leaves[number].kernel
+        has_params = can_take(shape, number, leaf.dtype)
+        at_once: Container[int] = ()
+        if config.mode == "stream":
+            has_params, at_once = config.resident == "params", {0}
+        for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape):
+            loads, stores = moved_states(kernel, layout)
+            if layout.subgroup in shape.host_tier:
+                now, later = written_bytes(shape, layout, stores, at_once)
+                every = shape.options.mean_steps_per_commit(config.checkpoint_every)
+                read, written = 0, now + later / (every or config.steps)
+            else:
+                loads -= {0} if has_params else set()
+                read = moved_bytes(shape, layout, loads)
+                written = float(moved_bytes(shape, layout, stores))
+            part, memory = layout.subgroup, layout.num_bytes
+            yield LeafUpdate(number, part.num_elements, read, written, memory, part.csd)
+
+
+def streamed_sizes(config: TrainConfig, dry: DryRun) -> Sizes:
+    """Returns the sizes of a streamed run, of whose step there is a dry run."""
+    return Sizes(
+        num_params(config.model_config),
+        dry.memory_bytes,
+        dry.disk_bytes,
+        dry.params_bytes,
+        dry.traffic.drive_read_bytes,
+        dry.traffic.drive_write_bytes,
+    )
+
+
+def _store_options(config: TrainConfig) -> dict[str, Any]:
+    """Options of `open_store` on which the layout and the traffic of a run depend."""
+    options: dict[str, Any] = {"csd": config.csd, "durability": config.durability}
+    options |= {"state": config.state, "master": config.master}
+    if tier := config.state_tier:
+        beside = tier if config.mode == "stream" else 0
+        options |= {"memory_bytes": config.buffer_bytes + beside}
+        options |= {"tiers": {"host": tier}}
+    return options
+
+
+def describe_store(config: TrainConfig) -> StoreDescription:
+    """Describes the store of a run; traces its optimizer, which takes seconds."""
+    params = abstract_params(config.model_config)[1]
+    compress, tx = config.compression, averaged(make_optimizer(config), config.average)
+    update = trace_optimizer(tx, params)
+    check_compressed(compress, update)
+    return describe(
+        update,
+        trace_init(tx, params),
+        [(1,) * leaf.ndim for leaf in jax.tree.leaves(params)],
+        average=config.average,
+        has_feedback=keeps_feedback(compress),
+        forms=partial(gradient_forms, compress),
+    )

@@ -1,0 +1,503 @@
+"""What a step of a run has to do on a machine, for its simulation.
+
+    config ─► sizes, updates ──────────┐
+      └─────► programs ─► operations ──┼─► `StepWork` ─► virtual clock ─► seconds
+    machine (jaxinf.plan) ─► `Rates` ──┘
+
+Invariant: nothing is written, and params are never made. Without `measures` programs of
+the loss are compiled only where it takes that to know whether they fit.
+"""
+
+import contextlib
+import math
+import statistics
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxinf_models import abstract_params, task_loss
+
+from jaxinf.csd import parse_csd
+from jaxinf.engine import StoreDescription
+from jaxinf.plan import Device, Machine, Rate
+from jaxinf.schedule.simulator import Trip, Trips
+from jaxinf.schedule.steps import DRIVES, HOST, PROCESSOR, StepWork, Update
+from jaxinf.streaming import DeviceLimit, Profile, Speeds
+from jaxinf.train.config import TrainConfig
+from jaxinf.train.data.loader import Batch
+from jaxinf.train.opening import open_backend
+from jaxinf.train.optimizers import make_optimizer
+from jaxinf.train.sizes import LeafUpdate, Sizes, sizes_of, streamed_sizes
+from jaxinf.train.streamed import Streamed
+from jaxinf.typing import PyTree
+
+__all__ = [
+    "PlannedStep",
+    "Rates",
+    "Sketch",
+    "num_operations",
+    "planned_step",
+]
+
+_NUM_RUNS = 5
+_SHARE = 0.9  # of a device's memory, where no limit is given
+
+
+class Rates:
+    """The rates of a machine for a run; notes which of them are used.
+
+    Args:
+      config: The run.
+      machine: Where it shall run.
+
+    Attributes:
+      used: Rates that were asked for, by their place.
+
+    Raises:
+      ValueError: By a rate: the machine has none.
+    """
+
+    def __init__(self, config: TrainConfig, machine: Machine) -> None:
+        self._config, self._machine = config, machine
+        self.used: dict[str, Rate] = {}
+
+    @property
+    def programs(self) -> float:
+        """Operations a second of programs."""
+        machine, dtype = self._machine, self._config.dtype
+        field = "programs" if machine.programs else "products"
+        return self._rate(field, [dtype])
+
+    @property
+    def update(self) -> float:
+        """Params a second that all cores of the host update."""
+        config = self._config
+        state = "int8" if config.state == "int8" else "fp32"
+        same = ("adamw", "adam")
+        names = same if config.optimizer in same else (config.optimizer,)
+        one = self._rate("updates", [f"{name} {state}" for name in names])
+        return one * self._machine.num_cores
+
+    @property
+    def state(self) -> Sequence[float]:
+        """Bytes a second of each drive of the store for reads and writes of state.
+
+        A store without drives of its own is on all of them.
+        """
+        num_drives = max(1, len(self._config.csd_root))
+        limits, pace = parse_csd(self._config.csd).rates, self._drives("mixed")
+        pace = min(pace, limits.link or math.inf) / num_drives
+        own = [limits.of_csd(number) for number in range(num_drives)]
+        return [
+            min(pace, one.drive_read or pace, one.drive_write or pace) for one in own
+        ]
+
+    @property
+    def computes_on_host(self) -> bool:
+        """Whether programs run on the cores that update state."""
+        return self._machine.device is None
+
+    @property
+    def shares_drives(self) -> bool:
+        """Whether params and values wait for the same limits as state."""
+        return not parse_csd(self._config.csd).rates.is_set
+
+    @property
+    def read(self) -> float:
+        """Bytes a second of all drives for reads alone."""
+        return self._drives("read")
+
+    @property
+    def commit_s(self) -> float:
+        """Seconds of a commit."""
+        return self._seconds("commits")
+
+    @property
+    def process_bytes(self) -> int | None:
+        """Memory of a process that trains; None if it is not known."""
+        process = self._machine.process.get(self._config.mode)
+        return None if process is None else int(process.value)
+
+    def profile(self, seconds: Mapping[str, float]) -> Profile:
+        """Returns times of programs with bandwidths for params and values."""
+        device, link = self._machine.device, (math.inf, math.inf)
+        if device is not None:
+            link = device.to_host.value, device.to_device.value
+        read = self._drives("read")
+        return Profile(
+            seconds,
+            self._drives("write"),
+            read,
+            read,
+            out=link[0],
+            back=link[1],
+        )
+
+    def speeds(self, seconds: Mapping[str, float]) -> Speeds:
+        """Returns the speeds of a streamed step."""
+        return Speeds(
+            self.profile(seconds),
+            self.state,
+            self.update,
+            self.commit_s,
+            shares_drives=self.shares_drives,
+        )
+
+    @property
+    def _num_drives(self) -> int:
+        return sum(drive.count for drive in self._machine.drives)
+
+    def _drives(self, field: str) -> float:
+        """Bytes a second of all drives; the slowest sets the pace, as all share."""
+        machine = self._machine
+        if not machine.drives:
+            raise ValueError(f"machine {machine.name}: expected a drive, found none")
+        rates = {
+            f"drives[{number}].{field}": getattr(drive, field)
+            for number, drive in enumerate(machine.drives)
+        }
+        self.used |= rates
+        pace = self._num_drives * min(rate.value for rate in rates.values())
+        if machine.link is None:
+            return pace
+        return min(pace, machine.link.value * (2 if field == "mixed" else 1))
+
+    def _rate(self, field: str, names: Sequence[str]) -> float:
+        """Returns a rate with one of the names; another in its place is a guess."""
+        rates: Mapping[str, Rate] = getattr(self._machine, field)
+        if not rates:
+            raise ValueError(
+                f"machine {self._machine.name}: expected a rate for {names[0]}, found "
+                f"no {field}"
+            )
+        for name in names:
+            if name in rates:
+                self.used[f"{field}[{name!r}]"] = rates[name]
+                return rates[name].value
+        other, rate = next(iter(rates.items()))
+        self.used[f"{field}[{other!r}] for {names[0]}"] = rate._replace(basis="guessed")
+        return rate.value
+
+    def _seconds(self, field: str) -> float:
+        rate: Rate | None = getattr(self._machine, field)
+        if rate is None:
+            return 0.0
+        self.used[field] = rate
+        return 1 / rate.value
+
+
+class PlannedStep(ABC):
+    """A step of a run, before the run.
+
+    Args:
+      config: A run that `check` has returned.
+      batch: A batch of it; only its shapes count.
+
+    Attributes:
+      sizes: Memory, disk, and bytes of a step.
+      seconds: Measured times of programs by key; None if they are not measured.
+    """
+
+    sizes: Sizes
+    seconds: Mapping[str, float] | None = None
+
+    def __init__(self, config: TrainConfig, batch: Batch) -> None:
+        self._config, self._batch = config, batch
+
+    @cached_property
+    @abstractmethod
+    def operations(self) -> Mapping[str, float]:
+        """Operations of each program by its key, and ``""`` of all in a step."""
+
+    @property
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Memory of a step at its peak, beside the process."""
+
+    def work(self, rates: Rates) -> StepWork:
+        """Returns what a step has to do on a machine.
+
+        Raises:
+          ValueError: The machine has no rate that the run needs.
+        """
+        seconds: Mapping[str, float] = self.seconds or {}
+        if not self.operations.keys() <= seconds.keys():
+            speed = rates.programs
+            counted = {key: count / speed for key, count in self.operations.items()}
+            seconds = {**counted, **seconds}
+        return self._work(rates, seconds)
+
+    @abstractmethod
+    def _work(self, rates: Rates, seconds: Mapping[str, float]) -> StepWork: ...
+
+
+def planned_step(
+    config: TrainConfig,
+    batch: Batch,
+    machine: Machine | None = None,
+    *,
+    description: StoreDescription | None = None,
+    measures: bool = False,
+) -> PlannedStep:
+    """Plans a step; takes some seconds.
+
+    Args:
+      config: A run that `check` has returned.
+      batch: A batch of it; only its shapes count.
+      machine: Where it shall run; by default one that computes in the host's memory.
+      description: As for `sizes_of`.
+      measures: Whether programs are compiled and run, and their times used.
+
+    Raises:
+      JaxinfError: As `jaxinf.open_store`, `jaxinf.smart_update` and `jaxinf.stream`.
+    """
+    if config.mode == "stream":
+        device = None if machine is None else machine.device
+        return _StreamedStep(config, batch, device, measures=measures)
+    return _WholeStep(config, batch, description, measures=measures)
+
+
+def num_operations(config: TrainConfig, batch: Batch) -> float:
+    """Counts the operations of loss and gradient from what JAX lowers; some seconds.
+
+    Args:
+      config: A run that `check` has returned.
+      batch: A batch of the run; only its shapes count.
+    """
+    costs: Any = _gradients_of(config, batch).cost_analysis()
+    return float(costs["flops"])
+
+
+def _loss_of(config: TrainConfig) -> Callable[[PyTree, Any], jax.Array]:
+    """Returns the loss function of a run."""
+    graphdef, _ = abstract_params(config.model_config)
+
+    def loss_fn(params: PyTree, batch: Any) -> jax.Array:
+        return task_loss(nnx.merge(graphdef, params), config.task_name, batch)
+
+    return loss_fn
+
+
+def _gradients_of(config: TrainConfig, batch: Batch) -> Any:
+    params = abstract_params(config.model_config)[1]
+    shapes = jax.eval_shape(lambda: batch)
+    return jax.jit(jax.value_and_grad(_loss_of(config))).lower(params, shapes)
+
+
+class _WholeStep(PlannedStep):
+    """A step whose loss and gradient are one program."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        batch: Batch,
+        description: StoreDescription | None,
+        *,
+        measures: bool,
+    ) -> None:
+        super().__init__(config, batch)
+        self.sizes, self._updates = sizes_of(config, description)
+        self._compiled: Any = None
+        if measures:
+            self._compiled, args = self._measured()
+            self.seconds = {"": _usual_s(self._compiled, args)}
+
+    @cached_property
+    def operations(self) -> Mapping[str, float]:
+        """As `PlannedStep.operations`."""
+        return {"": num_operations(self._config, self._batch)}
+
+    @property
+    def used_bytes(self) -> int:
+        """As `PlannedStep.used_bytes`."""
+        config, held = self._config, self.sizes.memory_bytes
+        leaves = jax.tree.leaves(abstract_params(config.model_config)[1])
+        if config.mode == "update":
+            state = sum(one.memory_bytes for one in self._updates)
+            held += min(config.buffer_bytes, state) - config.buffer_bytes
+            if not config.clip_norm:  # a gradient lives until its update
+                held -= 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        if self._compiled is None:
+            return held
+        memory = self._compiled.memory_analysis()
+        return held + memory.temp_size_in_bytes
+
+    def _measured(self) -> tuple[Any, Any]:
+        config = self._config
+        shapes = jax.eval_shape(lambda: self._batch)
+        params = abstract_params(config.model_config)[1]
+        lowered = _gradients_of(config, self._batch)
+        if config.mode == "update":
+            return lowered.compile(), (params, shapes)
+        tx = make_optimizer(config)
+        state = jax.eval_shape(tx.init, params)
+        gradients_of = jax.value_and_grad(_loss_of(config))
+
+        def step(params: PyTree, state: Any, batch: Any) -> Any:
+            value, gradients = gradients_of(params, batch)
+            updates, state = tx.update(gradients, state, params)
+            return jax.tree.map(jnp.add, params, updates), state, value
+
+        args = (params, state, shapes)
+        return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile(), args
+
+    def _work(self, rates: Rates, seconds: Mapping[str, float]) -> StepWork:
+        config, whole_s = self._config, seconds[""]
+        if config.mode == "memory":
+            update_s = 0.0
+            if self.seconds is None:
+                update_s = self.sizes.num_params / rates.update
+            return StepWork(call_s=[whole_s, update_s])
+        return _whole_work(config, rates, whole_s, self._updates)
+
+
+def _whole_work(
+    config: TrainConfig, rates: Rates, whole_s: float, moved: Sequence[LeafUpdate]
+) -> StepWork:
+    """Returns the work of a step whose gradients are made leaf by leaf."""
+    leaves = jax.tree.leaves(abstract_params(config.model_config)[1])
+    backward = [leaf.size for leaf in reversed(leaves)]
+    calls = [2 * whole_s / 3 * size / sum(backward) for size in backward]
+    calls = [whole_s / 3, *calls]
+    speed, waits = rates.update, bool(config.clip_norm)
+    updates = [
+        Update(
+            len(calls) if waits else len(leaves) - one.leaf,
+            one.num_elements / speed,
+            one.read_bytes,
+            one.written_bytes,
+            one.memory_bytes,
+            one.drive,
+        )
+        for one in sorted(moved, key=lambda one: -one.leaf)
+    ]
+    return StepWork(
+        call_s=calls,
+        updates=updates,
+        kernels=PROCESSOR if rates.computes_on_host else HOST,
+        rates=rates.state,
+        memory_bytes=config.buffer_bytes,
+        commit_s=rates.commit_s,
+    )
+
+
+class Sketch(PlannedStep):
+    """A step by its sizes and operations alone: what a search begins with.
+
+    A streamed one is at most so slow, as nothing that memory saves is known.
+
+    Args:
+      config, batch: As for `PlannedStep`.
+      operations: Operations of loss and gradient.
+      sizes: What `sizes_of` returns.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        batch: Batch,
+        operations: float,
+        sizes: tuple[Sizes, Sequence[LeafUpdate]],
+    ) -> None:
+        super().__init__(config, batch)
+        self._operations = operations
+        self.sizes, self._updates = sizes
+
+    @cached_property
+    def operations(self) -> Mapping[str, float]:
+        """As `PlannedStep.operations`."""
+        return {"": self._operations}
+
+    @property
+    def used_bytes(self) -> int:
+        """As `PlannedStep.used_bytes`."""
+        return self.sizes.memory_bytes
+
+    def _work(self, rates: Rates, seconds: Mapping[str, float]) -> StepWork:
+        config, sizes, whole_s = self._config, self.sizes, seconds[""]
+        work = _whole_work(config, rates, whole_s, self._updates)
+        if config.mode != "stream":
+            return work
+        again_s = whole_s / 3 if config.policy == "recompute" else 0.0
+        state = sum(one.read_bytes + one.written_bytes for one in self._updates)
+        others = sizes.read_bytes + sizes.written_bytes - round(state)
+        params = Trip(0, 0, others, others)
+        moved = Trips([params], {"read": rates.read}, drive=DRIVES)
+        last = len(work.call_s) + 1
+        updates = [one._replace(made=last) for one in work.updates]
+        call_s = [again_s, *work.call_s]
+        return replace(work, call_s=call_s, moved=[moved], updates=updates, joins=True)
+
+
+class _StreamedStep(PlannedStep):
+    """A step whose programs are cut from its loss and gradient."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        batch: Batch,
+        device: Device | None,
+        *,
+        measures: bool,
+    ) -> None:
+        super().__init__(config, batch)
+        params, limit = abstract_params(config.model_config)[1], None
+        if device is not None:
+            num_bytes = config.device_memory or int(_SHARE * device.memory.value)
+            limit = DeviceLimit(num_bytes, is_host=False)
+        with _without_store(config) as backend:
+            self._dry = backend.dry_run(batch, params, limit, compiles=measures)
+            if measures:
+                self.seconds = self._dry.measured_s()
+        self.sizes = streamed_sizes(config, self._dry)
+
+    @cached_property
+    def operations(self) -> Mapping[str, float]:
+        """As `PlannedStep.operations`."""
+        return self._dry.operations
+
+    @property
+    def used_bytes(self) -> int:
+        """As `PlannedStep.used_bytes`."""
+        return self._dry.used_bytes
+
+    def _work(self, rates: Rates, seconds: Mapping[str, float]) -> StepWork:
+        speeds = rates.speeds(seconds)
+        self._dry = self._dry.on(speeds)
+        self.sizes = streamed_sizes(self._config, self._dry)
+        return self._dry.work(speeds)
+
+
+@contextlib.contextmanager
+def _without_store(config: TrainConfig) -> Iterator[Streamed]:
+    """Opens the backend of a run in a temporary directory; nothing is written."""
+    with tempfile.TemporaryDirectory() as folder:
+        roots = tuple(Path(folder, f"drive{n}") for n in range(len(config.csd_root)))
+        for root in roots:
+            root.mkdir()
+        place = Path(folder, "store")
+        elsewhere = replace(config, store=place, csd_root=roots, restore=None)
+        backend = open_backend(elsewhere, make_optimizer(config))
+        assert isinstance(backend, Streamed)
+        with contextlib.closing(backend):
+            yield backend
+
+
+def _usual_s(compiled: Any, args: Any) -> float:
+    """Runs a program some times on zeros; returns its usual time. Blocks."""
+    times: list[float] = []
+    for _ in range(1 + _NUM_RUNS):
+        inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), args)
+        jax.block_until_ready(inputs)
+        began_s = time.perf_counter()
+        jax.block_until_ready(compiled(*inputs))
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times[1:])
