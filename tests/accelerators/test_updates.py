@@ -62,13 +62,12 @@ def step_of(tx, loss):
 def build(tmp_path, monkeypatch, note):
     """Compiles a step of a variant."""
 
-    def make(variant, device, form="start", config=NANO, **changes):
+    def make(variant, device, form="start", config=NANO, dtype=jnp.float32):
         monkeypatch.setenv("JAXINF_CALLBACK", form)
         if form == "stream":
             monkeypatch.setenv(stream_calls.DRIVER, str(late_device.driver()))
-        config = dataclasses.replace(config, **changes)
         graphdef, shapes = abstract_params(config)
-        params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        params = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), shapes)
         inner, options = VARIANTS[variant]
         tx = jaxinf.smart_update(inner, tmp_path / "store", **options)
         state = tx.init(params)
@@ -78,7 +77,7 @@ def build(tmp_path, monkeypatch, note):
             built = compiled(Target(device), step, params, state, batch, donate=(0, 1))
         finally:
             jaxinf.close(tmp_path / "store")
-        note(f"{variant} {form} {'bf16' if changes else ''}".strip(), device, [built])
+        note(f"{variant} {form} {jnp.dtype(dtype).name}", device, [built])
         return built
 
     return make
@@ -136,7 +135,7 @@ def test_every_variant_compiles(build, variant, device, form):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_params(build, device, dtype):
-    check_donated(build("adamw", device, param_dtype=dtype), device)
+    check_donated(build("adamw", device, dtype=dtype), device)
 
 
 FORMS = [("start", "_gpu_callback", 40), ("stream", "jaxinf_stream_start", 4)]

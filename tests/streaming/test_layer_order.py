@@ -68,7 +68,7 @@ def tied(width=32, depth=4, rows=12):
 def part_by_part(program, ready, cuts, count, executables, folder):
     """Loss, aux and mean gradients, one part after another."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]
-    spill = Spill(folder, waiting(dict.fromkeys(ready.gradient_pieces, 1), 1 << 30))
+    spill = Spill([folder], waiting(dict.fromkeys(ready.gradient_pieces, 1), 1 << 30))
     sums, means, results = Sums(count, spill), {}, []
     runner = Runner(ready.plan_of(cuts), executables)
     for number, part in enumerate(parts_of(program.batch, count)):
