@@ -40,11 +40,6 @@ _WITHOUT_REDUCTIONS = (
 DETERMINISTIC = "xla_gpu_deterministic_ops"
 """An option of XLA's GPU compiler; with two hyphens a flag of ``XLA_FLAGS``."""
 
-# Triton's kernels want tiles that are chosen by their time. Without a measurement some
-# products get tiles that do not divide them, and are not compiled (dot f32[260,128] for
-# an A100). cuBLAS chooses by its own tables.
-_TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
-
 
 def without_library_reductions() -> dict[str, Any] | None:
     """Returns options for XLA's CPU compiler that keep reductions from YNNPACK.
@@ -67,9 +62,7 @@ def deterministic_options(is_wanted: bool) -> dict[str, Any] | None:
     Args:
       is_wanted: Whether the program's bits matter.
     """
-    if not (is_wanted and varies_between_runs()):
-        return None
-    return {DETERMINISTIC: True, _TRITON_PRODUCTS: False}
+    return {DETERMINISTIC: True} if is_wanted and varies_between_runs() else None
 
 
 def varies_between_runs() -> bool:
