@@ -155,6 +155,7 @@ from jaxinf.compat.trees import (
 from jaxinf.compat.xla import (
     CPU_THREADS_VARIABLE,
     DETERMINISTIC,
+    compile_lowered,
     cpu_client_threads,
     deterministic_options,
     memory_registry,
@@ -186,6 +187,7 @@ __all__ = [
     "call_with_buffers",
     "call_with_copies",
     "called_jaxpr",
+    "compile_lowered",
     "coordination",
     "counts_elements",
     "cpu_client_threads",

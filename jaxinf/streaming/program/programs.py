@@ -205,7 +205,7 @@ def compile_program(
       is_deterministic: Whether it has the same bits in each run.
     """
     options = compiler_options(program.nodes, is_deterministic=is_deterministic)
-    return lowered(program, donated, inputs, outputs).compile(compiler_options=options)
+    return compat.compile_lowered(lowered(program, donated, inputs, outputs), options)
 
 
 def lowered(
