@@ -12,7 +12,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +19,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jaxinf_models import PRESETS, abstract_params, task_loss
+from jaxinf_models import PRESETS, abstract_params
+
+from jaxinf.streaming import usual_s
+from jaxinf.train.step import loss_of
 
 __all__ = ["Training", "measure_programs", "measure_training"]
 
 _SEQ_LEN = 128
 _BATCH_SIZE = 2
-_NUM_TIMES = 9
 _NUM_STEPS, _NUM_FIRST = 24, 4
 _TINY = {
     "model_type": "gpt2",
@@ -71,20 +71,11 @@ def measure_programs(device: Any, dtype: str) -> float:
     tokens = jnp.zeros((_BATCH_SIZE, _SEQ_LEN), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return task_loss(nnx.merge(graphdef, params), "causal-lm", batch)
-
     with jax.default_device(device):
-        lowered = jax.jit(jax.value_and_grad(loss_fn)).lower(params, batch)
+        gradients_of = jax.value_and_grad(loss_of(graphdef))
+        lowered = jax.jit(gradients_of).lower(params, batch)
         costs: Any = lowered.cost_analysis()
-        compiled = lowered.compile()
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
-        times = []
-        for _ in range(_NUM_TIMES):
-            began_s = time.perf_counter()
-            jax.block_until_ready(compiled(zeros, batch))
-            times.append(time.perf_counter() - began_s)
-    return float(costs["flops"]) / statistics.median(times)
+        return float(costs["flops"]) / usual_s(lowered.compile(), (params, batch))
 
 
 def measure_training(folder: Path) -> Training:

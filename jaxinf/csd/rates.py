@@ -66,8 +66,8 @@ def parse_rates(options: Mapping[str, str]) -> CsdRates:
     """Parses rates as users write them: ``drive=1.5GB/s``, ``link=800MB/s``, ….
 
     `drive` sets both directions; ``drives=900MB/s+300MB/s`` those of each drive.
-    ``gradients=drive`` and ``writes=joined`` are not
-    rates: see `CsdRates.has_stored_gradients` and `CsdRates.is_joined`.
+    ``gradients=drive`` and ``writes=joined`` are not rates: see
+    `CsdRates.has_stored_gradients` and `CsdRates.is_joined`.
 
     Raises:
       ValueError: the name is unknown, or the rate is not above 0 bytes per second.

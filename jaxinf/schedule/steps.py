@@ -74,7 +74,6 @@ class StepWork:
       rates: Of each drive, for state, in bytes a second.
       memory_bytes: Memory for state between its read and its write.
       commit_s: Time from the last write to the end of the commit.
-      outside_s: Time of a step in which nothing else can be done.
       joins: Whether a step begins after the commit of the one before, since its calls
         read what that has written; else after its last update.
     """
@@ -88,7 +87,6 @@ class StepWork:
     rates: Sequence[float] = ()
     memory_bytes: int = 0
     commit_s: float = 0.0
-    outside_s: float = 0.0
     joins: bool = False
 
     def simulated(self) -> StepTime:
@@ -110,8 +108,8 @@ class StepWork:
             return seconds + clock.start(PROCESSOR, seconds, _nothing, ready_s)
 
         state.begin()
-        at_s = begin_s + self.outside_s
-        clock.run_until(at_s)
+        clock.run_until(begin_s)
+        at_s = begin_s
         for part in range(self.num_parts):
             is_last = part == self.num_parts - 1
             moved = (*self.moved, *(self.last if is_last else ()))

@@ -18,7 +18,7 @@ from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.streaming.program.initial import check_init
 from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
-from jaxinf.streaming.work import Speeds
+from jaxinf.streaming.work import Speeds, usual_s
 
 __all__ = [
     "DeviceLimit",
@@ -42,4 +42,5 @@ __all__ = [
     "stream_function",
     "stream_in_memory",
     "trace_optimizer",
+    "usual_s",
 ]

@@ -86,15 +86,15 @@ class DryRun:
         return self._planned.used_bytes(self._dry.ends)
 
     @cached_property
-    def operations(self) -> Mapping[str, float]:
+    def _operations(self) -> Mapping[str, float]:
         """Operations of each program by its key, as counted before compilation."""
         return num_operations(self._planned.plan)
 
-    def measured_s(self) -> Mapping[str, float]:
+    def _measured_s(self) -> Mapping[str, float]:
         """Runs each program some times; returns their times by key. Blocks."""
         return measured_s(self._planned.plan, self._dry.ends.setup.executables)
 
-    def on(self, speeds: Speeds) -> "DryRun":
+    def _on(self, speeds: Speeds) -> "DryRun":
         """Returns the dry run of the steps that a machine comes to.
 
         It is another one with ``policy="plan"`` alone.
@@ -105,7 +105,7 @@ class DryRun:
         plan = self._planned.plan.chosen(replanner.chosen_by(speeds.profile))
         return _found(self._dry, replace(self._planned, plan=plan))
 
-    def work(self, speeds: Speeds) -> StepWork:
+    def _work(self, speeds: Speeds) -> StepWork:
         """Returns what a step has to do, at the speeds of a machine."""
         planned = self._planned
         return step_work(self._dry.ends, planned.fitted, planned.plan, speeds)

@@ -268,7 +268,7 @@ class TrainingStep(Step):
         """
         return self._dry_run(batch, params, self._setup)
 
-    def estimated(
+    def _estimated(
         self, batch: PyTree, params: PyTree, limit: DeviceLimit | None = None
     ) -> DryRun:
         """As `dry_run`, with estimates of temporaries: no program is compiled.

@@ -22,7 +22,7 @@ from jaxinf.streaming.plan.simulator import Profile, moved_beside, moved_gradien
 from jaxinf.streaming.program.programs import lowered
 from jaxinf.streaming.run import Executables, compile_plan
 
-__all__ = ["Speeds", "measured_s", "num_operations", "step_work"]
+__all__ = ["Speeds", "measured_s", "num_operations", "step_work", "usual_s"]
 
 _MOST_RUNS, _LONG_ENOUGH_S = 10, 2.0
 
@@ -35,7 +35,6 @@ class Speeds(NamedTuple):
       state: Of each drive for the state of updates, in bytes a second.
       update: Params a second that all cores of the host update.
       commit_s: Time of a commit.
-      outside_s: Time of a step in which nothing else can be done.
       shares_drives: Whether params and values pass the same queue as state.
     """
 
@@ -43,7 +42,6 @@ class Speeds(NamedTuple):
     state: Sequence[float]
     update: float
     commit_s: float = 0.0
-    outside_s: float = 0.0
     shares_drives: bool = True
 
 
@@ -88,7 +86,6 @@ def step_work(ends: Ends, fitted: Fitted, plan: Plan, speeds: Speeds) -> StepWor
         rates=speeds.state,
         memory_bytes=ring_bytes,
         commit_s=speeds.commit_s,
-        outside_s=speeds.outside_s,
         joins=True,
     )
 
@@ -118,14 +115,20 @@ def measured_s(plan: Plan, executables: Executables) -> Mapping[str, float]:
     for call, executable in zip(plan.calls.calls, compiled, strict=True):
         if call.program.key not in found:
             avals = [value.aval for value in call.program.inputs]
-            found[call.program.key] = _usual_s(executable, avals)
+            found[call.program.key] = usual_s(executable, avals)
     return found
 
 
-def _usual_s(executable: Any, avals: list[Any]) -> float:
+def usual_s(executable: Any, args: Sequence[Any]) -> float:
+    """Runs a compiled program some times on zeros; returns its usual time. Blocks.
+
+    Args:
+      executable: The program.
+      args: Its arguments, as trees of shapes and dtypes.
+    """
     times: list[float] = []
     for _ in range(_MOST_RUNS):
-        inputs = [_example(aval) for aval in avals]  # some are donated
+        inputs = jax.tree.map(_example, args)  # some are donated
         jax.block_until_ready(inputs)
         began_s = time.perf_counter()
         jax.block_until_ready(executable(*inputs))

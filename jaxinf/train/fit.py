@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
-from flax import nnx
-from jaxinf_models import abstract_params, task_loss
+from jaxinf_models import abstract_params
 
 from jaxinf.command_line import UsageError
 from jaxinf.engine import DEFAULT_MEMORY_BYTES
@@ -31,8 +30,8 @@ from jaxinf.train.limits import Candidate, Fit, Limits, LossyFlag
 from jaxinf.train.optimizers import check_optimizer
 from jaxinf.train.run_file import words_of_run
 from jaxinf.train.sizes import describe_store, sizes_of
+from jaxinf.train.step import loss_of
 from jaxinf.train.work import Sketch, num_operations, planned_step
-from jaxinf.typing import PyTree
 
 __all__ = [
     "Search",
@@ -276,10 +275,7 @@ class Search:
 
     def _least(self, config: TrainConfig) -> LeastMemory:
         graphdef, params = abstract_params(config.model_config)
-
-        def loss_fn(params: PyTree, batch: Any) -> jax.Array:
-            return task_loss(nnx.merge(graphdef, params), config.task_name, batch)
-
+        loss_fn = loss_of(graphdef, config.task_name)
         parts, order = config.micro_batches, config.order
         return self._once(
             ("least", parts, order, config.dtype, config.param_dtype),

@@ -25,7 +25,7 @@ from jaxinf_models import TaskName, task_loss
 
 from jaxinf.typing import PyTree
 
-__all__ = ["Boundaries", "TrainStep", "compile_train_step"]
+__all__ = ["Boundaries", "TrainStep", "compile_train_step", "loss_of"]
 
 Boundaries: TypeAlias = Literal["fused", "halves", "split"]
 
@@ -33,6 +33,22 @@ TrainStep: TypeAlias = Callable[..., tuple[PyTree, Any, tuple[jax.Array, Any]]]
 """``(params, state, batch) -> (params, state, (loss, norm))``; donates the first two.
 
 The norm is that of all gradients, float32; None where a step does not have it."""
+
+
+def loss_of(
+    graphdef: Any, task: TaskName = "causal-lm"
+) -> Callable[[PyTree, Any], jax.Array]:
+    """Returns the loss of params and a batch.
+
+    Args:
+      graphdef: The model's graph.
+      task: The task, which decides the loss.
+    """
+
+    def loss_fn(params: PyTree, batch: Any) -> jax.Array:
+        return task_loss(nnx.merge(graphdef, params), task, batch)
+
+    return loss_fn
 
 
 def compile_train_step(

@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 import optax
-from flax import nnx
-from jaxinf_models import abstract_params, task_loss
+from jaxinf_models import abstract_params
 
 from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
@@ -25,7 +24,7 @@ from jaxinf.train.data.loader import Batch
 from jaxinf.train.on_store import KeptInStore, refused_as_usage
 from jaxinf.train.optimizers import behind_clipping
 from jaxinf.train.processes import Processes
-from jaxinf.train.step import TrainStep
+from jaxinf.train.step import TrainStep, loss_of
 from jaxinf.typing import JsonValue, PyTree
 
 __all__ = ["Streamed"]
@@ -102,14 +101,18 @@ class Streamed(KeptInStore):
     def dry_run(
         self, batch: Batch, params: PyTree, limit: DeviceLimit | None, *, compiles: bool
     ) -> DryRun:
-        """Says what a step takes: see `StreamedStep.dry_run`, and `estimated`.
+        """Says what a step takes, as `StreamedStep.dry_run`.
 
-        Programs are compiled, too, if by estimates they do not fit.
+        Args:
+          batch, params: See there.
+          limit: The memory of another device than JAX's.
+          compiles: Whether programs are compiled; otherwise their memory is estimated,
+            and they are compiled only if they do not fit by that.
         """
         with _named_flags():
             if not compiles:
                 try:
-                    return self._step.estimated(batch, params, limit)
+                    return self._step._estimated(batch, params, limit)
                 except BudgetError:
                     if limit is not None:
                         raise
@@ -202,15 +205,11 @@ def _streamed_step(
     config: TrainConfig, store: Store, optimizer: optax.GradientTransformation
 ) -> StreamedStep:
     graphdef, _ = abstract_params(config.model_config)
-
-    def loss_fn(params: PyTree, batch: Any) -> jax.Array:
-        return task_loss(nnx.merge(graphdef, params), config.task_name, batch)
-
     assert config.memory is not None
     if config.compress is not None:
         optimizer = behind_clipping(config, optimizer)
     return stream(
-        loss_fn,
+        loss_of(graphdef, config.task_name),
         optimizer,
         store,
         memory_bytes=config.memory,

@@ -10,11 +10,9 @@ the loss are compiled only where it takes that to know whether they fit.
 
 import contextlib
 import math
-import statistics
 import tempfile
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,20 +20,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jaxinf_models import abstract_params, task_loss
+from jaxinf_models import abstract_params
 
 from jaxinf.csd import parse_csd
-from jaxinf.engine import StoreDescription
 from jaxinf.plan import Device, Machine, Rate
 from jaxinf.schedule.simulator import Trip, Trips
 from jaxinf.schedule.steps import DRIVES, HOST, PROCESSOR, StepWork, Update
-from jaxinf.streaming import DeviceLimit, Profile, Speeds
+from jaxinf.streaming import DeviceLimit, Profile, Speeds, usual_s
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.opening import open_backend
 from jaxinf.train.optimizers import make_optimizer
 from jaxinf.train.sizes import LeafUpdate, Sizes, sizes_of, streamed_sizes
+from jaxinf.train.step import loss_of
 from jaxinf.train.streamed import Streamed
 from jaxinf.typing import PyTree
 
@@ -47,7 +44,6 @@ __all__ = [
     "planned_step",
 ]
 
-_NUM_RUNS = 5
 _SHARE = 0.9  # of a device's memory, where no limit is given
 
 
@@ -244,7 +240,6 @@ def planned_step(
     batch: Batch,
     machine: Machine | None = None,
     *,
-    description: StoreDescription | None = None,
     measures: bool = False,
 ) -> PlannedStep:
     """Plans a step; takes some seconds.
@@ -253,7 +248,6 @@ def planned_step(
       config: A run that `check` has returned.
       batch: A batch of it; only its shapes count.
       machine: Where it shall run; by default one that computes in the host's memory.
-      description: As for `sizes_of`.
       measures: Whether programs are compiled and run, and their times used.
 
     Raises:
@@ -262,7 +256,7 @@ def planned_step(
     if config.mode == "stream":
         device = None if machine is None else machine.device
         return _StreamedStep(config, batch, device, measures=measures)
-    return _WholeStep(config, batch, description, measures=measures)
+    return _WholeStep(config, batch, measures=measures)
 
 
 def num_operations(config: TrainConfig, batch: Batch) -> float:
@@ -276,39 +270,23 @@ def num_operations(config: TrainConfig, batch: Batch) -> float:
     return float(costs["flops"])
 
 
-def _loss_of(config: TrainConfig) -> Callable[[PyTree, Any], jax.Array]:
-    """Returns the loss function of a run."""
-    graphdef, _ = abstract_params(config.model_config)
-
-    def loss_fn(params: PyTree, batch: Any) -> jax.Array:
-        return task_loss(nnx.merge(graphdef, params), config.task_name, batch)
-
-    return loss_fn
-
-
 def _gradients_of(config: TrainConfig, batch: Batch) -> Any:
-    params = abstract_params(config.model_config)[1]
+    graphdef, params = abstract_params(config.model_config)
     shapes = jax.eval_shape(lambda: batch)
-    return jax.jit(jax.value_and_grad(_loss_of(config))).lower(params, shapes)
+    gradients_of = jax.value_and_grad(loss_of(graphdef, config.task_name))
+    return jax.jit(gradients_of).lower(params, shapes)
 
 
 class _WholeStep(PlannedStep):
     """A step whose loss and gradient are one program."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        batch: Batch,
-        description: StoreDescription | None,
-        *,
-        measures: bool,
-    ) -> None:
+    def __init__(self, config: TrainConfig, batch: Batch, *, measures: bool) -> None:
         super().__init__(config, batch)
-        self.sizes, self._updates = sizes_of(config, description)
+        self.sizes, self._updates = sizes_of(config)
         self._compiled: Any = None
         if measures:
             self._compiled, args = self._measured()
-            self.seconds = {"": _usual_s(self._compiled, args)}
+            self.seconds = {"": usual_s(self._compiled, args)}
 
     @cached_property
     def operations(self) -> Mapping[str, float]:
@@ -333,13 +311,13 @@ class _WholeStep(PlannedStep):
     def _measured(self) -> tuple[Any, Any]:
         config = self._config
         shapes = jax.eval_shape(lambda: self._batch)
-        params = abstract_params(config.model_config)[1]
+        graphdef, params = abstract_params(config.model_config)
         lowered = _gradients_of(config, self._batch)
         if config.mode == "update":
             return lowered.compile(), (params, shapes)
         tx = make_optimizer(config)
         state = jax.eval_shape(tx.init, params)
-        gradients_of = jax.value_and_grad(_loss_of(config))
+        gradients_of = jax.value_and_grad(loss_of(graphdef, config.task_name))
 
         def step(params: PyTree, state: Any, batch: Any) -> Any:
             value, gradients = gradients_of(params, batch)
@@ -456,13 +434,13 @@ class _StreamedStep(PlannedStep):
         with _without_store(config) as backend:
             self._dry = backend.dry_run(batch, params, limit, compiles=measures)
             if measures:
-                self.seconds = self._dry.measured_s()
+                self.seconds = self._dry._measured_s()
         self.sizes = streamed_sizes(config, self._dry)
 
     @cached_property
     def operations(self) -> Mapping[str, float]:
         """As `PlannedStep.operations`."""
-        return self._dry.operations
+        return self._dry._operations
 
     @property
     def used_bytes(self) -> int:
@@ -471,9 +449,9 @@ class _StreamedStep(PlannedStep):
 
     def _work(self, rates: Rates, seconds: Mapping[str, float]) -> StepWork:
         speeds = rates.speeds(seconds)
-        self._dry = self._dry.on(speeds)
+        self._dry = self._dry._on(speeds)
         self.sizes = streamed_sizes(self._config, self._dry)
-        return self._dry.work(speeds)
+        return self._dry._work(speeds)
 
 
 @contextlib.contextmanager
@@ -489,15 +467,3 @@ def _without_store(config: TrainConfig) -> Iterator[Streamed]:
         assert isinstance(backend, Streamed)
         with contextlib.closing(backend):
             yield backend
-
-
-def _usual_s(compiled: Any, args: Any) -> float:
-    """Runs a program some times on zeros; returns its usual time. Blocks."""
-    times: list[float] = []
-    for _ in range(1 + _NUM_RUNS):
-        inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), args)
-        jax.block_until_ready(inputs)
-        began_s = time.perf_counter()
-        jax.block_until_ready(compiled(*inputs))
-        times.append(time.perf_counter() - began_s)
-    return statistics.median(times[1:])

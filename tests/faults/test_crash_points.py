@@ -41,19 +41,20 @@ def pinned(driver, mark):
 
 def rare(driver, mark):
     """A commit every two steps; the slot that is not committed is rewritten."""
-    driver.init()
-    mark(0)
-    for step in range(1, 6):
-        driver.step()
-        driver.store._training.join()
-        if step % 2 == 0:
-            mark(step)
-    driver.store.wait()
-    mark(5)
+    two_by_two(driver, mark, lambda: None)
 
 
 def staying(driver, mark):
     """As `rare`, with state in memory; a step that is given up after a commit."""
+
+    def give_up():
+        driver.update([0, 1], gradient=7.0)
+        driver.training.steps.abandon()
+
+    two_by_two(driver, mark, give_up)
+
+
+def two_by_two(driver, mark, after_commit):
     driver.init()
     mark(0)
     for step in range(1, 6):
@@ -61,8 +62,7 @@ def staying(driver, mark):
         driver.store._training.join()
         if step % 2 == 0:
             mark(step)
-            driver.update([0, 1], gradient=7.0)
-            driver.training.steps.abandon()
+            after_commit()
     driver.store.wait()
     mark(5)
 

@@ -25,8 +25,8 @@ def step_s(**changes):
 
 
 def test_calls_alone_run_in_turn():
-    found = StepWork(call_s=[1.0, 2.0], num_parts=2, outside_s=0.5).simulated()
-    assert found.step_s == pytest.approx(6.5)
+    found = StepWork(call_s=[1.0, 2.0], num_parts=2).simulated()
+    assert found.step_s == pytest.approx(6.0)
     assert found.busy_s == pytest.approx({PROCESSOR: 6.0})
 
 

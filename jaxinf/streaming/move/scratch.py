@@ -39,10 +39,10 @@ __all__ = [
     "raw_bytes",
 ]
 
-_NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 Folders: TypeAlias = Sequence[PathLikeStr] | Mapping[Path, float]
 """A folder on each drive, for even shares, or the drives' shares by folder."""
 
+_NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
