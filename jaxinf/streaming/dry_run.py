@@ -142,15 +142,19 @@ class DryRun:
         )
 
 
-def dry_run(dry: Dry) -> DryRun:
+def dry_run(dry: Dry, *, searches: bool = True) -> DryRun:
     """Plans a step and compiles its programs; blocks.
+
+    Args:
+      dry: What it is of.
+      searches: Whether to look for a budget that works where one is too small.
 
     Raises:
       BudgetError: A budget is too small; names one that works.
     """
     ready, ends, *_ = dry
     options, executables = ends.setup.options, ends.setup.executables
-    searches = ends.setup.together.is_alone
+    searches = searches and ends.setup.together.is_alone
     fitted = planned_within(
         options.budgets, partial(ends.fitted, ready), searches=searches
     )

@@ -269,7 +269,12 @@ class TrainingStep(Step):
         return self._dry_run(batch, params, self._setup)
 
     def _estimated(
-        self, batch: PyTree, params: PyTree, limit: DeviceLimit | None = None
+        self,
+        batch: PyTree,
+        params: PyTree,
+        limit: DeviceLimit | None = None,
+        *,
+        searches: bool = True,
     ) -> DryRun:
         """As `dry_run`, with estimates of temporaries: no program is compiled.
 
@@ -278,18 +283,21 @@ class TrainingStep(Step):
         Args:
           batch, params: As for `dry_run`.
           limit: The memory of another device than JAX's.
+          searches: Whether to look for a budget that works where one is too small.
         """
         setup = replace(self._setup, executables=Estimates(), other_limit=limit)
-        return self._dry_run(batch, params, setup)
+        return self._dry_run(batch, params, setup, searches=searches)
 
-    def _dry_run(self, batch: PyTree, params: PyTree, setup: Setup) -> DryRun:
+    def _dry_run(
+        self, batch: PyTree, params: PyTree, setup: Setup, *, searches: bool = True
+    ) -> DryRun:
         self._turns.settle()
         if params is not None:
             check_params(params)
             params = abstract(params)
         dry = self._dry(batch, params, setup)
         with outside_mesh():
-            return dry_run(dry)
+            return dry_run(dry, searches=searches)
 
     @abstractmethod
     def _dry(self, batch: PyTree, params: PyTree, setup: Setup) -> Dry:

@@ -14,6 +14,7 @@ from datetime import timedelta
 from rich.console import Console
 
 from jaxinf.command_line import UsageError
+from jaxinf.errors import JaxinfError
 from jaxinf.plan import Machine, read_machine
 from jaxinf.schedule.steps import PROCESSOR, StepWork
 from jaxinf.terminal import format_bytes, printable
@@ -211,7 +212,12 @@ def plan(config: TrainConfig, batch: Batch, *, measures: bool = False) -> RunPla
         found = forecast(step, config, machine)
         changed = {}
         for name, (one, on) in _changes(config, machine).items():
-            again = step if one is config else planned_step(one, batch, on)
+            again = step
+            if one is not config:
+                try:
+                    again = planned_step(one, batch, on, is_tried=True)
+                except JaxinfError:  # a change that is refused is no advice
+                    continue
             again.seconds = step.seconds
             changed[name] = forecast(again, one, on)
     except ValueError as error:

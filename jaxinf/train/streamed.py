@@ -99,7 +99,13 @@ class Streamed(KeptInStore):
         return run
 
     def dry_run(
-        self, batch: Batch, params: PyTree, limit: DeviceLimit | None, *, compiles: bool
+        self,
+        batch: Batch,
+        params: PyTree,
+        limit: DeviceLimit | None,
+        *,
+        compiles: bool,
+        is_tried: bool = False,
     ) -> DryRun:
         """Says what a step takes, as `StreamedStep.dry_run`.
 
@@ -108,13 +114,18 @@ class Streamed(KeptInStore):
           limit: The memory of another device than JAX's.
           compiles: Whether programs are compiled; otherwise their memory is estimated,
             and they are compiled only if they do not fit by that.
+          is_tried: Whether a step that does not fit by estimates is refused at once.
         """
         with _named_flags():
             if not compiles:
+                has_other_device = limit is not None
+                searches = has_other_device and not is_tried
                 try:
-                    return self._step._estimated(batch, params, limit)
+                    return self._step._estimated(
+                        batch, params, limit, searches=searches
+                    )
                 except BudgetError:
-                    if limit is not None:
+                    if has_other_device or is_tried:
                         raise
             return self._step.dry_run(batch, params)
 

@@ -241,6 +241,7 @@ def planned_step(
     machine: Machine | None = None,
     *,
     measures: bool = False,
+    is_tried: bool = False,
 ) -> PlannedStep:
     """Plans a step; takes some seconds.
 
@@ -249,13 +250,16 @@ def planned_step(
       batch: A batch of it; only its shapes count.
       machine: Where it shall run; by default one that computes in the host's memory.
       measures: Whether programs are compiled and run, and their times used.
+      is_tried: Whether it is refused at once if by estimates it does not fit.
 
     Raises:
       JaxinfError: As `jaxinf.open_store`, `jaxinf.smart_update` and `jaxinf.stream`.
     """
     if config.mode == "stream":
         device = None if machine is None else machine.device
-        return _StreamedStep(config, batch, device, measures=measures)
+        return _StreamedStep(
+            config, batch, device, measures=measures, is_tried=is_tried
+        )
     return _WholeStep(config, batch, measures=measures)
 
 
@@ -425,6 +429,7 @@ class _StreamedStep(PlannedStep):
         device: Device | None,
         *,
         measures: bool,
+        is_tried: bool,
     ) -> None:
         super().__init__(config, batch)
         params, limit = abstract_params(config.model_config)[1], None
@@ -432,7 +437,9 @@ class _StreamedStep(PlannedStep):
             num_bytes = config.device_memory or int(_SHARE * device.memory.value)
             limit = DeviceLimit(num_bytes, is_host=False)
         with _without_store(config) as backend:
-            self._dry = backend.dry_run(batch, params, limit, compiles=measures)
+            self._dry = backend.dry_run(
+                batch, params, limit, compiles=measures, is_tried=is_tried
+            )
             if measures:
                 self.seconds = self._dry._measured_s()
         self.sizes = streamed_sizes(config, self._dry)

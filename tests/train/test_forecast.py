@@ -205,3 +205,11 @@ def test_what_cannot_be_planned_is_refused(run, machine, tmp_path, capsys):
     assert run(*words, machine) == 2
     assert "expected a rate for float32" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
+
+
+def test_a_change_that_does_not_fit_is_no_advice(planned, machine):
+    words = ("--machine", machine, "--mode", "stream", "--memory")
+    assert "--resident params" in planned(*words, "64MiB")["changes"]
+    changes = planned(*words, "340KiB")["changes"]
+    assert "--resident params" not in changes
+    assert "one more drive" in changes
