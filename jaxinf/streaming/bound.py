@@ -161,7 +161,12 @@ class Ends(ABC):
 
         def divided() -> JsonValue:
             nonlocal read
-            division = self.divided(ready, budgets)
+            given = ready.given_bytes
+            division = self.divided(ready, budgets).without(
+                given, "holding its batch and constants", is_on_device=True
+            )
+            # A plan that was kept before these counted still fits.
+            division = replace(division, spare=division.spare + given)
             pool_bytes = division.pool_bytes(with_values=leaves)
             check_pinned(self.setup.device, pool_bytes)
             if leaves:

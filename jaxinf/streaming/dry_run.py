@@ -267,7 +267,7 @@ class LeastMemory:
         if policy not in self._smallest:
             smallest = self._ready.smallest_bytes(policy)
             self._smallest[policy] = int(_STREAMED * smallest)
-        programs = self._smallest[policy] + resident_bytes
+        programs = self._smallest[policy] + resident_bytes + self._ready.given_bytes
         sizes = self._ready.lifetimes.sizes
         gradient = max(
             (sizes[piece] for piece in self._ready.gradient_pieces), default=0

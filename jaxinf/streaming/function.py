@@ -22,7 +22,6 @@ from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.near_storage import SHARED, StoreParamsEnds, shared_bytes
 from jaxinf.streaming.plan.memory import Division, divide_rest, reader_bytes
 from jaxinf.streaming.plan.plan import Prepared, prepare_function
-from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.streaming.run import Runner
@@ -86,13 +85,10 @@ class FunctionEnds(StoreParamsEnds):
         left = budgets if self._step is None else self._step.left(budgets)
         limit, memory_bytes = self.setup.limit_within(left), left["memory_bytes"]
         division = divide_rest(memory_bytes - reader_bytes(memory_bytes), limit)
-        division = division.without(
+        return division.without(
             max((u.whole_bytes for u in self._units if not u.is_divided), default=0),
             "reading shards of params that are not stored alone",
         ).without(shared_bytes(self._units), SHARED)
-        return division.without(
-            sum(map(aval_bytes, ready.traced.batch)), "its batch", is_on_device=True
-        )
 
     def fitted(self, ready: Prepared, budgets: Mapping[str, int]) -> Fitted:
         """As `Ends.fitted`; what stays for a step stays for its function."""

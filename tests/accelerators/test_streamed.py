@@ -130,13 +130,15 @@ def test_a_streamed_step(plan_step, name, device):
     # A TPU pads the zoo's short arrays to many times their size.
     share = 32 if name in ZOO and device == "v5e" else 2
     fitted, built = plan_step(name, device, share=share)
+    limit_bytes = share * traced(program_of(name)).smallest_bytes()
     check_built(built, device)
     assert name != "gpt2" or any(one.donated[0] for one in built)
     calls = len(fitted.plan.calls.programs)
     assert len(built) > calls, "there are passes over the gradients"
-    traced = fitted.plan.traced
-    given_bytes = sum(map(aval_bytes, (*traced.batch, *traced.consts)))
+    step = fitted.plan.traced
+    given_bytes = sum(map(aval_bytes, (*step.batch, *step.consts)))
     planned_bytes = fitted.plan.peak_bytes + given_bytes
+    assert planned_bytes <= limit_bytes
     for one in built[-calls:]:
         assert taken_bytes(one.memory) <= planned_bytes
         assert hlo_order.synchronising(one.entry) == []

@@ -152,7 +152,7 @@ def test_the_batch_of_a_function_is_in_its_memory(open_store):
     step(program.batch)
     past = np.zeros(MEMORY_BYTES // 4, np.float32)
     f = step.function(lambda p, b: jnp.sum(b))
-    with pytest.raises(StreamError, match=r"its batch takes \d+; .* works"):
+    with pytest.raises(StreamError, match=r"and constants takes \d+; .* works"):
         f(past)
 
 

@@ -161,7 +161,7 @@ def test_a_refused_step_changes_nothing(nonfinite):
 
 def test_too_little_memory_is_refused():
     program = ZOO["l2_penalty"](depth=2)
-    step = made(program, memory_bytes=1 << 10)
+    step = made(program, memory_bytes=4 << 10)
     with pytest.raises(StreamError, match=r"call step.init or step.load first"):
         step.params()
     with pytest.raises(StreamError, match="room for params, gradients and optax's"):

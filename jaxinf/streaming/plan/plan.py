@@ -25,7 +25,7 @@ from jaxinf.streaming.program.cut import (
     isolated_segments,
     segment_bytes,
 )
-from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.inline import build_graph
 from jaxinf.streaming.program.keys import Keys, stable_digest
 from jaxinf.streaming.program.lifetimes import Lifetimes, ordered
@@ -199,6 +199,12 @@ class Prepared:
     def gradient_pieces(self) -> tuple[Piece, ...]:
         """Parts of params whose gradients are handed out."""
         return tuple(self.lifetimes.graph.gradients)
+
+    @property
+    def given_bytes(self) -> int:
+        """Bytes of the batch, and of the arrays that the loss function closed over."""
+        batch_bytes = self.num_parts * sum(map(aval_bytes, self.traced.batch))
+        return batch_bytes + sum(map(aval_bytes, self.traced.consts))
 
     def plan(
         self,
