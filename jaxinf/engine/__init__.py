@@ -49,9 +49,11 @@ from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.training import Training
 from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
 from jaxinf.engine.update_tasks import can_take, changes_params, moved_states
+from jaxinf.engine.updaters import Assignment, Updater, assigned
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
+    "Assignment",
     "AverageChoice",
     "Durability",
     "KeptLeaf",
@@ -69,7 +71,9 @@ __all__ = [
     "SubgroupLayout",
     "Training",
     "UpdateRequest",
+    "Updater",
     "VerifyMode",
+    "assigned",
     "callers",
     "can_take",
     "changes_params",

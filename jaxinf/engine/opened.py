@@ -17,6 +17,7 @@ from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.pipeline import TransferHandler
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.subgroup_layout import SubgroupLayout
+from jaxinf.engine.updaters import Assignment
 from jaxinf.io import ByteMeters, span
 from jaxinf.store import (
     COMMIT,
@@ -98,6 +99,7 @@ class OpenStore(StoreShape):
       commit: the last committed step's record. For a new store it says step 0, until
         `finish_initialisation` commits.
       finished: the record of the last finished step, which may not be committed yet.
+      assignment: the updates that the CSDs do not compute.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class OpenStore(StoreShape):
         self.commit = commit or CommitRecord(step=0, scalar_state=())
         self.finished = self._first = self.commit
         self._num_commits = 0
+        self.assignment = Assignment()
         self.health.failure.note = self._note
         self._documents = self.commit.documents
         if self.is_new:
@@ -151,6 +154,12 @@ class OpenStore(StoreShape):
         granted = max(num_bytes, self.least_memory_bytes)
         self.fleet.limit_memory(granted)
         return granted
+
+    def assign(self, assignment: Assignment) -> None:
+        """Sets who computes updates; no step may be under way."""
+        if assignment.updater is not None:
+            self.handler.compute_elsewhere(assignment.updater.num_at_once)
+        self.assignment = assignment
 
     # --- failure -------------------------------------------------------------------
 

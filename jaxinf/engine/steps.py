@@ -220,6 +220,7 @@ class StepEngine:
                 skipped_steps=skipped_steps,
                 payload=self._annotations.take(step),
                 inexact=still | {self._name(n): bound for n, bound in inexact.items()},
+                device_updates=self._opened.assignment.every,
             )
             _check_complete(self._opened, self._arrivals)
             ending = self._ending = Ending()

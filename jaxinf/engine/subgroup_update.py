@@ -14,6 +14,7 @@ from jaxinf.engine.divergence import compare_chunk, diverged_error, same_values
 from jaxinf.engine.subgroup_arrays import gather_gradient, gather_inputs, gather_run
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.update_request import UpdateRequest
+from jaxinf.engine.updaters import Updater
 from jaxinf.layout import scatter, target_view
 from jaxinf.program import Kernel
 from jaxinf.store import StoreDirectory
@@ -38,6 +39,7 @@ class SubgroupUpdate:
       is_probed: whether to compare the stored params with the request's probe.
       inexact: a difference of the caller's params that does not count.
       is_whole: whether the chunk's file is unchanged since the last step.
+      updater: what computes it in place of the CSD; None if the CSD does.
       is_finite: whether the gradient is finite; known after `run`.
     """
 
@@ -52,6 +54,7 @@ class SubgroupUpdate:
     is_probed: bool
     inexact: float
     is_whole: bool
+    updater: Updater | None = None
     is_finite: bool = True
 
     def run(
@@ -86,18 +89,34 @@ class SubgroupUpdate:
         if request.out is not None:
             out = target_view(request.out, chunk, origin, offset, num)
         result = np.empty(num, request.out_dtype) if out is None else out
-        outcome = csd.update(
-            buffer,
-            layout.kernel_extents,
-            self.kernel,
-            gather_gradient(directory, layout, request.gradient, origin),
-            gather_inputs(directory, layout, request.inputs, origin),
-            result,
-            self.rounding,
-            given=params,
-            wants_params=request.wants_params,
-            tells=tells,
-        )
+        gradient = gather_gradient(directory, layout, request.gradient, origin)
+        if self.updater is None:
+            outcome = csd.update(
+                buffer,
+                layout.kernel_extents,
+                self.kernel,
+                gradient,
+                gather_inputs(directory, layout, request.inputs, origin),
+                result,
+                self.rounding,
+                given=params,
+                wants_params=request.wants_params,
+                tells=tells,
+            )
+        else:
+            assert isinstance(gradient, np.ndarray), "those that are sent in part stay"
+            outcome = self.updater.update(
+                csd,
+                buffer,
+                layout.kernel_extents,
+                self.kernel,
+                gradient,
+                request.inputs.scalars,
+                result if request.out is not None else None,
+                given=params,
+                wants_params=request.wants_params,
+                tells=tells,
+            )
         read_checksums = dict(outcome.read_checksums)
         if self.given is not None:
             self._check_given(self.given, read_checksums.pop(0))

@@ -19,6 +19,7 @@ from jaxinf.engine.subgroup_arrays import rounding_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.subgroup_update import SubgroupUpdate
 from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
+from jaxinf.engine.updaters import Updater
 from jaxinf.kernels.specialise import specialise, state_read
 from jaxinf.program import Kernel
 from jaxinf.store import ERROR_FEEDBACK, dtype_of
@@ -114,6 +115,7 @@ def request_tasks(
             is_probed=is_first and request.probe.size > 0 and 0 in loads,
             inexact=inexact or 0.0,
             is_whole=is_whole,
+            updater=_updater(opened, request, layout, kernel),
         )
         updates.append(update)
         tasks.append(
@@ -123,6 +125,7 @@ def request_tasks(
                 loads=opened.chunks.sources(layout, sorted(loads)),
                 stores=stores,
                 runs_kernel=not is_idle(kernel),
+                is_elsewhere=update.updater is not None,
             )
         )
     link_down_bytes = request.link_bytes + (0 if given is None else given.nbytes)
@@ -133,6 +136,16 @@ def request_tasks(
         link_down_bytes = link_down_bytes * num_held // num_all
         link_up_bytes = link_up_bytes * num_held // num_all
     return RequestTasks(tasks, updates, link_down_bytes, link_up_bytes)
+
+
+def _updater(
+    opened: OpenStore, request: UpdateRequest, layout: SubgroupLayout, kernel: Kernel
+) -> Updater | None:
+    """Returns what computes an update in place of the CSD, if anything does."""
+    if layout.subgroup not in opened.assignment.subgroups or is_idle(kernel):
+        return None
+    is_dense = isinstance(request.gradient, np.ndarray) and request.feedback is None
+    return opened.assignment.updater if is_dense else None
 
 
 def _given(opened: OpenStore, request: UpdateRequest) -> Array | None:

@@ -17,6 +17,12 @@ from jaxinf.program.average import (
 )
 from jaxinf.program.init import InitProgram, LeafInit, trace_init
 from jaxinf.program.kernel import InitKernel, Kernel
+from jaxinf.program.on_device import (
+    is_computable,
+    joined_params,
+    kernel_function,
+    split_params,
+)
 from jaxinf.program.parts import LeafPart
 from jaxinf.program.passes import Passes
 from jaxinf.program.prologue import LeafInputs, key_data
@@ -53,13 +59,17 @@ __all__ = [
     "check_nonfinite",
     "effect_of_nonfinite",
     "ema",
+    "is_computable",
     "is_guarded",
     "is_trained",
+    "joined_params",
+    "kernel_function",
     "key_data",
     "leaf_infos",
     "missing_arguments",
     "parse_ema",
     "path_name",
+    "split_params",
     "state_layout",
     "trace_init",
     "trace_update",

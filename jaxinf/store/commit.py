@@ -102,6 +102,7 @@ class CommitRecord:
         documents.
       inexact: leaves by name whose 16-bit params on the JAX device were not the rounded
         master after the step; with the greatest difference.
+      device_updates: a JAX device computed every so many updates of subgroups; 0: none.
       commit: in a member, the id of the commit, which all members' records have; empty
         in other stores.
       committed_at: time of the commit for people to read, UTC.
@@ -114,6 +115,7 @@ class CommitRecord:
     checksums: Mapping[str, Array] = field(default_factory=dict)
     documents: Mapping[str, str] = field(default_factory=dict)
     inexact: Mapping[str, float] = field(default_factory=dict)
+    device_updates: int = 0
     commit: str = ""
     committed_at: str = field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -136,6 +138,8 @@ class CommitRecord:
         }
         if self.commit:
             document["commit"] = self.commit
+        if self.device_updates:
+            document["device_updates"] = self.device_updates
         if self.inexact:
             document["inexact"] = {
                 name: np.array(bound, ">f4").tobytes().hex()
@@ -212,6 +216,7 @@ class CommitRecord:
             committed_at=document["committed_at"],
             commit=document.get("commit", ""),
             documents=dict(document["documents"]),
+            device_updates=document.get("device_updates", 0),
             checksums={
                 name: np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
                 for name, text in document["checksums"].items()

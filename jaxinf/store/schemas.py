@@ -74,8 +74,9 @@ _SCALAR = Record(
 
 _DOCUMENTS = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
 
-_INEXACT: dict[str, Kind] = {
-    "inexact": Mapped(Text("[0-9a-f]{8}", "a float32 as 8 hex digits"))
+_MAYBE: dict[str, Kind] = {
+    "device_updates": Whole(1, MOST_STEP),
+    "inexact": Mapped(Text("[0-9a-f]{8}", "a float32 as 8 hex digits")),
 }
 
 _RECORD: dict[str, Kind] = {
@@ -116,8 +117,8 @@ MANIFEST: dict[int, Record] = {
 _COMMIT = Text("[0-9a-f]{32}-[0-9]{1,16}", "an id of a session and a number")
 
 RECORD: dict[int, Record] = {
-    3: Record({"format_version": Const(3), **_RECORD}, _INEXACT),
-    4: Record({"format_version": Const(4), **_RECORD, "commit": _COMMIT}, _INEXACT),
+    3: Record({"format_version": Const(3), **_RECORD}, _MAYBE),
+    4: Record({"format_version": Const(4), **_RECORD, "commit": _COMMIT}, _MAYBE),
 }
 """``commit.json``, by format version."""
 

@@ -17,11 +17,13 @@ from jaxinf.streaming.plan.resident import check_resident
 from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.streaming.program.initial import check_init
 from jaxinf.streaming.streamed_step import StreamedStep
+from jaxinf.streaming.update.assigning import DeviceUpdates
 from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
 from jaxinf.streaming.work import Speeds, usual_s
 
 __all__ = [
     "DeviceLimit",
+    "DeviceUpdates",
     "DryRun",
     "Forecast",
     "Form",

@@ -23,6 +23,7 @@ from jaxinf.streaming.plan.forms import FORMS, Form
 from jaxinf.streaming.plan.memory import store_memory_bytes
 from jaxinf.streaming.plan.resident import check_resident
 from jaxinf.streaming.streamed_step import StreamedStep
+from jaxinf.streaming.update.assigning import DeviceUpdates, check_device_updates
 from jaxinf.terminal import given_bytes
 from jaxinf.typing import PathLikeStr
 
@@ -49,6 +50,7 @@ def stream(
     activations: Form | None = None,
     endurance_tbw: float | None = None,
     deterministic: bool = True,
+    device_updates: DeviceUpdates = None,
 ) -> StreamedStep:
     """Makes a training step for a model that need not fit in memory.
 
@@ -108,6 +110,10 @@ def stream(
         run goes on to the bit. On a GPU they are then compiled with
         ``xla_gpu_deterministic_ops``, which may make them slower; a flag in
         ``XLA_FLAGS`` has precedence. Nothing changes elsewhere (docs/accelerators.md).
+      device_updates: The JAX device computes the updates of every so many subgroups of
+        the optimizer's state, while the host computes the others; 1 for all that it
+        can. Their copies take a fixed part of the device's memory. By default the host
+        computes all (docs/streaming.md, "Updates on the device").
 
     Returns:
       The step: `StreamedStep.init` or `StreamedStep.load` first, then call it.
@@ -131,9 +137,12 @@ def stream(
         activations=activations,
         endurance_tbw=endurance_tbw,
         deterministic=deterministic,
+        device_updates=device_updates,
     )
     owned = _opened(store, options)
     check_compression(compress, owned)
+    is_compressed = compress is not None
+    check_device_updates(device_updates, owned, is_compressed=is_compressed)
     return StreamedStep(loss_fn, tx, owned, _setup_on(owned, options))
 
 

@@ -19,11 +19,11 @@ from jaxinf.errors import StreamError
 from jaxinf.streaming.bound import Bound, Setup
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.resident import Resident
-from jaxinf.streaming.near_storage import SHARED, StoreParamsEnds, shared_bytes
+from jaxinf.streaming.near_storage import StoreParamsEnds
 from jaxinf.streaming.plan.memory import Division, divide_rest, reader_bytes
 from jaxinf.streaming.plan.plan import Prepared, prepare_function
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.program.units import StoreUnits, Unit
+from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.shared import Shared
 from jaxinf.streaming.step import Step

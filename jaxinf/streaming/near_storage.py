@@ -34,10 +34,12 @@ from jaxinf.streaming.plan.reads import (
 from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits
 from jaxinf.streaming.plan.saved import save_plan
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.units import StoreUnits, Unit
+from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
 from jaxinf.streaming.run import Runner
+from jaxinf.streaming.update.assigning import Assigning
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.micro_batches import Sums, sum_bytes
+from jaxinf.streaming.update.on_device import DeviceUpdater
 from jaxinf.streaming.update.optimizer import arrivals_of, passes_for
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink
@@ -50,9 +52,7 @@ from jaxinf.streaming.update.traffic import (
     update_moves,
 )
 
-__all__ = ["SHARED", "StoreEnds", "StoreParamsEnds", "shared_bytes"]
-
-SHARED = "putting params of several processes together"
+__all__ = ["StoreEnds", "StoreParamsEnds"]
 
 
 class StoreParamsEnds(Ends):
@@ -188,6 +188,15 @@ class StoreEnds(StoreParamsEnds):
         )
         rewrites = self._training.options.rewrites_steps
         self._is_deferred = passes.num_passes > 1 or rewrites
+        self._assigning = Assigning(
+            options.device_updates,
+            store,
+            shape,
+            program,
+            DeviceUpdater(setup.device, is_host=setup.limit.is_host, **bits),
+            ready.traced.mesh,
+            replan=options.replan,
+        )
         self._gathered_bytes = self._bytes_to_gather(ready)
         gradients, sizes = ready.lifetimes.graph.gradients, ready.lifetimes.sizes
         self._gradient_bytes = {piece: sizes[piece] for piece in gradients}
@@ -211,6 +220,7 @@ class StoreEnds(StoreParamsEnds):
             max((unit.num_bytes for unit in self._units), default=0),
             self.setup.limit_within(budgets, limit),
         )
+        division = self._assigning.without(division, self._gradient_bytes)
         purpose = "computing numbers of its gradients"
         division = division.without(self._numbers_bytes, purpose, is_on_device=True)
         return (
@@ -295,6 +305,7 @@ class StoreEnds(StoreParamsEnds):
             last,
             sums,
             effect_of_nonfinite(options.nonfinite, is_guarded=self._program.is_guarded),
+            self._assigning.chosen(lambda: self.moves(fitted, fitted.plan)),
             copies=not self.setup.limit.is_host,
         )
 
@@ -384,11 +395,3 @@ class StoreEnds(StoreParamsEnds):
         ]
         num_bytes = fetched_bytes(self._shape, fetches)
         return StepMoves(num_bytes, self._waiting(fitted)[0], updates)
-
-
-def shared_bytes(units: Iterable[Unit]) -> int:
-    """Memory to put a unit together of which several processes have parts.
-
-    Each device of this process has the result, once.
-    """
-    return max((unit.device_bytes for unit in units if unit.is_shared), default=0)

@@ -12,6 +12,7 @@ from jaxinf.program import Average, NonFinitePolicy
 from jaxinf.streaming.plan.calls import Order, Policy, may_leave
 from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.resident import Resident
+from jaxinf.streaming.update.assigning import DeviceUpdates
 
 __all__ = ["Options"]
 
@@ -35,6 +36,7 @@ class Options:
     activations: Form | None = None
     endurance_tbw: float | None = None
     deterministic: bool = True
+    device_updates: DeviceUpdates = None
 
     def of_function(self) -> "Options":
         """Returns those of a function in a step's memory; what stays is the step's."""

@@ -12,7 +12,7 @@ import tyro
 
 from jaxinf.command_line import ByteSize
 from jaxinf.engine import Durability, MasterChoice, StateFormat, VerifyMode
-from jaxinf.streaming import Form, Order, Policy
+from jaxinf.streaming import DeviceUpdates, Form, Order, Policy
 from jaxinf.terminal import parse_bytes
 from jaxinf.train.data.options import shown as _shown
 
@@ -55,6 +55,23 @@ _MEMORY = dataclasses.replace(
     ByteSize, instance_from_str=lambda words: _parse_memory(words[0])
 )
 """Bytes, or none, which takes back what a run's file says."""
+
+
+def _parse_device_updates(text: str) -> DeviceUpdates:
+    if text in ("none", "auto"):
+        return "auto" if text == "auto" else None
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"{text!r}: expected auto, none, or a number from 1 on")
+    return int(text)
+
+
+_DEVICE_UPDATES = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="{INT,auto}",
+    instance_from_str=lambda words: _parse_device_updates(words[0]),
+    is_instance=lambda value: isinstance(value, int | str | None),
+    str_from_instance=lambda value: ["none" if value is None else str(value)],
+)
 
 
 _STATE_TIER = tyro.constructors.PrimitiveConstructorSpec(
@@ -243,7 +260,15 @@ class StreamOptions:
     # wear them out within a year. By default the summary is for common classes.
     endurance_tbw: Annotated[float | None, _shown("TB", "none")] = None
 
-    # For --mode stream: replace a plan kept in the store that does not fit --memory.
+    # For --mode stream: the JAX device computes the updates of every so many parts of
+    # the optimizer's state, and the host the others. auto: as many as save time, as was
+    # measured, or none (docs/streaming.md).
+    device_updates: Annotated[
+        DeviceUpdates, _DEVICE_UPDATES, _shown("{INT,auto}", "none")
+    ] = None
+
+    # For --mode stream: replace a plan kept in the store that does not fit --memory, or
+    # go on with another --device-updates.
     replan: bool = False
 
     # For --mode stream on a GPU: the same bits in each run, and after a resume, at the

@@ -236,4 +236,5 @@ def _streamed_step(
         compress=config.compression,
         endurance_tbw=config.endurance_tbw,
         deterministic=config.deterministic,
+        device_updates=config.device_updates,
     )

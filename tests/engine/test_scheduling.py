@@ -52,9 +52,15 @@ class Buffer:
         raise AssertionError("the queues release nothing themselves")
 
 
-def task(where, loads=(0, 1, 2), stores=(0, 1, 2), slot="a"):
+def task(where, loads=(0, 1, 2), stores=(0, 1, 2), slot="a", *, is_elsewhere=False):
     states = tuple((state, slot) for state in loads)
-    return Task(where, lambda csd, buffer, tells: None, states, stores)
+    return Task(
+        where,
+        lambda csd, buffer, tells: None,
+        states,
+        stores,
+        is_elsewhere=is_elsewhere,
+    )
 
 
 class Rig:
@@ -349,7 +355,7 @@ class Pipeline(RuleBasedStateMachine):
     """Tasks in any order, on few threads, in little memory."""
 
     @initialize(
-        limits=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+        limits=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
         rooms=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     )
     def open(self, limits, rooms):
@@ -365,10 +371,17 @@ class Pipeline(RuleBasedStateMachine):
         first = self.num_layouts - len(lengths)
         return [layout(first + n, length) for n, length in enumerate(lengths)]
 
-    @rule(lengths=st.lists(st.sampled_from([SHORT, LONG]), max_size=5))
-    def submit(self, lengths):
-        """Submits subgroups without a prefetch."""
-        self.rig.submit(*map(task, self._new_layouts(lengths)))
+    @rule(
+        lengths=st.lists(st.sampled_from([SHORT, LONG]), max_size=5),
+        every=st.integers(1, 3),
+    )
+    def submit(self, lengths, every):
+        """Submits subgroups without a prefetch, some of which another computes."""
+        tasks = [
+            task(where, is_elsewhere=where.subgroup.leaf % every == 0)
+            for where in self._new_layouts(lengths)
+        ]
+        self.rig.submit(*tasks)
 
     @rule(
         lengths=st.lists(st.sampled_from([SHORT, LONG]), max_size=5),
@@ -475,8 +488,11 @@ class Pipeline(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         under_way = kinds(self.rig.under_way)
-        num_computing = under_way.count("Compute") + len(self.own)
-        assert num_computing <= self.limits[1]
+        computing = [one for one in self.rig.under_way if isinstance(one, Compute)]
+        num_elsewhere = sum(one.resident.task.is_elsewhere for one in computing)
+        assert len(computing) - num_elsewhere + len(self.own) <= self.limits[1]
+        assert num_elsewhere <= self.limits[2]
+        assert not any(one.resident.task.is_elsewhere for one in self.own)
         assert len(under_way) - under_way.count("Compute") <= self.limits[0]
 
     @invariant()

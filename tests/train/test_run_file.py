@@ -26,6 +26,7 @@ FULL = TrainConfig(
     activations="int8",
     resident="2GiB",
     endurance_tbw=600.5,
+    device_updates=3,
     replan=True,
     deterministic=False,
     csd_root=(Path("/d0"), Path("/d{process}")),

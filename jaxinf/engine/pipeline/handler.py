@@ -73,8 +73,8 @@ class TransferHandler:
 
     def _start_workers(self, num_threads: int) -> None:
         try:
-            for number in range(num_threads):
-                name = f"jaxinf-{number}"
+            for _ in range(num_threads):
+                name = f"jaxinf-{len(self._workers)}"
                 worker = threading.Thread(target=self._work, name=name, daemon=True)
                 worker.start()
                 self._workers.append(worker)
@@ -118,6 +118,19 @@ class TransferHandler:
             self._await_running(group)
             raise
         self._check_done(not group.num_waiting)
+
+    def compute_elsewhere(self, num_tasks: int) -> None:
+        """Sets how many tasks may wait for another processor at once; a thread each.
+
+        No task may be under way.
+
+        Raises:
+          StoreError: the process can have no more threads.
+        """
+        with self._done:
+            limits = self._queues.limits._replace(elsewhere=num_tasks)
+            self._queues.limits = limits
+        self._start_workers(sum(limits) - len(self._workers))
 
     def keep_in_memory(self, subgroups: frozenset[Subgroup]) -> None:
         """Sets the subgroups of the host tier, which stay in memory when written."""

@@ -42,10 +42,11 @@ class Queues:
       due: tasks to prefetch, by CSD, in order.
       incomplete: subgroups in memory that lack states to be loaded.
       ready: loaded subgroups whose tasks may compute.
+      elsewhere: those of them that another processor than the host's computes.
       writes: computed subgroups.
       submitting: groups whose submitter computes a task.
       residents: all subgroups in memory.
-      num_moving, num_computing: numbers of units under way at workers.
+      num_moving, num_computing, num_elsewhere: numbers of units under way at workers.
       num_moving_at: numbers of those that move, by CSD.
       num_prefetching: number of these that are loads of prefetches.
       num_unfinished: number of submitted tasks that are not computed and written.
@@ -65,10 +66,12 @@ class Queues:
         self.due: list[dict[Subgroup, NumberedTask]] = [{} for _ in csds]
         self.incomplete: deque[Resident] = deque()
         self.ready: dict[Resident, None] = {}
+        self.elsewhere: dict[Resident, None] = {}
         self.writes = WriteQueue([csd.memory for csd in csds])
         self.submitting: set[TaskGroup] = set()
         self.residents: set[Resident] = set()
         self.num_moving = self.num_computing = self.num_prefetching = 0
+        self.num_elsewhere = 0
         self.num_moving_at = [0] * len(csds)
         self.num_unfinished = self.num_draining = 0
         self.is_stopped = self.is_holding = False
@@ -149,6 +152,7 @@ class Queues:
             memory.waiting.clear()
         self.incomplete.clear()
         self.ready.clear()
+        self.elsewhere.clear()
         self.writes.clear()
 
     # --- memory --------------------------------------------------------------------
@@ -203,13 +207,12 @@ class Queues:
                 for resident, _ in items:
                     resident.is_loading = True
             case Compute(resident):
-                del self.ready[resident]
+                del self._ready_of(resident)[resident]
                 resident.deferred = self._deferred(resident.task)
                 if unit.is_own:
                     self.submitting.add(resident.task.group)
                 else:
-                    self.num_computing += 1
-                    resident.task.group.num_running += 1
+                    self._count_computing(resident, 1)
             case Write():
                 self.num_moving += 1
                 self.num_moving_at[unit.csd] += 1
@@ -230,11 +233,20 @@ class Queues:
                 if unit.is_own:
                     self.submitting.discard(resident.task.group)
                 else:
-                    self.num_computing -= 1
-                    resident.task.group.num_running -= 1
+                    self._count_computing(resident, -1)
             case Write():
                 self.num_moving -= 1
                 self.num_moving_at[unit.csd] -= 1
+
+    def _ready_of(self, resident: Resident) -> dict[Resident, None]:
+        return self.elsewhere if resident.task.is_elsewhere else self.ready
+
+    def _count_computing(self, resident: Resident, change: int) -> None:
+        resident.task.group.num_running += change
+        if resident.task.is_elsewhere:
+            self.num_elsewhere += change
+        else:
+            self.num_computing += change
 
     def end(self, unit: Work, unchecked: Sequence[Loads] = ()) -> Sequence[Resident]:
         """Notes the end of a unit; returns the subgroups to release.
@@ -319,7 +331,7 @@ class Queues:
         if resident.missing:
             self.incomplete.append(resident)
         else:
-            self.ready[resident] = None
+            self._ready_of(resident)[resident] = None
 
     def _numbered(self, task: Task) -> NumberedTask:
         self._num_seen += 1

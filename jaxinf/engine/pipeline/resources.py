@@ -32,10 +32,12 @@ class Limits(NamedTuple):
     Attributes:
       moving: limit for loads and writes.
       computing: limit for computations, including those of submitters.
+      elsewhere: limit for those that wait for another processor than the host's.
     """
 
     moving: int
     computing: int
+    elsewhere: int = 0
 
 
 NumberedTask: TypeAlias = tuple[int, Task]

@@ -1,7 +1,7 @@
 """Chooses the next unit of work: a pure function of the queues.
 
-    compute a loaded task  >  write a state that is long enough or blocks memory
-      >  load for submitted tasks  >  prefetch
+    compute a loaded task, elsewhere or here  >  write a state that is long enough or
+      blocks memory  >  load for submitted tasks  >  prefetch
 
 Invariant: the queues do not change. Submitted tasks get a memory in order, and before
 prefetches.
@@ -29,6 +29,8 @@ def next_unit(queues: Queues) -> Unit | None:
     """Returns the best unit to begin; None if there is none now."""
     if queues.is_stopped:
         return None
+    if _may_compute_elsewhere(queues):
+        return Compute(next(iter(queues.elsewhere)))
     if queues.ready and _may_compute(queues):
         return Compute(next(iter(queues.ready)))
     if queues.num_moving >= queues.limits.moving:
@@ -41,6 +43,8 @@ def has_next(queues: Queues) -> bool:
     if queues.is_stopped:
         return False
     if queues.ready and _may_compute(queues):
+        return True
+    if _may_compute_elsewhere(queues):
         return True
     if queues.num_moving >= queues.limits.moving:
         return False
@@ -67,6 +71,10 @@ def next_own(queues: Queues, group: TaskGroup) -> Compute | None:
 def _may_compute(queues: Queues) -> bool:
     num_computing = queues.num_computing + len(queues.submitting)
     return num_computing < queues.limits.computing
+
+
+def _may_compute_elsewhere(queues: Queues) -> bool:
+    return bool(queues.elsewhere) and queues.num_elsewhere < queues.limits.elsewhere
 
 
 def _due_csd(queues: Queues) -> int | None:

@@ -47,6 +47,7 @@ class Task:
       stores: states to write, to the slot that the step builds.
       runs_kernel: whether `compute` runs a kernel of the CSD over the loaded states,
         which computes these checksums; otherwise the host computes them before.
+      is_elsewhere: whether `compute` waits for a processor that is not the host's.
       group: the group to notify when `compute` is done.
     """
 
@@ -55,6 +56,7 @@ class Task:
     loads: Loads = ()
     stores: tuple[int, ...] = ()
     runs_kernel: bool = False
+    is_elsewhere: bool = False
     group: TaskGroup = _NOBODY
 
     @property

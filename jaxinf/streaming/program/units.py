@@ -24,7 +24,9 @@ from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.shards import Box
 from jaxinf.typing import Array
 
-__all__ = ["StoreUnits", "Unit", "part_counts"]
+__all__ = ["SHARED", "StoreUnits", "Unit", "part_counts", "shared_bytes"]
+
+SHARED = "putting params of several processes together"
 
 # A leaf with smaller slices is one unit: they are not worth chunks of their own.
 MIN_SLICE_BYTES = 256 << 10
@@ -263,6 +265,14 @@ class StoreUnits:
                 depth -= 1
             self._depths[key] = depth
         return self._depths[key]
+
+
+def shared_bytes(units: Iterable[Unit]) -> int:
+    """Memory to put a unit together of which several processes have parts.
+
+    Each device of this process has the result, once.
+    """
+    return max((unit.device_bytes for unit in units if unit.is_shared), default=0)
 
 
 def part_counts(

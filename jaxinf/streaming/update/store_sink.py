@@ -9,12 +9,13 @@ Invariant: the store advances by one step if every gradient arrived and was fini
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxinf.engine import Training
+from jaxinf.engine import Assignment, Training, UpdateRequest
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.program import NonFinitePolicy, UpdateProgram
 from jaxinf.schedule.placement import Waiting
@@ -36,13 +37,17 @@ from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.micro_batches import Sums
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink, is_finite
+from jaxinf.streaming.update.under_way import UnderWay
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["StoreSink"]
+__all__ = ["NUM_UNDER_WAY", "StoreSink"]
 
 
 # Gradients up to this long share a call of the engine.
 _SHORT_BYTES = 1 << 20
+
+NUM_UNDER_WAY = 3
+"""Units whose updates are under way at a time, where a device computes some."""
 
 
 class StoreSink(Sink):
@@ -63,6 +68,7 @@ class StoreSink(Sink):
       spill: Holds gradients until the last one arrives; None if none waits.
       sums: Adds gradients up over parts of a batch; None for one part.
       nonfinite: The effect of a non-finite gradient.
+      assignment: The updates that a JAX device computes.
       copies: Whether gradients are copied to pinned memory of the host, from a device
         with memory of its own.
 
@@ -82,6 +88,7 @@ class StoreSink(Sink):
         spill: Spill | None,
         sums: Sums | None,
         nonfinite: NonFinitePolicy,
+        assignment: Assignment,
         *,
         copies: bool,
     ) -> None:
@@ -91,6 +98,8 @@ class StoreSink(Sink):
         self._stage = Stage("jaxinf-updates", capacity_bytes, _SHORT_BYTES)
         self._nonfinite: NonFinitePolicy = nonfinite
         self._copies = copies
+        self._assignment = assignment
+        self._under_way = UnderWay(NUM_UNDER_WAY) if assignment.updater else None
         self._fetched: Params
         self.spill = spill
         self.sums = sums
@@ -109,7 +118,9 @@ class StoreSink(Sink):
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
         """As `Sink.begin`; computes the first numbers."""
         self._fetched = params
-        self._step = self._training.opened.finished.step
+        opened = self._training.opened
+        self._step = opened.finished.step
+        opened.assign(self._assignment)
         self._passes.begin(extra_args)
         self._gathering, self._bad = {}, []
         self._stage.waited_s = 0.0
@@ -146,7 +157,7 @@ class StoreSink(Sink):
         check: Callable[[], None],
     ) -> bool:
         """As `Sink.finish`."""
-        self._agree(self._stage.end)
+        self._agree(self._end_updates)
         self._passes.give(extra_args)
         spill = self.spill
         if spill is not None and not self._is_refused:
@@ -172,6 +183,8 @@ class StoreSink(Sink):
     def abandon(self) -> None:
         """Abandons the step without a commit."""
         self._stage.abandon()
+        if self._under_way is not None:
+            self._under_way.abandon()
         self._reset_spills()
         self._passes.close()
         self._training.steps.abandon()
@@ -198,6 +211,8 @@ class StoreSink(Sink):
     def close(self) -> None:
         """Frees the files of gradients that wait, and ends the thread."""
         self._stage.close()
+        if self._under_way is not None:
+            self._under_way.close()
         self._passes.close()
         for spill in self._spills:
             spill.close()
@@ -254,7 +269,12 @@ class StoreSink(Sink):
             self._stage.put(piece, gradient)
             if not overwrites:
                 check()
+        self._end_updates()
+
+    def _end_updates(self) -> None:
         self._stage.end()
+        if self._under_way is not None:
+            self._under_way.end()
 
     def _defer(self, taken: Sequence[Handed]) -> None:
         assert self.spill is not None
@@ -288,6 +308,14 @@ class StoreSink(Sink):
         requests = [request for one in asked.values() for request in one.requests]
         if not requests:
             return
+        if self._under_way is None:
+            self._run(asked, requests)
+        else:
+            self._under_way.start(partial(self._run, asked, requests))
+
+    def _run(
+        self, asked: Mapping[Unit, Asked], requests: Sequence[UpdateRequest]
+    ) -> None:
         finite = self._training.steps.update(self._step, *requests)
         for unit, one in asked.items():
             one.end()

@@ -1,0 +1,105 @@
+"""Who computes updates in place of the CSDs: another processor, such as a JAX device.
+
+    subgroup in the CSD's buffer ─► updater ─► the buffer, to be written
+
+Invariant: which subgroups an updater computes changes between steps only. What it is
+not given stays with the CSDs, with the same results.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jaxinf.csd import Csd, CsdBuffer, Extent, UpdateOutcome
+from jaxinf.engine.shape import StoreShape
+from jaxinf.layout import Subgroup
+from jaxinf.program import Kernel
+from jaxinf.typing import Array
+
+__all__ = ["LEAST_ELEMENTS", "Assignment", "Updater", "assigned"]
+
+LEAST_ELEMENTS = 1 << 16
+"""Shorter subgroups stay with the CSDs: an update of theirs is over before a call of
+another processor has begun."""
+
+
+class Updater(Protocol):
+    """Computes updates of subgroups that are in a host CSD's buffers. Thread-safe."""
+
+    @property
+    def num_at_once(self) -> int:
+        """Number of updates to run at once, each on a thread that waits for it."""
+        ...
+
+    def takes(self, extents: Sequence[Extent], kernel: Kernel) -> bool:
+        """Whether it can compute a kernel on states of this form."""
+        ...
+
+    def update(
+        self,
+        csd: Csd,
+        buffer: CsdBuffer,
+        extents: Sequence[Extent],
+        kernel: Kernel,
+        gradient: Array,
+        scalars: Sequence[np.generic | Array],
+        out: Array | None,
+        *,
+        given: Array | None = None,
+        wants_params: bool = False,
+        tells: Collection[int] = (),
+    ) -> UpdateOutcome:
+        """Updates a buffer's states in place, as `Csd.update`; blocks.
+
+        Args:
+          csd, buffer, extents: the CSD, and its buffer with the states.
+          kernel: one that it takes.
+          gradient: ``(n,)``, float32 or 16 bits; only read.
+          scalars: as for `jaxinf.kernels.evaluate`.
+          out: as there; None if no result is needed.
+          given, wants_params, tells: as for `Csd.update`.
+
+        Raises:
+          StoreError: the processor failed, or has no memory left.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which subgroups an updater computes.
+
+    Attributes:
+      updater: the updater; None for none.
+      every: it computes every so many of the subgroups that it can; 0 for none.
+      subgroups: these.
+    """
+
+    updater: Updater | None = None
+    every: int = 0
+    subgroups: frozenset[Subgroup] = frozenset()
+
+
+def assigned(
+    shape: StoreShape, kernels: Sequence[Kernel], updater: Updater, every: int
+) -> Assignment:
+    """Assigns every so many subgroups to an updater, in the order of the store.
+
+    Args:
+      shape: the store's chunks.
+      kernels: the update of each leaf.
+      updater: the updater.
+      every: 1 for all that it takes; 0 for none.
+    """
+    found: list[Subgroup] = []
+    records = shape.directory.manifest.leaves
+    for leaf, (record, kernel) in enumerate(zip(records, kernels, strict=True)):
+        for layout in shape.layouts(leaf, (0,) * len(record.shape), record.shape):
+            is_long = layout.subgroup.num_elements >= LEAST_ELEMENTS
+            if is_long and updater.takes(layout.kernel_extents, kernel):
+                found.append(layout.subgroup)
+    last = every - 1
+    chosen = frozenset(found[last::every]) if every else frozenset()
+    return Assignment(updater if chosen else None, every, chosen)

@@ -1,0 +1,225 @@
+"""Updates that a JAX device computes: the bits of the host's, and what is refused."""
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from streaming import states
+
+import jaxinf
+from jaxinf.csd.host import HostCsd
+from jaxinf.errors import BudgetError, StoreError, StreamError
+from jaxinf.streaming.update.on_device import DeviceUpdater
+
+WIDTH = 512  # so that a weight has four subgroups
+NUM_STEPS = 3
+CHUNKS = {"chunk_elements": 65536, "memory_bytes": 16 << 20}
+SCHEDULE = optax.cosine_decay_schedule(1e-2, 10)
+OPTIMIZERS = {
+    "adamw": optax.adamw(SCHEDULE, weight_decay=0.1),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "lion": optax.lion(1e-3, mu_dtype=jnp.bfloat16),
+    "sgd": optax.sgd(0.3, momentum=0.9, nesterov=True),
+    "accumulated": optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(),
+}
+
+
+def loss(params, batch):
+    for layer in params:
+        batch = jnp.tanh(batch @ layer["weight"] + layer["bias"])
+    return jnp.mean(batch.astype(jnp.float32) ** 2)
+
+
+def params_of(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "bias": np.zeros(WIDTH, dtype),
+            "weight": (rng.standard_normal((WIDTH, WIDTH)) / 20).astype(dtype),
+        }
+        for _ in range(2)
+    ]
+
+
+def batches(dtype=np.float32):
+    rng = np.random.default_rng(1)
+    return [rng.standard_normal((8, WIDTH)).astype(dtype) for _ in range(NUM_STEPS)]
+
+
+@pytest.fixture
+def opened(open_store):
+    """Opens steps on stores, by name; with their params."""
+
+    def make(every, name, tx=OPTIMIZERS["adamw"], dtype=np.float32, **options):
+        own: dict[str, Any] = {"memory_bytes": 256 << 20, "store": {}} | options
+        place = open_store(name, **CHUNKS | own.pop("store"))
+        step = jaxinf.stream(loss, tx, place, device_updates=every, **own)
+        step.load(params_of(dtype), batch=batches(dtype)[0])
+        return step
+
+    return make
+
+
+def train(step, dtype=np.float32):
+    losses = [float(step(batch)[0]) for batch in batches(dtype)]
+    step.store.wait()
+    return losses
+
+
+def num_assigned(step):
+    return len(step.store._training.opened.assignment.subgroups)
+
+
+def assert_same(step, expected):
+    found = states(step.store)
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        one, other = (np.asarray(x).view(np.uint8) for x in (found[name], array))
+        np.testing.assert_array_equal(one, other, err_msg=str(name))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_stores_bits_are_those_of_the_host(opened, name, dtype):
+    plain = opened(None, "plain", OPTIMIZERS[name], dtype)
+    losses, expected = train(plain, dtype), states(plain.store)
+    for every in (1, 2, 3, 4):
+        step = opened(every, f"every{every}", OPTIMIZERS[name], dtype)
+        assert train(step, dtype) == losses
+        assert num_assigned(step) == 8 // every
+        assert_same(step, expected)
+
+
+@pytest.mark.parametrize("durability", [2, "checkpoint"])
+def test_with_rare_commits_and_state_in_memory(opened, durability):
+    kept = {"tiers": {"host": 4 << 20}, "durability": durability}
+    plain = opened(None, "plain")
+    losses, expected = train(plain), states(plain.store)
+    step = opened(2, "kept", store=kept)
+    assert train(step) == losses
+    assert_same(step, expected)
+
+
+def test_a_device_with_memory_of_its_own_gets_and_gives_pinned_memory(opened, late):
+    plain = opened(None, "plain", device_memory_bytes=64 << 20)
+    losses, expected = train(plain), states(plain.store)
+    num_copies = len(late.copies)
+    step = opened(2, "device", device_memory_bytes=64 << 20)
+    assert train(step) == losses
+    assert_same(step, expected)
+    ways = {(one.source, one.target) for one in late.copies[num_copies:]}
+    assert ("pinned_host", "device") in ways
+    assert ("device", "pinned_host") in ways
+
+
+def test_losses_are_those_of_a_run_in_memory(opened):
+    step = opened(2, "store")
+    memory = jaxinf.stream_in_memory(loss, OPTIMIZERS["adamw"], memory_bytes=256 << 20)
+    memory.load(params_of(), batch=batches()[0])
+    assert train(step) == [float(memory(batch)[0]) for batch in batches()]
+
+
+def test_the_host_goes_on_while_the_device_computes(opened, monkeypatch):
+    host, device = threading.Event(), threading.Event()
+    update, number = DeviceUpdater.update, []
+
+    def late(self, *arguments, **named):
+        number.append(1)
+        if len(number) == 1:
+            device.set()
+            assert host.wait(60), "the host's update of another subgroup"
+        return update(self, *arguments, **named)
+
+    host_update = HostCsd.update
+
+    def on_host(self, *arguments, **named):
+        result = host_update(self, *arguments, **named)
+        if device.is_set():
+            host.set()
+        return result
+
+    step = opened(4, "store")
+    monkeypatch.setattr(DeviceUpdater, "update", late)
+    monkeypatch.setattr(HostCsd, "update", on_host)
+    step(batches()[0])
+    step.store.wait()
+    assert len(number) == 2
+
+
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_a_failure_on_the_device_leaves_the_committed_step(opened, number, monkeypatch):
+    plain = opened(None, "plain")
+    plain(batches()[0])
+    plain.store.wait()
+    expected = states(plain.store)
+    step = opened(2, "store")
+    step(batches()[0])
+    step.store.wait()
+    computed, calls = DeviceUpdater._computed, []
+
+    def failing(self, *arguments, **named):
+        calls.append(1)
+        if len(calls) == number:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
+        return computed(self, *arguments, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DeviceUpdater, "_computed", failing)
+        with pytest.raises(StoreError, match=r"failed on the device .*no memory"):
+            step(batches()[1])
+    with pytest.raises(StoreError):
+        step.close()
+    again = opened(2, "store")
+    assert again.store.step == 1
+    assert_same(again, expected)
+    for batch in batches()[1:]:
+        plain(batch)
+        again(batch)
+    plain.store.wait()
+    again.store.wait()
+    assert_same(again, states(plain.store))
+
+
+def test_a_run_goes_on_as_its_commit_says(opened):
+    plain = opened(None, "plain")
+    losses, expected = train(plain), states(plain.store)
+    step = opened(2, "store")
+    found = [float(step(batches()[0])[0])]
+    step.close()
+    for every in (None, 3):
+        with pytest.raises(StreamError, match=rf"device_updates=2, found {every}"):
+            opened(every, "store")
+        jaxinf.close(step.store.path)
+    step = opened(2, "store")
+    found.append(float(step(batches()[1])[0]))
+    step.close()
+    step = opened(3, "store", replan=True)
+    found.append(float(step(batches()[2])[0]))
+    step.store.wait()
+    assert step.store._training.opened.commit.device_updates == 3
+    assert found == losses
+    assert_same(step, expected)
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, "2", True])
+def test_what_is_no_number_of_subgroups_is_refused(every, opened):
+    with pytest.raises(ValueError, match=r"device_updates=.*expected"):
+        opened(every, "store")
+
+
+def test_what_the_device_cannot_compute_is_refused(opened, place):
+    with pytest.raises(StreamError, match=r"expected more subgroups"):
+        opened(9, "nine")
+    with pytest.raises(StreamError, match=r"expected more subgroups"):
+        opened(1, "coded", store={"state": "int8"})
+    with pytest.raises(ValueError, match=r'on csd="emulated" cards update state'):
+        opened(2, "cards", store={"csd": "emulated"})
+    with pytest.raises(ValueError, match=r"leave device_updates or compress out"):
+        opened(2, "sent", compress=jaxinf.TopK(0.1))
+    with pytest.raises(BudgetError, match=r"updates on the device"):
+        opened(2, "small", device_memory_bytes=3 << 20)
+    assert not any((place / name).exists() for name in ("nine", "small"))
