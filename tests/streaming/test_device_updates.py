@@ -1,13 +1,13 @@
 """Updates that a JAX device computes: the bits of the host's, and what is refused."""
 
 import threading
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from device_updates import CHUNKS, TX, batches, loss, open_step, params_of
 from streaming import states
 
 import jaxinf
@@ -15,12 +15,8 @@ from jaxinf.csd.host import HostCsd
 from jaxinf.errors import BudgetError, StoreError, StreamError
 from jaxinf.streaming.update.on_device import DeviceUpdater
 
-WIDTH = 512  # so that a weight has four subgroups
-NUM_STEPS = 3
-CHUNKS = {"chunk_elements": 65536, "memory_bytes": 16 << 20}
-SCHEDULE = optax.cosine_decay_schedule(1e-2, 10)
 OPTIMIZERS = {
-    "adamw": optax.adamw(SCHEDULE, weight_decay=0.1),
+    "adamw": TX,
     "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
     "lion": optax.lion(1e-3, mu_dtype=jnp.bfloat16),
     "sgd": optax.sgd(0.3, momentum=0.9, nesterov=True),
@@ -28,38 +24,13 @@ OPTIMIZERS = {
 }
 
 
-def loss(params, batch):
-    for layer in params:
-        batch = jnp.tanh(batch @ layer["weight"] + layer["bias"])
-    return jnp.mean(batch.astype(jnp.float32) ** 2)
-
-
-def params_of(dtype=np.float32):
-    rng = np.random.default_rng(0)
-    return [
-        {
-            "bias": np.zeros(WIDTH, dtype),
-            "weight": (rng.standard_normal((WIDTH, WIDTH)) / 20).astype(dtype),
-        }
-        for _ in range(2)
-    ]
-
-
-def batches(dtype=np.float32):
-    rng = np.random.default_rng(1)
-    return [rng.standard_normal((8, WIDTH)).astype(dtype) for _ in range(NUM_STEPS)]
-
-
 @pytest.fixture
 def opened(open_store):
     """Opens steps on stores, by name; with their params."""
 
-    def make(every, name, tx=OPTIMIZERS["adamw"], dtype=np.float32, **options):
-        own: dict[str, Any] = {"memory_bytes": 256 << 20, "store": {}} | options
-        place = open_store(name, **CHUNKS | own.pop("store"))
-        step = jaxinf.stream(loss, tx, place, device_updates=every, **own)
-        step.load(params_of(dtype), batch=batches(dtype)[0])
-        return step
+    def make(every, name, tx=TX, dtype=np.float32, **options):
+        place = open_store(name, **CHUNKS | options.pop("store", {}))
+        return open_step(place, every, tx, dtype, **options)
 
     return make
 
@@ -118,7 +89,7 @@ def test_a_device_with_memory_of_its_own_gets_and_gives_pinned_memory(opened, la
 
 def test_losses_are_those_of_a_run_in_memory(opened):
     step = opened(2, "store")
-    memory = jaxinf.stream_in_memory(loss, OPTIMIZERS["adamw"], memory_bytes=256 << 20)
+    memory = jaxinf.stream_in_memory(loss, TX, memory_bytes=256 << 20)
     memory.load(params_of(), batch=batches()[0])
     assert train(step) == [float(memory(batch)[0]) for batch in batches()]
 

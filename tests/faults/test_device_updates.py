@@ -1,0 +1,54 @@
+"""Runs whose updates a JAX device shares, killed at each point: no bit is lost."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import device_updates
+import numpy as np
+import pytest
+from streaming import states
+
+import jaxinf
+
+KILLS = [
+    ("store", "device", 6),
+    ("tier", "device", 11),
+    ("store", "updated", 14),
+    ("store", "write", 3),
+    ("tier", "write", 5),
+    ("store", "commit", 2),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """All state after the steps of the host alone."""
+    path = tmp_path_factory.mktemp("plain") / "store"
+    store = jaxinf.open_store(path, **device_updates.CHUNKS)
+    with device_updates.open_step(store, None) as step:
+        for batch in device_updates.batches():
+            step(batch)
+        store.wait()
+        return states(store)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "point", "number"), KILLS)
+def test_a_killed_run_goes_on_with_the_same_bits(name, point, number, place, expected):
+    path = place / name
+    command = [sys.executable, device_updates.__file__, path, point, number]
+    killed = subprocess.run([*map(str, command)], capture_output=True, check=False)
+    assert killed.returncode == -9, killed.stderr.decode()
+    noted = Path(f"{path}.step")
+    store = jaxinf.open_store(path, **device_updates.CHUNKS)
+    committed = int(noted.read_text()) if noted.exists() else 0
+    assert store.step in (committed, committed + 1)
+    with device_updates.open_step(store, 2) as step:
+        for batch in device_updates.batches()[store.step :]:
+            step(batch)
+        store.wait()
+        found = states(store)
+    for key, array in expected.items():
+        np.testing.assert_array_equal(found[key], array, err_msg=str(key))

@@ -1,0 +1,106 @@
+"""A model whose weights have four subgroups each, for updates that a device computes.
+
+    python device_updates.py STORE POINT NUMBER
+
+trains it with every other update on the device, and is killed at the NUMBER-th time of
+a POINT: at an update on the device, as a state of it comes back, at a write, or at a
+commit.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxinf
+from jaxinf.csd.host import HostCsd
+from jaxinf.store import StoreDirectory
+from jaxinf.streaming.update.on_device import DeviceUpdater
+
+__all__ = [
+    "CHUNKS",
+    "NUM_STEPS",
+    "POINTS",
+    "TX",
+    "batches",
+    "loss",
+    "open_step",
+    "params_of",
+]
+
+WIDTH = 512
+NUM_STEPS = 3
+CHUNKS: dict[str, Any] = {"chunk_elements": 65536, "memory_bytes": 16 << 20}
+TX = optax.adamw(optax.cosine_decay_schedule(1e-2, 10), weight_decay=0.1)
+POINTS = {
+    "device": (DeviceUpdater, "_computed"),
+    "updated": (HostCsd, "put"),
+    "write": (HostCsd, "write"),
+    "commit": (StoreDirectory, "flip"),
+}
+
+
+def loss(params, batch):
+    for layer in params:
+        batch = jnp.tanh(batch @ layer["weight"] + layer["bias"])
+    return jnp.mean(batch.astype(jnp.float32) ** 2)
+
+
+def params_of(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "bias": np.zeros(WIDTH, dtype),
+            "weight": (rng.standard_normal((WIDTH, WIDTH)) / 20).astype(dtype),
+        }
+        for _ in range(2)
+    ]
+
+
+def batches(dtype=np.float32):
+    rng = np.random.default_rng(1)
+    return [rng.standard_normal((8, WIDTH)).astype(dtype) for _ in range(NUM_STEPS)]
+
+
+def open_step(store, every, tx=TX, dtype=np.float32, **options):
+    """Opens a step on a store."""
+    options = {"memory_bytes": 256 << 20, "device_updates": every} | options
+    step = jaxinf.stream(loss, tx, store, **options)
+    step.load(params_of(dtype), batch=batches(dtype)[0])
+    return step
+
+
+def kill_at(point, number):
+    """Kills this process at the so many-th time of a point."""
+    owner, name = POINTS[point]
+    method, num_calls = getattr(owner, name), 0
+
+    def counted(*arguments, **named):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(*arguments, **named)
+
+    setattr(owner, name, counted)
+
+
+def main():
+    """Trains until it is killed; notes each committed step beside the store."""
+    path, point, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    options = {"tiers": {"host": 3 << 20}} if "tier" in path.name else {}
+    step = open_step(jaxinf.open_store(path, **CHUNKS, **options), 2)
+    kill_at(point, number)
+    for batch in batches()[step.store.step :]:
+        step(batch)
+        step.store.wait()
+        path.with_suffix(".step").write_text(str(step.store.step))
+
+
+if __name__ == "__main__":
+    main()
