@@ -42,9 +42,10 @@ import jax.numpy as jnp
 import numpy as np
 import ssdtrain_rok
 
+from jaxinf.csd import DriveLimit
 from jaxinf.streaming.call_timer import Watch
 from jaxinf.streaming.move.params import MemoryParams
-from jaxinf.streaming.move.scratch import RateLimits, Scratch
+from jaxinf.streaming.move.scratch import Folder, Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.forms import FORMS
@@ -197,7 +198,7 @@ class Stack:
         self.temps = compiled_temp_bytes(self.plan, self.executables)
         self.keep = self.policy("keep", self.planned("keep"))
         self.profile = self._profiled(arguments.limit)
-        self.limits = RateLimits(self.profile.write, self.profile.read)
+        self.limit = DriveLimit(self.profile.read, self.profile.write)
 
     def _cut(self) -> tuple[Plan, int]:
         """The cuts with which offloading saves most, and the lowest peak of keep.
@@ -231,8 +232,8 @@ class Stack:
 
     def with_calls(self, name: str, calls: Calls, choice: Any = None) -> Policy:
         """A policy whose values may leave for the drive."""
-        limits = self.limits if math.isfinite(self.profile.write) else None
-        values = Values(calls, Scratch([self.place], limits=limits))
+        limit = self.limit if math.isfinite(self.profile.write) else None
+        values = Values(calls, Scratch([Folder(self.place, limit=limit)]))
         return self.policy(name, replace(self.plan, calls=calls), values, choice)
 
     def chosen(self, share: float) -> Policy:

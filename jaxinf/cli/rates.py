@@ -15,7 +15,7 @@ import optax
 
 from jaxinf.cli.machine import Machine as Facts
 from jaxinf.cli.place import Place
-from jaxinf.cli.training_rates import measure_programs, measure_training
+from jaxinf.cli.training_rates import measure_call, measure_programs, measure_training
 from jaxinf.kernels import CompiledKernel, Passage, compiled
 from jaxinf.layout import CodedSlot
 from jaxinf.plan import Device, Drive, Machine, Rate
@@ -28,6 +28,7 @@ _COPIED_BYTES = 256 << 20
 _WIDTH = 2048
 _NUM_PARAMS = 4 << 20
 _LONG_ENOUGH_S = 1.0
+_LEAST_S = 1e-9  # what takes no time that can be measured
 
 
 def measure_machine(name: str, facts: Facts, places: Sequence[Place]) -> Machine:
@@ -45,6 +46,7 @@ def measure_machine(name: str, facts: Facts, places: Sequence[Place]) -> Machine
     device = jax.devices()[0]
     drives = _drives(places)
     training = measure_training(next(p.path for p in places if p.bandwidth))
+    call = measure_call(device)
     return Machine(
         name=name,
         num_cores=facts.num_cores,
@@ -61,6 +63,9 @@ def measure_machine(name: str, facts: Facts, places: Sequence[Place]) -> Machine
         },
         drives=drives,
         commits=_measured(1 / training.commit_s),
+        launches=_measured(1 / call.program_s),
+        calls=_measured(1 / max(call.beside_s, _LEAST_S)),
+        moves=_measured(1 / max(training.move_s, _LEAST_S)),
         process={m: _measured(n) for m, n in training.process_bytes.items()},
         device=None if device.platform == "cpu" else _device(device),
     )

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from jaxinf_models import PRESETS, abstract_params
 
-from jaxinf.streaming import usual_s
+from jaxinf.streaming import CallTime, usual_call, usual_s
 from jaxinf.train.step import loss_of
 
-__all__ = ["Training", "measure_programs", "measure_training"]
+__all__ = ["Training", "measure_call", "measure_programs", "measure_training"]
 
 _SEQ_LEN = 128
 _BATCH_SIZE = 2
@@ -37,6 +37,11 @@ _TINY = {
     "n_head": 1,
     "n_embd": 32,
 }
+_SMALLEST = replace(
+    PRESETS["nano"], num_positions=8, num_layers=6, num_heads=1, num_features=32
+)
+"""The same."""
+
 _MODES = {
     "memory": (),
     "update": ("--memory", "64MiB"),
@@ -45,15 +50,32 @@ _MODES = {
 _FLAGS = ("--batch-size", "1", "--seq-len", "8", "--sample-bytes", "0")
 
 
+def measure_call(device: Any) -> CallTime:
+    """Returns the usual time of a call with next to nothing to compute; blocks.
+
+    Its operands and operations are as many as those of a block of a model.
+
+    Args:
+      device: The JAX device.
+    """
+    graphdef, params = abstract_params(_SMALLEST)
+    tokens = jax.ShapeDtypeStruct((1, _TINY["n_positions"]), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    with jax.default_device(device):
+        return usual_call(loss_of(graphdef), params, batch)
+
+
 class Training(NamedTuple):
     """What runs of the trainer take.
 
     Attributes:
       commit_s: Seconds of a commit.
+      move_s: Seconds of a read or write of a drive, which some threads do together.
       process_bytes: Memory of the process by mode; that of a step is next to nothing.
     """
 
     commit_s: float
+    move_s: float
     process_bytes: Mapping[str, int]
 
 
@@ -93,7 +115,10 @@ def measure_training(folder: Path) -> Training:
         runs = {mode: _run(place, mode, words) for mode, words in _MODES.items()}
     steps, _ = runs["update"]
     commit_s = statistics.median(one["phases"]["commit"] for one in steps)
-    return Training(commit_s, {mode: held for mode, (_, held) in runs.items()})
+    busy_s = statistics.median(sum(s["drives"].values()) * s["step_s"] for s in steps)
+    num_moves = 2 * len(jax.tree.leaves(abstract_params(_SMALLEST)[1]))
+    process_bytes = {mode: held for mode, (_, held) in runs.items()}
+    return Training(commit_s, busy_s / num_moves, process_bytes)
 
 
 def _run(place: Path, mode: str, words: Sequence[str]) -> tuple[list[Any], int]:

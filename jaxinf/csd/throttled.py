@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxinf.compress import SparseGradient
 from jaxinf.csd.base import (
@@ -29,7 +29,7 @@ from jaxinf.csd.rates import CsdRates
 from jaxinf.program import InitKernel, Kernel
 from jaxinf.typing import Array
 
-__all__ = ["Server", "ThrottledCsd", "ThrottledFleet"]
+__all__ = ["DriveLimit", "Server", "ThrottledCsd", "ThrottledFleet", "drive_limits"]
 
 
 class Server:
@@ -77,6 +77,44 @@ def _held_up(*passages: _Passage) -> Iterator[None]:
     delay_s = max(ends_s) - time.monotonic()
     if delay_s > 0:
         time.sleep(delay_s)
+
+
+class DriveLimit:
+    """The limits of a drive for all that the host moves there. Thread-safe.
+
+    Args:
+      read, write: bytes a second; None for no limit.
+      drive: the drive, which its CSD may use, too.
+      link: the way of these bytes to the host, and its bytes a second.
+    """
+
+    def __init__(
+        self,
+        read: float | None = None,
+        write: float | None = None,
+        *,
+        drive: Server | None = None,
+        link: tuple[Server, float | None] | None = None,
+    ) -> None:
+        self._rates = {"read": read, "write": write}
+        self._drive = drive or Server()
+        self._link = link or (self._drive, None)
+
+    @contextmanager
+    def moving(self, kind: Literal["read", "write"], num_bytes: int) -> Iterator[None]:
+        """Makes the body, which moves bytes, last for as long as the limits say."""
+        link, rate = self._link
+        drive = _Passage(self._drive, num_bytes, self._rates[kind])
+        with _held_up(drive, _Passage(link, num_bytes, rate)):
+            yield
+
+
+def drive_limits(csds: Sequence[Csd]) -> Sequence[DriveLimit]:
+    """Returns the limits of drives for what moves there beside the CSDs' state."""
+    return [
+        csd.drive_limit if isinstance(csd, ThrottledCsd) else DriveLimit()
+        for csd in csds
+    ]
 
 
 class ThrottledFleet:
@@ -148,6 +186,9 @@ class ThrottledCsd:
       link: the host's link, which the CSDs of a store share.
       num_csds: number of the store's CSDs. The host allocates buffers for all of them
         in turn before any of them reads.
+
+    Attributes:
+      drive_limit: the limits of its drive for what moves there beside state.
     """
 
     def __init__(self, csd: Csd, rates: CsdRates, link: Server, num_csds: int) -> None:
@@ -155,6 +196,12 @@ class ThrottledCsd:
         self._rates = rates
         self._link, self._host, self._num_csds = link, Server(), num_csds
         self._drive, self._internal, self._kernel = Server(), Server(), Server()
+        self.drive_limit = DriveLimit(
+            rates.drive_read,
+            rates.drive_write,
+            drive=self._drive,
+            link=(link, rates.link),
+        )
 
     @property
     def memory(self) -> object:

@@ -71,7 +71,10 @@ class Rate(NamedTuple):
 _FIELDS = {
     "bytes": "memory endurance process",
     "bytes/s": "read write mixed copy link kernel decompressor to_device to_host",
+    "calls/s": "calls",
     "commits/s": "commits",
+    "launches/s": "launches",
+    "moves/s": "moves",
     "operations/s": "products programs",
     "params/s": "updates",
 }
@@ -146,7 +149,11 @@ class Machine:
         drives are slower.
       programs: As `products`, of a model's loss and gradient; empty if only products
         are known.
-      commits: Commits a second; None if it is not known.
+      commits: Commits a second; None if it is not known, and so on.
+      launches: Programs a second with next to nothing to compute, one after another.
+      calls: Calls a second beside their programs, of a streamed step: what chooses and
+        hands over their operands.
+      moves: Reads or writes a second of next to nothing on a drive by a step.
       process: Memory of a process that trains, beside a step's, in bytes by mode: of
         `"memory"`, `"update"` and `"stream"`; empty if it is not known.
     """
@@ -163,6 +170,9 @@ class Machine:
     link: Rate | None = None
     programs: Mapping[str, Rate] = field(default_factory=dict)
     commits: Rate | None = None
+    launches: Rate | None = None
+    calls: Rate | None = None
+    moves: Rate | None = None
     process: Mapping[str, Rate] = field(default_factory=dict)
 
     def rates(self) -> Iterator[tuple[str, Rate]]:
@@ -224,6 +234,9 @@ _SCHEMA = Record(
         "card": Either(Const(None), _rates_kind("read write kernel decompressor")),
         "link": Either(Const(None), _rate_kind("link")),
         "commits": Either(Const(None), _rate_kind("commits")),
+        "launches": Either(Const(None), _rate_kind("launches")),
+        "calls": Either(Const(None), _rate_kind("calls")),
+        "moves": Either(Const(None), _rate_kind("moves")),
         "process": Mapped(_rate_kind("process"), OneOf(_MODES)),
         "programs": Mapped(_rate_kind("programs"), OneOf(_PRODUCTS)),
     },
@@ -262,7 +275,7 @@ def _machine(document: Mapping[str, Any]) -> Machine:
     rates: dict[str, Any] = {}
     for name in ("products", "updates", "programs", "process"):
         rates[name] = {k: _rate(one) for k, one in document.get(name, {}).items()}
-    for name in ("memory", "copy", "link", "commits"):
+    for name in ("memory", "copy", "link", "commits", "launches", "calls", "moves"):
         rates[name] = _rate(document.get(name))
     return Machine(
         name=document["name"],

@@ -51,6 +51,10 @@ class Clock(Generic[E]):
         self._num_started += 1
         return begin_s
 
+    def free_s(self, server: str) -> float:
+        """Returns when a server has served all that waits for it."""
+        return self._free_s[server]
+
     def end(self) -> E:
         """Goes on to the next end of a task; returns its event.
 

@@ -64,7 +64,8 @@ class Trips(NamedTuple):
       read_bytes: Memory of the host for those read ahead.
       device_bytes: Memory of such a device for those without an eviction.
       room: Before each call, `read_bytes` from then on; empty if it stays the same.
-      drive: Name of the drives' queue.
+      move_s: Time of each read or write on drives beside that of its bytes.
+      drives: Names of the drives' queues; each has an equal part of every tensor.
     """
 
     trips: Sequence[Trip]
@@ -74,7 +75,8 @@ class Trips(NamedTuple):
     read_bytes: int = 0
     device_bytes: int = 0
     room: Sequence[int] = ()
-    drive: str = "drive"
+    move_s: float = 0.0
+    drives: Sequence[str] = ("drive",)
 
 
 class Beside(Protocol):
@@ -157,7 +159,7 @@ class Moving:
     """
 
     def __init__(self, moved: Trips, clock: Clock[Event]) -> None:
-        self._clock, self._drive = clock, moved.drive
+        self._clock, self._drives = clock, moved.drives
         self._room = moved.room
         self._moves: Moves[_Tensor] = Moves(
             self,
@@ -223,9 +225,15 @@ class Moving:
 
     def start(self, tensor: _Tensor, kind: Kind, part: int) -> None:
         """As `Executor.start`."""
-        queue, seconds = _QUEUES.get(kind, self._drive), tensor.seconds[kind]
+        seconds = tensor.seconds[kind]
         ended = partial(self._moves.ended, tensor, kind, True, None)
-        self._clock.start(queue, seconds, ended)
+        if kind in _QUEUES:
+            self._clock.start(_QUEUES[kind], seconds, ended)
+            return
+        *others, last = sorted(self._drives, key=self._clock.free_s)
+        for drive in others:
+            self._clock.start(drive, seconds, _nothing)
+        self._clock.start(last, seconds, ended)
 
     def allocate(self, tensor: _Tensor) -> Any:
         """As `Executor.allocate`."""
@@ -233,6 +241,10 @@ class Moving:
 
     def free_memory(self, memory: Any) -> None:
         """As `Executor.free_memory`."""
+
+
+def _nothing() -> None:
+    pass
 
 
 def _tensor(key: int, one: Trip, moved: Trips) -> _Tensor:
@@ -246,7 +258,9 @@ def _tensor(key: int, one: Trip, moved: Trips) -> _Tensor:
         value=None if is_loaded else True,
         is_held=one.held > one.last,
         seconds={
-            kind: (one.num_bytes if kind in _QUEUES else one.stored_bytes) / rate
+            kind: one.num_bytes / rate
+            if kind in _QUEUES
+            else one.stored_bytes / rate + moved.move_s
             for kind, rate in moved.rates.items()
         },
     )

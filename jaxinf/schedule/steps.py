@@ -19,13 +19,17 @@ from typing import NamedTuple
 from jaxinf.schedule.clock import Clock
 from jaxinf.schedule.simulator import Event, Moving, Trips, run_calls
 
-__all__ = ["DRIVES", "HOST", "PROCESSOR", "StepTime", "StepWork", "Update"]
+__all__ = ["HOST", "PROCESSOR", "StepTime", "StepWork", "Update", "drive_name"]
 
-PROCESSOR, HOST, DRIVES = "processor", "host", "drives"
-"""Names of servers: what programs run on, the host's cores, the first drive or all of
-them as one. Others have their number behind it."""
+PROCESSOR, HOST = "processor", "host"
+"""Names of servers: what programs run on, and the host's cores."""
 
 _NUM_STEPS = 4
+
+
+def drive_name(number: int) -> str:
+    """Returns the name of a drive's server."""
+    return f"drives {number}" if number else "drives"
 
 
 class Update(NamedTuple):
@@ -72,6 +76,7 @@ class StepWork:
       updates: In the order of their gradients.
       kernels: What updates run on: `PROCESSOR` or `HOST`.
       rates: Of each drive, for state, in bytes a second.
+      move_s: Time of each read or write of state beside that of its bytes.
       memory_bytes: Memory for state between its read and its write.
       commit_s: Time from the last write to the end of the commit.
       joins: Whether a step begins after the commit of the one before, since its calls
@@ -85,6 +90,7 @@ class StepWork:
     updates: Sequence[Update] = ()
     kernels: str = PROCESSOR
     rates: Sequence[float] = ()
+    move_s: float = 0.0
     memory_bytes: int = 0
     commit_s: float = 0.0
     joins: bool = False
@@ -186,8 +192,8 @@ class _State:
 
     def _move(self, drive: int, num_bytes: float, event: Event) -> None:
         if num_bytes:
-            server = f"{DRIVES} {drive}" if drive else DRIVES
-            self._clock.start(server, num_bytes / self._work.rates[drive], event)
+            seconds = num_bytes / self._work.rates[drive] + self._work.move_s
+            self._clock.start(drive_name(drive), seconds, event)
         else:
             self._clock.at(self._clock.now_s, event)
 

@@ -19,9 +19,10 @@ from jaxinf.streaming.program.initial import check_init
 from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.assigning import DeviceUpdates
 from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
-from jaxinf.streaming.work import Speeds, usual_s
+from jaxinf.streaming.work import CallTime, Speeds, usual_call, usual_s
 
 __all__ = [
+    "CallTime",
     "DeviceLimit",
     "DeviceUpdates",
     "DryRun",
@@ -44,5 +45,6 @@ __all__ = [
     "stream_function",
     "stream_in_memory",
     "trace_optimizer",
+    "usual_call",
     "usual_s",
 ]

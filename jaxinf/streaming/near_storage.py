@@ -17,7 +17,7 @@ from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.reader import StoreReader
 from jaxinf.streaming.move.resident import Resident
-from jaxinf.streaming.move.scratch import Folders
+from jaxinf.streaming.move.scratch import Folder, Folders
 from jaxinf.streaming.move.spill import Spill, file_bytes
 from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.plan.device import mesh_limit
@@ -270,10 +270,11 @@ class StoreEnds(StoreParamsEnds):
     def folders(self) -> Folders:
         """As `Ends.folders`: drives have values by their shares of the chunks."""
         directory = self._training.opened.directory
+        limits = self._training.opened.drive_limits
         if not directory.manifest.csds:
-            return [plans_folder(self._store.path)]
-        shares = csd_shares(directory.manifest)
-        return {directory.csd_directory(n): share for n, share in enumerate(shares)}
+            return [Folder(plans_folder(self._store.path), limit=limits[0])]
+        shares = enumerate(csd_shares(directory.manifest))
+        return [Folder(directory.csd_directory(n), s, limits[n]) for n, s in shares]
 
     @property
     def steps_per_commit(self) -> float:

@@ -8,21 +8,31 @@ Invariant: what moves is what the plan of the dry run moves.
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxinf.schedule.steps import DRIVES, HOST, PROCESSOR, StepWork, Update
+from jaxinf.schedule.steps import HOST, PROCESSOR, StepWork, Update, drive_name
 from jaxinf.streaming.bound import Ends
 from jaxinf.streaming.fit import Fitted
-from jaxinf.streaming.plan.plan import Plan
+from jaxinf.streaming.move.params import MemoryParams
+from jaxinf.streaming.plan.plan import Plan, prepare
 from jaxinf.streaming.plan.simulator import Profile, moved_beside, moved_gradients
 from jaxinf.streaming.program.programs import lowered
-from jaxinf.streaming.run import Executables, compile_plan
+from jaxinf.streaming.run import Executables, Runner, compile_plan
+from jaxinf.typing import PyTree
 
-__all__ = ["Speeds", "measured_s", "num_operations", "step_work", "usual_s"]
+__all__ = [
+    "CallTime",
+    "Speeds",
+    "measured_s",
+    "num_operations",
+    "step_work",
+    "usual_call",
+    "usual_s",
+]
 
 _MOST_RUNS, _LONG_ENOUGH_S = 10, 2.0
 
@@ -35,14 +45,16 @@ class Speeds(NamedTuple):
       state: Of each drive for the state of updates, in bytes a second.
       update: Params a second that all cores of the host update.
       commit_s: Time of a commit.
-      shares_drives: Whether params and values pass the same queue as state.
+      call_s: Time of a call beside its program.
+      move_s: Time of a read or write on a drive beside that of its bytes.
     """
 
     profile: Profile
     state: Sequence[float]
     update: float
     commit_s: float = 0.0
-    shares_drives: bool = True
+    call_s: float = 0.0
+    move_s: float = 0.0
 
 
 def step_work(ends: Ends, fitted: Fitted, plan: Plan, speeds: Speeds) -> StepWork:
@@ -57,19 +69,19 @@ def step_work(ends: Ends, fitted: Fitted, plan: Plan, speeds: Speeds) -> StepWor
     calls, profile = plan.calls, speeds.profile
     moves, tiers = ends.moves(fitted, plan), fitted.tiers(calls)
     loads = fitted.loads(calls, plan.peak_bytes)
-    queue = DRIVES if speeds.shares_drives else "files"
+    queues = [drive_name(number) for number in range(len(speeds.state))]
     moved = moved_beside(calls, profile, loads, tiers)
     last = []
     if moves.waiting is not None and moves.waiting.on_drive:
-        last = [moved_gradients(calls, profile, moves.waiting)._replace(drive=queue)]
+        last = [moved_gradients(calls, profile, moves.waiting)]
     reading, division = fitted.reading(plan)
     ring_bytes = division.ring
     if not division.staged:  # and what params do not need
         ring_bytes += reading.room_bytes - reading.memory(division)[0]
     return StepWork(
-        call_s=profile.call_s(calls),
-        moved=[one._replace(drive=queue) for one in moved],
-        last=last,
+        call_s=[seconds + speeds.call_s for seconds in profile.call_s(calls)],
+        moved=[one._replace(drives=queues, move_s=speeds.move_s) for one in moved],
+        last=[one._replace(drives=queues, move_s=speeds.move_s) for one in last],
         num_parts=ends.setup.options.num_runs,
         updates=[
             Update(
@@ -84,6 +96,7 @@ def step_work(ends: Ends, fitted: Fitted, plan: Plan, speeds: Speeds) -> StepWor
         ],
         kernels=PROCESSOR if ends.setup.limit.is_host else HOST,
         rates=speeds.state,
+        move_s=speeds.move_s,
         memory_bytes=ring_bytes,
         commit_s=speeds.commit_s,
         joins=True,
@@ -103,28 +116,83 @@ def num_operations(plan: Plan) -> Mapping[str, float]:
     return found
 
 
-def measured_s(plan: Plan, executables: Executables) -> Mapping[str, float]:
+def measured_s(
+    plan: Plan,
+    executables: Executables,
+    usual: Callable[[Sequence[float]], float] = statistics.median,
+) -> Mapping[str, float]:
     """Runs each program of a plan some times; returns usual times by key. Blocks.
 
     Args:
       plan: The plan, with its graph unless the programs are compiled.
       executables: As for `compile_plan`.
+      usual: Returns the usual one of some times.
     """
     found: dict[str, float] = {}
     compiled = compile_plan(plan, executables)
     for call, executable in zip(plan.calls.calls, compiled, strict=True):
         if call.program.key not in found:
             avals = [value.aval for value in call.program.inputs]
-            found[call.program.key] = usual_s(executable, avals)
+            found[call.program.key] = usual_s(executable, avals, usual)
     return found
 
 
-def usual_s(executable: Any, args: Sequence[Any]) -> float:
+class CallTime(NamedTuple):
+    """The usual time of a call.
+
+    Attributes:
+      program_s: Seconds of its program, handed over and waited for alone.
+      beside_s: Seconds that it takes longer as one of a streamed step.
+    """
+
+    program_s: float
+    beside_s: float
+
+
+def usual_call(
+    loss_fn: Callable[..., jax.Array], params: PyTree, batch: PyTree
+) -> CallTime:
+    """Runs the calls of a streamed step on zeros, cut as small as can be. Blocks.
+
+    The least times count: what else the machine does is not of a call.
+
+    Args:
+      loss_fn, params, batch: As for `LeastMemory`; params are made.
+    """
+    ready = prepare(loss_fn, params, batch)
+    plan = ready.plan(ready.smallest_bytes())
+    executables: Executables = {}
+    seconds = measured_s(plan, executables, min)
+    leaves = [_example(leaf) for leaf in jax.tree.leaves(params)]
+    inputs = jax.tree.map(_example, batch)
+    runner, held = Runner(plan, executables), MemoryParams(lambda: leaves)
+    times = []
+    for _ in range(_MOST_RUNS):
+        began_s = time.perf_counter()
+        held.begin(_nothing)
+        jax.block_until_ready(runner(inputs, held, _nothing))
+        times.append(time.perf_counter() - began_s)
+    num_calls = len(plan.calls.calls)
+    alone_s = sum(seconds[call.program.key] for call in plan.calls.calls) / num_calls
+    whole_s = min(times[1:]) / num_calls
+    return CallTime(alone_s, max(0.0, whole_s - alone_s))
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def usual_s(
+    executable: Any,
+    args: Sequence[Any],
+    usual: Callable[[Sequence[float]], float] = statistics.median,
+) -> float:
     """Runs a compiled program some times on zeros; returns its usual time. Blocks.
 
     Args:
       executable: The program.
       args: Its arguments, as trees of shapes and dtypes.
+      usual: As for `measured_s`.
     """
     times: list[float] = []
     for _ in range(_MOST_RUNS):
@@ -135,7 +203,7 @@ def usual_s(executable: Any, args: Sequence[Any]) -> float:
         times.append(time.perf_counter() - began_s)
         if len(times) > 1 and sum(times) > _LONG_ENOUGH_S:
             break
-    return statistics.median(times[1:])  # the first one takes new memory
+    return usual(times[1:])  # the first one takes new memory
 
 
 def _example(aval: Any) -> jax.Array:

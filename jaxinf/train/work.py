@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from jaxinf_models import abstract_params
 
-from jaxinf.csd import parse_csd
+from jaxinf.csd import CsdRates, parse_csd
 from jaxinf.plan import Device, Machine, Rate
 from jaxinf.schedule.simulator import Trip, Trips
-from jaxinf.schedule.steps import DRIVES, HOST, PROCESSOR, StepWork, Update
+from jaxinf.schedule.steps import HOST, PROCESSOR, StepWork, Update, drive_name
 from jaxinf.streaming import DeviceLimit, Profile, Speeds, usual_s
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
@@ -89,12 +89,13 @@ class Rates:
         A store without drives of its own is on all of them.
         """
         num_drives = max(1, len(self._config.csd_root))
-        limits, pace = parse_csd(self._config.csd).rates, self._drives("mixed")
-        pace = min(pace, limits.link or math.inf) / num_drives
-        own = [limits.of_csd(number) for number in range(num_drives)]
-        return [
-            min(pace, one.drive_read or pace, one.drive_write or pace) for one in own
+        pace = self._drives("mixed") / num_drives
+        own = [
+            min(pace, one.drive_read or pace, one.drive_write or pace)
+            for one in self._limits
         ]
+        link = (parse_csd(self._config.csd).rates.link or math.inf) / num_drives
+        return [min(one, link) for one in own]
 
     @property
     def computes_on_host(self) -> bool:
@@ -102,14 +103,24 @@ class Rates:
         return self._machine.device is None
 
     @property
-    def shares_drives(self) -> bool:
-        """Whether params and values wait for the same limits as state."""
-        return not parse_csd(self._config.csd).rates.is_set
-
-    @property
     def read(self) -> float:
         """Bytes a second of all drives for reads alone."""
-        return self._drives("read")
+        return self._limited("read", [one.drive_read for one in self._limits])
+
+    @property
+    def write(self) -> float:
+        """Bytes a second of all drives for writes alone."""
+        return self._limited("write", [one.drive_write for one in self._limits])
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds of a program beside its operations."""
+        return self._seconds("launches")
+
+    @property
+    def move_s(self) -> float:
+        """Seconds of a read or write on a drive beside its bytes."""
+        return self._seconds("moves")
 
     @property
     def commit_s(self) -> float:
@@ -127,12 +138,11 @@ class Rates:
         device, link = self._machine.device, (math.inf, math.inf)
         if device is not None:
             link = device.to_host.value, device.to_device.value
-        read = self._drives("read")
         return Profile(
             seconds,
-            self._drives("write"),
-            read,
-            read,
+            self.write,
+            self.read,
+            self.read,
             out=link[0],
             back=link[1],
         )
@@ -144,12 +154,25 @@ class Rates:
             self.state,
             self.update,
             self.commit_s,
-            shares_drives=self.shares_drives,
+            self._seconds("calls"),
+            self.move_s,
         )
 
     @property
     def _num_drives(self) -> int:
         return sum(drive.count for drive in self._machine.drives)
+
+    @property
+    def _limits(self) -> Sequence[CsdRates]:
+        """The limits of each drive of the store."""
+        rates = parse_csd(self._config.csd).rates
+        return [rates.of_csd(n) for n in range(max(1, len(self._config.csd_root)))]
+
+    def _limited(self, field: str, limits: Sequence[float | None]) -> float:
+        """Returns a rate of drives, of which all have equal parts, within limits."""
+        link = parse_csd(self._config.csd).rates.link or math.inf
+        own = min(limit or math.inf for limit in limits)
+        return min(self._drives(field), len(limits) * own, link)
 
     def _drives(self, field: str) -> float:
         """Bytes a second of all drives; the slowest sets the pace, as all share."""
@@ -226,8 +249,10 @@ class PlannedStep(ABC):
         """
         seconds: Mapping[str, float] = self.seconds or {}
         if not self.operations.keys() <= seconds.keys():
-            speed = rates.programs
-            counted = {key: count / speed for key, count in self.operations.items()}
+            speed, launch_s = rates.programs, rates.launch_s
+            counted = {
+                key: count / speed + launch_s for key, count in self.operations.items()
+            }
             seconds = {**counted, **seconds}
         return self._work(rates, seconds)
 
@@ -366,6 +391,7 @@ def _whole_work(
         updates=updates,
         kernels=PROCESSOR if rates.computes_on_host else HOST,
         rates=rates.state,
+        move_s=rates.move_s,
         memory_bytes=config.buffer_bytes,
         commit_s=rates.commit_s,
     )
@@ -412,7 +438,8 @@ class Sketch(PlannedStep):
         state = sum(one.read_bytes + one.written_bytes for one in self._updates)
         others = sizes.read_bytes + sizes.written_bytes - round(state)
         params = Trip(0, 0, others, others)
-        moved = Trips([params], {"read": rates.read}, drive=DRIVES)
+        drives = [drive_name(number) for number in range(len(rates.state))]
+        moved = Trips([params], {"read": rates.read}, drives=drives)
         last = len(work.call_s) + 1
         updates = [one._replace(made=last) for one in work.updates]
         call_s = [again_s, *work.call_s]

@@ -81,6 +81,7 @@ def test_a_machine_is_written(tmp_path, run):
     rates = dict(machine.rates())
     assert {rate.basis for rate in rates.values()} == {"measured"}
     assert {"drives[0].mixed", "updates['adamw int8']", "copy"} <= set(rates)
+    assert {"launches", "calls", "moves", "commits"} <= set(rates)
     assert machine.device is None
 
 

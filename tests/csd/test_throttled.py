@@ -9,7 +9,7 @@ import pytest
 from jaxinf.compress import SparseGradient
 from jaxinf.csd import Extent, Rounding, ScalarInputs, Transfer, open_csds, parse_csd
 from jaxinf.csd.rates import CsdRates
-from jaxinf.csd.throttled import Server, ThrottledCsd, ThrottledFleet
+from jaxinf.csd.throttled import Server, ThrottledCsd, ThrottledFleet, drive_limits
 from jaxinf.io import ByteMeters
 from jaxinf.program import trace_update
 
@@ -192,3 +192,21 @@ def test_nothing_is_wrapped_without_rates(tmp_path):
     )
     assert not isinstance(fleet, ThrottledFleet)
     fleet.close()
+
+
+def test_what_moves_beside_state_has_the_same_drive(clock):
+    csd, _, seconds = throttled(clock, is_host=True, drive_read=1000, drive_write=500)
+    limited, free = drive_limits([csd, Inner(is_host=True)])
+
+    def both():
+        with limited.moving("read", 2000):  # 2 s, and then 4
+            csd.read(transfers(1))
+
+    assert seconds(both) == pytest.approx(6)
+    with limited.moving("write", 1000):
+        pass
+    assert csd.drive_limit is limited
+    assert clock.now_s == pytest.approx(100 + 6 + 2)
+    with free.moving("read", 1 << 40):
+        pass
+    assert clock.now_s == pytest.approx(108)

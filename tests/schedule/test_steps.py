@@ -6,7 +6,7 @@ import pytest
 
 from jaxinf.schedule.placement import Eviction
 from jaxinf.schedule.simulator import Trip, Trips
-from jaxinf.schedule.steps import DRIVES, HOST, PROCESSOR, StepWork, Update
+from jaxinf.schedule.steps import HOST, PROCESSOR, StepWork, Update
 
 # Read in a second, computed in a half, written in two.
 UPDATE = Update(2, 0.5, 10, 20, 30)
@@ -34,7 +34,7 @@ def test_a_step_that_reads_what_was_written_waits_for_the_commit():
     found = WORK.simulated()
     # State is there when the calls have ended, at 2; then 0.5, 2 and the commit.
     assert found.step_s == pytest.approx(4.75)
-    assert found.busy_s == pytest.approx({PROCESSOR: 2.5, DRIVES: 3.0})
+    assert found.busy_s == pytest.approx({PROCESSOR: 2.5, "drives": 3.0})
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,25 @@ def test_drives_work_at_the_same_time():
 
 
 def test_params_and_state_share_the_drives():
-    loads = Trips([Trip(0, 0, 40, 40, 1)], {"read": 10.0}, read_bytes=1, drive=DRIVES)
+    loads = Trips(
+        [Trip(0, 0, 40, 40, 1)], {"read": 10.0}, read_bytes=1, drives=["drives"]
+    )
     # Call 0 waits until 5: state came first, at the commit.
     assert step_s(moved=[loads]) == pytest.approx(5 + 2 + 0.5 + 2 + 0.25)
-    apart = loads._replace(drive="files")
+    apart = loads._replace(drives=["files"])
     assert step_s(moved=[apart]) == pytest.approx(4 + 2 + 0.5 + 2 + 0.25)
+    # State is on one of two drives, and params on both.
+    both = loads._replace(drives=["drives", "drives 1"])
+    found = dataclasses.replace(WORK, moved=[both]).simulated()
+    assert found.step_s == pytest.approx(5 + 2 + 0.5 + 2 + 0.25)
+    assert found.busy_s["drives 1"] == pytest.approx(4)
 
 
 def test_what_waits_for_the_last_gradient_moves_in_the_last_part():
     last = Trips(
         [Trip(2, 2, 0, 30, eviction=Eviction(0, 2, 2, 2))],
         {"write": 10.0, "read": 10.0},
-        drive="files",
+        drives=["files"],
     )
     # Written from 3, when call 0 of the second part has ended, to 6; read until 9.
     found = step_s(last=[last], num_parts=2)

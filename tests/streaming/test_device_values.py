@@ -17,10 +17,11 @@ from streaming import assert_same_bits, prepared, streamed
 from zoo import ZOO, normal
 
 import jaxinf
+from jaxinf.csd import DriveLimit
 from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
 from jaxinf.io.pages import page_ceil
 from jaxinf.schedule.placement import NUM_COPIES
-from jaxinf.streaming.move.scratch import RateLimits, Scratch
+from jaxinf.streaming.move.scratch import Folder, Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
 from jaxinf.streaming.plan.offload import least_offloaded_bytes, plan_tiers
@@ -132,7 +133,8 @@ def test_bits_do_not_depend_on_a_slow_drive(tmp_path):
     least = least_of(plan.calls)
     tiers = plan_tiers(plan.calls, least)
     assert tiers.on_drive
-    scratch = Scratch([tmp_path], limits=RateLimits(write=1e5, read=1e5))
+    limit = DriveLimit(1e5, 1e5)
+    scratch = Scratch([Folder(tmp_path, limit=limit)])
     values = Watched(plan.calls, scratch, tiers)
     found = streamed(program, plan, executables, values=values)
     assert_same_bits(found, streamed(program, keep, executables))

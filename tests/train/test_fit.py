@@ -42,6 +42,7 @@ def machine(tmp_path):
             drives=(drives,),
             products={"float32": of(product)},
             updates=updates,
+            **dict.fromkeys(("launches", "calls", "moves")),
         )
         write_machine(tmp_path / "machine.json", found)
         return tmp_path / "machine.json"

@@ -25,6 +25,7 @@ def machine(tmp_path):
         drives=(drive,),
         products={"float32": of(1e18)},
         updates={"adamw fp32": of(1e18), "adamw int8": of(1e18)},
+        **dict.fromkeys(("launches", "calls", "moves")),
     )
     write_machine(tmp_path / "machine.json", found)
     return tmp_path / "machine.json"
@@ -97,6 +98,24 @@ def test_a_dry_run_says_the_same_and_writes_nothing(planned, run, machine, capsy
     assert f"{document['forecast']['step_s']:.3g} s a step" in out
     assert "nothing was trained or written" in out
     assert {path: path.read_bytes() for path in place.iterdir()} == kept
+
+
+@pytest.mark.parametrize(
+    ("field", "words", "num"),
+    [
+        ("launches", ["--mode", "memory"], 1),
+        ("launches", ["--mode", "stream", "--memory", "64MiB"], 10),
+        ("calls", ["--mode", "stream", "--memory", "64MiB"], 10),
+        ("moves", [], 10),
+        ("moves", ["--mode", "stream", "--memory", "64MiB"], 10),
+    ],
+)
+def test_each_call_and_move_takes_its_time(planned, machine, field, words, num):
+    before = planned("--machine", machine, *words)["forecast"]["step_s"]
+    changed = dataclasses.replace(read_machine(machine), **{field: of(2)})
+    write_machine(machine, changed)
+    found = planned("--machine", machine, *words)["forecast"]["step_s"]
+    assert found - before >= 0.99 * num * 0.5
 
 
 def test_the_drive_alone_takes_its_bytes_over_its_rate(planned, machine):

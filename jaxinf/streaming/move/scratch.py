@@ -12,16 +12,15 @@ import mmap
 import os
 import tempfile
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxinf.csd.throttled import Server
+from jaxinf.csd import DriveLimit
 from jaxinf.io import ByteMeters, read_into, span, write_from
 from jaxinf.io.failures import translated
 from jaxinf.io.pages import PAGE_BYTES, page_ceil
@@ -30,28 +29,35 @@ from jaxinf.streaming.plan.forms import Coding, runs_of
 from jaxinf.typing import Array, PathLikeStr
 
 __all__ = [
+    "Folder",
     "Folders",
     "Part",
     "Place",
-    "RateLimits",
     "Scratch",
     "aligned",
     "raw_bytes",
 ]
 
-Folders: TypeAlias = Sequence[PathLikeStr] | Mapping[Path, float]
-"""A folder on each drive, for even shares, or the drives' shares by folder."""
+
+class Folder(NamedTuple):
+    """A folder on a drive.
+
+    Attributes:
+      path: The folder.
+      share: The drive's share of the values, beside that of others.
+      limit: The drive's limit, which others may share; None for none.
+    """
+
+    path: Path
+    share: float = 1.0
+    limit: DriveLimit | None = None
+
+
+Folders: TypeAlias = Sequence[PathLikeStr | Folder]
+"""A folder on each drive; a path alone has a share of 1 and no limit."""
 
 _NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-
-
-@dataclass(frozen=True)
-class RateLimits:
-    """Limits of a drive, in bytes a second; None for none."""
-
-    write: float | None = None
-    read: float | None = None
 
 
 @dataclass(frozen=True)
@@ -99,10 +105,8 @@ class Scratch:
     """Files without names, one on each drive. Thread-safe, but for `allocate`.
 
     Args:
-      folders: A folder on each drive, or its drive's share of the values by folder;
-        none if there is no value to hold.
+      folders: A folder on each drive; none if there is no value to hold.
       meters: Counters of the bytes moved.
-      limits: Limits of each drive, for tests of slower ones and for shared drives.
       content: What the files hold, for errors.
     """
 
@@ -111,20 +115,18 @@ class Scratch:
         folders: Folders,
         meters: ByteMeters | None = None,
         *,
-        limits: RateLimits | None = None,
         content: str = "activations",
     ) -> None:
-        self._folders = [Path(folder) for folder in folders]
+        given = [f if isinstance(f, Folder) else Folder(Path(f)) for f in folders]
+        self._folders = [folder.path for folder in given]
         self._meters = ByteMeters() if meters is None else meters
-        self._limits = limits or RateLimits()
         self._content = content
         self._drives = [drive_of(folder) for folder in self._folders]
-        self._servers = [Server() for _ in folders]
+        self._limits = [folder.limit or DriveLimit() for folder in given]
         self._files: list[int] = []
         self._ends = [0] * len(folders)
         self._reserved = [0] * len(folders)
-        is_dealt = isinstance(folders, Mapping)
-        self._shares = [*folders.values()] if is_dealt else [1.0] * len(folders)
+        self._shares = [folder.share for folder in given]
         self._credit = [0.0] * len(folders)
         self._opening = threading.Lock()
 
@@ -203,7 +205,7 @@ class Scratch:
         if part.coding is None:
             padded[:length] = run
         padded[length:] = 0
-        with self._request("write", part.drive, length, self._limits.write, what):
+        with self._request("write", part.drive, length, what):
             write_from(
                 self._path(part.drive),
                 padded,
@@ -233,7 +235,7 @@ class Scratch:
         if part.coding is not None:
             assert bounce is not None, "a coded part is read into memory of its own"
             target = bounce[:length]
-        with self._request("read", part.drive, length, self._limits.read, what):
+        with self._request("read", part.drive, length, what):
             read_into(
                 self._path(part.drive),
                 target,
@@ -277,20 +279,16 @@ class Scratch:
     @contextmanager
     def _request(
         self,
-        kind: str,
+        kind: Literal["read", "write"],
         drive: int,
         num_bytes: int,
-        bytes_per_s: float | None,
         what: object,
     ) -> Iterator[None]:
         """Keeps the drive busy for as long as its limit says, and notes it."""
         place = {"drive": self._drives[drive], "num_bytes": num_bytes}
-        with span(kind, (self._content, what), **place):
-            end_s = self._servers[drive].reserve(num_bytes, bytes_per_s)
+        busy = span(kind, (self._content, what), **place)
+        with busy, self._limits[drive].moving(kind, num_bytes):
             yield
-            delay_s = end_s - time.monotonic()
-            if delay_s > 0:
-                time.sleep(delay_s)
 
 
 def aligned(num_bytes: int) -> Array:

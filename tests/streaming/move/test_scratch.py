@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxinf.csd import DriveLimit
 from jaxinf.errors import StoreIOError, StoreSpaceError
 from jaxinf.io import ByteMeters
 from jaxinf.io.pages import page_ceil
-from jaxinf.streaming.move.scratch import RateLimits, Scratch, aligned, raw_bytes
+from jaxinf.streaming.move.scratch import Folder, Scratch, aligned, raw_bytes
 from jaxinf.streaming.plan.forms import PART_BYTES
 
 SIZES = [0, 1, 1023, 4095, 4096, 4097, PART_BYTES - 1, 2 * PART_BYTES + 5]
@@ -57,7 +58,8 @@ def test_drives_have_values_by_their_shares(tmp_path):
     folders = [tmp_path / str(i) for i in range(3)]
     for folder in folders:
         folder.mkdir()
-    scratch = Scratch(dict(zip(folders, [3.0, 1.0, 0.0], strict=True)))
+    shares = zip(folders, [3.0, 1.0, 0.0], strict=True)
+    scratch = Scratch([Folder(*one) for one in shares])
     for _ in range(2):
         place = scratch.allocate(80 * PART_BYTES)
         drives = [part.drive for part in place.parts]
@@ -131,7 +133,7 @@ def test_without_files_that_have_no_name(tmp_path, monkeypatch):
 
 
 def test_a_limit_holds_a_drive_up(tmp_path):
-    scratch = Scratch([tmp_path], limits=RateLimits(write=2.0**20))
+    scratch = Scratch([Folder(tmp_path, limit=DriveLimit(write=2.0**20))])
     place = scratch.allocate(1 << 18)
     scratch.reserve()
     began_s = time.monotonic()
