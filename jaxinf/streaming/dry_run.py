@@ -12,6 +12,7 @@ import jax
 
 from jaxinf.errors import BudgetError
 from jaxinf.io import ByteCounts
+from jaxinf.program import UpdateProgram
 from jaxinf.schedule.steps import StepWork
 from jaxinf.streaming.bound import Ends
 from jaxinf.streaming.budgets import planned_within
@@ -44,12 +45,14 @@ class Dry(NamedTuple):
       ends: Its params source and gradient sink.
       store_bytes: Bytes of its store with both slots.
       is_there: Whether there is the store.
+      update: Its optimizer, traced.
     """
 
     ready: Prepared
     ends: Ends
     store_bytes: int = 0
     is_there: bool = False
+    update: UpdateProgram | None = None
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,13 @@ class DryRun:
         """Memory of these that is in use at a step's peak; less if it is not needed."""
         return self._planned.used_bytes(self._dry.ends)
 
-    @cached_property
-    def _operations(self) -> Mapping[str, float]:
-        """Operations of each program by its key, as counted before compilation."""
-        return num_operations(self._planned.plan)
+    def _operations(self, known: Mapping[str, float]) -> Mapping[str, float]:
+        """Operations of each program by its key, as counted before compilation.
+
+        Args:
+          known: Those of programs of the same trace.
+        """
+        return num_operations(self._planned.plan, known)
 
     def _measured_s(self) -> Mapping[str, float]:
         """Runs each program some times; returns their times by key. Blocks."""

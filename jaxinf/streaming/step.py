@@ -275,6 +275,7 @@ class TrainingStep(Step):
         limit: DeviceLimit | None = None,
         *,
         searches: bool = True,
+        like: DryRun | None = None,
     ) -> DryRun:
         """As `dry_run`, with estimates of temporaries: no program is compiled.
 
@@ -284,23 +285,33 @@ class TrainingStep(Step):
           batch, params: As for `dry_run`.
           limit: The memory of another device than JAX's.
           searches: Whether to look for a budget that works where one is too small.
+          like: A dry run of a step with the same loss function, params, batch, and
+            optimizer, in which these have been traced; None if there is none.
         """
         setup = replace(self._setup, executables=Estimates(), other_limit=limit)
-        return self._dry_run(batch, params, setup, searches=searches)
+        return self._dry_run(batch, params, setup, searches=searches, like=like)
 
     def _dry_run(
-        self, batch: PyTree, params: PyTree, setup: Setup, *, searches: bool = True
+        self,
+        batch: PyTree,
+        params: PyTree,
+        setup: Setup,
+        *,
+        searches: bool = True,
+        like: DryRun | None = None,
     ) -> DryRun:
         self._turns.settle()
         if params is not None:
             check_params(params)
             params = abstract(params)
-        dry = self._dry(batch, params, setup)
+        dry = self._dry(batch, params, setup, like)
         with outside_mesh():
             return dry_run(dry, searches=searches)
 
     @abstractmethod
-    def _dry(self, batch: PyTree, params: PyTree, setup: Setup) -> Dry:
+    def _dry(
+        self, batch: PyTree, params: PyTree, setup: Setup, like: DryRun | None
+    ) -> Dry:
         """Returns what a dry run is of; params are the step's if they are None."""
 
     @property

@@ -27,7 +27,7 @@ from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged
 from jaxinf.store import required_bytes
 from jaxinf.streaming.bound import Bound, Setup
-from jaxinf.streaming.dry_run import Dry
+from jaxinf.streaming.dry_run import Dry, DryRun
 from jaxinf.streaming.function import Beside, StreamedFunction
 from jaxinf.streaming.metrics import StreamMetrics
 from jaxinf.streaming.near_storage import StoreEnds
@@ -241,16 +241,22 @@ class StreamedStep(TrainingStep):
         program = self._traced_optimizer(self._params)
         return self._ends_of(ready, program, self.store._training.opened, self._setup)
 
-    def _dry(self, batch: PyTree, params: PyTree, setup: Setup) -> Dry:
-        avals = self._started() if params is None else params
-        training, ready = self.store._training, self._traced(avals, batch)
+    def _dry(
+        self, batch: PyTree, params: PyTree, setup: Setup, like: DryRun | None
+    ) -> Dry:
+        avals, training = params, self.store._training
+        if avals is None:
+            avals = self._started()
+        known = None if like is None else like._dry
+        ready = self._traced(avals, batch) if known is None else known.ready
         with outside_mesh():
-            update = self._traced_optimizer(avals)
+            update = None if known is None else known.update
+            update = update or self._traced_optimizer(avals)
             _, made = described(*self._made_of, update, avals, ready.gradient_pieces)
             shape, is_there = training.shape(made), training.commit is not None
             num_bytes = sum(required_bytes(shape.directory).values())
             ends = self._ends_of(ready, update, shape, setup)
-        return Dry(ready, ends, num_bytes, is_there)
+        return Dry(ready, ends, num_bytes, is_there, update)
 
     def _ends_of(
         self, ready: Prepared, program: UpdateProgram, shape: StoreShape, setup: Setup

@@ -103,14 +103,18 @@ def step_work(ends: Ends, fitted: Fitted, plan: Plan, speeds: Speeds) -> StepWor
     )
 
 
-def num_operations(plan: Plan) -> Mapping[str, float]:
+def num_operations(plan: Plan, known: Mapping[str, float]) -> Mapping[str, float]:
     """Counts the operations of a plan's programs by key; nothing is compiled.
 
     Args:
       plan: The plan, with its graph.
+      known: Operations of programs by key.
     """
-    found = {}
-    for key, program in plan.calls.programs.items():
+    programs = plan.calls.programs
+    found = {key: known[key] for key in programs if key in known}
+    for key, program in programs.items():
+        if key in found:
+            continue
         costs: Any = lowered(program).cost_analysis()
         found[key] = float((costs or {}).get("flops", 0.0))
     return found

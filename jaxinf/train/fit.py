@@ -41,7 +41,8 @@ __all__ = [
 
 _COMPRESSION = "top_k:0.02"  # as Smart-Infinity's own runs
 _PARTS = (2, 4, 8)
-_NUM_OTHERS = 3
+_RESIDENT = (1 / 4, 1 / 2)  # of params, beside all and none
+_NUM_PLANNED, _NUM_OTHERS = 8, 3
 _MIB = 1 << 20
 _SHARE = 0.9  # of memory, where no limit is given
 _LEAST_BUFFERS_BYTES = 64 * _MIB
@@ -150,19 +151,22 @@ class Search:
           UsageError: The machine lacks a rate, or flags contradict each other.
         """
         fitting: list[Candidate] = []
-        shown: set[str] = set()
+        tried: set[tuple[Any, ...]] = set()
         for candidate in self._fastest_first(limits):
-            seconds = f"{candidate.found.step_s:.3g}"
-            if seconds in shown or candidate.excess(limits):
+            config, seconds = candidate.config, f"{candidate.found.step_s:.3g}"
+            # A sketch does not tell policies apart that compute nothing again.
+            key = seconds, config.policy, config.activations
+            if key in tried or candidate.excess(limits):
                 continue
-            shown.add(seconds)
+            tried.add(key)
             if (planned := self._planned(candidate)) is not None:
                 fitting.append(planned)
-            if len(fitting) > _NUM_OTHERS:
+            if len(fitting) == _NUM_PLANNED:
                 break
         fitting.sort(key=lambda one: one.found.step_s)
         if fitting:
-            return Fit(limits, self._machine, fitting[0], fitting[1:])
+            best, *others = _differing(fitting)
+            return Fit(limits, self._machine, best, others[:_NUM_OTHERS])
         found = self.candidates(limits)
         nearest = min(found, key=lambda c: _distance(c, limits), default=None)
         changes = dict(self._changes(limits, found))
@@ -173,11 +177,14 @@ class Search:
         """Returns a candidate as its run is planned; None if that is refused."""
         config = replace(self._config, **_changed(sketched.config, self._asked))
         machine = on_drives(self._machine, len(config.csd_root))
+        traced = "step", *_traced_with(config)
         try:
-            step = planned_step(config, self._batch, machine)
+            like = self._kept.get(traced)
+            step = planned_step(config, self._batch, machine, like=like)
         except JaxinfError as error:
             self._refusals.append(error)
             return None
+        self._kept.setdefault(traced, step)
         found = forecast(step, config, machine)
         if config.mode != "stream":  # what it takes beside is in the sketch
             found = replace(found, sizes=sketched.found.sizes)
@@ -191,7 +198,8 @@ class Search:
         """Yields candidates; the memory of each is found when it is its turn."""
         forecasts: list[tuple[TrainConfig, TrainConfig, Machine, Forecast]] = []
         self._refusals.clear()
-        for changes in _ways(self._asked, limits):
+        params_bytes = sum(x.size * x.dtype.itemsize for x in _leaves(self._config))
+        for changes in _ways(self._asked, limits, params_bytes):
             try:
                 forecasts.append(self._forecast(changes))
             except (UsageError, JaxinfError) as error:
@@ -220,8 +228,13 @@ class Search:
                 ("store", *forms[1:]), lambda: describe_store(config)
             )
         machine = on_drives(self._machine, len(asked.csd_root))
+        stored = config.state, config.master, config.csd_root, config.resident
+        parts = config.micro_batches, config.order
         try:
-            sizes = sizes_of(config, description)
+            sizes = self._once(
+                ("sizes", *forms, *stored, *parts),
+                lambda: sizes_of(config, description),
+            )
             step = Sketch(config, self._batch, operations, sizes)
             found = forecast(step, config, machine)
         except ValueError as error:
@@ -351,6 +364,20 @@ def _relaxed(
             yield f"--allow {flag}", replace(limits, allowed=allowed)
 
 
+def _traced_with(config: TrainConfig) -> tuple[Any, ...]:
+    """Returns what the traces of a run within a search depend on."""
+    forms = config.mode, config.compress, config.dtype, config.param_dtype
+    return *forms, config.micro_batches, config.order
+
+
+def _differing(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the first of those whose times are printed as the same."""
+    found: dict[str, Candidate] = {}
+    for one in candidates:
+        found.setdefault(f"{one.found.step_s:.3g}", one)
+    return [*found.values()]
+
+
 def _changed(one: TrainConfig, other: TrainConfig) -> dict[str, Any]:
     """Returns the fields of a run in which it differs from another."""
     names = [field.name for field in fields(TrainConfig)]
@@ -361,8 +388,16 @@ def _changed(one: TrainConfig, other: TrainConfig) -> dict[str, Any]:
 _OVER = ("--memory", "--device-memory", "--years")
 
 
-def _ways(asked: TrainConfig, limits: Limits) -> Iterator[dict[str, Any]]:
-    """Yields changes of a run that its flags leave open."""
+def _ways(
+    asked: TrainConfig, limits: Limits, params_bytes: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Yields changes of a run that its flags leave open.
+
+    Args:
+      asked: The run.
+      limits: Its limits.
+      params_bytes: Its params, if a part of them may stay.
+    """
     default = {f.name: f.default for f in fields(TrainConfig)}
 
     def free(name: str, *others: Any) -> Sequence[Any]:
@@ -386,13 +421,16 @@ def _ways(asked: TrainConfig, limits: Limits) -> Iterator[dict[str, Any]]:
         "compress": lossy("compress", _COMPRESSION),
         "master": lossy("master", "none"),
     }
+    parts_bytes = (int(share * params_bytes) // _MIB * _MIB for share in _RESIDENT)
+    some = [exact_bytes(num_bytes) for num_bytes in parts_bytes if num_bytes]
     parts = [n for n in _PARTS if asked.batch_size % n == 0]
     streamed = {
         **stored,
         "memory": [limits.memory_bytes],
         "device_memory": [limits.device_bytes],
-        "policy": free("policy", "keep", "offload"),
-        "resident": free("resident", "params"),
+        "policy": free("policy", "keep", "offload", "plan"),
+        "activations": lossy("activations", "bf16", "int8"),
+        "resident": free("resident", "params", *some),
         "micro_batches": free("micro_batches", *parts),
         "order": free("order", "layers"),
     }

@@ -215,7 +215,7 @@ def plan(config: TrainConfig, batch: Batch, *, measures: bool = False) -> RunPla
             again = step
             if one is not config:
                 try:
-                    again = planned_step(one, batch, on, is_tried=True)
+                    again = planned_step(one, batch, on, is_tried=True, like=step)
                 except JaxinfError:  # a change that is refused is no advice
                     continue
             again.seconds = step.seconds

@@ -20,7 +20,9 @@ from jaxinf.typing import JsonValue
 
 __all__ = ["Candidate", "Fit", "Limits", "LossyFlag"]
 
-LossyFlag: TypeAlias = Literal["state", "compress", "param-dtype", "master", "dtype"]
+LossyFlag: TypeAlias = Literal[
+    "state", "compress", "param-dtype", "master", "dtype", "activations"
+]
 """Flags that may lose bits of a run."""
 
 

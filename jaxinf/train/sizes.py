@@ -29,8 +29,10 @@ from jaxinf.program import averaged, trace_init
 from jaxinf.store import required_bytes
 from jaxinf.streaming import DryRun, trace_optimizer
 from jaxinf.streaming.update.traffic import moved_bytes, written_bytes
+from jaxinf.terminal import parse_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.optimizers import make_optimizer
+from jaxinf.typing import PyTree
 
 __all__ = ["LeafUpdate", "Sizes", "describe_store", "sizes_of", "streamed_sizes"]
 
@@ -124,10 +126,18 @@ def sizes_of(
     parts, waiting = config.micro_batches if config.order == "parts" else 1, 0
     if config.clip_norm or parts > 1:
         waiting = 4 * count  # a sum is read and written by each part
-    masters *= 2 * parts  # forward and backward
+    masters = round(masters * 2 * parts * _read_share(config, params))
     read, written = read + masters + parts * waiting, written + parts * waiting
     sizes = Sizes(count, config.buffer_bytes, disk + waiting, masters, read, written)
     return sizes, updates
+
+
+def _read_share(config: TrainConfig, params: PyTree) -> float:
+    """Returns the share of params that do not stay in memory."""
+    if config.resident in (None, "params"):
+        return 1.0
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    return 1 - min(1.0, parse_bytes(config.resident) / whole)
 
 
 def _updates(

@@ -106,6 +106,7 @@ class Streamed(KeptInStore):
         *,
         compiles: bool,
         is_tried: bool = False,
+        like: DryRun | None = None,
     ) -> DryRun:
         """Says what a step takes, as `StreamedStep.dry_run`.
 
@@ -115,6 +116,7 @@ class Streamed(KeptInStore):
           compiles: Whether programs are compiled; otherwise their memory is estimated,
             and they are compiled only if they do not fit by that.
           is_tried: Whether a step that does not fit by estimates is refused at once.
+          like: One whose traces are used; see `StreamedStep._estimated`.
         """
         with _named_flags():
             if not compiles:
@@ -122,7 +124,7 @@ class Streamed(KeptInStore):
                 searches = has_other_device and not is_tried
                 try:
                     return self._step._estimated(
-                        batch, params, limit, searches=searches
+                        batch, params, limit, searches=searches, like=like
                     )
                 except BudgetError:
                     if has_other_device or is_tried:

@@ -267,6 +267,7 @@ def planned_step(
     *,
     measures: bool = False,
     is_tried: bool = False,
+    like: PlannedStep | None = None,
 ) -> PlannedStep:
     """Plans a step; takes some seconds.
 
@@ -276,14 +277,17 @@ def planned_step(
       machine: Where it shall run; by default one that computes in the host's memory.
       measures: Whether programs are compiled and run, and their times used.
       is_tried: Whether it is refused at once if by estimates it does not fit.
+      like: The step of a run with the same model, task, optimizer, micro-batches and
+        precision, whose traces are used.
 
     Raises:
       JaxinfError: As `jaxinf.open_store`, `jaxinf.smart_update` and `jaxinf.stream`.
     """
     if config.mode == "stream":
         device = None if machine is None else machine.device
+        known = like if isinstance(like, _StreamedStep) else None
         return _StreamedStep(
-            config, batch, device, measures=measures, is_tried=is_tried
+            config, batch, device, known, measures=measures, is_tried=is_tried
         )
     return _WholeStep(config, batch, measures=measures)
 
@@ -454,6 +458,7 @@ class _StreamedStep(PlannedStep):
         config: TrainConfig,
         batch: Batch,
         device: Device | None,
+        like: "_StreamedStep | None",
         *,
         measures: bool,
         is_tried: bool,
@@ -465,16 +470,23 @@ class _StreamedStep(PlannedStep):
             limit = DeviceLimit(num_bytes, is_host=False)
         with _without_store(config) as backend:
             self._dry = backend.dry_run(
-                batch, params, limit, compiles=measures, is_tried=is_tried
+                batch,
+                params,
+                limit,
+                compiles=measures,
+                is_tried=is_tried,
+                like=None if like is None else like._dry,
             )
             if measures:
                 self.seconds = self._dry._measured_s()
+        self._like = like
         self.sizes = streamed_sizes(config, self._dry)
 
     @cached_property
     def operations(self) -> Mapping[str, float]:
         """As `PlannedStep.operations`."""
-        return self._dry._operations
+        known = {} if self._like is None else self._like.operations
+        return self._dry._operations(known)
 
     @property
     def used_bytes(self) -> int:
