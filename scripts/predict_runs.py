@@ -1,17 +1,18 @@
 """What `jaxinf plan` predicts of runs, beside what they take.
 
-    python scripts/predict_runs.py DIR [--only NAME] [--runs 5] [--measure] [--json]
+    python scripts/predict_runs.py DIR [--only NAME] [--runs 5] [--minutes 35] [--json]
 
-Measures this machine with `jaxinf doctor --machine`, plans each configuration, and then
-trains each of them a few steps in a process of its own, all in turns. A line for each
-run is kept in DIR/runs.jsonl, so the same command goes on where it was stopped. Plans
-are made anew each time: --no-run holds those of another version against the same runs.
+Measures this machine with `jaxinf doctor --machine`, plans each configuration by its
+operations and with `--measure`, and only then trains each of them a few steps in a
+process of its own, all in turns. Machine, plans and runs are kept in DIR, so the same
+command goes on where it was stopped. A configuration that had runs before its plan was
+no blind test, and the table says so; --plan-again makes such plans, of another version.
 
 Steps are those after the first ones. The time is the median of a run's steps, memory is
-the most that the process had resident. A configuration does not count if the spread of
-its runs, half of the difference between the slowest and the fastest, is more than
---bound of their median. Most drives are throttled, since this machine's own is shared;
-params of a streamed step, and values that wait, pass at the drive's own speed.
+the most that the process had resident. A configuration whose runs spread by more than
+--bound of their median (half of the difference between the slowest and the fastest)
+runs again, up to three times while --minutes last; its last set is shown, and counts if
+it spreads less. Drives are throttled, as this machine's own is shared.
 """
 
 import argparse
@@ -21,26 +22,35 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
-NUM_FIRST = 3
+NUM_FIRST = 2
 """Steps that a run begins with, which read and plan anew."""
 
-MIDDLE = {
-    "model_type": "gpt2",
-    "vocab_size": 256,
-    "n_positions": 256,
-    "n_layer": 8,
-    "n_head": 8,
-    "n_embd": 512,
+GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_positions": 256}
+SIZES = {
+    "little": {**GPT2, "n_layer": 6, "n_head": 6, "n_embd": 384},
+    "middle": {**GPT2, "n_layer": 8, "n_head": 8, "n_embd": 512},
 }
+"""Of 11 and 25 million params."""
+
+KINDS: Mapping[str, Sequence[str]] = {"operations": (), "measured": ("--measure",)}
+"""How times of programs are predicted, with the flags of `jaxinf plan`."""
+
+BOUNDS = {"operations": (0.20, 0.35), "measured": (0.10, 0.20)}
+"""Errors that are allowed: the median, and the worst."""
 
 NANO = ("--preset", "nano", "--batch-size", "8", "--seq-len", "64")
+LITTLE = ("--model-config", "{dir}/little.json", "--batch-size", "4", "--seq-len", "64")
 MID = ("--model-config", "{dir}/middle.json", "--batch-size", "4", "--seq-len", "64")
 SMALL = ("--preset", "small", "--batch-size", "1", "--seq-len", "64")
+NUM_REPEATS = 3
+"""Sets of runs beside the first one."""
+
 STREAM = ("--mode", "stream", "--memory")
 TWO = ("--csd-root", "{run}/drive0", "--csd-root", "{run}/drive1")
 
@@ -51,34 +61,27 @@ def drive(megabytes: int) -> tuple[str, str]:
 
 
 CONFIGURATIONS: Mapping[str, Sequence[str]] = {
-    "nano-memory": (*NANO, "--mode", "memory"),
-    "nano-update": (*NANO, *drive(40)),
-    "nano-stream": (*NANO, *STREAM, "96MiB", *drive(40)),
+    "little-memory": (*LITTLE, "--mode", "memory"),
+    "little-update": (*LITTLE, *drive(500)),
+    "little-recompute": (*LITTLE, *STREAM, "192MiB", *drive(500)),
     "middle-memory": (*MID, "--mode", "memory"),
-    "middle-update": (*MID, *drive(200)),
-    "middle-update-unclipped": (*MID, "--clip-norm", "0", *drive(200)),
-    "middle-update-int8": (*MID, "--state", "int8", *drive(100)),
-    "middle-update-two-drives": (*MID, *TWO, *drive(150)),
-    "middle-recompute": (*MID, *STREAM, "384MiB", *drive(200)),
-    "middle-recompute-small-budget": (*MID, *STREAM, "192MiB", *drive(200)),
-    "middle-keep": (*MID, *STREAM, "384MiB", "--policy", "keep", *drive(200)),
-    "middle-offload": (*MID, *STREAM, "192MiB", "--policy", "offload", *drive(200)),
-    "middle-stream-unclipped": (
-        *MID,
-        *STREAM,
-        "384MiB",
-        "--clip-norm",
-        "0",
-        *drive(200),
-    ),
-    "middle-resident": (*MID, *STREAM, "512MiB", "--resident", "params", *drive(200)),
-    "middle-stream-int8": (*MID, *STREAM, "384MiB", "--state", "int8", *drive(100)),
-    "middle-stream-two-drives": (*MID, *STREAM, "384MiB", *TWO, *drive(150)),
+    "middle-update": (*MID, *drive(600)),
+    "middle-update-int8": (*MID, "--state", "int8", *drive(300)),
+    "middle-update-two-drives": (*MID, *TWO, *drive(300)),
+    "middle-recompute": (*MID, *STREAM, "384MiB", *drive(600)),
+    "middle-recompute-small-budget": (*MID, *STREAM, "192MiB", *drive(600)),
+    "middle-keep": (*MID, *STREAM, "384MiB", "--policy", "keep", *drive(600)),
+    "middle-offload": (*MID, *STREAM, "192MiB", "--policy", "offload", *drive(600)),
+    "middle-resident": (*MID, *STREAM, "512MiB", "--resident", "params", *drive(600)),
+    "middle-stream-int8": (*MID, *STREAM, "384MiB", "--state", "int8", *drive(300)),
+    "middle-stream-two-drives": (*MID, *STREAM, "384MiB", *TWO, *drive(300)),
+    "nano-update": (*NANO, *drive(40)),
+    "nano-parts": (*NANO, *STREAM, "96MiB", "--micro-batches", "4"),
     "small-recompute": (*SMALL, *STREAM, "1GiB", *drive(400)),
 }
 """Flags by name; {dir} is DIR and {run} a new folder in it."""
 
-LONG = ("small-recompute",)
+APART = ("nano-update", "nano-parts", "small-recompute")
 """Configurations that run only if --only names them."""
 
 
@@ -97,13 +100,27 @@ def machine_of(place: Path) -> Path:
     return file
 
 
-def plan(name: str, place: Path, *, measures: bool) -> dict[str, Any]:
+def plan(name: str, kind: str, place: Path) -> dict[str, Any]:
     """Plans a configuration."""
     make_drives(place)
     words = [*words_of(name, place), "--machine", str(machine_of(place)), "--json"]
-    words += ["--measure"] if measures else []
-    done = run([sys.executable, "-m", "jaxinf", "plan", *words])
+    done = run([sys.executable, "-m", "jaxinf", "plan", *words, *KINDS[kind]])
     return json.loads(done.stdout)
+
+
+def plan_all(place: Path, names: Sequence[str], *, again: bool) -> None:
+    """Plans what has no plan; notes how many runs there were before."""
+    file = place / "plans.jsonl"
+    if again:
+        file.unlink(missing_ok=True)
+    for name in names:
+        for kind in KINDS:
+            if any(p["name"] == name and p["kind"] == kind for p in read(file)):
+                continue
+            before = sum(one["name"] == name for one in read(place / "runs.jsonl"))
+            line = {"name": name, "kind": kind, "num_before": before}
+            append(file, line | {"plan": plan(name, kind, place)})
+            print(f"planned {name} by {kind}", file=sys.stderr, flush=True)
 
 
 def make_drives(place: Path) -> None:
@@ -156,36 +173,68 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def read(results: Path) -> list[dict[str, Any]]:
+def read(file: Path) -> list[dict[str, Any]]:
     """Returns the lines of a file, or none if it is missing."""
-    if not results.exists():
+    if not file.exists():
         return []
-    return [json.loads(line) for line in results.read_text().splitlines()]
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def run_in_turns(arguments: argparse.Namespace, names: Sequence[str]) -> None:
-    """Trains what is missing, one configuration after another."""
+def append(file: Path, line: Mapping[str, Any]) -> None:
+    """Adds a line to a file."""
+    with file.open("a") as output:
+        output.write(json.dumps(line) + "\n")
+
+
+def spread(runs: Sequence[Mapping[str, Any]]) -> float:
+    """Half of the difference between the slowest and the fastest, of their median."""
+    times = [statistics.median(one["step_s"]) for one in runs]
+    return (max(times) - min(times)) / 2 / statistics.median(times)
+
+
+def last_set(arguments: argparse.Namespace, name: str) -> list[dict[str, Any]]:
+    """Returns the runs of a configuration that count, if their spread allows it."""
+    own = [one for one in read(arguments.place / "runs.jsonl") if one["name"] == name]
+    num_sets = max(1, len(own) // arguments.runs)
+    return own[(num_sets - 1) * arguments.runs : num_sets * arguments.runs]
+
+
+def run_in_turns(
+    arguments: argparse.Namespace, names: Sequence[str], num_sets: int
+) -> None:
+    """Trains what is missing of so many sets, one configuration after another."""
     results: Path = arguments.place / "runs.jsonl"
-    for turn in range(1, arguments.runs + 1):
+    for turn in range(1, num_sets * arguments.runs + 1):
         for name in names:
             if sum(one["name"] == name for one in read(results)) < turn:
                 line = train(name, arguments.place, arguments.steps)
-                with results.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                append(results, line)
                 shown = statistics.median(line["step_s"])
                 print(f"{name}: {shown:.3f} s a step", file=sys.stderr, flush=True)
 
 
-def compare(planned: Mapping[str, Any], runs: Sequence[Any]) -> dict[str, Any]:
+def run_all(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """Trains all, and those again that spread too much, while there is time."""
+    until_s = arguments.began_s + 60 * arguments.minutes
+    run_in_turns(arguments, names, 1)
+    for num_sets in range(2, 2 + NUM_REPEATS):
+        for name in names:
+            is_over = time.monotonic() > until_s
+            if spread(last_set(arguments, name)) > arguments.bound and not is_over:
+                run_in_turns(arguments, [name], num_sets)
+
+
+def compare(line: Mapping[str, Any], runs: Sequence[Any]) -> dict[str, Any]:
     """Returns predicted and found of a configuration."""
-    times = [statistics.median(one["step_s"]) for one in runs]
+    planned, times = line["plan"], [statistics.median(one["step_s"]) for one in runs]
     sizes, found_s = planned["sizes"], statistics.median(times)
     predicted_s = planned["forecast"]["step_s"]
     found: dict[str, Any] = {
         "step_s": [predicted_s, found_s],
         "error": predicted_s / found_s - 1,
-        "spread": (max(times) - min(times)) / 2 / found_s,
+        "spread": spread(runs),
         "num_runs": len(times),
+        "is_blind": not line["num_before"],
         "phases": planned["forecast"]["phases"],
     }
     for field in ("read_bytes", "written_bytes"):
@@ -195,23 +244,34 @@ def compare(planned: Mapping[str, Any], runs: Sequence[Any]) -> dict[str, Any]:
     return found
 
 
-def show(found: Mapping[str, Any], bound: float) -> None:
-    """Prints a table, and what the errors are together."""
+def show(kind: str, found: Mapping[str, Any], bound: float) -> None:
+    """Prints a table of one kind of plans, and what the errors are together."""
+    print(f"\n## Times of programs: {kind}\n")
     print("| configuration | s a step | found | spread | error | bytes | peak, MiB |")
     print("|---|---|---|---|---|---|---|")
-    errors = []
+    errors, apart = {}, []
     for name, one in found.items():
-        counts = one["spread"] <= bound
-        errors += [abs(one["error"])] if counts else []
+        notes = [f"{one['spread']:.0%} of {one['num_runs']}"]
+        if one["spread"] > bound:
+            apart.append(name)
+            notes.append("does not count")
+        else:
+            errors[name] = abs(one["error"])
+        notes += [] if one["is_blind"] else ["not blind"]
         cells = [name, *(f"{seconds:.3f}" for seconds in one["step_s"])]
-        cells.append(f"{one['spread']:.0%}{'' if counts else ', does not count'}")
-        cells += [f"{one['error']:+.0%}", _bytes_text(one), _peak_text(one)]
+        cells += [", ".join(notes), f"{one['error']:+.0%}"]
+        cells += [_bytes_text(one), _peak_text(one)]
         print(f"| {' | '.join(cells)} |")
     if errors:
+        median, worst = BOUNDS[kind]
+        name = max(errors, key=lambda one: errors[one])
         print(
             f"\n{len(errors)} of {len(found)} count: median error "
-            f"{statistics.median(errors):.1%}, worst {max(errors):.1%}"
+            f"{statistics.median(errors.values()):.1%} (bound {median:.0%}), worst "
+            f"{errors[name]:.1%} (bound {worst:.0%}) of {name}"
         )
+    if apart:
+        print(f"do not count: {', '.join(apart)}")
 
 
 def _bytes_text(one: Mapping[str, Any]) -> str:
@@ -237,33 +297,39 @@ def main() -> None:
     )
     parser.add_argument("place", type=Path, metavar="DIR")
     parser.add_argument("--only", action="append", choices=[*CONFIGURATIONS])
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8, help="that count, of each run")
-    parser.add_argument("--bound", type=float, default=0.2, help="spread that counts")
-    parser.add_argument("--measure", action="store_true", help="plan with --measure")
+    parser.add_argument("--runs", type=int, default=5, help="of each configuration")
+    parser.add_argument("--steps", type=int, default=6, help="that count, of each run")
+    parser.add_argument("--bound", type=float, default=0.1, help="spread that counts")
+    parser.add_argument("--minutes", type=float, default=35, help="until no repeats")
     parser.add_argument("--no-run", action="store_true", help="only the runs there are")
-    parser.add_argument("--no-plan", action="store_true", help="only train")
+    parser.add_argument("--plan-again", action="store_true", help="forget the plans")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    arguments.began_s = time.monotonic()
     place = arguments.place = arguments.place.absolute()
     place.mkdir(parents=True, exist_ok=True)
-    (place / "middle.json").write_text(json.dumps(MIDDLE))
-    names = arguments.only or [one for one in CONFIGURATIONS if one not in LONG]
-    machine_of(place)  # before any run
+    for size, fields in SIZES.items():
+        (place / f"{size}.json").write_text(json.dumps(fields))
+    names = arguments.only or [one for one in CONFIGURATIONS if one not in APART]
+    machine_of(place)
+    plan_all(place, names, again=arguments.plan_again)
     if not arguments.no_run:
-        run_in_turns(arguments, names)
-    if arguments.no_plan:
-        return
-    runs = read(place / "runs.jsonl")
-    found = {}
-    for name in names:
-        if own := [one for one in runs if one["name"] == name]:
-            planned = plan(name, place, measures=arguments.measure)
-            found[name] = compare(planned, own)
+        run_all(arguments, names)
+    found = {
+        kind: {
+            line["name"]: compare(line, own)
+            for line in read(place / "plans.jsonl")
+            if line["kind"] == kind
+            and line["name"] in names
+            and (own := last_set(arguments, line["name"]))
+        }
+        for kind in KINDS
+    }
     if arguments.json:
         print(json.dumps(found))
-    else:
-        show(found, arguments.bound)
+        return
+    for kind, one in found.items():
+        show(kind, one, arguments.bound)
 
 
 if __name__ == "__main__":

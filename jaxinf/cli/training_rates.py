@@ -71,7 +71,9 @@ class Training(NamedTuple):
     Attributes:
       commit_s: Seconds of a commit.
       move_s: Seconds of a read or write of a drive, which some threads do together.
-      process_bytes: Memory of the process by mode; that of a step is next to nothing.
+      process_bytes: Memory of the process by mode; that of a step is next to nothing. A
+        streamed run gives back what planning and compilation took, so for it this is
+        the memory while it steps, and for others the most.
     """
 
     commit_s: float
@@ -118,6 +120,8 @@ def measure_training(folder: Path) -> Training:
     busy_s = statistics.median(sum(s["drives"].values()) * s["step_s"] for s in steps)
     num_moves = 2 * len(jax.tree.leaves(abstract_params(_SMALLEST)[1]))
     process_bytes = {mode: held for mode, (_, held) in runs.items()}
+    lines, most = runs["stream"]
+    process_bytes["stream"] = min(most, max(one["rss_bytes"] for one in lines))
     return Training(commit_s, busy_s / num_moves, process_bytes)
 
 

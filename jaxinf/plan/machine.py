@@ -155,7 +155,8 @@ class Machine:
         hands over their operands.
       moves: Reads or writes a second of next to nothing on a drive by a step.
       process: Memory of a process that trains, beside a step's, in bytes by mode: of
-        `"memory"`, `"update"` and `"stream"`; empty if it is not known.
+        `"memory"` and `"update"` the most, of `"stream"` while it steps, when it has
+        given back what compilation took; empty if it is not known.
     """
 
     name: str

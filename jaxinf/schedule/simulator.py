@@ -40,6 +40,7 @@ class Trip(NamedTuple):
         comes as early as there is room.
       held: The last call during which it is on the host, for an update.
       is_on_drive: Whether it goes to drives, or comes from there.
+      num_moves: Reads of it from drives, and writes there.
     """
 
     first: int
@@ -51,6 +52,7 @@ class Trip(NamedTuple):
     eviction: Eviction | None = None
     held: int = -1
     is_on_drive: bool = True
+    num_moves: int = 1
 
 
 class Trips(NamedTuple):
@@ -260,7 +262,7 @@ def _tensor(key: int, one: Trip, moved: Trips) -> _Tensor:
         seconds={
             kind: one.num_bytes / rate
             if kind in _QUEUES
-            else one.stored_bytes / rate + moved.move_s
+            else one.stored_bytes / rate + one.num_moves * moved.move_s
             for kind, rate in moved.rates.items()
         },
     )

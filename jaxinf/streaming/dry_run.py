@@ -13,6 +13,7 @@ import jax
 from jaxinf.errors import BudgetError
 from jaxinf.io import ByteCounts
 from jaxinf.program import UpdateProgram
+from jaxinf.schedule.placement import Waiting
 from jaxinf.schedule.steps import StepWork
 from jaxinf.streaming.bound import Ends
 from jaxinf.streaming.budgets import planned_within
@@ -22,7 +23,9 @@ from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.plan.calls import Order, Policy, may_leave
 from jaxinf.streaming.plan.memory import NUM_STAGED, DeviceLimit, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.replanning import Replanner, offload_planned
+from jaxinf.streaming.run import Executables, compiled_temp_bytes
 from jaxinf.streaming.update.micro_batches import first_part
 from jaxinf.streaming.work import Speeds, measured_s, num_operations, step_work
 from jaxinf.terminal import exact_bytes, format_bytes, parse_bytes
@@ -189,16 +192,25 @@ class _Planned:
         if device_bytes is not None:  # the device has the programs
             beyond = read_bytes - plan.peak_bytes - plan.resident_bytes
         state = sum(one.layout.num_bytes for _, one in moves.updates)
-        gradients = 0
-        if moves.waiting is not None:
-            sizes = sum(
-                call.program.output_bytes[i]
-                for call in plan.calls.calls
-                for _, i in call.gradients
-            )
-            gradients = sizes - sum(moves.waiting.on_drive.values())
         ring = min(division.ring + unused, state)
-        return plan.peak_bytes + plan.resident_bytes + beyond + ring + gradients
+        executables, waiting = ends.setup.executables, moves.waiting
+        held_bytes = 0 if waiting is None else self._most_bytes(executables, waiting)
+        most = max(plan.peak_bytes, held_bytes)
+        return most + plan.resident_bytes + beyond + ring
+
+    def _most_bytes(self, executables: Executables, waiting: Waiting) -> int:
+        """Memory of programs at its most, gradients that wait for the last included."""
+        calls = self.plan.calls
+        used = calls.call_bytes(compiled_temp_bytes(self.plan, executables))
+        most, held = 0, 0
+        for call, num_bytes in zip(calls.calls, used, strict=True):
+            most = max(most, held + num_bytes)
+            held += sum(
+                call.program.output_bytes[i]
+                for piece, i in call.gradients
+                if not {piece, Piece(piece.leaf)} & waiting.on_drive.keys()
+            )
+        return max(most, held)
 
 
 def _found(dry: Dry, planned: _Planned) -> DryRun:

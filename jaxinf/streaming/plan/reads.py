@@ -82,16 +82,23 @@ class Reading(NamedTuple):
             num_bytes, host_bytes = fetch.unit.num_bytes, fetch.unit.page_bytes
             one = found.get(fetch.calls)
             if one is None or one[1] + host_bytes > most:
-                one = found[fetch.calls] = [0, 0]
+                one = found[fetch.calls] = [0, 0, 0]
                 trips.append((fetch, one))
             one[0] += num_bytes
             one[1] += host_bytes
+            one[2] += 1
         return Trips(
             [
                 Trip(
-                    one.first, one.last, num_bytes, num_bytes, host_bytes, held=one.end
+                    one.first,
+                    one.last,
+                    num_bytes,
+                    num_bytes,
+                    host_bytes,
+                    held=one.end,
+                    num_moves=num_moves,
                 )
-                for one, (num_bytes, host_bytes) in trips
+                for one, (num_bytes, host_bytes, num_moves) in trips
             ],
             {},
             has_link=device_bytes is not None,
