@@ -154,6 +154,7 @@ class StoreEnds(StoreParamsEnds):
       ready: The loss function, traced for the batch.
       shape: The store's chunks; it need not be there.
       setup, resident: As for `StoreParamsEnds`.
+      like: Those of the same loss function and optimizer, whose programs are used, too.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class StoreEnds(StoreParamsEnds):
         shape: StoreShape,
         setup: Setup,
         resident: Resident,
+        like: "StoreEnds | None" = None,
     ) -> None:
         options = setup.options
         pieces, params = ready.gradient_pieces, ready.traced.params
@@ -179,9 +181,11 @@ class StoreEnds(StoreParamsEnds):
         self._program, self._passes, self._shape = program, passes, shape
         self.num_drives = max(1, shape.directory.num_csds)
         self.saved_in = None if options.replan else store.path
-        bits = {"is_deterministic": options.deterministic}
-        self._numbers = PassRunner(self._training, program, passes, **bits)
-        self._compressor = Compressor(self._training, options.compress, shape, **bits)
+        last, bits = like and like._numbers, options.deterministic
+        self._numbers = PassRunner(self._training, program, passes, bits, last)
+        self._compressor = Compressor(
+            self._training, options.compress, shape, is_deterministic=bits
+        )
         arrivals = arrivals_of(pieces, [leaf.shape for leaf in params], passes.whole)
         self._numbers_bytes = max(
             self._numbers.compile(arrivals), self._compressor.compile(self._units)

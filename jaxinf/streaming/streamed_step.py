@@ -26,7 +26,7 @@ from jaxinf.engine import (
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged
 from jaxinf.store import required_bytes
-from jaxinf.streaming.bound import Bound, Setup
+from jaxinf.streaming.bound import Bound, Ends, Setup
 from jaxinf.streaming.dry_run import Dry, DryRun
 from jaxinf.streaming.function import Beside, StreamedFunction
 from jaxinf.streaming.metrics import StreamMetrics
@@ -255,14 +255,21 @@ class StreamedStep(TrainingStep):
             _, made = described(*self._made_of, update, avals, ready.gradient_pieces)
             shape, is_there = training.shape(made), training.commit is not None
             num_bytes = sum(required_bytes(shape.directory).values())
-            ends = self._ends_of(ready, update, shape, setup)
+            last = None if known is None else known.ends
+            ends = self._ends_of(ready, update, shape, setup, last)
         return Dry(ready, ends, num_bytes, is_there, update)
 
     def _ends_of(
-        self, ready: Prepared, program: UpdateProgram, shape: StoreShape, setup: Setup
+        self,
+        ready: Prepared,
+        program: UpdateProgram,
+        shape: StoreShape,
+        setup: Setup,
+        like: Ends | None = None,
     ) -> StoreEnds:
+        known = like if isinstance(like, StoreEnds) else None
         resident = self._shared.resident
-        return StoreEnds(self.store, program, ready, shape, setup, resident)
+        return StoreEnds(self.store, program, ready, shape, setup, resident, known)
 
     def _traced_optimizer(self, params: PyTree) -> UpdateProgram:
         plain = without_shardings(params)

@@ -39,6 +39,7 @@ class PassRunner:
       program: The optimizer.
       passes: Its passes, for gradients in the pieces that will arrive.
       is_deterministic: Whether they have the same bits in each run.
+      like: One whose compiled programs are used, too; it is as deterministic.
     """
 
     def __init__(
@@ -46,14 +47,14 @@ class PassRunner:
         training: Training,
         program: UpdateProgram,
         passes: Passes,
-        *,
         is_deterministic: bool = True,
+        like: "PassRunner | None" = None,
     ) -> None:
         self.passes = passes
         self._training = training
         self._program = program
-        self._compiled: dict[Any, Any] = {}
-        self._keys = Keys()
+        self._compiled: dict[Any, Any] = {} if like is None else like._compiled
+        self._keys = Keys() if like is None else like._keys
         self._part_keys: dict[LeafPart, str] = {}
         options = compat.deterministic_options(is_deterministic)
         self._jit = partial(jax.jit, compiler_options=options)
