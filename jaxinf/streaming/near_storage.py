@@ -150,8 +150,8 @@ class StoreEnds(StoreParamsEnds):
 
     Args:
       store: The store; its training is bound to the optimizer when it is used.
-      program: The optimizer, traced.
       ready: The loss function, traced for the batch.
+      program: The optimizer, traced.
       shape: The store's chunks; it need not be there.
       setup, resident: As for `StoreParamsEnds`.
       like: Those of the same loss function and optimizer, whose programs are used, too.
@@ -160,12 +160,12 @@ class StoreEnds(StoreParamsEnds):
     def __init__(
         self,
         store: Store,
-        program: UpdateProgram,
+        resident: Resident,
         ready: Prepared,
+        program: UpdateProgram,
         shape: StoreShape,
         setup: Setup,
-        resident: Resident,
-        like: "StoreEnds | None" = None,
+        like: Ends | None = None,
     ) -> None:
         options = setup.options
         pieces, params = ready.gradient_pieces, ready.traced.params
@@ -181,7 +181,8 @@ class StoreEnds(StoreParamsEnds):
         self._program, self._passes, self._shape = program, passes, shape
         self.num_drives = max(1, shape.directory.num_csds)
         self.saved_in = None if options.replan else store.path
-        last, bits = like and like._numbers, options.deterministic
+        bits = options.deterministic
+        last = like._numbers if isinstance(like, StoreEnds) else None
         self._numbers = PassRunner(self._training, program, passes, bits, last)
         self._compressor = Compressor(
             self._training, options.compress, shape, is_deterministic=bits

@@ -304,13 +304,13 @@ class TrainingStep(Step):
         if params is not None:
             check_params(params)
             params = abstract(params)
-        dry = self._dry(batch, params, setup, like)
+        dry = self._dry(batch, params, setup, like and like._dry)
         with outside_mesh():
             return dry_run(dry, searches=searches)
 
     @abstractmethod
     def _dry(
-        self, batch: PyTree, params: PyTree, setup: Setup, like: DryRun | None
+        self, batch: PyTree, params: PyTree, setup: Setup, like: Dry | None
     ) -> Dry:
         """Returns what a dry run is of; params are the step's if they are None."""
 

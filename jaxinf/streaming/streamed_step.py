@@ -19,15 +19,14 @@ import optax
 
 from jaxinf.engine import (
     Store,
-    StoreShape,
     check_processes,
     distinct_shards,
 )
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged
 from jaxinf.store import required_bytes
-from jaxinf.streaming.bound import Bound, Ends, Setup
-from jaxinf.streaming.dry_run import Dry, DryRun
+from jaxinf.streaming.bound import Bound, Setup
+from jaxinf.streaming.dry_run import Dry
 from jaxinf.streaming.function import Beside, StreamedFunction
 from jaxinf.streaming.metrics import StreamMetrics
 from jaxinf.streaming.near_storage import StoreEnds
@@ -242,34 +241,21 @@ class StreamedStep(TrainingStep):
         return self._ends_of(ready, program, self.store._training.opened, self._setup)
 
     def _dry(
-        self, batch: PyTree, params: PyTree, setup: Setup, like: DryRun | None
+        self, batch: PyTree, params: PyTree, setup: Setup, like: Dry | None
     ) -> Dry:
-        avals, training = params, self.store._training
-        if avals is None:
-            avals = self._started()
-        known = None if like is None else like._dry
-        ready = self._traced(avals, batch) if known is None else known.ready
+        avals = self._started() if params is None else params
+        training = self.store._training
+        ready = like.ready if like else self._traced(avals, batch)
         with outside_mesh():
-            update = None if known is None else known.update
-            update = update or self._traced_optimizer(avals)
+            update = (like and like.update) or self._traced_optimizer(avals)
             _, made = described(*self._made_of, update, avals, ready.gradient_pieces)
             shape, is_there = training.shape(made), training.commit is not None
             num_bytes = sum(required_bytes(shape.directory).values())
-            last = None if known is None else known.ends
-            ends = self._ends_of(ready, update, shape, setup, last)
+            ends = self._ends_of(ready, update, shape, setup, like and like.ends)
         return Dry(ready, ends, num_bytes, is_there, update)
 
-    def _ends_of(
-        self,
-        ready: Prepared,
-        program: UpdateProgram,
-        shape: StoreShape,
-        setup: Setup,
-        like: Ends | None = None,
-    ) -> StoreEnds:
-        known = like if isinstance(like, StoreEnds) else None
-        resident = self._shared.resident
-        return StoreEnds(self.store, program, ready, shape, setup, resident, known)
+    def _ends_of(self, *made: Any) -> StoreEnds:
+        return StoreEnds(self.store, self._shared.resident, *made)
 
     def _traced_optimizer(self, params: PyTree) -> UpdateProgram:
         plain = without_shardings(params)

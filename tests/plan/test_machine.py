@@ -64,6 +64,13 @@ def test_a_field_that_is_wrong_is_named(change, message, tmp_path):
     assert str(path) in str(error.value)
 
 
+@pytest.mark.parametrize("field", ["commits", "launches", "calls", "moves"])
+def test_what_an_older_file_lacks_is_not_known(field, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(changed(lambda d: d.pop(field, None))))
+    assert getattr(read_machine(path), field) is None
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"version": 1, "version": 1}'])
 def test_what_is_no_description_is_refused(content, tmp_path):
     path = tmp_path / "machine.json"
