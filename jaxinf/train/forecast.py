@@ -94,9 +94,11 @@ def _phases(work: StepWork, sizes: Sizes, rates: Rates) -> Mapping[str, float]:
     if work.updates:
         by_drive: defaultdict[int, float] = defaultdict(float)
         for one in work.updates:
-            by_drive[one.drive] += one.read_bytes + one.written_bytes
-        state = round(sum(by_drive.values()))
-        phases["state"] = max(n / work.rates[drive] for drive, n in by_drive.items())
+            for num_bytes in filter(None, (one.read_bytes, one.written_bytes)):
+                seconds = num_bytes / work.rates[one.drive] + work.move_s
+                by_drive[one.drive] += seconds
+        state = round(sum(one.read_bytes + one.written_bytes for one in work.updates))
+        phases["state"] = max(by_drive.values(), default=0.0)
         others = sizes.read_bytes + sizes.written_bytes - state - sizes.params_bytes
         phases["params"] = sizes.params_bytes / rates.read
         phases["values and gradients"] = others / rates.read
