@@ -181,12 +181,10 @@ class StoreEnds(StoreParamsEnds):
         self._program, self._passes, self._shape = program, passes, shape
         self.num_drives = max(1, shape.directory.num_csds)
         self.saved_in = None if options.replan else store.path
-        bits = options.deterministic
+        bits = {"is_deterministic": options.deterministic}
         last = like._numbers if isinstance(like, StoreEnds) else None
-        self._numbers = PassRunner(self._training, program, passes, bits, last)
-        self._compressor = Compressor(
-            self._training, options.compress, shape, is_deterministic=bits
-        )
+        self._numbers = PassRunner(self._training, program, passes, last, **bits)
+        self._compressor = Compressor(self._training, options.compress, shape, **bits)
         arrivals = arrivals_of(pieces, [leaf.shape for leaf in params], passes.whole)
         self._numbers_bytes = max(
             self._numbers.compile(arrivals), self._compressor.compile(self._units)
@@ -265,17 +263,17 @@ class StoreEnds(StoreParamsEnds):
 
         A chunk that a step overwrites in parts cannot be compared with its checksum.
         """
-        rewrites = self._shape.options.rewrites_steps
-        is_known = not (rewrites and is_parted(self._shape, unit))
-        return unit.is_divided and is_known and self._rereads(unit)
+        if self._shape.options.rewrites_steps and is_parted(self._shape, unit):
+            return False
+        return unit.is_divided and self._rereads(unit)
 
     # --- bound ---------------------------------------------------------------------
 
     @property
     def folders(self) -> Folders:
         """As `Ends.folders`: drives have values by their shares of the chunks."""
-        directory = self._training.opened.directory
-        limits = self._training.opened.drive_limits
+        opened = self._training.opened
+        directory, limits = opened.directory, opened.drive_limits
         if not directory.manifest.csds:
             return [Folder(plans_folder(self._store.path), limit=limits[0])]
         shares = enumerate(csd_shares(directory.manifest))
@@ -323,8 +321,7 @@ class StoreEnds(StoreParamsEnds):
             num_reads = max(1, self._passes.num_passes - 1)
             last = waiting(self._deferred_bytes(calls), room_bytes // 2, num_reads)
         if self.setup.options.num_runs > 1:
-            pieces = [piece for call in calls for piece, _ in call.gradients]
-            sizes = {piece: self._sum_bytes[piece] for piece in pieces}
+            sizes = {p: self._sum_bytes[p] for call in calls for p, _ in call.gradients}
             sums = waiting(sizes, room_bytes // 4)
         return last, sums
 

@@ -38,8 +38,8 @@ class PassRunner:
       training: The store.
       program: The optimizer.
       passes: Its passes, for gradients in the pieces that will arrive.
-      is_deterministic: Whether they have the same bits in each run.
       like: One whose compiled programs are used, too; it is as deterministic.
+      is_deterministic: Whether they have the same bits in each run.
     """
 
     def __init__(
@@ -47,8 +47,9 @@ class PassRunner:
         training: Training,
         program: UpdateProgram,
         passes: Passes,
-        is_deterministic: bool = True,
         like: "PassRunner | None" = None,
+        *,
+        is_deterministic: bool = True,
     ) -> None:
         self.passes = passes
         self._training = training
