@@ -6,8 +6,8 @@ Invariant: the values are of one step, the last; nothing is summed over steps.
 from dataclasses import dataclass
 from typing import Self
 
+from jaxinf.streaming.bound import Bound
 from jaxinf.streaming.move.mover import MoverCounts
-from jaxinf.streaming.run import Runner
 
 __all__ = ["StreamMetrics"]
 
@@ -49,20 +49,12 @@ class StreamMetrics:
     dispatched_s: float
 
     @classmethod
-    def of(
-        cls,
-        params: MoverCounts,
-        values: MoverCounts,
-        runner: Runner,
-        *,
-        reused_bytes: int,
-        spilled_bytes: tuple[int, int],
-        waited_updates_s: float,
-    ) -> Self:
+    def of(cls, bound: Bound, values: MoverCounts, waited_updates_s: float) -> Self:
         """Returns the metrics of a step from the counts of its parts."""
+        params, spilled_bytes = bound.params.counts, bound.sink.spilled_bytes
         return cls(
             fetched_drive_bytes=params.num_read_bytes,
-            fetched_memory_bytes=reused_bytes,
+            fetched_memory_bytes=bound.reused_bytes,
             spilled_memory_bytes=spilled_bytes[0],
             spilled_drive_bytes=spilled_bytes[1],
             offloaded_drive_bytes=values.num_written_bytes,
@@ -70,7 +62,7 @@ class StreamMetrics:
             prefetch_hit_rate=params.hit_rate,
             waited_params_s=params.waited_s,
             waited_values_s=values.waited_s,
-            waited_device_s=runner.waited_s,
+            waited_device_s=bound.runner.waited_s,
             waited_updates_s=waited_updates_s,
-            dispatched_s=runner.dispatched_s,
+            dispatched_s=bound.runner.dispatched_s,
         )

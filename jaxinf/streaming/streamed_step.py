@@ -75,6 +75,8 @@ class StreamedStep(TrainingStep):
         self._tx = averaged(tx, setup.options.average)
         self._made_of = self._tx, setup.options, setup.together
         self._params: PyTree | None = None
+        self._update: tuple[PyTree, UpdateProgram] | None = None  # of these params
+        self._ready: Prepared | None = None  # traced by `init`, bound at its end
         self._functions: list[StreamedFunction] = []
 
     # --- params --------------------------------------------------------------------
@@ -139,18 +141,19 @@ class StreamedStep(TrainingStep):
         leaves: Callable[[int], Iterable[Iterable[Shard]]],
         batch: PyTree,
     ) -> None:
-        ready = None if batch is None else self._traced(avals, batch)
-        with outside_mesh():
-            self._start_pieces(avals, leaves, ready)
-        if batch is not None:
-            self.compile(batch)
+        try:
+            self._ready = None if batch is None else self._traced(avals, batch)
+            with outside_mesh():
+                self._start_pieces(avals, leaves)
+            if batch is not None:
+                self.compile(batch)
+        finally:
+            self._ready = None
 
     def _start_pieces(
-        self,
-        avals: PyTree,
-        leaves: Callable[[int], Iterable[Iterable[Shard]]],
-        ready: Prepared | None,
+        self, avals: PyTree, leaves: Callable[[int], Iterable[Iterable[Shard]]]
     ) -> None:
+        ready = self._ready
         pieces = () if ready is None else ready.gradient_pieces
         training, whole = self.store._training, self._options.memory_bytes
         held = check_params(avals)
@@ -226,7 +229,8 @@ class StreamedStep(TrainingStep):
         return self._call(batch, extra_args)
 
     def _prepare(self, batch: PyTree) -> Prepared:
-        return self._traced(self._started(), batch)
+        ready, self._ready = self._ready, None
+        return ready or self._traced(self._started(), batch)
 
     def _traced(self, avals: PyTree, batch: PyTree) -> Prepared:
         options = self._options
@@ -237,7 +241,7 @@ class StreamedStep(TrainingStep):
         return ready.to_run(options.num_parts, is_deterministic=options.deterministic)
 
     def _ends(self, ready: Prepared) -> StoreEnds:
-        program = self._traced_optimizer(self._params)
+        program = self._traced_optimizer(self._started())
         return self._ends_of(ready, program, self.store._training.opened, self._setup)
 
     def _dry(
@@ -258,8 +262,11 @@ class StreamedStep(TrainingStep):
         return StoreEnds(self.store, self._shared.resident, *made)
 
     def _traced_optimizer(self, params: PyTree) -> UpdateProgram:
-        plain = without_shardings(params)
-        return trace_optimizer(self._tx, plain, self._options.extra_args)
+        if self._update is None or self._update[0] is not params:
+            plain = without_shardings(params)
+            made = trace_optimizer(self._tx, plain, self._options.extra_args)
+            self._update = params, made
+        return self._update[1]
 
     def _take_turn(self, key: Any) -> Bound:
         self.store._training.check()
@@ -307,14 +314,7 @@ class StreamedStep(TrainingStep):
         bound = self._last
         if bound is None or self.wear is None:
             return None
-        return StreamMetrics.of(
-            bound.params.counts,
-            self._values,
-            bound.runner,
-            reused_bytes=bound.reused_bytes,
-            spilled_bytes=bound.sink.spilled_bytes,
-            waited_updates_s=self._waited_s,
-        )
+        return StreamMetrics.of(bound, self._values, self._waited_s)
 
     def annotate(self, payload: JsonValue) -> None:
         """Sets the caller's payload for the commit of the next step.

@@ -1,6 +1,7 @@
 """Training by `jaxinf.stream`: against optax in memory, resumed, spilled."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -170,6 +171,28 @@ def test_leaves_are_made_as_jitted_init_makes_them(name, streamed):
     expected = jax.jit(init)(key)
     assert_same_bits(step.store.params(like=expected), expected)
     assert step.store.step == 0
+
+
+def test_init_with_a_batch_traces_once(streamed):
+    program, counts = ZOO["l2_penalty"](depth=3), {"loss": 0, "update": 0}
+    plain = optax.sgd(0.1)
+
+    def counted(name, fn, *args):
+        counts[name] += 1
+        return fn(*args)
+
+    step = streamed(
+        replace(program, loss=partial(counted, "loss", program.loss)),
+        optax.GradientTransformation(
+            plain.init, partial(counted, "update", plain.update)
+        ),
+    )
+    step.init(lambda: program.params, batch=program.batch)
+    in_init = dict(counts)
+    step(program.batch)
+    assert counts == in_init
+    step.dry_run(program.batch, params=jax.eval_shape(lambda: program.params))
+    assert counts == {name: 2 * count for name, count in in_init.items()}
 
 
 def test_a_skipped_step_changes_nothing_and_is_counted(streamed):
