@@ -16,11 +16,12 @@ from types import FrameType
 
 from jaxinf import compat
 
-__all__ = ["Ending", "Interrupts", "interrupts"]
+__all__ = ["PATIENCE_S", "Ending", "Interrupts", "interrupts"]
 
 _POLL_S = 1e-4
 _WAIT_S = 0.1
-_PATIENCE_S = 1.0
+PATIENCE_S = 1.0
+"""Seconds from the first Ctrl-C in a callback after which a second ends it."""
 
 
 class Interrupts:
@@ -69,7 +70,7 @@ class Interrupts:
 
     def _has_waited_long(self) -> bool:
         since_s = self._waiting_since_s
-        return since_s is not None and time.monotonic() - since_s >= _PATIENCE_S
+        return since_s is not None and time.monotonic() - since_s >= PATIENCE_S
 
     def _end_wait(self) -> None:
         """Ends the watcher's calls, including one that may be due right now."""

@@ -28,7 +28,7 @@ from jaxinf.optimizer.wrapped import UpdateDtype, Wrapped
 from jaxinf.program import Average, NonFinitePolicy, averaged, check_nonfinite
 from jaxinf.typing import PathLikeStr, PyTree
 
-__all__ = ["smart_update"]
+__all__ = ["smart_update", "warn_of_varying_bits"]
 
 
 def smart_update(
@@ -122,7 +122,7 @@ def _init(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
         return placeholder_state(wrapped.tx.init(params), feedback)
     _refuse_outer()
     check_device_configuration()
-    _warn_of_varying_bits()
+    warn_of_varying_bits()
     wrapped.check()
     return init_state(wrapped, params)
 
@@ -207,7 +207,7 @@ def _as_transformation(
 
 
 @cache
-def _warn_of_varying_bits() -> None:
+def warn_of_varying_bits() -> None:
     """Warns once if gradients may have other bits in each run."""
     if compat.varies_between_runs():
         warnings.warn(

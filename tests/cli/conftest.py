@@ -2,6 +2,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -13,19 +14,7 @@ import pytest
 import jaxinf
 from jaxinf.cli import main
 
-WRITER = """
-import sys, numpy as np, jax.numpy as jnp, optax, jaxinf
-params = {"w": jnp.zeros((300, 100)), "v": jnp.zeros((9000,))}
-with jaxinf.open_store(sys.argv[1], csds=sys.argv[2:], chunk_elements=4096) as store:
-    tx = jaxinf.smart_update(optax.sgd(1.0), store)
-    state = tx.init(params)
-    ones = {name: jnp.ones_like(p) for name, p in params.items()}
-    for step in range(100000):
-        updates, state = tx.update(ones, state, params)
-        params = optax.apply_updates(params, updates)
-        if step == 1:
-            print("running", flush=True)
-"""
+WRITER = Path(__file__).parents[1] / "programs" / "running_writer.py"
 
 
 def _params():
@@ -124,7 +113,7 @@ def start_writer():
     processes = []
 
     def start(path, *csds):
-        words = [sys.executable, "-c", WRITER, str(path), *map(str, csds)]
+        words = [sys.executable, WRITER, str(path), *map(str, csds)]
         process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         processes.append(process)
         assert isinstance(process.stdout, io.TextIOBase)

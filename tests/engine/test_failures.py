@@ -1,6 +1,7 @@
 """Failures of drives and callers: reported once and unchanged; nothing is committed."""
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -227,22 +228,7 @@ def test_closing_beside_a_running_step(drive):
     again.check(step)
 
 
-FILE_LIMIT = """
-import resource, sys
-from store_driver import Driver
-import signal
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-driver = Driver(sys.argv[1], {"w": ((64, 4096), "float32")}).init().steps(2)
-driver.store.wait()
-resource.setrlimit(resource.RLIMIT_FSIZE, (24 * 4096, resource.RLIM_INFINITY))
-try:
-    driver.steps(2)
-    driver.store.wait()
-except BaseException as error:
-    print(type(error).__name__, error)
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-driver.training.close()
-"""
+FILE_LIMIT = Path(__file__).parents[1] / "programs" / "file_limit.py"
 
 
 def test_a_limit_on_files(drive, place, run_python):

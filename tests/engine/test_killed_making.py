@@ -1,9 +1,7 @@
 """A killed creation: its files show their owner, and the next creation removes them."""
 
-import os
 import signal
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 from store_driver import Driver
@@ -15,34 +13,7 @@ from jaxinf.store import StoreDirectory
 
 LEAVES = {"half": ((33, 257), "bfloat16"), "w": ((3, 4096), "float32")}
 
-CONVERT = """
-import os, signal, sys
-from pathlib import Path
-import jaxinf.store.creation as creation
-from jaxinf.engine import convert_store
-
-name, calls = sys.argv[1], 0
-
-def killed(*arguments, **options):
-    global calls
-    calls += 1
-    if calls > int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*arguments, **options)
-
-owner = creation
-if name == "publish":
-    owner = creation.StoreDirectory
-if name == "mkdir":
-    owner = Path
-if name == "_claim":
-    import jaxinf.store.owners as owner
-real = getattr(owner, name)
-setattr(owner, name, killed)
-source, new, *csds = map(Path, sys.argv[3:])
-convert_store(source, new, "bf16", csds=csds)
-"""
-
+CONVERT = Path(__file__).parents[1] / "programs" / "killed_conversion.py"
 MOMENTS = [
     ("make_csds", 0),
     ("_claim", 0),  # directories without a note
@@ -62,13 +33,11 @@ def source(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "after"), MOMENTS)
-def test_a_conversion(source, tmp_path, name, after):
+def test_a_conversion(run_python, source, tmp_path, name, after):
     new, roots = tmp_path / "new", [tmp_path / "csd0", tmp_path / "csd1"]
     for root in roots:
         root.mkdir()
-    words = [sys.executable, "-c", CONVERT, name, after, source, new, *roots]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(list(map(str, words)), env=environment, check=False)
+    done = run_python(CONVERT, name, after, source, new, *roots, check=False)
     assert done.returncode == -signal.SIGKILL
     left = StoreDirectory.open(new)
     for csd, root in enumerate(roots):

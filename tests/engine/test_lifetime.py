@@ -4,19 +4,14 @@ import contextlib
 import gc
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
 import jaxinf
 from jaxinf.errors import StoreError
 
-START = """
-import os, sys
-from store_driver import Driver
-import jaxinf
-driver = Driver(sys.argv[1])
-driver.init()
-"""
+ENDING = Path(__file__).parents[1] / "programs" / "ending_processes.py"
 
 
 def resources():
@@ -112,31 +107,23 @@ def test_two_stores_in_one_process(drive):
 
 
 def test_exit_without_close(drive, place, run_python):
-    program = START + "driver.steps(3)\n"
-    run_python(program, place / "store")
+    run_python(ENDING, place / "store", "without_close")
     drive().init().check(3)
 
 
 def test_exit_with_a_store_that_was_lost_sight_of(drive, place, run_python):
-    program = START + "driver.steps(3)\ndel driver\nimport gc\ngc.collect()\n"
-    run_python(program, place / "store")
+    run_python(ENDING, place / "store", "lost_sight_of")
     drive().init().check(3)
 
 
 def test_exit_by_an_exception_in_the_middle_of_a_step(drive, place, run_python):
-    program = START + "driver.steps(2)\ndriver.update([0])\nraise SystemExit(7)\n"
-    assert run_python(program, place / "store", check=False).returncode == 7
+    done = run_python(ENDING, place / "store", "in_a_step", check=False)
+    assert done.returncode == 7
     drive().init().check(2)
 
 
 def test_exit_after_a_failure_says_it(drive, place, run_python):
-    program = START + (
-        "driver.steps(2)\ndriver.store.wait()\n"
-        "lock = driver.opened.directory.publish_lock\n"
-        "lock.unlink(), lock.mkdir()\n"
-        "driver.step()\n"
-    )
-    result = run_python(program, place / "store", check=False)
+    result = run_python(ENDING, place / "store", "after_a_failure", check=False)
     assert result.returncode == 1
     assert "stopped by StoreIOError: " in result.stderr
     assert "publish.lock: locking failed: Is a directory" in result.stderr
@@ -144,59 +131,14 @@ def test_exit_after_a_failure_says_it(drive, place, run_python):
     drive().init().check(2)
 
 
-FORK = (
-    START
-    + """
-driver.steps(2)
-child = os.fork()
-if not child:
-    status = 1
-    try:
-        driver.store.step
-    except jaxinf.StoreClosedError as error:
-        status = 0 if "this is a fork of it" in str(error) else 2
-    try:
-        driver.update()
-        status = 3
-    except jaxinf.StoreClosedError:
-        pass
-    driver.close()
-    print("child", status, flush=True)
-    sys.exit(status)  # with all that exits do
-_, status = os.waitpid(child, 0)
-driver.steps(2)
-driver.check(4)
-print("parent", status, flush=True)
-"""
-)
-
-
 def test_a_fork_leaves_its_parents_store_alone(drive, place, run_python):
-    result = run_python(FORK, place / "store")
+    result = run_python(ENDING, place / "store", "forked")
     assert result.stdout.split("\n")[:2] == ["child 0", "parent 0"]
     drive().init().check(4)
 
 
-ORPHAN = (
-    START
-    + """
-import signal
-if not os.fork():
-    os.setsid()
-    sys.stdout.close()
-    os.closerange(0, 3)
-    signal.pause()
-print("forked", flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-)
-
-
 def test_a_fork_does_not_keep_the_lock(drive, place, run_python):
-    program = ORPHAN.replace("os.fork()", "(child := os.fork())").replace(
-        'print("forked"', "print(child"
-    )
-    result = run_python(program, place / "store", check=False)
+    result = run_python(ENDING, place / "store", "orphan", check=False)
     child = int(result.stdout)
     try:
         os.kill(child, 0)

@@ -1,42 +1,19 @@
 """`MultiSteps` around a clip: the last micro-step takes the norm of the stored sum."""
 
 import signal
+from pathlib import Path
 
+import clipped_steps
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from clipped_steps import clipped, make, train
 
 import jaxinf
 
-APPLY = jax.jit(optax.apply_updates)
-
-
-def make(seed):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    return {
-        "w": jax.random.normal(keys[0], (300, 70)),
-        "b": jax.random.normal(keys[1], (70,)),
-        "scale": jax.random.normal(keys[2], ()),
-    }
-
-
-def clipped(every, inner=None, **options):
-    inner = optax.sgd(1e-2) if inner is None else inner
-    chain = optax.chain(optax.clip_by_global_norm(1.0), inner)
-    return optax.MultiSteps(chain, every, **options)
-
-
-def train(tx, num, *, params=None, state=None, first=1, each=lambda state: None):
-    params = make(0) if params is None else params
-    state = tx.init(params) if state is None else state
-    update = jax.jit(tx.update)
-    for seed in range(first, first + num):
-        updates, state = update(make(seed), state, params)
-        params = APPLY(params, updates)
-        each(state)
-    return params, state
+PROGRAM = Path(clipped_steps.__file__)
 
 
 def same(found, expected):
@@ -184,31 +161,9 @@ def test_a_norm_of_other_state_is_refused(open_store):
         tx.init(make(0))
 
 
-KILLED = """
-import os, signal, sys
-import jax, numpy as np, jaxinf
-sys.path.insert(0, sys.argv[2])
-from test_multi_steps import clipped, make, train
-store = jaxinf.open_store(sys.argv[1] + "/store")
-tx = jaxinf.smart_update(clipped(2), store)
-params, state = train(tx, 1)
-store.wait(state)
-np.savez(sys.argv[1] + "/params.npz", **params)
-recall = store._training.steps.recall
-
-def last(*arguments):
-    recall(*arguments)
-    print("recalled", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-store._training.steps.recall = last
-tx.update(make(2), state, params)
-"""
-
-
 @pytest.mark.long
-def test_killed_between_the_rounds(open_store, run_python, place, request):
-    result = run_python(KILLED, place, request.path.parent, check=False)
+def test_killed_between_the_rounds(open_store, run_python, place):
+    result = run_python(PROGRAM, "killed", place, check=False)
     assert (result.returncode, result.stdout) == (-signal.SIGKILL, "recalled\n")
     store = open_store()
     assert store.step == 1
@@ -220,31 +175,10 @@ def test_killed_between_the_rounds(open_store, run_python, place, request):
     same(found, train(clipped(2).gradient_transformation(), 4)[0])
 
 
-ON_MESH = """
-import sys, jax, jax.numpy as jnp, numpy as np, optax, jaxinf
-from jax.sharding import NamedSharding, PartitionSpec as P, AxisType
-sys.path.insert(0, sys.argv[2])
-from test_multi_steps import APPLY, clipped, make
-specs = {"w": P("d"), "b": P(), "scale": P()}
-for kind in (AxisType.Auto, AxisType.Explicit):
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
-    at = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-    tx = jaxinf.smart_update(clipped(2), f"{sys.argv[1]}/{kind.name}", shardings=at)
-    params = jax.device_put(make(0), at)
-    state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
-    for seed in range(1, 5):
-        gradients = jax.device_put(make(seed), at)
-        updates, state = update(gradients, state, params)
-        params = APPLY(params, updates)
-    print(kind.name, int(state.step), params["w"].sharding.spec)
-    np.savez(f"{sys.argv[1]}/{kind.name}.npz", **params)
-"""
-
-
 @pytest.mark.long
-def test_on_a_mesh(run_python, place, request):
+def test_on_a_mesh(run_python, place):
     devices = "--xla_force_host_platform_device_count=2"
-    run_python(ON_MESH, place, request.path.parent, XLA_FLAGS=devices, PJRT_NPROC="8")
+    run_python(PROGRAM, "on_mesh", place, XLA_FLAGS=devices, PJRT_NPROC="8")
     expected, _ = train(clipped(2).gradient_transformation(), 4)
     for kind in ("Auto", "Explicit"):
         found = np.load(place / f"{kind}.npz")

@@ -1,5 +1,7 @@
 """`smart_update` against plain optax: in jit, scan, chains, accumulation and Flax."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +35,8 @@ OPTIMIZERS = {
     ),
 }
 INPUTS = jnp.asarray(np.random.default_rng(7).standard_normal((16, 33), np.float32))
+
+WITHOUT_CLOSE = Path(__file__).parents[1] / "programs" / "store_without_close.py"
 
 
 def make_params(dtype=jnp.float32):
@@ -348,20 +352,8 @@ def test_path_instead_of_a_store(place):
     assert (place / "here" / "jaxinf.json").exists()
 
 
-PROGRAM_WITHOUT_CLOSE = """
-import sys, jax, jax.numpy as jnp, optax, jaxinf
-tx = jaxinf.smart_update(optax.adam(1e-2), sys.argv[1])
-params = {"w": jnp.ones((1000, 100))}
-state = tx.init(params)
-update = jax.jit(lambda p, s: tx.update(p, s, p))
-for _ in range(3):
-    updates, state = update(params, state)
-    params = optax.apply_updates(params, updates)
-"""
-
-
 def test_a_script_that_never_closes_loses_nothing(place, run_python, open_store):
-    run_python(PROGRAM_WITHOUT_CLOSE, place / "store")
+    run_python(WITHOUT_CLOSE, place / "store")
     store = open_store()
     assert store.step == 3
     params = store.params(like={"w": jnp.ones((1000, 100))})

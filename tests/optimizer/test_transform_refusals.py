@@ -1,6 +1,7 @@
 """Refusals of `smart_update`: their messages, and that nothing is lost."""
 
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 import jaxinf
 from jaxinf.optimizer import transform
 
+PROGRAM = Path(__file__).parents[1] / "programs" / "refused_updates.py"
 PARAMS = {"w": jnp.ones((300, 20)), "b": jnp.zeros((20,))}
 GRADIENTS = jax.tree.map(lambda x: jnp.full_like(x, 0.5), PARAMS)
 
@@ -35,12 +37,12 @@ def committed(store):
 
 def test_bits_that_a_gpu_does_not_promise(open_store, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    transform._warn_of_varying_bits.cache_clear()
+    transform.warn_of_varying_bits.cache_clear()
     tx = jaxinf.smart_update(optax.sgd(1.0), open_store())
     with pytest.warns(UserWarning, match="XLA_FLAGS=--xla_gpu_deterministic_ops=true"):
         jax.eval_shape(tx.init, PARAMS)
     jax.eval_shape(tx.init, PARAMS)  # once
-    transform._warn_of_varying_bits.cache_clear()
+    transform.warn_of_varying_bits.cache_clear()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
     jax.eval_shape(tx.init, PARAMS)
 
@@ -162,28 +164,9 @@ def test_close_does_not_raise_what_jax_has_raised(open_store):
     assert open_store().step == 0
 
 
-LATE = """
-import sys, jax, jax.numpy as jnp, jaxinf, optax, pytest
-tx = jaxinf.smart_update(optax.sgd(1.0), sys.argv[1])
-params = {"w": jnp.ones((8, 8))}
-state = tx.init(params)
-update = jax.jit(tx.update).lower(params, state, params).compile()
-slow = jax.jit(lambda x: jnp.nan * (x @ x @ x)[:8, :8])
-late = {"w": slow(jnp.ones((3000, 3000)))}
-try:
-    results = update(late, state, params)
-except jax.errors.JaxRuntimeError:
-    pass  # it was not late, and JAX has raised the error
-else:
-    with pytest.raises(jaxinf.NonFiniteGradientError):
-        jaxinf.close(sys.argv[1])
-jaxinf.close(sys.argv[1])
-"""
-
-
 def test_close_raises_what_nothing_has_raised(place, run_python):
     """A call whose arguments are still computed returns before it fails."""
-    run_python(LATE, place / "store")
+    run_python(PROGRAM, place / "store", "late")
 
 
 def test_nonfinite_must_be_a_known_policy(open_store):
@@ -296,21 +279,6 @@ def test_arguments_that_the_optimizer_needs_are_named(open_store):
         tx.init(PARAMS)
 
 
-NAN_GRADIENT = """
-import sys, jax, jax.numpy as jnp, optax, jaxinf
-tx = jaxinf.smart_update(optax.adam(1e-2), sys.argv[1])
-params = {"w": jnp.ones((30, 4))}
-state = tx.init(params)
-update = jax.jit(tx.update) if sys.argv[2] == "jitted" else tx.update
-try:
-    jax.block_until_ready(update({"w": jnp.full((30, 4), jnp.nan)}, state, params))
-except Exception as error:
-    if sys.argv[3] == "caught":
-        sys.exit(type(error).__name__)
-    raise
-"""
-
-
 @pytest.mark.parametrize(
     ("how", "handled", "callback", "raised"),
     [
@@ -328,14 +296,8 @@ except Exception as error:
 def test_one_mistake_is_one_error_and_a_line_at_exit(
     place, run_python, how, handled, callback, raised
 ):
-    result = run_python(
-        NAN_GRADIENT,
-        place / "store",
-        how,
-        handled,
-        check=False,
-        JAXINF_CALLBACK=callback,
-    )
+    words = [place / "store", "nan_gradient", how, handled]
+    result = run_python(PROGRAM, *words, check=False, JAXINF_CALLBACK=callback)
     lines = result.stderr.splitlines()
     assert result.returncode != 0
     assert sum(line.startswith(raised) for line in lines) == 1
@@ -383,17 +345,8 @@ def test_store_that_is_closed(open_store):
 
 
 def test_several_cpu_devices_without_pjrt_nproc(run_python, place):
-    program = """
-import sys, jax.numpy as jnp, optax, jaxinf
-tx = jaxinf.smart_update(optax.adam(1e-3), sys.argv[1])
-try:
-    tx.init({"w": jnp.ones(3)})
-except jaxinf.DeviceConfigurationError as error:
-    print(error)
-"""
     result = run_python(
-        program,
-        place / "store",
+        *(PROGRAM, place / "store", "refused"),
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
         PJRT_NPROC="",
         NPROC="",
@@ -547,21 +500,8 @@ def test_an_error_on_a_tpu_is_reported(open_store, monkeypatch):
         store.check()
 
 
-NO_CPU = """
-import sys
-from jax._src import xla_bridge
-from jaxlib import xla_client
-xla_bridge.register_backend_factory("pretended", xla_client.make_cpu_client)
-import jax.numpy as jnp, optax, jaxinf
-try:
-    tx = jaxinf.smart_update(optax.adam(1e-3), sys.argv[1])
-    tx.init({"w": jnp.ones(3)})
-except jaxinf.DeviceConfigurationError as error:
-    print(error)
-"""
-
-
 def test_an_accelerator_without_the_cpu_backend(run_python, place):
-    found = run_python(NO_CPU, place / "store", JAX_PLATFORMS="pretended")
+    words = [place / "store", "refused_without_a_cpu"]
+    found = run_python(PROGRAM, *words, JAX_PLATFORMS="pretended")
     assert "Set JAX_PLATFORMS=pretended,cpu" in found.stdout
     assert not list((place / "store").glob("*"))

@@ -1,5 +1,7 @@
 """`init` and `update` under vmap, grad and pmap: refused at trace time, or one run."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ import jaxinf
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 5000), "b": jnp.ones(3)}
 GRADIENTS = jax.tree.map(jnp.sin, PARAMS)
+
+ON_DEVICES = Path(__file__).parents[1] / "programs" / "updates_on_devices.py"
 
 
 def stacked(tree, num):
@@ -109,31 +113,6 @@ def test_vmap_over_one_seed_is_the_run_itself(open_store):
     with pytest.raises(ValueError, match=r"init is called in jax.vmap over 2 examples"):
         jax.jit(jax.vmap(train(tx)))(jnp.ones(2))
     assert store.step == 3
-
-
-ON_DEVICES = """
-import sys, jax, jax.numpy as jnp, optax, jaxinf
-from jax.sharding import PartitionSpec as P
-params = {"w": jnp.ones((300, 20))}
-with jaxinf.open_store(sys.argv[1]) as store:
-    tx = jaxinf.smart_update(optax.adam(1e-2), store)
-    state = tx.init(params)
-    tree = params, state, params
-    four = jax.tree.map(lambda x: jnp.stack([x] * 4), tree)
-    mesh = jax.make_mesh((4,), ("d",))
-    whole = jax.shard_map(tx.update, mesh=mesh, in_specs=P(), out_specs=P(),
-                          check_vma=False)
-    for call in (lambda: jax.pmap(tx.update, axis_name="i")(*four),
-                 lambda: jax.pmap(tx.init)(four[0]),
-                 lambda: jax.jit(whole)(*tree)):
-        try:
-            call()
-        except ValueError as error:
-            print(error)
-    assert store.step == 0
-    one = jax.tree.map(lambda x: x[None], tree)
-    assert jax.pmap(tx.update)(*one)[1].step.tolist() == [1]
-"""
 
 
 def test_pmap_and_shard_map(run_python, place):

@@ -3,12 +3,20 @@
 import difflib
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from families import family
 from program_styles import Killed, Run
-from public_styles import CHANGES, RESUMING, STYLES, run_style, source_of
+from public_styles import (
+    CHANGES,
+    RESUMING,
+    STYLES,
+    all_changes,
+    run_style,
+    source_of,
+)
 
 import jaxinf
 
@@ -17,10 +25,6 @@ LINES = {"imagenet": 1, "equinox_cnn": 2, "jax_flow": 2, "big_vision": 2}
 
 RESUMING_LINES = {"purejaxrl": 4}
 """Further ones for a program without checkpoints; the same number in the others."""
-
-
-def all_changes(style: str) -> dict[str, str]:
-    return {**RESUMING.get(style, {}), **CHANGES[style]}
 
 
 def changed_lines(before: str, after: str) -> int:
@@ -63,32 +67,7 @@ def test_losses_are_optax_s_and_a_restart_goes_on_to_the_bit(place, style):
     assert all(run.losses[n] == rest[n] for n in run.losses.keys() & rest.keys())
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from jaxinf.engine.steps import StepEngine
-from program_styles import Run
-from public_styles import run_style
-from test_public_styles import all_changes
-
-style = sys.argv[1]
-
-def kill(number):
-    if number == 5 and style != "purejaxrl":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-finish = StepEngine.finish
-
-def finish_or_die(steps, step, *arguments):
-    if step == 3 and style == "purejaxrl":  # its steps begin in one jit
-        os.kill(os.getpid(), signal.SIGKILL)
-    return finish(steps, step, *arguments)
-
-StepEngine.finish = finish_or_die
-run_style(style, all_changes(style), Run(Path(sys.argv[2]), kill=kill))
-"""
-
-
+KILLED = Path(__file__).with_name("killed_public_style.py")
 # Two programs that save, each in a way of its own, and two that go on from the store
 # alone. The others are interrupted by an exception above.
 NOT_KILLED = {*STYLES} - {"lm1b", "big_vision", "seq2seq", "equinox_rnn", "purejaxrl"}
@@ -101,8 +80,7 @@ def test_a_program_that_is_killed_goes_on_to_the_bit(place, run_python, style):
     for name in ("whole", "parts"):
         (place / name).mkdir()
     whole = run_style(style, CHANGES[style], Run(place / "whole"))
-    program = f"import sys; sys.path.insert(0, {str(__file__.rpartition('/')[0])!r})\n"
-    killed = run_python(program + KILLED, style, place / "parts", check=False)
+    killed = run_python(KILLED, style, place / "parts", check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     rest = run_style(style, all_changes(style), Run(place / "parts"))
     assert min(rest) in (3, 4, 5)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import program_styles
@@ -59,17 +60,7 @@ def test_four_devices(place):
     assert done.stdout.split("\n")[:-1] == [f"{style} agrees" for style in STYLES]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from program_styles import run_changed
-
-def kill(number):
-    if number == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-run_changed(sys.argv[1], Path(sys.argv[2]), kill=kill)
-"""
+KILLED = Path(__file__).with_name("killed_style.py")
 
 
 @pytest.mark.parametrize("style", in_make_test())
@@ -87,7 +78,7 @@ def test_a_program_that_is_killed_goes_on_to_the_bit(place, run_python, style):
     ("form", "way", "points"),
     [
         ("lm1b", "background", [15]),
-        ("nanodo", "background", [16]),
+        pytest.param("nanodo", "background", [16], marks=pytest.mark.long),
         *(
             pytest.param(form, way, points, marks=marks)
             for i, form in enumerate(saving_programs.FORMS)

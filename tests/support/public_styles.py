@@ -538,6 +538,11 @@ RESUMING = {
 }
 
 
+def all_changes(style: str) -> dict[str, str]:
+    """Returns the changes of a program that goes on after it has ended."""
+    return {**RESUMING.get(style, {}), **CHANGES[style]}
+
+
 def source_of(style: str, changes: dict[str, str]) -> str:
     """A program's source with changes, each in one line of it."""
     lines = textwrap.dedent(inspect.getsource(STYLES[style])).splitlines()

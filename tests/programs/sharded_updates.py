@@ -1,0 +1,273 @@
+"""Updates of sharded params: `optimizer/test_transform_sharded.py`.
+
+python sharded_updates.py FOLDER RUN …
+python sharded_updates.py FOLDER failure HOW REPEATS
+"""
+
+import json
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxinf
+
+SPECS = {"rows": P("d"), "columns": P(None, "d"), "both": P("d"), "scale": P()}
+TWO_AXES = {"rows": P(("x", "d")), "columns": P(None, "d"), "both": P(), "scale": P()}
+
+
+def make(seed):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    return {
+        "rows": jax.random.normal(keys[0], (1024, 160)),
+        "columns": jax.random.normal(keys[1], (96, 4 * 512)),
+        "both": jax.random.normal(keys[2], (4 * 24,)),
+        "scale": jax.random.normal(keys[3], ()),
+    }
+
+
+def on(mesh, tree, specs=SPECS):
+    if mesh is None:
+        return tree
+    shardings = {name: NamedSharding(mesh, specs[name]) for name in tree}
+    return jax.device_put(tree, shardings)
+
+
+def four_devices():
+    return jax.make_mesh((4,), ("d",))
+
+
+def two_by_two():
+    return jax.make_mesh((2, 2), ("x", "d"))
+
+
+def smart(store, **options):
+    return jaxinf.smart_update(optax.adamw(1e-2), store, **options)
+
+
+def steps(tx, params, state, mesh, seeds, specs=SPECS):
+    @jax.jit
+    def step(params, state, gradients):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for seed in seeds:
+        params, state = step(params, state, on(mesh, make(seed), specs))
+    return params, state
+
+
+def save(path, tree):
+    np.savez(path, **{name: np.asarray(value) for name, value in tree.items()})
+
+
+def one(place):
+    with jaxinf.open_store(place + "/one") as store:
+        tx = smart(store)
+        params = make(0)
+        params, state = steps(tx, params, tx.init(params), None, range(1, 7))
+        save(place + "/one.npz", store.params(like=params, state=state))
+
+
+def four(place):
+    """Prints the number of params, and the bytes that have come down."""
+    mesh = four_devices()
+    with jaxinf.open_store(place + "/four") as store:
+        tx = smart(store)
+        params = on(mesh, make(0))
+        params, state = steps(tx, params, tx.init(params), mesh, range(1, 4))
+        for name, value in params.items():
+            wanted = NamedSharding(mesh, SPECS[name])
+            assert value.sharding.is_equivalent_to(wanted, value.ndim)
+        back = store.params(like=params, state=state)
+        assert all(bool((back[n] == params[n]).all()) for n in params)
+        assert back["columns"].sharding == params["columns"].sharding
+        num_bytes = store.metrics.traffic.link_down_bytes
+        num = sum(value.size for value in params.values())
+        print(json.dumps({"num": num, "down": num_bytes}))
+
+
+def other_mesh(place):
+    """Goes on with the store of `four`."""
+    mesh = two_by_two()
+    with jaxinf.open_store(place + "/four") as store:
+        params = store.params(like=on(mesh, make(0), TWO_AXES))
+        tx = smart(store)
+        state = tx.init(params)
+        params, state = steps(tx, params, state, mesh, range(4, 7), TWO_AXES)
+        save(place + "/four.npz", store.params(like=params, state=state))
+
+
+def traced_init(place):
+    os.environ["JAXINF_CALLBACK"] = "start"
+    mesh = four_devices()
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    with jaxinf.open_store(place + "/traced") as store:
+        tx = smart(store, shardings=shardings)
+        params = on(mesh, make(0))
+        state = jax.jit(tx.init)(params)
+        params, state = steps(tx, params, state, mesh, range(1, 7))
+        counts = {leaf.name: leaf.shard_counts for leaf in store._manifest.leaves}
+        assert counts["columns"] == (1, 4)
+        save(place + "/traced.npz", store.params(like=params, state=state))
+    del os.environ["JAXINF_CALLBACK"]
+
+
+def out_shardings(place):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    with jaxinf.open_store(place + "/out") as store:
+        tx = smart(store)
+
+        def init():
+            params = make(0)
+            return params, tx.init(params)
+
+        with jax.set_mesh(mesh):
+            out = shardings, NamedSharding(mesh, P())
+            params, state = jax.jit(init, out_shardings=out)()
+            params, state = steps(tx, params, state, mesh, range(1, 7))
+        for name, value in params.items():
+            assert value.sharding.is_equivalent_to(shardings[name], value.ndim), name
+        save(place + "/out.npz", store.params(like=params, state=state))
+
+
+def second_init(place):
+    """The params of a store go to another mesh while the store is open."""
+    meshes = [(four_devices(), SPECS), (two_by_two(), TWO_AXES)]
+    params = make(0)
+    with jaxinf.open_store(place + "/twice") as store:
+        tx = smart(store)
+        seeds = (1, range(2, 3)), (3, range(4, 7))
+        for (mesh, specs), (eager, rest) in zip(meshes, seeds, strict=True):
+            params = on(mesh, params, specs)
+            state = tx.init(params)
+            updates, state = tx.update(on(mesh, make(eager), specs), state, params)
+            params = optax.apply_updates(params, updates)
+            params, state = steps(tx, params, state, mesh, rest, specs)
+            assert {s.mesh for s in store._training.shardings} == {mesh}
+            params = store.params(like=params, state=state)
+            rows = params["rows"].sharding
+            assert rows.is_equivalent_to(NamedSharding(mesh, specs["rows"]), 2)
+            params = {name: np.asarray(value) for name, value in params.items()}
+    save(place + "/twice.npz", params)
+
+
+def refused_mesh(place):
+    """The store of `one` is not made for such shards."""
+    with jaxinf.open_store(place + "/one") as store:
+        try:
+            smart(store).init(on(four_devices(), make(0)))
+        except jaxinf.StoreMismatchError as error:
+            print(error)
+
+
+def failure(place, how, repeats):
+    """An update fails beside collectives; prints what calls after it raise."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    path = place + "/failing"
+    tx = smart(path, **({"shardings": shardings} if how == "shardings" else {}))
+    params = on(mesh, make(0))
+    state = tx.init(params) if how == "eager" else jax.jit(tx.init)(params)
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
+    side = jax.device_put(jnp.ones((4, 512)), NamedSharding(mesh, P("d")))
+
+    @jax.jit
+    def step(params, state, factor):
+        def loss(p):
+            h = jnp.tanh(side[:, :96] @ p["columns"])
+            return jnp.mean(h) + factor * jnp.sum(p["both"]) + jnp.mean(p["rows"] ** 2)
+
+        gradients = jax.grad(loss)(params)  # with collectives
+        updates, state = tx.update(gradients, state, params)
+        beside = side
+        for _ in range(6):
+            beside = jnp.tanh(beside @ beside.T @ side - jnp.mean(beside))
+        params = optax.apply_updates(params, updates)
+        return params, state, (loss(params), jnp.sum(beside), jnp.sum(jnp.sin(side)))
+
+    params, state, _ = step(params, state, 1.0)
+    leaves, treedef = jax.tree.flatten(state)
+
+    @jax.jit
+    def unseen(params, leaves, factor):  # a call that is not given a state
+        return step(params, treedef.unflatten(leaves), factor)[::2]
+
+    if repeats:
+        unseen.trace(params, leaves, 1.0)
+    first, _, _ = step(params, state, jnp.nan)
+    assert all(bool(jnp.isnan(p).all()) for p in first.values())
+    if how == "last":
+        sys.exit()  # and nothing asks the store
+    for _ in range(repeats):  # each runs as the steps do that are dispatched already
+        new, others = unseen(params, leaves, 1.0)
+        assert all(bool(jnp.isnan(p).all()) for p in new.values())
+        assert not any(bool(jnp.isnan(x)) for x in others[1:])
+    store = jaxinf.store_of(path)
+    for call in (
+        lambda: step(params, state, 1.0),
+        lambda: tx.init(params),
+        store.check,
+        lambda: tx.update(params, state, params),
+        store.wait,
+    ):
+        try:
+            call()
+        except jaxinf.NonFiniteGradientError as error:
+            print(error)
+
+
+def restart(place):
+    """Goes back to params of the program's own, and prints why others are refused."""
+    mesh = four_devices()
+
+    def opened():
+        store = jaxinf.open_store(place + "/store")
+        return store, smart(store)
+
+    store, tx = opened()
+    params = on(mesh, make(0))
+    two = steps(tx, params, tx.init(params), mesh, range(1, 3))
+    own = jax.tree.map(np.asarray, two)
+    whole = steps(tx, *two, mesh, range(3, 4))
+    store.wait(whole[1])
+    whole = jax.tree.map(np.asarray, whole[0])
+    store.close()
+
+    store, tx = opened()
+    assert int(tx.init(store.params(like=on(mesh, make(7)))).origin) == 0
+    state = tx.init(on(mesh, make(7)))  # no params of the store's
+    assert int(state.origin) == int(jax.jit(tx.init)(on(mesh, make(7))).origin) == 1
+    devices = set(mesh.devices.flat)
+    assert all(leaf.sharding.device_set == devices for leaf in jax.tree.leaves(state))
+    state = jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), own[1], state)
+    for seed in (5, 6):  # discarded; the second comes while the first is under way
+        steps(tx, on(mesh, own[0]), state, mesh, (seed,))
+    rest, state = steps(tx, on(mesh, own[0]), state, mesh, range(3, 4))
+    store.wait(state)
+    assert store.step == 3
+    assert int(state.origin) == 3
+    jax.tree.map(np.testing.assert_array_equal, whole, jax.tree.map(np.asarray, rest))
+    store.close()
+
+    store, tx = opened()
+    state = tx.init(on(mesh, make(7)))
+    updates, state = jax.jit(tx.update)(on(mesh, make(1)), state, on(mesh, make(7)))
+    assert all(bool(jnp.isnan(u).all()) for u in jax.tree.leaves(updates))
+    try:
+        store.check()
+    except jaxinf.StoreMismatchError as error:
+        print(error)
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == "failure":
+        failure(sys.argv[1], sys.argv[3], int(sys.argv[4]))
+    else:
+        for name in sys.argv[2:]:
+            globals()[name](sys.argv[1])
