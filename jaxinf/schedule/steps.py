@@ -80,7 +80,8 @@ class StepWork:
       memory_bytes: Memory for state between its read and its write.
       commit_s: Time from the last write to the end of the commit.
       joins: Whether a step begins after the commit of the one before, since its calls
-        read what that has written; else after its last update.
+        read what that has written; else after its last update. Then state is read
+        after the params that have room when the step begins, and else with the commit.
     """
 
     call_s: Sequence[float]
@@ -122,6 +123,7 @@ class StepWork:
             beside: list[Moving | _State] = [
                 Moving(one, clock) for one in moved if one.trips
             ]
+            state.read()  # after the params that the first calls wait for
             beside += [state] if is_last else []
             at_s = run_calls(self.call_s, beside, run, at_s)
         return state.ended(joins=self.joins)
@@ -179,7 +181,7 @@ class _State:
             self._is_given[number] = True
             self._try(number)
 
-    def _read(self) -> None:
+    def read(self) -> None:
         """Reads state for the next updates, as there is memory."""
         while self._next < len(self._updates):
             number, one = self._next, self._updates[self._next]
@@ -219,10 +221,11 @@ class _State:
         if self._num_written == len(self._updates):
             self._clock.at(self._clock.now_s + self._work.commit_s, self._committed)
         else:
-            self._read()
+            self.read()
 
     def _committed(self) -> None:
         """Ends the step before; state may be read for the next one."""
         self._num_written = self._next = 0
         self._is_open = False
-        self._read()
+        if not self._work.joins:
+            self.read()

@@ -86,14 +86,15 @@ def test_params_and_state_share_the_drives():
     loads = Trips(
         [Trip(0, 0, 40, 40, 1)], {"read": 10.0}, read_bytes=1, drives=["drives"]
     )
-    # Call 0 waits until 5: state came first, at the commit.
-    assert step_s(moved=[loads]) == pytest.approx(5 + 2 + 0.5 + 2 + 0.25)
+    # Call 0 waits until 4, and the update until 14: state comes after the params.
+    updates = [UPDATE._replace(read_bytes=100)]
+    assert step_s(moved=[loads], updates=updates) == pytest.approx(14 + 0.5 + 2.25)
     apart = loads._replace(drives=["files"])
-    assert step_s(moved=[apart]) == pytest.approx(4 + 2 + 0.5 + 2 + 0.25)
+    assert step_s(moved=[apart], updates=updates) == pytest.approx(10 + 0.5 + 2.25)
     # State is on one of two drives, and params on both.
     both = loads._replace(drives=["drives", "drives 1"])
-    found = dataclasses.replace(WORK, moved=[both]).simulated()
-    assert found.step_s == pytest.approx(5 + 2 + 0.5 + 2 + 0.25)
+    found = dataclasses.replace(WORK, moved=[both], updates=updates).simulated()
+    assert found.step_s == pytest.approx(14 + 0.5 + 2.25)
     assert found.busy_s["drives 1"] == pytest.approx(4)
 
 
