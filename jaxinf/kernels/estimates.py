@@ -14,7 +14,7 @@ import numpy as np
 from jaxinf.native import libraries, toolchain
 from jaxinf.typing import Array
 
-__all__ = ["ESTIMATES_BYTES", "rsqrt_estimates"]
+__all__ = ["ESTIMATES_BYTES", "estimating_function", "rsqrt_estimates"]
 
 ESTIMATES_BYTES = 64 + 2 * 8192
 """Length of the table: a block of 64 bytes, then 8,192 entries of 16 bits."""
@@ -37,7 +37,7 @@ def rsqrt_estimates() -> Array:
     """
     table = np.zeros(ESTIMATES_BYTES // 4, np.uint32)
     try:
-        function = _function()
+        function = estimating_function()
     except (toolchain.CompilerError, OSError) as error:
         _warn(str(error))
         function = None
@@ -49,7 +49,7 @@ def rsqrt_estimates() -> Array:
     return table
 
 
-def _function() -> Any:
+def estimating_function() -> Any:
     """Returns a function that fills the entries and returns the number of steps.
 
     None on processors other than x86-64 and aarch64.

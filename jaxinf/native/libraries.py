@@ -24,6 +24,7 @@ __all__ = [
     "load_helper",
     "load_library",
     "load_prebuilt",
+    "open_prebuilt",
 ]
 
 _LOGGER = logging.getLogger("jaxinf")
@@ -36,7 +37,7 @@ def load_prebuilt(source: str, level: str) -> Any:
 
     Here and below it has no prototype yet; the caller sets its arguments.
     """
-    library = _prebuilt_library(level)
+    library = open_prebuilt(level)
     if library is None:
         return None
     return getattr(library, toolchain.entry_point(source), None)
@@ -127,7 +128,11 @@ def load_library(path: Path) -> ctypes.CDLL:
 
 
 @functools.cache
-def _prebuilt_library(level: str) -> ctypes.CDLL | None:
+def open_prebuilt(level: str) -> ctypes.CDLL | None:
+    """Opens the installed package's library for a level, once; None without one.
+
+    Warns where the library is for another system, or cannot be loaded.
+    """
     path = toolchain.prebuilt_library(level)
     if not path.exists():
         if foreign := toolchain.foreign_package():

@@ -47,6 +47,6 @@ def test_machines_without_a_compiler(monkeypatch, caplog):
 
 
 def test_instructions_that_are_no_table(monkeypatch, caplog):
-    monkeypatch.setattr(estimates, "_function", lambda: lambda entries: 0)
+    monkeypatch.setattr(estimates, "estimating_function", lambda: lambda entries: 0)
     assert not make().any()
     assert "instruction does not estimate by a table" in caplog.text

@@ -25,7 +25,7 @@ class Device:
 
     def __init__(self, number=0, kind=H100, kinds=KINDS, platform="gpu", **stats):
         self.id, self.device_kind, self.platform = number, kind, platform
-        self._kinds, self._stats = kinds, stats
+        self._kinds, self.stats = kinds, stats
 
     def __repr__(self):
         return f"CudaDevice(id={self.id})"
@@ -34,7 +34,7 @@ class Device:
         return [SimpleNamespace(kind=kind) for kind in self._kinds]
 
     def memory_stats(self):
-        return self._stats or None
+        return self.stats or None
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +203,7 @@ def test_steps_and_functions_look_at_the_device(place, apart, monkeypatch, numbe
     if number == 2:
         return  # no value of it leaves the device
     make = list(makers(place / "again"))[number]
-    device._stats["bytes_in_use"] = 0
+    device.stats["bytes_in_use"] = 0
     monkeypatch.setattr(bound, "default_device", lambda: device)
     with pytest.raises(StreamError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="):
         make()
