@@ -73,6 +73,8 @@ COMPILED_QUICKLY = {
     *("test_started.py", "test_transform_refusals.py", "test_untrained_leaves.py"),
     *("test_interrupted.py", "test_reads.py", "test_refused.py"),
     *("test_saved_plans.py", "test_streamed.py"),
+    *("test_micro_batches.py", "test_device_limit.py", "test_running.py"),
+    *("test_forms.py", "test_dry_run.py", "test_replanning.py", "test_resident.py"),
     "test_kills.py",  # compares a program with itself
 }
 if not LONG:

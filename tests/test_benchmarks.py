@@ -55,8 +55,8 @@ def bench_update(directory, *arguments):
             marks=pytest.mark.long,
         ),
         pytest.param(["--state", "bf16"], 4, 8, marks=pytest.mark.long),
-        (["--state", "int8"], 2, 6),
-        (["--average", "fp32"], 12, 16),
+        pytest.param(["--state", "int8"], 2, 6, marks=pytest.mark.long),
+        pytest.param(["--average", "fp32"], 12, 16, marks=pytest.mark.long),
         pytest.param(["--average", "bf16"], 10, 14, marks=pytest.mark.long),
     ],
 )

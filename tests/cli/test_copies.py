@@ -46,7 +46,7 @@ def original(tmp_path):
     return SimpleNamespace(path=tmp_path / "store", csds=roots)
 
 
-@pytest.fixture(params=["-a", "-al"])
+@pytest.fixture(params=[pytest.param("-a", marks=pytest.mark.long), "-al"])
 def copy(request, original, tmp_path):
     path = tmp_path / "copy"
     subprocess.run(["cp", request.param, original.path, path], check=True)

@@ -73,6 +73,7 @@ def test_text(tmp_path, run):
         assert part in result.out
 
 
+@pytest.mark.long
 def test_a_machine_is_written(tmp_path, run):
     file = tmp_path / "machine.json"
     result = run("doctor", str(tmp_path), "--size", "8MiB", "--machine", str(file))

@@ -1,9 +1,12 @@
 """Selection on the JAX device, against a sort in NumPy."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import family
 
 from jaxinf.compress.select import select
 
@@ -29,8 +32,16 @@ def test_exact(n, share):
     np.testing.assert_array_equal(found, largest(block, k))
 
 
-@pytest.mark.parametrize("n", [16384, 16385, 300_001])
-@pytest.mark.parametrize("share", [0.0001, 0.01, 0.5, 1.0])
+THRESHOLDS = [*product((16384, 16385, 300_001), (0.0001, 0.01, 0.5, 1.0))]
+
+
+@pytest.mark.parametrize(
+    ("n", "share"),
+    family(
+        THRESHOLDS,
+        short=[(16384, 0.01), (16385, 0.5), (300_001, 0.0001), (300_001, 1.0)],
+    ),
+)
 def test_threshold_is_within_half_a_percent(n, share):
     block, k = heavy_tailed(n), max(1, int(n * share))
     found = np.asarray(jitted(block, k, "threshold"))

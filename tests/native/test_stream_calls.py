@@ -9,6 +9,7 @@ import subprocess
 
 import late_device
 import pytest
+from families import family
 
 WAYS = (
     "steps",
@@ -65,7 +66,7 @@ def test_steps_on_a_late_device(steps, way):
         assert not {*FAILING} - {*result.stdout.split()}
 
 
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("wait", family(WAITS, short=["results have left"]))
 def test_without_a_wait_data_is_wrong(tmp_path, wait):
     text, way = WAITS[wait]
     source = (late_device.CPP / "stream_calls.cpp").read_text()

@@ -52,7 +52,7 @@ def run(path, *, num_steps=5, tx=None, params=None, bad_steps=(), **options):
     ("durability", "memory_bytes"),
     [
         (3, 1 << 20),
-        ("step", 1 << 26),
+        pytest.param("step", 1 << 26, marks=pytest.mark.long),
         pytest.param("step", 1 << 20, marks=pytest.mark.long),
         pytest.param(3, 1 << 26, marks=pytest.mark.long),
     ],
@@ -95,7 +95,9 @@ def test_from_the_drive_where_they_are_not_at_hand(place, how, monkeypatch):
 
 @pytest.mark.parametrize("element", [(0, 0), (299, 1024), (150, 500)])
 @pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 26])
-@pytest.mark.parametrize("verify", ["always", "never"])
+@pytest.mark.parametrize(
+    "verify", ["always", pytest.param("never", marks=pytest.mark.long)]
+)
 def test_other_params_are_caught_wherever_they_differ(
     place, element, memory_bytes, verify
 ):

@@ -1,6 +1,7 @@
 """bfloat16 params: only 16-bit remainders of the master are read; no bit is lost."""
 
 import sys
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from families import family
 
 import jaxinf
 from jaxinf.cli import main
@@ -192,8 +194,12 @@ def test_what_is_stored_and_what_is_shown(tmp_path, capsys):
     assert main(["verify", str(path)]) == 0
 
 
-@pytest.mark.parametrize("element", [(0, 0), (299, 1024), (150, 500)])
-@pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 26])
+ANYWHERE = [*product((1 << 20, 1 << 26), [(0, 0), (299, 1024), (150, 500)])]
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "element"), family(ANYWHERE, short=[*ANYWHERE[:2], ANYWHERE[5]])
+)
 def test_other_params_are_caught_wherever_they_differ(tmp_path, element, memory_bytes):
     params = new_params()
     options = {"memory_bytes": memory_bytes, **WHERE}

@@ -207,7 +207,9 @@ def trained(request):
         yield place / "store", params, request.param
 
 
-@pytest.mark.parametrize("new", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(
+    "new", ["fp32", pytest.param("bf16", marks=pytest.mark.long), "int8"]
+)
 def test_converting(place, trained, new):
     path, params, old = trained
     roots = [place / "csd0", place / "csd1"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from families import family
 from store_driver import Driver
 
 import jaxinf
@@ -123,7 +124,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), CASES)
+@pytest.mark.parametrize(
+    ("before", "after"), family(CASES, short=[CASES[n] for n in (0, 2, 3, 5)])
+)
 def test_every_bit_stays(make, before, after):
     store = make(before)
     roots = [store.roots[n] for n in after]
@@ -209,7 +212,12 @@ def interrupt(monkeypatch, name, after):
     monkeypatch.setattr(rebalancing, name, stopping)
 
 
-@pytest.mark.parametrize(("name", "after"), POINTS)
+MIDDLE = [("_bring", 9), ("_point", 9)]
+
+
+@pytest.mark.parametrize(
+    ("name", "after"), family(POINTS, short=[x for x in POINTS if x not in MIDDLE])
+)
 @pytest.mark.parametrize(
     "goes_on",
     [

@@ -97,7 +97,7 @@ def layer_by_layer(program, plan, executables):
     return found, means
 
 
-QUICK = {"equinox_mlp", "l2_penalty", "tied_and_unused", "half_precision_loss"}
+QUICK = {"equinox_mlp"}
 UNDIVIDED = ("nnx_batch_norm", "conv_batch_norm", "micro_batches")
 
 

@@ -79,7 +79,9 @@ def assert_near(one, other, **tolerance):
 
 
 @pytest.mark.parametrize(
-    ("tx", "count"), [(ADAM, 2), (CLIPPED, 3)], ids=["adam", "clipped"]
+    ("tx", "count"),
+    [pytest.param(ADAM, 2, marks=pytest.mark.long), (CLIPPED, 3)],
+    ids=["adam", "clipped"],
 )
 def test_losses_are_those_of_the_whole_batch(tx, count, started):
     whole = started("whole", tx)
@@ -98,7 +100,11 @@ def test_multi_steps_accumulates_as_before(started):
     assert_near(parts, whole, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("tx", [ADAM, CLIPPED], ids=["adam", "clipped"])
+@pytest.mark.parametrize(
+    "tx",
+    [pytest.param(ADAM, marks=pytest.mark.long), CLIPPED],
+    ids=["adam", "clipped"],
+)
 def test_sums_on_the_drive_have_the_bits_of_memory(tx, started, monkeypatch):
     held = started("held", tx, micro_batches=3)
     expected = run(held)

@@ -1,6 +1,7 @@
 """Values that wait on a drive: bits, memory as planned, traffic, failures."""
 
 import errno
+from itertools import product
 
 import jax
 import numpy as np
@@ -189,8 +190,16 @@ def test_a_drive_that_fails_in_mid_step(
     assert_same_params(step, kept, program)
 
 
-@pytest.mark.parametrize("resident", [None, "params"])
-@pytest.mark.parametrize("numbers", [[1], range(1, 1000)], ids=["one", "all"])
+READS = {"one": [1], "all": range(1, 1000)}
+
+
+@pytest.mark.parametrize(
+    ("resident", "numbers"),
+    family(
+        [*product((None, "params"), READS)],
+        short=[(None, "one"), ("params", "all")],
+    ),
+)
 def test_a_value_that_cannot_be_read_is_computed_again(
     open_store, everything_leaves, monkeypatch, numbers, resident
 ):
@@ -200,11 +209,11 @@ def test_a_value_that_cannot_be_read_is_computed_again(
     found, expected = losses(step, program, 1), losses(kept, program, 4)
     step.store.wait()
     with monkeypatch.context() as patched:
-        failing(patched, "preadv", errno.EIO, numbers)
+        failing(patched, "preadv", errno.EIO, READS[numbers])
         message = r"stream \(a file of activations\).*the value was computed again"
         with pytest.warns(UserWarning, match=message) as told:
             found += losses(step, program, 1)
-    assert len(told) == 1 if len(numbers) == 1 else len(told) > 1
+    assert len(told) == 1 if numbers == "one" else len(told) > 1
     assert found + losses(step, program, 2) == expected
     assert step.store.step == 4
     assert_same_params(step, kept, program)

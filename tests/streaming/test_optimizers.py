@@ -27,7 +27,7 @@ STREAMED = [name + form for name, form, how in ROWS if how != "refused"]
 TESTED = [name for name in STREAMED if "scale_by" not in name]
 CASES = cases()
 # `make test` has one optimizer for each way of working, of a family of a hundred.
-IN_SHORT = {"adamw", "lars", "lamb", "clip_by_global_norm", "contrib.prodigy"}
+IN_SHORT = {"adamw", "lamb", "contrib.prodigy"}
 # One pass, element by element, without arguments: as adamw, but for their kernels,
 # which the contract of optimizers has.
 AS_ADAMW = set(

@@ -167,7 +167,9 @@ def test_scaled_losses_skip_what_is_not_finite(open_store):
     "tx",
     [
         optax.chain(optax.clip_by_block_rms(0.1), optax.adam(1e-2)),
-        optax.chain(optax.centralize(), optax.sgd(0.1)),
+        pytest.param(
+            optax.chain(optax.centralize(), optax.sgd(0.1)), marks=pytest.mark.long
+        ),
         pytest.param(THREE, marks=pytest.mark.long),
         pytest.param(optax.lamb(1e-2), marks=pytest.mark.long),
     ],

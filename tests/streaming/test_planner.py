@@ -109,7 +109,9 @@ def world(share, rate, **options):
     return World(problem, rate, **options)
 
 
-@pytest.mark.parametrize("rate", [1500.0, 5000.0, 1e9])
+@pytest.mark.parametrize(
+    "rate", [1500.0, pytest.param(5000.0, marks=pytest.mark.long), 1e9]
+)
 def test_it_comes_true(rate):
     around = world(0.6, rate)
     planner = Planner(around.problem)

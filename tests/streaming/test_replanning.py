@@ -31,7 +31,7 @@ from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.streaming.run import CompiledMemory
 
 TX = optax.adam(1e-2)
-SHORT = {"l2_penalty", "moe_dense", "tied_and_unused"}
+SHORT = {"tied_and_unused"}
 ONLY_OFFLOADED = {*ZOO} - QUICKEST - ONLY_PLANNED
 
 
@@ -118,7 +118,7 @@ def losses(step, num_steps=9):
     [
         pytest.param({}, marks=pytest.mark.long),
         {"resident": "params"},
-        {"micro_batches": 2},
+        pytest.param({"micro_batches": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )

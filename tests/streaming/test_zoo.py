@@ -36,7 +36,8 @@ def assert_close(found, expected, tolerance):
 SLOW = ("gpt2_bfloat16", "linen", "linen_dropout", "linen_remat", "linen_scan")
 SLOW += ("linen_scan_remat_dropout", "conv_batch_norm", "gpt2_nano", "nnx_batch_norm")
 SLOW += ("moe_map", "scan_twice_cast", "scan_nested", "stack_by_index")
-SLOW += ("moe_cond", "haiku", "fori_loop", "micro_batches")
+SLOW += ("moe_cond", "haiku", "fori_loop", "micro_batches", "equinox_cast_first")
+SLOW += ("u_net", "vmapped_heads")
 
 
 @pytest.mark.parametrize(

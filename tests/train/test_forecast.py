@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+from itertools import product
 
 import pytest
+from families import family
 
 from jaxinf.cli import main
 from jaxinf.plan import Rate, read_machine, write_machine
@@ -57,7 +59,11 @@ def test_settings_of_a_file_count_and_flags_win(planned, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "num_odd"),
     # The scales of two states of a leaf end in the middle of a page.
-    [((), 0), (("--state", "int8"), 2), (("--clip-norm", 0), 0)],
+    [
+        ((), 0),
+        (("--state", "int8"), 2),
+        pytest.param(("--clip-norm", 0), 0, marks=pytest.mark.long),
+    ],
 )
 def test_bytes_are_those_of_the_run(words, num_odd, planned, run, tmp_path):
     sizes = planned(*words)["sizes"]
@@ -69,9 +75,15 @@ def test_bytes_are_those_of_the_run(words, num_odd, planned, run, tmp_path):
     assert 0 <= last["drive_write_bytes"] - sizes["written_bytes"] <= num_odd * 4096
 
 
-@pytest.mark.parametrize("mode", ["update", "stream"])
+STEPS, KEPT = ["3"], ["checkpoint", "--checkpoint-every", 3, "--keep-last", 1]
+
+
 @pytest.mark.parametrize(
-    "commits", [["3"], ["checkpoint", "--checkpoint-every", 3, "--keep-last", 1]]
+    ("mode", "commits"),
+    family(
+        [*product(("update", "stream"), (STEPS, KEPT))],
+        short=[("update", KEPT), ("stream", STEPS)],
+    ),
 )
 def test_state_that_stays_is_written_by_commits(mode, commits, planned, run, tmp_path):
     words = ["--mode", mode, "--state-tier", "host=1MiB", "--durability", *commits]
@@ -152,9 +164,12 @@ def test_a_streamed_run_reads_its_params_twice(planned):
 @pytest.mark.parametrize(
     "words",
     [
-        ("--memory", "64MiB"),
+        pytest.param(("--memory", "64MiB"), marks=pytest.mark.long),
         ("--memory", "64MiB", "--clip-norm", 0, "--policy", "keep", "--measure"),
-        ("--memory", "64MiB", "--resident", "params", "--micro-batches", 2),
+        pytest.param(
+            ("--memory", "64MiB", "--resident", "params", "--micro-batches", 2),
+            marks=pytest.mark.long,
+        ),
         ("--memory", "64MiB", "--policy", "offload", "--state", "bf16"),
     ],
 )

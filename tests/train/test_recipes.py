@@ -25,7 +25,7 @@ TINY = {
     "t5": T5Config(257, 1, 1, 2, 64, 32, 128, mlp="gated-gelu"),
     "vit": ViTConfig(1, 2, 64, 128, 8, 4, num_channels=1),
 }
-SHORT = {"gpt2-small", "gpt2-xl", "two-drives"}
+SHORT = {"gpt2-xl", "two-drives"}
 ONCE = ["--preset", "nano", "--steps", "2", "--batch-size", "2", "--sample-bytes", "0"]
 ONCE += ["--eval-every", "0"]
 

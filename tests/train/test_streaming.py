@@ -95,7 +95,10 @@ def test_a_planned_run_has_the_losses_of_keep(run, losses, lines, tmp_path, caps
     assert losses(tmp_path / "plan-log") == losses(tmp_path / "keep-log")
 
 
-@pytest.mark.parametrize(("words", "is_wanted"), [((), True), (NO_BITS, False)])
+@pytest.mark.parametrize(
+    ("words", "is_wanted"),
+    [((), True), pytest.param(NO_BITS, False, marks=pytest.mark.long)],
+)
 def test_programs_are_compiled_for_the_same_bits(
     run, tmp_path, monkeypatch, words, is_wanted
 ):

@@ -3,7 +3,7 @@
 import pytest
 from reader_fuzzing import READERS, Readers
 
-CASES, LONG = range(100), range(100, 2000)
+CASES, LONG = range(60), range(60, 2000)
 
 
 @pytest.fixture(scope="module")
