@@ -9,10 +9,13 @@ Invariant: what a bound step takes stays within the memory of the options.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
 
 from jaxinf.errors import StreamError
 from jaxinf.io import ByteCounts, ByteMeters
@@ -24,7 +27,7 @@ from jaxinf.streaming.move.scratch import Folders
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.agreement import Together
-from jaxinf.streaming.plan.device import check_pinned, device_limit
+from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, Division
 from jaxinf.streaming.plan.offload import check_leaving
 from jaxinf.streaming.plan.plan import Plan, Prepared
@@ -75,10 +78,12 @@ class Setup:
         return device_limit(self.device, self.options.device_memory_bytes)
 
     def limit_within(
-        self, budgets: Mapping[str, int], limit: DeviceLimit | None = None
+        self, budgets: Mapping[str, int], mesh: Mesh | None = None
     ) -> DeviceLimit:
-        """Returns the limit with other budgets; that given is of a mesh's devices."""
-        limit = limit or self.limit
+        """Returns the limit with other budgets; on a mesh, that of each device."""
+        limit = self.limit
+        if mesh is not None and self.other_limit is None:
+            limit = mesh_limit(mesh.local_devices, self.options.device_memory_bytes)
         num_bytes = budgets.get("device_memory_bytes", limit.num_bytes)
         return replace(limit, num_bytes=num_bytes)
 
@@ -331,26 +336,38 @@ class Bound:
 def bind(ends: Ends, ready: Prepared) -> Bound:
     """Plans, compiles and divides the memory; blocks.
 
+    What one process is refused, by its device or its drive, all are: none goes on to a
+    step, where it would wait for the others.
+
     Raises:
       StreamError: The program cannot be cut to fit, or the saved plan is another's.
+      ProcessError: Another process is refused.
     """
-    options, executables = ends.setup.options, ends.setup.executables
-    together = ends.setup.together
+    setup, together = ends.setup, ends.setup.together
     fitted = planned_within(
-        options.budgets, partial(ends.fitted, ready), searches=together.is_alone
+        setup.options.budgets, partial(ends.fitted, ready), searches=together.is_alone
     )
+    with ExitStack() as undone:
+        found = together.call(
+            "the room for a step", lambda: _made(ends, ready, fitted, undone)
+        )
+        undone.pop_all()
+    return found
+
+
+def _made(ends: Ends, ready: Prepared, fitted: Fitted, undone: ExitStack) -> Bound:
+    """Saves a new plan, and takes the room of its step, which `undone` frees."""
+    setup, graph = ends.setup, ready.lifetimes.graph
     if not fitted.is_saved:
         ends.save(ready, fitted.plan)
     sink = ends.sink(fitted)
+    undone.callback(sink.close)
     plan, replanner = offload_planned(
-        fitted,
-        ready.lifetimes.graph,
-        executables,
-        options,
-        ends.folders,
-        sink.waiting,
+        fitted, graph, setup.executables, setup.options, ends.folders, sink.waiting
     )
-    return _bound(ends, fitted.without_graph(), sink, plan, replanner)
+    found = _bound(ends, fitted.without_graph(), sink, plan, replanner)
+    undone.callback(found.close)
+    return found
 
 
 def rebind(bound: Bound) -> Bound:

@@ -83,7 +83,8 @@ class FunctionEnds(StoreParamsEnds):
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
         """As `Ends.divided`."""
         left = budgets if self._step is None else self._step.left(budgets)
-        limit, memory_bytes = self.setup.limit_within(left), left["memory_bytes"]
+        limit = self.setup.limit_within(left, ready.traced.mesh)
+        memory_bytes = left["memory_bytes"]
         division = divide_rest(memory_bytes - reader_bytes(memory_bytes), limit)
         return division.without(
             max((u.whole_bytes for u in self._units if not u.is_divided), default=0),
@@ -155,10 +156,9 @@ class StreamedFunction(Step):
         self._step_beside = step
         self._average = average
         self._params: PyTree | None = None
-        self._own = Resident(setup.device, is_host=setup.limit.is_host)
         # What stays for a step are params, not their average.
-        is_steps = step is not None and not average
-        self._resident = self._shared.resident if is_steps else self._own
+        self._is_apart = step is None or average
+        self._staying = Shared(setup) if step and average else self._shared
 
     def load(self, params: PyTree) -> None:
         """Tells the tree of the params, if it is not made of nested dicts alone.
@@ -208,7 +208,8 @@ class StreamedFunction(Step):
         """Frees the memory; closes the store if it was given as a path. Idempotent."""
         try:
             self._close_bound()
-            self._own.drop()
+            if self._is_apart:
+                self._staying.drop()
         finally:
             if self._closes:
                 self.store.close()
@@ -226,7 +227,7 @@ class StreamedFunction(Step):
             self.store,
             ready,
             self._setup,
-            self._resident,
+            self._staying.resident,
             self._step_beside,
             average=self._average,
         )

@@ -20,7 +20,6 @@ from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.scratch import Folder, Folders
 from jaxinf.streaming.move.spill import Spill, file_bytes
 from jaxinf.streaming.plan.calls import Call
-from jaxinf.streaming.plan.device import mesh_limit
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared
@@ -213,15 +212,11 @@ class StoreEnds(StoreParamsEnds):
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
         """As `Ends.divided`."""
-        mesh, limit = ready.traced.mesh, None
-        if mesh is not None:
-            most_bytes = self.setup.options.device_memory_bytes
-            limit = mesh_limit(mesh.local_devices, most_bytes)
         division = divide(
             budgets["memory_bytes"],
             self._shape.least_memory_bytes,
             max((unit.num_bytes for unit in self._units), default=0),
-            self.setup.limit_within(budgets, limit),
+            self.setup.limit_within(budgets, ready.traced.mesh),
         )
         division = self._assigning.without(division, self._gradient_bytes)
         purpose = "computing numbers of its gradients"

@@ -157,8 +157,7 @@ class StreamedStep(TrainingStep):
         pieces = () if ready is None else ready.gradient_pieces
         training, whole = self.store._training, self._options.memory_bytes
         held = check_params(avals)
-        mesh = mesh_of(avals)
-        check_mesh(mesh, self._options.policy)
+        check_mesh(mesh := mesh_of(avals), self._options.policy)
         check_processes(training.members, mesh)
         update = self._traced_optimizer(avals)
         first, description = described(*self._made_of, update, avals, pieces)
@@ -169,7 +168,8 @@ class StreamedStep(TrainingStep):
             check = None
             if ready is not None:
                 shape = training.shape(description)
-                ends = self._ends_of(ready, update, shape, self._setup)
+                make = partial(self._ends_of, ready, update, shape, self._setup)
+                ends = self._together.call("the optimizer's programs", make)
                 check = partial(ends.fitted, ready)
             budgets = self._options.budgets
             made = iter(planned_leaves(budgets, leaves, check, self._together))
@@ -343,7 +343,7 @@ class StreamedStep(TrainingStep):
         for function in self._functions:
             function.close()
         super()._close_bound()
-        self._shared.resident.drop()
+        self._shared.drop()
 
     def __exit__(
         self,

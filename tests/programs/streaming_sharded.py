@@ -17,8 +17,10 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.errors import StreamError
 from jaxinf.schedule.reads import Fetch
+from jaxinf.streaming import bound
 from jaxinf.streaming.move.params import MemoryParams
-from jaxinf.streaming.plan import memory
+from jaxinf.streaming.plan import device, memory
+from jaxinf.streaming.plan.memory import DeviceLimit
 from jaxinf.streaming.plan.plan import prepare
 from jaxinf.streaming.program import units
 from jaxinf.streaming.program.graph import Piece
@@ -209,6 +211,31 @@ def own_memory(place):
             assert_moves_as_planned(step)
             assert losses[-1][0] == losses[0][0]
             assert_same_bits(losses[-1][1], losses[0][1])
+
+
+def other_sizes(place):
+    """The smallest device of a mesh limits what a step and a function have of each."""
+    one = make("named")
+    sizes = dict.fromkeys(one.mesh.devices.flat, 32 << 20)
+    sizes[one.mesh.devices.flat[-1]] = 8 << 20
+
+    def limit(each, given):
+        assert given is None
+        return DeviceLimit(sizes[each], is_host=False)
+
+    with (
+        mock.patch.object(memory, "device_is_host", return_value=False),
+        mock.patch.object(bound, "device_limit", limit),
+        mock.patch.object(device, "device_limit", limit),
+        opened(place, "store") as store,
+    ):
+        step = streamed(one, store)
+        with pytest.warns(UserWarning, match=r"8\.00 MiB for a step.* the smallest"):
+            step.load(one.params, batch=one.batch)
+        trained(step, one, 1)
+        function = step.function(one.loss)
+        with pytest.warns(UserWarning, match=r"8\.00 MiB for a step.* the smallest"):
+            function(one.batch)
 
 
 def replicas(place):
@@ -460,6 +487,7 @@ if __name__ == "__main__":
         training,
         options,
         own_memory,
+        other_sizes,
         replicas,
         function,
         other_devices,

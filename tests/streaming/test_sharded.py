@@ -82,6 +82,10 @@ def test_devices_with_memory_of_their_own(on_four):
     on_four("own_memory")
 
 
+def test_the_smallest_device_counts(on_four):
+    on_four("other_sizes")
+
+
 @pytest.mark.long
 def test_functions_without_a_gradient(on_four):
     on_four("function")

@@ -1,6 +1,8 @@
 """What streaming refuses in two processes; prints the error of each, and goes on."""
 
 import argparse
+import contextlib
+import resource
 from pathlib import Path
 
 import jax
@@ -10,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxinf
+from jaxinf.streaming.plan import memory
 
 TX, MEMORY_BYTES = optax.adam(1e-2), 64 << 20
 W, X = np.ones((4, 4), np.float32), np.ones((8, 4), np.float32)
@@ -73,7 +76,52 @@ def one_goes_on(place, mesh, number):
             step(x)
 
 
+@contextlib.contextmanager
+def apart(number):
+    """Gives process 1 a device of its own memory, which says nothing of its size."""
+    before = memory.device_is_host
+    if number:
+        memory.device_is_host = lambda device: False
+    try:
+        yield
+    finally:
+        memory.device_is_host = before
+
+
+def one_device(place, mesh, number):
+    with apart(number):
+        loaded(place / "device", on(mesh, P(), W), batch=on(mesh, P("d"), X))
+
+
+def one_device_later(place, mesh, number):
+    with loaded(place / "later", on(mesh, P(), W)) as step, apart(number):
+        step(on(mesh, P("d"), X))
+
+
+def one_device_of_a_function(place, mesh, number):
+    path = place / "later"
+    with apart(number):
+        function = jaxinf.stream_function(loss_fn, path, memory_bytes=MEMORY_BYTES)
+        with function:
+            function.load({"w": on(mesh, P(), W)})
+            function(on(mesh, P("d"), X))
+
+
+def one_drive(place, mesh, number):
+    """Process 1 cannot write its plan, which all have agreed on by then."""
+    with loaded(place / "drive", on(mesh, P(), W)) as step:
+        step.store.wait()
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if number:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            step(on(mesh, P("d"), X))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 CASES = [ratios, offload, no_mesh, own_path, in_memory, on_own_devices, other_batch]
+CASES += [one_device, one_device_later, one_device_of_a_function, one_drive]
 CASES += [one_goes_on]
 
 
@@ -94,7 +142,7 @@ def main():
         except Exception as error:
             text = f"{type(error).__name__}: {error}".replace("\n", " ")
         print(f"{case.__name__}: {text}", flush=True)
-    for name in ("ratios", "offload", "no-mesh", f"own-{number}"):
+    for name in ("ratios", "offload", "no-mesh", "device", f"own-{number}"):
         assert not list(given.place.glob(f"{name}/**/jaxinf.json")), "it was written"
 
 
