@@ -14,6 +14,7 @@ import jaxinf
 from jaxinf.errors import StreamError
 from jaxinf.schedule.reads import Fetch
 from jaxinf.streaming.plan.memory import DeviceLimit, divide
+from jaxinf.streaming.program import shards
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import Unit
 
@@ -180,23 +181,55 @@ def trained(store, program, tx, policy, num_steps=3, **options):
     ],
 )
 def test_steps_have_the_same_bits(name, policy, tx, open_store, request):
-    program = ZOO[name]()
-    expected_losses, expected = trained(
-        open_store("host", **CHUNKS), program, tx, policy
-    )
-    late = request.getfixturevalue("late")
-    losses, found = trained(
-        open_store("device", **CHUNKS),
-        program,
-        tx,
-        policy,
-        device_memory_bytes=64 << 20,
-    )
-    assert losses == expected_losses
+    late = has_the_same_bits(open_store, request, ZOO[name](), tx, policy)
     ways = {(one.source, one.target, one.num_copies) for one in late.copies}
     assert ways == {("registered", "device", 1), ("device", "pinned_host", 1)}
+
+
+def has_the_same_bits(open_store, request, program, tx, policy, given=None, **options):
+    """Compares steps on the late device, which `given` gets, with those on the host."""
+    made_of = program, tx, policy
+    losses, expected = trained(open_store("host", **CHUNKS), *made_of, **options)
+    late = request.getfixturevalue("late")
+    if given is not None:
+        given(late)
+    options |= {"device_memory_bytes": 64 << 20}
+    late_losses, found = trained(open_store("device", **CHUNKS), *made_of, **options)
     for key, array in expected.items():
         np.testing.assert_array_equal(found[key], array, err_msg=str(key))
+    assert late_losses == losses
+    return late
+
+
+GRADIENTS = {
+    "an update each": (optax.adamw(1e-2), {}),
+    "all wait": (CLIPPED, {}),
+    "parts of a batch": (optax.adamw(1e-2), {"micro_batches": 2}),
+}
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("way", GRADIENTS)
+def test_a_gradient_that_is_read_before_its_copy_has_ended_is_noticed(
+    open_store, request, monkeypatch, way, waits
+):
+    """Each copy of a gradient ends when somebody waits for it, and no earlier."""
+    tx, options = GRADIENTS[way]
+    arrived = shards.arrived
+
+    def given(late):
+        def read(copy):
+            early = late.before_its_end(copy)
+            return arrived(copy) if waits else early
+
+        monkeypatch.setattr(shards, "arrived", read)
+
+    made_of = open_store, request, ZOO["stack_by_index"](), tx, "recompute"
+    if waits:
+        has_the_same_bits(*made_of, given, **options)
+        return
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        has_the_same_bits(*made_of, given, **options)
 
 
 def test_a_pool_of_pinned_memory_that_is_full(late, streamed):

@@ -19,6 +19,7 @@ __all__ = [
     "Box",
     "Gradient",
     "ShardedGradient",
+    "arrived",
     "gathered",
     "handed_out",
     "shards_of",
@@ -65,6 +66,14 @@ class Box:
         )
 
 
+def arrived(copy: jax.Array) -> Array:
+    """Returns what was copied to the host, in place; blocks until the copy has ended.
+
+    No other function reads a gradient on its way.
+    """
+    return np.asarray(copy)
+
+
 class ShardedGradient:
     """A gradient by shards: one replica of each in this process.
 
@@ -102,17 +111,17 @@ class ShardedGradient:
         """Returns the shards as they are, if these are the boxes; blocks."""
         if self._parts.keys() != set(boxes):
             return None
-        return tuple(np.asarray(self._parts[box]) for box in boxes)
+        return tuple(arrived(self._parts[box]) for box in boxes)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Gathers the whole, with zeros for shards of other processes; blocks."""
         del copy  # one shard that is the whole is not copied, others are
         whole = self._parts.get(Box.whole(self.shape))
         if whole is not None:
-            return np.asarray(whole, dtype)
+            return np.asarray(arrived(whole), dtype)
         array = np.zeros(self.shape, self.dtype if dtype is None else dtype)
         for box, part in self._parts.items():
-            array[box.slices] = np.asarray(part)
+            array[box.slices] = arrived(part)
         return array
 
 
