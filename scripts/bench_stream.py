@@ -22,7 +22,6 @@ With --timeline FILE the spans of a step are kept, for scripts/plot_timeline.py.
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
@@ -36,6 +35,7 @@ import jax
 from bench_train import Trainer, batch, optimizer
 from flax import nnx
 from jaxinf_models import GPT2, PRESETS, abstract_params, loss, split
+from ratios import interval, pairwise
 
 import jaxinf
 from jaxinf.io import timeline
@@ -179,11 +179,6 @@ def streamed_steps(
     }
 
 
-def pairwise(some: Sequence[float], others: Sequence[float]) -> list[float]:
-    """The ratios of pairs."""
-    return [a / b for a, b in zip(some, others, strict=True)]
-
-
 def keep_timeline(arguments: argparse.Namespace, streamed: Streamed) -> None:
     """Spans of the second of two steps, in seconds from its beginning."""
     streamed.turn(arguments, 0)
@@ -258,22 +253,6 @@ def figures(
         "offloaded_bytes": streamed.offloaded_bytes,
         "forecast": str(streamed.step.forecast or ""),
     }
-
-
-def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Two of the values, between which the median lies with that confidence or more.
-
-    All values where they are too few for it.
-    """
-    ordered, count = sorted(values), len(values)
-    skipped, tail = 0, 0.0
-    while skipped < count // 2:
-        tail += 2 * math.comb(count, skipped) / 2**count
-        if tail > 1 - confidence:
-            break
-        skipped += 1
-    outermost = max(0, skipped - 1)
-    return ordered[outermost], ordered[-1 - outermost]
 
 
 def main() -> None:

@@ -41,6 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import ssdtrain_rok
+from ratios import interval
 
 from jaxinf.csd import DriveLimit
 from jaxinf.streaming.call_timer import Watch
@@ -303,20 +304,6 @@ def least_bytes(plan: Plan) -> int:
     return max(fitted(plan.calls, 0, Calls.value_bytes).value_bytes())
 
 
-def interval(values: list[float]) -> tuple[float, float, float]:
-    """The median, and the ends of its 95 % interval by order statistics."""
-    ordered, count = sorted(values), len(values)
-    below = 0.0
-    rank = 0
-    while rank < count // 2:
-        below += math.comb(count, rank) / 2**count
-        if 2 * below > 0.05:
-            break
-        rank += 1
-    low = max(0, rank - 1)
-    return statistics.median(ordered), ordered[low], ordered[count - 1 - low]
-
-
 def in_turns(stack: Stack, policies: list[Policy], rounds: int) -> None:
     """Steps of all policies in turns; every other round the other way round."""
     for policy in policies:
@@ -333,7 +320,8 @@ def measured(stack: Stack, policies: list[Policy]) -> dict[str, Any]:
     found = {}
     for policy in policies:
         pairs = zip(policy.seconds, keep.seconds, strict=True)
-        ratio, low, high = interval([own / kept for own, kept in pairs])
+        ratios = [own / kept for own, kept in pairs]
+        ratio, (low, high) = statistics.median(ratios), interval(ratios)
         calls = policy.runner.plan.calls
         one: dict[str, Any] = {
             "peak_bytes": policy.peak_bytes,

@@ -6,11 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import gpu_parts
 import jax.numpy as jnp
 import pytest
+from bench_peers import DriveLimit
 from late_copies import LateCopies
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -136,6 +138,64 @@ def test_stream_compares_with_a_step_of_smart_update(tmp_path):
     assert programs[-1]["ended_s"] <= document["step_s"]
     assert {"fetch", "update", "write"} <= {s["kind"] for s in document["spans"]}
     assert [*tmp_path.iterdir()] == [timeline]
+
+
+def bench_peers(directory, *arguments):
+    common = ["--store", directory, "--preset", "nano", "--batch-size", 1]
+    common += ["--seq-len", 16, "--memory", "64MiB", "--turns", 2, "--what"]
+    return run_script("bench_peers.py", *common, *arguments)
+
+
+def test_peers_run_in_turns(tmp_path):
+    found = figures(bench_peers(tmp_path, "update", "--json"))
+    ours, eights, memory = (found[n] for n in ("jaxinf", "jaxinf, int8", MEMORY))
+    assert ours["step_s_ratio"] == [1, 1, 1]
+    for one, moved in ((ours, (8, 12)), (eights, (2, 6)), (memory, (0, 0))):
+        assert one["turns"] == 2
+        assert one["params"] == ours["params"]
+        low, high = one["step_s_spread"]
+        assert 0 < low <= one["step_s"] <= high
+        assert one["peak_bytes"] > 4 * 4 * one["params"]
+        counted = one["read_bytes"], one["written_bytes"]
+        assert counted == pytest.approx(moved, abs=0.5)  # with the manifest's bytes
+    assert not [*tmp_path.iterdir()]
+
+
+MEMORY = "optax in memory"
+
+
+@pytest.mark.long
+def test_peers_take_whole_steps_in_a_table(tmp_path):
+    done = bench_peers(tmp_path, "step", "--micro-batches", 2, "--anew")
+    assert done.returncode == 0, done.stderr
+    first, _, ours, memory, *_ = done.stdout.splitlines()
+    assert first.startswith("| step, GPT-2 nano, 2 parts of 1 x 16, drive as it is |")
+    assert ours.startswith("| jaxinf, keep | ")
+    assert memory.startswith(f"| {MEMORY} | ")
+    assert "| 0.0, 0.0 |" in memory
+
+
+def test_a_drive_is_slowed_by_the_kernel(tmp_path):
+    try:
+        limit = DriveLimit(tmp_path, 5e6)
+    except OSError as error:
+        pytest.skip(f"no control group for this drive: {error}")
+    with limit:
+        shown = ["sh", "-c", 'cat /proc/self/cgroup "$0"/*bps_device "$0"/io.max; :']
+        command = limit.command([*shown, str(limit.group)])
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert f"/{limit.group.name}\n" in done.stdout
+        assert done.stdout.count("5000000") == 2
+    assert not limit.group.exists()
+
+
+def test_a_drive_that_cannot_be_slowed_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="none"):
+        DriveLimit(tmp_path, 5e6, groups=tmp_path / "none")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
+        done = bench_peers(in_memory, "update", "--drive-limit", 5)
+    assert done.returncode == 2
+    assert "--drive-limit: this kernel does not slow the drive: " in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
