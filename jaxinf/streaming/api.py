@@ -41,7 +41,7 @@ def stream(
     policy: Policy = "recompute",
     resident: Literal["params"] | int | str | None = None,
     micro_batches: int = 1,
-    order: Order = "parts",
+    order: Order = "auto",
     replan: bool = False,
     nonfinite: NonFinitePolicy | None = None,
     average: Average | None = None,
@@ -91,7 +91,8 @@ def stream(
       order: With `micro_batches`, ``"parts"`` runs all segments for a part before the
         next part, ``"layers"`` a segment for all parts before the next segment: params
         are read once for all of them, and values of all parts wait between segments.
-        The bits are the same.
+        ``"auto"`` is ``"layers"`` where that fits and moves fewer bytes on drives. The
+        bits are the same.
       replan: Whether to replace a saved plan that does not fit.
       nonfinite: The effect of a gradient with NaN or Inf: ``"error"``, ``"skip"`` or
         ``"allow"``, with the default of `jaxinf.smart_update`.

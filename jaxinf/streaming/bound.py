@@ -1,6 +1,6 @@
 """A step bound to batches of one shape: a params source, a schedule, a gradient sink.
 
-    Ends ─ fitted ─► plan ─► bound ─► Bound(params, runner, sink)
+    Ends ─ fitted ─► plan ─► bound ─► Bound(params, runner, sink)     (binding.py)
 
 A step of a store, one in memory and a function differ in their `Ends` alone.
 
@@ -9,7 +9,6 @@ Invariant: what a bound step takes stays within the memory of the options.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from jax.sharding import Mesh
 
 from jaxinf.errors import StreamError
 from jaxinf.io import ByteCounts, ByteMeters
-from jaxinf.streaming.budgets import planned_within
 from jaxinf.streaming.fit import Fitted, Reads
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
@@ -35,7 +33,7 @@ from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.plan.saved import saved_cuts, saved_plan
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import Unit
-from jaxinf.streaming.replanning import Replanner, make_runner, offload_planned
+from jaxinf.streaming.replanning import Replanner
 from jaxinf.streaming.run import (
     Executables,
     Runner,
@@ -46,7 +44,7 @@ from jaxinf.streaming.update.sink import Sink
 from jaxinf.streaming.update.traffic import StepMoves
 from jaxinf.typing import JsonValue
 
-__all__ = ["Bound", "Ends", "Setup", "bind", "rebind"]
+__all__ = ["Bound", "Ends", "Setup"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,10 @@ class Setup:
         if self.other_limit is not None:
             return self.other_limit
         return device_limit(self.device, self.options.device_memory_bytes)
+
+    def in_layers(self) -> "Setup":
+        """Returns the same for parts in layer order."""
+        return replace(self, options=replace(self.options, order="layers"))
 
     def limit_within(
         self, budgets: Mapping[str, int], mesh: Mesh | None = None
@@ -133,16 +135,33 @@ class Ends(ABC):
         """Memory of the host that params take on their way to a device with its own."""
         return 0
 
-    def fitted(self, ready: Prepared, budgets: Mapping[str, int]) -> Fitted:
+    def in_layers(self) -> "Ends | None":
+        """Returns the same for parts in layer order; None if there is no choice."""
+        return None
+
+    def fitted(
+        self,
+        ready: Prepared,
+        budgets: Mapping[str, int],
+        cuts: Sequence[int] | None = None,
+    ) -> Fitted:
         """Divides the memory, and cuts the program to fit its part; compiles it.
 
         Nothing is written, and `ready` is not kept.
+
+        Args:
+          ready: What was traced.
+          budgets: As for `divided`.
+          cuts: Of another order, which this one has to have; by default those that the
+            store has kept, or that fit.
 
         Raises:
           BudgetError: A budget does not suffice.
           StreamError: The program cannot be cut, or the saved plan is another's.
         """
         division, kept = self._agreed(ready, budgets)
+        if cuts is not None:
+            kept = _Kept(cuts, is_own=True)
         found: list[Fitted] = []
 
         def plan() -> JsonValue:
@@ -208,7 +227,7 @@ class Ends(ABC):
 
         budget_bytes, limit = division.programs, division.limit
         policy, plan = options.policy, None
-        if self.saved_in is not None and kept is not None:
+        if kept is not None:
             folder, most = self.saved_in, budget_bytes + division.spare
             plan = saved_plan(folder, ready, kept.cuts, most, policy, measure, limit)
             programs = max(division.programs, plan.peak_bytes)  # with what is spare
@@ -307,6 +326,11 @@ class Bound:
     store_bytes: int = 0
 
     @property
+    def num_runs(self) -> int:
+        """Number of times that the calls run in a step."""
+        return self.ends.setup.options.num_runs
+
+    @property
     def traffic(self) -> ByteCounts:
         """Bytes that a step moves on the drive, with its part of a commit's."""
         written = self.step_traffic.drive_write_bytes
@@ -331,69 +355,3 @@ class Bound:
         """Frees what depends on the order of the calls; idempotent."""
         self.runner.values.close()
         self.params.close()
-
-
-def bind(ends: Ends, ready: Prepared) -> Bound:
-    """Plans, compiles and divides the memory; blocks.
-
-    What one process is refused, by its device or its drive, all are: none goes on to a
-    step, where it would wait for the others.
-
-    Raises:
-      StreamError: The program cannot be cut to fit, or the saved plan is another's.
-      ProcessError: Another process is refused.
-    """
-    setup, together = ends.setup, ends.setup.together
-    fitted = planned_within(
-        setup.options.budgets, partial(ends.fitted, ready), searches=together.is_alone
-    )
-    with ExitStack() as undone:
-        found = together.call(
-            "the room for a step", lambda: _made(ends, ready, fitted, undone)
-        )
-        undone.pop_all()
-    return found
-
-
-def _made(ends: Ends, ready: Prepared, fitted: Fitted, undone: ExitStack) -> Bound:
-    """Saves a new plan, and takes the room of its step, which `undone` frees."""
-    setup, graph = ends.setup, ready.lifetimes.graph
-    if not fitted.is_saved:
-        ends.save(ready, fitted.plan)
-    sink = ends.sink(fitted)
-    undone.callback(sink.close)
-    plan, replanner = offload_planned(
-        fitted, graph, setup.executables, setup.options, ends.folders, sink.waiting
-    )
-    found = _bound(ends, fitted.without_graph(), sink, plan, replanner)
-    undone.callback(found.close)
-    return found
-
-
-def rebind(bound: Bound) -> Bound:
-    """Returns the same bound to what its planner has chosen; closes the old one.
-
-    No step may be under way, nor its commit.
-    """
-    found = bound.replanner
-    assert found is not None, "only a planned step changes"
-    bound.close_calls()
-    return _bound(bound.ends, bound.fitted, bound.sink, found.plan, found)
-
-
-def _bound(
-    ends: Ends,
-    fitted: Fitted,
-    sink: Sink,
-    plan: Plan,
-    replanner: Replanner | None,
-) -> Bound:
-    runner = make_runner(
-        fitted,
-        plan,
-        ends.setup.executables,
-        ends.folders,
-        replanner,
-        ends.meters,
-    )
-    return replace(ends.bound(runner, fitted, sink), replanner=replanner)

@@ -15,6 +15,7 @@ from jaxinf.io import ByteCounts
 from jaxinf.program import UpdateProgram
 from jaxinf.schedule.placement import Waiting
 from jaxinf.schedule.steps import StepWork
+from jaxinf.streaming.binding import planned
 from jaxinf.streaming.bound import Ends
 from jaxinf.streaming.budgets import planned_within
 from jaxinf.streaming.fit import Fitted
@@ -89,7 +90,7 @@ class DryRun:
     @property
     def used_bytes(self) -> int:
         """Memory of these that is in use at a step's peak; less if it is not needed."""
-        return self._planned.used_bytes(self._dry.ends)
+        return self._planned.used_bytes()
 
     def _operations(self, known: Mapping[str, float]) -> Mapping[str, float]:
         """Operations of each program by its key, as counted before compilation.
@@ -117,7 +118,7 @@ class DryRun:
     def _work(self, speeds: Speeds) -> StepWork:
         """Returns what a step has to do, at the speeds of a machine."""
         planned = self._planned
-        return step_work(self._dry.ends, planned.fitted, planned.plan, speeds)
+        return step_work(planned.ends, planned.fitted, planned.plan, speeds)
 
     @cached_property
     def least(self) -> Mapping[str, int]:
@@ -161,30 +162,27 @@ def dry_run(dry: Dry, *, searches: bool = True) -> DryRun:
     Raises:
       BudgetError: A budget is too small; names one that works.
     """
-    ready, ends, *_ = dry
+    ready, ends, fitted, _ = planned(dry.ends, dry.ready, searches=searches)
     options, executables = ends.setup.options, ends.setup.executables
-    searches = searches and ends.setup.together.is_alone
-    fitted = planned_within(
-        options.budgets, partial(ends.fitted, ready), searches=searches
-    )
     graph = ready.lifetimes.graph
     plan, replanner = offload_planned(fitted, graph, executables, options, ())
     if replanner is not None:
         replanner.close()
-    return _found(dry, _Planned(fitted, plan, replanner))
+    return _found(dry, _Planned(ends, fitted, plan, replanner))
 
 
 @dataclass(frozen=True)
 class _Planned:
     """A step's plan with its graph, and what it was made of."""
 
+    ends: Ends
     fitted: Fitted
     plan: Plan
     replanner: Replanner | None
 
-    def used_bytes(self, ends: Ends) -> int:
+    def used_bytes(self) -> int:
         (reading, division), plan = self.fitted.reading(self.plan), self.plan
-        moves, spare = ends.moves(self.fitted, plan), division.programs
+        moves, spare = self.ends.moves(self.fitted, plan), division.programs
         spare = max(0, spare - plan.peak_bytes)
         read_bytes, device_bytes = reading.memory(division)
         unused = reading.room_bytes - read_bytes if device_bytes is None else 0
@@ -193,7 +191,7 @@ class _Planned:
             beyond = read_bytes - plan.peak_bytes - plan.resident_bytes
         state = sum(one.layout.num_bytes for _, one in moves.updates)
         ring = min(division.ring + unused, state)
-        executables, waiting = ends.setup.executables, moves.waiting
+        executables, waiting = self.ends.setup.executables, moves.waiting
         held_bytes = 0 if waiting is None else self._most_bytes(executables, waiting)
         most = max(plan.peak_bytes, held_bytes)
         return most + plan.resident_bytes + beyond + ring
@@ -214,7 +212,7 @@ class _Planned:
 
 
 def _found(dry: Dry, planned: _Planned) -> DryRun:
-    ends, store_bytes = dry.ends, dry.store_bytes
+    ends, store_bytes = planned.ends, dry.store_bytes
     fitted, plan = planned.fitted, planned.plan
     values = value_bytes(plan, fitted.tiers(plan.calls))
     traffic, waiting_bytes, commit_bytes = ends.moved(fitted, plan, values)

@@ -7,7 +7,7 @@
 Invariant: a call reads one finished step of the store, and writes nothing.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,9 +91,14 @@ class FunctionEnds(StoreParamsEnds):
             "reading shards of params that are not stored alone",
         ).without(shared_bytes(self._units), SHARED)
 
-    def fitted(self, ready: Prepared, budgets: Mapping[str, int]) -> Fitted:
+    def fitted(
+        self,
+        ready: Prepared,
+        budgets: Mapping[str, int],
+        cuts: Sequence[int] | None = None,
+    ) -> Fitted:
         """As `Ends.fitted`; what stays for a step stays for its function."""
-        fitted = super().fitted(ready, budgets)
+        fitted = super().fitted(ready, budgets, cuts)
         if self._step is None:
             return fitted
         units, division = fitted.units, fitted.division

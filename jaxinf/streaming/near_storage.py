@@ -5,6 +5,7 @@ chunks alone, so a step can be planned before its store is made.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from copy import copy
 from functools import partial
 
 from jaxinf.engine import Store, StoreShape
@@ -199,7 +200,6 @@ class StoreEnds(StoreParamsEnds):
             ready.traced.mesh,
             replan=options.replan,
         )
-        self._gathered_bytes = self._bytes_to_gather(ready)
         gradients, sizes = ready.lifetimes.graph.gradients, ready.lifetimes.sizes
         self._gradient_bytes = {piece: sizes[piece] for piece in gradients}
         self._sum_bytes = {p: sum_bytes(value.aval) for p, value in gradients.items()}
@@ -221,16 +221,11 @@ class StoreEnds(StoreParamsEnds):
         division = self._assigning.without(division, self._gradient_bytes)
         purpose = "computing numbers of its gradients"
         division = division.without(self._numbers_bytes, purpose, is_on_device=True)
-        return (
-            division.without(
-                self._gathered_bytes,
-                "moving shards of params that are not stored alone",
-            )
-            .without(shared_bytes(self._units), SHARED)
-            .without(
-                self._written_together(), "writing gradients to several drives at once"
-            )
-        )
+        purpose = "moving shards of params that are not stored alone"
+        division = division.without(self._bytes_to_gather(ready), purpose)
+        purpose = "writing gradients to several drives at once"
+        division = division.without(shared_bytes(self._units), SHARED)
+        return division.without(self._written_together(), purpose)
 
     def _written_together(self) -> int:
         """Memory of the threads that write a gradient that waits, beside one's own."""
@@ -258,9 +253,14 @@ class StoreEnds(StoreParamsEnds):
 
         A chunk that a step overwrites in parts cannot be compared with its checksum.
         """
-        if self._shape.options.rewrites_steps and is_parted(self._shape, unit):
-            return False
-        return unit.is_divided and self._rereads(unit)
+        is_hidden = self._shape.options.rewrites_steps and is_parted(self._shape, unit)
+        return unit.is_divided and not is_hidden and self._rereads(unit)
+
+    def in_layers(self) -> "StoreEnds":
+        """As `Ends.in_layers`."""
+        made = copy(self)
+        made.setup, made.reads = self.setup.in_layers(), made._reads
+        return made
 
     # --- bound ---------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class Options:
     replan: bool = False
     nonfinite: NonFinitePolicy | None = None
     micro_batches: int = 1
-    order: Order = "parts"
+    order: Order = "auto"
     average: Average | None = None
     compress: TopK | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
@@ -49,9 +49,14 @@ class Options:
         )
 
     @property
+    def chooses_order(self) -> bool:
+        """Whether the order of parts is yet to be chosen; until then it is parts."""
+        return self.order == "auto" and self.micro_batches > 1
+
+    @property
     def num_runs(self) -> int:
         """Number of times that the calls run in a step, for one part of it each."""
-        return self.micro_batches if self.order == "parts" else 1
+        return 1 if self.order == "layers" else self.micro_batches
 
     @property
     def num_parts(self) -> int:

@@ -20,7 +20,8 @@ import numpy as np
 from jax.dtypes import result_type
 
 from jaxinf.io import ByteCounts
-from jaxinf.streaming.bound import Bound, Ends, Setup, bind, rebind
+from jaxinf.streaming.binding import bind, rebind
+from jaxinf.streaming.bound import Bound, Ends, Setup
 from jaxinf.streaming.dry_run import Dry, DryRun, dry_run
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
@@ -210,7 +211,7 @@ class Step(ABC):
 
     def _parts(self, bound: Bound, batch: PyTree, check: Check) -> list[Results]:
         """Runs the programs for each part of the batch, or once for all."""
-        count, runner, sink = self._options.num_runs, bound.runner, bound.sink
+        count, runner, sink = bound.num_runs, bound.runner, bound.sink
         results, dispatched_s, waited_s = [], 0.0, 0.0
         for number, part in enumerate(parts_of(batch, count)):
             sink.begin_part(number)

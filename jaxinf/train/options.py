@@ -253,8 +253,9 @@ class StreamOptions:
     # For --micro-batches. parts: all segments of the model run for a part before the
     # next part. layers: a segment runs for all parts before the next one, so params are
     # read once for all of them, and activations between segments wait for each part.
-    # The bits are the same.
-    order: Order = "parts"
+    # auto: layers where that fits and moves fewer bytes on drives. The bits are the
+    # same.
+    order: Order = "auto"
 
     # For --mode stream: rated writes of the drives, in TB. A run warns if its steps
     # wear them out within a year. By default the summary is for common classes.

@@ -123,7 +123,7 @@ def sizes_of(
     if config.mode != "stream":
         memory_bytes = config.buffer_bytes + arrays
         return Sizes(count, memory_bytes, disk, 0, read, written), updates
-    parts, waiting = config.micro_batches if config.order == "parts" else 1, 0
+    parts, waiting = 1 if config.order == "layers" else config.micro_batches, 0
     if config.clip_norm or parts > 1:
         waiting = 4 * count  # a sum is read and written by each part
     masters = round(masters * 2 * parts * _read_share(config, params))

@@ -291,10 +291,12 @@ def assert_same_params(step, other):
         ("host", {}),
         ("drives", {}),
         ("drives", {"resident": "params"}),
-        ("drives", {"micro_batches": 2, "policy": "plan"}),
+        ("drives", {"micro_batches": 2, "order": "parts", "policy": "plan"}),
         pytest.param("host", {"resident": "params"}, marks=pytest.mark.long),
         pytest.param(
-            "host", {"micro_batches": 2, "policy": "plan"}, marks=pytest.mark.long
+            "host",
+            {"micro_batches": 2, "order": "parts", "policy": "plan"},
+            marks=pytest.mark.long,
         ),
     ],
     ids=str,

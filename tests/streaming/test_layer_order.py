@@ -183,7 +183,7 @@ def assert_trained_alike(found, expected):
 def test_training_is_that_of_parts(tx, options, streamed, monkeypatch):
     spill_beyond(monkeypatch, 4096)
     program = tied()
-    parts = streamed(program, tx, "parts", micro_batches=3, **options)
+    parts = streamed(program, tx, "parts", micro_batches=3, order="parts", **options)
     expected = trained(parts, program)
     step = streamed(program, tx, "layers", micro_batches=3, order="layers", **options)
     assert_trained_alike(trained(step, program), expected)
@@ -214,7 +214,8 @@ def test_16_bit_gradients_add_up_in_32(streamed):
 
 def test_a_run_goes_on_in_the_other_order(streamed):
     program = tied()
-    expected = trained(streamed(program, ADAM, "whole", micro_batches=2), program, 4)
+    whole = streamed(program, ADAM, "whole", micro_batches=2, order="parts")
+    expected = trained(whole, program, 4)
     losses = []
     for order in ("layers", "parts"):
         with streamed(program, ADAM, micro_batches=2, order=order) as step:
@@ -250,7 +251,8 @@ def test_a_step_that_fails_leaves_the_store_at_the_step_before(streamed, monkeyp
 def test_what_waits_may_be_on_a_drive(streamed, monkeypatch):
     monkeypatch.setattr(offload, "SMALL_BYTES", 1)
     program, tx = tied(), optax.sgd(0.1)
-    expected = trained(streamed(program, tx, "parts", micro_batches=3), program)
+    parts = streamed(program, tx, "parts", micro_batches=3, order="parts")
+    expected = trained(parts, program)
     real = Plan.fitted
     monkeypatch.setattr(
         Plan, "fitted", lambda self, _, temps, form=None: real(self, 0, temps, form)
@@ -268,6 +270,54 @@ def test_what_waits_may_be_on_a_drive(streamed, monkeypatch):
     assert moved.drive_write_bytes == step.traffic.drive_write_bytes
 
 
+# --- chosen ------------------------------------------------------------------------
+
+IN_LAYERS = "parts of a batch in layer order"
+
+
+def test_an_order_is_chosen_that_moves_fewer_bytes(streamed):
+    program = tied()
+    made = [
+        streamed(program, CLIPPED, order, micro_batches=3, order=order)
+        for order in ("parts", "layers", "auto")
+    ]
+    foretold = made[2].dry_run(program.batch, program.params)
+    parts, layers, chosen = (trained(step, program) for step in made)
+    assert_trained_alike(chosen, parts)
+    assert_trained_alike(chosen, layers)
+    assert made[2].plan.cuts == made[0].plan.cuts
+    assert IN_LAYERS in str(made[2].plan)
+    assert made[2].traffic == made[1].traffic == foretold.traffic
+    assert str(made[2].plan) == str(made[1].plan)
+    # A run that has begun in an order keeps its cuts.
+    made[2].close()
+    with streamed(program, CLIPPED, "auto", micro_batches=3) as resumed:
+        resumed.load(program.params, batch=program.batch)
+        assert resumed.plan.cuts == made[0].plan.cuts
+
+
+def test_parts_come_one_after_another_where_layers_do_not_fit(open_store):
+    program = tied(width=64, depth=6, rows=4096)
+    step = jaxinf.stream(
+        program.loss,
+        ADAM,
+        open_store(**CHUNKS),
+        memory_bytes="20MiB",
+        has_aux=True,
+        micro_batches=32,
+    )
+    step.load(program.params, batch=program.batch)
+    assert IN_LAYERS not in str(step.plan)
+    step.close()
+
+
+def test_parts_come_one_after_another_where_nothing_is_read(streamed):
+    program = tied()
+    with streamed(program, ADAM, micro_batches=3, resident="params") as step:
+        step.load(program.params, batch=program.batch)
+        assert IN_LAYERS not in str(step.plan)
+
+
 # --- refused -----------------------------------------------------------------------
 
 
@@ -275,7 +325,10 @@ def test_what_waits_may_be_on_a_drive(streamed, monkeypatch):
     ("options", "message"),
     [
         ({"order": "layers"}, 'order="layers": expected several parts of a batch'),
-        ({"order": "rows", "micro_batches": 2}, "order='rows': expected one of parts"),
+        (
+            {"order": "rows", "micro_batches": 2},
+            "order='rows': expected one of auto, parts",
+        ),
     ],
 )
 def test_an_order_without_effect_is_refused(options, message, open_store):

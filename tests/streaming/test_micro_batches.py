@@ -51,6 +51,7 @@ def started(open_store):
             open_store(name, **CHUNKS),
             memory_bytes=256 << 20,
             has_aux=True,
+            order="parts",
             **options,
         )
         step.load(params, batch=BATCH)
@@ -233,7 +234,12 @@ def test_a_step_after_one_whose_updates_failed_has_room_for_its_params(
     params = [normal(i, 256, 256) / 16 for i in range(12)]
     store = open_store(chunk_elements=1 << 16)
     step = jaxinf.stream(
-        loss, optax.adam(1e-3), store, memory_bytes=8 << 20, micro_batches=2
+        loss,
+        optax.adam(1e-3),
+        store,
+        memory_bytes=8 << 20,
+        micro_batches=2,
+        order="parts",
     )
     step.load(params, batch=np.ones((8, 256), np.float32))
     with monkeypatch.context() as patch:

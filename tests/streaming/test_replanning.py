@@ -118,7 +118,7 @@ def losses(step, num_steps=9):
     [
         pytest.param({}, marks=pytest.mark.long),
         {"resident": "params"},
-        pytest.param({"micro_batches": 2}, marks=pytest.mark.long),
+        pytest.param({"micro_batches": 2, "order": "parts"}, marks=pytest.mark.long),
     ],
     ids=str,
 )

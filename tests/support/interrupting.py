@@ -149,6 +149,7 @@ class Stored:
             **memory,
             policy=policy,
             micro_batches=parts,
+            order="parts",
         )
         self.step.load(PARAMS, batch=batch_of(0))
 

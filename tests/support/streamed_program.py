@@ -94,6 +94,7 @@ def main(arguments):
         memory_bytes=stream.memory,
         resident=stream.resident,
         micro_batches=stream.micro_batches,
+        order="parts",
         compress=compress,
     )
     with step:

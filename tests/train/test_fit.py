@@ -124,7 +124,7 @@ def test_flags_that_are_given_stay(machine, asked):
     configs = [one.config for one in search.candidates(limits)]
     assert {(one.mode, one.state) for one in configs} == {("stream", "bf16")}
     assert {(one.micro_batches, one.order) for one in configs} == {
-        (2, "parts"),
+        (2, "auto"),
         (2, "layers"),
     }
     assert {one.policy for one in configs} == {"recompute", "keep", "offload", "plan"}

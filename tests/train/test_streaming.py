@@ -112,7 +112,7 @@ def test_micro_batches_have_the_losses_of_the_whole(
     run, losses, uninterrupted, tmp_path
 ):
     words = ("--store", tmp_path / "store", *STREAM, "--micro-batches", 2)
-    assert run(*words, "--steps", 3) == 0
+    assert run(*words, "--steps", 3, "--order", "parts") == 0
     found = losses(tmp_path / "store-log")
     np.testing.assert_allclose(found, uninterrupted[:3], rtol=1e-4)
     layers = ("--store", tmp_path / "layers", *words[2:], "--order", "layers")

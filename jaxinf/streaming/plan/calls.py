@@ -32,7 +32,7 @@ __all__ = [
 Policy: TypeAlias = Literal["recompute", "keep", "offload", "plan"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
-Order: TypeAlias = Literal["parts", "layers"]
+Order: TypeAlias = Literal["auto", "parts", "layers"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 

@@ -58,7 +58,7 @@ def saved_cuts(folder: Path, ready: Prepared) -> Sequence[int] | None:
 
 
 def saved_plan(
-    folder: Path,
+    folder: Path | None,
     ready: Prepared,
     cuts: Sequence[int],
     budget_bytes: int,
@@ -69,7 +69,7 @@ def saved_plan(
     """Returns the plan of cuts that a store keeps.
 
     Args:
-      folder, ready: As for `saved_cuts`.
+      folder, ready: As for `saved_cuts`; None for cuts that none keeps.
       cuts: The cuts.
       budget_bytes: Memory for a step's programs.
       policy: As for `Prepared.plan`; it is not kept.
@@ -82,10 +82,11 @@ def saved_plan(
     plan = ready.plan_of(cuts, policy)
     peak = measure(plan)
     if peak > budget_bytes:
+        kept = "" if folder is None else f" ({plans_folder(folder) / _name(ready)})"
         raise BudgetError(
             limit,
             f"it leaves {budget_bytes} bytes for the plan that the store was trained "
-            f"with ({plans_folder(folder) / _name(ready)}), which takes {peak}",
+            f"with{kept}, which takes {peak}",
             peak - budget_bytes,
             ", or pass replan=True for another plan (bits then differ from here on)"
             + ready.fewer_parts(plan, budget_bytes - (peak - plan.peak_bytes)),
