@@ -73,12 +73,17 @@ COMPILED_QUICKLY = {
     *("test_started.py", "test_transform_refusals.py", "test_untrained_leaves.py"),
     *("test_interrupted.py", "test_reads.py", "test_refused.py"),
     *("test_saved_plans.py", "test_streamed.py"),
-    *("test_micro_batches.py", "test_device_limit.py", "test_running.py"),
-    *("test_forms.py", "test_dry_run.py", "test_replanning.py", "test_resident.py"),
     "test_kills.py",  # compares a program with itself
 }
 if not LONG:
     COMPILED_QUICKLY.add("distributed")
+# Of these, what `make test` has compares programs with themselves. Their members of
+# `make test-long` have all optimizations.
+SHORT_COMPILED_QUICKLY = {
+    *("test_micro_batches.py", "test_device_limit.py", "test_running.py"),
+    *("test_forms.py", "test_dry_run.py", "test_replanning.py", "test_resident.py"),
+    *("test_layer_order.py", "test_device_values.py", "test_offload.py"),
+}
 # Without them, a fused step and its parts, or optax in a jit, have other bits.
 COMPILED_FULLY = {"test_compression.py", "test_migration.py", "test_optimizers.py"}
 
@@ -86,7 +91,10 @@ COMPILED_FULLY = {"test_compression.py", "test_migration.py", "test_optimizers.p
 def is_quick(item: pytest.Item) -> bool:
     """Whether programs of a test are compiled without most optimizations."""
     places = set(item.path.relative_to(ROOT).parts)
-    return bool(places & COMPILED_QUICKLY) and not places & COMPILED_FULLY
+    quickly = COMPILED_QUICKLY
+    if not item.get_closest_marker("long"):
+        quickly = quickly | SHORT_COMPILED_QUICKLY
+    return bool(places & quickly) and not places & COMPILED_FULLY
 
 
 FLAGS = os.environ.get("XLA_FLAGS", "").split()
