@@ -283,8 +283,21 @@ class Csd(Protocol):
         """
         ...
 
-    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
-        """Copies values of the host to a state of the buffer, to be written."""
+    def put(
+        self,
+        buffer: CsdBuffer,
+        extent: Extent,
+        values: Array,
+        *,
+        checksum: int | None = None,
+    ) -> None:
+        """Copies values of the host to a state of the buffer, to be written.
+
+        Args:
+          buffer, extent: the buffer, and the state in it.
+          values: of the extent's dtype.
+          checksum: their CRC-32C, if it is known.
+        """
         ...
 
 

@@ -296,10 +296,20 @@ class HostCsd:
         memory = _own(buffer).memory.array[start : start + extent.num_bytes]
         return memory.view(extent.dtype)
 
-    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
+    def put(
+        self,
+        buffer: CsdBuffer,
+        extent: Extent,
+        values: Array,
+        *,
+        checksum: int | None = None,
+    ) -> None:
         """Into the buffer's own memory."""
         self.view(buffer, extent)[...] = values
-        _own(buffer).known.pop(extent.buffer_offset_bytes, None)
+        if checksum is None:
+            _own(buffer).known.pop(extent.buffer_offset_bytes, None)
+        else:
+            _own(buffer).known[extent.buffer_offset_bytes] = checksum
 
 
 def _run_of(kernel: Kernel, gradient: Array | SparseGradient) -> Callable[..., bool]:

@@ -335,9 +335,16 @@ class ThrottledCsd:
         """See `Csd.view`."""
         return self._csd.view(buffer, extent)
 
-    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
+    def put(
+        self,
+        buffer: CsdBuffer,
+        extent: Extent,
+        values: Array,
+        *,
+        checksum: int | None = None,
+    ) -> None:
         """Copies values to the buffer; for a card, they cross the link."""
-        self._csd.put(buffer, extent, values)
+        self._csd.put(buffer, extent, values, checksum=checksum)
         if not self.is_host:
             self._wait_for_link(extent.num_bytes)
 

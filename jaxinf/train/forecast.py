@@ -16,13 +16,18 @@ from rich.console import Console
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.plan import Machine, read_machine
+from jaxinf.plan.device_updates import (
+    UpdateRates,
+    interval,
+    least_drive_bytes_per_s,
+)
 from jaxinf.schedule.steps import PROCESSOR, StepWork
 from jaxinf.terminal import format_bytes, printable
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.sizes import Sizes, sizes_of
 from jaxinf.train.work import PlannedStep, Rates, planned_step
-from jaxinf.typing import JsonValue
+from jaxinf.typing import FLOAT32, JsonValue
 
 __all__ = ["Forecast", "RunPlan", "forecast", "on_drives", "plan"]
 
@@ -44,6 +49,8 @@ class Forecast:
         endurance is not known, or nothing is written.
       peak_bytes: The most memory of the host that the process takes; None if it is not
         known what it takes beside a step.
+      device_updates: With streaming and a device with memory of its own, what its
+        updates could save; else None.
     """
 
     sizes: Sizes
@@ -54,6 +61,22 @@ class Forecast:
     guesses: tuple[str, ...]
     years: float | None
     peak_bytes: int | None = None
+    device_updates: "DeviceHelp | None" = None
+
+
+@dataclass(frozen=True)
+class DeviceHelp:
+    """Whether updates on the device would make a step faster.
+
+    Attributes:
+      every: It would compute every so many subgroups; 0 for none.
+      drives: Bytes/s of all drives together, reads and writes in equal parts.
+      least_drives: The least of them with which it can help.
+    """
+
+    every: int
+    drives: float
+    least_drives: float
 
 
 def forecast(step: PlannedStep, config: TrainConfig, machine: Machine) -> Forecast:
@@ -83,7 +106,28 @@ def forecast(step: PlannedStep, config: TrainConfig, machine: Machine) -> Foreca
         tuple(name for name, rate in rates.used.items() if rate.basis == "guessed"),
         _years(sizes, machine, found.step_s),
         peak_bytes,
+        _device_help(config, work, sizes, machine),
     )
+
+
+def _device_help(
+    config: TrainConfig, work: StepWork, sizes: Sizes, machine: Machine
+) -> DeviceHelp | None:
+    if config.mode != "stream" or machine.device is None or not work.updates:
+        return None
+    moved = sum(one.read_bytes + one.written_bytes for one in work.updates)
+    drives, num_params = sum(work.rates), sizes.num_params
+    host = sum(one.seconds for one in work.updates) / num_params
+    there = moved / 2 / num_params  # state goes up, and comes back
+    to_device = (there + FLOAT32.itemsize) / machine.device.to_device.value
+    rates = UpdateRates(
+        host,
+        there / (machine.copy.value * machine.num_cores),
+        max(to_device, there / machine.device.to_host.value),
+        moved / num_params / drives,
+    )
+    least = least_drive_bytes_per_s(host, moved / num_params)
+    return DeviceHelp(interval(rates), drives, least)
 
 
 def _phases(work: StepWork, sizes: Sizes, rates: Rates) -> Mapping[str, float]:
@@ -185,6 +229,8 @@ def _time_lines(
     ]
     for name, one in changed.items():
         lines.append(f"        {name}: {one.step_s:.3g} s a step")
+    if found.device_updates is not None:
+        lines.append(_device_line(found.device_updates))
     if found.years is not None:
         days = found.years * 365
         life = f"{days:.3g} days" if days < 365 else f"{found.years:.3g} years"
@@ -192,6 +238,16 @@ def _time_lines(
     if found.guesses:
         lines.append(f"guess   rests on guesses: {', '.join(found.guesses)}")
     return lines
+
+
+def _device_line(found: DeviceHelp) -> str:
+    drives = f"drives of {format_bytes(round(found.least_drives))}/s together"
+    if found.every:
+        return f"device  --device-updates {found.every}: these are faster than {drives}"
+    these = f"these have {format_bytes(round(found.drives))}/s"
+    if found.drives <= found.least_drives:
+        return f"device  its updates cannot help on less than {drives}; {these}"
+    return "device  its updates would save less than 5 % of the host's"
 
 
 def plan(config: TrainConfig, batch: Batch, *, measures: bool = False) -> RunPlan:

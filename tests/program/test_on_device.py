@@ -35,7 +35,7 @@ def test_a_function_has_the_bits_of_the_compiled_kernel(name):
     kernel = KERNELS[name]
     assert is_computable(kernel)
     compute, add = jax.jit(partial(kernel_function, kernel)), jax.jit(jnp.add)
-    for num in (1, 4099):
+    for num in (1023, 4099):
         given = arguments(kernel, num, seed=num)
         update, slots, _ = compute(**given)
         out = np.empty(num, np.float32)

@@ -13,6 +13,8 @@ from streaming import states
 import jaxinf
 from jaxinf.csd.host import HostCsd
 from jaxinf.errors import BudgetError, StoreError, StreamError
+from jaxinf.plan.device_updates import UpdateRates
+from jaxinf.streaming.update import assigning
 from jaxinf.streaming.update.on_device import DeviceUpdater
 
 OPTIMIZERS = {
@@ -75,12 +77,18 @@ def test_with_rare_commits_and_state_in_memory(opened, durability):
     assert_same(step, expected)
 
 
-def test_a_device_with_memory_of_its_own_gets_and_gives_pinned_memory(opened, late):
-    plain = opened(None, "plain", device_memory_bytes=64 << 20)
-    losses, expected = train(plain), states(plain.store)
+@pytest.mark.parametrize(
+    "dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.long)]
+)
+def test_a_device_with_memory_of_its_own_gets_and_gives_pinned_memory(
+    opened, late, dtype
+):
+    own = {"tx": TX, "dtype": dtype, "device_memory_bytes": 64 << 20}
+    plain = opened(None, "plain", **own)
+    losses, expected = train(plain, dtype), states(plain.store)
     num_copies = len(late.copies)
-    step = opened(2, "device", device_memory_bytes=64 << 20)
-    assert train(step) == losses
+    step = opened(2, "device", **own)
+    assert train(step, dtype) == losses
     assert_same(step, expected)
     ways = {(one.source, one.target) for one in late.copies[num_copies:]}
     assert ("pinned_host", "device") in ways
@@ -194,3 +202,36 @@ def test_what_the_device_cannot_compute_is_refused(opened, place):
     with pytest.raises(BudgetError, match=r"updates on the device"):
         opened(2, "small", device_memory_bytes=3 << 20)
     assert not any((place / name).exists() for name in ("nine", "small"))
+
+
+@pytest.mark.parametrize(
+    ("rates", "every", "reason"),
+    [
+        (UpdateRates(4e-9, 1e-9, 10e-9, 1e-9), 4, "for 1e9 params"),
+        (UpdateRates(4e-9, 1e-9, 1e-9, 8e-9), 0, "drives are the bound"),
+        (UpdateRates(4e-9, 4e-9, 1e-9, 0.0), 0, "the device would save less than 5 %"),
+    ],
+)
+def test_the_choice_of_rates_is_logged_and_kept(
+    opened, monkeypatch, caplog, rates, every, reason
+):
+    measured = assigning.measured_rates
+    found = []
+
+    def given(*arguments):
+        found.append(measured(*arguments))
+        return rates
+
+    monkeypatch.setattr(assigning, "measured_rates", given)
+    with caplog.at_level("INFO", "jaxinf"):
+        step = opened("auto", "store")
+    assert f"device_updates={every or None}: {reason}" in caplog.text
+    assert all(0 <= seconds < 1 for seconds in found[0])
+    step(batches()[0])
+    assert num_assigned(step) == (8 // every if every else 0)
+    step.close()
+    step = opened("auto", "store")
+    assert len(found) == 1, "it keeps to the choice of its commit"
+    step(batches()[1])
+    step.store.wait()
+    assert step.store._training.opened.commit.device_updates == every

@@ -247,3 +247,29 @@ def test_a_change_that_does_not_fit_is_no_advice(planned, machine):
     changes = planned(*words, "340KiB")["changes"]
     assert "--resident params" not in changes
     assert "one more drive" in changes
+
+
+@pytest.mark.parametrize(("mixed", "every"), [(1e9, 0), (1e12, 2)])
+def test_updates_on_the_device_need_fast_drives(planned, tmp_path, mixed, every):
+    workstation = read_machine("workstation")
+    drive = dataclasses.replace(workstation.drives[0], count=2, mixed=of(mixed))
+    device = dataclasses.replace(
+        workstation.device, to_device=of(40e9), to_host=of(40e9)
+    )
+    found = dataclasses.replace(
+        workstation,
+        num_cores=1,
+        drives=(drive,),
+        device=device,
+        copy=of(50e9),
+        updates={"adamw fp32": of(1e9)},
+    )
+    file = tmp_path / "machine.json"
+    write_machine(file, found)
+    words = ("--machine", file, "--mode", "stream", "--memory", "64MiB")
+    helps = planned(*words)["forecast"]["device_updates"]
+    assert helps["every"] == every
+    assert helps["drives"] == 2 * mixed
+    assert (helps["drives"] > helps["least_drives"]) == bool(every)
+    assert helps["least_drives"] > 24e9  # 24 bytes a param, in whole pages
+    assert planned(*words[:2])["forecast"]["device_updates"] is None

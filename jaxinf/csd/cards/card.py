@@ -165,13 +165,21 @@ class CardCsd:
             return host[: extent.num_bytes].view(extent.dtype)
         return _window(_own(buffer), extent)
 
-    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
+    def put(
+        self,
+        buffer: CsdBuffer,
+        extent: Extent,
+        values: Array,
+        *,
+        checksum: int | None = None,
+    ) -> None:
         """Host → card, through the window, which is fast to write."""
         own = _own(buffer)
         _forget(own, extent)
         stored = np.ascontiguousarray(values, extent.dtype)
         _window(own, extent)[...] = stored
-        own.sums[extent.buffer_offset_bytes] = crc32c(stored)
+        checksum = crc32c(stored) if checksum is None else checksum
+        own.sums[extent.buffer_offset_bytes] = checksum
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
         """Returns the checksum from the last update or `initialise`."""

@@ -7,10 +7,11 @@ waits for its copies, so one's copies hide behind another's update. On a CPU the
 are those of the host's kernels.
 """
 
+import itertools
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from jaxinf.program import (
     kernel_function,
     split_params,
 )
+from jaxinf.program.checksums import crc32c as crc32c_on_device
 from jaxinf.streaming.program.shards import PINNED
 from jaxinf.terminal import format_bytes
 from jaxinf.typing import FLOAT32, Array
@@ -45,16 +47,39 @@ def room_bytes(layouts: Iterable[SubgroupLayout]) -> int:
     """Memory of a device for one of these subgroups, in bytes.
 
     Its states as they were and as they are, its gradient as it comes and in float32,
-    its master params before, and its update.
+    its master params before, its update, and what checksums take.
     """
     return max(
         (
             2 * sum(extent.num_bytes for extent in layout.kernel_extents)
-            + 4 * FLOAT32.itemsize * layout.subgroup.num_elements
+            + 6 * FLOAT32.itemsize * layout.subgroup.num_elements
             for layout in layouts
         ),
         default=0,
     )
+
+
+class _State(NamedTuple):
+    """A new state, and its checksum if the device has computed it."""
+
+    array: Array
+    checksum: int | None
+
+
+class _Done(NamedTuple):
+    """What the device has computed.
+
+    Attributes:
+      states: The new states, None for unchanged ones.
+      update: The update, if it is wanted and not zero.
+      is_finite: Whether the gradient is.
+      read: Checksums of states before, by number.
+    """
+
+    states: Sequence[_State | None]
+    update: Array | None
+    is_finite: bool
+    read: Mapping[int, int]
 
 
 class DeviceUpdater:
@@ -80,6 +105,7 @@ class DeviceUpdater:
         # What comes before and after has programs of its own: in one with the kernel
         # XLA chooses other products to fuse with sums.
         self._widen = self._jit(_widen)
+        self._checksums = self._jit(_checksums)
         self._add = [
             self._jit(partial(_add, is_split=is_split), donate_argnums=(0,))
             for is_split in (False, True)
@@ -109,14 +135,12 @@ class DeviceUpdater:
         views = [csd.view(buffer, extent) for extent in extents]
         if given is not None:
             views[0] = given
-        told = set(tells) | ({0} if given is not None else set())
-        checksums = {number: crc32c(views[number]) for number in told}
-        num_first = 2 if extents[0].codec else 1
-        params, slots = views[:num_first], views[num_first:]
+        told = sorted({*tells} | ({0} if given is not None else set()))
+        num_params = 2 if extents[0].codec else 1
         wants_update = out is not None and out.dtype == FLOAT32 and not wants_params
         try:
-            new, update, is_finite = self._computed(
-                kernel, params, slots, gradient, scalars, wants_update=wants_update
+            done = self._computed(
+                kernel, views, num_params, gradient, scalars, told, wants_update
             )
         except jax.errors.JaxRuntimeError as error:
             num_bytes = sum(view.nbytes for view in views)
@@ -126,76 +150,76 @@ class DeviceUpdater:
                 "committed one is whole. Leave device_updates out, or give the step "
                 "less of the device's memory"
             ) from error
-        for extent, array in zip(extents, new, strict=True):
-            if array is not None:
-                csd.put(buffer, extent, array)
+        read = {n: done.read[n] if n in done.read else crc32c(views[n]) for n in told}
+        for extent, state in zip(extents, done.states, strict=True):
+            if state is not None:
+                csd.put(buffer, extent, state.array, checksum=state.checksum)
         if out is not None:
-            self._fill(out, update, new, params, wants_params=wants_params)
-        return UpdateOutcome(is_finite, checksums)
+            self._fill(out, done, views[:num_params], wants_params=wants_params)
+        return UpdateOutcome(done.is_finite, read)
 
     # --- inside --------------------------------------------------------------------
 
     def _computed(
         self,
         kernel: Kernel,
-        params: Sequence[Array],
-        slots: Sequence[Array],
+        views: Sequence[Array],
+        num_params: int,
         gradient: Array,
         scalars: Sequence[np.generic | Array],
-        *,
+        told: Sequence[int],
         wants_update: bool,
-    ) -> tuple[list[Array | None], Array | None, bool]:
-        """Returns the new states, None for unchanged ones, and the update if wanted."""
-        read = state_read(kernel)
-        changed = [name not in kernel.unchanged for name in kernel.slots]
-        is_read = [name in read for name in kernel.slots]
-        needs_params = "params" in read
-        up = self._up(
-            [
-                gradient,
-                *(params if needs_params else ()),
-                *(slot for slot, is_own in zip(slots, is_read, strict=True) if is_own),
-            ]
-        )
-        own_gradient, rest = up[0], up[1:]
-        num_first = len(params) if needs_params else 0
-        own_params, own_slots = tuple(rest[:num_first]), iter(rest[num_first:])
-        del up, rest
-        given = [next(own_slots) if is_own else None for is_own in is_read]
-        wide, master, is_finite = self._widen(own_gradient, own_params)
-        del own_gradient, own_params
-        update, new_slots, _ = self._program(kernel)(wide, master, given, list(scalars))
-        del given, wide
-        new_params: Sequence[jax.Array] = ()
+    ) -> "_Done":
+        names, read = ["params"] * num_params + list(kernel.slots), state_read(kernel)
+        is_read = [name in read for name in names]
+        up = self._up([gradient, *itertools.compress(views, is_read)])
+        gradients, coming = [up[0]], iter(up[1:])
+        states = [next(coming) if own else None for own in is_read]
+        del up
+        held = {n: state for n, state in enumerate(states) if state is not None}
+        told = [n for n in told if n in held]
+        sums = self._sums([held[n] for n in told])
+        del held
+        params = tuple(own for own in states[:num_params] if own is not None)
+        wide, master, is_finite = self._widen(gradients.pop(), params)
+        slots = states[num_params:]
+        del states, params
+        update, new_slots, _ = self._program(kernel)(wide, master, slots, list(scalars))
+        del slots, wide
+        new = [None] * num_params
         if update is not None:
-            new_params = self._add[len(params) > 1](master, update)
+            new = self._add[num_params > 1](master, update)
         del master
-        has_params = kernel.update is not None
-        wanted = [
-            *(new_params if has_params else ()),
-            *(slot for slot, is_new in zip(new_slots, changed, strict=True) if is_new),
-            *([update] if wants_update and update is not None else ()),
-        ]
-        down = iter(self._down(wanted))
-        new: list[Array | None] = [next(down) if has_params else None for _ in params]
-        new += [next(down) if is_new else None for is_new in changed]
-        return new, next(down, None), bool(is_finite)
+        changed = [array for array in (*new, *new_slots) if array is not None]
+        new_sums = self._sums(changed)
+        is_new = [array is not None for array in (*new, *new_slots)]
+        wanted = [update] if wants_update and update is not None else []
+        del new, new_slots
+        down = self._down([*changed, *wanted])
+        numbers = _numbers(new_sums) or [None] * len(changed)
+        found = map(_State, down, numbers)  # the update is behind them
+        return _Done(
+            [next(found) if own else None for own in is_new],
+            down[-1] if wanted else None,
+            bool(is_finite),
+            dict(zip(told, _numbers(sums), strict=False)),
+        )
 
     def _fill(
         self,
         out: Array,
-        update: Array | None,
-        new: Sequence[Array | None],
+        done: "_Done",
         params: Sequence[Array],
         *,
         wants_params: bool,
     ) -> None:
         """Writes the result as `jaxinf.kernels.evaluate` does."""
         if out.dtype == FLOAT32 and not wants_params:
-            out[...] = 0 if update is None else update
+            out[...] = 0 if done.update is None else done.update
             return
         newest = [
-            old if own is None else own for old, own in zip(params, new, strict=False)
+            old if own is None else own.array
+            for old, own in zip(params, done.states, strict=False)
         ]
         if len(newest) > 1 and out.dtype == FLOAT32:
             out[...] = CodedSlot.of(newest[0], newest[1]).decode()
@@ -208,6 +232,12 @@ class DeviceUpdater:
                 program = partial(kernel_function, kernel)
                 self._programs[kernel] = self._jit(program, donate_argnums=(2,))
             return self._programs[kernel]
+
+    def _sums(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
+        """Starts checksums of arrays; a CPU has an instruction for them."""
+        if self._is_host or not arrays:
+            return None
+        return self._checksums(list(arrays))
 
     def _up(self, arrays: Sequence[Array]) -> list[jax.Array]:
         if self._is_host:  # an array in the buffer would change with it
@@ -230,6 +260,14 @@ def _widen(
     if params:
         master = joined_params(*params) if len(params) > 1 else params[0]
     return gradient.astype(FLOAT32), master, jnp.isfinite(gradient).all()
+
+
+def _checksums(arrays: Sequence[jax.Array]) -> jax.Array:
+    return jnp.stack([crc32c_on_device(array) for array in arrays])
+
+
+def _numbers(sums: jax.Array | None) -> list[int]:
+    return [] if sums is None else np.asarray(sums).tolist()
 
 
 def _add(
