@@ -269,6 +269,17 @@ def test_repro_deep_optimizer_states():
     assert sum(one["published"] == one["modelled"] for one in intervals) == 7
 
 
+def test_bench_device_updates(tmp_path):
+    options = ["--leaves", 4, "--elements", 65536, "--host", 1e8, "--every", 0, 2]
+    done = run_script(
+        "bench_device_updates.py", "--store", tmp_path, "--reps", 1, "--json", *options
+    )
+    found = figures(done)
+    assert [row["every"] for row in found["rows"]] == [0, 2]
+    assert all(0 < row["found_s"] for row in found["rows"])
+    assert found["fastest"] in (0, 2)
+
+
 @pytest.mark.cards
 def test_repro_scaling(tmp_path):
     options = ["--params", 65536, "--csds", 1, 6, "--reps", 1, "--slower", 10]

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxinf.program.ir import Constant, Equation, Input, Operand, Result
 from jaxinf.program.kernel import Kernel
-from jaxinf.typing import BFLOAT16
+from jaxinf.typing import AVERAGE, BFLOAT16
 
 __all__ = ["is_computable", "joined_params", "kernel_function", "split_params"]
 
@@ -24,9 +24,11 @@ _NAMES = {name: f"bitwise_{name}" for name in ("and", "not", "or", "xor")}
 def is_computable(kernel: Kernel) -> bool:
     """Whether `kernel_function` has a kernel's bits.
 
-    It has not if XLA computes an array outside the kernel, which decides its rounding.
+    It has not if XLA computes an array outside the kernel, which decides its rounding,
+    nor with an average of the params, which has the update's sum with them.
     """
-    return not kernel.num_arrays and not kernel.reduced
+    is_whole = not kernel.num_arrays and not kernel.reduced
+    return is_whole and AVERAGE not in kernel.slots
 
 
 def kernel_function(

@@ -190,6 +190,19 @@ def test_what_is_no_number_of_subgroups_is_refused(every, opened):
         opened(every, "store")
 
 
+def test_a_device_that_computes_otherwise_is_refused(opened, place, monkeypatch):
+    sample = DeviceUpdater.sample
+
+    def other(self, kernel, states, *arguments):
+        params, mu, nu = sample(self, kernel, states, *arguments)
+        return [params, np.nextafter(mu, 0), nu]
+
+    monkeypatch.setattr(DeviceUpdater, "sample", other)
+    with pytest.raises(StreamError, match=r"computes mu otherwise .* by up to \d"):
+        opened(2, "store")
+    assert not (place / "store").exists()
+
+
 def test_what_the_device_cannot_compute_is_refused(opened, place):
     with pytest.raises(StreamError, match=r"expected more subgroups"):
         opened(9, "nine")

@@ -19,6 +19,7 @@ from jaxinf.streaming.move.probe import probe
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import mesh_text
+from jaxinf.streaming.update.agreeing import check_agrees
 from jaxinf.streaming.update.on_device import NUM_ROOMS, DeviceUpdater, room_bytes
 from jaxinf.streaming.update.rates import measured_rates
 from jaxinf.streaming.update.store_sink import NUM_UNDER_WAY
@@ -75,7 +76,7 @@ class Assigning:
 
     Raises:
       StreamError: The store's commit records another choice, the device can compute
-        none of the store, or the run has several devices.
+        none of the store, or computes it otherwise, or the run has several devices.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class Assigning:
         if value is not None:
             self._check_alone(mesh)
             self._planned = self._assigned(1 if value == "auto" else value)
+            for kernel in {kernel for _, kernel in self._layouts()}:
+                check_agrees(updater, kernel)
 
     def without(
         self, division: Division, gradient_bytes: Mapping[Piece, int]

@@ -89,6 +89,10 @@ class DeviceUpdater:
       device: Of `jax.devices`.
       is_host: Whether its memory is the host's, so that no copy is pinned.
       is_deterministic: Whether its programs have the same bits in each run.
+
+    Attributes:
+      device: As given.
+      has_bits: Whether its results have the bits of the host's kernels.
     """
 
     num_at_once = NUM_ROOMS
@@ -96,7 +100,8 @@ class DeviceUpdater:
     def __init__(
         self, device: Any, *, is_host: bool, is_deterministic: bool = True
     ) -> None:
-        self._device, self._is_host = device, is_host
+        self.device, self.has_bits = device, device.platform == "cpu"
+        self._is_host = is_host
         self._on_device = SingleDeviceSharding(device)
         options = compat.deterministic_options(is_deterministic)
         self._jit = partial(jax.jit, compiler_options=options)
@@ -145,7 +150,7 @@ class DeviceUpdater:
         except jax.errors.JaxRuntimeError as error:
             num_bytes = sum(view.nbytes for view in views)
             raise StoreError(
-                f"{self._device}: the update of a subgroup of {format_bytes(num_bytes)}"
+                f"{self.device}: the update of a subgroup of {format_bytes(num_bytes)}"
                 f" failed on the device ({error}); the step is given up, and the "
                 "committed one is whole. Leave device_updates out, or give the step "
                 "less of the device's memory"
@@ -157,6 +162,23 @@ class DeviceUpdater:
         if out is not None:
             self._fill(out, done, views[:num_params], wants_params=wants_params)
         return UpdateOutcome(done.is_finite, read)
+
+    def sample(
+        self,
+        kernel: Kernel,
+        states: Sequence[Array],
+        gradient: Array,
+        scalars: Sequence[np.generic | Array],
+    ) -> list[Array | None]:
+        """Returns a kernel's new states, None for unchanged ones; blocks.
+
+        Args:
+          kernel: One that it takes.
+          states: ``(n,)`` each, not coded: master params, and slots.
+          gradient, scalars: As for `update`.
+        """
+        done = self._computed(kernel, states, 1, gradient, scalars, (), False)
+        return [None if state is None else state.array for state in done.states]
 
     # --- inside --------------------------------------------------------------------
 

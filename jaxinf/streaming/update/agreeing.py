@@ -1,0 +1,65 @@
+"""Compares the updates of a device with those of the host's kernel, on a sample.
+
+Invariant: a device whose updates are others than the host's gets none.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from jaxinf.errors import StreamError
+from jaxinf.kernels import compiled, runner
+from jaxinf.program import Kernel
+from jaxinf.streaming.update.on_device import DeviceUpdater
+from jaxinf.typing import FLOAT32, Array
+
+__all__ = ["check_agrees"]
+
+_NUM_ELEMENTS = 4099
+# Of the largest element: other products fused with sums, and a device's own division
+# and square root, change a few units in the last place.
+_TOLERANCES = {4: 1e-5, 2: 2e-2}
+
+
+def check_agrees(updater: DeviceUpdater, kernel: Kernel) -> None:
+    """Refuses a device whose update of a sample is not that of the host's kernel.
+
+    On a CPU the bits of the compiled kernel are expected.
+
+    Raises:
+      StreamError: Names the state, and the largest difference.
+    """
+    rng = np.random.default_rng(0)
+    normal = partial(rng.standard_normal, _NUM_ELEMENTS, FLOAT32)
+    gradient, params, out = normal(), normal(), normal()
+    slots = [np.abs(normal()).astype(dtype) for dtype in kernel.slot_dtypes]
+    scalars = [np.array(0.05 + rng.random(), d)[()] for d in kernel.scalar_dtypes]
+    found = updater.sample(kernel, [params, *slots], gradient, scalars)
+    runner(kernel)(
+        gradient=gradient,
+        params=params,
+        slots=slots,
+        scalars=scalars,
+        arrays=[],
+        out=out,
+    )
+    is_exact = updater.has_bits and compiled(kernel) is not None
+    names = ("params", *kernel.slots)
+    for name, one, other in zip(names, found, (params, *slots), strict=True):
+        difference = 0.0 if one is None else _difference(one, other)
+        if difference > (0 if is_exact else _TOLERANCES.get(other.itemsize, 0)):
+            raise StreamError(
+                f"device_updates: {updater.device} computes {name} otherwise than the "
+                f"host's kernel, by up to {difference:.2g} of its largest element; "
+                "leave device_updates out"
+            )
+
+
+def _difference(found: Array, expected: Array) -> float:
+    """The largest difference, in the largest element; NaN equals NaN alone."""
+    one, other = (np.asarray(array, np.float64) for array in (found, expected))
+    if not np.array_equal(np.isnan(one), np.isnan(other)):
+        return np.inf
+    largest = np.nanmax(np.abs(other), initial=np.finfo(FLOAT32).tiny)
+    with np.errstate(invalid="ignore"):  # of two infinities
+        return float(np.nanmax(np.abs(one - other), initial=0.0) / largest)
