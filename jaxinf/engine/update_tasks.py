@@ -44,8 +44,8 @@ class RequestTasks:
       tasks: one for each subgroup.
       updates: their computations.
       link_down_bytes: bytes from the caller, including params that are used; where
-        other processes hold a part, in proportion.
-      link_up_bytes: bytes of results, likewise.
+        other processes hold a part, in proportion. And new state from an updater.
+      link_up_bytes: bytes of results, likewise; and state and gradients to an updater.
     """
 
     tasks: Sequence[Task]
@@ -135,6 +135,13 @@ def request_tasks(
         num_held = sum(task.layout.subgroup.num_elements for task in tasks)
         link_down_bytes = link_down_bytes * num_held // num_all
         link_up_bytes = link_up_bytes * num_held // num_all
+    sent = [one for one in (request.gradient, given) if isinstance(one, np.ndarray)]
+    for task, update in zip(tasks, updates, strict=True):
+        if update.updater is not None:
+            extents, num = task.layout.extents, task.layout.subgroup.num_elements
+            link_up_bytes += sum([extents[n].num_bytes for n, _ in task.loads])
+            link_up_bytes += sum([num * array.itemsize for array in sent])
+            link_down_bytes += sum([extents[n].num_bytes for n in task.stores])
     return RequestTasks(tasks, updates, link_down_bytes, link_up_bytes)
 
 

@@ -1,6 +1,7 @@
 """Updates that a JAX device computes: the bits of the host's, and what is refused."""
 
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,15 @@ from device_updates import CHUNKS, TX, batches, loss, open_step, params_of
 from streaming import states
 
 import jaxinf
+from jaxinf.csd import Extent
 from jaxinf.csd.host import HostCsd
+from jaxinf.engine import SubgroupLayout
 from jaxinf.errors import BudgetError, StoreError, StreamError
+from jaxinf.layout import Subgroup
 from jaxinf.plan.device_updates import UpdateRates
+from jaxinf.program import trace_update
 from jaxinf.streaming.update import assigning
-from jaxinf.streaming.update.on_device import DeviceUpdater
+from jaxinf.streaming.update.on_device import DeviceUpdater, room_bytes
 
 OPTIMIZERS = {
     "adamw": TX,
@@ -127,6 +132,43 @@ def test_the_host_goes_on_while_the_device_computes(opened, monkeypatch):
     step(batches()[0])
     step.store.wait()
     assert len(number) == 2
+
+
+def test_state_that_crosses_the_link_is_counted(opened):
+    traffic = {}
+    for every in (None, 1):
+        step = opened(every, f"every-{every}")
+        step(batches()[0])
+        step.store.wait()
+        traffic[every] = step.store.metrics.traffic
+    num_params, plain, found = 2 * 512 * 512, traffic[None], traffic[1]
+    down_bytes = found.link_down_bytes - plain.link_down_bytes
+    up_bytes = found.link_up_bytes - plain.link_up_bytes
+    assert down_bytes == 12 * num_params
+    assert up_bytes == (8 + 4 + 4) * num_params  # params from the program, or stored
+    assert found.drive_write_bytes == plain.drive_write_bytes
+
+
+def test_a_room_holds_what_its_programs_take():
+    kernel = trace_update(TX, params_of()).leaves[1].kernel
+    num = 1 << 16
+    names = ("params", "mu", "nu")
+    extents = tuple(Extent(np.dtype(np.float32), num, 0, 4 * num * n) for n in range(3))
+    layout = SubgroupLayout(Subgroup(0, 0, 0, 0, num), names, names, extents)
+    updater = DeviceUpdater(jax.devices()[0], is_host=False)
+    part, half = jax.ShapeDtypeStruct((num,), np.float32), jnp.bfloat16
+    codes = [jax.ShapeDtypeStruct((num,), dtype) for dtype in (half, np.int16)]
+    scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in kernel.scalar_dtypes]
+    for program, arguments in [
+        (updater._widen, (part, codes)),
+        (updater._program(kernel), (part, part, [part, part], scalars)),
+        (updater._add[True], (part, part)),
+        (updater._checksums, ([part, part, part],)),
+    ]:
+        memory: Any = program.lower(*arguments).compile().memory_analysis()
+        num_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        num_bytes += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+        assert 0 < num_bytes <= room_bytes([layout])
 
 
 @pytest.mark.parametrize("number", [1, 3, 4])
