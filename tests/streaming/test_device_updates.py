@@ -100,6 +100,29 @@ def test_a_device_with_memory_of_its_own_gets_and_gives_pinned_memory(
     assert ("device", "pinned_host") in ways
 
 
+def test_params_that_stay_and_parts_of_a_batch(opened):
+    options = {"tx": TX, "resident": "params", "micro_batches": 2}
+    plain = opened(None, "plain", **options)
+    losses, expected = train(plain), states(plain.store)
+    step = opened(2, "store", **options)
+    assert train(step) == losses
+    assert_same(step, expected)
+
+
+@pytest.mark.parametrize("name", ["adamw", "clipped"])
+def test_a_gradient_with_nan_is_noticed_on_the_device(opened, name):
+    found = []
+    for every in (None, 1):
+        step = opened(every, f"every-{every}", OPTIMIZERS[name], nonfinite="skip")
+        for batch in (batches()[0], np.full_like(batches()[0], np.nan), batches()[1]):
+            step(batch)
+        step.store.wait()
+        assert (step.store.step, step.num_skipped) == (2, 1)
+        found.append(step)
+    plain, step = found
+    assert_same(step, states(plain.store))
+
+
 def test_losses_are_those_of_a_run_in_memory(opened):
     step = opened(2, "store")
     memory = jaxinf.stream_in_memory(loss, TX, memory_bytes=256 << 20)
@@ -159,13 +182,14 @@ def test_a_room_holds_what_its_programs_take():
     part, half = jax.ShapeDtypeStruct((num,), np.float32), jnp.bfloat16
     codes = [jax.ShapeDtypeStruct((num,), dtype) for dtype in (half, np.int16)]
     scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in kernel.scalar_dtypes]
-    for program, arguments in [
+    programs: list[tuple[Any, tuple[Any, ...]]] = [
         (updater._widen, (part, codes)),
         (updater._program(kernel), (part, part, [part, part], scalars)),
         (updater._add[True], (part, part)),
         (updater._checksums, ([part, part, part],)),
-    ]:
-        memory: Any = program.lower(*arguments).compile().memory_analysis()
+    ]
+    for program, arguments in programs:
+        memory = program.lower(*arguments).compile().memory_analysis()
         num_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes
         num_bytes += memory.temp_size_in_bytes - memory.alias_size_in_bytes
         assert 0 < num_bytes <= room_bytes([layout])
@@ -237,7 +261,7 @@ def test_a_device_that_computes_otherwise_is_refused(opened, place, monkeypatch)
 
     def other(self, kernel, states, *arguments):
         params, mu, nu = sample(self, kernel, states, *arguments)
-        return [params, np.nextafter(mu, 0), nu]
+        return [params, mu * np.float32(1 + 2**-23), nu]
 
     monkeypatch.setattr(DeviceUpdater, "sample", other)
     with pytest.raises(StreamError, match=r"computes mu otherwise .* by up to \d"):
@@ -246,6 +270,9 @@ def test_a_device_that_computes_otherwise_is_refused(opened, place, monkeypatch)
 
 
 def test_what_the_device_cannot_compute_is_refused(opened, place):
+    coded = opened("auto", "by_rates", store={"state": "int8"})
+    coded(batches()[0])
+    assert not num_assigned(coded)
     with pytest.raises(StreamError, match=r"expected more subgroups"):
         opened(9, "nine")
     with pytest.raises(StreamError, match=r"expected more subgroups"):

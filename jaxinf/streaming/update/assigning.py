@@ -134,7 +134,7 @@ class Assigning:
         Args:
           moves: Returns what a step moves on drives.
         """
-        if self._value != "auto":
+        if self._value != "auto" or not self._planned.subgroups:
             return self._planned
         longest = max(self._layouts(), key=lambda pair: pair[0].subgroup.num_elements)
         rates = measured_rates(self._updater, *longest, _drive_s(self._store, moves()))
@@ -146,7 +146,7 @@ class Assigning:
 
     def _assigned(self, every: int) -> Assignment:
         found = assigned(self._shape, self._kernels, self._updater, every)
-        if not found.subgroups:
+        if not found.subgroups and self._value != "auto":
             raise StreamError(
                 f"device_updates={self._value!r}: expected more subgroups that the "
                 "device can compute: of 65536 params or more, with state that is not "
