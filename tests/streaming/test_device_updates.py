@@ -260,8 +260,8 @@ def test_a_device_that_computes_otherwise_is_refused(opened, place, monkeypatch)
     sample = DeviceUpdater.sample
 
     def other(self, kernel, states, *arguments):
-        params, mu, nu = sample(self, kernel, states, *arguments)
-        return [params, mu * np.float32(1 + 2**-23), nu]
+        found: Any = sample(self, kernel, states, *arguments)
+        return [found[0], found[1] * np.float32(1 + 2**-23), found[2]]
 
     monkeypatch.setattr(DeviceUpdater, "sample", other)
     with pytest.raises(StreamError, match=r"computes mu otherwise .* by up to \d"):
