@@ -46,7 +46,7 @@ __all__ = ["NUM_UNDER_WAY", "StoreSink"]
 # Gradients up to this long share a call of the engine.
 _SHORT_BYTES = 1 << 20
 
-NUM_UNDER_WAY = 3
+NUM_UNDER_WAY = 4
 """Units whose updates are under way at a time, where a device computes some."""
 
 
