@@ -22,6 +22,7 @@ from jaxinf.program import trace_update
 from jaxinf.streaming.update import assigning
 from jaxinf.streaming.update.on_device import DeviceUpdater, room_bytes
 
+SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 9)
 OPTIMIZERS = {
     "adamw": TX,
     "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
@@ -267,6 +268,9 @@ def test_a_device_that_computes_otherwise_is_refused(opened, place, monkeypatch)
     with pytest.raises(StreamError, match=r"computes mu otherwise .* by up to \d"):
         opened(2, "store")
     assert not (place / "store").exists()
+    monkeypatch.undo()
+    with pytest.raises(StreamError, match=r"computes params otherwise"):
+        opened(2, "other", optax.rmsprop(SCHEDULE, momentum=0.9))
 
 
 def test_what_the_device_cannot_compute_is_refused(opened, place):
