@@ -309,14 +309,15 @@ def test_the_choice_of_rates_is_logged_and_kept(
         return rates
 
     monkeypatch.setattr(assigning, "measured_rates", given)
+    tx = OPTIMIZERS["accumulated" if every else "adamw"]
     with caplog.at_level("INFO", "jaxinf"):
-        step = opened("auto", "store")
+        step = opened("auto", "store", tx)
     assert f"device_updates={every or None}: {reason}" in caplog.text
     assert all(0 <= seconds < 1 for seconds in found[0])
     step(batches()[0])
     assert num_assigned(step) == (8 // every if every else 0)
     step.close()
-    step = opened("auto", "store")
+    step = opened("auto", "store", tx)
     assert len(found) == 1, "it keeps to the choice of its commit"
     step(batches()[1])
     step.store.wait()

@@ -3,17 +3,24 @@
 Invariant: a device whose updates are others than the host's gets none.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from jaxinf.errors import StreamError
 from jaxinf.kernels import compiled, runner
 from jaxinf.program import Kernel
-from jaxinf.streaming.update.on_device import DeviceUpdater
 from jaxinf.typing import FLOAT32, Array
 
-__all__ = ["check_agrees"]
+__all__ = ["Sample", "check_agrees"]
+
+Sample: TypeAlias = Callable[
+    [Kernel, Sequence[Array], Array, Sequence[np.generic | Array]],
+    Sequence[Array | None],
+]
+"""Returns new states for a kernel, states, a gradient and scalars."""
 
 _NUM_ELEMENTS = 4099
 # Of the largest element: other products fused with sums, and a device's own division
@@ -21,10 +28,22 @@ _NUM_ELEMENTS = 4099
 _TOLERANCES = {4: 1e-5, 2: 2e-2}
 
 
-def check_agrees(updater: DeviceUpdater, kernel: Kernel) -> None:
+def check_agrees(
+    sample: Sample,
+    device: Any,
+    kernel: Kernel,
+    scalars: Sequence[np.generic | Array],
+    *,
+    has_bits: bool,
+) -> None:
     """Refuses a device whose update of a sample is not that of the host's kernel.
 
-    On a CPU the bits of the compiled kernel are expected.
+    Args:
+      sample: Computes it on the device.
+      device: The device, for the error.
+      kernel: The update.
+      scalars: Those of a step, or like them.
+      has_bits: Whether the bits of the compiled kernel are expected.
 
     Raises:
       StreamError: Names the state, and the largest difference.
@@ -33,8 +52,7 @@ def check_agrees(updater: DeviceUpdater, kernel: Kernel) -> None:
     normal = partial(rng.standard_normal, _NUM_ELEMENTS, FLOAT32)
     gradient, params, out = normal(), normal(), normal()
     slots = [np.abs(normal()).astype(dtype) for dtype in kernel.slot_dtypes]
-    scalars = [np.array(0.05 + rng.random(), d)[()] for d in kernel.scalar_dtypes]
-    found = updater.sample(kernel, [params, *slots], gradient, scalars)
+    found = sample(kernel, [params, *slots], gradient, scalars)
     runner(kernel)(
         gradient=gradient,
         params=params,
@@ -43,13 +61,13 @@ def check_agrees(updater: DeviceUpdater, kernel: Kernel) -> None:
         arrays=[],
         out=out,
     )
-    is_exact = updater.has_bits and compiled(kernel) is not None
+    is_exact = has_bits and compiled(kernel) is not None
     names = ("params", *kernel.slots)
     for name, one, other in zip(names, found, (params, *slots), strict=True):
         difference = 0.0 if one is None else _difference(one, other)
         if difference > (0 if is_exact else _TOLERANCES.get(other.itemsize, 0)):
             raise StreamError(
-                f"device_updates: {updater.device} computes {name} otherwise than the "
+                f"device_updates: {device} computes {name} otherwise than the "
                 f"host's kernel, by up to {difference:.2g} of its largest element; "
                 "leave device_updates out"
             )

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxinf.engine import Assignment, Store, StoreShape, SubgroupLayout, assigned
@@ -19,7 +20,6 @@ from jaxinf.streaming.move.probe import probe
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import mesh_text
-from jaxinf.streaming.update.agreeing import check_agrees
 from jaxinf.streaming.update.on_device import NUM_ROOMS, DeviceUpdater, room_bytes
 from jaxinf.streaming.update.rates import measured_rates
 from jaxinf.streaming.update.store_sink import NUM_UNDER_WAY
@@ -105,7 +105,9 @@ class Assigning:
             self._check_alone(mesh)
             self._planned = self._assigned(1 if value == "auto" else value)
             for kernel in {kernel for _, kernel in self._layouts()}:
-                check_agrees(updater, kernel)
+                if np.bool_ not in kernel.scalar_dtypes:  # else a step's own decide
+                    scalars = [np.array(0.5, d)[()] for d in kernel.scalar_dtypes]
+                    updater.check(kernel, scalars)
 
     def without(
         self, division: Division, gradient_bytes: Mapping[Piece, int]

@@ -34,6 +34,7 @@ from jaxinf.program import (
 )
 from jaxinf.program.checksums import crc32c as crc32c_on_device
 from jaxinf.streaming.program.shards import PINNED
+from jaxinf.streaming.update.agreeing import check_agrees
 from jaxinf.terminal import format_bytes
 from jaxinf.typing import FLOAT32, Array
 
@@ -92,7 +93,6 @@ class DeviceUpdater:
 
     Attributes:
       device: As given.
-      has_bits: Whether its results have the bits of the host's kernels.
     """
 
     num_at_once = NUM_ROOMS
@@ -100,7 +100,8 @@ class DeviceUpdater:
     def __init__(
         self, device: Any, *, is_host: bool, is_deterministic: bool = True
     ) -> None:
-        self.device, self.has_bits = device, device.platform == "cpu"
+        self.device = device
+        self._agreed: set[Kernel] = set()
         self._is_host = is_host
         self._on_device = SingleDeviceSharding(device)
         options = compat.deterministic_options(is_deterministic)
@@ -136,7 +137,36 @@ class DeviceUpdater:
         wants_params: bool = False,
         tells: Collection[int] = (),
     ) -> UpdateOutcome:
-        """As `Updater.update`."""
+        """As `Updater.update`; the first of a kernel is compared, see `check`."""
+        self.check(kernel, scalars)
+        return self.run(
+            csd,
+            buffer,
+            extents,
+            kernel,
+            gradient,
+            scalars,
+            out,
+            given=given,
+            wants_params=wants_params,
+            tells=tells,
+        )
+
+    def run(
+        self,
+        csd: Csd,
+        buffer: CsdBuffer,
+        extents: Sequence[Extent],
+        kernel: Kernel,
+        gradient: Array,
+        scalars: Sequence[np.generic | Array],
+        out: Array | None,
+        *,
+        given: Array | None = None,
+        wants_params: bool = False,
+        tells: Collection[int] = (),
+    ) -> UpdateOutcome:
+        """As `update`, without a comparison."""
         views = [csd.view(buffer, extent) for extent in extents]
         if given is not None:
             views[0] = given
@@ -162,6 +192,17 @@ class DeviceUpdater:
         if out is not None:
             self._fill(out, done, views[:num_params], wants_params=wants_params)
         return UpdateOutcome(done.is_finite, read)
+
+    def check(self, kernel: Kernel, scalars: Sequence[np.generic | Array]) -> None:
+        """Compares a kernel with the host's on a sample, once; see `check_agrees`.
+
+        Raises:
+          StreamError: They differ.
+        """
+        if kernel not in self._agreed:
+            bits = {"has_bits": self.device.platform == "cpu"}
+            check_agrees(self.sample, self.device, kernel, scalars, **bits)
+            self._agreed.add(kernel)
 
     def sample(
         self,
