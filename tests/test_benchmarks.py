@@ -198,6 +198,25 @@ def test_a_drive_that_cannot_be_slowed_is_an_error(tmp_path):
     assert "--drive-limit: this kernel does not slow the drive: " in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("mode", "callback", "copies"),
+    [
+        ("stream", "buffer", False),
+        pytest.param("update", "buffer", False, marks=pytest.mark.long),
+        pytest.param("update", "io", True, marks=pytest.mark.long),
+    ],
+)
+def test_a_step_copies_no_gradient_or_param(
+    mode, callback, copies, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("JAXINF_CALLBACK", callback)
+    options = ["--mode", mode, "--clip-norm", 1, "--reps", 1, "--json"]
+    found = figures(run_script("count_copies.py", "--store", tmp_path, *options))
+    assert found["needed_bytes"] == 4 * found["params"] > 0
+    assert (found["copied_bytes_of_leaves"] > found["needed_bytes"]) == copies
+    assert (found["copied_bytes_of_leaves"] == found["compiled_bytes"] == 0) != copies
+
+
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 def test_update_runs_fio(tmp_path):
     found = figures(bench_update(tmp_path, "--fio-seconds", 0.2, "--reps", 1))

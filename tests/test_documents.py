@@ -65,6 +65,7 @@ NOT_RUN = {
     "make hw": "needs Vitis",
     "make generated/": "writes into the checkout; tests/hls runs it",
     "python scripts/bench_": "time: tests/test_benchmarks.py runs them small",
+    "python scripts/count_copies.py": "time: tests/test_benchmarks.py runs it",
     "python scripts/convergence.py": "time: hours",
     "python scripts/plot_timeline.py": "needs a benchmark's file",
     "python scripts/repro_": "time: hours",

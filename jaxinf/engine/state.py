@@ -19,7 +19,7 @@ from jaxinf.engine.subgroup_arrays import gather_inputs, gather_run, rounding_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreError
 from jaxinf.io import crc32c
-from jaxinf.layout import Chunk, gather, scatter
+from jaxinf.layout import Chunk, gather, scatter, target_view
 from jaxinf.program import InitKernel
 from jaxinf.store import (
     CommitRecord,
@@ -277,13 +277,17 @@ def _read_chunks(
     state: int = 0,
     moving: Callable[[int], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Reads chunks of a state into the box `out` of the leaf."""
+    """Reads chunks of a state into the box `out` of the leaf, in place if it can be."""
 
     def visit(piece: Piece) -> None:
-        scatter(out, piece.chunk, tuple(origin), piece.start, piece.values)
+        if not np.may_share_memory(piece.values, out):
+            scatter(out, piece.chunk, tuple(origin), piece.start, piece.values)
         opened.meters.add(link_up_bytes=piece.values.nbytes)
 
-    _each_piece(opened, reader, leaf, out.dtype, chunks, visit, state, moving)
+    def into(chunk: Chunk) -> Array | None:
+        return target_view(out, chunk, tuple(origin), 0, chunk.num_elements)
+
+    _each_piece(opened, reader, leaf, out.dtype, chunks, visit, state, moving, into)
 
 
 def committed_reader(opened: OpenStore, memory_bytes: int) -> StepReader:
@@ -315,6 +319,7 @@ def _each_piece(
     visit: Callable[[Piece], None],
     state: int = 0,
     moving: Callable[[int], AbstractContextManager[None]] = nullcontext,
+    into: Callable[[Chunk], Array | None] = lambda _: None,
 ) -> None:
     """Calls `visit`, from several threads, with the pieces of a committed state.
 
@@ -327,6 +332,7 @@ def _each_piece(
       visit: called with each piece.
       state: number of the state in the leaf's record; the master params by default.
       moving: returns what surrounds the read of a chunk.
+      into: as for `StepReader.stored`, if the pieces are of the stored dtype.
     """
     record = opened.directory.manifest.leaves[leaf]
     chosen = record.states[state]
@@ -334,7 +340,7 @@ def _each_piece(
     def pieces(number: int) -> Iterator[Piece]:
         with moving(number):
             if dtype_of(chosen.dtype) == dtype:
-                yield from reader.stored(record, chosen, number)
+                yield from reader.stored(record, chosen, number, into=into)
             else:
                 yield from reader.pieces(record, chosen, [number])
 

@@ -3,8 +3,8 @@
       file ──► pieces ──► checksum ──► decoded ──► the caller
                              └─ of the whole chunk, before its last piece is returned
 
-Invariant: files are only read, through a few buffers of one piece each. No caller gets
-all of a damaged chunk.
+Invariant: files are only read, through a few buffers of one piece each, or into the
+caller's array. No caller gets all of a damaged chunk: it gets an error instead.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +26,7 @@ from jaxinf.io import (
     span,
 )
 from jaxinf.layout import (
+    PAGE_BYTES,
     SCALES_ALIGNMENT_ELEMENTS,
     Chunk,
     CodedSlot,
@@ -80,6 +81,7 @@ def stored_pieces(
     meters: ByteMeters | None = None,
     drive: str | None = None,
     what: str = "",
+    target: Array | None = None,
 ) -> Iterator[Array]:
     """Yields the first bytes of a file, piece by piece; blocks.
 
@@ -93,24 +95,32 @@ def stored_pieces(
       meters: counts the bytes read.
       drive: the drive that is busy meanwhile.
       what: names the chunk in a timeline.
+      target: uint8, of all these bytes, for those pieces that it can have in place:
+        where it starts on a page, all of whole pages.
 
     Yields:
-      uint8 arrays, each valid until the next is requested.
+      uint8 arrays, each valid until the next is requested; views of `target` for what
+      is in place.
 
     Raises:
       StoreIOError: the file is missing or too short, or the drive failed.
     """
     check_holds(file, num_bytes)
     sums = []
+    if target is not None and target.ctypes.data % PAGE_BYTES:
+        target = None
     with pool.acquire(min(piece_bytes, num_bytes)) as buffer:
         for offset in range(0, num_bytes, piece_bytes):
             length = min(piece_bytes, num_bytes - offset)
+            array = buffer.array
+            if target is not None and length % PAGE_BYTES == 0:
+                array = target[offset : offset + length]
             with span("read", what, drive=drive, num_bytes=length):
-                read_into(file, buffer.array, offset, length, meters=meters)
-            sums.append((crc32c(buffer.array[:length]), length))
+                read_into(file, array, offset, length, meters=meters)
+            sums.append((crc32c(array[:length]), length))
             if offset + length == num_bytes:
                 check(crc32c_combine(sums))
-            yield buffer.array[:length]
+            yield array[:length]
 
 
 def file_checksum(file: Path, num_bytes: int, pool: BufferPool | None = None) -> int:
@@ -225,7 +235,12 @@ class StepReader:
             yield replace(piece, values=values)
 
     def stored(
-        self, leaf: LeafRecord, state: StateRecord, number: int, per_piece: int = 0
+        self,
+        leaf: LeafRecord,
+        state: StateRecord,
+        number: int,
+        per_piece: int = 0,
+        into: Callable[[Chunk], Array | None] = lambda _: None,
     ) -> Iterator[Piece]:
         """Yields a chunk's elements as stored; blocks.
 
@@ -233,11 +248,15 @@ class StepReader:
           leaf, state: the array.
           number: number of the chunk.
           per_piece: elements of a piece; by default as many as fit into memory.
+          into: returns where the chunk's elements are wanted, of the stored dtype, 1-D
+            and contiguous, or None; pieces that fit there are read there, and are
+            views of it. After an error it holds what was read.
 
         Raises:
           StoreCorruptError, StoreIOError: as for `pieces`.
         """
         chunk = self._chunks_of(leaf, state)[number]
+        target = into(chunk)
         name = leaf.array_name(state.name)
         file = self._file(leaf, state, number)
         sums = self._sums.get(name, ())
@@ -258,6 +277,7 @@ class StepReader:
             meters=self._meters,
             drive=self._drives[self._csd(leaf, number)],
             what=name,
+            target=None if target is None else target.view(np.uint8),
         )
         start = 0
         for raw in pieces:
