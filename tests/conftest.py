@@ -86,6 +86,7 @@ SHORT_COMPILED_QUICKLY = {
 }
 # Without them, a fused step and its parts, or optax in a jit, have other bits.
 COMPILED_FULLY = {"test_compression.py", "test_migration.py", "test_optimizers.py"}
+COMPILED_FULLY.add("test_device_updates.py")
 
 
 def is_quick(item: pytest.Item) -> bool:

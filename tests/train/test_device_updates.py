@@ -1,0 +1,31 @@
+"""Updates that a JAX device computes, in the trainer."""
+
+import numpy as np
+import pytest
+
+from jaxinf.engine import updaters
+
+STREAM = ("--mode", "stream", "--memory", "256MiB", "--steps", 4)
+
+
+def test_losses_are_those_of_other_runs(run, losses, tmp_path, monkeypatch, capsys):
+    shared = ("--store", tmp_path / "shared", *STREAM, "--device-updates", 2)
+    assert run(*shared) == 1
+    assert "expected more subgroups that the device can" in capsys.readouterr().err
+    monkeypatch.setattr(updaters, "LEAST_ELEMENTS", 256)
+    assert run(*shared) == 0
+    assert run("--store", tmp_path / "plain", *STREAM) == 0
+    memory = ("--mode", "memory", "--log-dir", tmp_path / "memory-log", "--steps", 4)
+    assert run(*memory) == 0
+    found = losses(tmp_path / "shared-log")
+    assert found == losses(tmp_path / "plain-log")
+    np.testing.assert_allclose(found, losses(tmp_path / "memory-log"), rtol=1e-4)
+
+
+def test_another_mode_does_not_have_them(run, tmp_path, capsys):
+    where = ("--store", tmp_path / "store")
+    assert run(*where, "--mode", "update", "--device-updates", 2) == 2
+    assert "--device-updates: --mode update does not have it" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        run(*where, *STREAM, "--device-updates", 0)
+    assert not (tmp_path / "store").exists()
