@@ -19,11 +19,13 @@ from jaxinf_models.losses import task_loss
 from zoo import ZOO, Program
 
 import jaxinf
+from jaxinf.kernels.standard import standard_kernels
 from jaxinf.streaming import bound
 from jaxinf.streaming.plan import device as planned_device
 from jaxinf.streaming.plan.plan import prepare, prepare_function
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.run import compile_plan, compiled_bytes
+from jaxinf.streaming.update.on_device import UpdatePrograms
 from jaxinf.streaming.update.optax_sink import PlainOptax
 
 every = pytest.mark.every
@@ -169,6 +171,28 @@ def test_an_update_in_memory(note, device):
     check_built(built, device)
     num_leaves = len(jax.tree.leaves(params))
     assert [one.donated[0] for one in built] == [3 * num_leaves + 1, num_leaves]
+
+
+@pytest.mark.parametrize("device", DEVICES + OTHERS)
+def test_updates_on_the_device(note, device):
+    """State takes the memory of the old one, and params that are not split."""
+    target, programs = Target(device), UpdatePrograms()
+    kernel = standard_kernels()["adamw"]
+    wide = of_shape(1 << 20, dtype=jnp.float32)
+    halves = tuple(of_shape(1 << 20, dtype=d) for d in (jnp.bfloat16, jnp.int16))
+    scalars = [of_shape(dtype=dtype) for dtype in kernel.scalar_dtypes]
+    with compiling_for(target) as built, jax.default_device(target.devices[0]):
+        for params in ((wide,), halves):
+            programs.widen.lower(wide, params).compile()
+            programs.add[len(params) > 1].lower(wide, wide).compile()
+        programs.update(kernel).lower(wide, wide, [wide, wide], scalars).compile()
+        if device != "v5e":  # the host computes them
+            programs.checksums.lower([wide, *halves]).compile()
+    note("adamw on the device", device, built)
+    check_built(built, device)
+    assert [one.donated[0] for one in built][:5] == [0, 1, 0, 0, 2]
+    room = 2 * 12 + 24  # bytes a param, as `room_bytes`
+    assert all(taken_bytes(one.memory) <= room << 20 for one in built)
 
 
 @pytest.mark.parametrize("device", DEVICES)

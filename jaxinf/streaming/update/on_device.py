@@ -38,7 +38,7 @@ from jaxinf.streaming.update.agreeing import check_agrees
 from jaxinf.terminal import format_bytes
 from jaxinf.typing import FLOAT32, Array
 
-__all__ = ["NUM_ROOMS", "DeviceUpdater", "room_bytes"]
+__all__ = ["NUM_ROOMS", "DeviceUpdater", "UpdatePrograms", "room_bytes"]
 
 NUM_ROOMS = 3
 """Subgroups on the device: one goes up, one is updated, one comes down."""
@@ -83,6 +83,41 @@ class _Done(NamedTuple):
     read: Mapping[int, int]
 
 
+class UpdatePrograms:
+    """The programs of updates, jitted; each is compiled for the arrays that it gets.
+
+    What comes before and after a kernel has programs of its own: in one with the kernel
+    XLA chooses other products to fuse with sums.
+
+    Args:
+      is_deterministic: Whether they have the same bits in each run.
+
+    Attributes:
+      widen: ``(gradient, params)`` to both in float32, and whether the gradient is
+        finite. Params are those of the store, one or two arrays, or none.
+      add: ``(params, update)``, float32, to new params as the store has them: in
+        float32, or split. The first may overwrite its params.
+      checksums: Arrays to their CRC-32C.
+    """
+
+    def __init__(self, *, is_deterministic: bool = True) -> None:
+        options = compat.deterministic_options(is_deterministic)
+        self._jit = partial(jax.jit, compiler_options=options)
+        self._guard = threading.Lock()
+        self._kernels: dict[Kernel, Any] = {}
+        self.widen = self._jit(_widen)
+        self.checksums = self._jit(_checksums)
+        self.add = (self._jit(_add, donate_argnums=(0,)), self._jit(_add_split))
+
+    def update(self, kernel: Kernel) -> Any:
+        """Returns `kernel_function` of a kernel; it may overwrite slots."""
+        with self._guard:
+            if kernel not in self._kernels:
+                program = partial(kernel_function, kernel)
+                self._kernels[kernel] = self._jit(program, donate_argnums=(2,))
+            return self._kernels[kernel]
+
+
 class DeviceUpdater:
     """See `jaxinf.engine.Updater`.
 
@@ -104,18 +139,7 @@ class DeviceUpdater:
         self._agreed: set[Kernel] = set()
         self._is_host = is_host
         self._on_device = SingleDeviceSharding(device)
-        options = compat.deterministic_options(is_deterministic)
-        self._jit = partial(jax.jit, compiler_options=options)
-        self._guard = threading.Lock()
-        self._programs: dict[Kernel, Any] = {}
-        # What comes before and after has programs of its own: in one with the kernel
-        # XLA chooses other products to fuse with sums.
-        self._widen = self._jit(_widen)
-        self._checksums = self._jit(_checksums)
-        self._add = [
-            self._jit(partial(_add, is_split=is_split), donate_argnums=(0,))
-            for is_split in (False, True)
-        ]
+        self._programs = UpdatePrograms(is_deterministic=is_deterministic)
 
     def takes(self, extents: Sequence[Extent], kernel: Kernel) -> bool:
         """Exact forms of state only: others are rounded as the host's kernels do."""
@@ -244,14 +268,15 @@ class DeviceUpdater:
         sums = self._sums([held[n] for n in told])
         del held
         params = tuple(own for own in states[:num_params] if own is not None)
-        wide, master, is_finite = self._widen(gradients.pop(), params)
+        wide, master, is_finite = self._programs.widen(gradients.pop(), params)
         slots = states[num_params:]
         del states, params
-        update, new_slots, _ = self._program(kernel)(wide, master, slots, list(scalars))
+        compute = self._programs.update(kernel)
+        update, new_slots, _ = compute(wide, master, slots, list(scalars))
         del slots, wide
         new = [None] * num_params
         if update is not None:
-            new = self._add[num_params > 1](master, update)
+            new = self._programs.add[num_params > 1](master, update)
         del master
         changed = [array for array in (*new, *new_slots) if array is not None]
         new_sums = self._sums(changed)
@@ -289,18 +314,14 @@ class DeviceUpdater:
         else:
             out[...] = newest[0]
 
-    def _program(self, kernel: Kernel) -> Any:
-        with self._guard:
-            if kernel not in self._programs:
-                program = partial(kernel_function, kernel)
-                self._programs[kernel] = self._jit(program, donate_argnums=(2,))
-            return self._programs[kernel]
-
     def _sums(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
-        """Starts checksums of arrays; a CPU has an instruction for them."""
-        if self._is_host or not arrays:
+        """Starts checksums of arrays; None for those that the host computes.
+
+        A CPU has an instruction for them, and on a TPU they take 128 times the memory.
+        """
+        if self._is_host or self.device.platform == "tpu" or not arrays:
             return None
-        return self._checksums(list(arrays))
+        return self._programs.checksums(list(arrays))
 
     def _up(self, arrays: Sequence[Array]) -> list[jax.Array]:
         if self._is_host:  # an array in the buffer would change with it
@@ -333,9 +354,9 @@ def _numbers(sums: jax.Array | None) -> list[int]:
     return [] if sums is None else np.asarray(sums).tolist()
 
 
-def _add(
-    master: jax.Array, update: jax.Array, *, is_split: bool
-) -> tuple[jax.Array, ...]:
-    """Returns the new params in the form of the store."""
-    new = master + update
-    return split_params(new) if is_split else (new,)
+def _add(master: jax.Array, update: jax.Array) -> tuple[jax.Array]:
+    return (master + update,)
+
+
+def _add_split(master: jax.Array, update: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return split_params(master + update)
