@@ -20,7 +20,11 @@ from jaxinf.layout import Subgroup
 from jaxinf.plan.device_updates import UpdateRates
 from jaxinf.program import trace_update
 from jaxinf.streaming.update import assigning
-from jaxinf.streaming.update.on_device import DeviceUpdater, room_bytes
+from jaxinf.streaming.update.on_device import (
+    DeviceUpdater,
+    UpdatePrograms,
+    room_bytes,
+)
 
 SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 9)
 OPTIMIZERS = {
@@ -179,15 +183,15 @@ def test_a_room_holds_what_its_programs_take():
     names = ("params", "mu", "nu")
     extents = tuple(Extent(np.dtype(np.float32), num, 0, 4 * num * n) for n in range(3))
     layout = SubgroupLayout(Subgroup(0, 0, 0, 0, num), names, names, extents)
-    updater = DeviceUpdater(jax.devices()[0], is_host=False)
+    updates = UpdatePrograms()
     part, half = jax.ShapeDtypeStruct((num,), np.float32), jnp.bfloat16
     codes = [jax.ShapeDtypeStruct((num,), dtype) for dtype in (half, np.int16)]
     scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in kernel.scalar_dtypes]
     programs: list[tuple[Any, tuple[Any, ...]]] = [
-        (updater._widen, (part, codes)),
-        (updater._program(kernel), (part, part, [part, part], scalars)),
-        (updater._add[True], (part, part)),
-        (updater._checksums, ([part, part, part],)),
+        (updates.widen, (part, codes)),
+        (updates.update(kernel), (part, part, [part, part], scalars)),
+        (updates.add[True], (part, part)),
+        (updates.checksums, ([part, part, part],)),
     ]
     for program, arguments in programs:
         memory = program.lower(*arguments).compile().memory_analysis()
