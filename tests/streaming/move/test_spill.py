@@ -7,7 +7,7 @@ import pytest
 
 from jaxinf.io.pages import page_ceil
 from jaxinf.schedule.placement import waiting
-from jaxinf.streaming.move.scratch import Scratch
+from jaxinf.streaming.move.scratch import Folder, Scratch
 from jaxinf.streaming.move.spill import Spill, file_bytes
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.streaming.program.graph import Piece
@@ -71,9 +71,9 @@ def test_a_pass_that_is_given_up_leaves_nothing(spill):
 
 
 def test_gradients_go_to_drives_by_their_shares(tmp_path, monkeypatch):
-    folders = {tmp_path / "a": 3.0, tmp_path / "b": 1.0}
+    folders = [Folder(tmp_path / "a", 3.0), Folder(tmp_path / "b", 1.0)]
     for folder in folders:
-        folder.mkdir()
+        folder.path.mkdir()
     written = Counter()
     real = Scratch.write
 
