@@ -127,7 +127,7 @@ class RunOptions:
     dry_run: bool = False
 
     # Predict times, too: a file that "jaxinf doctor --machine FILE" wrote, or a machine
-    # of the package: a100-x4, h100-x4, smartssd-server, workstation.
+    # of the package: a100-x4, h100-x4, smartssd-server, vm-2-cores, workstation.
     machine: Annotated[str | None, _shown("{FILE,NAME}", "none: no times")] = None
 
     # Record what each thread, drive and JAX device does in steps FIRST to LAST, by

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinf.plan import MACHINES, MachineError, Rate, read_machine, write_machine
 
-NAMES = {"a100-x4", "h100-x4", "smartssd-server", "workstation"}
+NAMES = {"a100-x4", "h100-x4", "smartssd-server", "vm-2-cores", "workstation"}
 
 
 def document(name="workstation"):
