@@ -329,17 +329,21 @@ class _WholeStep(PlannedStep):
     @property
     def used_bytes(self) -> int:
         """As `PlannedStep.used_bytes`."""
-        config, held = self._config, self.sizes.memory_bytes
+        config, held, buffers = self._config, self.sizes.memory_bytes, 0
         leaves = jax.tree.leaves(abstract_params(config.model_config)[1])
         if config.mode == "update":
             state = sum(one.memory_bytes for one in self._updates)
-            held += min(config.buffer_bytes, state) - config.buffer_bytes
+            buffers = min(config.buffer_bytes, state)
+            held -= config.buffer_bytes
             if not config.clip_norm:  # a gradient lives until its update
                 held -= 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-        if self._compiled is None:
-            return held
-        memory = self._compiled.memory_analysis()
-        return held + memory.temp_size_in_bytes
+        if self._compiled is not None:
+            memory = self._compiled.memory_analysis()
+            program = memory.argument_size_in_bytes + memory.output_size_in_bytes
+            program += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+            # In memory it is the whole step; else updates come after it.
+            held = program if config.mode == "memory" else max(held, program)
+        return held + buffers
 
     def _measured(self) -> tuple[Any, Any]:
         config = self._config

@@ -213,6 +213,16 @@ def test_the_process_counts_where_its_memory_is_known(planned, machine):
     assert 1e9 < forecast["peak_bytes"] < 1.1e9
 
 
+def test_arrays_of_a_measured_program_count_once(planned, machine):
+    known = {mode: of(1e9) for mode in ("memory", "update", "stream")}
+    write_machine(machine, dataclasses.replace(read_machine(machine), process=known))
+    for mode in ("memory", "update"):
+        words = ("--machine", machine, "--mode", mode, "--batch-size", 1)
+        counted, found = planned(*words), planned(*words, "--measure")
+        peak_bytes = found["forecast"]["peak_bytes"]
+        assert 1e9 < peak_bytes <= counted["forecast"]["peak_bytes"]
+
+
 def test_without_a_machine_times_are_unknown(planned, run, tmp_path, capsys):
     assert set(planned()) == {"sizes"}
     assert run("--store", tmp_path / "store", "--dry-run") == 0
