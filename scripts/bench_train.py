@@ -34,7 +34,7 @@ from jaxinf_models import GPT2, PRESETS, abstract_params, split
 
 import jaxinf
 from jaxinf.io import ByteCounts, timeline
-from jaxinf.train.step import TrainStep, compile_train_step
+from jaxinf.train.step import compile_train_step
 
 IDLE_S = 1.0
 
@@ -59,7 +59,7 @@ class Trainer:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         example = batch(arguments, 0)
-        self._step: TrainStep = compile_train_step(
+        self.compiled: Any = compile_train_step(
             *(graphdef, tx, boundaries, self.params, self.state, example),
             is_clipped=arguments.clip_norm > 0,
         )
@@ -74,7 +74,7 @@ class Trainer:
         """Runs and times one step."""
         began = time.perf_counter()
         self.params, self.state, (loss, _) = jax.block_until_ready(
-            self._step(self.params, self.state, data)
+            self.compiled(self.params, self.state, data)
         )
         self.seconds.append(time.perf_counter() - began)
         self.losses.append(float(loss))

@@ -138,7 +138,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         tx = jaxinf.smart_update(optimizer(arguments.clip_norm), store)
         trainer = Trainer(arguments, tx)
         step = trainer.step
-        text = trainer._step.as_text()  # type: ignore[attr-defined]
+        text = trainer.compiled.as_text()
         compiled = compiled_copies(text, sizes)
     for number in range(2):
         step(batch(arguments, number))

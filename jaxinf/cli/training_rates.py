@@ -40,7 +40,7 @@ _TINY = {
 _SMALLEST = replace(
     PRESETS["nano"], num_positions=8, num_layers=6, num_heads=1, num_features=32
 )
-"""The same."""
+"""The model of `_TINY`, as `jaxinf_models` has it."""
 
 _MODES = {
     "memory": (),

@@ -105,6 +105,7 @@ class SubgroupUpdate:
             )
         else:
             assert isinstance(gradient, np.ndarray), "those that are sent in part stay"
+            self.updater.check(self.kernel, request.inputs.scalars)
             outcome = self.updater.update(
                 csd,
                 buffer,

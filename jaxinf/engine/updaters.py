@@ -37,6 +37,14 @@ class Updater(Protocol):
         """Whether it can compute a kernel on states of this form."""
         ...
 
+    def check(self, kernel: Kernel, scalars: Sequence[np.generic | Array]) -> None:
+        """Compares a kernel with the host's on a sample, once; before its updates.
+
+        Raises:
+          JaxinfError: they differ, and nothing was updated.
+        """
+        ...
+
     def update(
         self,
         csd: Csd,

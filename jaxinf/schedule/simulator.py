@@ -18,7 +18,16 @@ from jaxinf.schedule.clock import Clock
 from jaxinf.schedule.moves import Kind, Moves, Tensor
 from jaxinf.schedule.placement import Eviction
 
-__all__ = ["Beside", "Event", "Moving", "Trip", "Trips", "run_calls", "simulate"]
+__all__ = [
+    "Beside",
+    "Event",
+    "Moving",
+    "Trip",
+    "Trips",
+    "nothing",
+    "run_calls",
+    "simulate",
+]
 
 Event: TypeAlias = Callable[[], object]
 """What happens at the end of a task."""
@@ -234,7 +243,7 @@ class Moving:
             return
         *others, last = sorted(self._drives, key=self._clock.free_s)
         for drive in others:
-            self._clock.start(drive, seconds, _nothing)
+            self._clock.start(drive, seconds, nothing)
         self._clock.start(last, seconds, ended)
 
     def allocate(self, tensor: _Tensor) -> Any:
@@ -245,8 +254,8 @@ class Moving:
         """As `Executor.free_memory`."""
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """An event that changes nothing."""
 
 
 def _tensor(key: int, one: Trip, moved: Trips) -> _Tensor:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 from jaxinf.schedule.clock import Clock
-from jaxinf.schedule.simulator import Event, Moving, Trips, run_calls
+from jaxinf.schedule.simulator import Event, Moving, Trips, nothing, run_calls
 
 __all__ = ["HOST", "PROCESSOR", "StepTime", "StepWork", "Update", "drive_name"]
 
@@ -112,7 +112,7 @@ class StepWork:
         """Simulates a step; returns when the next one can begin."""
 
         def run(ready_s: float, seconds: float) -> float:
-            return seconds + clock.start(PROCESSOR, seconds, _nothing, ready_s)
+            return seconds + clock.start(PROCESSOR, seconds, nothing, ready_s)
 
         state.begin()
         clock.run_until(begin_s)
@@ -127,10 +127,6 @@ class StepWork:
             beside += [state] if is_last else []
             at_s = run_calls(self.call_s, beside, run, at_s)
         return state.ended(joins=self.joins)
-
-
-def _nothing() -> None:
-    pass
 
 
 class _State:

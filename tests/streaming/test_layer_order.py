@@ -296,7 +296,8 @@ def test_an_order_is_chosen_that_moves_fewer_bytes(streamed):
         assert resumed.plan.cuts == made[0].plan.cuts
 
 
-def test_parts_come_one_after_another_where_layers_do_not_fit(open_store):
+def with_many_parts(open_store, **options):
+    """A step of 32 parts, whose values do not fit all at once; and its program."""
     program = tied(width=64, depth=6, rows=4096)
     step = jaxinf.stream(
         program.loss,
@@ -305,7 +306,13 @@ def test_parts_come_one_after_another_where_layers_do_not_fit(open_store):
         memory_bytes="20MiB",
         has_aux=True,
         micro_batches=32,
+        **options,
     )
+    return step, program
+
+
+def test_parts_come_one_after_another_where_layers_do_not_fit(open_store):
+    step, program = with_many_parts(open_store)
     step.load(program.params, batch=program.batch)
     assert IN_LAYERS not in str(step.plan)
     step.close()
@@ -337,16 +344,7 @@ def test_an_order_without_effect_is_refused(options, message, open_store):
 
 
 def test_too_little_memory_says_how_many_parts_would_fit(open_store):
-    program = tied(width=64, depth=6, rows=4096)
-    step = jaxinf.stream(
-        program.loss,
-        ADAM,
-        open_store(**CHUNKS),
-        memory_bytes="20MiB",
-        has_aux=True,
-        micro_batches=32,
-        order="layers",
-    )
+    step, program = with_many_parts(open_store, order="layers")
     with pytest.raises(BudgetError, match=r"memory_bytes: .* parts of this size would"):
         step.load(program.params, batch=program.batch)
     assert not step.store.exists

@@ -161,36 +161,7 @@ class DeviceUpdater:
         wants_params: bool = False,
         tells: Collection[int] = (),
     ) -> UpdateOutcome:
-        """As `Updater.update`; the first of a kernel is compared, see `check`."""
-        self.check(kernel, scalars)
-        return self.run(
-            csd,
-            buffer,
-            extents,
-            kernel,
-            gradient,
-            scalars,
-            out,
-            given=given,
-            wants_params=wants_params,
-            tells=tells,
-        )
-
-    def run(
-        self,
-        csd: Csd,
-        buffer: CsdBuffer,
-        extents: Sequence[Extent],
-        kernel: Kernel,
-        gradient: Array,
-        scalars: Sequence[np.generic | Array],
-        out: Array | None,
-        *,
-        given: Array | None = None,
-        wants_params: bool = False,
-        tells: Collection[int] = (),
-    ) -> UpdateOutcome:
-        """As `update`, without a comparison."""
+        """As `Updater.update`."""
         views = [csd.view(buffer, extent) for extent in extents]
         if given is not None:
             views[0] = given
@@ -218,7 +189,7 @@ class DeviceUpdater:
         return UpdateOutcome(done.is_finite, read)
 
     def check(self, kernel: Kernel, scalars: Sequence[np.generic | Array]) -> None:
-        """Compares a kernel with the host's on a sample, once; see `check_agrees`.
+        """As `Updater.check`; see `check_agrees`.
 
         Raises:
           StreamError: They differ.

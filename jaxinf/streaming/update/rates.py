@@ -114,7 +114,7 @@ class _Runs:
     def on_device(self, updater: DeviceUpdater, number: int) -> None:
         """Updates one on the device, and computes the checksums to write it with."""
         buffer = self._buffers[number]
-        updater.run(
+        updater.update(
             self._csd,
             buffer,
             self._extents,
