@@ -146,6 +146,7 @@ def bench_peers(directory, *arguments):
     return run_script("bench_peers.py", *common, *arguments)
 
 
+@pytest.mark.long
 def test_peers_run_in_turns(tmp_path):
     found = figures(bench_peers(tmp_path, "update", "--json"))
     ours, eights, memory = (found[n] for n in ("jaxinf", "jaxinf, int8", MEMORY))
@@ -198,6 +199,7 @@ def test_a_drive_that_cannot_be_slowed_is_an_error(tmp_path):
     assert "--drive-limit: this kernel does not slow the drive: " in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "callback", "copies"),
     [

@@ -146,6 +146,7 @@ print("trained")
 """
 
 
+@pytest.mark.long
 def test_without_buffer_callback_gradients_come_with_copies(run_python, place):
     assert run_python(WITHOUT, place / "store").stdout == "trained\n"
     refused = run_python(

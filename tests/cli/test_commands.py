@@ -193,9 +193,10 @@ def test_rebalance_by_speed(make_store, tmp_path, run, monkeypatch):
     assert " 0 chunks" not in result.out
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "message"),
-    [
+def test_shares_that_are_none(make_store, tmp_path, run):
+    (tmp_path / "one").mkdir()
+    store = make_store()
+    for words, status, message in (
         (["--by-speed"], 2, "expected a store on several CSD roots, found 0"),
         (
             ["--csd-root", "one", "--share", "1", "--by-speed"],
@@ -211,12 +212,8 @@ def test_rebalance_by_speed(make_store, tmp_path, run, monkeypatch):
         (["--csd-root", "one", "--share", "nan"], 1, "above 0, .* found nan"),
         (["--csd-root", "one", "--share", "inf"], 1, "above 0, .* found inf"),
         (["--csd-root", "none", "--share", "1"], 1, "expected a directory"),
-    ],
-)
-def test_shares_that_are_none(make_store, tmp_path, run, words, status, message):
-    (tmp_path / "one").mkdir()
-    store = make_store()
-    words = [tmp_path / word if word in ("one", "none") else word for word in words]
-    result = run("store", "rebalance", store.path, *words)
-    assert result.status == status
-    assert re.search(message, result.err)
+    ):
+        words = [tmp_path / word if word in ("one", "none") else word for word in words]
+        result = run("store", "rebalance", store.path, *words)
+        assert result.status == status
+        assert re.search(message, result.err)

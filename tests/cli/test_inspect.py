@@ -184,6 +184,7 @@ def _on_terminal(words, width):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode()).replace("\r", "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_csds", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_one_step_beside_a_running_writer(tmp_path, num_csds, start_writer, run_json):
     csds = [tmp_path / f"csd{i}" for i in range(num_csds)]

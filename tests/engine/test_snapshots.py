@@ -14,6 +14,7 @@ from jaxinf.store import CommitRecord, open_array, snapshot
 NUM_SNAPSHOTS = 50
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_csds", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_each_is_one_step_of_a_run(place, num_csds):
     """All elements of a state are equal, and differ from step to step."""

@@ -33,6 +33,7 @@ def test_stock_safetensors_reads_it(make_step, place, check_bits, num_csds):
     assert commit.to_json() == step.commit.to_json()
 
 
+@pytest.mark.long
 def test_several_files_and_their_index(make_step, place, check_bits):
     leaves = {(f"h{i}",): ((300, 300), (1, 1)) for i in range(8)}
     step, arrays = make_step(leaves=leaves)

@@ -30,6 +30,7 @@ def test_the_bits_of_jitted_optax(open_store, durability):
     same(store.params(like=found), found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("most", "use_grad_mean"),
     [

@@ -73,6 +73,7 @@ KILLED = Path(__file__).with_name("killed_public_style.py")
 NOT_KILLED = {*STYLES} - {"lm1b", "big_vision", "seq2seq", "equinox_rnn", "purejaxrl"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "style", family(STYLES, short=["purejaxrl"], beyond=NOT_KILLED)
 )

@@ -65,7 +65,9 @@ def assert_same(step, expected):
         np.testing.assert_array_equal(one, other, err_msg=str(name))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_stores_bits_are_those_of_the_host(opened, name, dtype):
     plain = opened(None, "plain", OPTIMIZERS[name], dtype)

@@ -289,9 +289,13 @@ def assert_same_params(step, other):
     ("tier", "options"),
     [
         ("host", {}),
-        ("drives", {}),
         ("drives", {"resident": "params"}),
-        ("drives", {"micro_batches": 2, "order": "parts", "policy": "plan"}),
+        pytest.param("drives", {}, marks=pytest.mark.long),
+        pytest.param(
+            "drives",
+            {"micro_batches": 2, "order": "parts", "policy": "plan"},
+            marks=pytest.mark.long,
+        ),
         pytest.param("host", {"resident": "params"}, marks=pytest.mark.long),
         pytest.param(
             "host",
@@ -323,7 +327,7 @@ def test_training_is_that_of_keep(open_store, tier, options):
     ("policy", "tier"),
     [
         ("offload", "drives"),
-        ("plan", "host"),
+        pytest.param("plan", "host", marks=pytest.mark.long),
         pytest.param("offload", "host", marks=pytest.mark.long),
         pytest.param("plan", "drives", marks=pytest.mark.long),
     ],

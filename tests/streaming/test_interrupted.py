@@ -369,7 +369,7 @@ EVERY = int(os.environ.get("JAXINF_INTERRUPTS", "100"))
 @pytest.mark.parametrize(
     ("every", "what", "policy", "parts", "again"),
     [
-        (240, "store", "recompute", 4, "again"),
+        (720, "store", "recompute", 4, "again"),
         *(
             pytest.param(
                 EVERY, *case, marks=pytest.mark.long if case in PAIRS else BEYOND

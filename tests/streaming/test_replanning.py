@@ -165,6 +165,7 @@ def test_a_plan_is_printed(open_store):
     assert "by rules: keep" in text
 
 
+@pytest.mark.long
 def test_without_a_store(place):
     found = []
     for policy, memory_bytes in (("keep", 64 << 20), ("plan", 18 << 20)):
@@ -199,9 +200,8 @@ def stored_bytes(calls):
     return sum(calls.stored_bytes(s, one.needed) for s, one in calls.evictions.items())
 
 
-@pytest.mark.parametrize(
-    "with_store", [True, pytest.param(False, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("with_store", [True, False])
+@pytest.mark.long
 def test_values_in_fewer_bits(open_store, place, with_store):
     """In a budget that neither keeping nor recomputing everything fits."""
     losses, gradients, written = {}, {}, {}

@@ -8,6 +8,7 @@ from jaxinf.engine import updaters
 STREAM = ("--mode", "stream", "--memory", "256MiB", "--steps", 4)
 
 
+@pytest.mark.long
 def test_losses_are_those_of_other_runs(run, losses, tmp_path, monkeypatch, capsys):
     shared = ("--store", tmp_path / "shared", *STREAM, "--device-updates", 2)
     assert run(*shared) == 1

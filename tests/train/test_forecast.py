@@ -170,7 +170,10 @@ def test_a_streamed_run_reads_its_params_twice(planned):
             ("--memory", "64MiB", "--resident", "params", "--micro-batches", 2),
             marks=pytest.mark.long,
         ),
-        ("--memory", "64MiB", "--policy", "offload", "--state", "bf16"),
+        pytest.param(
+            ("--memory", "64MiB", "--policy", "offload", "--state", "bf16"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_bytes_of_a_streamed_step_are_those_of_the_run(

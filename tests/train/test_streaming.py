@@ -108,6 +108,7 @@ def test_programs_are_compiled_for_the_same_bits(
     assert asked == {is_wanted}
 
 
+@pytest.mark.long
 def test_micro_batches_have_the_losses_of_the_whole(
     run, losses, uninterrupted, tmp_path
 ):
