@@ -1,10 +1,12 @@
 // CRC-32C of several arrays, block by block.
 //
-// If the processor multiplies polynomials in 512-bit lanes (VPCLMULQDQ), all bytes so far
-// are folded onto their last 256, which then have the same remainder, and in the end onto
-// the last 16. The instruction crc32 gives the checksum of these:
+// If the processor multiplies polynomials, all bytes so far are folded onto their last
+// 256, which then have the same remainder, and in the end onto the last 16. The
+// instruction crc32 gives the checksum of these:
 //
-//   |A|B|C|D|E|F|G|H|…    A x^2048 + E,  B x^2048 + F,  …     4 lanes of 64 bytes
+//   |A|B|C|D|E|F|G|H|…    A x^2048 + E,  B x^2048 + F,  …
+//
+// Registers of 64 and 32 bytes (VPCLMULQDQ) or of 16 (PCLMULQDQ) leave the same bytes.
 //
 // On other processors an instruction of x86-64 or aarch64 takes all bytes. It needs three
 // cycles for eight bytes, and another one can begin in each cycle: three arrays side by
@@ -129,71 +131,70 @@ struct Shift {
   static constexpr long long second = remainder_of_power(8 * bytes - 33);
 };
 
-#define JAXINF_FOLDS \
-  __attribute__((target("avx512f,avx512vl,avx512dq,pclmul,vpclmulqdq,sse4.2,crc32")))
-
 constexpr long fold_bytes = 256;
 
-inline const bool has_folds = [] {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("vpclmulqdq") &&
-         __builtin_cpu_supports("pclmul");
-}();
+// Folds whole multiples of `fold_bytes`, at least one.
+using Fold = void(Sum& sum, const std::uint8_t* data, long num_bytes);
 
-template <int bytes>
-JAXINF_FOLDS inline __m512i moved_onto(__m512i lanes, __m512i onto) {
-  using By = Shift<bytes>;
-  const __m512i by = _mm512_broadcast_i64x2(_mm_set_epi64x(By::second, By::first));
-  const __m512i first = _mm512_clmulepi64_epi128(lanes, by, 0x00);
-  const __m512i second = _mm512_clmulepi64_epi128(lanes, by, 0x11);
-  return _mm512_ternarylogic_epi64(first, second, onto, 0x96);  // all three, xor
-}
-
-template <int bytes>
-JAXINF_FOLDS inline __m128i moved_onto(__m128i half, __m128i onto) {
-  using By = Shift<bytes>;
-  const __m128i by = _mm_set_epi64x(By::second, By::first);
-  const __m128i first = _mm_clmulepi64_si128(half, by, 0x00);
-  const __m128i second = _mm_clmulepi64_si128(half, by, 0x11);
-  return _mm_ternarylogic_epi64(first, second, onto, 0x96);
-}
-
-// Whole multiples of `fold_bytes`, at least one.
-JAXINF_FOLDS inline void fold(Sum& sum, const std::uint8_t* data, long num_bytes) {
-  const auto load = [](const std::uint8_t* from) JAXINF_FOLDS {
-    return _mm512_loadu_si512((const void*)from);
-  };
-  __m512i lanes[4];
-  long at = 0;
-  if (sum.is_folded) {
-    for (int k = 0; k < 4; ++k) lanes[k] = load(sum.lanes + 64 * k);
-  } else {
-    for (int k = 0; k < 4; ++k) lanes[k] = load(data + 64 * k);
-    const __m128i begin = _mm_cvtsi32_si128((int)sum.sum);
-    lanes[0] = _mm512_xor_si512(lanes[0], _mm512_zextsi128_si512(begin));
-    at = fold_bytes;
+// A function `name` for registers V of a processor with `features`. It takes 4 or 8 of
+// them at a time, so that each product has come when the next one needs it.
+#define JAXINF_FOLD(name, V, features, num_at_a_time, load, store, multiply, spread) \
+  __attribute__((target(features))) inline void name(Sum& sum, const std::uint8_t* data, \
+                                                      long num_bytes) { \
+    using By = Shift<fold_bytes>; \
+    const V by = spread(_mm_set_epi64x(By::second, By::first)); \
+    const long begin = sum.is_folded ? 0 : fold_bytes; \
+    if (begin) { \
+      std::memcpy(sum.lanes, data, fold_bytes); \
+      for (int k = 0; k < 4; ++k) sum.lanes[k] ^= (std::uint8_t)(sum.sum >> 8 * k); \
+      sum.is_folded = true; \
+    } \
+    constexpr long width = (num_at_a_time) * (long)sizeof(V); \
+    for (long part = 0; part < fold_bytes; part += width) { \
+      V lanes[num_at_a_time]; \
+      for (int k = 0; k < (num_at_a_time); ++k) \
+        lanes[k] = load((const V*)(sum.lanes + part) + k); \
+      for (long at = begin + part; at < num_bytes; at += fold_bytes) \
+        _Pragma("GCC unroll 8") for (int k = 0; k < (num_at_a_time); ++k) lanes[k] = \
+            multiply(lanes[k], by, 0x00) ^ multiply(lanes[k], by, 0x11) ^ \
+            load((const V*)(data + at) + k); \
+      for (int k = 0; k < (num_at_a_time); ++k) \
+        store((V*)(sum.lanes + part) + k, lanes[k]); \
+    } \
   }
-  for (; at < num_bytes; at += fold_bytes)
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) {
-      lanes[k] = moved_onto<fold_bytes>(lanes[k], load(data + at + 64 * k));
-    }
-  for (int k = 0; k < 4; ++k) _mm512_store_si512(sum.lanes + 64 * k, lanes[k]);
-  sum.is_folded = true;
-}
+JAXINF_FOLD(fold_by_64, __m512i, "avx512f,vpclmulqdq", 4, _mm512_loadu_si512,
+            _mm512_storeu_si512, _mm512_clmulepi64_epi128, _mm512_broadcast_i32x4)
+JAXINF_FOLD(fold_by_32, __m256i, "avx2,vpclmulqdq", 8, _mm256_loadu_si256,
+            _mm256_storeu_si256, _mm256_clmulepi64_epi128, _mm256_broadcastsi128_si256)
+JAXINF_FOLD(fold_by_16, __m128i, "sse4.2,pclmul", 8, _mm_loadu_si128, _mm_storeu_si128,
+            _mm_clmulepi64_si128, )
+#undef JAXINF_FOLD
 
-JAXINF_FOLDS inline void unfold(Sum& sum) {
-  __m512i lanes[4];
-  for (int k = 0; k < 4; ++k) lanes[k] = _mm512_load_si512(sum.lanes + 64 * k);
-  const __m512i second = moved_onto<64>(lanes[0], lanes[1]);
-  const __m512i last = moved_onto<64>(lanes[2], lanes[3]);
-  const __m512i all = moved_onto<128>(second, last);
-  const __m128i ahead = moved_onto<16>(_mm512_extracti64x2_epi64(all, 0),
-                                       _mm512_extracti64x2_epi64(all, 1));
-  const __m128i behind = moved_onto<16>(_mm512_extracti64x2_epi64(all, 2),
-                                        _mm512_extracti64x2_epi64(all, 3));
-  const __m128i left = moved_onto<32>(ahead, behind);
+// Those of this processor, best first, then null.
+struct Folds {
+  Fold* of[4] = {};
+  Fold* faster_than_three = nullptr;  // arrays of a length side by side
+
+  Folds() {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("pclmul") || !has_crc) return;
+    int num = 0;
+    if (__builtin_cpu_supports("vpclmulqdq")) {
+      if (__builtin_cpu_supports("avx512f")) faster_than_three = of[num++] = fold_by_64;
+      if (__builtin_cpu_supports("avx2")) of[num++] = fold_by_32;
+    }
+    of[num] = fold_by_16;
+  }
+};
+inline const Folds folds;
+
+__attribute__((target("sse4.2,crc32,pclmul"))) inline void unfold(Sum& sum) {
+  using By = Shift<16>;
+  const __m128i by = _mm_set_epi64x(By::second, By::first);
+  __m128i left = _mm_loadu_si128((const __m128i*)sum.lanes);
+  for (long at = 16; at < fold_bytes; at += 16)
+    left = _mm_clmulepi64_si128(left, by, 0x00) ^ _mm_clmulepi64_si128(left, by, 0x11) ^
+           _mm_loadu_si128((const __m128i*)(sum.lanes + at));
   const std::uint64_t half = _mm_crc32_u64(0, (std::uint64_t)_mm_cvtsi128_si64(left));
   sum.sum = (std::uint32_t)_mm_crc32_u64(half, (std::uint64_t)_mm_extract_epi64(left, 1));
   sum.is_folded = false;
@@ -201,17 +202,26 @@ JAXINF_FOLDS inline void unfold(Sum& sum) {
 
 #else
 
-constexpr bool has_folds = false;
 constexpr long fold_bytes = 256;
-inline void fold(Sum&, const std::uint8_t*, long) {}
+using Fold = void(Sum&, const std::uint8_t*, long);
+struct Folds {
+  Fold* of[4] = {};
+  Fold* faster_than_three = nullptr;
+};
+inline const Folds folds;
 inline void unfold(Sum&) {}
 
 #endif
 
 // ---- both
 
-inline void add_to_sums(Span* spans, int num) {
-  if (has_folds) {
+inline void add_to_sums(Span* spans, int num, Fold* fold = folds.of[0]) {
+  const bool are_three = num == 3 && spans[0].num_bytes == spans[1].num_bytes &&
+                         spans[0].num_bytes == spans[2].num_bytes;
+  if (are_three && fold != folds.faster_than_three) {
+    for (int k = 0; k < num; ++k)
+      if (spans[k].sum->is_folded) unfold(*spans[k].sum);
+  } else if (fold) {
     int num_left = 0;
     for (int k = 0; k < num; ++k) {
       Span span = spans[k];
