@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,7 @@ __all__ = ["BLOCK_BYTES", "NUM_THREADS", "Bandwidth", "measure_bandwidth"]
 NUM_THREADS = 4
 BLOCK_BYTES = 16 << 20
 _POLL_S = 0.1
+_LEAST_S = 1e-9  # what takes no time that can be measured
 
 _Transfer = Callable[[int, Array], int]
 
@@ -39,12 +41,32 @@ class Bandwidth:
       read: bandwidth of reading alone.
       write: bandwidth of writing alone, until durable.
       mixed: bandwidth of reads and writes in equal parts, until durable.
+      taken_write, taken_mixed: the same until the drive has taken the writes, which may
+        be in a cache of its own.
+      flush: bandwidth at which it makes them durable then.
     """
 
     file_bytes: int
     read: float
     write: float
     mixed: float
+    taken_write: float
+    taken_mixed: float
+    flush: float
+
+
+class _Phase(NamedTuple):
+    num_bytes: int
+    taken_s: float
+    flush_s: float
+
+    @property
+    def taken(self) -> float:
+        return self.num_bytes / self.taken_s
+
+    @property
+    def durable(self) -> float:
+        return self.num_bytes / (self.taken_s + self.flush_s)
 
 
 def measure_bandwidth(
@@ -87,7 +109,15 @@ def measure_bandwidth(
         written = run.timed(write, 2 * half, lambda: fsync_file(file))
         was_read = run.timed(read, 2 * half)
         mixed = run.timed(update, half, lambda: fsync_file(file))
-    return Bandwidth(2 * half * block_bytes, was_read, written, mixed)
+    return Bandwidth(
+        2 * half * block_bytes,
+        was_read.durable,
+        written.durable,
+        mixed.durable,
+        written.taken,
+        mixed.taken,
+        half * block_bytes / max(mixed.flush_s, _LEAST_S),
+    )
 
 
 @contextlib.contextmanager
@@ -120,8 +150,8 @@ class _Run:
         transfer: _Transfer,
         num_blocks: int,
         finish: Callable[[], None] = lambda: None,
-    ) -> float:
-        """Runs one phase on all threads; returns bytes per second."""
+    ) -> _Phase:
+        """Runs one phase on all threads, then `finish`."""
         before = self._done_bytes
         blocks = iter(range(num_blocks))
         stop = threading.Event()
@@ -139,10 +169,12 @@ class _Run:
                     for future in done:
                         future.result()
                     self._progress(self._done_bytes, self._total_bytes)
+                taken_s = time.perf_counter() - start
                 finish()
             finally:
                 stop.set()
-        return (self._done_bytes - before) / (time.perf_counter() - start)
+        flush_s = time.perf_counter() - start - taken_s
+        return _Phase(self._done_bytes - before, taken_s, flush_s)
 
     def _work(
         self,

@@ -160,10 +160,12 @@ def _drives(places: Sequence[Place]) -> tuple[Drive, ...]:
         if place.bandwidth is None:
             continue
         drive = place.block_device
-        rates = (place.bandwidth.read, place.bandwidth.write, place.bandwidth.mixed)
-        read, write, mixed = map(_measured, rates)
+        one = place.bandwidth
+        read, write, mixed, flush = map(
+            _measured, (one.read, one.taken_write, one.taken_mixed, one.flush)
+        )
         key = drive.name if drive else place.mount and place.mount.source
-        found.setdefault(key, Drive(read=read, write=write, mixed=mixed))
+        found.setdefault(key, Drive(read=read, write=write, mixed=mixed, flush=flush))
     if not found:
         raise ValueError(
             "expected a directory whose bandwidth was measured, found none: give one "

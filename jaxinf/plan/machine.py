@@ -46,6 +46,7 @@ Basis: TypeAlias = Literal["measured", "published", "fitted", "guessed"]
 
 _VERSION = 1
 _MOST_BYTES = 1 << 20
+_LEAST = 1e-9
 _MODES = ("memory", "update", "stream")
 _PRODUCTS = ("float32", "bfloat16", "float16")
 
@@ -70,7 +71,7 @@ class Rate(NamedTuple):
 
 _FIELDS = {
     "bytes": "memory endurance process",
-    "bytes/s": "read write mixed copy link kernel decompressor to_device to_host",
+    "bytes/s": "read write mixed flush copy link kernel decompressor to_device to_host",
     "calls/s": "calls",
     "commits/s": "commits",
     "launches/s": "launches",
@@ -90,6 +91,8 @@ class Drive:
       read, write: In bytes/s, alone.
       mixed: In bytes/s, of reads and writes in equal parts together.
       endurance: Bytes that may be written to it in its life; None if it is not known.
+      flush: In bytes/s, what it has taken made durable, as a drive with a cache does at
+        a commit; None if `write` and `mixed` are until durable.
     """
 
     count: int = 1
@@ -97,6 +100,7 @@ class Drive:
     write: Rate
     mixed: Rate
     endurance: Rate | None = None
+    flush: Rate | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +206,7 @@ def _rates(value: Any, where: str) -> Iterator[tuple[str, Rate]]:
 def _rate_kind(name: str) -> Kind:
     return Record(
         {
-            "value": Number(1, 1e24),
+            "value": Number(_LEAST, 1e24),
             "unit": Const(_UNITS[name]),
             "source": Text(most_bytes=1000),
             "basis": OneOf(get_args(Basis)),
@@ -226,7 +230,7 @@ _SCHEMA = Record(
         "products": Mapped(_rate_kind("products"), OneOf(_PRODUCTS)),
         "updates": Mapped(_rate_kind("updates"), Text(most_bytes=200)),
         "drives": Listed(
-            _rates_kind("read write mixed", "endurance", count=Whole(1, 1 << 20)),
+            _rates_kind("read write mixed", "endurance flush", count=Whole(1, 1 << 20)),
             most=1000,
         ),
     },

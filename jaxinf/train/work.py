@@ -122,10 +122,18 @@ class Rates:
         """Seconds of a read or write on a drive beside its bytes."""
         return self._seconds("moves")
 
-    @property
-    def commit_s(self) -> float:
-        """Seconds of a commit."""
-        return self._seconds("commits")
+    def commit_s(self, updates: Sequence[Update]) -> float:
+        """Seconds of a commit of what updates have written."""
+        return self._seconds("commits") + self.flush_s(updates)
+
+    def flush_s(self, updates: Sequence[Update]) -> float:
+        """Seconds in which drives make durable what they have taken.
+
+        Their caches empty as the drives write, however slowly they are filled.
+        """
+        if any(drive.flush is None for drive in self._machine.drives):
+            return 0.0
+        return sum(one.written_bytes for one in updates) / self._drives("flush")
 
     @property
     def process_bytes(self) -> int | None:
@@ -153,7 +161,7 @@ class Rates:
             self.profile(seconds),
             self.state,
             self.update,
-            self.commit_s,
+            self._seconds("commits"),
             self._seconds("calls"),
             self.move_s,
         )
@@ -401,7 +409,7 @@ def _whole_work(
         rates=rates.state,
         move_s=rates.move_s,
         memory_bytes=config.buffer_bytes,
-        commit_s=rates.commit_s,
+        commit_s=rates.commit_s(updates),
     )
 
 
@@ -501,7 +509,8 @@ class _StreamedStep(PlannedStep):
         speeds = rates.speeds(seconds)
         self._dry = self._dry._on(speeds)
         self.sizes = streamed_sizes(self._config, self._dry)
-        return self._dry._work(speeds)
+        work = self._dry._work(speeds)
+        return replace(work, commit_s=work.commit_s + rates.flush_s(work.updates))
 
 
 @contextlib.contextmanager

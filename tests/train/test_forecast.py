@@ -144,6 +144,20 @@ def test_the_drive_alone_takes_its_bytes_over_its_rate(planned, machine):
     assert not forecast["guesses"]
 
 
+@pytest.mark.parametrize("words", [[], ["--mode", "stream", "--memory", "64MiB"]])
+def test_what_a_drive_has_in_a_cache_is_made_durable(planned, machine, words):
+    # At a rate of its own: less than 1 is no error of units, only slow.
+    before = planned("--machine", machine, *words)["forecast"]
+    (drive,) = read_machine(machine).drives
+    cached = dataclasses.replace(drive, flush=of(0.5))
+    write_machine(machine, dataclasses.replace(read_machine(machine), drives=(cached,)))
+    after = planned("--machine", machine, *words)["forecast"]
+    seconds = after["sizes"]["written_bytes"] / 0.5
+    commits = [found["phases"].get("commit", 0.0) for found in (before, after)]
+    assert commits[1] - commits[0] == pytest.approx(seconds)
+    assert after["step_s"] - before["step_s"] == pytest.approx(seconds, rel=1e-3)
+
+
 def test_operations_count_where_products_are_slow(planned, machine):
     slow = dataclasses.replace(read_machine(machine), products={"float32": of(1e3)})
     write_machine(machine, slow)
