@@ -38,6 +38,24 @@ __all__ = ["TrainConfig"]
 ModelName: TypeAlias = Literal["gpt2", "bert", "t5", "vit", "bloom", "llama"]
 DTypeName: TypeAlias = Literal["float32", "bfloat16"]
 ScheduleName: TypeAlias = Literal["constant", "cosine", "linear", "wsd"]
+EvalBatches: TypeAlias = int | Literal["all"] | None
+
+
+def _parse_eval_batches(text: str) -> EvalBatches:
+    if text in ("all", "none"):
+        return "all" if text == "all" else None
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"{text!r}: expected all, or a number of batches from 1 on")
+    return int(text)
+
+
+_EVAL_BATCHES = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="{INT,all}",
+    instance_from_str=lambda words: _parse_eval_batches(words[0]),
+    is_instance=lambda value: isinstance(value, int | str | None),
+    str_from_instance=lambda value: ["none" if value is None else str(value)],
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +187,13 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
 
     # Steps between evaluations on the held-out data; 0 is at the end only.
     eval_every: int = 0
+
+    # Batches of the held-out data in an evaluation, always the same: a number, or all.
+    eval_batches: Annotated[
+        EvalBatches,
+        _EVAL_BATCHES,
+        _shown("{INT,all}", "at most 64, fewer for a large model"),
+    ] = None
 
     # With --eval-every, keep the step of the lowest validation loss as a checkpoint
     # named best. Like any checkpoint it takes the space of one more copy of the state.

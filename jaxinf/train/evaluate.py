@@ -1,7 +1,7 @@
 """Evaluation on held-out data, entropies of its bytes, and a sample.
 
-Invariant: the cost is bounded for any model size, and the result is a pure function of
-params, data and seed.
+Invariant: without --eval-batches the cost is bounded for any model size, and the result
+is a pure function of params, data and seed.
 """
 
 import dataclasses
@@ -98,9 +98,12 @@ class Evaluator:
         return Evaluation(float(loss / weight), float(correct / weight))
 
     def _num_batches(self) -> int:
+        asked, most = self._config.eval_batches, len(self._batches)
+        if asked is not None:
+            return most if asked == "all" else min(asked, most)
         size = num_params(self._config.model_config) * num_tokens(self._batches[0])
         fitting = min(max(_LOSS_BUDGET / size, _MIN_BATCHES), _MAX_BATCHES)
-        return min(int(fitting), len(self._batches))
+        return min(int(fitting), most)
 
     def text_entropy(self) -> TextEntropy | None:
         """Returns entropies of the held-out bytes; None if tokens are not bytes."""

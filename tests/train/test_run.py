@@ -103,6 +103,17 @@ def test_report(run, tmp_path, capsys):
     assert config["store"] == str(store)
 
 
+def test_number_of_batches_in_an_evaluation(run, tmp_path):
+    def loss(name, *words):
+        logs = ("--mode", "memory", "--steps", 1, "--log-dir", tmp_path / name)
+        assert run(*logs, "--validation-fraction", 0.2, *words) == 0
+        return json.loads((tmp_path / name / "validation.jsonl").read_text())["loss"]
+
+    whole = loss("all", "--eval-batches", "all")
+    assert loss("more", "--eval-batches", 10**6) == whole
+    assert loss("usual") == loss("64", "--eval-batches", 64) != whole
+
+
 def test_plain_output_has_no_control_characters(run, tmp_path, capsys):
     binary = tmp_path / "binary.dat"
     binary.write_bytes(np.random.default_rng(0).integers(0, 32, 5000, np.uint8))

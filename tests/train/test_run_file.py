@@ -27,6 +27,7 @@ FULL = TrainConfig(
     resident="2GiB",
     endurance_tbw=600.5,
     device_updates=3,
+    eval_batches=12,
     replan=True,
     deterministic=False,
     csd_root=(Path("/d0"), Path("/d{process}")),
@@ -162,6 +163,7 @@ def test_a_name_that_is_no_text_is_left_to_its_flag(read):
         (f"memory = '{'9' * 400}'", "expected a number of bytes such as 1GiB"),
         ("state-tier = '2GiB'", "state-tier: '2GiB': expected host=BYTES"),
         ("durability = 'now'", "durability: 'now': expected step, checkpoint, or a n"),
+        ("eval-batches = 0", "eval-batches: '0': expected all, or a number of batches"),
         ("restore = 'best'", "restore: belongs to one start, not to the run; give"),
         ("config = 'a'", "config: belongs to one start, not to the run; give --"),
         ("write_config = 'a'", "write_config: belongs to one start, not to the run"),
@@ -194,6 +196,7 @@ def test_texts_that_are_taken(read):
         memory=4096, durability=3
     )
     assert read("memory = 'none'\nstate-tier = 'none'") == TrainConfig()
+    assert read("eval-batches = 'all'").eval_batches == "all"
     assert read("") == TrainConfig()
 
 
