@@ -8,6 +8,7 @@ nested dict that any optimizer or store can take.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from .layers import (
     dropout,
     embedding,
     join_heads,
+    last_tokens,
     layer_norm,
     linear,
     look_up,
@@ -48,6 +50,8 @@ class GPT2Config(ModelConfig):
     num_layers: int
     num_heads: int
     num_features: int
+    head: Literal["causal-lm", "classification"] = "causal-lm"
+    num_labels: int = 2  # classes of a classification
 
     def __post_init__(self):
         super().__post_init__()
@@ -138,7 +142,7 @@ class Block(nnx.Module):
 
 
 class GPT2(nnx.Module):
-    """GPT-2 language model with the token embedding as its output head.
+    """GPT-2, with the token embedding as its output head, or one for classes.
 
     The model is `head(ln_f(block(... block(embed(tokens)))))`. Each stage can be called
     on its own, for instance by a trainer that streams layers.
@@ -154,6 +158,10 @@ class GPT2(nnx.Module):
         ):  # h0, h1, ...: string keys, not a list's ints
             setattr(self, f"h{i}", Block(config, rngs=rngs))
         self.ln_f = _norm(config, rngs=rngs)
+        if config.head == "classification":
+            self.score = linear(
+                config, features, config.num_labels, rngs=rngs, use_bias=False
+            )
 
     @property
     def blocks(self) -> list[Block]:
@@ -196,10 +204,18 @@ class GPT2(nnx.Module):
         return self.ln_f(run_blocks(self.blocks, x, key=key, remat=remat, mask=mask))
 
     def __call__(
-        self, tokens: jax.Array, *, segments: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        key: Key = None,
+        remat: Remat = None,
     ) -> jax.Array:
-        """Next-token logits: int [batch, seq] to float32 [batch, seq, vocab]."""
-        return self.head(self.hidden(tokens, segments=segments))
+        """Logits in float32: [batch, seq, vocab], or of classes [batch, labels]."""
+        x = self.hidden(tokens, segments=segments, key=key, remat=remat)
+        if self.config.head == "classification":
+            return self.score(last_tokens(x, segments)).astype(jnp.float32)
+        return self.head(x)
 
     def continued(self, tokens: jax.Array, pasts: Sequence[Past]) -> jax.Array:
         """`hidden` of tokens that follow others, whose keys and values are known.

@@ -24,6 +24,7 @@ __all__ = [
     "dropout",
     "embedding",
     "join_heads",
+    "last_tokens",
     "layer_norm",
     "linear",
     "look_up",
@@ -294,3 +295,19 @@ def _call(
     block: Callable[..., jax.Array], shared: dict[str, Any], x: jax.Array, key: Key
 ) -> jax.Array:
     return block(x, key=key, **shared)
+
+
+def last_tokens(x: jax.Array, segments: jax.Array | None) -> jax.Array:
+    """Features of each row's last token that is no padding.
+
+    Args:
+      x: [batch, seq, features].
+      segments: int [batch, seq], 0 for padding; None for none.
+
+    Returns:
+      [batch, features].
+    """
+    if segments is None:
+        return x[:, -1]
+    last = x.shape[1] - 1 - jnp.argmax(segments[:, ::-1] > 0, axis=1)
+    return jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]

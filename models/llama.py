@@ -27,6 +27,7 @@ from .layers import (
     dropout,
     embedding,
     join_heads,
+    last_tokens,
     linear,
     look_up,
     output_logits,
@@ -92,6 +93,8 @@ class LlamaConfig(ModelConfig):
     qk_norm: bool = False
     window: int | None = None  # number of tokens that one sees, itself included
     tied_embeddings: bool = False
+    head: Literal["causal-lm", "classification"] = "causal-lm"
+    num_labels: int = 2  # classes of a classification
 
     def __post_init__(self):
         super().__post_init__()
@@ -283,7 +286,7 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Llama language model: `head(hidden(tokens))`."""
+    """Llama: a language model, `head(hidden(tokens))`, or one of classes."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -292,7 +295,11 @@ class Llama(nnx.Module):
         for i in range(config.num_layers):
             setattr(self, f"h{i}", Block(config, rngs=rngs))
         self.ln_f = _norm(config, num_features, rngs=rngs)
-        if not config.tied_embeddings:
+        if config.head == "classification":
+            self.score = linear(
+                config, num_features, config.num_labels, rngs=rngs, use_bias=False
+            )
+        elif not config.tied_embeddings:
             self.lm_head = embedding(config, vocab_size, num_features, rngs=rngs)
 
     @property
@@ -337,10 +344,18 @@ class Llama(nnx.Module):
         return self.ln_f(x)
 
     def __call__(
-        self, tokens: jax.Array, *, segments: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        key: Key = None,
+        remat: Remat = None,
     ) -> jax.Array:
-        """Next-token logits: int [batch, seq] to float32 [batch, seq, vocab]."""
-        return self.head(self.hidden(tokens, segments=segments))
+        """Logits in float32: [batch, seq, vocab], or of classes [batch, labels]."""
+        x = self.hidden(tokens, segments=segments, key=key, remat=remat)
+        if self.config.head == "classification":
+            return self.score(last_tokens(x, segments)).astype(jnp.float32)
+        return self.head(x)
 
     def continued(self, tokens: jax.Array, pasts: Sequence[Past]) -> jax.Array:
         """`hidden` of tokens that follow others, whose keys and values are known.

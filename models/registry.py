@@ -58,7 +58,10 @@ class ModelFamily:
 MODELS: Mapping[str, ModelFamily] = {
     family.name: family
     for family in (
-        ModelFamily("gpt2", gpt2.GPT2Config, gpt2.GPT2, gpt2.PRESETS, ("causal-lm",)),
+        ModelFamily(
+            *("gpt2", gpt2.GPT2Config, gpt2.GPT2, gpt2.PRESETS),
+            tasks=("causal-lm", "classification"),
+        ),
         ModelFamily(
             *("bert", bert.BertConfig, bert.Bert, bert.PRESETS),
             tasks=("masked-lm", "classification"),
@@ -71,7 +74,7 @@ MODELS: Mapping[str, ModelFamily] = {
         ),
         ModelFamily(
             *("llama", llama.LlamaConfig, llama.Llama, llama.PRESETS),
-            tasks=("causal-lm",),
+            tasks=("causal-lm", "classification"),
         ),
     )
 }
@@ -108,6 +111,8 @@ def config_for(config: Any, task: TaskName, *, num_labels: int | None = None) ->
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """Returns a config as JSON, without precision and task."""
     fields = dataclasses.asdict(config)
+    if fields.get("head") == "causal-lm":
+        del fields["num_labels"]  # it has no classes
     return {k: v for k, v in fields.items() if k not in _NOT_OF_THE_MODEL}
 
 

@@ -128,7 +128,7 @@ def _read_gpt2(document: Mapping[str, Any]) -> Fields:
         raise ValueError(
             f"n_inner: expected 4 * n_embd = {4 * document['n_embd']}, found {hidden}"
         )
-    return {}
+    return _read_labels(document)
 
 
 def _read_t5(document: Mapping[str, Any]) -> Fields:
@@ -164,6 +164,8 @@ def _read_labels(document: Mapping[str, Any]) -> Fields:
 
 
 def _write_labels(fields: Mapping[str, Any]) -> Fields:
+    if "num_labels" not in fields:  # a language model
+        return {}
     names = {str(n): f"LABEL_{n}" for n in range(fields["num_labels"])}
     return {"id2label": names, "label2id": {v: int(k) for k, v in names.items()}}
 
@@ -210,6 +212,7 @@ def _read_llama(document: Mapping[str, Any]) -> Fields:
     head_features = document.get("head_dim") or features
     return {
         **_read_rope(document),
+        **_read_labels(document),
         "num_kv_heads": document.get("num_key_value_heads") or heads,
         "head_features": None if head_features == features else head_features,
     }
@@ -219,6 +222,7 @@ def _write_llama(fields: Mapping[str, Any]) -> Fields:
     features = fields["num_features"] // fields["num_heads"]
     return {
         **_write_rope(fields),
+        **_write_labels(fields),
         "num_key_value_heads": fields["num_kv_heads"],
         "head_dim": fields["head_features"] or features,
     }
@@ -237,6 +241,13 @@ def _llama(**own: Any) -> Callable[[Mapping[str, Any]], Fields]:
     return read
 
 
+def _decoder_classes(name: str) -> Mapping[str, str]:
+    return {
+        "causal-lm": f"{name}ForCausalLM",
+        "classification": f"{name}ForSequenceClassification",
+    }
+
+
 def _qwen(**own: bool) -> _ConfigTable:
     read = _llama(window=None, **{"qkv_bias": False, "qk_norm": False, **own})
 
@@ -244,7 +255,7 @@ def _qwen(**own: bool) -> _ConfigTable:
         return _write_llama(fields) | {"use_sliding_window": False}
 
     name = "Qwen2" if own.get("qkv_bias") else "Qwen3"
-    classes = {"causal-lm": f"{name}ForCausalLM"}
+    classes = _decoder_classes(name)
     fixed = _LLAMA_FIXED | {"use_sliding_window": (False,), "attention_bias": (False,)}
     return _ConfigTable(
         "llama", _LLAMA_NAMES, classes, _LLAMA_DEFAULTS, fixed, read, write
@@ -287,7 +298,10 @@ _CONFIGS: Mapping[str, _ConfigTable] = {
     "gpt2": _ConfigTable(
         "gpt2",
         _GPT2_NAMES,
-        {"causal-lm": "GPT2LMHeadModel"},
+        {
+            "causal-lm": "GPT2LMHeadModel",
+            "classification": "GPT2ForSequenceClassification",
+        },
         {"resid_pdrop": 0.1},
         {
             "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -298,6 +312,7 @@ _CONFIGS: Mapping[str, _ConfigTable] = {
             "tie_word_embeddings": (True,),
         },
         read=_read_gpt2,
+        write=_write_labels,
     ),
     "bloom": _ConfigTable(
         "bloom",
@@ -319,7 +334,7 @@ _CONFIGS: Mapping[str, _ConfigTable] = {
     "llama": _ConfigTable(
         "llama",
         _LLAMA_NAMES,
-        {"causal-lm": "LlamaForCausalLM"},
+        _decoder_classes("Llama"),
         _LLAMA_DEFAULTS,
         _LLAMA_FIXED | {"attention_bias": (False,), "mlp_bias": (False,)},
         _llama(window=None, qkv_bias=False, qk_norm=False),
@@ -328,7 +343,7 @@ _CONFIGS: Mapping[str, _ConfigTable] = {
     "mistral": _ConfigTable(
         "llama",
         _LLAMA_NAMES,
-        {"causal-lm": "MistralForCausalLM"},
+        _decoder_classes("Mistral"),
         _LLAMA_DEFAULTS,
         _LLAMA_FIXED,
         _llama(

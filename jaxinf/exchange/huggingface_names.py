@@ -96,6 +96,8 @@ def _conv1d(ours: str, theirs: str) -> list[TensorName]:
     ]
 
 
+_OTHER_HEADS = (r"lm_head\.weight", r"score\.weight")
+
 _GPT2 = WeightTable(
     _all(
         _table("wte", "transformer.wte"),
@@ -107,10 +109,12 @@ _GPT2 = WeightTable(
         _conv1d("h{}/mlp/up", "transformer.h.{}.mlp.c_fc"),
         _conv1d("h{}/mlp/down", "transformer.h.{}.mlp.c_proj"),
         _norm("ln_f", "transformer.ln_f"),
+        _linear("score", "score"),
     ),
     prefix="transformer.",
     tied={"lm_head.weight": "transformer.wte.weight"},
-    unused=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
+    heads=("score/",),
+    unused=(r"transformer\.h\.\d+\.attn\.(masked_)?bias", *_OTHER_HEADS),
 )
 
 _BLOOM = WeightTable(
@@ -145,10 +149,12 @@ _LLAMA = WeightTable(
         _linear("h{}/mlp/down", "model.layers.{}.mlp.down_proj"),
         _norm("ln_f", "model.norm"),
         _table("lm_head", "lm_head"),
+        _linear("score", "score"),
     ),
     prefix="model.",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
-    unused=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+    heads=("score/", "lm_head"),
+    unused=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", *_OTHER_HEADS),
 )
 
 _BERT_LAYER = "bert.encoder.layer.{}"

@@ -34,6 +34,8 @@ _LAYERS = ("num_layers", "num_decoder_layers")
 _FREE = ("num_positions", "window", "max_distance", "num_labels")
 """Counts that shape no tensor, or not in every checkpoint."""
 
+_OF_CLASSES = ("classifier.", "score.")
+_CLASS_HEADS = ("classifier.weight", "score.weight")
 _MOST_LABELS = 1 << 16
 """Limit without the weight of a classifier."""
 
@@ -131,10 +133,11 @@ class HuggingFaceFolder:
             most = max(Counter(numbered).values(), default=0)
             return most, "the number of tensors of one kind"
         if name == "num_labels":
-            head = self.tensors.get("classifier.weight")
-            if head is not None and head.shape:
-                return head.shape[0], "the rows of classifier.weight"
-            return _MOST_LABELS, "for a checkpoint without classifier.weight"
+            for head in _CLASS_HEADS:
+                tensor = self.tensors.get(head)
+                if tensor is not None and tensor.shape:
+                    return tensor.shape[0], f"the rows of {head}"
+            return _MOST_LABELS, f"for a checkpoint without {_CLASS_HEADS[0]}"
         if name in _FREE:
             return 1 << 31, "for any model"
         most = max((math.prod(x.shape) for x in self.tensors.values()), default=0)
@@ -187,7 +190,9 @@ class _Matcher:
         self._tied = {
             alias: name
             for alias, name in self._table.tied.items()
-            if alias not in expected and name in expected
+            if alias not in expected
+            and name in expected
+            and "score/kernel" not in shapes  # it has no output table
         }
         self._problems: list[str] = []
 
@@ -246,10 +251,14 @@ class _Matcher:
     def _is_other(self, path: str) -> bool:
         """Whether a head's leaf is missing, or of another number of classes."""
         array = self._found.get(self._names[path].theirs)
-        if array is None:
-            return True
+        if array is None:  # a language model's table is missed, unless it has classes
+            return path != "lm_head" or "score.weight" in self._found
         ours, theirs = self._shape(path), array.shape
-        return "classifier" in path and ours[1:] == theirs[1:] and ours != theirs
+        return (
+            self._names[path].theirs.startswith(_OF_CLASSES)
+            and ours[1:] == theirs[1:]
+            and ours != theirs
+        )
 
     def _shape(self, path: str) -> tuple[int, ...]:
         """Returns a leaf's shape with the axes in the tensor's order."""

@@ -56,6 +56,11 @@ CASES = {
         *("GPT2Config", "GPT2LMHeadModel", "causal-lm"),
         {**LM, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16},
     ),
+    "gpt2-classes": (
+        *("GPT2Config", "GPT2ForSequenceClassification", "classification"),
+        {**LM, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+        | {"num_labels": 5, "pad_token_id": 0},
+    ),
     "bert": ("BertConfig", "BertForMaskedLM", "masked-lm", BERT),
     "bert-classes": (
         *("BertConfig", "BertForSequenceClassification", "classification"),
@@ -83,6 +88,10 @@ CASES = {
     "llama-linear": (
         *("LlamaConfig", "LlamaForCausalLM", "causal-lm"),
         {**GROUPED, "rope_parameters": LINEAR},
+    ),
+    "llama-classes": (
+        *("LlamaConfig", "LlamaForSequenceClassification", "classification"),
+        {**GROUPED, "num_labels": 5, "pad_token_id": 0},
     ),
     "mistral": (
         *("MistralConfig", "MistralForCausalLM", "causal-lm"),
@@ -124,6 +133,8 @@ def batch_for(case, model):
         return batch, {"pixel_values": torch.tensor(images.transpose(0, 3, 1, 2))}
     tokens = rng.integers(0, VOCAB, (BATCH, SEQ))
     segments = (np.arange(SEQ) < [[SEQ], [SEQ - 4]]).astype(np.int64)
+    if case in ("gpt2-classes", "llama-classes"):  # find the last token by the pad's id
+        tokens = np.where(segments, np.maximum(tokens, 1), 0)
     batch = {"tokens": tokens, "segments": segments}
     theirs = {"input_ids": tokens, "attention_mask": segments}
     if "bert" in case:
@@ -266,7 +277,10 @@ def test_packed_documents_are_as_if_alone(case, tmp_path):
     np.testing.assert_allclose(packed_scores, apart, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["bert-classes", "t5-gated", "vit", "llama-3"])
+CLASSES = ["gpt2-classes", "bert-classes", "llama-classes"]
+
+
+@pytest.mark.parametrize("case", [*CLASSES, "t5-gated", "vit", "llama-3"])
 def test_transformers_loads_an_export_with_the_same_bits(case, place):
     """In bfloat16, through sharded files, a store, and back."""
     model = original(case).to(torch.bfloat16)

@@ -291,6 +291,24 @@ def tied(place):
     return dataclasses.replace(LLAMA, window=None, tied_embeddings=True)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_decoder_of_one_task_begins_another(place, is_tied):
+    """Its other head is new, and neither head is taken for damage."""
+    plain = dataclasses.replace(LLAMA, tied_embeddings=is_tied)
+    classes = dataclasses.replace(plain, head="classification", num_labels=5)
+    write_folder(place / "lm", plain, np.float32)
+    write_folder(place / "classes", classes, np.float32)
+    files = ModelFiles.of_folder(place / "lm")
+    params = deferred_params(files, classes, 0)
+    assert "lm_head" not in params
+    assert params["score"]["kernel"].shape == (32, 5)
+    files = ModelFiles.of_folder(place / "classes")
+    assert files.config.num_labels == 5
+    params = deferred_params(files, dataclasses.replace(plain, num_labels=5), 0)
+    assert "score" not in params
+    assert ("lm_head" in params) is not is_tied
+
+
 def test_tied_weights_under_either_name_and_both(place):
     tensors = write_folder(place / "hf", tied(place), num_files=1)
     wte = tensors.pop("model.embed_tokens.weight")

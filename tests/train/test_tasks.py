@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jaxinf_models import MODELS
 from jaxinf_models.bert import BertConfig
+from jaxinf_models.llama import LlamaConfig
 from jaxinf_models.t5 import T5Config
 from jaxinf_models.vit import ViTConfig
 
@@ -23,6 +24,7 @@ PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(60)]
 TEXTS = [{"text": f"number {n} of {n % 7}", "label": n % 3} for n in range(60)]
 TINY = {
     "bert": BertConfig(1, 2, 16, 32, 257, 16),
+    "llama": LlamaConfig(256, 16, 1, 2, 2, 16, 32),
     "t5": T5Config(257, 1, 1, 2, 16, 8, 32),
     "vit": ViTConfig(1, 2, 16, 32, 8, 4, num_channels=1),
 }
@@ -67,8 +69,14 @@ def task(tmp_path, tiny):
         pytest.param(
             *("bert", "texts", ("--task", "classification")), marks=pytest.mark.long
         ),
+        pytest.param(
+            *("gpt2", "texts", ("--task", "classification")), marks=pytest.mark.long
+        ),
+        pytest.param(
+            *("llama", "texts", ("--task", "classification")), marks=pytest.mark.long
+        ),
     ],
-    ids=["answers", "masked", "images", "seq2seq", "labels"],
+    ids=["answers", "masked", "images", "seq2seq", "labels", "gpt2", "llama"],
 )
 def test_stopped_and_resumed_is_uninterrupted(
     task, losses, tmp_path, model, data, words
