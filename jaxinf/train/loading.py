@@ -42,6 +42,7 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
             seq_len=seq_len,
             most_tokens=limit,
             is_pretrained=config.source is not None,
+            num_token_types=getattr(config.model_config, "num_token_types", 0),
             image_shape=_image_shape(config),
         )
         for rows in (data.train, data.validation):

@@ -4,6 +4,7 @@
     {"prompt": …, "response": …}             the response is learned
     {"messages": [{"role", "content"}, …]}   the assistant's messages are learned
     {"text": …, "label": n}                  the label is learned
+    {"text": …, "text_pair": …, "label": n}  the label of two texts is learned
 
 A model's own chat template, where there is one, decides the text of messages.
 
@@ -26,6 +27,7 @@ ExampleKind: TypeAlias = Literal["text", "dialogue", "labelled"]
 MOST_LABELS = 1 << 31
 """Classes that an int32 label can tell apart."""
 
+_PAIR = "text_pair"
 _DIALOGUE_FIELDS = ("prompt", "response", "messages")
 MessageForm: TypeAlias = Callable[
     [str, Sequence[Mapping[str, str]]], list[tuple[str, bool]]
@@ -74,7 +76,7 @@ class Example:
 
 def used_fields(text_field: str) -> set[str]:
     """Returns the names of all fields that `read_examples` looks at."""
-    return {text_field, "label", *_DIALOGUE_FIELDS}
+    return {text_field, _PAIR, "label", *_DIALOGUE_FIELDS}
 
 
 def read_examples(
@@ -106,6 +108,14 @@ def read_examples(
                 f"fields {record.names} after those of {first.where}, which "
                 f"are {first.kind}; train on them one after the other"
             )
+        if example.kind == "labelled" and len(example.parts) != len(first.parts):
+            has, lacks = first, example
+            if len(first.parts) < len(example.parts):
+                has, lacks = example, first
+            raise DataError(
+                f"{lacks.where}: expected a field {_PAIR!r}, as {has.where} has, found "
+                "none; give it in all records, or in none"
+            )
         yield example
 
 
@@ -115,11 +125,16 @@ def _example_of(
     fields = {name: v for name, v in record.fields.items() if v is not None}
     if isinstance(fields.get(PLAIN_TEXT), bytes):  # JSON has no bytes
         return Example(record.where, "text", (Part(fields[PLAIN_TEXT], has_end=True),))
-    known = {text_field, "label"} if text_field in fields else _dialogue_fields(fields)
+    known = (
+        {text_field, _PAIR, "label"}
+        if text_field in fields
+        else _dialogue_fields(fields)
+    )
     if not known:
+        beside = f" beside {_PAIR!r}" if _PAIR in fields else ""
         raise DataError(
-            f"{record.where}: expected a field {text_field!r} (--text-field), the "
-            "fields 'prompt' and 'response', or 'messages'; found "
+            f"{record.where}: expected a field {text_field!r}{beside} "
+            "(--text-field), the fields 'prompt' and 'response', or 'messages'; found "
             f"{shown_names({*fields, *record.unread}) or 'no fields'}"
         )
     unused |= {*fields, *record.unread} - known
@@ -133,6 +148,10 @@ def _example_of(
         prompt, response = (_text(record, fields, n) for n in ("prompt", "response"))
         parts = (Part(prompt, is_learned=False), Part(response, has_end=True))
         return Example(record.where, "dialogue", parts)
+    if _PAIR in fields:
+        parts = tuple(Part(_text(record, fields, n)) for n in (text_field, _PAIR))
+        label = _label(record.where, {"label": None, **fields})
+        return Example(record.where, "labelled", parts, label, has_text_field=True)
     parts = (Part(_text(record, fields, text_field), has_end=True),)
     if "label" not in fields:
         return Example(record.where, "text", parts, has_text_field=True)

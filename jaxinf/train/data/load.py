@@ -22,6 +22,7 @@ def load_data(
     seq_len: int | None,
     most_tokens: int | None = None,
     is_pretrained: bool = False,
+    num_token_types: int = 0,
     image_shape: ImageShape | None = None,
 ) -> TrainingData:
     """Reads all data of a run (blocks); images are decoded later.
@@ -29,7 +30,7 @@ def load_data(
     Args:
       options: the user's options.
       task: the task of the rows.
-      seq_len, most_tokens, is_pretrained: as `load_texts`.
+      seq_len, most_tokens, is_pretrained, num_token_types: as `load_texts`.
       image_shape: the image shape of a model that takes images.
 
     Raises:
@@ -44,4 +45,5 @@ def load_data(
         seq_len=seq_len,
         most_tokens=most_tokens,
         is_pretrained=is_pretrained,
+        num_token_types=num_token_types,
     )

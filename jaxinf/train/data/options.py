@@ -42,7 +42,8 @@ class DataOptions:
     tokenizer: Annotated[Path | None, shown("FILE", "bytes")] = None
 
     # The field with the text of a record. Other known fields are prompt and response;
-    # messages, a list of {role, content}; and label, the number of a class from 0.
+    # messages, a list of {role, content}; label, the number of a class from 0; and
+    # text_pair, a second text beside the first one and its label.
     text_field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
 
     # With prompts and responses, or messages: learn the answers alone, or all text.

@@ -173,11 +173,15 @@ class Single:
         return len(self._sequences)
 
     def __getitem__(self, number: int) -> Row:
-        """See `Rows`: tokens and segments int32 [seq_len], labels int32 []."""
+        """See `Rows`: tokens, segments, and token_types of pairs, int32 [seq_len], and
+        labels int32 []."""
         ids = self._sequences[number][0]
         tokens, segments = _padded(ids, self._seq_len, self._pad)
         labels = np.array(self._sequences.labels[number], np.int32)
-        return {"tokens": tokens, "segments": segments, "labels": labels}
+        row = {"tokens": tokens, "segments": segments, "labels": labels}
+        if (types := self._sequences.types(number)) is not None:
+            row["token_types"], _ = _padded(types, self._seq_len, 0)
+        return row
 
 
 def plan_rows(lengths: Array, seq_len: int) -> Sequence[Sequence[int]]:

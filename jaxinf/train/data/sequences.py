@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.examples import Example
-from jaxinf.train.data.tokenizers import FileTokenizer, Text, Tokenizer
+from jaxinf.train.data.tokenizers import FileTokenizer, PairForm, Text, Tokenizer
 from jaxinf.typing import Array
 
-__all__ = ["Encoded", "Sequences", "encode_examples", "join"]
+__all__ = ["Encoded", "Sequences", "encode_examples", "join", "join_pair"]
 
 _EXAMPLES_AT_ONCE = 1024
 
@@ -30,18 +30,22 @@ class Encoded:
       tokens: uint8 to uint32 [n].
       is_learned: bool [n].
       label: its label, or -1.
+      token_types: uint8 [n], the number of each token's text; None for one text.
     """
 
     where: str
     tokens: Array
     is_learned: Array
     label: int
+    token_types: Array | None = None
 
     def digest(self) -> bytes:
         """SHA-256 of its content, without `where`."""
         digest = hashlib.sha256(f"{self.tokens.dtype} {self.label} ".encode())
         digest.update(np.ascontiguousarray(self.tokens).data)
         digest.update(np.packbits(self.is_learned).data)
+        if self.token_types is not None:
+            digest.update(self.token_types.data)
         return digest.digest()
 
 
@@ -54,12 +58,14 @@ class Sequences:
       is_learned: bool [all]; None if every token is learned.
       ends: int64 [num], the end of each sequence.
       labels: int32 [num]; -1 for none.
+      token_types: uint8 [all], as of `Encoded`; None where no sequence has them.
     """
 
     tokens: Array
     is_learned: Array | None
     ends: Array
     labels: Array
+    token_types: Array | None = None
 
     @classmethod
     def of(cls, examples: Iterable[Encoded]) -> "Sequences":
@@ -71,11 +77,13 @@ class Sequences:
         """Concatenates examples in the given order."""
         tokens = [example.tokens for example in ordered] or [np.zeros(0, np.uint8)]
         learned = [example.is_learned for example in ordered]
+        types = [e.token_types for e in ordered if e.token_types is not None]
         return cls(
             tokens=np.concatenate(tokens),
             is_learned=None if all(map(np.all, learned)) else np.concatenate(learned),
             ends=np.cumsum([len(e.tokens) for e in ordered], dtype=np.int64),
             labels=np.array([example.label for example in ordered], np.int32),
+            token_types=np.concatenate(types) if types else None,
         )
 
     def __len__(self) -> int:
@@ -86,6 +94,13 @@ class Sequences:
         start = int(self.ends[number - 1]) if number else 0
         part = slice(start, int(self.ends[number]))
         return self.tokens[part], self.learned(part)
+
+    def types(self, number: int) -> Array | None:
+        """Returns a view of a sequence's token types; None if there are none."""
+        if self.token_types is None:
+            return None
+        start = int(self.ends[number - 1]) if number else 0
+        return self.token_types[start : int(self.ends[number])]
 
     def learned(self, part: slice) -> Array:
         """Returns whether each token of a range is learned: bool."""
@@ -128,6 +143,7 @@ class Sequences:
             None if self.is_learned is None else self.is_learned[tokens],
             self.ends[numbers] - start,
             self.labels[numbers],
+            None if self.token_types is None else self.token_types[tokens],
         )
 
     def fingerprint(self) -> str:
@@ -139,6 +155,8 @@ class Sequences:
                 continue
             digest.update(f"{array.dtype} {array.size};".encode())
             digest.update(np.ascontiguousarray(array).data)
+        if self.token_types is not None:
+            digest.update(self.token_types.data)
         return digest.hexdigest()
 
 
@@ -215,3 +233,29 @@ def join(parts: Sequence[Encoded], label: int | None) -> Encoded:
     if is_learned.all():
         is_learned = np.broadcast_to(np.True_, is_learned.shape)  # takes no memory
     return Encoded(parts[0].where, tokens, is_learned, -1 if label is None else label)
+
+
+def join_pair(
+    first: Encoded, second: Encoded, form: PairForm, label: int, seq_len: int
+) -> Encoded:
+    """Joins two texts in a form; of what is too long, the longer text is cut first.
+
+    Args:
+      first, second: the texts, without special tokens.
+      form: special tokens around them, and their types.
+      label: the label.
+      seq_len: most tokens of the result; at least `form.num_special` + 2.
+    """
+    room = seq_len - form.num_special
+    sizes = [first.tokens.size, second.tokens.size]
+    if sum(sizes) > room:
+        short = min(sizes)
+        short = short if 2 * short <= room else room // 2
+        is_second_short = sizes[1] < sizes[0]
+        sizes = [room - short, short] if is_second_short else [short, room - short]
+    parts = [first.tokens[: sizes[0]], second.tokens[: sizes[1]]]
+    tokens, types = form.join(*parts)
+    return Encoded(
+        *(first.where, tokens, np.broadcast_to(np.True_, tokens.shape), label),
+        token_types=types,
+    )

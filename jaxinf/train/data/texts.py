@@ -28,9 +28,15 @@ from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.packing import Packed, Pairs, Rows, Single, Windows
 from jaxinf.train.data.parts import TrainingData, digest_of
 from jaxinf.train.data.records import read_records
-from jaxinf.train.data.sequences import Encoded, Sequences, encode_examples, join
+from jaxinf.train.data.sequences import (
+    Encoded,
+    Sequences,
+    encode_examples,
+    join,
+    join_pair,
+)
 from jaxinf.train.data.splits import by_split, held_out_split
-from jaxinf.train.data.tokenizers import open_tokenizer
+from jaxinf.train.data.tokenizers import PairForm, open_tokenizer
 from jaxinf.typing import Array
 
 __all__ = ["load_texts"]
@@ -60,6 +66,7 @@ def load_texts(
     seq_len: int | None,
     most_tokens: int | None = None,
     is_pretrained: bool = False,
+    num_token_types: int = 0,
 ) -> TrainingData:
     """Reads texts (blocks), in the steps that all tasks share.
 
@@ -69,13 +76,15 @@ def load_texts(
       seq_len: tokens in a row; None for those of the longest example.
       most_tokens: most tokens in a row for the model; None for no limit.
       is_pretrained: whether messages must have the model's own form.
+      num_token_types: types of tokens that the model tells apart; 0 for none.
 
     Raises:
       DataError: the data is empty or malformed.
       OSError: a file cannot be read.
     """
     most = min(_MOST_USUAL_TOKENS, most_tokens or _MOST_USUAL_TOKENS)
-    with _TextLoader(options, task, seq_len, most, is_pretrained) as loader:
+    given = (options, task, seq_len, most, is_pretrained, num_token_types)
+    with _TextLoader(*given) as loader:
         return loader.load()
 
 
@@ -89,6 +98,7 @@ class _TextLoader(contextlib.ExitStack):
         seq_len: int | None,
         most_usual_tokens: int,
         is_pretrained: bool,
+        num_token_types: int,
     ) -> None:
         super().__init__()
         self._options = options
@@ -101,6 +111,9 @@ class _TextLoader(contextlib.ExitStack):
         self._kind: ExampleKind | None = None
         self._has_field = False
         self._num_json = 0
+        self._is_paired = False
+        self._form: PairForm | None = None
+        self._num_token_types = num_token_types
 
     def load(self) -> TrainingData:
         """Reads, holds out and packs."""
@@ -111,13 +124,19 @@ class _TextLoader(contextlib.ExitStack):
             held_files = held_out_split(find_files(options.validation))
         parts = self._read(train_files, "--data")
         if held_files:
-            kind = self._kind
+            kind, is_paired = self._kind, self._is_paired
             held = self._read(held_files, "--validation")
             if kind != self._kind:
                 raise DataError(
                     f"--validation: expected {_MEANT[kind or 'text']} as in --data, "
                     f"found {_MEANT[self._kind or 'text']}"
                 )
+            if is_paired != self._is_paired:
+                found = ("pairs of texts", "single texts")[:: 1 if is_paired else -1]
+                raise DataError(
+                    f"--validation: expected {found[0]} as in --data, found {found[1]}"
+                )
+            self._check_classes(parts[0], held[0])
         else:
             parts, held = self._hold_out(parts)
         if options.text_field != "text" and not self._has_field:
@@ -126,6 +145,14 @@ class _TextLoader(contextlib.ExitStack):
                 "such a text; leave it out"
             )
         return self._made(parts, held)
+
+    def _check_classes(self, parts: Sequences, held: Sequences) -> None:
+        """Refuses labels of validation data that the model never sees."""
+        if more := sorted({*held.labels.tolist()} - {*parts.labels.tolist()}):
+            raise DataError(
+                f"--validation: expected the labels of --data, found {more[:8]}, which "
+                "it lacks; train on examples of them, too, or leave them out"
+            )
 
     def _read(self, files: Sequence[Path], flag: str) -> list[Sequences]:
         """Returns one list of sequences, or sources and answers in the same order."""
@@ -145,6 +172,8 @@ class _TextLoader(contextlib.ExitStack):
                 f"{len(files)} file(s) without a record"
             )
         self._seq_len = self._seq_len or self._usual_length(encoded)
+        if self._is_paired:
+            return [Sequences.of(self._joined(encoded))]
         encoded = self._fitting(encoded, flag)
         if self._task != "seq2seq":
             return [Sequences.of(whole for (whole,) in encoded)]
@@ -188,6 +217,7 @@ class _TextLoader(contextlib.ExitStack):
                     "found messages"
                 )
             self._kind = example.kind
+            self._is_paired = example.kind == "labelled" and len(example.parts) == 2
             self._has_field |= example.has_text_field
             self._num_json += example.where.endswith(".json")
             if self._kind == "text" and self._options.loss_on == "all":
@@ -210,17 +240,60 @@ class _TextLoader(contextlib.ExitStack):
         for number, parts in enumerate(encoded):
             if self._task == "seq2seq":
                 yield tuple(join([part], None) for part in parts)
+            elif self._is_paired:
+                yield tuple(join([part], labels[number]) for part in parts)
             else:
                 yield (join(parts, labels[number]),)
 
     def _usual_length(self, encoded: Sequence[tuple[Encoded, ...]]) -> int:
         """Returns the tokens of the longest example, within limits."""
         sizes = [part.tokens.size for parts in encoded for part in parts]
+        if self._is_paired:
+            special = self._pair_form().num_special
+            sizes = [special + sum(p.tokens.size for p in parts) for parts in encoded]
         longest = -(-max(sizes) // _ROUNDED_TO) * _ROUNDED_TO
         if self._kind == "text":  # the part that is held out must have rows, too
             held = int(sum(sizes) * self._options.validation_fraction)
             longest = min(longest, held // 2)
         return max(2, min(longest, self._most_usual_tokens))
+
+    def _pair_form(self) -> PairForm:
+        """Returns the form of pairs for this model.
+
+        Raises:
+          DataError: the tokenizer has none, or more types than the model.
+        """
+        tokenizer, most = self._tokenizer, self._num_token_types
+        if not most:
+            return PairForm.one_after_the_other(tokenizer.end)
+        form = self._form = self._form or tokenizer.pair_form()
+        largest = max(*form.text_types, *(t for types in form.types for t in types))
+        if largest >= most:
+            raise DataError(
+                f"--tokenizer {tokenizer.name}: expected token types below {most}, as "
+                f"the model has, found {largest} in pairs of texts"
+            )
+        return form
+
+    def _joined(self, encoded: Sequence[tuple[Encoded, ...]]) -> list[Encoded]:
+        form, seq_len = self._pair_form(), self._seq_len
+        if seq_len < form.num_special + 2:
+            raise DataError(
+                f"--seq-len: expected at least {form.num_special + 2} tokens, for two "
+                f"texts and what is between them, got {seq_len}"
+            )
+        joined = [
+            join_pair(first, second, form, first.label, seq_len)
+            for first, second in encoded
+        ]
+        whole = (sum(p.tokens.size for p in parts) for parts in encoded)
+        num_cut = sum(n + form.num_special > seq_len for n in whole)
+        if num_cut:
+            self._notes.append(
+                f"{num_cut:,} pairs of texts are longer than --seq-len {seq_len}; the "
+                "longer text of each is cut first"
+            )
+        return joined
 
     def _fitting(
         self, encoded: list[tuple[Encoded, ...]], flag: str

@@ -3,6 +3,7 @@
 Invariant: a tokenizer is immutable, and its fingerprint decides its ids.
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +19,8 @@ from jaxinf.train.data.errors import DataError, optional_import, refusing
 from jaxinf.typing import Array
 
 __all__ = [
-    "ByteTokenizer", "FileTokenizer", "Text", "Tokenizer", "open_tokenizer",
-    "tokenizer_in",
+    "ByteTokenizer", "FileTokenizer", "PairForm", "Text", "Tokenizer",
+    "open_tokenizer", "tokenizer_in",
 ]  # fmt: skip
 
 Text: TypeAlias = tuple[str, str | bytes]
@@ -34,6 +35,46 @@ _BYTE_IDS = 257  # the bytes and the mask
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 _MASKS = ("[MASK]", "<mask>")
 _PADS = ("[PAD]", "<pad>", "<|finetune_right_pad_id|>")
+
+
+@dataclasses.dataclass(frozen=True)
+class PairForm:
+    """Special tokens around two texts, and the types of all tokens.
+
+    Attributes:
+      ids: special tokens before the first text, between the two, after the second.
+      types: a type for each of those.
+      text_types: the types of the two texts.
+      is_typed: whether the model takes types.
+    """
+
+    ids: tuple[tuple[int, ...], ...]
+    types: tuple[tuple[int, ...], ...]
+    text_types: tuple[int, int] = (0, 1)
+    is_typed: bool = True
+
+    @classmethod
+    def one_after_the_other(cls, end: int | None) -> "PairForm":
+        """The texts and an end, for a model that takes no types."""
+        ends = () if end is None else (end,)
+        return cls(((), (), ends), ((), (), (1,) * len(ends)), is_typed=False)
+
+    @property
+    def num_special(self) -> int:
+        """Special tokens of a pair."""
+        return sum(map(len, self.ids))
+
+    def join(self, first: Array, second: Array) -> tuple[Array, Array | None]:
+        """Returns the tokens of a pair, and their types, uint8, if there are any."""
+        before, between, after = (np.array(ids, first.dtype) for ids in self.ids)
+        tokens = np.concatenate([before, first, between, second, after])
+        if not self.is_typed:
+            return tokens, None
+        texts = [
+            [t] * x.size for t, x in zip(self.text_types, (first, second), strict=True)
+        ]
+        types = [self.types[0], texts[0], self.types[1], texts[1], self.types[2]]
+        return tokens, np.concatenate([np.array(t, np.uint8) for t in types])
 
 
 class Tokenizer(Protocol):
@@ -67,6 +108,14 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def pair_form(self) -> PairForm:
+        """Returns the form of two texts for a model with token types.
+
+        Raises:
+          DataError: the tokenizer has no such form.
+        """
+        ...
+
     def decode(self, ids: Array) -> bytes:
         """Returns the text of ids as UTF-8; unknown ids are left out."""
         ...
@@ -88,6 +137,10 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[Text]) -> list[Array]:
         """See `Tokenizer`."""
         return [np.frombuffer(_as_bytes(*text), np.uint8) for text in texts]
+
+    def pair_form(self) -> PairForm:
+        """See `Tokenizer`: an end after each text."""
+        return PairForm(((), (0,), (0,)), ((), (0,), (1,)))
 
     def decode(self, ids: Array) -> bytes:
         """See `Tokenizer`. Ids above 255, from an untrained model, become 0xFF."""
@@ -176,6 +229,27 @@ class FileTokenizer:
             (np.array(e.ids, self._dtype), np.array(e.offsets, np.int64).reshape(-1, 2))
             for e in encodings
         ]
+
+    def pair_form(self) -> PairForm:
+        """See `Tokenizer`: what its post-processor puts around a pair."""
+        what = f"--tokenizer {self.name}: expected a form of pairs of texts"
+        with refusing(what):
+            found = self._tokenizer.encode("a", "b")
+        places = found.sequence_ids
+        if not {0, 1} <= set(places) or places.index(0) > places.index(1):
+            raise DataError(f"{what}, the first text first, found none")
+        ids: list[list[int]] = [[], [], []]
+        types: list[list[int]] = [[], [], []]
+        texts, at = [0, 1], 0
+        for token, kind, text in zip(found.ids, found.type_ids, places, strict=True):
+            if text is not None:
+                texts[text], at = kind, text + 1
+            else:
+                ids[at].append(token)
+                types[at].append(kind)
+        return PairForm(
+            tuple(map(tuple, ids)), tuple(map(tuple, types)), (texts[0], texts[1])
+        )
 
     def decode(self, ids: Array) -> bytes:
         """See `Tokenizer`."""

@@ -28,7 +28,7 @@ def load():
     """Loads data from paths, with arguments of `DataOptions` and `load_data`."""
 
     def call(*paths, task="causal-lm", seq_len=8, **options):
-        names = ("most_tokens", "is_pretrained", "image_shape")
+        names = ("most_tokens", "is_pretrained", "image_shape", "num_token_types")
         own = {name: options.pop(name) for name in names if name in options}
         data = tuple(str(path) for path in paths)
         return load_data(

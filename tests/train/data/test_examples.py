@@ -47,6 +47,19 @@ def test_labelled_text():
     assert (example.kind, example.label) == ("labelled", 1)
 
 
+def test_pair_of_texts():
+    (example,) = read({"text": "a", "text_pair": "b", "label": 1})
+    assert (example.kind, example.label) == ("labelled", 1)
+    assert example.parts == (Part("a"), Part("b"))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_pairs_in_some_records_only(order):
+    records = [{"text": "a", "text_pair": "b", "label": 1}, {"text": "a", "label": 1}]
+    with pytest.raises(DataError, match="expected a field 'text_pair', as"):
+        read(*records[::order])
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -60,6 +73,9 @@ def test_labelled_text():
         ({"prompt": ["a"], "response": "b"}, "field 'prompt', found a list"),
         ({"": 1}, "expected a field 'text'.*found ''"),
         ({"text": "a", "label": 2**31}, "classes from 0, all below 2147483648"),
+        ({"text_pair": "a", "label": 1}, "a field 'text' beside 'text_pair'"),
+        ({"text": "a", "text_pair": "", "label": 1}, "'text_pair', found an empty one"),
+        ({"text": "a", "text_pair": "b"}, "expected a label of 0 or more, found None"),
         ({"text": "a", "label": "x"}, "expected a label of 0 or more, found 'x'"),
         ({"text": "a", "label": -1}, "found -1"),
         ({"text": "a", "label": True}, "found True"),

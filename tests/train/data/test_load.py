@@ -20,6 +20,9 @@ LABELLED = [{"text": f"number {n}", "label": n % 3} for n in range(40)]
 TEXTS = [{"text": f"text number {n}, all of it.", "id": n} for n in range(40)]
 
 
+PAIRED = [{**record, "text_pair": f"is it {n}?"} for n, record in enumerate(LABELLED)]
+
+
 def word_tokenizer(path, *special):
     words = ["[UNK]", "text", "number", *map(str, range(40)), *special]
     model = tokenizers.models.WordLevel(
@@ -65,6 +68,7 @@ def source(tmp_path, write):
         ),
         "pairs": lambda: ([write("a.jsonl", PAIRS)], {}),
         "labelled": lambda: ([write("a.jsonl", LABELLED)], {}),
+        "paired": lambda: ([write("a.jsonl", PAIRED)], {"num_token_types": 2}),
         "folder": lambda: (
             [picture_folder(tmp_path / "pictures")],
             {"image_shape": (8, 8, 3)},
@@ -90,6 +94,7 @@ TASKS_OF = {
     "tokens": ("causal-lm", "masked-lm"),
     "pairs": ("causal-lm", "seq2seq"),
     "labelled": ("classification",),
+    "paired": ("classification",),
     "folder": ("classification",),
     "arrays": ("classification",),
 }
@@ -308,3 +313,67 @@ def test_images_have_no_tokenizer():
         check_options(
             DataOptions(tokenizer=Path("t.json")), "classification", takes_images=True
         )
+
+
+def pair(load, path, **options):
+    """Loads two equal pairs; returns a row of them, and the notes."""
+    data = load(path, task="classification", validation_fraction=0.5, **options)
+    return data.train[0], data.notes
+
+
+@pytest.mark.parametrize("cut_first", [True, False])
+def test_pairs_of_bytes(load, write, cut_first):
+    texts = ["abcdef", "xy"] if cut_first else ["xy", "abcdef"]
+    record = {"text": texts[0], "text_pair": texts[1], "label": 1}
+    path = write("a.jsonl", [record] * 2)
+    row, notes = pair(load, path, num_token_types=2)
+    first, second = ("abcd", "xy") if cut_first else ("xy", "abcd")
+    assert bytes(row["tokens"].astype(np.uint8)) == f"{first}\0{second}\0".encode()
+    types = [0] * (len(first) + 1) + [1] * (len(second) + 1)
+    assert row["token_types"].tolist() == types
+    assert notes[0].startswith("2 pairs of texts are longer than --seq-len 8; the long")
+    row, notes = pair(load, path, seq_len=12)
+    assert bytes(row["tokens"].astype(np.uint8)) == "".join(texts).encode() + bytes(4)
+    assert row["segments"].sum() == 9
+    assert "token_types" not in row
+    assert notes == ()
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (9, 2), (2, 9), (9, 8), (8, 9), (9, 9)])
+def test_pairs_are_as_their_tokenizer_has_them(load, write, tmp_path, sizes):
+    path = word_tokenizer(tmp_path / "t.json", "[CLS]", "[SEP]", "[PAD]")
+    whole = tokenizers.Tokenizer.from_file(str(path))
+    special = [(name, whole.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    whole.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=special,
+    )
+    whole.save(str(path))
+    texts = [" ".join(map(str, range(size))) for size in sizes]
+    record = {"text": texts[0], "text_pair": texts[1], "label": 1}
+    records = write("a.jsonl", [record] * 2)
+    options = {"num_token_types": 2, "tokenizer": path, "seq_len": 12}
+    row, _ = pair(load, records, **options)
+    whole.enable_truncation(12, strategy="longest_first")
+    expected = whole.encode(*texts)
+    used = row["segments"].astype(bool)
+    assert row["tokens"][used].tolist() == expected.ids
+    assert row["token_types"][used].tolist() == expected.type_ids
+    with pytest.raises(DataError, match="expected token types below 1, as the model"):
+        pair(load, records, **options | {"num_token_types": 1})
+    with pytest.raises(DataError, match="--seq-len: expected at least 5 tokens"):
+        pair(load, records, **options | {"seq_len": 4})
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ({"text": "a", "label": 1}, "expected pairs of texts as in --data, found sing"),
+        ({"text": "a", "text_pair": "b", "label": 3}, r"found \[3\], which it lacks"),
+    ],
+)
+def test_validation_that_does_not_belong_to_the_pairs(load, write, held, expected):
+    path, other = write("a.jsonl", PAIRED), write("b.jsonl", [held])
+    with pytest.raises(DataError, match=f"--validation: .*{expected}"):
+        load(path, task="classification", validation=(str(other),))
