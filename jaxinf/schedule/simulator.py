@@ -8,8 +8,8 @@
 Invariant: what moves next is what `Moves` says, as in a run; a call waits as there.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -50,6 +50,7 @@ class Trip(NamedTuple):
       held: The last call during which it is on the host, for an update.
       is_on_drive: Whether it goes to drives, or comes from there.
       num_moves: Reads of it from drives, and writes there.
+      drive_bytes: Of the stored bytes, those on each drive; empty for equal parts.
     """
 
     first: int
@@ -62,6 +63,7 @@ class Trip(NamedTuple):
     held: int = -1
     is_on_drive: bool = True
     num_moves: int = 1
+    drive_bytes: Sequence[int] = ()
 
 
 class Trips(NamedTuple):
@@ -76,7 +78,8 @@ class Trips(NamedTuple):
       device_bytes: Memory of such a device for those without an eviction.
       room: Before each call, `read_bytes` from then on; empty if it stays the same.
       move_s: Time of each read or write on drives beside that of its bytes.
-      drives: Names of the drives' queues; each has an equal part of every tensor.
+      drives: Names of the drives' queues.
+      in_turn: Hops on which a tensor waits for the one before, whatever drive has it.
     """
 
     trips: Sequence[Trip]
@@ -88,6 +91,7 @@ class Trips(NamedTuple):
     room: Sequence[int] = ()
     move_s: float = 0.0
     drives: Sequence[str] = ("drive",)
+    in_turn: Container[Kind] = ()
 
 
 class Beside(Protocol):
@@ -156,6 +160,7 @@ def run_calls(
 @dataclass(eq=False, slots=True)
 class _Tensor(Tensor):
     seconds: Mapping[Kind, float] = field(default_factory=dict)
+    parts: Sequence[tuple[str, float]] = ()  # drives, and their parts of a mean one's
 
 
 _ByCall: TypeAlias = defaultdict[int, list[_Tensor]]
@@ -171,7 +176,8 @@ class Moving:
 
     def __init__(self, moved: Trips, clock: Clock[Event]) -> None:
         self._clock, self._drives = clock, moved.drives
-        self._room = moved.room
+        self._room, self._in_turn = moved.room, moved.in_turn
+        self._line: deque[tuple[_Tensor, Kind]] = deque()
         self._moves: Moves[_Tensor] = Moves(
             self,
             has_link=moved.has_link,
@@ -241,10 +247,31 @@ class Moving:
         if kind in _QUEUES:
             self._clock.start(_QUEUES[kind], seconds, ended)
             return
+        if kind in self._in_turn:
+            self._line.append((tensor, kind))
+            if len(self._line) == 1:
+                self._start_parts(tensor, kind, self._next_in_turn)
+            return
+        if tensor.parts:
+            self._start_parts(tensor, kind, ended)
+            return
         *others, last = sorted(self._drives, key=self._clock.free_s)
         for drive in others:
             self._clock.start(drive, seconds, nothing)
         self._clock.start(last, seconds, ended)
+
+    def _start_parts(self, tensor: _Tensor, kind: Kind, ended: Event) -> None:
+        seconds, end_s = tensor.seconds[kind], self._clock.now_s
+        for drive, part in tensor.parts or [(drive, 1.0) for drive in self._drives]:
+            begin_s = self._clock.start(drive, part * seconds, nothing)
+            end_s = max(end_s, begin_s + part * seconds)
+        self._clock.at(end_s, ended)
+
+    def _next_in_turn(self) -> None:
+        self._moves.ended(*self._line[0], True, None)
+        self._line.popleft()
+        if self._line:
+            self._start_parts(*self._line[0], self._next_in_turn)
 
     def allocate(self, tensor: _Tensor) -> Any:
         """As `Executor.allocate`."""
@@ -259,7 +286,8 @@ def nothing() -> None:
 
 
 def _tensor(key: int, one: Trip, moved: Trips) -> _Tensor:
-    is_loaded = one.eviction is None
+    is_loaded, mean = one.eviction is None, one.stored_bytes / len(moved.drives)
+    parts = zip(moved.drives, one.drive_bytes, strict=True) if one.drive_bytes else ()
     return _Tensor(
         key,
         int(one.is_on_drive),
@@ -268,6 +296,7 @@ def _tensor(key: int, one: Trip, moved: Trips) -> _Tensor:
         device_bytes=one.num_bytes if is_loaded and moved.has_link else 0,
         value=None if is_loaded else True,
         is_held=one.held > one.last,
+        parts=[(drive, num_bytes / mean) for drive, num_bytes in parts if num_bytes],
         seconds={
             kind: one.num_bytes / rate
             if kind in _QUEUES

@@ -391,5 +391,8 @@ class StoreEnds(StoreParamsEnds):
                 self._shape, unit, *program, has_params=unit in given
             )
         ]
-        num_bytes = fetched_bytes(self._shape, fetches)
-        return StepMoves(num_bytes, self._waiting(fitted)[0], updates)
+        fetched = fetched_bytes(self._shape, fetches)
+        moves = StepMoves(fetched, self._waiting(fitted)[0], updates)
+        if self.num_drives == 1:
+            return moves
+        return moves._replace(shares=csd_shares(self._shape.directory.manifest))

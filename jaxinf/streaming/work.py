@@ -8,16 +8,20 @@ Invariant: what moves is what the plan of the dry run moves.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxinf.schedule.moves import Kind
+from jaxinf.schedule.simulator import Trips
 from jaxinf.schedule.steps import HOST, PROCESSOR, StepWork, Update, drive_name
 from jaxinf.streaming.bound import Ends
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import MemoryParams
+from jaxinf.streaming.move.scratch import Folder, Scratch
 from jaxinf.streaming.plan.plan import Plan, prepare
 from jaxinf.streaming.plan.simulator import Profile, moved_beside, moved_gradients
 from jaxinf.streaming.program.programs import lowered
@@ -68,13 +72,18 @@ def step_work(ends: Ends, fitted: Fitted, plan: Plan, speeds: Speeds) -> StepWor
     """
     calls, profile = plan.calls, speeds.profile
     moves, tiers = ends.moves(fitted, plan), fitted.tiers(calls)
-    loads = fitted.loads(calls, plan.peak_bytes)
+    reading, division = fitted.reading(plan)
     queues = [drive_name(number) for number in range(len(speeds.state))]
+    is_apart = len(queues) > 1
+    loads = reading.trips(division, merges=not is_apart)
+    if is_apart:
+        loads = _on_drives(loads, moves.fetched, "read")
     moved = moved_beside(calls, profile, loads, tiers)
     last = []
     if moves.waiting is not None and moves.waiting.on_drive:
         last = [moved_gradients(calls, profile, moves.waiting)]
-    reading, division = fitted.reading(plan)
+    if is_apart:
+        last = [_on_drives(one, _placed(one, moves.shares), "write") for one in last]
     ring_bytes = division.ring
     if not division.staged:  # and what params do not need
         ring_bytes += reading.room_bytes - reading.memory(division)[0]
@@ -101,6 +110,23 @@ def step_work(ends: Ends, fitted: Fitted, plan: Plan, speeds: Speeds) -> StepWor
         commit_s=speeds.commit_s,
         joins=True,
     )
+
+
+def _on_drives(moved: Trips, found: Iterable[Sequence[int]], kind: Kind) -> Trips:
+    """Returns tensors with their bytes on each drive, of which one moves at a time."""
+    pairs = zip(moved.trips, found, strict=True)
+    trips = [one._replace(drive_bytes=num_bytes) for one, num_bytes in pairs]
+    return moved._replace(trips=trips, in_turn=(kind,))
+
+
+def _placed(gradients: Trips, shares: Sequence[float]) -> Iterator[Sequence[int]]:
+    """Yields the bytes on each drive of gradients that wait there."""
+    scratch = Scratch([Folder(Path(), share) for share in shares])
+    for one in gradients.trips:
+        drive_bytes = [0] * len(shares)
+        for part in scratch.allocate(one.stored_bytes).parts:
+            drive_bytes[part.drive] += part.num_bytes
+        yield drive_bytes
 
 
 def num_operations(plan: Plan, known: Mapping[str, float]) -> Mapping[str, float]:

@@ -111,3 +111,18 @@ def test_what_waits_for_the_last_gradient_moves_in_the_last_part():
 
 def test_nothing_to_update_is_no_commit():
     assert step_s(updates=[]) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("in_turn", "expected"), [((), 3.0), (("read",), 5.0)])
+def test_drives_have_other_parts_of_each_tensor(in_turn, expected):
+    # All of the first is on one drive, and of the second most on the other.
+    trips = [
+        Trip(0, 0, 20, 20, 1, drive_bytes=[20, 0]),
+        Trip(1, 1, 40, 40, 1, drive_bytes=[10, 30]),
+    ]
+    loads = Trips(
+        trips, {"read": 20.0}, read_bytes=2, drives=["a", "b"], in_turn=in_turn
+    )
+    found = StepWork(call_s=[0.0, 0.0], moved=[loads]).simulated()
+    assert found.step_s == pytest.approx(expected)
+    assert found.busy_s == pytest.approx({"a": 3.0, "b": 3.0, PROCESSOR: 0.0})

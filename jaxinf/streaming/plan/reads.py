@@ -72,10 +72,16 @@ class Reading(NamedTuple):
             return self.needed_bytes, None
         return division.staged - self.largest_bytes, self.room_bytes
 
-    def trips(self, division: Division) -> Trips:
-        """Returns the reads for a simulation; those for the same calls are one."""
+    def trips(self, division: Division, *, merges: bool = True) -> Trips:
+        """Returns the reads for a simulation.
+
+        Args:
+          division: Memory.
+          merges: Whether those for the same calls are one.
+        """
         read_bytes, device_bytes = self.memory(division)
         most = read_bytes if device_bytes is None else read_bytes // _NUM_PASSING
+        most = most if merges else 0
         found: dict[Any, list[int]] = {}
         trips = []
         for fetch in self.fetches:

@@ -35,18 +35,22 @@ __all__ = [
 _PARAMS = 0  # the first of a leaf's states
 
 
-def fetched_bytes(opened: StoreShape, fetches: Iterable[Fetch]) -> int:
-    """Returns the bytes of params that a run of the calls reads.
+def fetched_bytes(
+    opened: StoreShape, fetches: Iterable[Fetch]
+) -> Sequence[Sequence[int]]:
+    """Returns the bytes of params that a run of the calls reads, by fetch and drive.
 
     Args:
       opened: The store; it need not be there.
       fetches: The reads of params.
     """
-    return sum(
-        moved_bytes(opened, layout, [_PARAMS])
-        for fetch in fetches
-        for layout in _layouts(opened, fetch.unit)
-    )
+    found, num_drives = [], max(1, opened.directory.num_csds)
+    for fetch in fetches:
+        own = [0] * num_drives
+        for layout in _layouts(opened, fetch.unit):
+            own[layout.subgroup.csd] += moved_bytes(opened, layout, [_PARAMS])
+        found.append(own)
+    return found
 
 
 class UpdateMoves(NamedTuple):
@@ -69,15 +73,22 @@ class StepMoves(NamedTuple):
     """What a step moves on drives beside its values.
 
     Attributes:
-      params_bytes: Params that a run of the calls reads.
+      fetched: Bytes of params that a run of the calls reads, by fetch and drive.
       waiting: Gradients that wait for the last one; None if none does.
       updates: In the order of the gradients, with the numbers of the calls that they
         wait for; the number of calls if they wait for the last gradient.
+      shares: Of each drive, of gradients that wait.
     """
 
-    params_bytes: int = 0
+    fetched: Sequence[Sequence[int]] = ()
     waiting: Waiting | None = None
     updates: Sequence[tuple[int, UpdateMoves]] = ()
+    shares: Sequence[float] = (1.0,)
+
+    @property
+    def params_bytes(self) -> int:
+        """Params that a run of the calls reads."""
+        return sum(map(sum, self.fetched))
 
 
 def update_moves(
