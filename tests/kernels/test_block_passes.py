@@ -91,9 +91,10 @@ def numbers(rng, kind):
 @pytest.mark.parametrize("kind", ["any", "positive", "zeros", "no number", "nothing"])
 def test_int8_blocks_have_numpys_bits(library, kind):
     rng = np.random.default_rng(0)
-    for _ in range(300):
+    for turn in range(300):
         x = numbers(rng, kind)
         first, key = (int(n) for n in rng.integers(0, 2**32, 2))
+        first -= first % 256 if turn % 4 else 0  # as in stores, or any
         codes = np.empty((2, x.size), np.uint8)
         expected, found = (np.empty(-(-x.size // 256), np.float32) for _ in range(2))
         encode_int8(x, codes[0], expected, key, first)

@@ -1,6 +1,6 @@
 // Blocks of int8 codes, several elements at a time, bit for bit as defined by codecs.hpp.
 //
-//   largest magnitude ─► inverse ─► decade of each ─► factor, count ─► place + random
+//   largest magnitude ─► inverse ─► decade of each ─► factor ─► place + random
 #pragma once
 
 #include "codecs.hpp"
@@ -17,21 +17,24 @@ class BlockCodec {
  public:
   static void encode(const float* x, int length, Word first, Word key,
                      std::uint8_t* codes, float* scale) {
-    I32 sizes = {};
-    L::Mask below_zero = {};
+    I32 above = {};  // as bits: the largest, and the one farthest below zero
+    U32 below = {};
     int i = 0;
     for (; i + L::size <= length; i += L::size) {
       const F32 v = L::load(x + i);
-      sizes = L::max(sizes, (I32)v & 0x7fffffff);  // as bits, NaN is the largest
-      below_zero |= L::is_negative(v);
+      above = L::max(above, (I32)v);
+      below = L::max(below, (U32)v);
     }
-    std::int32_t largest_bits = L::largest(sizes);
-    bool is_signed = L::any(below_zero);
+    std::int32_t largest_bits = L::largest(above);
+    Word lowest_bits = L::largest(below);
     for (; i < length; ++i) {
-      const std::int32_t bits = (std::int32_t)(bits_of_float(x[i]) & 0x7fffffffu);
-      largest_bits = largest_bits < bits ? bits : largest_bits;
-      is_signed |= x[i] < 0.0f;
+      const Word bits = bits_of_float(x[i]);
+      if (largest_bits < (std::int32_t)bits) largest_bits = (std::int32_t)bits;
+      if (lowest_bits < bits) lowest_bits = bits;
     }
+    const bool is_signed = lowest_bits >= 0x80800000u;  // not by -0 and denormals
+    const std::int32_t lowest_size = (std::int32_t)(lowest_bits & 0x7fffffffu);
+    if (largest_bits < lowest_size) largest_bits = lowest_size;  // NaN is the largest
     const bool is_bad = (Word)largest_bits > largest_coded_bits;
     if (is_bad || largest_bits < 0x00800000) {  // denormals are zero
       *scale = is_bad ? __builtin_nanf("") : 0.0f;
@@ -64,19 +67,44 @@ class BlockCodec {
   }
 
  private:
+  // The counters of a block differ in their last 8 bits, so that all of the first round
+  // but a product is the same: (row + lane) * factor = row * factor + lane * factor.
+  struct Rounds {
+    Word rows[code_block / L::size];
+    U32 lanes;
+
+    Rounds(Word first, Word key) {
+      const Word x = first ^ key, same = x ^ x >> 16, part = same & (L::size - 1);
+      lanes = (L::numbers ^ part) * first_factor;
+      for (int k = 0; k < code_block / L::size; k += L::size) {
+        const U32 row = (L::numbers + (Word)k) * (Word)L::size ^ (same ^ part);
+        const U32 products = row * first_factor;
+        std::memcpy(rows + k, &products, sizeof products);
+      }
+    }
+  };
+
   template <bool is_signed>
   static void encode_all(const float* x, int length, float inverse, Word first,
                          Word key, std::uint8_t* codes) {
-    U32 counter = L::numbers + first;
+    constexpr int at_once = L::vectors_at_once * L::size;
     int i = 0;
-    for (; i + L::size <= length; i += L::size, counter += (Word)L::size) {
-      const F32 v = L::load(x + i), random = L::f32((I32)random_bits(counter, key));
-      if (is_signed)
-        L::store_bytes(L::with_sign(code_of<64, 7>(L::abs(v) * inverse, random), v),
-                       codes + i);
-      else
-        L::store_bytes(L::of_positive(code_of<128, 8>(v * inverse, random), v),
-                       codes + i);
+    if (first % code_block == 0) {
+      const Rounds rounds(first, key);
+      for (; i + at_once <= length; i += at_once) {
+        I32 found[L::vectors_at_once];
+#pragma GCC unroll 4
+        for (int k = 0; k < L::vectors_at_once; ++k) {
+          const F32 v = L::load(x + i + k * L::size);
+          const U32 product = rounds.lanes + rounds.rows[i / L::size + k];
+          const F32 random = L::f32((I32)second_round(product, key));
+          if (is_signed)
+            found[k] = L::with_sign(code_of<6>(L::abs(v) * inverse, random), v);
+          else
+            found[k] = L::of_positive(code_of<7>(v * inverse, random), v);
+        }
+        L::store_bytes(found, codes + i);
+      }
     }
     for (; i < length; ++i) {
       const float up = uniform_of(first + (Word)i, key);
@@ -85,15 +113,16 @@ class BlockCodec {
     }
   }
 
-  // `random`: of 0 … 65535; that over 65536 is exact, so the sum is rounded once. Codes of
-  // the last decade are not below 0.
-  template <int top, int decades>
+  // A decade has 2^rank numbers, a power of two, so that it may be multiplied by anywhere
+  // with the same result. `random`: of 0 … 65535; that over 65536 is exact, so the sum is
+  // rounded once. It is below 2^rank + 1, and not below 0 in the last decade.
+  template <int last>
   static JAXINF_INLINE I32 code_of(F32 y, F32 random) {
-    const I32 decade = L::template decade<decades - 1>(y);
-    const I32 count = (I32{} + top) >> decade;
-    const F32 steps = (y * L::lookup(L::factors, decade) - 0.1f) * 1.1111112f;
-    const F32 place = L::plus_share(steps * L::f32(count), random);
-    return L::min(count - 1 + L::truncated(place), 2 * count - 1);
+    const I32 rank = L::template rank<last>(y);
+    const F32 steps = (y * L::lookup(L::template factors<last>, rank) -
+                       L::lookup(L::tenths, rank)) * 1.1111112f;
+    const I32 count = (I32{} + 1) << rank;
+    return L::truncated(L::plus_share(steps, random)) + count - 1;
   }
 };
 

@@ -1,25 +1,44 @@
 // The arithmetic of block codes: sixteen elements at a time with AVX-512, eight elsewhere.
-// Both give the same bits.
+// All give the same bits.
 //
-// `decade`: how many of 10^-1 … 10^-last a number in [0, 1] does not exceed. An octave
-// contains at most one power of ten, so its exponent leaves two candidates.
+// `rank`: of 10^-1 … 10^-last, how many a number in [0, 1] exceeds. Its bits leave two
+// candidates: with AVX-512 by the exponent, as an octave contains at most one power of
+// ten; with AVX2 by a line for the logarithm, whose parts contain one each. Then one
+// comparison decides.
 #pragma once
 
 #include "lanes.hpp"
 
 namespace jaxinf {
 
+constexpr float tenths_of_one[8] = {1e0f,  1e-1f, 1e-2f, 1e-3f,
+                                    1e-4f, 1e-5f, 1e-6f, 1e-7f};
+
+// 10^(last - rank) * 2^rank, by rank; all are exact.
+constexpr float code_factor(int last, int rank) {
+  float factor = 1.0f;
+  for (int k = 0; k < last; ++k) factor *= k < rank ? 2.0f : 10.0f;
+  return factor;
+}
+#define JAXINF_CODE_FACTORS \
+  template <int last> \
+  static constexpr F32 factors = { \
+      code_factor(last, 0), code_factor(last, 1), code_factor(last, 2), \
+      code_factor(last, 3), code_factor(last, 4), code_factor(last, 5), \
+      code_factor(last, 6), code_factor(last, 7)}; \
+  static constexpr F32 tenths = {0.1f, 0.2f, 0.4f, 0.8f, 1.6f, 3.2f, 6.4f, 12.8f};
+
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 
 struct CodeLanes {
-  static constexpr int size = 16;
+  static constexpr int size = 16, vectors_at_once = 1;
   typedef float F32 __attribute__((vector_size(64)));
   typedef std::int32_t I32 __attribute__((vector_size(64)));
   typedef std::uint32_t U32 __attribute__((vector_size(64)));
   typedef __mmask16 Mask;
 
   static constexpr U32 numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  static constexpr F32 factors = {1e0f, 1e1f, 1e2f, 1e3f, 1e4f, 1e5f, 1e6f, 1e7f};
+  JAXINF_CODE_FACTORS
 
   static JAXINF_INLINE F32 load(const float* from) {
     return (F32)_mm512_loadu_ps(from);
@@ -36,17 +55,18 @@ struct CodeLanes {
   static JAXINF_INLINE I32 max(I32 a, I32 b) {
     return (I32)_mm512_max_epi32((__m512i)a, (__m512i)b);
   }
-  static JAXINF_INLINE I32 min(I32 a, I32 b) {
-    return (I32)_mm512_min_epi32((__m512i)a, (__m512i)b);
+  static JAXINF_INLINE U32 max(U32 a, U32 b) {
+    return (U32)_mm512_max_epu32((__m512i)a, (__m512i)b);
   }
-  // Of numbers that are not negative.
   static JAXINF_INLINE std::int32_t largest(I32 x) {
     return _mm512_reduce_max_epi32((__m512i)x);
+  }
+  static JAXINF_INLINE Word largest(U32 x) {
+    return _mm512_reduce_max_epu32((__m512i)x);
   }
   static JAXINF_INLINE Mask is_negative(F32 x) {
     return _mm512_cmp_ps_mask((__m512)x, _mm512_setzero_ps(), _CMP_LT_OQ);
   }
-  static JAXINF_INLINE bool any(Mask mask) { return mask != 0; }
   static JAXINF_INLINE F32 lookup(F32 table, I32 index) {
     return (F32)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
   }
@@ -61,29 +81,28 @@ struct CodeLanes {
         _mm512_cmp_ps_mask((__m512)v, _mm512_setzero_ps(), _CMP_GT_OQ);
     return (I32)_mm512_maskz_max_epi32(is_above, (__m512i)code, _mm512_set1_epi32(1));
   }
-  static JAXINF_INLINE void store_bytes(I32 x, std::uint8_t* to) {
-    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
+  static JAXINF_INLINE void store_bytes(const I32* x, std::uint8_t* to) {
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)*x));
   }
 
   // By the lowest 5 bits of the exponent, from 2^-24 in place 7 to 1 in place 31.
   struct Octaves {
     alignas(64) float bounds[32];
-    alignas(64) std::int32_t decades[32];
+    alignas(64) std::int32_t ranks[32];  // of numbers above the bound
 
-    constexpr explicit Octaves(int last) : bounds(), decades() {
-      constexpr float powers[8] = {1e0f, 1e-1f, 1e-2f, 1e-3f, 1e-4f, 1e-5f, 1e-6f, 1e-7f};
+    constexpr explicit Octaves(int last) : bounds(), ranks() {
       float above = 2.0f;  // the octave is [above / 2, above)
       for (int place = 31; place >= 0; --place, above /= 2.0f) {
         int decade = 0;
-        while (decade < last && powers[decade + 1] >= above) ++decade;
-        decades[place] = decade;
-        bounds[place] = decade < last ? powers[decade + 1] : -1.0f;
+        while (decade < last && tenths_of_one[decade + 1] >= above) ++decade;
+        ranks[place] = last - decade;
+        bounds[place] = decade < last ? tenths_of_one[decade + 1] : -1.0f;
       }
     }
   };
 
   template <int last>
-  static JAXINF_INLINE I32 decade(F32 y) {
+  static JAXINF_INLINE I32 rank(F32 y) {
     static constexpr Octaves octaves(last);
     const I32 exponent = max((I32)y >> 23, I32{} + 103);
     const auto from = [&](const void* table) {
@@ -91,59 +110,112 @@ struct CodeLanes {
       return _mm512_permutex2var_epi32(_mm512_load_si512(half), (__m512i)exponent,
                                        _mm512_load_si512(half + 64));
     };
-    const __m512i least = from(octaves.decades);
-    const Mask is_more =
+    const __m512i most = from(octaves.ranks);
+    const Mask is_less =
         _mm512_cmp_ps_mask((__m512)y, (__m512)from(octaves.bounds), _CMP_LE_OQ);
-    return (I32)_mm512_mask_add_epi32(least, is_more, least, _mm512_set1_epi32(1));
+    return (I32)_mm512_mask_sub_epi32(most, is_less, most, _mm512_set1_epi32(1));
   }
 };
 
 #else
 
 struct CodeLanes : Lanes {
-  using Mask = I32;
   static constexpr U32 numbers = {0, 1, 2, 3, 4, 5, 6, 7};
-  static constexpr F32 factors = {1e0f, 1e1f, 1e2f, 1e3f, 1e4f, 1e5f, 1e6f, 1e7f};
+  JAXINF_CODE_FACTORS
 
   static JAXINF_INLINE I32 truncated(F32 x) { return __builtin_convertvector(x, I32); }
-  static JAXINF_INLINE F32 plus_share(F32 a, F32 b) {
-    return a + b * (1.0f / 65536.0f);
-  }
-  // Of numbers that are not negative.
-  static JAXINF_INLINE std::int32_t largest(I32 x) {
-    std::int32_t found = 0;
-    for (int k = 0; k < size; ++k) found = found < x[k] ? x[k] : found;
-    return found;
-  }
-  static JAXINF_INLINE Mask is_negative(F32 x) { return x < 0.0f; }
-  static JAXINF_INLINE bool any(Mask mask) {
-    std::int32_t found = 0;
-    for (int k = 0; k < size; ++k) found |= mask[k];
-    return found != 0;
-  }
   static JAXINF_INLINE F32 lookup(F32 table, I32 index) {
     return jaxinf::lookup(table, index);
-  }
-  static JAXINF_INLINE I32 with_sign(I32 code, F32 v) {
-    return select(v < 0.0f, -code, code) & 0xff;
   }
   static JAXINF_INLINE I32 of_positive(I32 code, F32 v) {
     return max(code, I32{} + 1) & (v > 0.0f);
   }
-  static JAXINF_INLINE void store_bytes(I32 x, std::uint8_t* to) {
-    jaxinf::store_bytes(x, to);
+
+#if defined(__AVX2__) && defined(__FMA__)
+
+  static constexpr int vectors_at_once = 4;
+
+  template <class Max>
+  static JAXINF_INLINE std::int32_t largest(__m256i x, Max max) {
+    __m128i y = max(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    y = max(y, _mm_shuffle_epi32(y, 0x4e));
+    return _mm_cvtsi128_si32(max(y, _mm_shuffle_epi32(y, 0xb1)));
+  }
+  static JAXINF_INLINE std::int32_t largest(I32 x) {
+    const auto max = [](__m128i a, __m128i b) { return _mm_max_epi32(a, b); };
+    return largest((__m256i)x, max);
+  }
+  static JAXINF_INLINE Word largest(U32 x) {
+    const auto max = [](__m128i a, __m128i b) { return _mm_max_epu32(a, b); };
+    return (Word)largest((__m256i)x, max);
+  }
+  static JAXINF_INLINE F32 plus_share(F32 a, F32 b) {
+    return fma(b, constant(1.0f / 65536.0f), a);
+  }
+  static JAXINF_INLINE I32 with_sign(I32 code, F32 v) {
+    return (I32)_mm256_sign_epi32((__m256i)code, (__m256i)v);
+  }
+  static JAXINF_INLINE void store_bytes(const I32* x, std::uint8_t* to) {
+    const auto halves = [&](int k) {
+      const __m256i both = _mm256_packs_epi32((__m256i)x[k], (__m256i)x[k + 1]);
+      return _mm256_and_si256(both, _mm256_set1_epi16(0xff));
+    };
+    const __m256i bytes = _mm256_packus_epi16(halves(0), halves(2));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(bytes, order));
+  }
+
+  // The upper half of a number's bits is near 128 * (127 + log2 y): 154 / 65536 of a
+  // difference of such halves is that of decades. Part k, of 0 … last, begins between two
+  // powers of ten and contains 10^(k - last).
+  template <int last>
+  static JAXINF_INLINE I32 rank(F32 y) {
+    constexpr auto bound = [](int k) {
+      return k <= last ? tenths_of_one[last - k] : 0.0f;
+    };
+    constexpr F32 bounds = {bound(0), bound(1), bound(2), bound(3),
+                            bound(4), bound(5), bound(6), bound(7)};
+    constexpr int begin = 16256 - (2 * last + 1) * 65536 / 154 / 2;
+    const __m256i zero = _mm256_set1_epi32(begin << 16 | 0xffff);
+    const __m256i above = _mm256_subs_epu16((__m256i)y, zero);
+    const __m256i part = _mm256_srli_epi32(
+        _mm256_mulhi_epu16(above, _mm256_set1_epi32(154 << 16)), 16);
+    return (I32)part - (y > lookup(bounds, (I32)part));
+  }
+
+#else
+
+  static constexpr int vectors_at_once = 1;
+
+  template <class V>
+  static JAXINF_INLINE auto largest(V x) {
+    auto found = x[0];
+    for (int k = 1; k < size; ++k) found = found < x[k] ? x[k] : found;
+    return found;
+  }
+  static JAXINF_INLINE F32 plus_share(F32 a, F32 b) {
+    return a + b * (1.0f / 65536.0f);
+  }
+  static JAXINF_INLINE I32 with_sign(I32 code, F32 v) {
+    return select(v < 0.0f, -code, code) & 0xff;
+  }
+  static JAXINF_INLINE void store_bytes(const I32* x, std::uint8_t* to) {
+    jaxinf::store_bytes(*x, to);
   }
 
   template <int last>
-  static JAXINF_INLINE I32 decade(F32 y) {
-    constexpr float bounds[8] = {1e0f, 1e-1f, 1e-2f, 1e-3f, 1e-4f, 1e-5f, 1e-6f, 1e-7f};
-    I32 decade = {};
+  static JAXINF_INLINE I32 rank(F32 y) {
+    I32 rank = I32{} + last;
 #pragma GCC unroll 8
-    for (int k = 1; k <= last; ++k) decade -= y <= bounds[k];
-    return decade;
+    for (int k = 1; k <= last; ++k) rank += y <= tenths_of_one[k];
+    return rank;
   }
+
+#endif
 };
 
 #endif
+
+#undef JAXINF_CODE_FACTORS
 
 }  // namespace jaxinf

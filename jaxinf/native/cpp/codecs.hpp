@@ -42,17 +42,23 @@ constexpr CodeTables code_tables{};
 inline float magnitude(float x) { return x < 0.0f ? -x : x; }
 
 // Returns 16 random bits of a counter: two rounds of a multiply-xorshift hash. `Counter`
-// is a uint32, or several side by side.
+// is a uint32, or several side by side. The second round begins after a product.
+constexpr std::uint32_t first_factor = 0x7feb352du;
+
 template <class Counter>
-inline Counter random_bits(Counter counter, std::uint32_t key) {
-  Counter x = counter ^ key;
-  x ^= x >> 16;
-  x *= 0x7feb352du;
+inline Counter second_round(Counter x, std::uint32_t key) {
   x ^= x >> 15;
   x += key;
   x *= 0x846ca68bu;
   x ^= x >> 16;
   return x & 0xffffu;
+}
+
+template <class Counter>
+inline Counter random_bits(Counter counter, std::uint32_t key) {
+  Counter x = counter ^ key;
+  x ^= x >> 16;
+  return second_round(x * first_factor, key);
 }
 
 // Returns the code of y in [0, 1]: `top` numbers in the first decade, half as many in the
