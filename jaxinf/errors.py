@@ -8,6 +8,7 @@ drive or an optimizer are `JaxinfError`.
 from collections.abc import Mapping, Sequence
 
 __all__ = [
+    "AssignmentError",
     "BudgetError",
     "CsdError",
     "DeviceConfigurationError",
@@ -179,6 +180,43 @@ class BudgetError(StreamError):
             by = f" by at least {least} bytes" if least > 0 else ""
             advice = f"raise {name}{by}"
         return f"{name}: {self.problem}; {advice}{self.otherwise}"
+
+
+class AssignmentError(StreamError):
+    """A run would share its updates with the JAX device otherwise than its last step.
+
+    Args:
+      store: the store's path.
+      recorded: by argument, what its commit records.
+      found: what the run was asked for.
+    """
+
+    def __init__(
+        self, store: str, recorded: Mapping[str, str], found: Mapping[str, str]
+    ) -> None:
+        self.store = store
+        self.recorded = recorded
+        self.found = found
+        super().__init__(self._text({name: f"{name}=" for name in found}))
+
+    def _text(self, flags: Mapping[str, str], replan: str = "replan=True") -> str:
+        """Returns the message.
+
+        Args:
+          flags: what is before the value of each argument.
+          replan: how another choice is allowed.
+        """
+
+        def shown(values: Mapping[str, str]) -> str:
+            return " and ".join(flags[name] + value for name, value in values.items())
+
+        what = "it" if len(self.found) == 1 else "them"
+        return (
+            f"{self.store}: its last step was computed with {shown(self.recorded)}, "
+            f"found {shown(self.found)}; leave {what} out to go on as before, or give "
+            f"{replan} to go on with another choice (bits on an accelerator then "
+            "differ from here on)"
+        )
 
 
 class UnsupportedTransformError(JaxinfError):

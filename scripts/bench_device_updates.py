@@ -59,11 +59,11 @@ def emulate(host: float, device: float, link: float) -> None:
             wait(up, sum(array.nbytes for array in arrays), link)
             return super()._up(arrays)
 
-        def _down(self, arrays: Any) -> Any:
+        def _down(self, arrays: Any, **named: Any) -> Any:
             arrays = jax.block_until_ready(arrays)
-            wait(kernels, max(array.size for array in arrays), device)
+            wait(kernels, max((array.size for array in arrays), default=0), device)
             wait(down, sum(array.nbytes for array in arrays), link)
-            return super()._down(arrays)
+            return super()._down(arrays, **named)
 
     HostCsd.update = on_host
     near_storage.DeviceUpdater = Emulated

@@ -4,6 +4,8 @@ Invariant: every worker (on a card, every worker of its share) can hold two subg
 `check_memory` accepts the budget, and each subgroup starts on a page of its files.
 """
 
+from collections.abc import Iterable, Sequence
+
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.io import free_memory
@@ -19,8 +21,8 @@ __all__ = [
     "check_host_tier",
     "check_memory",
     "cut_subgroups",
-    "host_tier",
     "longest",
+    "staying",
     "subgroup_elements",
 ]
 
@@ -90,15 +92,18 @@ def cut_subgroups(
     return result
 
 
-def host_tier(
-    layouts: list[list[list[SubgroupLayout]]], num_bytes: int
+def staying(
+    chunks: Iterable[Sequence[SubgroupLayout]], num_bytes: int
 ) -> frozenset[Subgroup]:
-    """Returns the subgroups that stay on the host, in that many bytes.
+    """Returns the subgroups that stay in a memory, in that many bytes.
 
     They are of whole chunks, since a chunk is verified as a whole when it is read.
     Short chunks come first: reading them costs most for the memory that they take.
+
+    Args:
+      chunks: those that may stay, by subgroups.
+      num_bytes: the memory.
     """
-    chunks = [chunk for leaf in layouts for chunk in leaf]
     found: list[Subgroup] = []
     for chunk in sorted(chunks, key=_held_bytes):
         num_bytes -= _held_bytes(chunk)
@@ -116,8 +121,8 @@ def check_host_tier(
     Raises:
       ValueError: gives the memory that is free, and what limits it.
     """
-    stays = host_tier(layouts, options.host_tier_bytes)
     chunks = [chunk for leaf in layouts for chunk in leaf]
+    stays = staying(chunks, options.host_tier_bytes)
     held = sum(_held_bytes(c) for c in chunks if c and c[0].subgroup in stays)
     free = free_memory() if held else None
     if free is not None and held > free[0]:
@@ -127,7 +132,7 @@ def check_host_tier(
         )
 
 
-def _held_bytes(chunk: list[SubgroupLayout]) -> int:
+def _held_bytes(chunk: Sequence[SubgroupLayout]) -> int:
     return sum(layout.num_bytes for layout in chunk)
 
 

@@ -120,7 +120,8 @@ class StoreOptions:
         self.state: StateFormat | None = state
         self.restore = restore
         self.master: MasterChoice = master
-        self.host_tier_bytes = self._host_tier_bytes(tiers or {})
+        tiers = {} if tiers is None else tiers
+        self.host_tier_bytes, self.device_tier_bytes = self._tier_bytes(tiers)
 
     def workers_of(self, num_csds: int) -> int:
         """Returns the number of requests at once: by default two a card, at least 4."""
@@ -128,19 +129,24 @@ class StoreOptions:
             return self.num_workers
         return max(4, 2 * num_csds) if self.csd.has_cards else 4
 
-    def _host_tier_bytes(self, tiers: Mapping[str, int | str]) -> int:
-        if not isinstance(tiers, Mapping) or tiers.keys() - {"host"}:
+    def _tier_bytes(self, tiers: Mapping[str, int | str]) -> tuple[int, int | None]:
+        """Returns the host's, and the JAX device's or None if it is not given."""
+        if not isinstance(tiers, Mapping) or tiers.keys() - {"host", "device"}:
             raise ValueError(
                 f"tiers={tiers!r}: expected the memory for state that stays on the "
-                'host, {"host": bytes}; there is no other tier yet'
+                'host, {"host": bytes}, and on the JAX device, {"device": bytes}; '
+                "there is no other tier"
             )
-        num_bytes = given_bytes('tiers["host"]', tiers.get("host", 0), least=0)
-        if num_bytes and self.csd.has_cards:
+        found = {
+            name: given_bytes(f'tiers["{name}"]', given, least=0)
+            for name, given in tiers.items()
+        }
+        if any(found.values()) and self.csd.has_cards:
             raise ValueError(
                 f'tiers={tiers!r}: on csd="{self.csd.kind}" state moves between drives '
                 "and cards, and never passes the host; leave tiers out"
             )
-        return num_bytes
+        return found.get("host", 0), found.get("device")
 
     @property
     def takes_params(self) -> bool:

@@ -1,16 +1,17 @@
 """The shape of a store: its chunks, and the subgroups that they are moved in.
 
-Invariant: it is known before the store is made, and does not change.
+Invariant: it is known before the store is made, and does not change; nor does what
+stays on the host, but for what a device then has of it.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from jaxinf.engine.division import host_tier, longest
+from jaxinf.engine.division import longest, staying
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreMismatchError
-from jaxinf.layout import covers
+from jaxinf.layout import Subgroup, covers
 from jaxinf.store import StoreDirectory
 from jaxinf.typing import AVERAGE
 
@@ -27,7 +28,10 @@ class StoreShape:
 
     Attributes:
       host_tier: subgroups whose states stay in the host's memory between steps.
+      device_tier: those whose states stay on a JAX device.
     """
+
+    device_tier: frozenset[Subgroup] = frozenset()
 
     def __init__(
         self,
@@ -37,9 +41,25 @@ class StoreShape:
     ) -> None:
         self.options = options
         self.directory = directory
-        self.host_tier = host_tier(layouts, options.host_tier_bytes)
         self._layouts = layouts
+        self.host_tier: frozenset[Subgroup] = frozenset()
+        self.give_device(frozenset())
         self._boxes: dict[tuple[Any, ...], list[SubgroupLayout]] = {}
+
+    def give_device(self, subgroups: frozenset[Subgroup]) -> None:
+        """Sets the subgroups whose states stay on a device; the host has others."""
+        chunks = [chunk for leaf in self._layouts for chunk in leaf]
+        rest = [c for c in chunks if c and c[0].subgroup not in subgroups]
+        self.device_tier = subgroups
+        self.host_tier = staying(rest, self.options.host_tier_bytes)
+
+    def stays(self, subgroup: Subgroup) -> bool:
+        """Whether a subgroup's states stay in a memory between steps."""
+        return subgroup in self.host_tier or subgroup in self.device_tier
+
+    def chunk_layouts(self, leaf: int) -> Sequence[Sequence[SubgroupLayout]]:
+        """Returns the held subgroups of a leaf, by chunk."""
+        return [chunk for chunk in self._layouts[leaf] if chunk]
 
     @property
     def least_memory_bytes(self) -> int:

@@ -17,6 +17,7 @@ from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Task
 from jaxinf.engine.subgroup_arrays import gather_inputs, gather_run, rounding_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
+from jaxinf.engine.update_tasks import AT_ONCE
 from jaxinf.errors import StoreError
 from jaxinf.io import crc32c
 from jaxinf.layout import Chunk, gather, scatter, target_view
@@ -212,7 +213,7 @@ class ParamsReader:
         self._opened = opened
         self._is_average = average
         chunks, directory = opened.chunks, opened.directory
-        opened.handler.write_at_once(frozenset({0}))  # read from the drive here
+        opened.handler.write_at_once(AT_ONCE)  # read from the drive here
         slots: list[Slot] = []
         if not chunks.is_all_written:
             slots.append(chunks.committed)

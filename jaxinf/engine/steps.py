@@ -221,6 +221,7 @@ class StepEngine:
                 payload=self._annotations.take(step),
                 inexact=still | {self._name(n): bound for n, bound in inexact.items()},
                 device_updates=self._opened.assignment.every,
+                device_tier=self._opened.assignment.tier_bytes,
             )
             _check_complete(self._opened, self._arrivals)
             ending = self._ending = Ending()
@@ -250,6 +251,7 @@ class StepEngine:
                 self._opened.handler.drain()
                 _check_undoable(self._opened, self._arrivals)
                 self._opened.chunks.forget_step()
+                self._opened.held.give_up()
                 _prefetch(self._opened, self._arrivals, given_up=self._arrivals)
                 self._end_arrivals()
 
@@ -402,6 +404,7 @@ class StepEngine:
             with span("drain", f"step {record.step}"):
                 opened.handler.drain()
             opened.chunks.end_step()
+            opened.held.end_step()
             opened.finished = record
             if opened.must_commit(record.step):
                 opened.publish()
@@ -468,13 +471,18 @@ def _prefetch(
       arrivals: the subgroups that the last step has updated.
       given_up: those whose updates do not count.
     """
-    sources = opened.chunks.sources
+
+    def sources(arrival: _Arrival) -> Loads:
+        held = opened.held.states(arrival.layout.subgroup)
+        states = [state for state, _ in arrival.loads if state not in held]
+        return opened.chunks.sources(arrival.layout, states)
+
     opened.handler.prefetch(
         [
             Task(
                 arrival.layout,
                 compute_nothing,
-                loads=sources(arrival.layout, [n for n, _ in arrival.loads]),
+                loads=sources(arrival),
                 runs_kernel=arrival.runs_kernel,
             )
             for arrival in arrivals.values()

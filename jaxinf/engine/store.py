@@ -366,6 +366,10 @@ def open_store(
         writes it all the same, so what is promised of crashes does not change; steps
         between commits do not (`durability`), which makes drives last. By default none;
         cards refuse it, and so does a machine or container with less memory free.
+        ``{"device": bytes}`` does the same in memory of the JAX device, which then
+        computes those updates, too; for `jaxinf.stream` alone, of whose
+        `device_memory_bytes` it is a part. A resumed run keeps to what its last step
+        had there; 0 says none (docs/streaming.md, "Updates on the device").
       timeout_s: in a program of several processes, the longest wait for another one to
         make the same call, or to have its part of a step durable. A drive that is that
         much slower than another process's needs more.

@@ -26,6 +26,7 @@ from jaxinf.store import ERROR_FEEDBACK, dtype_of
 from jaxinf.typing import Array
 
 __all__ = [
+    "AT_ONCE",
     "RequestTasks",
     "can_take",
     "changes_params",
@@ -34,6 +35,10 @@ __all__ = [
     "moved_states",
     "request_tasks",
 ]
+
+
+AT_ONCE = frozenset({0})
+"""States that streamed steps write in any case: programs read params from the drive."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,16 @@ def request_tasks(
         is_taken = is_given and is_whole and inexact is None
         # Nothing on the drive could be compared with them if their checksums differ.
         is_taken &= not opened.chunks.is_in_memory(layout, 0)
+        updater = _updater(opened, request, layout, kernel)
+        held, defers = None, ()
+        if updater is not None and layout.subgroup in opened.device_tier:
+            held = opened.held.update(layout)
+            loads -= held.states.keys()
+            is_given &= 0 not in held.states
+            is_taken &= is_given
+            if not opened.must_commit(step):
+                defers = tuple([state for state in stores if state not in AT_ONCE])
+                stores = tuple([state for state in stores if state in AT_ONCE])
         if is_taken:
             loads -= {0}
         update = SubgroupUpdate(
@@ -115,7 +130,10 @@ def request_tasks(
             is_probed=is_first and request.probe.size > 0 and 0 in loads,
             inexact=inexact or 0.0,
             is_whole=is_whole,
-            updater=_updater(opened, request, layout, kernel),
+            updater=updater,
+            held=held,
+            stores=stores,
+            defers=defers,
         )
         updates.append(update)
         tasks.append(

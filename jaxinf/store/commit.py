@@ -103,6 +103,8 @@ class CommitRecord:
       inexact: leaves by name whose 16-bit params on the JAX device were not the rounded
         master after the step; with the greatest difference.
       device_updates: a JAX device computed every so many updates of subgroups; 0: none.
+      device_tier: bytes of its memory for state that stays there; updates of what
+        stays are the device's, too.
       commit: in a member, the id of the commit, which all members' records have; empty
         in other stores.
       committed_at: time of the commit for people to read, UTC.
@@ -116,6 +118,7 @@ class CommitRecord:
     documents: Mapping[str, str] = field(default_factory=dict)
     inexact: Mapping[str, float] = field(default_factory=dict)
     device_updates: int = 0
+    device_tier: int = 0
     commit: str = ""
     committed_at: str = field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -140,6 +143,8 @@ class CommitRecord:
             document["commit"] = self.commit
         if self.device_updates:
             document["device_updates"] = self.device_updates
+        if self.device_tier:
+            document["device_tier"] = self.device_tier
         if self.inexact:
             document["inexact"] = {
                 name: np.array(bound, ">f4").tobytes().hex()
@@ -217,6 +222,7 @@ class CommitRecord:
             commit=document.get("commit", ""),
             documents=dict(document["documents"]),
             device_updates=document.get("device_updates", 0),
+            device_tier=document.get("device_tier", 0),
             checksums={
                 name: np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
                 for name, text in document["checksums"].items()

@@ -23,6 +23,8 @@ __all__ = ["JOURNAL", "LOCK", "MANIFEST", "MOST_STEP", "PLAN", "RECORD"]
 MOST_STEP = 2**31 - 1
 """The largest step: the state's step is an int32."""
 
+_MOST_BYTES = 2**63 - 1
+
 _DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"),
     *("uint64", "float16", "bfloat16", "float32", "float64"),
@@ -75,6 +77,7 @@ _SCALAR = Record(
 _DOCUMENTS = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
 
 _MAYBE: dict[str, Kind] = {
+    "device_tier": Whole(1, _MOST_BYTES),
     "device_updates": Whole(1, MOST_STEP),
     "inexact": Mapped(Text("[0-9a-f]{8}", "a float32 as 8 hex digits")),
 }

@@ -113,8 +113,9 @@ def stream(
         ``XLA_FLAGS`` has precedence. Nothing changes elsewhere (docs/accelerators.md).
       device_updates: The JAX device computes the updates of every so many subgroups of
         the optimizer's state, while the host computes the others; 1 for all that it
-        can. Their copies take a fixed part of the device's memory. By default the host
-        computes all (docs/streaming.md, "Updates on the device").
+        can, 0 for none, ``"auto"`` for as many as save time, as was measured. Their
+        copies take a fixed part of the device's memory. By default as in the store's
+        last step, and none in a new store (docs/streaming.md, "Updates on the device").
 
     Returns:
       The step: `StreamedStep.init` or `StreamedStep.load` first, then call it.

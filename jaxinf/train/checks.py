@@ -236,6 +236,11 @@ def _check_streaming(config: TrainConfig) -> None:
                 + ("" if is_streamed else ", or give --mode stream")
             )
     if not is_streamed:
+        if config.state_tier is not None and config.state_tier.device is not None:
+            raise UsageError(
+                f"--state-tier device={config.state_tier.device}: --mode {config.mode} "
+                "does not have it; leave it out, or give --mode stream"
+            )
         return
     if config.memory is None:
         raise UsageError(

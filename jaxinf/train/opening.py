@@ -41,7 +41,8 @@ def open_backend(
     memory_bytes = config.buffer_bytes
     if config.mode == "stream":
         # It decides how chunks are divided; a step's budget has the tier in it.
-        memory_bytes = store_memory_bytes(memory_bytes) + (config.state_tier or 0)
+        host_bytes = config.state_tier.host if config.state_tier else 0
+        memory_bytes = store_memory_bytes(memory_bytes) + host_bytes
     try:
         store = open_store(
             config.store,
@@ -53,7 +54,7 @@ def open_backend(
             restore=config.restore,
             master=config.master,
             state=config.state,
-            tiers={"host": config.state_tier} if config.state_tier else None,
+            tiers=config.state_tier.sizes if config.state_tier else None,
             keep_saved=0,  # the trainer goes on from the store alone
         )
     except (ValueError, NotADirectoryError) as error:

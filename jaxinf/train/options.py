@@ -38,13 +38,44 @@ _DURABILITY = tyro.constructors.PrimitiveConstructorSpec(
 )
 
 
-def _parse_state_tier(text: str) -> int | None:
+@dataclasses.dataclass(frozen=True)
+class StateTier:
+    """Memory for state that stays from step to step, in bytes.
+
+    Attributes:
+      host: of the host.
+      device: of the JAX device; None for as much as in the store's last step.
+    """
+
+    host: int = 0
+    device: int | None = None
+
+    @property
+    def sizes(self) -> dict[str, int | str]:
+        """The same by tier, without what is not given."""
+        device = {} if self.device is None else {"device": self.device}
+        return {"host": self.host, **device}
+
+
+def _parse_state_tier(text: str) -> StateTier | None:
     if text.lower() == "none":
         return None
-    tier, _, num_bytes = text.partition("=")
-    if tier != "host" or not num_bytes:
-        raise ValueError(f"{text!r}: expected host=BYTES, such as host=2GiB")
-    return parse_bytes(num_bytes)
+    found: dict[str, int] = {}
+    for one in text.split(","):
+        tier, _, num_bytes = one.partition("=")
+        if tier not in ("host", "device") or tier in found or not num_bytes:
+            raise ValueError(
+                f"{text!r}: expected host=BYTES, device=BYTES or both with a comma, "
+                "such as host=2GiB"
+            )
+        found[tier] = parse_bytes(num_bytes)
+    return StateTier(**found)
+
+
+def _shown_tier(tier: StateTier | None) -> str:
+    if tier is None:
+        return "none"
+    return ",".join(f"{name}={size}" for name, size in tier.sizes.items())
 
 
 def _parse_memory(text: str) -> int | None:
@@ -58,28 +89,30 @@ _MEMORY = dataclasses.replace(
 
 
 def _parse_device_updates(text: str) -> DeviceUpdates:
-    if text in ("none", "auto"):
-        return "auto" if text == "auto" else None
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"{text!r}: expected auto, none, or a number from 1 on")
-    return int(text)
+    words: dict[str, DeviceUpdates] = {"kept": None, "none": 0, "auto": "auto"}
+    if text not in words and not text.isdecimal():
+        raise ValueError(
+            f"{text!r}: expected auto, a number, none, or kept, for as many as in the "
+            "store's last step"
+        )
+    return words[text] if text in words else int(text)
 
 
 _DEVICE_UPDATES = tyro.constructors.PrimitiveConstructorSpec(
     nargs=1,
-    metavar="{INT,auto}",
+    metavar="{INT,auto,none,kept}",
     instance_from_str=lambda words: _parse_device_updates(words[0]),
     is_instance=lambda value: isinstance(value, int | str | None),
-    str_from_instance=lambda value: ["none" if value is None else str(value)],
+    str_from_instance=lambda value: ["kept" if value is None else str(value)],
 )
 
 
 _STATE_TIER = tyro.constructors.PrimitiveConstructorSpec(
     nargs=1,
-    metavar="host=BYTES",
+    metavar="host=BYTES,device=BYTES",
     instance_from_str=lambda words: _parse_state_tier(words[0]),
-    is_instance=lambda value: isinstance(value, int | None),
-    str_from_instance=lambda value: ["none" if value is None else f"host={value}"],
+    is_instance=lambda value: isinstance(value, StateTier | None),
+    str_from_instance=lambda value: [_shown_tier(value)],
 )
 
 
@@ -186,10 +219,14 @@ class StoreOptions:
     # alone (checkpoint). A crash loses the steps since the last commit.
     durability: Annotated[Durability, _DURABILITY] = "step"
 
-    # A part of --memory, in both modes, in which state stays from step to step:
-    # host=2GiB. It is not read again, and steps that commit alone write it (see
-    # durability); of a streamed step, all write its params.
-    state_tier: Annotated[int | None, _STATE_TIER, _shown("host=BYTES", "none")] = None
+    # Memory in which state stays from step to step: a part of --memory in both modes,
+    # host=2GiB, or with --mode stream one of --device-memory, device=512MiB, or both
+    # with a comma. It is not read again, and steps that commit alone write it (see
+    # durability); of a streamed step, all write its params. The JAX device computes the
+    # updates of what it has. A resumed run keeps to what its last step had there.
+    state_tier: Annotated[
+        StateTier | None, _STATE_TIER, _shown("host=BYTES,device=BYTES", "none")
+    ] = None
 
     # Whether the checksums of chunks are verified at each read: always or never.
     verify: VerifyMode = "always"
@@ -265,7 +302,9 @@ class StreamOptions:
     # the optimizer's state, and the host the others. auto: as many as save time, as was
     # measured, or none (docs/streaming.md).
     device_updates: Annotated[
-        DeviceUpdates, _DEVICE_UPDATES, _shown("{INT,auto}", "none")
+        DeviceUpdates,
+        _DEVICE_UPDATES,
+        _shown("{INT,auto,none}", "as in the store's last step, or none"),
     ] = None
 
     # For --mode stream: replace a plan kept in the store that does not fit --memory, or

@@ -154,7 +154,7 @@ def _updates(
             has_params, at_once = config.resident == "params", {0}
         for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape):
             loads, stores = moved_states(kernel, layout)
-            if layout.subgroup in shape.host_tier:
+            if shape.stays(layout.subgroup):
                 now, later = written_bytes(shape, layout, stores, at_once)
                 every = shape.options.mean_steps_per_commit(config.checkpoint_every)
                 read, written = 0, now + later / (every or config.steps)
@@ -183,9 +183,9 @@ def _store_options(config: TrainConfig) -> dict[str, Any]:
     options: dict[str, Any] = {"csd": config.csd, "durability": config.durability}
     options |= {"state": config.state, "master": config.master}
     if tier := config.state_tier:
-        beside = tier if config.mode == "stream" else 0
+        beside = tier.host if config.mode == "stream" else 0
         options |= {"memory_bytes": config.buffer_bytes + beside}
-        options |= {"tiers": {"host": tier}}
+        options |= {"tiers": tier.sizes}
     return options
 
 

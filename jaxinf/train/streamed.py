@@ -15,7 +15,7 @@ from jaxinf_models import abstract_params
 
 from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
-from jaxinf.errors import BudgetError, StreamError
+from jaxinf.errors import AssignmentError, BudgetError, StreamError
 from jaxinf.exchange import keep_tokenizer
 from jaxinf.streaming import DeviceLimit, DryRun, StreamedStep, stream
 from jaxinf.train.backend import NO_TRAFFIC, Costs
@@ -30,6 +30,10 @@ from jaxinf.typing import JsonValue, PyTree
 __all__ = ["Streamed"]
 
 _FLAGS = {"memory_bytes": "--memory", "device_memory_bytes": "--device-memory"}
+_OF_ASSIGNMENTS = {
+    "device_updates": "--device-updates ",
+    'tiers["device"]': "--state-tier device=",
+}
 
 
 class Streamed(KeptInStore):
@@ -207,11 +211,13 @@ def _shardings(like: PyTree) -> PyTree:
 
 @contextlib.contextmanager
 def _named_flags() -> Iterator[None]:
-    """Makes a refused budget name the flags, not the arguments of `stream`."""
+    """Makes a refusal name the flags, not the arguments of `stream`."""
     try:
         yield
     except BudgetError as error:
         raise StreamError(error._text(_FLAGS)) from error
+    except AssignmentError as error:
+        raise StreamError(error._text(_OF_ASSIGNMENTS, "--replan")) from error
 
 
 def _streamed_step(

@@ -191,7 +191,7 @@ def test_a_tier_beyond_the_free_memory_is_refused(tiered, place, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tiers": {"device": 1 << 20}}, "there is no other tier"),
+        ({"tiers": {"drive": 1 << 20}}, "there is no other tier"),
         ({"tiers": ["host"]}, "expected the memory for state"),
         ({"tiers": {"host": "much"}}, 'tiers\\["host"\\]'),
         ({"tiers": {"host": -1}}, "at least 0"),

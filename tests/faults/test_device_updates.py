@@ -11,6 +11,8 @@ from streaming import states
 
 import jaxinf
 
+RARE = ("", "-rare")
+TIMES = {"device": (2, 9), "updated": (4, 11), "write": (3, 6), "commit": (1, 2)}
 KILLS = [
     ("store", "device", 6),
     ("tier", "device", 11),
@@ -18,6 +20,15 @@ KILLS = [
     ("store", "write", 3),
     ("tier", "write", 5),
     ("store", "commit", 2),
+    ("held-rare", "device", 7),
+]
+PLACES = [kind + rare for kind in ("store", "tier", "held", "both") for rare in RARE]
+MORE_KILLS = [
+    (name, point, number)
+    for name in PLACES
+    for point, numbers in TIMES.items()
+    for number in numbers
+    if point != "commit" or number == 1 or "rare" not in name
 ]
 
 
@@ -35,17 +46,20 @@ def expected(tmp_path_factory):
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "point", "number"), KILLS)
+@pytest.mark.parametrize(
+    ("name", "point", "number"),
+    [*KILLS, *(pytest.param(*one, marks=pytest.mark.long) for one in MORE_KILLS)],
+)
 def test_a_killed_run_goes_on_with_the_same_bits(name, point, number, place, expected):
     path = place / name
     command = [sys.executable, device_updates.__file__, path, point, number]
     killed = subprocess.run([*map(str, command)], capture_output=True, check=False)
     assert killed.returncode == -9, killed.stderr.decode()
     noted = Path(f"{path}.step")
-    store = jaxinf.open_store(path, **device_updates.CHUNKS)
+    store = jaxinf.open_store(path, **device_updates.CHUNKS, tiers={"device": 0})
     committed = int(noted.read_text()) if noted.exists() else 0
-    assert store.step in (committed, committed + 1)
-    with device_updates.open_step(store, 2) as step:
+    assert committed <= store.step <= committed + 1 + ("rare" in name)
+    with device_updates.open_step(store, 2, replan=True) as step:
         for batch in device_updates.batches()[store.step :]:
             step(batch)
         store.wait()

@@ -4,7 +4,8 @@
 
 trains it with every other update on the device, and is killed at the NUMBER-th time of
 a POINT: at an update on the device, as a state of it comes back, at a write, or at a
-commit.
+commit. The name of the STORE says where state stays: with "tier" on the host, with
+"held" on the device, with "both" on both; with "rare", two steps have one commit.
 """
 
 import os
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -20,6 +22,7 @@ import optax
 import jaxinf
 from jaxinf.csd.host import HostCsd
 from jaxinf.store import StoreDirectory
+from jaxinf.streaming.plan import memory
 from jaxinf.streaming.update.on_device import DeviceUpdater
 
 __all__ = [
@@ -30,6 +33,7 @@ __all__ = [
     "batches",
     "loss",
     "open_step",
+    "open_store",
     "params_of",
 ]
 
@@ -75,6 +79,36 @@ def open_step(store, every, tx=TX, dtype=np.float32, **options):
     return step
 
 
+def open_store(path):
+    """Opens a store as its name says."""
+    tiers = {}
+    if "tier" in path.name or "both" in path.name:
+        tiers["host"] = 3 << 20
+    if "held" in path.name or "both" in path.name:
+        tiers["device"] = 3 << 20
+    durability = 2 if "rare" in path.name else "step"
+    return jaxinf.open_store(path, **CHUNKS, tiers=tiers, durability=durability)
+
+
+def own_memory(path):
+    """Returns options for a device with memory of its own, where state stays there.
+
+    JAX's CPU backend does not donate from one kind of memory to another. As on a TPU,
+    the host computes checksums: their programs take long to compile.
+    """
+    if "held" not in path.name and "both" not in path.name:
+        return {}
+    memory.device_is_host = lambda device: False
+    put = jax.device_put
+
+    def put_kept(x, device=None, *, donate=False, **named):
+        return put(x, device, **named)
+
+    jax.device_put = put_kept
+    DeviceUpdater._sums = lambda self, arrays: []
+    return {"device_memory_bytes": 64 << 20}
+
+
 def kill_at(point, number):
     """Kills this process at the so many-th time of a point."""
     owner, name = POINTS[point]
@@ -93,13 +127,16 @@ def kill_at(point, number):
 def main():
     """Trains until it is killed; notes each committed step beside the store."""
     path, point, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    options = {"tiers": {"host": 3 << 20}} if "tier" in path.name else {}
-    step = open_step(jaxinf.open_store(path, **CHUNKS, **options), 2)
+    step = open_step(open_store(path), 2, **own_memory(path))
     kill_at(point, number)
     for batch in batches()[step.store.step :]:
         step(batch)
-        step.store.wait()
-        path.with_suffix(".step").write_text(str(step.store.step))
+        if "rare" in path.name:
+            step.store._training.steps.join()
+        else:
+            step.store.wait()
+        committed = step.store._training.opened.commit.step
+        path.with_suffix(".step").write_text(str(committed))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,15 @@ def test_losses_are_those_of_other_runs(run, losses, tmp_path, monkeypatch, caps
     assert "expected more subgroups that the device can" in capsys.readouterr().err
     monkeypatch.setattr(updaters, "LEAST_ELEMENTS", 256)
     assert run(*shared) == 0
-    assert run("--store", tmp_path / "plain", *STREAM) == 0
-    memory = ("--mode", "memory", "--log-dir", tmp_path / "memory-log", "--steps", 4)
+    resumed = ("--store", tmp_path / "shared", *STREAM[:-1], 5)
+    for other in ("3", "none"):
+        assert run(*resumed, "--device-updates", other) == 1
+        number = "0" if other == "none" else other
+        expected = f"with --device-updates 2, found --device-updates {number}; leave it"
+        assert expected in capsys.readouterr().err
+    assert run(*resumed) == 0
+    assert run("--store", tmp_path / "plain", *STREAM[:-1], 5) == 0
+    memory = ("--mode", "memory", "--log-dir", tmp_path / "memory-log", "--steps", 5)
     assert run(*memory) == 0
     found = losses(tmp_path / "shared-log")
     assert found == losses(tmp_path / "plain-log")
@@ -28,5 +35,9 @@ def test_another_mode_does_not_have_them(run, tmp_path, capsys):
     assert run(*where, "--mode", "update", "--device-updates", 2) == 2
     assert "--device-updates: --mode update does not have it" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        run(*where, *STREAM, "--device-updates", 0)
+        run(*where, *STREAM, "--device-updates", -1)
+    assert run(*where, "--mode", "update", "--state-tier", "device=1MiB") == 2
+    assert "device=1048576: --mode update does not have it" in capsys.readouterr().err
+    assert run(*where, *STREAM, "--state-tier", "device=1MiB") == 1
+    assert "computes in the host's memory; use tiers=" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()

@@ -15,7 +15,13 @@ from jaxinf.streaming.plan.memory import DeviceLimit
 from jaxinf.streaming.program.shards import PINNED
 from jaxinf.terminal import format_bytes
 
-__all__ = ["PINNED_VARIABLE", "check_pinned", "device_limit", "mesh_limit"]
+__all__ = [
+    "PINNED_VARIABLE",
+    "check_pinned",
+    "device_limit",
+    "free_device_bytes",
+    "mesh_limit",
+]
 
 PINNED_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """The variable that bounds the pinned memory of XLA's CUDA client."""
@@ -70,6 +76,14 @@ def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
         spare_bytes=free_bytes - num_bytes,
         pool_factor=factor,
     )
+
+
+def free_device_bytes(device: Any) -> int | None:
+    """Returns what is free of a JAX device's memory; None if it does not tell."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
 def mesh_limit(devices: Iterable[Any], num_bytes: int | None) -> DeviceLimit:

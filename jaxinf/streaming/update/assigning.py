@@ -13,10 +13,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxinf.engine import Assignment, Store, StoreShape, SubgroupLayout, assigned
-from jaxinf.errors import StreamError
+from jaxinf.errors import AssignmentError, StreamError
 from jaxinf.plan.device_updates import UpdateRates, interval
 from jaxinf.program import Kernel, UpdateProgram
+from jaxinf.store import CommitRecord
 from jaxinf.streaming.move.probe import probe
+from jaxinf.streaming.plan.device import free_device_bytes
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import mesh_text
@@ -30,7 +32,8 @@ __all__ = ["Assigning", "DeviceUpdates", "check_device_updates"]
 _LOG = logging.getLogger("jaxinf")
 
 DeviceUpdates: TypeAlias = int | Literal["auto"] | None
-"""The device computes every so many subgroups; None for none."""
+"""The device computes every so many subgroups, 0 for none; None for as many as in the
+store's last step."""
 
 
 def check_device_updates(
@@ -41,25 +44,30 @@ def check_device_updates(
     Raises:
       ValueError: Names the remedy.
     """
-    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if not (value is None or value == "auto" or is_number):
         raise ValueError(
-            f'device_updates={value!r}: expected "auto", None or a number from 1 on: '
-            "the device computes every so many subgroups"
+            f'device_updates={value!r}: expected "auto", None or a number: the device '
+            "computes every so many subgroups, and with 0 none"
         )
-    if value is None:
-        return
-    csd = store._training.options.csd
-    if csd.has_cards:
-        raise ValueError(
-            f'device_updates={value!r}: on csd="{csd.kind}" cards update state, and '
-            'none passes the host; leave it out, or use csd="host"'
-        )
-    if is_compressed:
-        raise ValueError(
-            f"device_updates={value!r}: the host updates with compressed gradients; "
-            "leave device_updates or compress out"
-        )
+    options, last = store._training.options, _last_step(store)
+    tier_bytes = options.device_tier_bytes
+    given = {"device_updates": value, 'tiers["device"]': tier_bytes}
+    kept = (0, 0) if last is None else (last.device_updates, last.device_tier)
+    for (name, found), recorded in zip(given.items(), kept, strict=True):
+        remedy = f"leave {name} out"
+        if found is None and recorded:
+            found, remedy = recorded, f"give 0 for {name} and replan=True"
+        if found and options.csd.has_cards:
+            raise ValueError(
+                f'{name}={found!r}: on csd="{options.csd.kind}" cards update state, '
+                f'and none passes the host; {remedy}, or use csd="host"'
+            )
+        if found and is_compressed:
+            raise ValueError(
+                f"{name}={found!r}: the host updates with compressed gradients; "
+                f"{remedy}, or leave compress out"
+            )
 
 
 class Assigning:
@@ -75,8 +83,10 @@ class Assigning:
       replan: Whether the choice of its commit may change.
 
     Raises:
-      StreamError: The store's commit records another choice, the device can compute
-        none of the store, or computes it otherwise, or the run has several devices.
+      AssignmentError: The store's commit records another choice.
+      StreamError: The device can compute none of the store, or computes it otherwise,
+        has no memory of its own for state that is to stay there, or less, or the run
+        has several devices.
     """
 
     def __init__(
@@ -92,18 +102,23 @@ class Assigning:
     ) -> None:
         self._store, self._shape, self._updater = store, shape, updater
         self._kernels = [leaf.kernel for leaf in program.leaves]
-        self._value: DeviceUpdates = value
-        training = store._training
-        finished = None if training.commit is None else training.opened.finished
-        if finished is not None and finished.step and not replan:
-            recorded = finished.device_updates
-            if value == "auto":
-                self._value = value = recorded or None
-            _check_kept(recorded, value, str(store.path))
+        tier_bytes = store._training.options.device_tier_bytes
+        self._every: int | None = None  # to be measured
+        if (last := _last_step(store)) is not None:
+            if not replan:
+                _check_kept(last, value, tier_bytes, str(store.path))
+            if value is None or (value == "auto" and not replan):
+                self._every = last.device_updates
+            tier_bytes = last.device_tier if tier_bytes is None else tier_bytes
+        if value != "auto" and self._every is None:
+            self._every = value or 0
+        self._is_auto, self._tier_bytes = value == "auto", tier_bytes or 0
         self._planned = Assignment()
-        if value is not None:
+        if self._is_auto or self._every or self._tier_bytes:
             self._check_alone(mesh)
-            self._planned = self._assigned(1 if value == "auto" else value)
+            most = 1 if self._is_auto else self._every or 0
+            self._planned = self._assigned(most)
+            self._check_tier()
             for kernel in {kernel for _, kernel in self._layouts()}:
                 if np.bool_ not in kernel.scalar_dtypes:  # else a step's own decide
                     scalars = [np.array(0.5, d)[()] for d in kernel.scalar_dtypes]
@@ -124,6 +139,9 @@ class Assigning:
         layouts = self._layouts()
         if not layouts:
             return division
+        stays = self._planned.stays
+        held = sum(one.num_bytes for one, _ in layouts if one.subgroup in stays)
+        division = division.without(held, "state that stays there", is_on_device=True)
         num_bytes = NUM_ROOMS * room_bytes([layout for layout, _ in layouts])
         purpose = "updates on the device"
         division = division.without(num_bytes, purpose, is_on_device=True)
@@ -136,26 +154,67 @@ class Assigning:
         Args:
           moves: Returns what a step moves on drives.
         """
-        if self._value != "auto" or not self._planned.subgroups:
+        if self._every is not None:
+            return self._assigned(self._every)
+        return self.measured(moves)
+
+    def measured(self, moves: Callable[[], StepMoves]) -> Assignment:
+        """As `chosen`, by rates that are measured now; blocks."""
+        if not self._planned.subgroups:
             return self._planned
         longest = max(self._layouts(), key=lambda pair: pair[0].subgroup.num_elements)
         rates = measured_rates(self._updater, *longest, _drive_s(self._store, moves()))
         every = interval(rates)
         _LOG.info("device_updates=%s: %s", every or None, _reason(rates, every))
-        return self._assigned(every) if every else Assignment()
+        return self._assigned(every)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the choice may change between steps, by rates."""
+        return self._is_auto
 
     # --- inside --------------------------------------------------------------------
 
     def _assigned(self, every: int) -> Assignment:
-        found = assigned(self._shape, self._kernels, self._updater, every)
-        if not found.subgroups and self._value != "auto":
+        found = assigned(
+            self._shape, self._kernels, self._updater, every, self._tier_bytes
+        )
+        if every and not found.subgroups and not self._is_auto:
             raise StreamError(
-                f"device_updates={self._value!r}: expected more subgroups that the "
+                f"device_updates={every}: expected more subgroups that the "
                 "device can compute: of 65536 params or more, with state that is not "
                 "coded, and an update without arrays from outside; leave "
                 "device_updates out, or give a smaller number"
             )
         return found
+
+    def _check_tier(self) -> None:
+        """Refuses state that cannot stay on the device, and plans with what can.
+
+        Raises:
+          StreamError: Names the remedy.
+        """
+        if not self._tier_bytes:
+            return
+        given = f'tiers["device"]={self._tier_bytes}'
+        if self._updater.is_host:
+            raise StreamError(
+                f"{given}: {self._updater.device} computes in the host's memory; use "
+                'tiers={"host": bytes}, whose state it does not copy'
+            )
+        if not self._planned.stays:
+            raise StreamError(
+                f"{given}: expected room for a chunk that the device can compute: of "
+                "65536 params or more, with state that is not coded; give more, or "
+                "leave it out"
+            )
+        free_bytes = free_device_bytes(self._updater.device)
+        if free_bytes is not None and self._tier_bytes > free_bytes:
+            raise StreamError(
+                f"{given}: {self._updater.device} has {free_bytes} bytes free; give "
+                "fewer"
+            )
+        self._shape.give_device(self._planned.stays)
 
     def _layouts(self) -> list[tuple[SubgroupLayout, Kernel]]:
         """The subgroups that the device may have, with their kernels."""
@@ -176,8 +235,9 @@ class Assigning:
             return
         where = "several processes" if mesh is None else mesh_text(mesh)
         raise StreamError(
-            f"device_updates={self._value!r}: expected one device, found {where}; "
-            "leave device_updates out"
+            f"updates on the device: expected one device, found {where}; leave "
+            "device_updates and a device tier out, or, if the store's last step had "
+            "them, give 0 for them and replan=True"
         )
 
 
@@ -217,16 +277,28 @@ def _drive_s(store: Store, moves: StepMoves) -> float:
     return seconds / max(1, num_params)
 
 
-def _check_kept(recorded: int, value: DeviceUpdates, store: str) -> None:
-    """Refuses another choice than a store's commit records.
+def _last_step(store: Store) -> CommitRecord | None:
+    """Returns the record of a store's last step; None if it has had none."""
+    training = store._training
+    if training.commit is None or not training.opened.finished.step:
+        return None
+    return training.opened.finished
+
+
+def _check_kept(
+    last: CommitRecord, value: DeviceUpdates, tier_bytes: int | None, store: str
+) -> None:
+    """Refuses another choice than that of a store's last step.
 
     Raises:
-      StreamError: It does.
+      AssignmentError: It was asked for.
     """
-    was = recorded or None
-    if was != value:
-        raise StreamError(
-            f"{store}: its last step was computed with device_updates={was}, found "
-            f"{value}; pass device_updates={was}, or replan=True to go on with another "
-            "choice (bits on an accelerator then differ from here on)"
-        )
+    recorded, found = {}, {}
+    if value not in (None, "auto", last.device_updates):
+        recorded["device_updates"] = str(last.device_updates)
+        found["device_updates"] = str(value)
+    if tier_bytes not in (None, last.device_tier):
+        recorded['tiers["device"]'] = str(last.device_tier)
+        found['tiers["device"]'] = str(tier_bytes)
+    if found:
+        raise AssignmentError(store, recorded, found)

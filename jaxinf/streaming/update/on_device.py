@@ -1,15 +1,17 @@
 """Updates of subgroups on a JAX device, while the host's cores compute others.
 
     buffer ─ pinned ─► device: the optimizer's own equations ─ pinned ─► buffer
+    held ──────────────────────┘            └──► held: state that stays there
 
 Invariant: the device has room for a fixed number of subgroups, and the thread of each
 waits for its copies, so one's copies hide behind another's update. On a CPU the bits
 are those of the host's kernels.
 """
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -97,7 +99,7 @@ class UpdatePrograms:
         finite. Params are those of the store, one or two arrays, or none.
       add: ``(params, update)``, float32, to new params as the store has them: in
         float32, or split. The first may overwrite its params.
-      checksums: Arrays to their CRC-32C.
+      checksum: An array to its CRC-32C.
     """
 
     def __init__(self, *, is_deterministic: bool = True) -> None:
@@ -106,7 +108,7 @@ class UpdatePrograms:
         self._guard = threading.Lock()
         self._kernels: dict[Kernel, Any] = {}
         self.widen = self._jit(_widen)
-        self.checksums = self._jit(_checksums)
+        self.checksum = self._jit(crc32c_on_device)
         self.add = (self._jit(_add, donate_argnums=(0,)), self._jit(_add_split))
 
     def update(self, kernel: Kernel) -> Any:
@@ -127,7 +129,7 @@ class DeviceUpdater:
       is_deterministic: Whether its programs have the same bits in each run.
 
     Attributes:
-      device: As given.
+      device, is_host: As given.
     """
 
     num_at_once = NUM_ROOMS
@@ -137,7 +139,7 @@ class DeviceUpdater:
     ) -> None:
         self.device = device
         self._agreed: set[Kernel] = set()
-        self._is_host = is_host
+        self.is_host = is_host
         self._on_device = SingleDeviceSharding(device)
         self._programs = UpdatePrograms(is_deterministic=is_deterministic)
 
@@ -160,26 +162,31 @@ class DeviceUpdater:
         given: Array | None = None,
         wants_params: bool = False,
         tells: Collection[int] = (),
+        held: dict[int, Any] | None = None,
+        puts: Collection[int] = (),
     ) -> UpdateOutcome:
         """As `Updater.update`."""
-        views = [csd.view(buffer, extent) for extent in extents]
+        views: list[Any] = [csd.view(buffer, extent) for extent in extents]
         if given is not None:
             views[0] = given
+        for number, state in (held or {}).items():
+            views[number] = state
         told = sorted({*tells} | ({0} if given is not None else set()))
         num_params = 2 if extents[0].codec else 1
-        wants_update = out is not None and out.dtype == FLOAT32 and not wants_params
-        try:
+        is_update = out is not None and out.dtype == FLOAT32 and not wants_params
+        wanted = {*range(num_params)} if out is not None and not is_update else set()
+        with self._failing(sum(extent.num_bytes for extent in extents)):
             done = self._computed(
-                kernel, views, num_params, gradient, scalars, told, wants_update
+                kernel,
+                views,
+                num_params,
+                gradient,
+                scalars,
+                told,
+                is_update,
+                held,
+                wanted.union(puts),
             )
-        except jax.errors.JaxRuntimeError as error:
-            num_bytes = sum(view.nbytes for view in views)
-            raise StoreError(
-                f"{self.device}: the update of a subgroup of {format_bytes(num_bytes)}"
-                f" failed on the device ({error}); the step is given up, and the "
-                "committed one is whole. Leave device_updates out, or give the step "
-                "less of the device's memory"
-            ) from error
         read = {n: done.read[n] if n in done.read else crc32c(views[n]) for n in told}
         for extent, state in zip(extents, done.states, strict=True):
             if state is not None:
@@ -187,6 +194,21 @@ class DeviceUpdater:
         if out is not None:
             self._fill(out, done, views[:num_params], wants_params=wants_params)
         return UpdateOutcome(done.is_finite, read)
+
+    def fetch(
+        self,
+        csd: Csd,
+        buffer: CsdBuffer,
+        extents: Sequence[Extent],
+        held: Mapping[int, Any],
+    ) -> None:
+        """As `Updater.fetch`."""
+        with self._failing(sum(extents[n].num_bytes for n in held)):
+            sums = self._sums(list(held.values()))
+            arrays = self._down(list(held.values()), stays=True)
+            numbers = _numbers(sums) or [None] * len(arrays)
+        for n, array, checksum in zip(held, arrays, numbers, strict=True):
+            csd.put(buffer, extents[n], array, checksum=checksum)
 
     def check(self, kernel: Kernel, scalars: Sequence[np.generic | Array]) -> None:
         """As `Updater.check`; see `check_agrees`.
@@ -213,34 +235,56 @@ class DeviceUpdater:
           states: ``(n,)`` each, not coded: master params, and slots.
           gradient, scalars: As for `update`.
         """
-        done = self._computed(kernel, states, 1, gradient, scalars, (), False)
+        done = self._computed(kernel, states, 1, gradient, scalars, (), False, None, ())
         return [None if state is None else state.array for state in done.states]
 
     # --- inside --------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _failing(self, num_bytes: int) -> Iterator[None]:
+        """Says of which subgroup an update has failed."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            raise StoreError(
+                f"{self.device}: the update of a subgroup of {format_bytes(num_bytes)}"
+                f" failed on the device ({error}); the step is given up, and the "
+                "committed one is whole. Leave device_updates out, or give the step "
+                "less of the device's memory"
+            ) from error
+
     def _computed(
         self,
         kernel: Kernel,
-        views: Sequence[Array],
+        views: Sequence[Array | jax.Array],
         num_params: int,
         gradient: Array,
         scalars: Sequence[np.generic | Array],
         told: Sequence[int],
         wants_update: bool,
+        held: dict[int, Any] | None,
+        puts: Collection[int],
     ) -> "_Done":
+        """Computes an update; what is held is replaced, and only `puts` come down."""
         names, read = ["params"] * num_params + list(kernel.slots), state_read(kernel)
         is_read = [name in read for name in names]
         up = self._up([gradient, *itertools.compress(views, is_read)])
         gradients, coming = [up[0]], iter(up[1:])
         states = [next(coming) if own else None for own in is_read]
         del up
-        held = {n: state for n, state in enumerate(states) if state is not None}
-        told = [n for n in told if n in held]
-        sums = self._sums([held[n] for n in told])
-        del held
+        there = {n: state for n, state in enumerate(states) if state is not None}
+        told = [n for n in told if n in there]
+        sums = self._sums([there[n] for n in told])
+        if held is not None:
+            held.update(there)
+        del there
         params = tuple(own for own in states[:num_params] if own is not None)
         wide, master, is_finite = self._programs.widen(gradients.pop(), params)
         slots = states[num_params:]
+        if held is not None:  # what stays as it is must not be overwritten
+            for n, name in enumerate(kernel.slots):
+                if name in kernel.unchanged and slots[n] is not None:
+                    slots[n] = jnp.array(slots[n], copy=True)
         del states, params
         compute = self._programs.update(kernel)
         update, new_slots, _ = compute(wide, master, slots, list(scalars))
@@ -249,16 +293,20 @@ class DeviceUpdater:
         if update is not None:
             new = self._programs.add[num_params > 1](master, update)
         del master
-        changed = [array for array in (*new, *new_slots) if array is not None]
-        new_sums = self._sums(changed)
-        is_new = [array is not None for array in (*new, *new_slots)]
+        changed = {n: x for n, x in enumerate((*new, *new_slots)) if x is not None}
+        if held is not None:
+            held.update(changed)
+            changed = {n: held[n] for n in puts if n in held}
+        new_sums = self._sums(list(changed.values()))
+        numbered = list(changed)
         wanted = [update] if wants_update and update is not None else []
         del new, new_slots
-        down = self._down([*changed, *wanted])
-        numbers = _numbers(new_sums) or [None] * len(changed)
-        found = map(_State, down, numbers)  # the update is behind them
+        down = self._down([*changed.values(), *wanted], stays=held is not None)
+        del changed
+        numbers = _numbers(new_sums) or [None] * len(numbered)
+        found = dict(zip(numbered, map(_State, down, numbers), strict=False))
         return _Done(
-            [next(found) if own else None for own in is_new],
+            [found.get(n) for n in range(len(views))],
             down[-1] if wanted else None,
             bool(is_finite),
             dict(zip(told, _numbers(sums), strict=False)),
@@ -285,25 +333,30 @@ class DeviceUpdater:
         else:
             out[...] = newest[0]
 
-    def _sums(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
-        """Starts checksums of arrays; None for those that the host computes.
+    def _sums(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Starts checksums of arrays; none of those that the host computes.
 
         A CPU has an instruction for them, and on a TPU they take 128 times the memory.
         """
-        if self._is_host or self.device.platform == "tpu" or not arrays:
-            return None
-        return self._programs.checksums(list(arrays))
+        if self.is_host or self.device.platform == "tpu":
+            return []
+        return [self._programs.checksum(array) for array in arrays]
 
-    def _up(self, arrays: Sequence[Array]) -> list[jax.Array]:
-        if self._is_host:  # an array in the buffer would change with it
+    def _up(self, arrays: Sequence[Array | jax.Array]) -> list[jax.Array]:
+        """Copies arrays to the device, but those that are there."""
+        coming = iter(self._copied([a for a in arrays if isinstance(a, np.ndarray)]))
+        return [next(coming) if isinstance(a, np.ndarray) else a for a in arrays]
+
+    def _copied(self, arrays: Sequence[Array]) -> list[jax.Array]:
+        if self.is_host:  # an array in the buffer would change with it
             return jax.device_put([np.array(a) for a in arrays], self._on_device)
         pinned = jax.device_put(list(arrays), self._on_device.with_memory_kind(PINNED))
         return jax.device_put(pinned, self._on_device, donate=True)
 
-    def _down(self, arrays: Sequence[jax.Array]) -> list[Array]:
-        if not self._is_host:
+    def _down(self, arrays: Sequence[jax.Array], *, stays: bool = False) -> list[Array]:
+        if not self.is_host:
             kind = self._on_device.with_memory_kind(PINNED)
-            arrays = jax.device_put(list(arrays), kind, donate=True)
+            arrays = jax.device_put(list(arrays), kind, donate=not stays)
         return [np.asarray(array) for array in arrays]
 
 
@@ -317,12 +370,8 @@ def _widen(
     return gradient.astype(FLOAT32), master, jnp.isfinite(gradient).all()
 
 
-def _checksums(arrays: Sequence[jax.Array]) -> jax.Array:
-    return jnp.stack([crc32c_on_device(array) for array in arrays])
-
-
-def _numbers(sums: jax.Array | None) -> list[int]:
-    return [] if sums is None else np.asarray(sums).tolist()
+def _numbers(sums: Sequence[jax.Array]) -> list[int]:
+    return [int(one) for one in jax.device_get(list(sums))]
 
 
 def _add(master: jax.Array, update: jax.Array) -> tuple[jax.Array]:

@@ -1,7 +1,7 @@
 """The bytes on the drive that a step's plan implies.
 
 Invariant: the meters of a step show exactly these bytes. An optimizer that leaves state
-alone in some steps moves fewer in those. State that stays on the host is read by the
+alone in some steps moves fewer in those. State that stays in a memory is read by the
 first step alone, and what commits alone write of it is counted apart.
 """
 
@@ -113,7 +113,7 @@ def update_moves(
         loads, stores = moved_states(kernel, layout)
         if has_params:
             loads -= {_PARAMS}
-        if layout.subgroup in opened.host_tier:
+        if opened.stays(layout.subgroup):
             yield UpdateMoves(layout, 0, *written_bytes(opened, layout, stores))
             continue
         read = moved_bytes(opened, layout, sorted(loads))
