@@ -145,6 +145,6 @@ PLAN = Record(
         "cuts": Listed(Whole(0)),
         "crc32c": _SEAL,
     },
-    optional={"mesh": Mapped(Whole(1))},
+    optional={"mesh": Mapped(Whole(1)), "rows": Mapped(Whole(1))},
 )
 """``stream/<digest>.json``."""

@@ -5,9 +5,10 @@
 Invariant: the order is chosen after the cuts, so bits do not depend on it.
 """
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from typing import NamedTuple
 
 from jaxinf.errors import BudgetError
@@ -19,7 +20,7 @@ from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.replanning import Replanner, make_runner, offload_planned
 from jaxinf.streaming.update.sink import Sink
 
-__all__ = ["Planned", "bind", "planned", "rebind"]
+__all__ = ["Planned", "bind", "fitting", "planned", "rebind"]
 
 
 class Planned(NamedTuple):
@@ -54,10 +55,10 @@ def planned(ends: Ends, ready: Prepared, *, searches: bool = True) -> Planned:
       StreamError: The program cannot be cut to fit, or the saved plan is another's.
     """
     options, is_alone = ends.setup.options, ends.setup.together.is_alone
-    fitted = planned_within(
-        options.budgets, partial(ends.fitted, ready), searches=searches and is_alone
+    found = planned_within(
+        options.budgets, fitting(ends, ready), searches=searches and is_alone
     )
-    found = Planned(ready, ends, fitted, fitted.is_saved)
+    ready, ends, fitted, _ = found
     layers = ends.in_layers() if options.chooses_order and is_alone else None
     if layers is None:
         return found
@@ -68,6 +69,32 @@ def planned(ends: Ends, ready: Prepared, *, searches: bool = True) -> Planned:
         return found
     beside = Planned(for_all, layers, other, fitted.is_saved)
     return beside if _moved_bytes(beside) < _moved_bytes(found) else found
+
+
+def fitting(ends: Ends, ready: Prepared) -> Callable[[Mapping[str, int]], Planned]:
+    """Returns what cuts a step to fit budgets; it raises as `planned`.
+
+    Tables are in rows if a kept plan has them so; without one, if nothing else fits.
+    """
+    in_rows = cache(lambda: ends.in_rows(ready))
+    kept = ends.kept_rows(ready)
+
+    def fitted(ends: Ends, ready: Prepared, budgets: Mapping[str, int]) -> Planned:
+        made = ends.fitted(ready, budgets)
+        return Planned(ready, ends, made, made.is_saved)
+
+    def fit(budgets: Mapping[str, int]) -> Planned:
+        if not kept or in_rows() is None:
+            try:
+                return fitted(ends, ready, budgets)
+            except BudgetError:
+                if kept is not None or in_rows() is None:
+                    raise
+        found = in_rows()
+        assert found is not None, "there are tables in rows"
+        return fitted(*found, budgets)
+
+    return fit
 
 
 def _moved_bytes(found: Planned) -> int:

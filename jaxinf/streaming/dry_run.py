@@ -5,7 +5,7 @@ Invariant: nothing is written, and params are never made.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jaxinf.io import ByteCounts
 from jaxinf.program import UpdateProgram
 from jaxinf.schedule.placement import Waiting
 from jaxinf.schedule.steps import StepWork
-from jaxinf.streaming.binding import planned
+from jaxinf.streaming.binding import fitting, planned
 from jaxinf.streaming.bound import Ends
 from jaxinf.streaming.budgets import planned_within
 from jaxinf.streaming.fit import Fitted
@@ -131,7 +131,7 @@ class DryRun:
         budgets = ends.setup.options.budgets
         smallest = dict.fromkeys(budgets, _MIB)
         try:
-            planned_within(smallest, partial(ends.fitted, ready))
+            planned_within(smallest, fitting(ends, ready))
         except BudgetError as error:
             works = {name: parse_bytes(text) for name, text in error.works.items()}
             found = {name: works.get(name, budgets[name]) for name in budgets}

@@ -49,11 +49,10 @@ class Fitted:
     @property
     def digest(self) -> JsonValue:
         """What processes that run its programs together must have in common."""
-        units = sorted((unit.leaf, *unit.index) for unit in self.units.units)
+        units = sorted(unit.place for unit in self.units.units)
         reading, _ = self.reading(self.plan)
         fetches = [
-            (fetch.unit.leaf, *fetch.unit.index, fetch.first, fetch.last)
-            for fetch in reading.fetches
+            (*fetch.unit.place, fetch.first, fetch.last) for fetch in reading.fetches
         ]
         text = repr((self.plan.traced.mesh, self.plan.cuts, units, fetches))
         return hashlib.sha256(text.encode()).hexdigest()

@@ -4,7 +4,7 @@ Invariant: what is planned takes no more than the budgets, and depends on the st
 chunks alone, so a step can be planned before its store is made.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
 from functools import partial
 
@@ -20,7 +20,6 @@ from jaxinf.streaming.move.reader import StoreReader
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.scratch import Folder, Folders
 from jaxinf.streaming.move.spill import Spill, file_bytes
-from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared
@@ -33,17 +32,17 @@ from jaxinf.streaming.plan.reads import (
 )
 from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits
 from jaxinf.streaming.plan.saved import save_plan
-from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.plan.tables import tables_in_rows
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update.assigning import Assigning
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.micro_batches import Sums, sum_bytes
 from jaxinf.streaming.update.on_device import DeviceUpdater
-from jaxinf.streaming.update.optimizer import arrivals_of, passes_for
+from jaxinf.streaming.update.optimizer import arrivals_of, needed_whole, passes_for
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink
-from jaxinf.streaming.update.store_sink import StoreSink
+from jaxinf.streaming.update.store_sink import StoreSink, deferred_bytes
 from jaxinf.streaming.update.traffic import (
     StepMoves,
     fetched_bytes,
@@ -175,7 +174,7 @@ class StoreEnds(StoreParamsEnds):
             return leaf not in passes.whole and shape.can_move(leaf, origin, extent)
 
         undivided = range(len(params)) if options.compress else passes.computed
-        store_units = StoreUnits(params, can_move, undivided)
+        store_units = StoreUnits(params, can_move, undivided, ready.rows)
         units = {store_units.unit(piece) for piece in pieces}
         super().__init__(store, store_units, units, setup, resident)
         self._program, self._passes, self._shape = program, passes, shape
@@ -256,6 +255,18 @@ class StoreEnds(StoreParamsEnds):
         is_hidden = self._shape.options.rewrites_steps and is_parted(self._shape, unit)
         return unit.is_divided and not is_hidden and self._rereads(unit)
 
+    def in_rows(self, ready: Prepared) -> "tuple[Ends, Prepared] | None":
+        """As `Ends.in_rows`."""
+        if self.setup.options.compress or not self.setup.together.is_alone:
+            return None
+        program, shape = self._program, self._shape
+        whole = partial(needed_whole, program)
+        made = tables_in_rows(ready, shape, self.kept_rows(ready), whole)
+        if made is None:
+            return None
+        like = program, shape, self.setup, self
+        return StoreEnds(self._store, self._resident, made, *like), made
+
     def in_layers(self) -> "StoreEnds":
         """As `Ends.in_layers`."""
         made = copy(self)
@@ -314,24 +325,12 @@ class StoreEnds(StoreParamsEnds):
         last = sums = None
         if self._is_deferred:
             num_reads = max(1, self._passes.num_passes - 1)
-            last = waiting(self._deferred_bytes(calls), room_bytes // 2, num_reads)
+            sizes = deferred_bytes(calls, self._passes.whole, self._gradient_bytes)
+            last = waiting(sizes, room_bytes // 2, num_reads)
         if self.setup.options.num_runs > 1:
             sizes = {p: self._sum_bytes[p] for call in calls for p, _ in call.gradients}
             sums = waiting(sizes, room_bytes // 4)
         return last, sums
-
-    def _deferred_bytes(self, calls: Iterable[Call]) -> Mapping[Piece, int]:
-        """Returns the bytes of gradients that wait for the last one, in their order.
-
-        Those of the parts of a leaf that the passes need as a whole wait together.
-        """
-        found: dict[Piece, int] = {}
-        for call in calls:
-            for piece, _ in call.gradients:
-                is_whole = piece.leaf in self._passes.whole
-                key = Piece(piece.leaf) if is_whole else piece
-                found[key] = found.pop(key, 0) + self._gradient_bytes[piece]
-        return found
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
         """As `Ends.bound`."""

@@ -25,6 +25,7 @@ from jaxinf.engine import (
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged
 from jaxinf.store import required_bytes
+from jaxinf.streaming.binding import fitting
 from jaxinf.streaming.bound import Bound, Setup
 from jaxinf.streaming.dry_run import Dry
 from jaxinf.streaming.function import Beside, StreamedFunction
@@ -170,7 +171,7 @@ class StreamedStep(TrainingStep):
                 shape = training.shape(description)
                 make = partial(self._ends_of, ready, update, shape, self._setup)
                 ends = self._together.call("the optimizer's programs", make)
-                check = partial(ends.fitted, ready)
+                check = fitting(ends, ready)
             budgets = self._options.budgets
             made = iter(planned_leaves(budgets, leaves, check, self._together))
         self._params = avals

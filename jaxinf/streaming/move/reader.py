@@ -62,7 +62,7 @@ class StoreReader:
         assert self._reader is not None
         opened = self._training.opened
         name = opened.directory.manifest.leaves[unit.leaf].name
-        with span("fetch", (name, *unit.index), num_bytes=unit.num_bytes):
+        with span("fetch", (name, *unit.place[1:]), num_bytes=unit.num_bytes):
             _read(self._reader, unit, shards)
         self._num_read += 1
         if self._num_read == self._num_first:

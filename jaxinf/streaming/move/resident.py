@@ -141,7 +141,7 @@ class Resident:
 
 def _in_order(units: Iterable[Unit]) -> list[Unit]:
     """Returns units in an order that is the same in all processes."""
-    return sorted(units, key=lambda unit: (unit.leaf, unit.index))
+    return sorted(units, key=lambda unit: unit.place)
 
 
 def _new(unit: Unit) -> Sequence[Array]:

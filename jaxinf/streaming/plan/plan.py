@@ -6,7 +6,7 @@ Invariant: the same jaxpr and the same cuts give the same programs, in every pro
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import chain
 from typing import Any
@@ -65,6 +65,7 @@ class Plan:
       recomputing: With `"plan"`, the calls if all segments run forward again.
       choice: With `"plan"`, what was chosen for values and segments.
       wear: With `"plan"`, the wear of drives by the last steps.
+      tables: What is in rows, and what is whole and why, a line each.
     """
 
     traced: Traced
@@ -77,6 +78,7 @@ class Plan:
     recomputing: Calls | None = None
     choice: Choice | None = None
     wear: Wear | None = None
+    tables: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -154,12 +156,16 @@ class Prepared:
       lifetimes: Its nodes in order.
       keys: Their texts.
       num_parts: Number of parts of a batch that its programs run for in turn.
+      rows: The rows of a block of each table that is read in blocks, by leaf.
+      tables: As for `Plan`.
     """
 
     traced: Traced
     lifetimes: Lifetimes
     keys: Keys
     num_parts: int = 1
+    rows: Mapping[int, int] = field(default_factory=dict)
+    tables: tuple[str, ...] = ()
 
     @cached_property
     def tokens(self) -> list[str]:
@@ -316,6 +322,7 @@ class Prepared:
             policy,
             0,
             recomputing=recomputing,
+            tables=self.tables,
         )
         return replace(plan, peak_bytes=plan.least_bytes())
 

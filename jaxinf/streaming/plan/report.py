@@ -39,7 +39,7 @@ def plan_text(plan: Any) -> str:
         head += f"; {format_bytes(plan.resident_bytes)} of params stay"
     about = [str(one) for one in (plan.choice, plan.wear) if one is not None]
     title = f"{'segment':>9}  {'forward':>7}  {'backward':>8}  params"
-    return "\n".join([head, *about, "", title, *_lines(plan, numbers)])
+    return "\n".join([head, *plan.tables, *about, "", title, *_lines(plan, numbers)])
 
 
 def _lines(plan: Any, numbers: dict[str, int]) -> Iterator[str]:

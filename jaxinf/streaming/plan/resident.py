@@ -140,7 +140,7 @@ class ResidentChooser:
         twice = completions(calls, self.store_units).keys() - in_place
         sizes = {
             unit: unit.page_bytes * (2 if unit in twice else 1)
-            for unit in sorted(self.updated, key=lambda unit: (unit.leaf, unit.index))
+            for unit in sorted(self.updated, key=lambda unit: unit.place)
         }
         chosen = list(sizes)
         if self.resident != "params":

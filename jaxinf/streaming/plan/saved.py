@@ -21,7 +21,24 @@ from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.plan import PLAN_VERSION, Plan, Prepared
 from jaxinf.streaming.program.meshes import mesh_text
 
-__all__ = ["save_plan", "saved_cuts", "saved_plan"]
+__all__ = ["save_plan", "saved_cuts", "saved_plan", "saved_rows"]
+
+
+def saved_rows(folder: Path, ready: Prepared) -> Mapping[str, int] | None:
+    """Reads the rows of a block of each table that the store's plan has in blocks.
+
+    Args:
+      folder: The store's folder.
+      ready: The traced loss function.
+
+    Returns:
+      By name of the leaf; None if the store has no plan.
+
+    Raises:
+      StoreFormatError: The plan is damaged.
+    """
+    path = check_plans_folder(folder) / _name(ready)
+    return read_plan(path).get("rows", {}) if os.path.lexists(path) else None
 
 
 def saved_cuts(folder: Path, ready: Prepared) -> Sequence[int] | None:
@@ -104,6 +121,9 @@ def save_plan(folder: Path, ready: Prepared, plan: Plan) -> None:
     }
     if ready.traced.mesh is not None:
         content["mesh"] = dict(ready.traced.mesh.shape)
+    if ready.rows:
+        names = ready.traced.names
+        content["rows"] = {names[leaf]: count for leaf, count in ready.rows.items()}
     write_document(path, content)
 
 

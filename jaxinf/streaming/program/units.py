@@ -44,6 +44,7 @@ class Unit:
       dtype: Dtype of the params on the JAX device.
       sharding: Its sharding over the mesh; None for one device.
       is_divided: Whether the store moves each of its shards alone.
+      rows: First and last (exclusive) row of a block of a table; None for others.
     """
 
     leaf: int
@@ -52,6 +53,7 @@ class Unit:
     dtype: np.dtype
     sharding: NamedSharding | None = None
     is_divided: bool = field(default=True, compare=False)
+    rows: tuple[int, int] | None = None
 
     @property
     def whole(self) -> Box:
@@ -88,7 +90,7 @@ class Unit:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.leaf, self.index, self.shape))
+        return hash((self.leaf, self.index, self.shape, self.rows))
 
     @cached_property
     def page_bytes(self) -> int:
@@ -156,7 +158,9 @@ class Unit:
 
     def origin_of(self, box: Box) -> tuple[int, ...]:
         """Index in the leaf of a part's first element."""
-        return (*self.index, *box.start)
+        if self.rows is None:
+            return (*self.index, *box.start)
+        return (self.rows[0] + box.start[0], *box.start[1:])
 
     def extent_of(self, box: Box) -> tuple[int, ...]:
         """Shape of a part in the leaf."""
@@ -188,6 +192,11 @@ class Unit:
         return self.sharding is not None and has_shared_parts(self.sharding, self.shape)
 
     @property
+    def place(self) -> tuple[int, ...]:
+        """Its leaf, and where it begins there: units of a step differ in it."""
+        return (self.leaf, *self.index, *(self.rows or ())[:1])
+
+    @property
     def origin(self) -> tuple[int, ...]:
         """Index in the leaf of its first element."""
         return self.origin_of(self.whole)
@@ -212,6 +221,7 @@ class StoreUnits:
       leaves: Abstract values of the params' leaves; with a mesh they have shardings.
       can_move: Whether a box of a leaf (leaf, origin, extent) consists of whole chunks.
       undivided: Leaves whose shards the store does not move alone in any case.
+      tables: Leaves that are read and updated in blocks of rows, of whole chunks.
     """
 
     def __init__(
@@ -219,26 +229,39 @@ class StoreUnits:
         leaves: Sequence[jax.ShapeDtypeStruct],
         can_move: Callable[[int, tuple[int, ...], tuple[int, ...]], bool],
         undivided: Container[int] = (),
+        tables: Container[int] = (),
     ) -> None:
         self._leaves = leaves
+        self._tables = tables
         self._can_move = can_move
         self._undivided = undivided
-        self._units: dict[tuple[int, tuple[int, ...]], Unit] = {}
+        self._units: dict[Any, Unit] = {}
         self._depths: dict[tuple[int, int], int] = {}
 
     def unit(self, piece: Piece) -> Unit:
         """Returns the smallest unit that contains `piece`."""
-        key = (piece.leaf, piece.index)
+        is_block = piece.leaf in self._tables
+        key = piece if is_block else (piece.leaf, piece.index)
         if key not in self._units:
-            self._units[key] = self._find(*key)
+            find = self._block if is_block else self._find
+            self._units[key] = find(piece)
         return self._units[key]
 
     @staticmethod
     def part(unit: Unit, piece: Piece) -> Piece:
         """Returns the piece of the unit's array for a piece of the leaf."""
-        return Piece(piece.leaf, piece.index[len(unit.index) :], piece.rows)
+        rows = piece.rows if unit.rows is None else None
+        return Piece(piece.leaf, piece.index[len(unit.index) :], rows)
 
-    def _find(self, leaf: int, index: tuple[int, ...]) -> Unit:
+    def _block(self, piece: Piece) -> Unit:
+        aval = self._leaves[piece.leaf]
+        assert piece.rows is not None, "tables are read in blocks"
+        first, last = piece.rows
+        shape = (last - first, *aval.shape[1:])
+        return Unit(piece.leaf, (), shape, np.dtype(aval.dtype), rows=piece.rows)
+
+    def _find(self, piece: Piece) -> Unit:
+        leaf, index = piece.leaf, piece.index
         aval, own = self._leaves[leaf], index[: self._depth(leaf, len(index))]
         sharding = piece_sharding(aval.sharding, Piece(leaf, own))
         dtype = np.dtype(aval.dtype)

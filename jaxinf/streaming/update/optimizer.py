@@ -13,7 +13,7 @@ from jaxinf.program import Passes, UpdateProgram, missing_arguments, trace_updat
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import PyTree
 
-__all__ = ["LATE", "arrivals_of", "passes_for", "trace_optimizer"]
+__all__ = ["LATE", "arrivals_of", "needed_whole", "passes_for", "trace_optimizer"]
 
 LATE = frozenset({"value"})
 """Arguments of an optimizer's update that are known after the first pass: the loss."""
@@ -60,11 +60,17 @@ def passes_for(
       UnsupportedTransformError: It needs too much of all leaves, or too many passes;
         or it needs whole leaves, of which other processes have chunks.
     """
-    sliced: Set[int] = {piece.leaf for piece in pieces if piece.index}
+    sliced: Set[int] = {piece.leaf for piece in pieces if piece.index or piece.rows}
     passes = program.passes(sliced=sliced, late=LATE)
     if not is_alone:
         _check_chunks_suffice(program, passes)
     return passes
+
+
+def needed_whole(program: UpdateProgram, leaves: Set[int]) -> Set[int]:
+    """Returns those of `leaves` of which an optimizer needs more than parts."""
+    passes = program.passes(sliced=leaves, late=LATE)
+    return (passes.whole | passes.computed) & leaves
 
 
 def _check_chunks_suffice(program: UpdateProgram, passes: Passes) -> None:
@@ -90,7 +96,9 @@ def arrivals_of(
     found: dict[int, list[tuple[int, ...]]] = {}
     for piece in pieces:
         shape, depth = shapes[piece.leaf], len(piece.index)
-        if piece.leaf not in whole:
+        if piece.rows is not None:
+            shape = (piece.rows[1] - piece.rows[0], *shape[1:])
+        elif piece.leaf not in whole:
             shape = (*(1,) * depth, *shape[depth:])
         found.setdefault(piece.leaf, []).append(shape)
     return found

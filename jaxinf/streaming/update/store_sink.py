@@ -8,7 +8,7 @@ Invariant: the store advances by one step if every gradient arrived and was fini
   otherwise it does not advance.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.move.stage import Handed, Stage
 from jaxinf.streaming.plan.agreement import Together
+from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import (
     Gradient,
@@ -40,7 +41,7 @@ from jaxinf.streaming.update.sink import Sink, is_finite
 from jaxinf.streaming.update.under_way import UnderWay
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["NUM_UNDER_WAY", "StoreSink"]
+__all__ = ["NUM_UNDER_WAY", "StoreSink", "deferred_bytes"]
 
 
 # Gradients up to this long share a call of the engine.
@@ -349,6 +350,24 @@ class StoreSink(Sink):
         if asked.changes_params:
             asked.fill(self._fetched.target(unit))
         return asked
+
+
+def deferred_bytes(
+    calls: Iterable[Call], whole: Container[int], sizes: Mapping[Piece, int]
+) -> Mapping[Piece, int]:
+    """Returns the bytes of gradients that wait for the last one, in their order.
+
+    Args:
+      calls: The calls of a step.
+      whole: Leaves that the passes need as a whole, whose parts wait together.
+      sizes: Bytes of the gradients.
+    """
+    found: dict[Piece, int] = {}
+    for call in calls:
+        for piece, _ in call.gradients:
+            key = Piece(piece.leaf) if piece.leaf in whole else piece
+            found[key] = found.pop(key, 0) + sizes[piece]
+    return found
 
 
 def _non_finite(step: int, bad: Sequence[str]) -> NonFiniteGradientError:
