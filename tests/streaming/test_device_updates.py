@@ -96,9 +96,8 @@ def test_with_rare_commits_and_state_in_memory(opened, durability):
     assert_same(step, expected)
 
 
-@pytest.mark.parametrize(
-    "dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_a_device_with_memory_of_its_own_gets_and_gives_pinned_memory(
     opened, late, dtype
 ):
