@@ -118,7 +118,7 @@ def test_int8_blocks_have_numpys_bits(library, kind):
 )
 def test_checksums_are_the_librarys(library, fold, step, lengths):
     if fold >= 0 and not library.can_fold(fold):
-        pytest.skip("this processor multiplies polynomials in fewer ways")
+        pytest.skip("this processor lacks the instructions of this fold")
     data = np.random.default_rng(1).integers(0, 256, 10_000, np.uint8)
     found, num = np.empty(3, np.uint32), np.array(lengths, np.int64)
     library.sums(pointer(data), pointer(num), ctypes.c_long(step), fold, pointer(found))

@@ -170,7 +170,10 @@ def test_a_kept_plan_without_rows_stays(trained, tmp_path):
     _, plan, _ = trained("store", LITTLE, 1, params, replan=True)
     assert plan.tables
     assert json.loads(kept.read_text())["rows"] == {"table": 4096}
-    other = lambda params, tokens: 2 * loss_fn(params, tokens)  # noqa: E731
+
+    def other(params, tokens):
+        return 2 * loss_fn(params, tokens)
+
     with pytest.raises(StreamError, match="another loss function"):
         trained("store", LITTLE, 1, params, loss_fn=other)
 

@@ -168,11 +168,6 @@ class Assigning:
         _LOG.info("device_updates=%s: %s", every or None, _reason(rates, every))
         return self._assigned(every)
 
-    @property
-    def is_auto(self) -> bool:
-        """Whether the choice may change between steps, by rates."""
-        return self._is_auto
-
     # --- inside --------------------------------------------------------------------
 
     def _assigned(self, every: int) -> Assignment:
