@@ -156,10 +156,6 @@ class Assigning:
         """
         if self._every is not None:
             return self._assigned(self._every)
-        return self.measured(moves)
-
-    def measured(self, moves: Callable[[], StepMoves]) -> Assignment:
-        """As `chosen`, by rates that are measured now; blocks."""
         if not self._planned.subgroups:
             return self._planned
         longest = max(self._layouts(), key=lambda pair: pair[0].subgroup.num_elements)
