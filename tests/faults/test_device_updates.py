@@ -12,13 +12,14 @@ from streaming import states
 import jaxinf
 
 RARE = ("", "-rare")
-TIMES = {"device": (2, 9), "updated": (4, 11), "write": (3, 6), "commit": (1, 2)}
+# State on the device is not written while one commit covers several steps: 4 writes.
+TIMES = {"device": (2, 9), "updated": (4, 11), "write": (3, 4), "commit": (1, 2)}
 KILLS = [
     ("store", "device", 6),
     ("tier", "device", 11),
     ("store", "updated", 14),
     ("store", "write", 3),
-    ("tier", "write", 5),
+    ("tier", "write", 6),
     ("store", "commit", 2),
     ("held-rare", "device", 7),
 ]
