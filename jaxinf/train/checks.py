@@ -15,6 +15,7 @@ from jaxinf.streaming import check_resident
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import check_options
+from jaxinf.train.freezing import check_frozen
 from jaxinf.train.pretrained import ModelFiles
 
 __all__ = ["check"]
@@ -38,6 +39,7 @@ def check(config: TrainConfig) -> TrainConfig:
         check_options(config, config.task_name, takes_images=config.takes_images)
     except DataError as error:
         raise UsageError(str(error)) from error
+    check_frozen(config)
     _check_optimizer(config)
     _check_compression(config)
     if config.average is None and config.eval_average:

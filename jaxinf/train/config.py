@@ -146,6 +146,11 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # Steps in which the learning rate rises linearly to its peak.
     warmup_steps: Annotated[int | None, _shown("INT", "50; 30 with --from")] = None
 
+    # Leaves of the model that stay as they are: patterns of their paths, such as wte or
+    # 'h[0-5]/*', where * stands for any text. They are stored once, have no state, and
+    # no update reads or writes them.
+    freeze: Annotated[tuple[str, ...], _shown("PATTERN...", "none")] = ()
+
     # Clip gradients to this global norm; 0 is off. With clipping, updates start only
     # when all gradients are known.
     clip_norm: float = 1.0

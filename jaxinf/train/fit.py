@@ -288,7 +288,7 @@ class Search:
 
     def _least(self, config: TrainConfig) -> LeastMemory:
         graphdef, params = abstract_params(config.model_config)
-        loss_fn = loss_of(graphdef, config.task_name)
+        loss_fn = loss_of(graphdef, config.task_name, config.freeze)
         parts, order = config.micro_batches, config.order
         return self._once(
             ("least", parts, order, config.dtype, config.param_dtype),

@@ -17,6 +17,7 @@ from jaxinf.errors import NonFiniteGradientError
 from jaxinf.train.backend import NO_TRAFFIC, Costs
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
+from jaxinf.train.freezing import with_zeros
 from jaxinf.train.optimizers import make_clipping
 from jaxinf.train.pretrained import held_params, is_deferred
 from jaxinf.train.processes import placed
@@ -46,7 +47,8 @@ class InMemory:
         if config.compression is not None:
             sparse = sparsify(config.compression)
             optimizer = optax.chain(make_clipping(config), sparse, optimizer)
-        self._tx = _watch(optimizer) if self._is_error else _skip(optimizer)
+        tx = _watch(optimizer) if self._is_error else _skip(optimizer)
+        self._tx = with_zeros(tx) if config.freeze else tx
 
     def committed(self) -> JsonValue:
         """See `Backend`: always None."""
@@ -77,6 +79,7 @@ class InMemory:
             *(params, state, batch),
             task=self._config.task_name,
             is_clipped=self._config.clip_norm > 0,
+            frozen=self._config.freeze,
         )
 
     def function(

@@ -19,6 +19,7 @@ from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program import trace_init, trace_update
 from jaxinf.streaming import check_init, passes_for, trace_optimizer
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.freezing import train_others
 from jaxinf.train.schedules import (
     make_schedule,
     num_warmup_steps,
@@ -124,9 +125,9 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         optimizer = chosen(_rate(config, next(iter(parameters.values()))), **options)
     except (TypeError, ValueError) as error:
         raise UsageError(f"--optimizer {config.optimizer}: {error}") from error
-    if not config.clip_norm or config.compress is not None:
-        return optimizer
-    return optax.chain(make_clipping(config), optimizer)
+    if config.clip_norm and config.compress is None:
+        optimizer = optax.chain(make_clipping(config), optimizer)
+    return train_others(config.freeze, optimizer)
 
 
 def make_clipping(config: TrainConfig) -> optax.GradientTransformation:

@@ -23,7 +23,8 @@ _LOADER = "grain"
 
 # Settings that decide batches, shapes or numbers: a run may not change them.
 _FIXED = ("seed", "batch_size", "seq_len", "model", "preset", "dtype", "param_dtype")
-_FIXED += ("task", "num_labels", "mask_rate", "optimizer", "compress")
+_FIXED += ("task", "num_labels", "mask_rate", "optimizer", "compress", "freeze")
+_BEFORE: Mapping[str, JsonValue] = {"freeze": []}  # of runs that do not say it
 # Settings that a user may change in a run; a change is reported.
 _FREE = ("learning_rate", "weight_decay", "momentum", "schedule", "warmup_steps")
 _FREE += ("clip_norm", "nonfinite", "optimizer_args")
@@ -162,7 +163,8 @@ class Identity:
 
 def _read(payload: JsonValue, where: object) -> dict[str, Any]:
     if isinstance(payload, Mapping) and payload.get("made_by") == _MADE_BY:
-        return dict(payload)
+        held: dict[str, Any] = dict(payload)
+        return held | {"settings": {**_BEFORE, **held["settings"]}}
     raise StoreMismatchError(
         f"{where}: expected a run of jaxinf.train, found a store whose last commit "
         "does not say where in the data it was (another program made it); go on with "

@@ -14,7 +14,7 @@ not reduce the gradients.
 Invariant: all divisions compute the same, up to rounding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -23,6 +23,7 @@ import optax
 from flax import nnx
 from jaxinf_models import TaskName, task_loss
 
+from jaxinf.train.freezing import trained, without_gradients
 from jaxinf.typing import PyTree
 
 __all__ = ["Boundaries", "TrainStep", "compile_train_step", "loss_of"]
@@ -36,16 +37,18 @@ The norm is that of all gradients, float32; None where a step does not have it."
 
 
 def loss_of(
-    graphdef: Any, task: TaskName = "causal-lm"
+    graphdef: Any, task: TaskName = "causal-lm", frozen: Sequence[str] = ()
 ) -> Callable[[PyTree, Any], jax.Array]:
     """Returns the loss of params and a batch.
 
     Args:
       graphdef: The model's graph.
       task: The task, which decides the loss.
+      frozen: Patterns of leaves without a gradient.
     """
 
     def loss_fn(params: PyTree, batch: Any) -> jax.Array:
+        params = without_gradients(frozen, params)
         return task_loss(nnx.merge(graphdef, params), task, batch)
 
     return loss_fn
@@ -58,6 +61,7 @@ def compile_train_step(
     *example: Any,
     task: TaskName = "causal-lm",
     is_clipped: bool = True,
+    frozen: Sequence[str] = (),
 ) -> TrainStep:
     """Compiles the step.
 
@@ -68,18 +72,18 @@ def compile_train_step(
       example: Params, state and a batch; only their shapes count.
       task: The task, which decides the loss.
       is_clipped: Whether the optimizer computes the norm of the gradients.
+      frozen: As in `loss_of`; the optimizer is given None for their gradients.
     """
+    value_and_grad = jax.value_and_grad(loss_of(graphdef, task, frozen))
 
     def gradients_of(params: PyTree, batch: Any) -> tuple[Any, PyTree]:
-        def loss_of(params: PyTree) -> jax.Array:
-            return task_loss(nnx.merge(graphdef, params), task, batch)
-
-        return jax.value_and_grad(loss_of)(params)
+        value, gradients = value_and_grad(params, batch)
+        return value, trained(frozen, gradients)
 
     def update(gradients: PyTree, state: Any, params: PyTree) -> Any:
         norm = _norm(gradients, is_clipped=is_clipped)
         updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, norm
+        return _updated(params, updates), state, norm
 
     def step(params: PyTree, state: Any, batch: Any) -> Any:
         value, gradients = gradients_of(params, batch)
@@ -90,9 +94,9 @@ def compile_train_step(
     if boundaries == "fused":
         return _compile(step, example, donated=(0, 1), results=(params, state, None))
     inputs = (params, batch)
-    first = _compile(gradients_of, inputs, results=(None, params))
+    first = _compile(gradients_of, inputs, results=(None, trained(frozen, params)))
     _, gradients = jax.eval_shape(gradients_of, *inputs)
-    gradients = _sharded_like(gradients, params)
+    gradients = _sharded_like(gradients, _beside(gradients, params))
     if boundaries == "halves":
         results = (params, state, None)
         second = _compile(
@@ -107,6 +111,27 @@ def compile_train_step(
         return params, state, (value, norm)
 
     return run
+
+
+def _updated(params: PyTree, updates: PyTree) -> PyTree:
+    """Applies updates; leaves without one stay as they are."""
+    added = optax.apply_updates(_beside(updates, params), updates)
+    return jax.tree.map(
+        lambda new, old: old if new is None else new, added, params, is_leaf=_is_none
+    )
+
+
+def _beside(gradients: PyTree, params: PyTree) -> PyTree:
+    """Returns the params that have a gradient, None for others."""
+    return jax.tree.map(
+        lambda given, param: None if given is None else param,
+        *(gradients, params),
+        is_leaf=_is_none,
+    )
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _norm(gradients: PyTree, *, is_clipped: bool) -> jax.Array:
@@ -135,10 +160,11 @@ def _compile_apart(
         return *tx.update(gradients, state, params), norm
 
     inputs = (gradients, state, params)
-    update = _compile(update_of, inputs, donated=(0, 1), results=(params, state, None))
+    like = _beside(gradients, params)
+    update = _compile(update_of, inputs, donated=(0, 1), results=(like, state, None))
     updates, _ = jax.eval_shape(tx.update, gradients, state, params)
-    updates = _sharded_like(updates, params)
-    add = _compile(optax.apply_updates, (params, updates), donated=(0,), results=params)
+    updates = _sharded_like(updates, like)
+    add = _compile(_updated, (params, updates), donated=(0,), results=params)
 
     def run(
         gradients: PyTree, state: Any, params: PyTree

@@ -228,7 +228,7 @@ def _streamed_step(
     if config.compress is not None:
         optimizer = behind_clipping(config, optimizer)
     return stream(
-        loss_of(graphdef, config.task_name),
+        loss_of(graphdef, config.task_name, config.freeze),
         optimizer,
         store,
         memory_bytes=config.memory,

@@ -314,7 +314,9 @@ def num_operations(config: TrainConfig, batch: Batch) -> float:
 def _gradients_of(config: TrainConfig, batch: Batch) -> Any:
     graphdef, params = abstract_params(config.model_config)
     shapes = jax.eval_shape(lambda: batch)
-    gradients_of = jax.value_and_grad(loss_of(graphdef, config.task_name))
+    gradients_of = jax.value_and_grad(
+        loss_of(graphdef, config.task_name, config.freeze)
+    )
     return jax.jit(gradients_of).lower(params, shapes)
 
 
@@ -362,7 +364,9 @@ class _WholeStep(PlannedStep):
             return lowered.compile(), (params, shapes)
         tx = make_optimizer(config)
         state = jax.eval_shape(tx.init, params)
-        gradients_of = jax.value_and_grad(loss_of(graphdef, config.task_name))
+        gradients_of = jax.value_and_grad(
+            loss_of(graphdef, config.task_name, config.freeze)
+        )
 
         def step(params: PyTree, state: Any, batch: Any) -> Any:
             value, gradients = gradients_of(params, batch)

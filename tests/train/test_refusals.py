@@ -22,6 +22,7 @@ def test_resume_with_other_settings_is_refused(run, losses, tmp_path, capsys):
         (("--preset", "small"), "--preset: the run has nano, this command small"),
         (("--optimizer", "adam"), "--optimizer: the run has adamw, this command adam"),
         (("--dtype", "bfloat16"), "--dtype: the run has float32, this command bfl"),
+        (("--freeze", "wte"), "--freeze: the run has [], this command ['wte']"),
     ):
         assert run(*words, "--steps", 4, *change) == 1
         err = capsys.readouterr().err
@@ -126,6 +127,8 @@ def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
             "--csd-root ~nobody-here: exp",
         ),
         (("--store", "s", "--preset", "tiny"), "--preset: expected one of gpt2's"),
+        (("--store", "s", "--freeze", "wte", "h7/*"), "--freeze h7/*: expected a patt"),
+        (("--store", "s", "--freeze", "*"), "--freeze *: expected patterns that leave"),
     ],
 )
 def test_usage_errors(run, tmp_path, capsys, monkeypatch, words, expected):

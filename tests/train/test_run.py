@@ -42,6 +42,49 @@ def test_metrics_of_update(run, lines, tmp_path):
         assert line["rss_bytes"] > 1 << 20
 
 
+FROZEN = ("--freeze", "w?e", "h0/mlp/*")
+
+
+def frozen_and_trained(store):
+    """Names of frozen leaves, and the number of params of the others, of TINY."""
+    leaves = json.loads((store / "jaxinf.json").read_text())["leaves"]
+    sizes = {
+        "/".join(leaf["path"]): np.prod(leaf["shape"], dtype=int) for leaf in leaves
+    }
+    frozen = [name for name in sizes if name.startswith(("w", "h0/mlp/"))]
+    return frozen, sum(n for name, n in sizes.items() if name not in frozen)
+
+
+def test_frozen_leaves_move_nothing(run, lines, tmp_path):
+    store = tmp_path / "store"
+    assert run("--store", store, "--steps", 2, *FROZEN) == 0
+    frozen, num_trained = frozen_and_trained(store)
+    assert len(frozen) == 6
+    for line in lines(tmp_path / "store-log"):
+        assert line["link_up_bytes"] == 4 * num_trained
+        assert line["link_down_bytes"] == 8 * num_trained
+    with jaxinf.open_store(store) as opened:
+        directory = opened._training.opened.directory
+        for number, leaf in enumerate(directory.manifest.leaves):
+            file = directory.chunk_file("a", number, 0, "params")
+            assert file.stat().st_nlink == (2 if leaf.name in frozen else 1)
+            states = [state.name for state in leaf.states]
+            assert states == ["params", "mu", "nu"][: 1 if leaf.name in frozen else 3]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("clip_norm", [0, 1])
+def test_frozen_leaves_in_all_modes(clip_norm, run, losses, tmp_path):
+    words = (*FROZEN, "--steps", 3, "--clip-norm", clip_norm)
+    memory = ("--mode", "memory", "--reference", "split", "--log-dir", tmp_path / "m")
+    assert run(*memory, *words) == 0
+    for mode in (("--mode", "update"), ("--mode", "stream", "--memory", "64MiB")):
+        store = tmp_path / mode[1]
+        assert run("--store", store, *mode, *words) == 0
+        found = losses(tmp_path / f"{mode[1]}-log")
+        np.testing.assert_allclose(found, losses(tmp_path / "m"), rtol=1e-6)
+
+
 def test_metrics_of_memory(run, lines, tmp_path):
     assert run("--mode", "memory", "--steps", 2, "--log-dir", tmp_path / "log") == 0
     for line in lines(tmp_path / "log"):
