@@ -3,7 +3,8 @@
 One step after another is made with each choice, in turns: the host alone, and the
 device with every k-th subgroup. State stays in memory, so drives are no bound. The
 host's kernels, the device's, and each way of the link are token buckets; all else is as
-in a run. The model is `jaxinf.plan.device_updates`, whose choice is printed, too.
+in a run. The model is `jaxinf.plan.device_updates`, whose choice is printed, too. It is
+of the updates alone, from the first gradient to the end of the step.
 
     python scripts/bench_device_updates.py --store /mnt/nvme0/tmp
 """
@@ -26,6 +27,7 @@ from jaxinf.csd.throttled import Server
 from jaxinf.plan.device_updates import UpdateRates, interval, update_s
 from jaxinf.streaming import near_storage
 from jaxinf.streaming.update.on_device import DeviceUpdater
+from jaxinf.streaming.update.store_sink import StoreSink
 
 STATE_BYTES = 12
 GRADIENT_BYTES = 4
@@ -96,18 +98,32 @@ def opened(arguments: argparse.Namespace, every: int) -> Any:
     return step
 
 
-def measured(arguments: argparse.Namespace) -> dict[int, list[float]]:
-    """Returns the seconds of each step, by choice."""
+def measured(
+    arguments: argparse.Namespace,
+) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+    """Returns the seconds of each step, and of the updates in it, by choice."""
     steps = {every: opened(arguments, every) for every in arguments.every}
-    found: dict[int, list[float]] = {every: [] for every in steps}
+    whole: dict[int, list[float]] = {every: [] for every in steps}
+    updates: dict[int, list[float]] = {every: [] for every in steps}
+    put, arrived_s = StoreSink.put, list[float]()
+
+    def noting(self: StoreSink, piece: Any, gradient: Any) -> None:
+        arrived_s.append(time.perf_counter())
+        put(self, piece, gradient)
+
+    StoreSink.put = noting
     for _ in range(arguments.reps):
         for every, step in steps.items():
+            arrived_s.clear()
             began_s = time.perf_counter()
             step(np.float32(1))
-            found[every].append(time.perf_counter() - began_s)
+            ended_s = time.perf_counter()
+            whole[every].append(ended_s - began_s)
+            updates[every].append(ended_s - arrived_s[0])
+    StoreSink.put = put
     for step in steps.values():
         step.close()
-    return found
+    return whole, updates
 
 
 def main() -> None:
@@ -128,15 +144,17 @@ def main() -> None:
     rates = UpdateRates(1 / arguments.host, 0.0, slowest, 0.0)
     emulate(arguments.host, arguments.device, arguments.link)
     num = arguments.leaves * arguments.elements
+    whole, updates = measured(arguments)
     rows = [
         {
             "every": every,
             "found_s": statistics.median(seconds),
             "least_s": min(seconds),
             "most_s": max(seconds),
+            "updates_s": statistics.median(updates[every]),
             "model_s": num * update_s(rates, every),
         }
-        for every, seconds in measured(arguments).items()
+        for every, seconds in whole.items()
     ]
     best = min(rows, key=lambda row: row["found_s"])["every"]
     document = {"choice": interval(rates), "fastest": best, "rows": rows}
@@ -146,7 +164,9 @@ def main() -> None:
     for row in rows:
         print(
             f"every {row['every']}: {row['found_s']:.3f} s "
-            f"[{row['least_s']:.3f}, {row['most_s']:.3f}], model {row['model_s']:.3f} s"
+            f"[{row['least_s']:.3f}, {row['most_s']:.3f}], of which updates "
+            f"{row['updates_s']:.3f} s, {row['updates_s'] / row['model_s']:.2f} of the "
+            f"model's {row['model_s']:.3f} s"
         )
     print(f"chosen by rates: {document['choice']}; fastest here: {best}")
 

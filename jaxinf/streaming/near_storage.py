@@ -315,7 +315,9 @@ class StoreEnds(StoreParamsEnds):
             last,
             sums,
             effect_of_nonfinite(options.nonfinite, is_guarded=self._program.is_guarded),
-            self._assigning.chosen(lambda: self.moves(fitted, fitted.plan)),
+            self._assigning.chosen(
+                lambda: self.moves(fitted, fitted.plan), division.gradients
+            ),
             copies=not self.setup.limit.is_host,
         )
 

@@ -27,6 +27,7 @@ from jaxinf.plan.device_updates import UpdateRates
 from jaxinf.program import trace_update
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.update import assigning
+from jaxinf.streaming.update.choosing import Choosing
 from jaxinf.streaming.update.on_device import (
     DeviceUpdater,
     UpdatePrograms,
@@ -296,6 +297,9 @@ def test_what_the_device_cannot_compute_is_refused(opened, place):
     coded = opened("auto", "by_rates", store={"state": "int8"})
     coded(batches()[0])
     assert not num_assigned(coded)
+    coded.close()
+    coded = opened(None, "by_rates", store={"state": "int8"})
+    coded(batches()[1])
     with pytest.raises(StreamError, match=r"expected more subgroups"):
         opened(9, "nine")
     with pytest.raises(StreamError, match=r"expected more subgroups"):
@@ -341,6 +345,55 @@ def test_the_choice_of_rates_is_logged_and_kept(
     step(batches()[1])
     step.store.wait()
     assert step.store._training.opened.commit.device_updates == every
+
+
+OF_HOST = UpdateRates(4e-9, 4e-9, 1e-9, 0.0)
+OF_BOTH = UpdateRates(4e-9, 1e-9, 4e-9, 0.0)
+
+
+def test_a_choice_lasts_while_steps_take_what_they_took():
+    found = []
+
+    def measure():
+        found.append(1)
+        return OF_BOTH if len(found) % 2 else OF_HOST
+
+    choosing = Choosing(lambda every: Assignment(every=every), None, measure)
+
+    def after(*steps_s):
+        for seconds in steps_s:
+            choosing.ended(seconds)
+        return choosing.assignment().every, len(found)
+
+    assert after() == (2, 1)
+    assert after(9.0, *[1.0] * 30) == (2, 1)
+    assert after(*[2.0, 1.0] * 30) == (0, 2), "longer, when half of ten steps are"
+    assert after(*[2.0, 1.0] * 30, *[1.8] * 10) == (0, 2), "as long, on the whole"
+    assert after(*[1.0] * 6) == (2, 3), "shorter"
+    assert after(*[1.0] * 11, *[2.0] * 29) == (2, 3), "its patience doubles"
+    assert after(2.0) == (0, 4)
+    fixed = Choosing(lambda every: Assignment(every=every), 3)
+    for seconds in (1.0, *[1.0] * 30, *[2.0] * 30):
+        fixed.ended(seconds)
+        assert fixed.assignment().every == 3
+
+
+def test_another_choice_keeps_the_bits(opened, monkeypatch):
+    plain = opened(None, "plain")
+    losses, expected = train(plain), states(plain.store)
+    rates = [OF_BOTH, OF_HOST, UpdateRates(4e-9, 1e-9, 8e-9, 0.0)]
+    monkeypatch.setattr(assigning, "measured_rates", lambda *_: rates.pop(0))
+    step = opened("auto", "store", store={"durability": 3})
+    found, numbers = [], []
+    for number, batch in enumerate(batches()):
+        found.append(float(step(batch)[0]))
+        numbers.append(num_assigned(step))
+        for seconds in (1.0, *[1.0 + number % 2] * 10, *[2.0 - number % 2] * 80):
+            step._last.sink.choosing.ended(seconds)
+    step.store.wait()
+    assert (found, numbers) == (losses, [4, 0, 2])
+    assert step.store._training.opened.commit.device_updates == 3
+    assert_same(step, expected)
 
 
 @pytest.fixture

@@ -4,9 +4,8 @@ Invariant: what a run was asked for and cannot have is refused before a store is
 changed, and a resumed run keeps to the choice that its commit records.
 """
 
-import logging
-import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -14,22 +13,20 @@ from jax.sharding import Mesh
 
 from jaxinf.engine import Assignment, Store, StoreShape, SubgroupLayout, assigned
 from jaxinf.errors import AssignmentError, StreamError
-from jaxinf.plan.device_updates import UpdateRates, interval
+from jaxinf.plan.device_updates import UpdateRates
 from jaxinf.program import Kernel, UpdateProgram
 from jaxinf.store import CommitRecord
-from jaxinf.streaming.move.probe import probe
 from jaxinf.streaming.plan.device import free_device_bytes
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import mesh_text
+from jaxinf.streaming.update.choosing import Choosing
 from jaxinf.streaming.update.on_device import NUM_ROOMS, DeviceUpdater, room_bytes
-from jaxinf.streaming.update.rates import measured_rates
+from jaxinf.streaming.update.rates import measured_rates, moved_s
 from jaxinf.streaming.update.store_sink import NUM_UNDER_WAY
 from jaxinf.streaming.update.traffic import StepMoves
 
 __all__ = ["Assigning", "DeviceUpdates", "check_device_updates"]
-
-_LOG = logging.getLogger("jaxinf")
 
 DeviceUpdates: TypeAlias = int | Literal["auto"] | None
 """The device computes every so many subgroups, 0 for none; None for as many as in the
@@ -148,21 +145,26 @@ class Assigning:
         num_bytes = (NUM_UNDER_WAY - 1) * max(gradient_bytes.values(), default=0)
         return division.without(num_bytes, "gradients of updates under way")
 
-    def chosen(self, moves: Callable[[], StepMoves]) -> Assignment:
-        """Returns the assignment of steps; measures with ``"auto"``, and then blocks.
+    def chosen(self, moves: Callable[[], StepMoves], room_bytes: int) -> Choosing:
+        """Returns what chooses for steps; measures with ``"auto"``, and then blocks.
 
         Args:
           moves: Returns what a step moves on drives.
+          room_bytes: Memory of the host that is free between steps.
         """
-        if self._every is not None:
-            return self._assigned(self._every)
-        if not self._planned.subgroups:
-            return self._planned
-        longest = max(self._layouts(), key=lambda pair: pair[0].subgroup.num_elements)
-        rates = measured_rates(self._updater, *longest, _drive_s(self._store, moves()))
-        every = interval(rates)
-        _LOG.info("device_updates=%s: %s", every or None, _reason(rates, every))
-        return self._assigned(every)
+        layouts = self._layouts()
+        if not self._is_auto or not layouts:
+            return Choosing(self._assigned, self._every or 0)
+        longest = max(layouts, key=lambda pair: pair[0].subgroup.num_elements)
+        directory = self._store._training.opened.directory
+        roots = [directory.csd_directory(n) for n in range(directory.num_csds)]
+        limits = self._store._training.options.csd.rates
+        drive_s = partial(moved_s, roots, limits, moves())
+
+        def measure() -> UpdateRates:
+            return measured_rates(self._updater, *longest, drive_s(), room_bytes)
+
+        return Choosing(self._assigned, self._every, measure)
 
     # --- inside --------------------------------------------------------------------
 
@@ -230,42 +232,6 @@ class Assigning:
             "device_updates and a device tier out, or, if the store's last step had "
             "them, give 0 for them and replan=True"
         )
-
-
-def _reason(rates: UpdateRates, every: int) -> str:
-    """Says what the choice is made of."""
-    found = ", ".join(
-        f"{name} {1e9 * seconds:.3g} s" for name, seconds in rates._asdict().items()
-    )
-    if every:
-        return f"for 1e9 params: {found}"
-    if rates.drive >= rates.host:
-        return f"drives are the bound, so the device cannot help; 1e9 params: {found}"
-    return f"the device would save less than 5 % of updates; 1e9 params: {found}"
-
-
-def _drive_s(store: Store, moves: StepMoves) -> float:
-    """Measures the drives; returns their seconds for a param's state."""
-    directory = store._training.opened.directory
-    roots = [directory.csd_directory(n) for n in range(directory.num_csds)]
-    probed, limits = probe(roots), store._training.options.csd.rates
-    num_params = read = written = 0
-    for _, one in moves.updates:
-        num_params += one.layout.subgroup.num_elements
-        read += one.read_bytes
-        written += one.written_bytes
-    seconds = 0.0
-    for name, num_bytes, limit in (
-        ("read", read, limits.drive_read),
-        ("written", written, limits.drive_write),
-    ):
-        if name not in probed:
-            return math.inf  # it is full
-        rate = probed[name].num_bytes / probed[name].seconds
-        if limit is not None:  # of each drive
-            rate = min(rate, limit * len(roots))
-        seconds += num_bytes / rate
-    return seconds / max(1, num_params)
 
 
 def _last_step(store: Store) -> CommitRecord | None:

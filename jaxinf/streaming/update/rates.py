@@ -1,32 +1,39 @@
-"""Measures what an update takes of the host, and of a device that computes it.
+"""Measures what updates take of the host, of a device, and of drives.
 
-Invariant: nothing is read or written but memory that is freed at the end.
+Invariant: nothing is read or written but memory and files that are freed at the end.
 """
 
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from jaxinf.csd import CsdBuffer, Rounding, ScalarInputs
+from jaxinf.csd import CsdBuffer, CsdRates, Rounding, ScalarInputs
 from jaxinf.csd.host import HostCsd
 from jaxinf.engine import SubgroupLayout
 from jaxinf.io import BufferPool, ByteMeters
 from jaxinf.plan.device_updates import UpdateRates
 from jaxinf.program import Kernel
+from jaxinf.streaming.move.probe import probe
 from jaxinf.streaming.update.on_device import NUM_ROOMS, DeviceUpdater
+from jaxinf.streaming.update.traffic import StepMoves
 from jaxinf.typing import FLOAT32
 
-__all__ = ["measured_rates"]
+__all__ = ["measured_rates", "moved_s"]
 
 _NUM_ROUNDS = 4
 
 
 def measured_rates(
-    updater: DeviceUpdater, layout: SubgroupLayout, kernel: Kernel, drive: float
+    updater: DeviceUpdater,
+    layout: SubgroupLayout,
+    kernel: Kernel,
+    drive: float,
+    room_bytes: int,
 ) -> UpdateRates:
     """Returns the rates for a subgroup's states; blocks while they are measured.
 
@@ -38,15 +45,20 @@ def measured_rates(
       layout: The subgroup, which the updater takes.
       kernel: Its update.
       drive: As for `UpdateRates`.
+      room_bytes: Memory of the host. If it is short, fewer are updated at once, but one
+        in any case.
     """
-    num_cores = len(os.sched_getaffinity(0))
-    pool = BufferPool(max(num_cores, NUM_ROOMS) * layout.num_bytes)
+    num_params = layout.subgroup.num_elements
+    own_bytes = layout.num_bytes + num_params * FLOAT32.itemsize  # and its result
+    most = max(1, room_bytes // own_bytes - 1)  # and the gradient of all
+    num_cores, num_rooms = len(os.sched_getaffinity(0)), min(NUM_ROOMS, most)
+    num_busy = min(num_cores, most)
+    pool = BufferPool(max(num_busy, num_rooms) * layout.num_bytes)
     csd = HostCsd(Path("/"), pool, ByteMeters())  # its drive is not used
     try:
         run = _Runs(csd, layout, kernel)
-        host_s, _ = run.timed(num_cores, run.on_host)
-        device_s, used_s = run.timed(NUM_ROOMS, lambda n: run.on_device(updater, n))
-        num_params = layout.subgroup.num_elements
+        host_s, _ = run.timed(num_busy, run.on_host)
+        device_s, used_s = run.timed(num_rooms, lambda n: run.on_device(updater, n))
         return UpdateRates(
             host_s / num_params,
             used_s / num_cores / num_params,
@@ -55,6 +67,34 @@ def measured_rates(
         )
     finally:
         pool.close()
+
+
+def moved_s(roots: Sequence[Path], limits: CsdRates, moves: StepMoves) -> float:
+    """Measures drives; returns their seconds for a param's state. Blocks.
+
+    Args:
+      roots: A folder on each.
+      limits: What each is slowed down to.
+      moves: What a step moves.
+    """
+    probed = probe(roots)
+    num_params = read = written = 0
+    for _, one in moves.updates:
+        num_params += one.layout.subgroup.num_elements
+        read += one.read_bytes
+        written += one.written_bytes
+    own = [limits.of_csd(number) for number in range(len(roots))]
+    seconds = 0.0
+    for name, num_bytes, slowed in (
+        ("read", read, [one.drive_read for one in own]),
+        ("written", written, [one.drive_write for one in own]),
+    ):
+        if name not in probed:
+            return math.inf  # it is full
+        rate = probed[name].num_bytes / probed[name].seconds
+        rate = min(rate, sum(one or math.inf for one in slowed))
+        seconds += num_bytes / rate
+    return seconds / max(1, num_params)
 
 
 class _Runs:

@@ -8,6 +8,7 @@ Invariant: the store advances by one step if every gradient arrived and was fini
   otherwise it does not advance.
 """
 
+import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinf.engine import Assignment, Training, UpdateRequest
+from jaxinf.engine import Training, UpdateRequest
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.program import NonFinitePolicy, UpdateProgram
 from jaxinf.schedule.placement import Waiting
@@ -34,6 +35,7 @@ from jaxinf.streaming.program.shards import (
 )
 from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.streaming.update.asked import Asked, Asking, Gathered
+from jaxinf.streaming.update.choosing import Choosing
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.micro_batches import Sums
 from jaxinf.streaming.update.passes import PassRunner
@@ -69,12 +71,12 @@ class StoreSink(Sink):
       spill: Holds gradients until the last one arrives; None if none waits.
       sums: Adds gradients up over parts of a batch; None for one part.
       nonfinite: The effect of a non-finite gradient.
-      assignment: The updates that a JAX device computes.
+      choosing: Chooses the updates that a JAX device computes.
       copies: Whether gradients are copied to pinned memory of the host, from a device
         with memory of its own.
 
     Attributes:
-      spill, sums: As given.
+      spill, sums, choosing: As given.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class StoreSink(Sink):
         spill: Spill | None,
         sums: Sums | None,
         nonfinite: NonFinitePolicy,
-        assignment: Assignment,
+        choosing: Choosing,
         *,
         copies: bool,
     ) -> None:
@@ -99,8 +101,9 @@ class StoreSink(Sink):
         self._stage = Stage("jaxinf-updates", capacity_bytes, _SHORT_BYTES)
         self._nonfinite: NonFinitePolicy = nonfinite
         self._copies = copies
-        self._assignment = assignment
-        self._under_way = UnderWay(NUM_UNDER_WAY) if assignment.updater else None
+        self.choosing, self._assignment = choosing, choosing.assignment()
+        self._under_way = UnderWay(NUM_UNDER_WAY)
+        self._began_s = 0.0
         self._fetched: Params
         self.spill = spill
         self.sums = sums
@@ -121,7 +124,9 @@ class StoreSink(Sink):
         self._fetched = params
         opened = self._training.opened
         self._step = opened.finished.step
+        self._assignment = self.choosing.assignment()
         opened.assign(self._assignment)
+        self._began_s = time.perf_counter()
         self._passes.begin(extra_args)
         self._gathering, self._bad = {}, []
         self._stage.waited_s = 0.0
@@ -179,13 +184,13 @@ class StoreSink(Sink):
         num_skipped = record.skipped_steps + self._num_skipped
         self._training.steps.finish(self._step, scalars, num_skipped)
         self._num_skipped = 0
+        self.choosing.ended(time.perf_counter() - self._began_s)
         return True
 
     def abandon(self) -> None:
         """Abandons the step without a commit."""
         self._stage.abandon()
-        if self._under_way is not None:
-            self._under_way.abandon()
+        self._under_way.abandon()
         self._reset_spills()
         self._passes.close()
         self._training.steps.abandon()
@@ -212,8 +217,7 @@ class StoreSink(Sink):
     def close(self) -> None:
         """Frees the files of gradients that wait, and ends the thread."""
         self._stage.close()
-        if self._under_way is not None:
-            self._under_way.close()
+        self._under_way.close()
         self._passes.close()
         for spill in self._spills:
             spill.close()
@@ -274,8 +278,7 @@ class StoreSink(Sink):
 
     def _end_updates(self) -> None:
         self._stage.end()
-        if self._under_way is not None:
-            self._under_way.end()
+        self._under_way.end()
 
     def _defer(self, taken: Sequence[Handed]) -> None:
         assert self.spill is not None
@@ -309,7 +312,7 @@ class StoreSink(Sink):
         requests = [request for one in asked.values() for request in one.requests]
         if not requests:
             return
-        if self._under_way is None:
+        if self._assignment.updater is None:
             self._run(asked, requests)
         else:
             self._under_way.start(partial(self._run, asked, requests))
