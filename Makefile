@@ -16,7 +16,7 @@ LONG := mark\.long|family\(
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train big bigger test test-long test-long-all test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-faults faults wheels test-wheels docs docs-check docs-links coverage lint clean
+.PHONY: help train big bigger test test-long test-long-all test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-object-store test-faults faults wheels test-wheels docs docs-check docs-links coverage lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -50,7 +50,7 @@ bigger: $(VENV)/installed  ## 6.7 billion params under a limit of 6 GiB: trained
 
 test: $(VENV)/installed  ## the test suite, on the installed package
 	$(BIN)/pytest -n auto --dist loadfile -m 'not faults and not hls and not cards and not long' \
-	  --ignore tests/models --ignore tests/faults --ignore tests/distributed --ignore tests/accelerators tests
+	  --ignore tests/models --ignore tests/faults --ignore tests/distributed --ignore tests/object_store --ignore tests/accelerators tests
 
 test-long: $(VENV)/installed  ## more members of families that make test has a part of
 	$(BIN)/pytest -n auto --dist worksteal -m 'long and not every' $(call files-with,$(LONG))
@@ -100,6 +100,10 @@ test-xrt: $(VENV)/installed  ## cards' code on the real XRT runtime (installs it
 test-distributed: $(VENV)/installed  ## runs in several processes (JAXINF_FAULTS=long: more, and kills)
 	$(BIN)/pytest -n 2 --dist worksteal -rP tests/distributed
 
+test-object-store: $(VENV)/installed  ## exports to an S3-compatible server of its own (installs moto)
+	$(BIN)/python -m pip install --quiet '.[test-object-store]'
+	$(BIN)/pytest -n 2 -rP tests/object_store
+
 test-faults: $(VENV)/installed  ## crashes, kills, bad drives; mounts (SUDO=sudo)
 	$(SUDO) env JAXINF_REQUIRE_MOUNTS=1 $(BIN)/pytest -n auto tests/faults
 
@@ -120,7 +124,7 @@ test-wheels: $(VENV)/installed  ## this machine's wheel, installed and run witho
 coverage: $(VENV)/installed  ## lines that make test runs, as pages in build/coverage
 	$(BIN)/python -m pip install --quiet '.[dev]'
 	$(BIN)/pytest -n auto --dist loadfile -m 'not faults and not hls and not cards and not long' \
-	  --ignore tests/models --ignore tests/faults --ignore tests/distributed --ignore tests/accelerators \
+	  --ignore tests/models --ignore tests/faults --ignore tests/distributed --ignore tests/object_store --ignore tests/accelerators \
 	  --cov --cov-report html:build/coverage --cov-report term:skip-covered $(or $(TESTS),tests)
 
 docs: $(VENV)/installed  ## the documentation's site, in build/docs; runs its notebooks

@@ -23,13 +23,18 @@ from jaxinf.exchange import (
     DEFAULT_FILE_BYTES,
     DEFAULT_MEMORY_BYTES,
     ImportReport,
+    ObjectStore,
     StepFiles,
     export_huggingface,
     export_orbax,
     export_safetensors,
+    export_url,
+    files_beside,
     import_checkpoint,
     import_export,
+    import_url,
     is_own_export,
+    is_url,
     kept_tokenizer,
 )
 from jaxinf.store import Manifest, find_checkpoint, find_members, whole_step
@@ -48,20 +53,25 @@ class Export:
     This works during a run; every checksum is verified. Except for an export of the
     params alone, an import makes the same store again, to the bit. The format
     huggingface is a folder that transformers loads, for models trained by jaxinf.train.
+    At a URL (file://, gs://, s3://) the export has the store's own chunks, as zarr v3;
+    if it is interrupted, give the command again.
     """
 
     store: StorePath
     destination: Annotated[
         tyro.conf.Positional[str],
-        option("A directory that does not exist yet.", "DEST"),
+        option("A directory that does not exist yet, or a URL.", "DEST"),
     ]
     checkpoint: Annotated[
         str | None, option("Export this checkpoint instead of the last step.", "NAME")
     ] = None
     format: Annotated[
-        Literal["orbax", "safetensors", "huggingface"],
-        tyro.conf.arg(help="Format of the export."),
-    ] = "orbax"
+        Literal["orbax", "safetensors", "huggingface", "zarr"] | None,
+        tyro.conf.arg(
+            help="Format of the export; zarr goes with a URL.",
+            help_behavior_hint="(default: orbax, at a URL zarr)",
+        ),
+    ] = None
     params_only: Annotated[
         bool, option("Safetensors: leave the optimizer's state out.")
     ] = False
@@ -82,9 +92,24 @@ class Export:
         tyro.conf.arg(help="Start another safetensors file at this size."),
     ] = DEFAULT_FILE_BYTES
     memory: _Memory = DEFAULT_MEMORY_BYTES
+    bandwidth: Annotated[
+        int,
+        ByteSize,
+        tyro.conf.arg(
+            help="Most bytes a second to write to a URL; as many are read back. 0: no "
+            "limit."
+        ),
+    ] = 0
 
     def run(self, store: Path) -> None:
         """Exports, and prints the path and content of the export."""
+        if is_url(self.destination):
+            self._to_url(store)
+            return
+        if self.format == "zarr" or self.bandwidth:
+            raise UsageError(
+                "--format zarr and --bandwidth go with a URL, such as file:///exports/6"
+            )
         if self.params_only and self.format != "safetensors":
             raise UsageError("--params-only goes with --format safetensors")
         if self.dtype is not None and self.format != "huggingface":
@@ -94,7 +119,7 @@ class Export:
             step = replace(found, average=self.average)
             title = f"step {step.commit.step} to {destination}"
             with show_progress(title) as progress:
-                if self.format == "orbax":
+                if self.format in (None, "orbax"):
                     export_orbax(
                         step, destination, memory_bytes=self.memory, progress=progress
                     )
@@ -122,6 +147,34 @@ class Export:
         num_bytes = sum(file.stat().st_size for file in files)
         print(f"{destination}: step {number}, {format_bytes(num_bytes)}")
 
+    def _to_url(self, store: Path) -> None:
+        if self.format not in (None, "zarr"):
+            raise UsageError(
+                f"--format {self.format}: expected zarr for a URL; export to a "
+                "directory, and copy that"
+            )
+        if self.params_only or self.average or self.dtype is not None:
+            raise UsageError(
+                "--params-only, --average and --dtype go with other formats than a URL "
+                "has"
+            )
+        place = ObjectStore(self.destination)
+        with _step_of(store, self.checkpoint) as step:
+            title = f"step {step.commit.step} to {place.where}"
+            with show_progress(title) as progress:
+                done = export_url(
+                    step,
+                    self.destination,
+                    beside=files_beside([*find_members(store), store][0]),
+                    memory_bytes=self.memory,
+                    bytes_per_s=self.bandwidth,
+                    progress=progress,
+                )
+        print(
+            f"{place.where}: step {done.step}, {done.num_objects} objects, "
+            f"{format_bytes(done.num_bytes)}; {done.num_kept} chunks were there already"
+        )
+
 
 @dataclass(frozen=True)
 class Import:
@@ -129,7 +182,7 @@ class Import:
 
     An Orbax checkpoint of params and optax state, or safetensors, needs a store at step
     0 that tx.init(params) has made. An export of jaxinf makes STORE if it does not
-    exist. See docs/checkpoints.md.
+    exist; so does one at a URL (file://, gs://, s3://). See docs/checkpoints.md.
     """
 
     store: StorePath
@@ -159,6 +212,9 @@ class Import:
 
     def run(self, store: Path) -> None:
         """Imports, and prints the store's new step."""
+        if is_url(self.source):
+            self._from_url(store)
+            return
         source = Path(self.source).expanduser().absolute()
         with show_progress(f"{source} to {store}") as progress:
             if (store / "jaxinf.json").exists():
@@ -185,6 +241,31 @@ class Import:
                 )
         _print_report(store, report)
 
+    def _from_url(self, store: Path) -> None:
+        place = ObjectStore(self.source)
+        self._check_as_it_was()
+        if (store / "jaxinf.json").exists() or is_run(store):
+            raise ExchangeError(
+                f"{store}: expected nothing there, as an export at a URL becomes a "
+                "store of its own, found one; give another path"
+            )
+        with show_progress(f"{place.where} to {store}") as progress:
+            report = import_url(
+                self.source,
+                store,
+                csds=[Path(root).expanduser().absolute() for root in self.csd_root],
+                memory_bytes=self.memory,
+                progress=progress,
+            )
+        _print_report(store, report)
+
+    def _check_as_it_was(self) -> None:
+        if self.name or self.ignore or self.step is not None:
+            raise UsageError(
+                "a store that is made of an export is as it was; --name, --ignore and "
+                "--step are for a store that exists"
+            )
+
     def _check_new(self, source: Path, store: Path) -> None:
         if not is_own_export(source):
             raise ExchangeError(
@@ -192,11 +273,7 @@ class Import:
                 "only what jaxinf exported says itself what store it is of; make the "
                 "store first: tx.init(params) with params of the same shapes"
             )
-        if self.name or self.ignore or self.step is not None:
-            raise UsageError(
-                "a store that is made of an export is as it was; --name, --ignore and "
-                "--step are for a store that exists"
-            )
+        self._check_as_it_was()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from jaxinf.exchange.huggingface_source import (
     TensorLeaf,
     read_config_file,
 )
+from jaxinf.exchange.object_store import ObjectStore, is_url
 from jaxinf.exchange.orbax_export import export_orbax
 from jaxinf.exchange.own_import import import_export, is_own_export
 from jaxinf.exchange.safetensors_export import export_safetensors
@@ -22,6 +23,8 @@ from jaxinf.exchange.tokenizer_files import (
     kept_tokenizer,
     tokenizer_files,
 )
+from jaxinf.exchange.url_export import UrlReport, export_url, files_beside
+from jaxinf.exchange.url_import import UrlSource, import_url
 
 __all__ = [
     "DEFAULT_FILE_BYTES",
@@ -29,14 +32,21 @@ __all__ = [
     "Architecture",
     "HuggingFaceFolder",
     "ImportReport",
+    "ObjectStore",
     "StepFiles",
     "TensorLeaf",
+    "UrlReport",
+    "UrlSource",
     "export_huggingface",
     "export_orbax",
     "export_safetensors",
+    "export_url",
+    "files_beside",
     "import_checkpoint",
     "import_export",
+    "import_url",
     "is_own_export",
+    "is_url",
     "keep_tokenizer",
     "kept_tokenizer",
     "read_config_file",

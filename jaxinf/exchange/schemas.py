@@ -1,4 +1,4 @@
-"""Schemas of other tools' documents, for the keys that are read.
+"""Schemas of exports, and of other tools' documents for the keys that are read.
 
 Invariant: keys that are not read may have any value; a name that becomes part of a path
 is a single component of it.
@@ -8,17 +8,19 @@ from collections.abc import Sequence
 
 from jaxinf.schema import (
     ANYTHING,
+    Const,
     Either,
     Flag,
     Listed,
     Mapped,
     OneOf,
     Record,
+    Row,
     Text,
     Whole,
 )
 
-__all__ = ["ANY_OBJECT", "INDEX", "ORBAX_TREE", "tensors_header"]
+__all__ = ["ANY_OBJECT", "EXPORT", "INDEX", "ORBAX_TREE", "tensors_header"]
 
 _WHOLE = Whole(0, 2**62)
 
@@ -61,6 +63,21 @@ ORBAX_TREE = Record(
     others=ANYTHING,
 )
 """Orbax's ``_METADATA``."""
+
+_SUM = Text("[0-9a-f]{8}", "8 hex digits")
+
+EXPORT = Record(
+    {
+        "format": Const("jaxinf export"),
+        "format_version": Const(1),
+        "store_id": Text("[0-9a-f]{32}", "32 hex digits"),
+        "step": _WHOLE,
+        "commit": _SUM,
+        "objects": Mapped(Row((_WHOLE, _SUM)), Text(most_bytes=4096)),
+        "crc32c": _SUM,
+    }
+)
+"""``export.json``."""
 
 ANY_OBJECT = Mapped(ANYTHING)
 """A document whose keys its reader looks up and checks."""

@@ -106,6 +106,16 @@ class StepFiles:
             return None
         return StoreDirectory.of_step(self.path, self.manifest)
 
+    def reader(self, memory_bytes: int = 32 << 20) -> StepReader:
+        """Makes a reader of its chunks, with so much memory for pieces."""
+        return StepReader(
+            self.path,
+            self.commit,
+            directory=self._directory,
+            places=self.places,
+            memory_bytes=memory_bytes,
+        )
+
     def exported(self) -> tuple[Manifest, CommitRecord]:
         """Returns manifest and commit record of the arrays as `stream` yielded them.
 
@@ -163,9 +173,7 @@ class StepFiles:
           StoreIOError: a chunk is missing or too short, or the drive failed.
         """
         every = portions(array.leaf.grid, max_elements)
-        with StepReader(
-            self.path, self.commit, directory=self._directory, places=self.places
-        ) as reader:
+        with self.reader() as reader:
             for chunk, members in groupby(every, key=lambda portion: portion.chunk):
                 pieces = reader.pieces(array.leaf, array.state, [chunk])
                 runs = _Runs(pieces, array.dtype)

@@ -40,6 +40,7 @@ from jaxinf.store.creation import (
     create_store,
     discard_store,
     required_bytes,
+    step_documents,
 )
 from jaxinf.store.damage import Damage, corrupt_chunk
 from jaxinf.store.directory import (
@@ -49,7 +50,7 @@ from jaxinf.store.directory import (
     next_slot,
     other_slot,
 )
-from jaxinf.store.documents import read_foreign, seal, write_document
+from jaxinf.store.documents import check_seal, read_foreign, seal, write_document
 from jaxinf.store.earlier import read_spare, restore_spare, verify_spare
 from jaxinf.store.key_paths import encode_path, path_keys
 from jaxinf.store.links import can_link
@@ -142,6 +143,7 @@ __all__ = [
     "check_leaf_paths",
     "check_never_committed",
     "check_plans_folder",
+    "check_seal",
     "check_space",
     "checkpoint_names",
     "checkpoints_to_prune",
@@ -199,6 +201,7 @@ __all__ = [
     "seal",
     "snapshot",
     "step_bytes",
+    "step_documents",
     "stock_documents",
     "stored_bytes",
     "stray_checkpoints",

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from jaxinf.io.failures import translated
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory
+from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import check_owners, check_places, make_csds
 from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.zarr_metadata import (
@@ -31,9 +32,11 @@ from jaxinf.store.zarr_metadata import (
 __all__ = [
     "check_never_committed",
     "check_space",
+    "create_documents",
     "create_store",
     "discard_store",
     "required_bytes",
+    "step_documents",
 ]
 
 
@@ -84,7 +87,7 @@ def create_store(directory: StoreDirectory) -> None:
         make_csds(directory)
         timestamp_ns = time.time_ns()
         for slot in SLOTS:
-            _create_metadata(directory, slot, timestamp_ns)
+            create_documents(directory, slot, timestamp_ns)
             for leaf, record, _ in directory.leaves():
                 for state in record.states:
                     _create_chunks(directory, slot, leaf, state)
@@ -138,23 +141,33 @@ def check_never_committed(directory: StoreDirectory) -> None:
             )
 
 
-def _create_metadata(directory: StoreDirectory, slot: Slot, timestamp_ns: int) -> None:
-    root = directory.step_path(slot)
-    root.mkdir(parents=True, exist_ok=True)
+def step_documents(
+    manifest: Manifest, timestamp_ns: int
+) -> Iterator[tuple[str, bytes]]:
+    """Yields the documents by which other tools read a step's chunks, by name.
+
+    Args:
+      manifest: manifest of the store.
+      timestamp_ns: the time that they say.
+    """
     keys = []
-    for _, record, _ in directory.leaves():
-        for state in record.states:
-            keys.append((state.name, *record.path))
-            array = root / record.array_name(state.name)
-            array.mkdir()
-            _write_json(
-                array / "zarr.json",
-                array_metadata(*record.array_grid(state), state.dtype),
-            )
-    _write_json(root / "zarr.json", group_metadata())
-    _write_json(root / "_METADATA", orbax_tree_metadata(keys))
-    _write_json(root / "_CHECKPOINT_METADATA", orbax_checkpoint_metadata(timestamp_ns))
-    (root / "commit_success.txt").write_text(COMMIT_SUCCESS_TEXT)
+    for leaf in manifest.leaves:
+        for state in leaf.states:
+            keys.append((state.name, *leaf.path))
+            metadata = array_metadata(*leaf.array_grid(state), state.dtype)
+            yield f"{leaf.array_name(state.name)}/zarr.json", _json(metadata)
+    yield "zarr.json", _json(group_metadata())
+    yield "_METADATA", _json(orbax_tree_metadata(keys))
+    yield "_CHECKPOINT_METADATA", _json(orbax_checkpoint_metadata(timestamp_ns))
+    yield "commit_success.txt", COMMIT_SUCCESS_TEXT.encode()
+
+
+def create_documents(directory: StoreDirectory, slot: Slot, timestamp_ns: int) -> None:
+    """Makes a slot's directory, and the documents in it."""
+    root = directory.step_path(slot)
+    for name, content in step_documents(directory.manifest, timestamp_ns):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
 
 
 def _create_chunks(
@@ -174,5 +187,5 @@ def _create_chunks(
             link.symlink_to(file)
 
 
-def _write_json(path: Path, document: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=1) + "\n")
+def _json(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, indent=1) + "\n").encode()

@@ -15,7 +15,7 @@ import numpy as np
 from jaxinf.errors import ExchangeError, StoreFormatError, StoreIOError
 from jaxinf.io import crc32c, read_bounded, write_bytes_atomically
 from jaxinf.schema import MOST_BYTES, Kind, SchemaError, check_json, parse_json
-from jaxinf.typing import JsonValue
+from jaxinf.typing import JsonValue, PathLikeStr
 
 __all__ = [
     "check_seal",
@@ -100,7 +100,7 @@ def read_foreign(path: Path, kind: Kind, what: str, remedy: str) -> Any:
         ) from error
 
 
-def check_seal(path: Path, raw: bytes, what: str, remedy: str) -> None:
+def check_seal(path: PathLikeStr, raw: bytes, what: str, remedy: str) -> None:
     """Refuses a document that was changed after it was written.
 
     Raises:

@@ -18,7 +18,7 @@ MOMENTS = [
     ("make_csds", 0),
     ("_claim", 0),  # directories without a note
     ("_claim", 1),
-    ("_create_metadata", 0),
+    ("create_documents", 0),
     ("_create_chunks", 3),
     ("publish", 0),
 ]

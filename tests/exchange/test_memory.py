@@ -11,10 +11,15 @@ from pathlib import Path
 import jaxinf.exchange as exchange
 from jaxinf.store import Manifest
 way, store, export, again = sys.argv[1], *map(Path, sys.argv[2:])
+url = f"file://{export}"
 step = exchange.StepFiles(store / "current", Manifest.read(store / "jaxinf.json"))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 if way == "import":
     exchange.import_export(export, again, memory_bytes=8 << 20)
+elif way == "import_url":
+    exchange.import_url(url, again, memory_bytes=16 << 20)
+elif way == "export_url":
+    exchange.export_url(step, url, memory_bytes=16 << 20)
 else:
     getattr(exchange, way)(step, export, memory_bytes=8 << 20)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -32,3 +37,14 @@ def test_memory_does_not_grow_with_a_leaf(make_step, tmp_path, kind):
         command = [sys.executable, "-c", PROGRAM, way, *places]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert int(done.stdout) << 10 < 40 << 20, way  # of 61 MiB, one chunk
+
+
+@pytest.mark.long
+def test_memory_of_an_export_to_a_url_is_limited(make_step, tmp_path):
+    leaves = {("wide",): ((1 << 14, 1 << 10), (1, 1))}
+    step, _ = make_step(leaves=leaves, chunk_elements=1 << 18)
+    for way in ("export_url", "import_url"):
+        places = [step.path.parent, tmp_path / "export", tmp_path / "again"]
+        command = [sys.executable, "-c", PROGRAM, way, *places]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert int(done.stdout) << 10 < 40 << 20, way  # of 240 MiB

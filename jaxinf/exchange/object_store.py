@@ -1,0 +1,213 @@
+"""A place at a URL, through tensorstore's key-value stores: file://, gs://, s3://.
+
+Invariant: nothing is believed to be atomic or kept: an object counts as written when it
+  was read back. No credential, and no part of a URL that may be one, is in an error.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore
+
+from jaxinf.errors import ExchangeError
+from jaxinf.io import crc32c
+from jaxinf.store import check_free_space
+from jaxinf.terminal import format_bytes
+
+__all__ = ["ObjectStore", "is_url"]
+
+_SCHEMES = ("file", "gs", "s3")
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
+_PAUSES_S = (0, 0.1, 0.4, 1)  # before each attempt, but on a file system
+_FAILURES = (ValueError, OSError, RuntimeError, NotImplementedError)
+
+
+def is_url(text: str) -> bool:
+    """Whether a destination or a source is a URL, and not a path."""
+    return _URL.match(text) is not None
+
+
+class ObjectStore:
+    """Objects below a URL. Thread-safe; all methods block.
+
+    Rights and credentials are tensorstore's: the environment, and files that the
+    tools of the clouds have. For an S3-compatible server ``AWS_ENDPOINT_URL`` is its
+    URL, and ``AWS_REGION`` its region.
+
+    Args:
+      url: ``file:///directory``, ``gs://bucket/path`` or ``s3://bucket/path``.
+
+    Attributes:
+      where: the URL, for messages.
+      directory: the directory of a ``file://`` URL.
+
+    Raises:
+      ExchangeError: the URL is of another kind; nothing was read or written.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.where, spec = _parsed(url)
+        self.directory = Path(spec["path"]) if spec["driver"] == "file" else None
+        self._pauses_s = _PAUSES_S if self.directory is None else (0,)
+        try:
+            self._store = tensorstore.KvStore.open(spec).result()
+        except _FAILURES as error:
+            raise self._failed("open", error) from None
+
+    def names(self) -> set[str]:
+        """Returns the names of all objects.
+
+        Raises:
+          ExchangeError: they cannot be listed.
+        """
+        try:
+            return {key.decode() for key in self._store.list().result()}
+        except _FAILURES as error:
+            raise self._failed("list its objects", error) from None
+
+    def read(self, name: str) -> bytes | None:
+        """Returns an object; None if there is none.
+
+        Raises:
+          ExchangeError: it cannot be read.
+        """
+        try:
+            found = self._store.read(name).result()
+        except _FAILURES as error:
+            raise self._failed(f"read {name}", error) from None
+        return found.value if found.state == "value" else None
+
+    def has(self, name: str, num_bytes: int, checksum: int) -> bool:
+        """Whether an object can be read and has this length and CRC-32C."""
+        return _is(self.read(name), num_bytes, checksum)
+
+    def get(self, name: str, num_bytes: int, checksum: int) -> bytes:
+        """Returns an object of a known length and CRC-32C.
+
+        Raises:
+          ExchangeError: it is missing or another one, also after some attempts.
+        """
+        found: bytes | None = None
+        for pause_s in self._pauses_s:
+            time.sleep(pause_s)
+            found = self.read(name)
+            if found is not None and _is(found, num_bytes, checksum):
+                return found
+        raise ExchangeError(
+            f"{self.where}: {name}: expected {num_bytes} bytes of CRC-32C "
+            f"{checksum:08x}, found {_shown(found)}; the export is torn: export to "
+            "this URL again, which writes what is missing or differs"
+        )
+
+    def put(self, name: str, value: bytes) -> None:
+        """Writes an object, and reads it back.
+
+        Raises:
+          ExchangeError: it cannot be written, or what is read stays another.
+        """
+        checksum, found = _crc(value), None
+        for pause_s in self._pauses_s:
+            time.sleep(pause_s)
+            try:
+                self._store.write(name, value).result()
+            except _FAILURES as error:
+                raise self._failed(f"write {name}", error) from None
+            found = self.read(name)
+            if _is(found, len(value), checksum):
+                return
+        raise ExchangeError(
+            f"{self.where}: {name}: expected the {len(value)} bytes of CRC-32C "
+            f"{checksum:08x} that were written, found {_shown(found)} in each of "
+            f"{len(self._pauses_s)} attempts; this place does not keep what it is given"
+        )
+
+    def check_all(self, wanted: Iterable[str], remedy: str) -> None:
+        """Refuses a place that lacks objects.
+
+        Raises:
+          ExchangeError: names them.
+        """
+        missing = sorted(set(wanted) - self.names())
+        if missing:
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            raise ExchangeError(
+                f"{self.where}: expected all objects of an export, found none of "
+                f"{', '.join(missing[:8])}{more}; {remedy}"
+            )
+
+    def check_room(self, num_bytes: int) -> None:
+        """Refuses a directory on a file system with less room; clouds are not asked.
+
+        Raises:
+          StoreSpaceError: says how much is needed.
+        """
+        if self.directory is not None:
+            check_free_space(
+                {self.directory: num_bytes},
+                "the export takes",
+                "free some, or export to another place",
+            )
+
+    def _failed(self, action: str, error: BaseException) -> ExchangeError:
+        # What follows " [" are details of the request, which may name a key's id.
+        why = str(error).split(" [", 1)[0]
+        return ExchangeError(
+            f"{self.where}: cannot {action}: {why}; check the URL, and the rights and "
+            "the room that this user has there"
+        )
+
+
+def _parsed(url: str) -> tuple[str, dict[str, Any]]:
+    """Returns a URL as it may be shown, and tensorstore's spec."""
+    match = _URL.match(url)
+    scheme, rest = match.groups() if match else ("", url)
+    if scheme not in _SCHEMES:
+        raise ExchangeError(
+            f"expected a URL of {', '.join(f'{s}://' for s in _SCHEMES)}, found "
+            f"{scheme + '://…' if scheme else 'none'}; give a directory without a "
+            "scheme for the other formats"
+        )
+    plain = re.split(r"[?#]", rest, maxsplit=1)[0]
+    if scheme != "file" and (plain != rest or "@" in plain.split("/", 1)[0]):
+        raise ExchangeError(
+            f"{scheme}://…: expected {scheme}://BUCKET/PATH alone, found more; "
+            "credentials and an endpoint are taken from the environment"
+        )
+    shown = f"{scheme}://{plain.rstrip('/')}"
+    try:
+        spec = tensorstore.KvStore.Spec(f"{shown}/").to_json()
+    except _FAILURES as error:
+        why = str(error).rsplit(": ", 1)[-1]
+        raise ExchangeError(f"{shown}: not a URL to export to: {why}") from None
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get(
+        "AWS_ENDPOINT_URL"
+    )
+    if scheme == "s3" and endpoint:
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
+    if not spec.get("path", "").endswith("/"):
+        spec["path"] = spec.get("path", "") + "/"
+    if spec["path"] == "/":
+        if scheme == "file":
+            raise ExchangeError(f"{shown}: expected a directory, found the root")
+        spec["path"] = ""
+    return shown, spec
+
+
+def _is(found: bytes | None, num_bytes: int, checksum: int) -> bool:
+    return found is not None and len(found) == num_bytes and _crc(found) == checksum
+
+
+def _crc(value: bytes) -> int:
+    return crc32c(np.frombuffer(value, np.uint8)) if value else 0
+
+
+def _shown(found: bytes | None) -> str:
+    if found is None:
+        return "none"
+    return f"{len(found)} bytes ({format_bytes(len(found))}) of {_crc(found):08x}"

@@ -1,0 +1,318 @@
+"""A committed step at a URL: raw zarr v3 chunks, and a manifest that comes last.
+
+Invariant: memory stays within the budget; an object that is there and right is not
+  written again, and no other is believed.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from jaxinf.errors import ExchangeError, StoreFormatError
+from jaxinf.exchange.object_store import ObjectStore
+from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
+from jaxinf.exchange.tokenizer_files import kept_tokenizer
+from jaxinf.exchange.url_manifest import BEGUN, MANIFEST, ExportManifest
+from jaxinf.io import crc32c, crc32c_combine, read_bounded
+from jaxinf.layout import scale_chunks
+from jaxinf.schema import MOST_BYTES
+from jaxinf.store import (
+    CommitRecord,
+    LeafRecord,
+    Manifest,
+    StateRecord,
+    StepReader,
+    check_plans_folder,
+    seal,
+    step_documents,
+)
+from jaxinf.typing import ProgressCallback
+
+__all__ = [
+    "ChunkObject",
+    "UrlReport",
+    "check_memory",
+    "chunk_objects",
+    "export_url",
+    "files_beside",
+    "over",
+]
+
+_COPIES = 4  # of an object: as read, as bytes, in tensorstore, on its way
+_MOST_THREADS = 8
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class UrlReport:
+    """The result of an export to a URL.
+
+    Attributes:
+      step: the step.
+      num_objects: objects of the export.
+      num_bytes: their bytes.
+      num_kept: chunks that an earlier call had written already.
+    """
+
+    step: int
+    num_objects: int
+    num_bytes: int
+    num_kept: int
+
+
+@dataclass(frozen=True)
+class ChunkObject:
+    """A chunk as an object: its elements, and zeros up to the grid's chunk shape.
+
+    Attributes:
+      leaf, state, number: the array, and the chunk's number in its grid.
+      name: the object's name.
+      num_elements_bytes: bytes of its elements.
+      num_bytes: bytes of the object.
+      elements_sum: CRC-32C of the elements, as the commit has it.
+    """
+
+    leaf: LeafRecord
+    state: StateRecord
+    number: int
+    name: str
+    num_elements_bytes: int
+    num_bytes: int
+    elements_sum: int
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32C of the object."""
+        padding = self.num_bytes - self.num_elements_bytes
+        parts = [(self.elements_sum, self.num_elements_bytes)]
+        return crc32c_combine([*parts, (_zeros_sum(padding), padding)])
+
+
+@lru_cache(maxsize=1024)
+def _zeros_sum(num_bytes: int) -> int:
+    return crc32c(np.zeros(num_bytes, np.uint8)) if num_bytes else 0
+
+
+def chunk_objects(manifest: Manifest, commit: CommitRecord) -> Iterator[ChunkObject]:
+    """Yields the chunks of a whole step, state by state in each leaf."""
+    for leaf in manifest.leaves:
+        grid = leaf.grid.chunks()
+        for state in leaf.states:
+            chunks = scale_chunks(leaf.grid, grid) if state.codec == "scale" else grid
+            name = leaf.array_name(state.name)
+            for number, chunk in enumerate(chunks):
+                yield ChunkObject(
+                    leaf,
+                    state,
+                    number,
+                    f"{name}/{chunk.key}",
+                    chunk.num_elements * state.itemsize,
+                    chunk.stored_elements * state.itemsize,
+                    int(commit.checksums[name][number]),
+                )
+
+
+def files_beside(store: Path) -> dict[str, bytes]:
+    """Returns the files of a store that a run goes on with, beside its steps.
+
+    The cuts of streamed programs, on which bits depend, and a kept tokenizer.
+
+    Raises:
+      StoreIOError: one cannot be read, is too large, or is a link.
+    """
+    found = {f"tokenizer/{n}": value for n, value in kept_tokenizer(store).items()}
+    for file in sorted(check_plans_folder(store).glob("*.json")):
+        content = read_bounded(file, MOST_BYTES, follows_links=False)
+        found[f"stream/{file.name}"] = content
+    return found
+
+
+def export_url(
+    step: StepFiles,
+    url: str,
+    *,
+    beside: Mapping[str, bytes] | None = None,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    bytes_per_s: float = 0,
+    progress: ProgressCallback | None = None,
+) -> UrlReport:
+    """Writes a step as objects below a URL; blocks until all have been read back.
+
+    The objects are a zarr v3 group and an Orbax checkpoint. After an interruption, call
+    it again with the same step: it reads what is there, and writes what is missing or
+    differs.
+
+    Args:
+      step: the step to export, with all chunks.
+      url: a place with nothing else; see `ObjectStore`.
+      beside: further files by name, which an import puts into the store.
+      memory_bytes: memory for data in transit.
+      bytes_per_s: most bytes a second that are written; 0 for no limit. As many are
+        read back.
+      progress: called with the bytes of chunks done and those in all.
+
+    Raises:
+      ExchangeError: the place cannot be used, or has another export or other objects.
+      ValueError: too little memory; says how much is needed.
+      StoreSpaceError: there is no room.
+      StoreCorruptError: a chunk is damaged.
+      StoreError: the step cannot be read.
+    """
+    place = ObjectStore(url)
+    manifest, commit = _exported(step)
+    chunks = list(chunk_objects(step.manifest, commit))
+    num_threads = check_memory(chunks, memory_bytes)
+    documents = _documents(manifest, commit, beside or {})
+    own = ExportManifest(
+        manifest.store_id, commit.step, f"{_crc(documents['commit.json']):08x}"
+    )
+    there = place.names()
+    _check_free(place, there, own)
+    total_bytes = sum(chunk.num_bytes for chunk in chunks)
+    place.check_room(
+        sum(chunk.num_bytes for chunk in chunks if chunk.name not in there)
+    )
+    place.put(BEGUN, own.to_bytes())
+    pace, done_bytes, num_kept = _Pace(bytes_per_s), 0, 0
+    with step.reader(memory_bytes // _COPIES) as reader:
+
+        def bring(chunk: ChunkObject) -> bool:
+            is_there = chunk.name in there
+            if is_there and place.has(chunk.name, chunk.num_bytes, chunk.checksum):
+                return True
+            value = _content(reader, chunk)
+            pace.wait(len(value))
+            place.put(chunk.name, value)
+            return False
+
+        for chunk, was_there in over(chunks, bring, num_threads):
+            num_kept += was_there
+            done_bytes += chunk.num_bytes
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+    for name, value in documents.items():
+        if not (name in there and place.has(name, len(value), _crc(value))):
+            place.put(name, value)
+    objects = {c.name: (c.num_bytes, c.checksum) for c in chunks}
+    objects |= {name: (len(value), _crc(value)) for name, value in documents.items()}
+    place.check_all(objects, "they were written and are gone: try again")
+    place.put(MANIFEST, replace(own, objects=objects).to_bytes())
+    num_bytes = sum(length for length, _ in objects.values())
+    return UrlReport(commit.step, len(objects) + 2, num_bytes, num_kept)
+
+
+def over(
+    items: Iterable[_T], action: Callable[[_T], _R], num_threads: int
+) -> Iterator[tuple[_T, _R]]:
+    """Yields each item with the action's result, from several threads, in order.
+
+    After an error no further action begins, and it is raised when those under way have
+    ended.
+    """
+    items = list(items)
+    threads = ThreadPoolExecutor(num_threads)
+    try:
+        yield from zip(items, threads.map(action, items), strict=True)
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def check_memory(chunks: Iterable[ChunkObject], memory_bytes: int) -> int:
+    """Returns the number of threads that may have an object each.
+
+    Raises:
+      ValueError: there is too little memory for one.
+    """
+    largest = max((chunk.num_bytes for chunk in chunks), default=1)
+    num_threads = (memory_bytes - memory_bytes // _COPIES) // (_COPIES * largest)
+    if not num_threads:
+        least = -(-_COPIES * largest * _COPIES // (_COPIES - 1))
+        raise ValueError(
+            f"memory of {memory_bytes} bytes: expected at least {least}, as an object "
+            f"is written whole and the largest chunk has {largest}; give --memory "
+            f"{-(-least >> 20)}MiB"
+        )
+    return min(_MOST_THREADS, num_threads)
+
+
+def _exported(step: StepFiles) -> tuple[Manifest, CommitRecord]:
+    """Returns manifest and record without the places of drives."""
+    if step.average:
+        raise ValueError("expected the whole step for a URL, found the average alone")
+    manifest = step.manifest
+    if manifest.member is not None:
+        raise StoreFormatError(
+            f"{step.path}: expected a whole step, found a member's part; give the path "
+            "of the run"
+        )
+    leaves = [replace(n, csds=(0,) * len(n.csds)) for n in manifest.leaves]
+    manifest = replace(manifest, csds=(), leaves=tuple(leaves))
+    return manifest, replace(step.commit, documents={})
+
+
+def _documents(
+    manifest: Manifest, commit: CommitRecord, beside: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    found = dict(step_documents(manifest, time.time_ns()))
+    found["jaxinf.json"] = seal(manifest.to_json())
+    found["commit.json"] = seal(commit.to_json())
+    return found | dict(beside)
+
+
+def _check_free(place: ObjectStore, there: set[str], own: ExportManifest) -> None:
+    """Refuses a place with another export, or with other objects."""
+    found = None
+    for name in {MANIFEST, BEGUN} & there if there != {BEGUN} else ():
+        found = ExportManifest.read(place, name)
+        if found is not None and found != own:
+            raise ExchangeError(
+                f"{place.where}: expected nothing, or the same export, interrupted; "
+                f"found step {found.step} of store {found.store_id}, exporting step "
+                f"{own.step} of {own.store_id}; give another URL, or go on with that "
+                "step (--checkpoint)"
+            )
+    if there - {BEGUN} and found is None:
+        raise ExchangeError(
+            f"{place.where}: expected nothing there, found other objects, such as "
+            f"{min(there)}; give another URL"
+        )
+
+
+def _content(reader: StepReader, chunk: ChunkObject) -> bytes:
+    content, done = np.zeros(chunk.num_bytes, np.uint8), 0
+    for piece in reader.stored(chunk.leaf, chunk.state, chunk.number):
+        raw = piece.values.view(np.uint8)
+        content[done : done + raw.size] = raw
+        done += raw.size
+    return content.tobytes()
+
+
+def _crc(value: bytes) -> int:
+    return crc32c(np.frombuffer(value, np.uint8))
+
+
+class _Pace:
+    """Lets so many bytes a second begin. Thread-safe."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._next_s = time.monotonic()
+        self._guard = threading.Lock()
+
+    def wait(self, num_bytes: int) -> None:
+        """Blocks until these bytes may begin."""
+        if not self._bytes_per_s:
+            return
+        with self._guard:
+            start_s = max(self._next_s, time.monotonic())
+            self._next_s = start_s + num_bytes / self._bytes_per_s
+        time.sleep(max(0.0, start_s - time.monotonic()))

@@ -1,0 +1,94 @@
+"""The manifest of an export to a URL: its step, and the checksum of each object.
+
+      export-begun.json ─► chunks ─► documents ─► export.json
+
+Invariant: `MANIFEST` is written when every other object has been read back, so an
+  export is complete if it is there and all that it lists is as it says.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxinf.errors import ExchangeError, StoreFormatError
+from jaxinf.exchange.object_store import ObjectStore
+from jaxinf.exchange.schemas import EXPORT
+from jaxinf.schema import SchemaError, parse_json, shown
+from jaxinf.store import check_seal, seal
+
+__all__ = ["BEGUN", "EXPORT_VERSION", "MANIFEST", "ExportManifest"]
+
+BEGUN = "export-begun.json"
+"""The first object: whose export lies here."""
+
+MANIFEST = "export.json"
+"""The last object."""
+
+EXPORT_VERSION = 1
+"""Version of the format; docs/format.md describes it."""
+
+_WHAT = "the manifest of an export"
+_REMEDY = "export to this URL again, or remove what is there"
+
+
+@dataclass(frozen=True)
+class ExportManifest:
+    """What an export has.
+
+    Attributes:
+      store_id: id of the store.
+      step: number of the step.
+      commit: CRC-32C of the step's ``commit.json``, 8 hex digits.
+      objects: bytes and CRC-32C of each object by name, but for the two of the export
+        itself; not part of comparisons.
+    """
+
+    store_id: str
+    step: int
+    commit: str
+    objects: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
+
+    def to_bytes(self) -> bytes:
+        """Returns its form at the URL."""
+        document: dict[str, Any] = {
+            "format": "jaxinf export",
+            "format_version": EXPORT_VERSION,
+            "store_id": self.store_id,
+            "step": self.step,
+            "commit": self.commit,
+            "objects": {n: [b, f"{crc:08x}"] for n, (b, crc) in self.objects.items()},
+        }
+        return seal(document)
+
+    @classmethod
+    def read(cls, place: ObjectStore, name: str) -> "ExportManifest | None":
+        """Reads `MANIFEST` or `BEGUN`; None if it is not there.
+
+        Raises:
+          ExchangeError: it is torn, or of another format.
+        """
+        raw = place.read(name)
+        if raw is None:
+            return None
+        where = f"{place.where}: {name}"
+        try:
+            document = parse_json(raw)
+            version = document.get("format_version") if _is_export(document) else None
+            if type(version) is int and version > EXPORT_VERSION:
+                raise ExchangeError(
+                    f"{where}: this jaxinf reads version {EXPORT_VERSION} of exports, "
+                    f"found {shown(version)}; use a newer jaxinf"
+                )
+            check_seal(where, raw, _WHAT, _REMEDY)
+            EXPORT.check(document)
+        except (SchemaError, StoreFormatError) as error:
+            raise ExchangeError(
+                f"{where}: expected {_WHAT}, found one that is torn or of another "
+                f"tool ({error}); {_REMEDY}"
+            ) from error
+        objects = {n: (b, int(crc, 16)) for n, (b, crc) in document["objects"].items()}
+        return cls(document["store_id"], document["step"], document["commit"], objects)
+
+
+def _is_export(document: Any) -> bool:
+    return isinstance(document, dict) and document.get("format") == "jaxinf export"

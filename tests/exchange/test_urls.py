@@ -1,0 +1,210 @@
+"""Exports to a URL: interrupted, torn, half removed, and imported again to the bit."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxinf.cli.commands import main
+from jaxinf.errors import ExchangeError, StoreFormatError
+from jaxinf.exchange import StepFiles, export_url, import_url
+from jaxinf.store import CommitRecord, StoreDirectory, Verifier, open_array, seal
+
+KILLED = Path(__file__).parents[1] / "support/killed_export.py"
+# Written anew by each call, with the time.
+TIMED = ("_CHECKPOINT_METADATA", "export.json")
+
+
+def files_of(folder):
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file() and file.name not in TIMED
+    }
+
+
+def chunks_of(path, place="current"):
+    """Reads all chunk files of a step by name, without padding."""
+    directory = StoreDirectory.open(path)
+    found = {}
+    for number, leaf, _ in directory.leaves():
+        for state in leaf.states:
+            for chunk in leaf.held:
+                file = directory.chunk_file("a", number, chunk, state.name)
+                num_bytes = directory.state_bytes(number, chunk, state)
+                found[leaf.name, state.name, chunk] = file.read_bytes()[:num_bytes]
+    return found
+
+
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_round_trip(make_step, place, num_csds):
+    step, arrays = make_step(num_csds=num_csds)
+    url = f"file://{place}/out/6"
+    calls = []
+    report = export_url(
+        step, url, memory_bytes=1 << 20, progress=lambda *call: calls.append(call)
+    )
+    assert report.num_kept == 0
+    assert calls[-1][0] == calls[-1][1] > 0
+    folder = place / "out/6"
+    tree = ocp.PyTreeCheckpointer().restore(folder)
+    for leaf in step.manifest.leaves:
+        for state in leaf.states:
+            values = open_array(folder, leaf, state.name).read().result()
+            assert values.tobytes() == arrays[leaf.array_name(state.name)].tobytes()
+    np.testing.assert_array_equal(
+        np.asarray(tree["params"]["scale"]), arrays["params.scale"]
+    )
+    root = place / "root"
+    root.mkdir()
+    made = place / "made"
+    assert import_url(url, made, csds=[root], memory_bytes=1 << 20).step == 7
+    old = StoreDirectory.of_step(step.path, step.manifest).path
+    assert chunks_of(made) == chunks_of(old)
+    assert Verifier(StoreDirectory.open(made)).verify(made / "current") == []
+    found, expected = (
+        CommitRecord.read(p / "current/commit.json") for p in (made, old)
+    )
+    assert found.payload == expected.payload
+    assert [s.to_json() for s in found.scalar_state] == [
+        s.to_json() for s in expected.scalar_state
+    ]
+    again = export_url(step, url, memory_bytes=1 << 20)
+    assert again.num_kept == len(chunks_of(old))
+
+
+MANY = {("w",): ((24, 4096), (1, 1)), ("bias",): ((129,), (1,)), ("scale",): ((), ())}
+
+
+@pytest.mark.long
+def test_interrupted_at_random_bytes_it_goes_on(make_step, place):
+    step, _ = make_step(num_csds=2, leaves=MANY)
+    export_url(step, f"file://{place}/whole", memory_bytes=1 << 20)
+    words = [
+        sys.executable,
+        KILLED,
+        step.path.parent,
+        f"file://{place}/parts",
+        20,
+    ]
+    subprocess.run(list(map(str, words)), check=True)
+    expected, found = files_of(place / "whole"), files_of(place / "parts")
+    assert found == expected
+    import_url(f"file://{place}/parts", place / "made")
+    assert chunks_of(place / "made") == chunks_of(step.path.parent)
+    assert not (place / "never").exists()
+
+
+def edit(file, change):
+    document = json.loads(file.read_bytes())
+    change(document)
+    file.write_bytes(seal(document))
+
+
+DAMAGES = {
+    "a chunk is gone": (
+        lambda f: (f / "params.scale/c").unlink(),
+        r"none of params\.scale/c",
+    ),
+    "a chunk is torn": (
+        lambda f: os.truncate(f / "nu.h0.attn.bias/c/0", 100),
+        r"nu\.h0\.attn\.bias/c/0: expected \d+ bytes",
+    ),
+    "a bit": (
+        lambda f: (f / "mu.scale/c").write_bytes(b"\x01\x7f"),
+        r"mu\.scale/c: expected 2 bytes",
+    ),
+    "no manifest": (
+        lambda f: (f / "export.json").unlink(),
+        "export was interrupted, or the manifest is gone",
+    ),
+    "nothing": (
+        lambda f: shutil.rmtree(f),
+        "nothing of one; check the URL",
+    ),
+    "half a manifest": (
+        lambda f: os.truncate(f / "export.json", 300),
+        r"export\.json: .*torn",
+    ),
+    "a newer format": (
+        lambda f: edit(f / "export.json", lambda d: d.update(format_version=2)),
+        "use a newer jaxinf",
+    ),
+    "another record": (
+        lambda f: (f / "commit.json").write_bytes(b"{}"),
+        r"commit\.json: expected",
+    ),
+}
+
+
+FEW = {("h0", "attn", "bias"): ((129,), (1,)), ("scale",): ((), ())}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_found_at_import_by_name(make_step, place, name):
+    step, _ = make_step(leaves=FEW)
+    url = f"file://{place}/out"
+    export_url(step, url)
+    damage, message = DAMAGES[name]
+    damage(place / "out")
+    with pytest.raises((ExchangeError, StoreFormatError), match=message):
+        import_url(url, place / "made")
+    assert not (place / "made/jaxinf.json").exists()
+
+
+def test_places_that_are_refused_before_anything_is_written(make_step, place):
+    step, _ = make_step(leaves=FEW)
+
+    def refused(url, message, **options):
+        with pytest.raises((ExchangeError, ValueError), match=message):
+            export_url(options.pop("step", step), url, **options)
+
+    refused("ftp://host/a", "expected a URL of file://, gs://, s3://, found ftp://")
+    refused("s3://key:secret@bucket/a", "^s3://…: expected s3://BUCKET/PATH alone")
+    refused("s3://bucket/a?key=secret", "^s3://…: expected s3://BUCKET/PATH alone")
+    refused("gs://b/a", "gs://b/a: not a URL")
+    refused("file:///", "found the root")
+    refused("file:///dev/null/a", "cannot ")
+    refused(f"file://{place}/small", "expected at least", memory_bytes=1 << 10)
+    assert not (place / "small").exists()
+    (place / "other").mkdir()
+    (place / "other/file").write_text("a user's")
+    refused(f"file://{place}/other", "found other objects, such as file")
+    export_url(step, f"file://{place}/out")
+    later = replace(step, record=replace(step.commit, step=9))
+    refused(f"file://{place}/out", "found step 7 of store", step=later)
+    (place / "out/export.json").unlink()
+    refused(f"file://{place}/out", "exporting step 9", step=later)
+    member = replace(step.manifest, member=object())
+    path = step.path
+    with pytest.raises(StoreFormatError, match="give the path of the run"):
+        export_url(StepFiles(path, member), f"file://{place}/part")
+
+
+def test_commands(make_step, place, capsys):
+    step, _ = make_step(num_csds=2, leaves=FEW)
+    store = step.path.parent
+    url = f"file://{place}/out"
+    words = ["checkpoint", "export", str(store), url]
+    assert main([*words, "--format", "orbax"]) == 2
+    assert "expected zarr for a URL" in capsys.readouterr().err
+    assert main([*words, "--average"]) == 2
+    (store / "stream").mkdir()
+    plan = {"version": 1, "fingerprint": "f", "cuts": [0]}
+    (store / "stream/0a.json").write_bytes(seal(plan))
+    assert main([*words, "--memory", "2MiB", "--bandwidth", "1GiB"]) == 0
+    assert f"{url}: step 7, " in capsys.readouterr().out
+    words = ["checkpoint", "import", str(place / "made"), url]
+    assert main([*words, "--step", "3"]) == 2
+    assert main(words) == 0
+    assert main(words) == 1
+    assert "expected nothing there" in capsys.readouterr().err
+    assert (place / "made/stream/0a.json").read_bytes() == seal(plan)
+    assert main(["verify", str(place / "made")]) == 0

@@ -1,0 +1,145 @@
+"""Exports to an S3-compatible server that answers, fails, forgets and lies."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from store_driver import Driver
+
+from jaxinf.cli.commands import main
+from jaxinf.errors import ExchangeError
+from jaxinf.exchange import ObjectStore, StepFiles, export_url, import_url
+from jaxinf.store import StoreDirectory
+
+LEAVES = {"w": ((6, 4096), "float32"), "half": ((33, 257), "bfloat16")}
+KILLED = Path(__file__).parents[1] / "support/killed_export.py"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    path = tmp_path_factory.mktemp("s3") / "store"
+    driver = Driver(path, leaves=LEAVES, chunk_elements=4096, state="bf16")
+    driver.init().steps(2).close()
+    return path
+
+
+@pytest.fixture
+def step(store):
+    return StepFiles(store / "current", StoreDirectory.open(store).manifest)
+
+
+def chunks_of(path):
+    directory = StoreDirectory.open(path)
+    slot = directory.committed_slot()
+    return {
+        (leaf.name, state.name, chunk): directory.chunk_file(
+            slot, number, chunk, state.name
+        ).read_bytes()
+        for number, leaf, _ in directory.leaves()
+        for state in leaf.states
+        for chunk in leaf.held
+    }
+
+
+def is_put_of(environ, name):
+    return environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith(name)
+
+
+def test_there_and_back_by_commands(store, tmp_path, capsys):
+    url = "s3://bucket/runs/first"
+    assert main(["checkpoint", "export", str(store), url]) == 0
+    assert f"{url}: step 2" in capsys.readouterr().out
+    made = tmp_path / "made"
+    assert main(["checkpoint", "import", str(made), url]) == 0
+    assert main(["verify", str(made)]) == 0
+    assert chunks_of(made) == chunks_of(store)
+    place = ObjectStore(url)
+    texts = [place.read(name) for name in place.names() if name.endswith(".json")]
+    out = capsys.readouterr()
+    said = [out.out.encode(), out.err.encode(), *texts]
+    assert not any(b"AKIA" in text or b"a-secret" in text for text in said)
+
+
+def test_a_server_that_is_busy_for_a_while(s3, step, store, tmp_path):
+    left = [3]
+
+    def busy(environ):
+        if environ["REQUEST_METHOD"] == "PUT" and left[0]:
+            left[0] -= 1
+            return "503 Slow Down", b"<Error><Code>SlowDown</Code></Error>"
+        return None
+
+    s3.fault = busy
+    export_url(step, "s3://bucket/busy")
+    assert left == [0]
+    import_url("s3://bucket/busy", tmp_path / "made")
+    assert chunks_of(tmp_path / "made") == chunks_of(store)
+
+
+def test_a_server_that_answers_with_old_content_once(s3, step, store, tmp_path):
+    old: dict[str, int] = {}
+
+    def lying(environ):
+        path = environ["PATH_INFO"]
+        if environ["REQUEST_METHOD"] == "GET" and "/c/" in path:
+            old[path] = old.get(path, 0) + 1
+            if old[path] == 1:
+                return "200 OK", b"what was there before"
+        return None
+
+    s3.fault = lying
+    export_url(step, "s3://bucket/old")
+    assert len(old) == len(chunks_of(store))
+    old.clear()
+    import_url("s3://bucket/old", tmp_path / "made")
+    assert chunks_of(tmp_path / "made") == chunks_of(store)
+
+
+@pytest.mark.parametrize("name", ["params.w/c/3/0", "export.json"])
+def test_a_server_that_drops_an_object(s3, step, tmp_path, name):
+    url = f"s3://bucket/drop-{name[:6]}"
+    s3.fault = lambda environ: ("200 OK", b"") if is_put_of(environ, name) else None
+    with pytest.raises(ExchangeError, match=f"{re.escape(name)}: .*found none in each"):
+        export_url(step, url)
+    s3.fault = None
+    with pytest.raises(ExchangeError, match="export was interrupted"):
+        import_url(url, tmp_path / "made")
+    export_url(step, url)
+    assert import_url(url, tmp_path / "made").step == 2
+
+
+def test_an_object_is_torn_and_a_manifest_missing(step, tmp_path):
+    url = "s3://bucket/torn"
+    export_url(step, url)
+    place = ObjectStore(url)
+    place.put("params.half/c/1/0", b"torn")
+    with pytest.raises(ExchangeError, match=r"torn: params\.half/c/1/0: .*4 bytes"):
+        import_url(url, tmp_path / "made")
+    assert export_url(step, url).num_kept > 0
+    place._store.write("export.json", None).result()
+    with pytest.raises(ExchangeError, match=r"expected export\.json, which completes"):
+        import_url(url, tmp_path / "made")
+    assert not (tmp_path / "made/jaxinf.json").exists()
+
+
+def test_a_bucket_that_is_not_there_or_forbidden(s3, step, capfd):
+    with pytest.raises(ExchangeError, match="NoSuchBucket") as caught:
+        export_url(step, "s3://nobucket/a")
+    body = b"<Error><Code>AccessDenied</Code><Key>AKIAOFTHETEST</Key></Error>"
+    s3.fault = lambda environ: (
+        ("403 Forbidden", body) if environ["REQUEST_METHOD"] == "PUT" else None
+    )
+    with pytest.raises(ExchangeError, match=r"cannot write export-begun\.json") as also:
+        export_url(step, "s3://bucket/forbidden")
+    for error in (caught, also):
+        assert "AKIA" not in str(error.value)
+    assert [r for r in s3.requests if r[0] == "PUT" and "begun" not in r[1]] == []
+
+
+def test_interrupted_twenty_times_at_random_bytes(step, store, tmp_path):
+    words = [sys.executable, KILLED, store, "s3://bucket/killed", "20"]
+    subprocess.run(list(map(str, words)), check=True)
+    import_url("s3://bucket/killed", tmp_path / "made")
+    assert chunks_of(tmp_path / "made") == chunks_of(store)
