@@ -52,7 +52,7 @@ test: $(VENV)/installed  ## the test suite, on the installed package
 	$(BIN)/pytest -n auto --dist loadfile -m 'not faults and not hls and not cards and not long' \
 	  --ignore tests/models --ignore tests/faults --ignore tests/distributed --ignore tests/object_store --ignore tests/accelerators tests
 
-test-long: $(VENV)/installed  ## more members of families that make test has a part of
+test-long: $(VENV)/installed  ## tests that take over a second, more members of families
 	$(BIN)/pytest -n auto --dist worksteal -m 'long and not every' $(call files-with,$(LONG))
 
 test-long-all: $(VENV)/installed  ## the same for all members

@@ -37,6 +37,7 @@ def bench_update(directory, *arguments):
     return run_script("bench_update.py", *common, "--json", *arguments)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "read_bytes", "write_bytes"),
     [
@@ -86,6 +87,7 @@ def test_update_runs_a_peer_and_kernels_in_turn(tmp_path):
     assert (found["leaves"], found["csd"]) == (3, "host:drive=1GB/s")
 
 
+@pytest.mark.long
 def test_update_refuses_what_no_store_offers(tmp_path):
     done = bench_update(tmp_path, "--master", "none")
     assert done.returncode == 2
@@ -190,6 +192,7 @@ def test_a_drive_is_slowed_by_the_kernel(tmp_path):
     assert not limit.group.exists()
 
 
+@pytest.mark.long
 def test_a_drive_that_cannot_be_slowed_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="none"):
         DriveLimit(tmp_path, 5e6, groups=tmp_path / "none")
@@ -225,6 +228,7 @@ def test_update_runs_fio(tmp_path):
     assert any(name.startswith("fio ") for name in found["fio"])
 
 
+@pytest.mark.long
 def test_gpu_times_every_way_that_there_is(tmp_path):
     options = ["--only", "link", "--megabytes", 1, "--reps", 1]
     done = run_script("bench_gpu.py", "--store", tmp_path, *options)
@@ -274,6 +278,7 @@ def test_gpu_compares_runs_and_memory(tmp_path):
     assert memory["result"]["planned_bytes"] > 0
 
 
+@pytest.mark.long
 def test_repro_scaling_of_the_model():
     done = run_script("repro_scaling.py", "--model-only")
     assert done.returncode == 0, done.stderr
@@ -282,6 +287,7 @@ def test_repro_scaling_of_the_model():
     assert any(line.startswith("11a     GPT2 4.0B") for line in table)
 
 
+@pytest.mark.long
 def test_repro_deep_optimizer_states():
     done = run_script("repro_deep_optimizer_states.py", "--json")
     assert done.returncode == 0, done.stderr
@@ -290,6 +296,7 @@ def test_repro_deep_optimizer_states():
     assert sum(one["published"] == one["modelled"] for one in intervals) == 7
 
 
+@pytest.mark.long
 def test_bench_device_updates(tmp_path):
     options = ["--leaves", 4, "--elements", 65536, "--host", 1e8, "--every", 0, 2]
     done = run_script(
@@ -324,6 +331,7 @@ def test_repro_scaling(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_compression():
     found = figures(
         run_script("bench_compress.py", "--elements", 40_000, "--repetitions", 1)
@@ -405,6 +413,7 @@ def test_a_long_sequence_in_turns(tmp_path):
     assert "expected" in done.stdout
 
 
+@pytest.mark.long
 def test_a_length_needs_something_to_do():
     done = run_script("longest_sequence.py", "--store", "here", "--length", 512)
     assert done.returncode == 2

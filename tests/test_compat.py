@@ -76,6 +76,7 @@ def findings(source):
         yield from ((node.lineno, name) for name in found)
 
 
+@pytest.mark.long
 def test_nothing_tied_to_a_version_stands_elsewhere():
     assert SOURCES
     found = [

@@ -339,6 +339,7 @@ def close_all(names):
             one.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "reader",
     [pytest.param(r, marks=pytest.mark.long if r in LONG else ()) for r in READERS],

@@ -69,6 +69,7 @@ def check_goes_on(path, name, step):
     driver.close()
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_saved(moving, run):
     moving.start()
     assert run("checkpoint", "save", moving.path, "more").status == 0

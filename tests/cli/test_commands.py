@@ -74,6 +74,7 @@ def test_console_script():
     assert script.load() is main
 
 
+@pytest.mark.long
 def test_in_a_process_of_its_own(trained):
     script = Path(sys.executable).with_name("jaxinf")
     code = "import sys, jaxinf.cli; sys.exit(jaxinf.cli.main())"
@@ -90,6 +91,7 @@ def test_in_a_process_of_its_own(trained):
     assert done.stderr.startswith("jaxinf: /nowhere: expected")
 
 
+@pytest.mark.long
 def test_a_reader_that_leaves_early(trained):
     command = f"{sys.executable} -m jaxinf inspect {trained.path} --json | head -c 9"
     done = subprocess.run(
@@ -160,6 +162,7 @@ def test_format():
     ]
 
 
+@pytest.mark.long
 def test_rebalance(make_store, tmp_path, run):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -175,6 +178,7 @@ def test_rebalance(make_store, tmp_path, run):
     assert "at least one CSD root" in result.err
 
 
+@pytest.mark.long
 def test_rebalance_by_speed(make_store, tmp_path, run, monkeypatch):
     roots = [tmp_path / "one", tmp_path / "two"]
     for root in roots:
@@ -193,6 +197,7 @@ def test_rebalance_by_speed(make_store, tmp_path, run, monkeypatch):
     assert " 0 chunks" not in result.out
 
 
+@pytest.mark.long
 def test_shares_that_are_none(make_store, tmp_path, run):
     (tmp_path / "one").mkdir()
     store = make_store()

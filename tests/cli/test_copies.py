@@ -126,6 +126,7 @@ def in_order(store, place):
     return [*own, ["checkpoint", "list", store]]
 
 
+@pytest.mark.long
 def test_every_command_works_on_a_store_that_was_moved(original, tmp_path, run):
     moved = original.path.rename(tmp_path / "moved")
     for words in in_order(moved, tmp_path):
@@ -133,6 +134,7 @@ def test_every_command_works_on_a_store_that_was_moved(original, tmp_path, run):
         assert result.status == 0, result.err
 
 
+@pytest.mark.long
 def test_the_line_that_errors_give_makes_every_command_work(original, tmp_path, run):
     note_of(original.csds[0]).unlink()
     roots = [part for root in original.csds for part in ("--csd-root", str(root))]

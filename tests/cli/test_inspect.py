@@ -86,6 +86,7 @@ def test_bytes_on_disk_are_those_of_both_slots(trained, run_json):
     assert 2 * found["logical_bytes"] < found["disk_bytes"] <= with_directories
 
 
+@pytest.mark.long
 def test_csds(spread, run_json):
     csds = run_json("inspect", spread.path)["csds"]
     assert [csd["root"] for csd in csds] == [str(root) for root in spread.csds]
@@ -152,6 +153,7 @@ def test_text_of_a_leaf(trained, run):
     assert "█" in result.out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "width"), [([], 80), (["--leaf", "h/0/kernel"], 120)]
 )
@@ -207,6 +209,7 @@ def test_one_step_beside_a_running_writer(tmp_path, num_csds, start_writer, run_
     assert run_json("inspect", path, "--live")["step"] >= found["step"]
 
 
+@pytest.mark.long
 def test_writer_is_forgotten_when_it_is_gone(tmp_path, start_writer, run_json):
     writer = start_writer(tmp_path / "store")
     writer.kill()
@@ -277,6 +280,7 @@ def test_corrupt_manifest(text, tmp_path, run):
     _expect_failure(run("inspect", tmp_path), "jaxinf.json")
 
 
+@pytest.mark.long
 def test_no_step_yet(make_store, run):
     store = make_store(num_steps=1)
     (store.path / "current").unlink()
@@ -284,6 +288,7 @@ def test_no_step_yet(make_store, run):
     _expect_failure(run("inspect", store.path, "--live"), "being created")
 
 
+@pytest.mark.long
 def test_corrupt_commit(make_store, run):
     store = make_store(num_steps=1)
     (store.path / "current" / "commit.json").write_text("{")
@@ -291,6 +296,7 @@ def test_corrupt_commit(make_store, run):
     _expect_failure(run("inspect", store.path, "--live"), "commit.json")
 
 
+@pytest.mark.long
 def test_missing_csd(tmp_path, make_store, run):
     (tmp_path / "one").mkdir()
     store = make_store(csds=(tmp_path / "one",))
@@ -298,6 +304,7 @@ def test_missing_csd(tmp_path, make_store, run):
     _expect_failure(run("inspect", store.path), "CSD 0", "mount the drive")
 
 
+@pytest.mark.long
 def test_truncated_chunk(make_store, run):
     store = make_store()
     os.truncate(store.path / "current" / "mu.h.0.bias" / "c" / "0", 100)

@@ -36,6 +36,7 @@ def expected_dense(leaf, grid, compression):
     return dense
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shape", "chunk_elements"), SHAPES)
 def test_largest_of_each_chunk(shape, chunk_elements):
     leaf = leaf_of(shape)

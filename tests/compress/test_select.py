@@ -91,6 +91,7 @@ def test_nan_and_inf_come_first(selection):
     np.testing.assert_array_equal(found, [3, 7, 100, 500, 19_999])
 
 
+@pytest.mark.long
 def test_it_works_in_a_map():
     blocks = jnp.stack([jnp.asarray(heavy_tailed(20_000)) for _ in range(3)])
     mapped = jax.jit(lambda b: jax.lax.map(lambda x: select(x, 200, "threshold"), b))

@@ -239,6 +239,7 @@ def test_without_hard_links_the_data_is_copied(drive, monkeypatch, caplog):
     again.close()
 
 
+@pytest.mark.long
 def test_from_another_process_beside_a_run(drive, run_python):
     driver = drive(num_csds=2).init().steps(2)
     driver.store.wait()

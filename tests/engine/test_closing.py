@@ -164,6 +164,7 @@ def test_a_step_after_close_says_so(tmp_path):
         jax.block_until_ready(step(params, state, jnp.float32(1.0)))
 
 
+@pytest.mark.long
 def test_a_process_that_has_not_used_jax_does_not_start_it(tmp_path, run_python):
     """A backend takes an accelerator's memory, and a fork after it hangs."""
     with jaxinf.open_store(tmp_path) as store:

@@ -84,6 +84,7 @@ if os.environ.get("JAXINF_TEST_CSD", "host") != "host":
     TIERS = []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_csds", "tier"), family([(0, 0), (3, 0), *TIERS], short=TIERS[:1] or [(3, 0)])
 )

@@ -231,6 +231,7 @@ def test_closing_beside_a_running_step(drive):
 FILE_LIMIT = Path(__file__).parents[1] / "programs" / "file_limit.py"
 
 
+@pytest.mark.long
 def test_a_limit_on_files(drive, place, run_python):
     result = run_python(FILE_LIMIT, place / "store")
     assert result.stdout.startswith("StoreSpaceError")

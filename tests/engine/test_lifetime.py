@@ -106,22 +106,26 @@ def test_two_stores_in_one_process(drive):
     two.steps(1).check(7)
 
 
+@pytest.mark.long
 def test_exit_without_close(drive, place, run_python):
     run_python(ENDING, place / "store", "without_close")
     drive().init().check(3)
 
 
+@pytest.mark.long
 def test_exit_with_a_store_that_was_lost_sight_of(drive, place, run_python):
     run_python(ENDING, place / "store", "lost_sight_of")
     drive().init().check(3)
 
 
+@pytest.mark.long
 def test_exit_by_an_exception_in_the_middle_of_a_step(drive, place, run_python):
     done = run_python(ENDING, place / "store", "in_a_step", check=False)
     assert done.returncode == 7
     drive().init().check(2)
 
 
+@pytest.mark.long
 def test_exit_after_a_failure_says_it(drive, place, run_python):
     result = run_python(ENDING, place / "store", "after_a_failure", check=False)
     assert result.returncode == 1
@@ -131,12 +135,14 @@ def test_exit_after_a_failure_says_it(drive, place, run_python):
     drive().init().check(2)
 
 
+@pytest.mark.long
 def test_a_fork_leaves_its_parents_store_alone(drive, place, run_python):
     result = run_python(ENDING, place / "store", "forked")
     assert result.stdout.split("\n")[:2] == ["child 0", "parent 0"]
     drive().init().check(4)
 
 
+@pytest.mark.long
 def test_a_fork_does_not_keep_the_lock(drive, place, run_python):
     result = run_python(ENDING, place / "store", "orphan", check=False)
     child = int(result.stdout)

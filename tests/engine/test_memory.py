@@ -20,6 +20,7 @@ def run(place, budget_bytes):
     )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is Linux's")
 def test_steps_stay_in_the_budget(tmp_path):
     done = run(tmp_path, 16 * MIB)
@@ -27,6 +28,7 @@ def test_steps_stay_in_the_budget(tmp_path):
     assert done.stdout == "3\n"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is Linux's")
 def test_the_cap_holds_a_greater_budget_back(tmp_path):
     """Shows that the test above can fail."""

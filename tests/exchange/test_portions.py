@@ -34,6 +34,7 @@ def test_portions_partition_the_leaf(grid, max_elements):
     assert (seen == 1).all()
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=300)
 @given(grids(), st.integers(1, 50))
 def test_a_portion_is_a_run_of_its_chunk(grid, max_elements):

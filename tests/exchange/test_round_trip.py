@@ -30,6 +30,7 @@ def read_step(directory):
     return step, arrays
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "num_csds", "num_new_csds"),
     [("orbax", 0, 3), ("orbax", 3, 0), ("safetensors", 0, 0), ("safetensors", 3, 2)],

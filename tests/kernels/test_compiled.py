@@ -368,6 +368,7 @@ for tx in (clip, optax.chain(clip, optax.ema(0.5)), optax.adamw(1e-3)):
 """
 
 
+@pytest.mark.long
 @needs_levels
 def test_without_a_compiler_others_run_on_numpy(run_python, tmp_path):
     result = run_python(FALLBACK, CXX="none", PATH=os.fspath(tmp_path))
@@ -377,6 +378,7 @@ def test_without_a_compiler_others_run_on_numpy(run_python, tmp_path):
     assert "no C++ compiler (c++, g++ or clang++)" in line
 
 
+@pytest.mark.long
 @needs_levels
 def test_a_compiler_that_fails_is_quoted(run_python, tmp_path):
     script = tmp_path / "c++"
@@ -388,6 +390,7 @@ def test_a_compiler_that_fails_is_quoted(run_python, tmp_path):
     assert "exited with status 3:\nerror: out of cheese" in result.stderr
 
 
+@pytest.mark.long
 def test_numpy_can_be_asked_for(run_python):
     result = run_python(FALLBACK, JAXINF_KERNELS="numpy")
     assert result.stdout.split() == ["numpy"] * 3

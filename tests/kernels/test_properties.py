@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +47,7 @@ def fill(tree, seed):
     )
 
 
+@pytest.mark.long
 @settings(
     deadline=None,
     max_examples=12,

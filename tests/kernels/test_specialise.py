@@ -77,6 +77,7 @@ def test_plain_adam_reads_and_writes_all_of_its_state():
     assert state_read(kernel) == {"params", "mu", "nu"}
 
 
+@pytest.mark.long
 def test_drive_bytes_of_accumulation_and_of_frozen_leaves(open_store):
     def bytes_of(tx, params, num_steps, store):
         tx = jaxinf.smart_update(tx, store)

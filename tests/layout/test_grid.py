@@ -48,6 +48,7 @@ def test_every_element_is_in_one_chunk_and_a_prefix_of_its_file(case):
     assert (seen == 1).all()
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(sharded_grids())
 def test_shards_are_covered_by_whole_chunks(case):

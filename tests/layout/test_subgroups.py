@@ -17,6 +17,7 @@ from jaxinf.layout import (
 _BYTES = st.one_of(st.integers(0, 50), st.sampled_from([4096, 16 << 20]))
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(
     st.lists(st.integers(0, 130), min_size=0, max_size=3).map(tuple),
@@ -123,6 +124,7 @@ def test_bad_assignment_arguments():
 _SHAPE = st.lists(st.integers(0, 300), max_size=3).map(tuple)
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(st.lists(_SHAPE, max_size=12), st.integers(1, 16))
 def test_leaves_of_any_shape_are_spread_evenly(shapes, num_csds):

@@ -59,6 +59,7 @@ def cached(tmp_path):
     return list((tmp_path / "cache" / "kernels").iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "damage", family(["none", "empty", "cut", "changed"], short=["none", "cut"])
 )

@@ -66,6 +66,7 @@ def test_steps_on_a_late_device(steps, way):
         assert not {*FAILING} - {*result.stdout.split()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wait", family(WAITS, short=["results have left"]))
 def test_without_a_wait_data_is_wrong(tmp_path, wait):
     text, way = WAITS[wait]

@@ -153,6 +153,7 @@ def inode(path, slot, state):
     return os.stat(path / f"slots/{slot}/{state}.w/c/0/0").st_ino
 
 
+@pytest.mark.long
 def test_between_two_averagings_files_are_linked(open_store):
     store, written = open_store(), {}
 
@@ -172,6 +173,7 @@ def test_between_two_averagings_files_are_linked(open_store):
     assert more.drive_read_bytes - less.drive_read_bytes == num_bytes
 
 
+@pytest.mark.long
 def test_a_bfloat16_average_is_rounded_stochastically(open_store):
     store = open_store()
     state = trained(store, jaxinf.ema(DECAY, form="bf16"), 2, params=new_params(ONE))
@@ -213,6 +215,7 @@ def test_frozen_params_are_their_own_average(open_store):
     assert store.metrics.traffic.drive_write_bytes == 4 * 4096
 
 
+@pytest.mark.long
 def test_a_store_begins_an_average_and_drops_it(place):
     plain, begun, dropped = place / "plain", place / "begun", place / "dropped"
     with jaxinf.open_store(plain) as store:
@@ -237,6 +240,7 @@ def test_a_store_begins_an_average_and_drops_it(place):
         convert_store(dropped, place / "no", average="none")
 
 
+@pytest.mark.long
 def test_other_averages_than_the_store_s_are_refused(open_store):
     trained(open_store("plain"), None, 1)
     trained(open_store("bf16"), jaxinf.ema(DECAY, form="bf16"), 1)
@@ -311,6 +315,7 @@ def test_a_flipped_bit_is_found(place):
         store.params(like(new_params()), average=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "durability", ["step", pytest.param(3, marks=pytest.mark.long)]
 )
@@ -337,6 +342,7 @@ def test_emulated_cards_have_its_bits(open_store):
         assert_equal(found.read(state, "w"), wanted.read(state, "w"))
 
 
+@pytest.mark.long
 def test_streaming_updates_and_evaluates_it(open_store):
     def loss_fn(params, batch):
         return jnp.mean((batch @ params["w"] + params["b"]) ** 2)

@@ -67,6 +67,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
@@ -138,6 +139,7 @@ def test_scan(callback, open_store, monkeypatch):
     assert_same(after, state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ratio", "values"), [(0.02, None), (0.06, "bfloat16")])
 def test_link_traffic_is_the_ratio_exactly(ratio, values, open_store):
     store = open_store(master="stored", chunk_elements=51_200)
@@ -236,6 +238,7 @@ def poisoned(seed, value):
     return gradients
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("value", "durability"),
     [(np.nan, "step"), pytest.param(-np.inf, 3, marks=pytest.mark.long)],
@@ -329,6 +332,7 @@ def test_dense_input_of_the_update(open_store):
         tx.init(make(0))
 
 
+@pytest.mark.long
 def test_error_feedback_is_part_of_the_store(open_store):
     store = open_store(**OPTIONS)
     feedback = jaxinf.top_k(0.1, error_feedback=True)

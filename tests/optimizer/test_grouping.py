@@ -105,6 +105,7 @@ def train(path, compress, *, freezes):
         return [np.asarray(leaf) for leaf in final], files
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("callback", "compress", "freezes"),
     [

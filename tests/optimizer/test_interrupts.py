@@ -7,6 +7,7 @@ import pytest
 PROGRAM = Path(__file__).parents[1] / "programs" / "interrupted_steps.py"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["", pytest.param("io", marks=pytest.mark.long)])
 def test_every_interrupt_is_a_keyboard_interrupt_and_the_run_goes_on(
     run_python, tmp_path, way
@@ -15,6 +16,7 @@ def test_every_interrupt_is_a_keyboard_interrupt_and_the_run_goes_on(
     assert said.split()[2:] == ["interrupts", "30"]
 
 
+@pytest.mark.long
 def test_interrupts_in_a_callback(run_python, tmp_path):
     """The first waits for its end, a second ends it, a program's handler stays."""
     checks = ["own_handler", "first_waits", "second_ends_it"]

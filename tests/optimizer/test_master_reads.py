@@ -48,6 +48,7 @@ def run(path, *, num_steps=5, tx=None, params=None, bad_steps=(), **options):
         return held, jax.device_get(params), store.metrics.traffic
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("durability", "memory_bytes"),
     [
@@ -76,6 +77,7 @@ def test_the_same_bits_for_a_third_less_reading(place, memory_bytes, durability)
     assert more.drive_write_bytes == traffic.drive_write_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", family(["io", "16-bit", "no params"], short=["16-bit"]))
 def test_from_the_drive_where_they_are_not_at_hand(place, how, monkeypatch):
     options = {}

@@ -20,6 +20,7 @@ def same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", ["step", 3])
 def test_the_bits_of_jitted_optax(open_store, durability):
     expected, _ = train(clipped(3).gradient_transformation(), 7)
@@ -67,6 +68,7 @@ def test_only_the_last_micro_step_hands_the_sum_back(open_store):
     assert up_bytes == [one, one, 2 * one] * 2
 
 
+@pytest.mark.long
 def test_a_failure_between_the_rounds_leaves_the_committed_step(
     open_store, place, monkeypatch
 ):
@@ -111,6 +113,7 @@ def test_a_schedule_of_one_keeps_the_sum(open_store):
     assert "acc_grads" in [s.name for s in store._manifest.leaves[1].states]
 
 
+@pytest.mark.long
 def test_steps_that_are_skipped_keep_the_sum(open_store):
     store = open_store()
     skips = clipped(1, should_skip_update_fn=optax.skip_not_finite)
@@ -130,6 +133,7 @@ def test_compressed_gradients_have_no_whole_sum(open_store, place):
     assert not (place / "store").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "state", [pytest.param("int8", marks=pytest.mark.long), "bf16"]
 )

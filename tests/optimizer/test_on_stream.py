@@ -71,6 +71,7 @@ def trained(tx, dtype, num_steps=4):
     return jax.tree.map(np.asarray, (params, state))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "variant", family(VARIANTS, short=["adamw", "MultiSteps", "a frozen leaf"])
 )
@@ -85,6 +86,7 @@ def test_bits_are_those_of_callbacks(open_store, monkeypatch, on_stream, variant
         assert one.tobytes() == other.tobytes()
 
 
+@pytest.mark.long
 def test_several_devices(run_python, on_stream, place):
     del on_stream
     run_python(

@@ -50,6 +50,7 @@ NUM_STEPS = 8
 LOSS_TOLERANCE = 2e-5
 
 
+@pytest.mark.long
 def test_the_page_is_up_to_date():
     page = (ROOT / "docs" / "optimizers.md").read_text()
     if f"optax {optax.__version__}," not in page:
@@ -155,6 +156,7 @@ def assert_same_bits(found, expected):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", family(ACCEPTED, short=IN_SHORT, beyond=PARTS))
 def test_contract(name, place):
     tx, names = make(name)

@@ -101,6 +101,7 @@ def refused(open_store, place, how, params, message, *, gives):
     assert (place / "store" / "current" / "commit.json").read_bytes() == record
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how", ["eager", "donated", "scan", pytest.param("jit", marks=pytest.mark.long)]
 )

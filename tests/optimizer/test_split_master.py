@@ -99,6 +99,7 @@ def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tx", [optax.adamw(1e-2), pytest.param(optax.lion(1e-2), marks=pytest.mark.long)]
 )
@@ -125,6 +126,7 @@ def test_at_any_durability_and_budget_after_any_interruption(
     equal(whole[:2], parts[:2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "state",
     [*(pytest.param(s, marks=pytest.mark.long) for s in ("fp32", "bf16")), "int8"],
@@ -333,6 +335,7 @@ def test_converting_loses_nothing(tmp_path, old, new):
     run(tmp_path / "new", 2)
 
 
+@pytest.mark.long
 def test_converting_to_no_master_rounds(tmp_path, capsys):
     held, _, _ = run(tmp_path / "old", 3)
     words = ["store", "convert", str(tmp_path / "old"), str(tmp_path / "new")]

@@ -57,6 +57,7 @@ def run(path, num_steps, *, params=None, tx=None, target=TARGET, **options):
 FORMATS = ["bf16", "int8"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("format", "num_csds", "durability"),
     [
@@ -79,6 +80,7 @@ def test_interrupted_is_uninterrupted(place, format, num_csds, durability):
     jax.tree.map(np.testing.assert_array_equal, whole[:2], found[:2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_memory_budget_changes_no_bit(place, format):
     large = run(place / "large", 5, state=format)
@@ -87,6 +89,7 @@ def test_a_memory_budget_changes_no_bit(place, format):
     jax.tree.map(np.testing.assert_array_equal, large[:2], small[:2])
 
 
+@pytest.mark.long
 def test_bytes_on_the_drive(place):
     """Read: moments; written: master and moments. Small leaves stay as they are."""
     wanted = {"fp32": (8, 12), "bf16": (4, 8), "int8": (2 + 2 / 64, 6 + 2 / 64)}
@@ -113,6 +116,7 @@ def test_converges_as_fp32_does(place, tx):
         assert losses[name] < losses["fp32"] * 1.1 + 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_stored(place, format):
     _, held, _ = run(place / "store", 3, state=format)
@@ -133,6 +137,7 @@ def test_what_is_stored(place, format):
         np.testing.assert_array_equal(store.read("mu", "b"), held["b", "mu"])
 
 
+@pytest.mark.long
 def test_an_existing_store_knows_its_format(place):
     run(place / "store", 1, state="int8")
     run(place / "store", 1, state="int8")
@@ -168,6 +173,7 @@ def step_eagerly(path):
         tx.update(params, tx.init(params), params)
 
 
+@pytest.mark.long
 def test_checkpoints(place):
     path = place / "store"
     run(path, 3, state="int8")
@@ -207,6 +213,7 @@ def trained(request):
         yield place / "store", params, request.param
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "new", ["fp32", pytest.param("bf16", marks=pytest.mark.long), "int8"]
 )
@@ -242,6 +249,7 @@ def test_converting_takes_no_others_place(place):
     assert [p.name for p in (place / "taken").iterdir()] == ["file"]
 
 
+@pytest.mark.long
 def test_other_tools_get_numbers(place, capsys):
     run(place / "store", 1, state="int8")
     words = ["checkpoint", "export", str(place / "store"), str(place / "out")]

@@ -98,6 +98,7 @@ def each_of(names):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", each_of(OPTIMIZERS))
 def test_trains_as_plain_optax_does(name, open_store):
     expected, _, _ = train(OPTIMIZERS[name](), make_params(), 9)
@@ -111,6 +112,7 @@ def test_trains_as_plain_optax_does(name, open_store):
     assert_same(store.params(like=params, state=state), params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bit_params_are_the_master_rounded(dtype, open_store):
     store = open_store()
@@ -195,6 +197,7 @@ def test_all_leaves_as_one(open_store):
     assert len(store._manifest.leaves) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dtype", [pytest.param(jnp.float32, marks=pytest.mark.long), jnp.bfloat16]
 )
@@ -314,6 +317,7 @@ def test_flax_linen_train_state(open_store):
     np.testing.assert_allclose(smart, losses(optax.adamw(1e-2)), rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", each_of(["adamw schedule clip", "hyperparams"]))
 def test_resume_is_the_uninterrupted_run_to_the_bit(name, open_store):
     whole, final, _ = train(
@@ -352,6 +356,7 @@ def test_path_instead_of_a_store(place):
     assert (place / "here" / "jaxinf.json").exists()
 
 
+@pytest.mark.long
 def test_a_script_that_never_closes_loses_nothing(place, run_python, open_store):
     run_python(WITHOUT_CLOSE, place / "store")
     store = open_store()

@@ -93,6 +93,7 @@ def test_nonfinite_skip_counts_and_goes_on(open_store):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, p)
 
 
+@pytest.mark.long
 def test_nonfinite_allow_leaves_it_to_the_chain(open_store):
     tx, state = start(
         open_store(), optax.chain(optax.zero_nans(), optax.sgd(1.0)), nonfinite="allow"
@@ -123,6 +124,7 @@ def test_apply_if_finite_has_its_own_rule(open_store, durability, tx):
     assert int(state.step) == 8
 
 
+@pytest.mark.long
 def test_apply_if_finite_around_a_part_keeps_no_nan_out(open_store):
     part = optax.apply_if_finite(optax.sgd(1.0), 2)
     tx, state = start(open_store(), optax.masked(part, {"w": True, "b": False}))
@@ -164,6 +166,7 @@ def test_close_does_not_raise_what_jax_has_raised(open_store):
     assert open_store().step == 0
 
 
+@pytest.mark.long
 def test_close_raises_what_nothing_has_raised(place, run_python):
     """A call whose arguments are still computed returns before it fails."""
     run_python(PROGRAM, place / "store", "late")
@@ -279,6 +282,7 @@ def test_arguments_that_the_optimizer_needs_are_named(open_store):
         tx.init(PARAMS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "handled", "callback", "raised"),
     [
@@ -344,6 +348,7 @@ def test_store_that_is_closed(open_store):
         store.params(like=PARAMS)
 
 
+@pytest.mark.long
 def test_several_cpu_devices_without_pjrt_nproc(run_python, place):
     result = run_python(
         *(PROGRAM, place / "store", "refused"),
@@ -376,6 +381,7 @@ def test_a_nan_learning_rate_is_refused_by_name(open_store, nonfinite, durabilit
     assert open_store().step == 1
 
 
+@pytest.mark.long
 def test_a_nan_gradient_is_what_skip_is_about_though_its_norm_is_nan(open_store):
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
     tx, state = start(open_store(), clipped, nonfinite="skip")
@@ -384,6 +390,7 @@ def test_a_nan_gradient_is_what_skip_is_about_though_its_norm_is_nan(open_store)
     jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
 
 
+@pytest.mark.long
 def test_nan_in_a_branch_that_is_not_taken_is_no_matter(open_store):
     nan = jnp.float32(np.nan)
 
@@ -500,6 +507,7 @@ def test_an_error_on_a_tpu_is_reported(open_store, monkeypatch):
         store.check()
 
 
+@pytest.mark.long
 def test_an_accelerator_without_the_cpu_backend(run_python, place):
     words = [place / "store", "refused_without_a_cpu"]
     found = run_python(PROGRAM, *words, JAX_PLATFORMS="pretended")

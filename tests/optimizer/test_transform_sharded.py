@@ -67,6 +67,7 @@ def test_failure_beside_collectives(place, run_python, how, callback, repeats):
         assert store.step == 1
 
 
+@pytest.mark.long
 def test_no_device_waits_in_a_collective_while_params_are_compared(place, run_python):
     program = PROGRAM.with_name("bound_on_a_mesh.py")
     found = computations(run_python(program, place / "store", **DEVICES).stdout)
@@ -92,6 +93,7 @@ def test_a_failure_that_nothing_asked_about_is_the_exit_status(place, run_python
     assert "stopped by NonFiniteGradientError: step 2: NaN or Inf" in last
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "callback", ["buffer", pytest.param("start", marks=pytest.mark.long)]
 )

@@ -115,6 +115,7 @@ def test_vmap_over_one_seed_is_the_run_itself(open_store):
     assert store.step == 3
 
 
+@pytest.mark.long
 def test_pmap_and_shard_map(run_python, place):
     devices = "--xla_force_host_platform_device_count=4"
     result = run_python(ON_DEVICES, place / "store", XLA_FLAGS=devices, PJRT_NPROC="8")

@@ -75,6 +75,7 @@ def test_small_updates_are_exact(tmp_path, dtype, scale):
 HUGE = [*product((0.7, 30.0), DTYPES)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("scale", "dtype"), family(HUGE, short=[HUGE[0], HUGE[-1]]))
 def test_huge_updates_are_a_rounding_away_until_the_next(tmp_path, dtype, scale):
     params = {"w": numbers(0, dtype)}
@@ -195,6 +196,7 @@ def test_a_step_is_skipped_by_cond(tmp_path, dtype):
         differences(store, params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", ["step", 3])
 def test_a_leaf_without_a_gradient_stays_inexact(tmp_path, durability):
     params = {"w": numbers(0, jnp.bfloat16), "x": numbers(1, jnp.bfloat16)}

@@ -49,6 +49,7 @@ def test_lines_changed(style):
         assert changed_lines(changed, both) == RESUMING_LINES.get(style, 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("style", family(STYLES, short=["nanodo", "equinox_frozen"]))
 def test_losses_are_optax_s_and_a_restart_goes_on_to_the_bit(place, style):
     for name in ("plain", "whole", "parts"):

@@ -29,6 +29,7 @@ def in_make_test(*chosen):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("style", in_make_test("manager", "mesh"))
 def test_losses_are_plain_optax_s_and_a_restart_goes_on_to_the_bit(place, style):
     plain = run_plain(style, place / "plain")
@@ -74,6 +75,7 @@ def test_a_program_that_is_killed_goes_on_to_the_bit(place, run_python, style):
     assert rest == {number: whole[number] for number in range(min(rest), 6)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "way", "points"),
     [

@@ -9,6 +9,7 @@ from jaxinf.errors import StoreFormatError
 from jaxinf.store import CommitRecord, Manifest, StoreDirectory, Verifier, seal
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["jaxinf.json", "commit.json"])
 def test_any_flipped_bit_is_refused(tmp_path, name):
     kind = Manifest if name == "jaxinf.json" else CommitRecord

@@ -21,6 +21,7 @@ def test_what_is_whole_is_read(victim, name):
         use()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "max_examples", [40, pytest.param(120, marks=pytest.mark.long)]
 )

@@ -51,6 +51,7 @@ def test_same_process(tmp_path):
     StoreLock(tmp_path).release()
 
 
+@pytest.mark.long
 def test_another_process_is_named_and_its_death_frees_the_lock(tmp_path, holder):
     with pytest.raises(
         StoreLockedError, match=rf"locked by process {holder.pid} on .*"
@@ -63,6 +64,7 @@ def test_another_process_is_named_and_its_death_frees_the_lock(tmp_path, holder)
     StoreLock(tmp_path).release()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("holder")
 def test_a_holder_that_has_not_written_its_name(tmp_path):
     for text in (b"", b"{", b"7", b'{"pid": "x"}', b"\xff"):

@@ -64,6 +64,7 @@ def manifests(draw):
     )
 
 
+@pytest.mark.long
 @given(manifests())
 def test_round_trip(tmp_path_factory, manifest):
     path = tmp_path_factory.getbasetemp() / "jaxinf.json"

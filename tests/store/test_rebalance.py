@@ -124,6 +124,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"), family(CASES, short=[CASES[n] for n in (0, 2, 3, 5)])
 )
@@ -140,6 +141,7 @@ def test_every_bit_stays(make, before, after):
     store.train(3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("after", [[0, 1], [4, 0, 5]])
 def test_every_bit_stays_by_shares(make, after):
     store = make(2)
@@ -163,6 +165,7 @@ def test_shares_go_as_far_as_there_is_room(make, monkeypatch):
     assert csd_bytes(StoreDirectory.open(store.path).manifest) == before
 
 
+@pytest.mark.long
 def test_there_and_back(make):
     store = make(2)
     for after in ([0, 1, 4], [5], [0, 1]):
@@ -215,6 +218,7 @@ def interrupt(monkeypatch, name, after):
 MIDDLE = [("_bring", 9), ("_point", 9)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "after"), family(POINTS, short=[x for x in POINTS if x not in MIDDLE])
 )

@@ -107,6 +107,7 @@ def read_elsewhere():
             pass
 
 
+@pytest.mark.long
 def test_those_of_the_dead_are_pruned(make_directory, write_step, read_elsewhere):
     directory = make_directory(num_csds=2)
     first = write_step(directory, "a", 0)

@@ -104,6 +104,7 @@ def test_orbax_with_a_target(opened):
     check(dict(as_tree(restored)), arrays)
 
 
+@pytest.mark.long
 def test_orbax_alone_in_every_way(committed, tmp_path):
     """A program with Orbax and four JAX devices, without jaxinf."""
     directory, arrays = committed

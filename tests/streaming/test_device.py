@@ -169,6 +169,7 @@ def trained(store, program, tx, policy, num_steps=3, **options):
     return losses, states(store)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "policy", "tx"),
     [

@@ -73,6 +73,7 @@ def assert_same(step, expected):
         np.testing.assert_array_equal(one, other, err_msg=str(name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.long)]
 )
@@ -114,6 +115,7 @@ def test_a_device_with_memory_of_its_own_gets_and_gives_pinned_memory(
     assert ("device", "pinned_host") in ways
 
 
+@pytest.mark.long
 def test_params_that_stay_and_parts_of_a_batch(opened):
     options = {"tx": TX, "resident": "params", "micro_batches": 2}
     plain = opened(None, "plain", **options)
@@ -123,6 +125,7 @@ def test_params_that_stay_and_parts_of_a_batch(opened):
     assert_same(step, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adamw", "clipped"])
 def test_a_gradient_with_nan_is_noticed_on_the_device(opened, name):
     found = []
@@ -137,6 +140,7 @@ def test_a_gradient_with_nan_is_noticed_on_the_device(opened, name):
     assert_same(step, states(plain.store))
 
 
+@pytest.mark.long
 def test_losses_are_those_of_a_run_in_memory(opened):
     step = opened(2, "store")
     memory = jaxinf.stream_in_memory(loss, TX, memory_bytes=256 << 20)
@@ -171,6 +175,7 @@ def test_the_host_goes_on_while_the_device_computes(opened, monkeypatch):
     assert len(number) == 2
 
 
+@pytest.mark.long
 def test_state_that_crosses_the_link_is_counted(opened):
     traffic = {}
     for every in (None, 1):
@@ -186,6 +191,7 @@ def test_state_that_crosses_the_link_is_counted(opened):
     assert found.drive_write_bytes == plain.drive_write_bytes
 
 
+@pytest.mark.long
 def test_a_room_holds_what_its_programs_take():
     kernel = trace_update(TX, params_of()).leaves[1].kernel
     num = 1 << 16
@@ -209,6 +215,7 @@ def test_a_room_holds_what_its_programs_take():
         assert 0 < num_bytes <= room_bytes([layout])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [1, 3, 4])
 def test_a_failure_on_the_device_leaves_the_committed_step(opened, number, monkeypatch):
     plain = opened(None, "plain")
@@ -243,6 +250,7 @@ def test_a_failure_on_the_device_leaves_the_committed_step(opened, number, monke
     assert_same(again, states(plain.store))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_as_its_commit_says(opened):
     plain = opened(None, "plain")
     losses, expected = train(plain), states(plain.store)
@@ -313,6 +321,7 @@ def test_what_the_device_cannot_compute_is_refused(opened, place):
     assert not any((place / name).exists() for name in ("nine", "small"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rates", "every", "reason"),
     [

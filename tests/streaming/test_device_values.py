@@ -284,6 +284,7 @@ def assert_same_params(step, other):
         np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_memory")
 @pytest.mark.parametrize(
     ("tier", "options"),
@@ -322,6 +323,7 @@ def test_training_is_that_of_keep(open_store, tier, options):
     assert step.wear.step_bytes == planned.drive_write_bytes
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_memory")
 @pytest.mark.parametrize(
     ("policy", "tier"),
@@ -375,6 +377,7 @@ def test_a_step_is_planned_by_what_it_measures(open_store):
     assert forecast.found_peak_bytes == forecast.expected_peak_bytes
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_memory")
 @pytest.mark.parametrize("policy", ["offload", "plan"])
 def test_a_host_that_is_too_small_is_named(open_store, place, policy):
@@ -395,6 +398,7 @@ def test_a_host_that_is_too_small_is_named(open_store, place, policy):
         step.load(LAYERS, batch=BATCH)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_memory")
 @pytest.mark.parametrize(
     ("code", "kind"),
@@ -418,6 +422,7 @@ def test_a_drive_that_fails_in_mid_step(open_store, monkeypatch, code, kind):
     assert_same_params(step, keep)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_memory")
 def test_a_value_that_cannot_be_read_is_computed_again(open_store, monkeypatch):
     step = opened(open_store, "step", "offload", HOSTS["drives"])
@@ -434,6 +439,7 @@ def test_a_value_that_cannot_be_read_is_computed_again(open_store, monkeypatch):
     assert_same_params(step, keep)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_memory")
 def test_a_step_that_is_interrupted(open_store, monkeypatch):
     step = opened(open_store, "step", "offload", HOSTS["drives"])

@@ -91,6 +91,7 @@ def test_what_forward_reads_again_is_exact():
     assert not any(call.is_repeat for call in calls.calls[: calls.num_forward])
 
 
+@pytest.mark.long
 def test_a_plan_counts_the_bytes_on_the_drive(tmp_path):
     program = ZOO["gpt2_nano"]()
     written, times = {}, {}

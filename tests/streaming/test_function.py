@@ -39,6 +39,7 @@ def assert_near(found, expected):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["scan_nested", pytest.param("moe_cond", marks=pytest.mark.long)]
 )
@@ -70,6 +71,7 @@ def deep(params, batch):
 DEEP = {f"layer{i}": {"w": normal(i, 128, 128) / 30} for i in range(64)}
 
 
+@pytest.mark.long
 def test_params_larger_than_memory_in_a_store_given_by_its_path(open_store):
     with started(ZOO["l2_penalty"](depth=2), open_store("other", **CHUNKS)):
         pass

@@ -6,9 +6,11 @@ If it was meant to change, say so in the changelog, and write the store anew:
 
 import jax
 import numpy as np
+import pytest
 from golden_streams import CUTS, PARAMS, opened, run, unpacked
 
 
+@pytest.mark.long
 def test_the_golden_store_goes_on_to_the_bit(tmp_path):
     path, record = unpacked(tmp_path)
     (plan,) = (path / "stream").iterdir()

@@ -37,6 +37,7 @@ RECORDED = optax.GradientTransformation(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["stack_by_index", pytest.param("tied_and_unused", marks=pytest.mark.long)]
 )
@@ -74,6 +75,7 @@ def wide(params, batch):
 LAYERS = {"layers": [normal(i, 32, 32) / 6 for i in range(12)]}
 
 
+@pytest.mark.long
 def test_activations_alone_go_to_a_drive(place):
     batch = normal(100, 4096, 32)
     losses, peaks = [], []
@@ -97,6 +99,7 @@ def test_activations_alone_go_to_a_drive(place):
     assert not list(place.iterdir())
 
 
+@pytest.mark.long
 def test_the_programs_own_orbax_saves_and_restores(tmp_path):
     program = ZOO["l2_penalty"](depth=2)
     whole = made(program)
@@ -159,6 +162,7 @@ def test_a_refused_step_changes_nothing(nonfinite):
     run(step, program, 1)
 
 
+@pytest.mark.long
 def test_too_little_memory_is_refused():
     program = ZOO["l2_penalty"](depth=2)
     step = made(program, memory_bytes=4 << 10)

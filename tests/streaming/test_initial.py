@@ -47,6 +47,7 @@ def test_a_function_that_it_calls_may_close_over_arrays():
     np.testing.assert_array_equal(found, scaled(key)["w"])
 
 
+@pytest.mark.long
 def test_leaves_need_no_memory_beside_themselves():
     """Drawn as JAX does, a leaf takes four times its own size."""
     key = jax.random.key(1)

@@ -76,6 +76,7 @@ def uninterrupted():
     return make
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", DURABILITIES[1:])
 @pytest.mark.parametrize(
     "name", [NAMES[0], *(pytest.param(n, marks=pytest.mark.long) for n in NAMES[1:])]
@@ -94,6 +95,7 @@ def test_steps_that_overwrite_others_have_the_same_bits(
     assert_same_states(states(step.store), expected[NUM_STEPS])
 
 
+@pytest.mark.long
 def test_frozen_leaves_are_read_from_the_committed_slot(open_store, uninterrupted):
     """Their chunks are never written, so they are not in the slot that steps write."""
     program = zoo("tied_and_unused")
@@ -248,6 +250,7 @@ def test_handlers_of_the_programs_own_are_called_at_once(open_store, monkeypatch
 PROGRAM = Path(__file__).parents[1] / "support" / "streamed_run.py"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "durability"),
     [
@@ -298,6 +301,7 @@ def test_killed_in_init_it_begins_anew(open_store, uninterrupted, run_python, pl
 # --- drives ----------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
 def test_a_write_that_fails_stops_the_store_at_its_committed_step(
     durability, open_store, uninterrupted, monkeypatch
@@ -335,6 +339,7 @@ def test_a_write_that_fails_stops_the_store_at_its_committed_step(
     assert_same_states(states(again.store), expected[NUM_STEPS])
 
 
+@pytest.mark.long
 def test_damaged_params_are_named_and_not_trained_on(open_store):
     program = zoo("tied_and_unused")
     step = open_step(open_store, "store", program)
@@ -365,6 +370,7 @@ PAIRS = [*covering(2, *AXES), FUNCTIONS[1]]
 EVERY = int(os.environ.get("JAXINF_INTERRUPTS", "100"))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("every", "what", "policy", "parts", "again"),

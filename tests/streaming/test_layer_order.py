@@ -101,6 +101,7 @@ QUICK = {"equinox_mlp"}
 UNDIVIDED = ("nnx_batch_norm", "conv_batch_norm", "micro_batches")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", family([name for name in ZOO if name not in UNDIVIDED], short=QUICK)
 )
@@ -169,6 +170,7 @@ def assert_trained_alike(found, expected):
         np.testing.assert_array_equal(found[1][key], array, err_msg=str(key))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tx", "options"),
     [
@@ -202,6 +204,7 @@ def test_training_is_that_of_parts(tx, options, streamed, monkeypatch):
         made.close()
 
 
+@pytest.mark.long
 def test_16_bit_gradients_add_up_in_32(streamed):
     program = tied()
     program = replace(program, params=half(program.params))
@@ -212,6 +215,7 @@ def test_16_bit_gradients_add_up_in_32(streamed):
     assert_trained_alike(*found)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_the_other_order(streamed):
     program = tied()
     whole = streamed(program, ADAM, "whole", micro_batches=2, order="parts")
@@ -224,6 +228,7 @@ def test_a_run_goes_on_in_the_other_order(streamed):
     assert_trained_alike((losses, found), expected)
 
 
+@pytest.mark.long
 def test_a_step_that_fails_leaves_the_store_at_the_step_before(streamed, monkeypatch):
     program = tied()
     plain = streamed(program, ADAM, "plain", **LAYERS)
@@ -248,6 +253,7 @@ def test_a_step_that_fails_leaves_the_store_at_the_step_before(streamed, monkeyp
     assert found + run(step, program, 2) == expected
 
 
+@pytest.mark.long
 def test_what_waits_may_be_on_a_drive(streamed, monkeypatch):
     monkeypatch.setattr(offload, "SMALL_BYTES", 1)
     program, tx = tied(), optax.sgd(0.1)
@@ -275,6 +281,7 @@ def test_what_waits_may_be_on_a_drive(streamed, monkeypatch):
 IN_LAYERS = "parts of a batch in layer order"
 
 
+@pytest.mark.long
 def test_an_order_is_chosen_that_moves_fewer_bytes(streamed):
     program = tied()
     made = [
@@ -311,6 +318,7 @@ def with_many_parts(open_store, **options):
     return step, program
 
 
+@pytest.mark.long
 def test_parts_come_one_after_another_where_layers_do_not_fit(open_store):
     step, program = with_many_parts(open_store)
     step.load(program.params, batch=program.batch)
@@ -343,6 +351,7 @@ def test_an_order_without_effect_is_refused(options, message, open_store):
         jaxinf.stream(tied().loss, ADAM, open_store(), memory_bytes=1 << 30, **options)
 
 
+@pytest.mark.long
 def test_too_little_memory_says_how_many_parts_would_fit(open_store):
     step, program = with_many_parts(open_store, order="layers")
     with pytest.raises(BudgetError, match=r"memory_bytes: .* parts of this size would"):

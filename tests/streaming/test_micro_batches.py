@@ -79,6 +79,7 @@ def assert_near(one, other, **tolerance):
         np.testing.assert_allclose(found, expected, **tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tx", "count"),
     [pytest.param(ADAM, 2, marks=pytest.mark.long), (CLIPPED, 3)],

@@ -137,6 +137,7 @@ def assert_same_params(step, other, program):
         np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_csds", [0, 2])
 def test_training_is_that_of_keep(open_store, everything_leaves, place, num_csds):
     program = ZOO["l2_penalty"]()
@@ -193,6 +194,7 @@ def test_a_drive_that_fails_in_mid_step(
 READS = {"one": [1], "all": range(1, 1000)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("resident", "numbers"),
     family(
@@ -219,6 +221,7 @@ def test_a_value_that_cannot_be_read_is_computed_again(
     assert_same_params(step, kept, program)
 
 
+@pytest.mark.long
 def test_a_value_of_backward_that_cannot_be_read_ends_the_step(
     open_store, everything_leaves, monkeypatch
 ):
@@ -241,6 +244,7 @@ def test_a_value_of_backward_that_cannot_be_read_ends_the_step(
     assert_same_params(step, kept, program)
 
 
+@pytest.mark.long
 def test_a_budget_below_the_largest_value_is_refused(open_store):
     program = ZOO["l2_penalty"]()
     big = np.zeros((1 << 16, 32), np.float32)

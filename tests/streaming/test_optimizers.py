@@ -109,6 +109,7 @@ def train(name, open_store):
     return step, expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", family(TESTED, short=IN_SHORT, beyond=AS_ADAMW))
 def test_an_optimizer_is_that_of_optax(name, open_store, monkeypatch):
     has_bits = name.split(",")[0] in BITS

@@ -125,6 +125,7 @@ def streamed(open_store, tx, batches, *, name="store", store=None, **options):
         return store.params(like=tree(0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tx",
     [
@@ -142,6 +143,7 @@ def test_bits_are_those_of_jitted_optax(tx, open_store):
     assert_same_bits(streamed(open_store, tx, batches), optax_params(tx, batches))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tx",
     [
@@ -155,6 +157,7 @@ def test_numbers_of_what_is_clipped(tx, open_store):
     assert_near(streamed(open_store, tx, batches), optax_params(tx, batches), 2e-6)
 
 
+@pytest.mark.long
 def test_scaled_losses_skip_what_is_not_finite(open_store):
     tx = optax.chain(scaled(), optax.adam(1e-2))
     batches = [tree(seed) for seed in range(1, 4)]
@@ -163,6 +166,7 @@ def test_scaled_losses_skip_what_is_not_finite(open_store):
     assert_same_bits(found, optax_params(tx, batches))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tx",
     [
@@ -201,6 +205,7 @@ def test_slices_of_stacks(tx, name, open_store):
     assert_near(step.store.params(like=program.params), params, 2e-5)
 
 
+@pytest.mark.long
 def test_a_runner_combines_slices(open_store):
     """The norm of a stack that comes in slices counts each of them."""
     params, tx = {"s": jnp.zeros((3, 8, 5))}, optax.chain(CLIP, optax.sgd(0.1))
@@ -276,6 +281,7 @@ def test_a_spill_without_room_gives_the_step_up(open_store, monkeypatch):
 # --- compression, cards, other arguments ----------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("compress", "tx"),
     [

@@ -139,6 +139,7 @@ def test_rows_of_a_table_are_fetched_alone():
     assert rows <= {Piece(wpe), Piece(wpe, rows=(0, 16))}
 
 
+@pytest.mark.long
 def test_fingerprints_tell_programs_apart():
     prints = {prepared(name).fingerprint for name in ("linen", "linen_remat", "haiku")}
     prints |= {prepared("haiku", depth=5).fingerprint}

@@ -65,6 +65,7 @@ def test_an_unknown_option_is_not_used(monkeypatch):
     assert compat.without_library_reductions() is None
 
 
+@pytest.mark.long
 def test_programs_take_the_memory_that_is_reported(run_python):
     unreported = [int(line) for line in run_python(PROGRAM).stdout.split()]
     assert unreported  # one for each program

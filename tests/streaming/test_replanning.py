@@ -35,6 +35,7 @@ SHORT = {"tied_and_unused"}
 ONLY_OFFLOADED = {*ZOO} - QUICKEST - ONLY_PLANNED
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", family(ZOO, short=SHORT, beyond=ONLY_OFFLOADED))
 def test_bits_are_those_of_keep(name, tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "SMALL_BYTES", 1)
@@ -113,6 +114,7 @@ def losses(step, num_steps=9):
     return [float(step(BATCH)[0]) for _ in range(num_steps)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -260,6 +262,7 @@ def test_a_budget_below_the_largest_value_is_refused(open_store):
     assert step.store.step == 0
 
 
+@pytest.mark.long
 def test_a_step_that_ended_early_is_not_measured(place):
     step = jaxinf.stream_in_memory(
         wide, TX, memory_bytes=18 << 20, policy="plan", scratch=place

@@ -124,6 +124,7 @@ def read_bytes(step):
     return traffic.drive_read_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "tx", "durability"),
     [
@@ -146,6 +147,7 @@ def test_steps_have_the_bits_of_params_that_are_read(
     assert_same_states(kept.store, plain.states)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tx", "options"),
     [
@@ -195,6 +197,7 @@ def test_16_bit_params_stay_as_the_store_has_them(master, started, open_store):
     assert_same_states(stores[1], states(stores[0]))
 
 
+@pytest.mark.long
 def test_micro_steps_leave_what_stays_alone(started, plainly):
     program = small()
     tx = optax.MultiSteps(ADAM, 2)
@@ -380,6 +383,7 @@ def test_neither_params_nor_bytes(resident, open_store):
         )
 
 
+@pytest.mark.long
 def test_more_than_there_is_room_for_is_refused(open_store):
     step = jaxinf.stream(
         lambda p, b: sum(jnp.sum(jnp.sin(w) * b) for w in p),

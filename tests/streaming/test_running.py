@@ -64,6 +64,7 @@ def test_at_most_two_programs_are_in_flight(opened, monkeypatch):
     assert set(running) == {0, 1}
 
 
+@pytest.mark.long
 def test_nothing_is_compiled_again_when_the_choice_changes(opened, monkeypatch):
     compile, compiled = jax.stages.Lowered.compile, []
 

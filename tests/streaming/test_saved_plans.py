@@ -29,6 +29,7 @@ from jaxinf.streaming.plan.plan import prepare
 from jaxinf.terminal import parse_bytes
 
 
+@pytest.mark.long
 def test_another_loss_function_is_refused_until_replanned(streamed):
     program, tx = ZOO["l2_penalty"](depth=3), optax.sgd(0.1)
     step = streamed(program, tx)
@@ -172,6 +173,7 @@ def test_a_plan_that_does_not_fit_is_refused(streamed, open_store):
     assert less.store.step == 1
 
 
+@pytest.mark.long
 def test_a_refused_budget_names_one_that_works(open_store):
     program = ZOO["l2_penalty"](depth=2)
     store = open_store(**CHUNKS)

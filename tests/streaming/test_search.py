@@ -181,6 +181,7 @@ def test_a_chosen_plan_has_the_bits_of_keep(rate, tmp_path):
     values.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "which"),
     [

@@ -83,6 +83,7 @@ def test_devices_with_memory_of_their_own(on_four):
     on_four("own_memory")
 
 
+@pytest.mark.long
 def test_the_smallest_device_counts(on_four):
     on_four("other_sizes")
 
@@ -97,5 +98,6 @@ def test_other_devices_are_refused_until_the_plan_is_replaced(on_four):
     on_four("other_devices")
 
 
+@pytest.mark.long
 def test_what_is_refused_on_several_devices(on_four):
     on_four("refused")

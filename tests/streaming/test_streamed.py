@@ -77,6 +77,7 @@ def test_without_aux_there_is_none(streamed):
     assert step(program.batch)[1] is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["recompute", "keep"])
 def test_resumed_is_uninterrupted(policy, streamed, open_store):
     program, tx = ZOO["stack_by_index"](depth=3), optax.adam(1e-2)
@@ -98,6 +99,7 @@ def test_resumed_is_uninterrupted(policy, streamed, open_store):
         np.testing.assert_array_equal(array, held[key])
 
 
+@pytest.mark.long
 def test_a_store_goes_to_smart_update_and_back(streamed, open_store):
     program, tx = ZOO["stack_by_index"](), optax.adam(1e-2)
     step = streamed(program, tx)

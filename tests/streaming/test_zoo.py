@@ -71,6 +71,7 @@ def test_gradients_are_those_of_one_jit(name, tmp_path):
 SOME = ("l2_penalty", "scan_remat_reverse")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names", [SOME, pytest.param(tuple(ZOO), marks=pytest.mark.long)], ids=len
 )

@@ -17,6 +17,7 @@ def validation(log_dir):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mode",
     [

@@ -54,6 +54,7 @@ def test_checkpoints_by_policy_and_back_to_one(config, tmp_path, capsys):
     assert kept == [4, 8, 12, 13]
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_is_not_there(config):
     train(config(steps=2))
     with pytest.raises(UsageError, match="expected a checkpoint 'best'; there are: no"):
@@ -73,6 +74,7 @@ def test_memory_mode_has_no_checkpoints(config):
         train(config(mode="memory", store=None, checkpoint_every=3))
 
 
+@pytest.mark.long
 def test_other_settings_are_refused_after_a_restore_too(config):
     train(config(steps=2, checkpoint_every=1))
     with pytest.raises(StoreMismatchError, match="--seed: the run has 0"):

@@ -91,6 +91,7 @@ def test_error_feedback_and_rare_commits(run, tmp_path, capsys):
     assert "expected --durability step, got 5" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_resume_with_another_compression_is_refused(run, tmp_path, capsys):
     store = ("--store", tmp_path / "store")
     assert run(*store, "--steps", 1) == 0

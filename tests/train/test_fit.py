@@ -75,6 +75,7 @@ def parsed(command):
 ROOTS = ("--csd-root", "/mnt/a b", "--csd-root", "/mnt/c")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rates", "words", "options"),
     [
@@ -118,6 +119,7 @@ def test_the_fastest_of_all_that_fit_and_its_command(
             assert is_allowed or getattr(one.config, name) == exact
 
 
+@pytest.mark.long
 def test_flags_that_are_given_stay(machine, asked):
     words = ("--mode", "stream", "--micro-batches", 2, "--state", "bf16")
     search, limits = asked("--machine", machine(), *words, batch_size=2)
@@ -130,6 +132,7 @@ def test_flags_that_are_given_stay(machine, asked):
     assert {one.policy for one in configs} == {"recompute", "keep", "offload", "plan"}
 
 
+@pytest.mark.long
 def test_bits_are_lost_only_if_that_is_allowed(machine, asked):
     # Its one drive is slow, and state of 8 bits is a quarter.
     words = ("--machine", machine(), "--store", "kept", "--policy", "keep")
@@ -142,6 +145,7 @@ def test_bits_are_lost_only_if_that_is_allowed(machine, asked):
     assert lossy.found.step_s < exact.found.step_s
 
 
+@pytest.mark.long
 def test_where_nothing_fits_the_least_change_does(machine, asked):
     words = ("--machine", machine(), "--mode", "memory", "--memory", "1KiB")
     search, limits = asked(*words, batch_size=2)
@@ -166,6 +170,7 @@ def test_where_drives_wear_out_it_says_what_helps(machine, asked):
     assert max(lives) * 0.9 < float(name.split()[1]) <= max(lives)
 
 
+@pytest.mark.long
 def test_the_command_line_says_it(machine, text, tiny, tmp_path, capsys):
     line = ["plan", "--fit", "--data", text, "--batch-size", 1, "--seq-len", 8]
     line += ["--machine", machine(), "--store", tmp_path / "store"]

@@ -56,6 +56,7 @@ def test_settings_of_a_file_count_and_flags_win(planned, tmp_path, capsys):
     assert "did you mean state" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "num_odd"),
     # The scales of two states of a leaf end in the middle of a page.
@@ -78,6 +79,7 @@ def test_bytes_are_those_of_the_run(words, num_odd, planned, run, tmp_path):
 STEPS, KEPT = ["3"], ["checkpoint", "--checkpoint-every", 3, "--keep-last", 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "commits"),
     family(
@@ -112,6 +114,7 @@ def test_a_dry_run_says_the_same_and_writes_nothing(planned, run, machine, capsy
     assert {path: path.read_bytes() for path in place.iterdir()} == kept
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("field", "words", "num"),
     [
@@ -175,6 +178,7 @@ def test_a_streamed_run_reads_its_params_twice(planned):
     assert streamed["sizes"]["memory_bytes"] == 64 << 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [
@@ -204,6 +208,7 @@ def test_bytes_of_a_streamed_step_are_those_of_the_run(
     assert last["drive_write_bytes"] == sizes["written_bytes"]
 
 
+@pytest.mark.long
 def test_measured_programs_take_their_own_time(planned, machine):
     # By operations they take no time at all.
     words = ("--machine", machine, "--mode")
@@ -222,6 +227,7 @@ def test_throttled_drives_count(planned, machine):
     assert forecast["step_s"] == pytest.approx(seconds, rel=1e-3)
 
 
+@pytest.mark.long
 def test_the_process_counts_where_its_memory_is_known(planned, machine):
     assert planned("--machine", machine)["forecast"]["peak_bytes"] is None
     known = {mode: of(1e9) for mode in ("memory", "update", "stream")}
@@ -230,6 +236,7 @@ def test_the_process_counts_where_its_memory_is_known(planned, machine):
     assert 1e9 < forecast["peak_bytes"] < 1.1e9
 
 
+@pytest.mark.long
 def test_arrays_of_a_measured_program_count_once(planned, machine):
     known = {mode: of(1e9) for mode in ("memory", "update", "stream")}
     write_machine(machine, dataclasses.replace(read_machine(machine), process=known))
@@ -268,6 +275,7 @@ def test_what_cannot_be_planned_is_refused(run, machine, tmp_path, capsys):
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.long
 def test_a_change_that_does_not_fit_is_no_advice(planned, machine):
     words = ("--machine", machine, "--mode", "stream", "--memory")
     assert "--resident params" in planned(*words, "64MiB")["changes"]
@@ -276,6 +284,7 @@ def test_a_change_that_does_not_fit_is_no_advice(planned, machine):
     assert "one more drive" in changes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mixed", "every"), [(1e9, 0), (1e12, 2)])
 def test_updates_on_the_device_need_fast_drives(planned, tmp_path, mixed, every):
     workstation = read_machine("workstation")

@@ -75,6 +75,7 @@ def test_schedules(schedule, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("boundaries", "is_clipped"),
     [
@@ -183,6 +184,7 @@ needs_compiled = pytest.mark.skipif(
 RUN = ("--steps", 20, "--schedule", "cosine", "--warmup-steps", 5)
 
 
+@pytest.mark.long
 @needs_compiled
 @pytest.mark.parametrize(
     "words",

@@ -67,6 +67,7 @@ def test_the_end_says_what_a_step_that_commits_takes():
     assert prediction.lines()[1] == "        0.9 s a step that commits (median)"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["update", "stream"])
 def test_a_run_begins_with_its_plan(mode, run, text, tiny, tmp_path, capsys):
     more = ("--mode", mode, "--memory", "64MiB")

@@ -81,6 +81,7 @@ def train(*words):
     return main([str(word) for word in (*words, "--optimizer", "adamw")])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_round_trip_to_the_bit(place, name):
     tensors = write_folder(place / "hf", MODELS[name])
@@ -119,6 +120,7 @@ def test_dtypes_of_params_and_of_an_export(place):
         np.testing.assert_array_equal(norm.astype(np.float32), np.ones(32))
 
 
+@pytest.mark.long
 def test_training_begins_with_the_weights_and_resumes(place, text):
     write_folder(place / "hf", LLAMA)
     common = ("--from", place / "hf", "--data", text, "--batch-size", 2)
@@ -251,6 +253,7 @@ def test_fine_tuning_without_the_models_form_is_refused(
     assert not (place / "s").exists()
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_its_own_model(place, text, capsys):
     write_folder(place / "hf", LLAMA)
     write_folder(place / "other", dataclasses.replace(LLAMA, window=5))

@@ -77,6 +77,7 @@ def _data(run, place, text):
     return [*words, str(place / "a.jsonl")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in RECIPES],

@@ -11,6 +11,7 @@ from jaxinf.store import StoreDirectory, seal
 from jaxinf.train.__main__ import main
 
 
+@pytest.mark.long
 def test_resume_with_other_settings_is_refused(run, losses, tmp_path, capsys):
     words = ("--store", tmp_path / "store")
     assert run(*words, "--steps", 2) == 0
@@ -33,6 +34,7 @@ def test_resume_with_other_settings_is_refused(run, losses, tmp_path, capsys):
     assert losses(tmp_path / "store-log") == before
 
 
+@pytest.mark.long
 def test_resume_with_other_data_is_refused(run, tmp_path, capsys):
     assert run("--store", tmp_path / "store", "--steps", 2) == 0
     other = tmp_path / "other.txt"
@@ -41,6 +43,7 @@ def test_resume_with_other_data_is_refused(run, tmp_path, capsys):
     assert re.search(r"--data: the run has [\d,]+ rows", capsys.readouterr().err)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["update", "stream"])
 def test_a_tier_is_a_part_of_the_memory(mode, run, tmp_path, capsys):
     words = ["--store", tmp_path / "store", "--mode", mode, "--memory", "64MiB"]
@@ -81,6 +84,7 @@ def test_resume_of_another_programs_store_is_refused(run, tmp_path, capsys):
     assert "another program made it" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_locked_store(run, tmp_path, capsys, monkeypatch):
     assert run("--store", tmp_path / "store", "--steps", 1) == 0
     with jaxinf.open_store(tmp_path / "store"):

@@ -15,6 +15,7 @@ KEYS += ["drive_read_bytes", "drive_write_bytes", "link_down_bytes", "link_up_by
 KEYS += ["rss_bytes", "learning_rate", "gradient_norm", "phases", "drives", "memory"]
 
 
+@pytest.mark.long
 def test_modes_agree(run, losses, uninterrupted, tmp_path):
     log = tmp_path / "memory"
     assert run("--mode", "memory", "--steps", 60, "--log-dir", log) == 0
@@ -93,6 +94,7 @@ def test_metrics_of_memory(run, lines, tmp_path):
         assert line["drive_read_bytes"] == line["link_up_bytes"] == 0
 
 
+@pytest.mark.long
 def test_stopped_and_resumed_is_uninterrupted(
     run, losses, uninterrupted, tmp_path, capsys
 ):
@@ -112,6 +114,7 @@ def test_16_bit_params_resume_to_the_bit(run, losses, tmp_path):
     assert losses(tmp_path / "parts-log") == losses(tmp_path / "whole-log")
 
 
+@pytest.mark.long
 def test_finished_run_reports_again(run, losses, tmp_path, capsys):
     words = ("--sample-bytes", 8, "--store", tmp_path / "store", "--steps", 3)
     assert run(*words) == 0
@@ -157,6 +160,7 @@ def test_number_of_batches_in_an_evaluation(run, tmp_path):
     assert loss("usual") == loss("64", "--eval-batches", 64) != whole
 
 
+@pytest.mark.long
 def test_plain_output_has_no_control_characters(run, tmp_path, capsys):
     binary = tmp_path / "binary.dat"
     binary.write_bytes(np.random.default_rng(0).integers(0, 32, 5000, np.uint8))
@@ -178,6 +182,7 @@ def test_commit_says_where_in_the_data(run, tmp_path):
     assert len(payload["data"]["sha256"]) == 64
 
 
+@pytest.mark.long
 def test_a_model_of_a_size_of_ones_own(run, tmp_path, capsys):
     sizes = {"vocab_size": 256, "n_positions": 8, "n_layer": 1, "n_head": 3}
     file = tmp_path / "config.json"
@@ -202,6 +207,7 @@ def test_a_model_of_a_size_of_ones_own(run, tmp_path, capsys):
     assert "--preset: --model-config" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_sample_begins_with_a_whole_prompt_and_ends_at_the_end(run, tmp_path, capsys):
     data = tmp_path / "a.jsonl"
     data.write_text(json.dumps({"prompt": "<a>", "response": "<b>"}) + "\n")

@@ -214,6 +214,7 @@ def test_places_that_are_no_file(tmp_path, capsys, monkeypatch):
     assert [*tmp_path.iterdir()] == [tmp_path / "folder"]
 
 
+@pytest.mark.long
 def test_flags_win(run, losses, tmp_path, tiny, capsys):
     file, log, drive = (tmp_path / name for name in ("run.toml", "s-log", "drive"))
     drive.mkdir()

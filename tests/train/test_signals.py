@@ -43,6 +43,7 @@ def start(text, tmp_path):
         process.communicate()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
@@ -82,6 +83,7 @@ def test_killed_run_has_each_line_once(
     assert losses(tmp_path / "store-log") == uninterrupted[: step + 2]
 
 
+@pytest.mark.long
 def test_second_signal_ends_at_once(start):
     process = start(1)
     process.send_signal(signal.SIGTERM)

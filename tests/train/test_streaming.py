@@ -67,6 +67,7 @@ def test_a_run_goes_on_in_other_modes(
         assert 0 < sum(waited) <= line["step_s"]
 
 
+@pytest.mark.long
 def test_stopped_and_resumed_is_uninterrupted(run, losses, tmp_path):
     assert run("--store", tmp_path / "whole", *STREAM, "--steps", 5) == 0
     assert run("--store", tmp_path / "parts", *STREAM, "--steps", 2) == 0
@@ -95,6 +96,7 @@ def test_a_planned_run_has_the_losses_of_keep(run, losses, lines, tmp_path, caps
     assert losses(tmp_path / "plan-log") == losses(tmp_path / "keep-log")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "is_wanted"),
     [((), True), pytest.param(NO_BITS, False, marks=pytest.mark.long)],
@@ -258,6 +260,7 @@ def test_refused(run, tmp_path, capsys, words, expected):
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.long
 def test_a_memory_too_small_is_refused_before_a_step(run, tmp_path, capsys):
     words = ("--store", tmp_path / "store", "--mode", "stream", "--steps", 1)
     assert run(*words, "--memory", "64KiB") == 1

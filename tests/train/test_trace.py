@@ -45,6 +45,7 @@ def _check_nested(spans):
         open_ends.append(end)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_a_trace_has_steps_threads_drives_and_programs(run, tmp_path, mode):
     words = ("--store", tmp_path / "s", "--steps", 4, *MODES[mode])

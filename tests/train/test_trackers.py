@@ -54,6 +54,7 @@ def near(points):
     return [(step, pytest.approx(value, rel=1e-6)) for step, value in points]
 
 
+@pytest.mark.long
 def test_tensorboard_has_the_numbers_of_the_metrics(run, lines, tmp_path):
     pytest.importorskip("tensorboardX")
     words = ["--store", tmp_path / "store", "--tensorboard", tmp_path / "board"]

@@ -171,6 +171,7 @@ def test_a_full_drive_is_named(tmp_path, monkeypatch):
 KILLED = Path(__file__).parents[2] / "programs" / "killed_scratch.py"
 
 
+@pytest.mark.long
 def test_a_killed_process_leaves_nothing(tmp_path, run_python):
     done = run_python(KILLED, str(tmp_path), check=False)
     assert done.returncode == -signal.SIGKILL
