@@ -8,6 +8,7 @@ Runs in this order, from what everything rests on to what takes long:
     update-PRESET, stream-PRESET      GPT-2 small, medium, xl: beside plain optax
     bits                              of two runs, and of one that is resumed
     memory                            the device's peak beside the plan
+    tiers                             updates on the device: rates, steps by k, losses
 
 Each part has processes of its own, one at a time; this one never touches the device.
 A part that fails or takes too long is noted, with the end of what it printed, and the
@@ -139,6 +140,8 @@ def parts(arguments: argparse.Namespace) -> Mapping[str, Callable[[Runner], Any]
         )
     found["bits"] = bits(["steps", *model])
     found["memory"] = lambda r: r.json("gpu_parts.py", "memory", *model)
+    reps = ("--reps", arguments.reps)
+    found["tiers"] = lambda r: r.json("gpu_parts.py", "tiers", *model, *reps)
     return found
 
 
@@ -176,7 +179,15 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=256, help="of a copy")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds of a part")
-    parser.add_argument("--only", nargs="+", metavar="PART")
+    parts_run = parser.add_mutually_exclusive_group()
+    parts_run.add_argument("--only", nargs="+", metavar="PART")
+    parts_run.add_argument(
+        "--tiers",
+        action="store_const",
+        const=["link", "tiers"],
+        dest="only",
+        help="as --only link tiers: what updates on the device rest on",
+    )
     parser.add_argument("--list", action="store_true", help="the parts' names")
     arguments = parser.parse_args()
     known = parts(arguments)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ from jaxinf_models import loss as model_loss
 import jaxinf
 from jaxinf import compat
 from jaxinf.io import BufferPool
+from jaxinf.plan.device_updates import interval
+from jaxinf.streaming.plan.memory import device_is_host
+from jaxinf.streaming.update import store_sink
+from jaxinf.streaming.update.choosing import Choosing
 
 RoundTrip = Callable[[jax.Array], jax.Array]
 
@@ -236,25 +240,58 @@ def overlap(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def streamed(arguments: argparse.Namespace) -> tuple[Any, Callable[[int], Any], Any]:
-    """Returns a streamed step of a preset, its batches by number, and its params."""
-    config = PRESETS[arguments.preset]
-    graphdef, _ = abstract_params(config)
+class Model:
+    """A preset, and what trains it.
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        return model_loss(nnx.merge(graphdef, params), batch[:, :-1], batch[:, 1:])
-
-    def batch_of(number: int) -> np.ndarray:
-        random = np.random.default_rng(number)
-        shape = (4, min(256, config.num_positions) + 1)
-        return random.integers(0, config.vocab_size, shape, np.int32)
+    Attributes:
+      tx: The optimizer.
+      num_bytes: Bytes of params and the optimizer's state.
+    """
 
     tx = optax.adamw(1e-3)
-    step = jaxinf.stream(
-        loss, tx, arguments.store / "streamed", memory_bytes=arguments.memory
-    )
-    step.init(lambda: split(make_model(config, rngs=nnx.Rngs(0)))[1], batch=batch_of(0))
-    return step, batch_of, step.params
+
+    def __init__(self, preset: str) -> None:
+        self._config = PRESETS[preset]
+        self._graphdef, params = abstract_params(self._config)
+        self.num_bytes = 12 * sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    def init(self) -> Any:
+        """Returns its first params."""
+        return split(make_model(self._config, rngs=nnx.Rngs(0)))[1]
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        """Returns the loss of a batch."""
+        model = nnx.merge(self._graphdef, params)
+        return model_loss(model, batch[:, :-1], batch[:, 1:])
+
+    def batch(self, number: int) -> np.ndarray:
+        """Returns a batch."""
+        random = np.random.default_rng(number)
+        shape = (4, min(256, self._config.num_positions) + 1)
+        return random.integers(0, self._config.vocab_size, shape, np.int32)
+
+    def streamed(self, store: Any, memory_bytes: int, **options: Any) -> Any:
+        """Returns a step on a store, with its params."""
+        step = jaxinf.stream(
+            self.loss, self.tx, store, memory_bytes=memory_bytes, **options
+        )
+        step.init(self.init, batch=self.batch(0))
+        return step
+
+    def losses(self, num_steps: int) -> list[float]:
+        """Returns the losses of plain optax in memory."""
+
+        def one(params: Any, state: Any, batch: Any) -> Any:
+            loss, gradients = jax.value_and_grad(self.loss)(params, batch)
+            updates, state = self.tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        step, params, found = jax.jit(one, donate_argnums=(0, 1)), self.init(), []
+        state = self.tx.init(params)
+        for number in range(num_steps):
+            params, state, loss = step(params, state, self.batch(number))
+            found.append(float(loss))
+        return found
 
 
 def digest(params: Any) -> str:
@@ -267,20 +304,20 @@ def digest(params: Any) -> str:
 
 def steps(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs a store's streamed steps up to a number; a digest of the params' bits."""
-    step, batch_of, params = streamed(arguments)
-    with step:
+    model = Model(arguments.preset)
+    with model.streamed(arguments.store / "streamed", arguments.memory) as step:
         first = step.store.step
-        losses = [step(batch_of(n))[0] for n in range(first, arguments.steps)]
+        losses = [step(model.batch(n))[0] for n in range(first, arguments.steps)]
         shown = [float(loss).hex() for loss in losses]
-        return {"first": first, "losses": shown, "params": digest(params())}
+        return {"first": first, "losses": shown, "params": digest(step.params())}
 
 
 def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     """The peak of the device's memory in two steps, beside what is planned."""
-    step, batch_of, _ = streamed(arguments)
-    with step:
+    model = Model(arguments.preset)
+    with model.streamed(arguments.store / "streamed", arguments.memory) as step:
         for number in range(2):
-            step(batch_of(number))
+            step(model.batch(number))
         stats = jax.devices()[0].memory_stats() or {}
         return {
             "planned_bytes": step.plan.peak_bytes + step.plan.resident_bytes,
@@ -289,7 +326,88 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
         }
 
 
-PARTS = {f.__name__: f for f in (link, callbacks, overlap, steps, memory)}
+@contextlib.contextmanager
+def waiting_for_gradients(*, is_on: bool) -> Iterator[None]:
+    """Has the device wait for the copy of each gradient to the host, if it is on."""
+    handed_out = store_sink.handed_out
+
+    def waiting(*arguments: Any, **named: Any) -> Any:
+        gradient = handed_out(*arguments, **named)
+        np.asarray(gradient)
+        return gradient
+
+    if is_on:
+        store_sink.handed_out = waiting
+    try:
+        yield
+    finally:
+        store_sink.handed_out = handed_out
+
+
+def swept(
+    arguments: argparse.Namespace, model: Model, place: str, stays: Mapping[str, int]
+) -> dict[str, Any]:
+    """Median seconds of steps by who updates, in turns; the first turn does not count.
+
+    Args:
+      arguments: The program's.
+      model: The model.
+      place: Name of the store.
+      stays: Bytes of state that stay, by tier.
+    """
+    store = jaxinf.open_store(
+        arguments.store / place, tiers=dict(stays), durability="checkpoint"
+    )
+    memory_bytes = arguments.memory + stays["host"]
+    seconds: dict[str, list[float]] = {}
+    losses: list[float] = []
+    with model.streamed(store, memory_bytes, device_updates="auto") as step:
+        bound = step._last
+        assign, measure = bound.ends._assigning._assigned, bound.sink.choosing._measure
+        found = [] if measure is None else [measure() for _ in range(arguments.reps)]
+        choices = [(every, False) for every in range(5)] + [(0, True), (2, True)]
+        for _ in range(arguments.reps + 1):
+            for every, is_on in choices:
+                bound.sink.choosing = Choosing(assign, every)
+                batch = model.batch(len(losses))
+                with waiting_for_gradients(is_on=is_on):
+                    began = time.perf_counter()
+                    loss = float(step(batch)[0])
+                    seconds.setdefault(f"{every}{' waits' * is_on}", []).append(
+                        time.perf_counter() - began
+                    )
+                losses.append(loss)
+        num_subgroups = [len(assign(every).subgroups) for every in range(5)]
+    expected = model.losses(len(losses))
+    differences = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
+    return {
+        "s_per_1e9_params": [
+            {name: 1e9 * s for name, s in one._asdict().items()} for one in found
+        ],
+        "choices": [interval(one) for one in found],
+        "subgroups_on_device": num_subgroups,
+        "step_s": {k: statistics.median(v[1:]) for k, v in seconds.items()},
+        "largest_loss_difference": max(differences),
+        "last_loss": losses[-1],
+    }
+
+
+def tiers(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Rates of updates; steps by k, without and with waiting for gradients; losses.
+
+    Once with all state on the host, and on a device with memory of its own once more
+    with half of it there. Losses are beside those of plain optax in memory.
+    """
+    model = Model(arguments.preset)
+    num_bytes = model.num_bytes
+    found = {"host": swept(arguments, model, "host", {"host": num_bytes})}
+    if not device_is_host(jax.devices()[0]):
+        stays = {"host": num_bytes, "device": num_bytes // 2}
+        found["device"] = swept(arguments, model, "device", stays)
+    return found
+
+
+PARTS = {f.__name__: f for f in (link, callbacks, overlap, steps, memory, tiers)}
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -279,6 +279,20 @@ def test_gpu_compares_runs_and_memory(tmp_path):
 
 
 @pytest.mark.long
+def test_gpu_tells_what_updates_on_the_device_take(tmp_path):
+    options = ["--tiers", "--presets", "nano", "--megabytes", 1, "--reps", 1]
+    done = run_script("bench_gpu.py", "--store", tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    parts = json.loads(done.stdout)["parts"]
+    assert parts.keys() == {"link", "tiers"}
+    found = parts["tiers"]["result"]["host"]
+    assert found["largest_loss_difference"] < 1e-4
+    assert found["subgroups_on_device"][:2] == [0, max(found["subgroups_on_device"])]
+    assert [*found["step_s"]] == ["0", "1", "2", "3", "4", "0 waits", "2 waits"]
+    assert all(s > 0 for one in found["s_per_1e9_params"] for s in one.values())
+
+
+@pytest.mark.long
 def test_repro_scaling_of_the_model():
     done = run_script("repro_scaling.py", "--model-only")
     assert done.returncode == 0, done.stderr
