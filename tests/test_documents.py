@@ -38,6 +38,8 @@ SIZES = {
     r"--steps [1-9]\d*": "--steps 2",
     r"--batch-size \d+": "--batch-size 2",
     r"--seq-len \d+": "--seq-len 16",
+    r"--eval-every \d+": "--eval-every 1",
+    r" 'h1\[0-9\]/\*' 'h2\[0-3\]/\*'": "",
     r"keep_steps=100": "keep_steps=2",
     r"% 100 == 0": "% 2 == 0",
     r"make_mesh\(\(2, 2\)": "make_mesh((1, 1)",
@@ -159,6 +161,13 @@ with jaxinf.open_store("mnt/nvme0/run") as store:
 tx = plain
 """,
     "docs/compression.md": "store = jaxinf.open_store('store')",
+    "docs/finetune.md": """
+import json
+record = json.dumps({"prompt": "one", "response": "two"})
+Path("pairs.jsonl").write_text((record + "\\n") * 50)
+sh("python -m jaxinf.train --store first --model llama\\n"
+   "jaxinf checkpoint export first Llama-2-7b-hf --format huggingface")
+""",
     "docs/integrations.md": "STORE = str(Path('STORE').absolute())",
     "docs/models.md": "sh('python -m jaxinf.train --store first\\n"
     "jaxinf checkpoint export first DIR --format huggingface')",
@@ -216,6 +225,7 @@ LONG = {
     "docs/cards.md",
     "docs/checkpoints.md: With your own Orbax loop",
     "docs/compression.md",
+    "docs/finetune.md",
     "docs/integrations.md: Accumulation",
     "docs/models.md",
     "docs/streaming.md",
