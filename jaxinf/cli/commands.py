@@ -35,7 +35,7 @@ from jaxinf.engine import AverageChoice, MasterFormat, StateFormat, convert_stor
 from jaxinf.engine.drive_speed import measure_csds, shares_of
 from jaxinf.engine.options import check_share
 from jaxinf.errors import JaxinfError
-from jaxinf.store import StoreDirectory, rebalance, trim_store
+from jaxinf.store import StoreDirectory, rebalance, redivide, trim_store
 from jaxinf.terminal import format_bytes, make_console, printable
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.forecast import RunPlan
@@ -412,7 +412,8 @@ class _Rebalance:
 
     No bit changes, also in checkpoints, and most chunks stay where they are. The store
     must not be open. If the command is interrupted, run it again; until then the store
-    is valid, with the old or the new roots.
+    is valid, with the old or the new roots. --processes divides it among another number
+    of processes; then STORE may be the path of a run, all of whose members can be seen.
     """
 
     store: StorePath
@@ -431,9 +432,34 @@ class _Rebalance:
         tyro.conf.UseAppendAction[tuple[float, ...]],
         option("The share of a CSD root; repeat it, in the order of the roots.", "N"),
     ] = ()
+    processes: Annotated[
+        int | None,
+        option(
+            "Divide it among so many processes; {process} in a CSD root is the number "
+            "of one. Chunks get other owners, and grids stay.",
+            "N",
+        ),
+    ] = None
+
+    def _divide(self, path: Path, count: int) -> None:
+        if self.by_speed or self.share:
+            raise UsageError("--by-speed and --share do not go with --processes")
+        roots = [str(root.expanduser().absolute()) for root in self.csd_root]
+        with show_progress(f"dividing {path}") as progress:
+            done = redivide(path, count, roots, progress)
+        print(
+            f"{path}: among {count} process{'es' if count > 1 else ''}, "
+            f"{done.num_chunks} chunks with another owner, "
+            f"{format_bytes(done.num_bytes)}"
+        )
+        if done.idle:
+            print(f"nothing is owned by process {', '.join(map(str, done.idle))}")
 
     def run(self) -> None:
         path = Path(self.store).expanduser().absolute()
+        if self.processes is not None:
+            self._divide(path, self.processes)
+            return
         roots = [root.expanduser().absolute() for root in self.csd_root]
         shares = self.share
         if shares and (self.by_speed or len(shares) != len(roots)):

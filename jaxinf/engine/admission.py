@@ -14,13 +14,20 @@ from jaxinf.engine.description import (
     coded_leaf,
     store_codecs,
 )
+from jaxinf.engine.members import division_advice
 from jaxinf.engine.options import StoreOptions, check_writable
 from jaxinf.errors import (
     DeviceConfigurationError,
     StoreFormatError,
     StoreMismatchError,
 )
-from jaxinf.store import CODECS, Manifest, StoreDirectory, chunk_holders
+from jaxinf.store import (
+    CODECS,
+    Manifest,
+    StoreDirectory,
+    check_undivided,
+    chunk_holders,
+)
 from jaxinf.typing import AVERAGE
 
 __all__ = ["check_division", "check_format", "check_place", "check_roots", "check_same"]
@@ -39,6 +46,8 @@ def check_place(path: Path) -> None:
             f"store {path}: expected a directory or nothing there yet, found a file; "
             "give another path"
         )
+    for place in (path, path.parent) if path.name.startswith("process-") else (path,):
+        check_undivided(place)
     check_writable(path)
     if not path.exists() or (path / "jaxinf.json").exists():
         return
@@ -47,7 +56,8 @@ def check_place(path: Path) -> None:
         raise StoreFormatError(
             f"store {path}: expected the store of one process, found the members of a "
             f"run of several ({num} of them); start as many processes, and call "
-            "jax.distributed.initialize before open_store"
+            "jax.distributed.initialize before open_store, or "
+            + division_advice(path, 1)
         )
     foreign = sorted(
         entry.name

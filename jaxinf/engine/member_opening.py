@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jaxinf.engine.members import Members, place_of_root
+from jaxinf.engine.members import Members, division_advice, place_of_root
 from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
 from jaxinf.store import (
@@ -165,6 +165,11 @@ def check_alone(directory: StoreDirectory, members: Members) -> None:
             f"{path}: expected member {members.number} of {members.count}, found "
             f"member {held.number} of {held.count}; run with {held.count} processes, "
             "each with its number and its directory of before"
+            + (
+                ""
+                if held.count == members.count
+                else f", or {division_advice(path.parent, members.count)}"
+            )
         )
 
 

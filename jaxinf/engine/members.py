@@ -18,16 +18,22 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxinf import compat
 from jaxinf.errors import ProcessError, StoreFormatError
-from jaxinf.store import Member
+from jaxinf.store import Member, member_name, num_processes, redivide
 from jaxinf.typing import JsonValue
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Members", "join_members", "member_path"]
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Members",
+    "division_advice",
+    "join_members",
+    "member_path",
+]
 
 _T = TypeVar("_T")
 
@@ -311,14 +317,22 @@ class Members:
 
 def member_path(path: Path, number: int) -> Path:
     """Returns the place of a member's store below the path of a run."""
-    return path / f"process-{number:05d}"
+    return path / member_name(number)
 
 
-def join_members(path: Path, timeout_s: float) -> Members:
+def join_members(
+    path: Path, timeout_s: float, redivided_over: Sequence[str] | None = None
+) -> Members:
     """Finds out whose store a path is; in a program of several processes all call it.
 
     If all give one path, it is a run's, and each has a member there. If each gives a
     path of its own, each is alone.
+
+    Args:
+      path: the path of the store or the run.
+      timeout_s: the longest wait for another process.
+      redivided_over: if it is divided among another number of processes, process 0
+        divides it anew, over these CSD roots if there are any; None: it is refused.
 
     Raises:
       ProcessError: some do not come, or some give one path and others another.
@@ -327,7 +341,9 @@ def join_members(path: Path, timeout_s: float) -> Members:
     global _num_joined
     service = compat.coordination()
     if service is None:
-        return Members(path)
+        members = Members(path)
+        _redivide(members, redivided_over)
+        return members
     with _GUARD:
         _num_joined += 1
         folder = f"jaxinf/open/{_num_joined}"
@@ -346,13 +362,39 @@ def join_members(path: Path, timeout_s: float) -> Members:
             f"mesh of all, or a path of its own in each, found {listed}",
             range(len(paths)),
         )
+    members = Members(path, service, found[0]["session"], timeout_s)
+    members.in_all("the division", lambda: _redivide(members, redivided_over))
     if (path / "jaxinf.json").exists():
         raise StoreFormatError(
             f"{path}: expected a run of {len(paths)} processes, which has a store in "
             f"{member_path(path, 0).name} and so on, found the store of one process; "
-            "run it in one process, or give another path"
+            f"{division_advice(path, len(paths))}"
         )
-    return Members(path, service, found[0]["session"], timeout_s)
+    return members
+
+
+def _redivide(members: Members, csd_roots: Sequence[str] | None) -> None:
+    """Divides a store among these processes, if it is divided among others."""
+    path = members.path
+    if csd_roots is None or members.number != 0 or not path.is_dir():
+        return
+    found = num_processes(path)
+    if found not in (None, members.count):
+        redivide(path, members.count, csd_roots)
+        _LOG.warning(
+            "%s: divided among %d processes, it was among %s",
+            path,
+            members.count,
+            found,
+        )
+
+
+def division_advice(path: Path, count: int) -> str:
+    """Says how a run goes on with another number of processes."""
+    return (
+        f'divide it among {count}: jaxinf store rebalance "{path}" --processes {count} '
+        '(or open_store(…, processes="rebalance")), or start it as before'
+    )
 
 
 def place_of_root(root: Path) -> JsonValue:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -303,6 +303,7 @@ def open_store(
     keep_saved: int | None = None,
     tiers: Mapping[str, int | str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    processes: Literal["rebalance"] | None = None,
 ) -> Store:
     """Opens a store, or sets the place where `tx.init` will make one.
 
@@ -373,6 +374,9 @@ def open_store(
       timeout_s: in a program of several processes, the longest wait for another one to
         make the same call, or to have its part of a step durable. A drive that is that
         much slower than another process's needs more.
+      processes: ``"rebalance"``: a store that is divided among another number of
+        processes is divided among these first, as `jaxinf store rebalance --processes`
+        does, where all members can be seen by process 0; otherwise it is refused.
 
     In a program of several processes (`jax.distributed.initialize`), all open one path,
     and each has its member of the run in it, ``path/process-00000`` and so on; or each
@@ -386,7 +390,12 @@ def open_store(
       StoreLockedError: a live process has the store open; names the process.
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
-    path, members = _joined(_absolute(path), timeout_s)
+    if processes not in (None, "rebalance"):
+        raise ValueError(f"processes={processes!r}: expected 'rebalance' or None")
+    over = None
+    if processes is not None:
+        over = [str(_absolute(root)) for root in csds or ()]
+    path, members = _joined(_absolute(path), timeout_s, over)
     if memory_bytes is not None:
         memory_bytes = given_bytes("memory_bytes", memory_bytes)
     given = {
@@ -411,12 +420,14 @@ def open_store(
         return Store(_OPEN.open(options, given, members))
 
 
-def _joined(path: Path, timeout_s: float) -> tuple[Path, Members | None]:
+def _joined(
+    path: Path, timeout_s: float, redivided_over: Sequence[str] | None
+) -> tuple[Path, Members | None]:
     """Returns the path of this process's store, and who has it, unless it is open."""
     held = _open_at(path)
     if held is not None and held.training.failure is None:
         return held.training.options.path, None
-    members = join_members(path, timeout_s)
+    members = join_members(path, timeout_s, redivided_over)
     if members.is_alone:
         return path, None
     # JAX ends its service at the exit; what is registered later, runs before.

@@ -74,7 +74,12 @@ from jaxinf.store.names import (
     check_leaf_paths,
     leaf_name,
 )
-from jaxinf.store.owned import hold_store, look_at_store, read_owned
+from jaxinf.store.owned import (
+    check_undivided,
+    hold_store,
+    look_at_store,
+    read_owned,
+)
 from jaxinf.store.owners import claim_csds
 from jaxinf.store.plans import (
     check_plans_folder,
@@ -85,6 +90,7 @@ from jaxinf.store.plans import (
 )
 from jaxinf.store.reader import Piece, StepReader, file_checksum
 from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
+from jaxinf.store.redividing import Redivided, num_processes, redivide
 from jaxinf.store.schemas import LOCK
 from jaxinf.store.snapshot import pinned_step, prune_snapshots, snapshot
 from jaxinf.store.space import check_free_space, stored_bytes
@@ -97,6 +103,7 @@ from jaxinf.store.whole import (
     find_members,
     hold_members,
     list_whole,
+    member_name,
     missing_members,
     remove_whole,
     restore_whole,
@@ -125,6 +132,7 @@ __all__ = [
     "Member",
     "Piece",
     "Rebalanced",
+    "Redivided",
     "ScalarState",
     "Slot",
     "StateRecord",
@@ -145,6 +153,7 @@ __all__ = [
     "check_plans_folder",
     "check_seal",
     "check_space",
+    "check_undivided",
     "checkpoint_names",
     "checkpoints_to_prune",
     "chunk_holders",
@@ -175,8 +184,10 @@ __all__ = [
     "lock_exclusively",
     "look_at_store",
     "making_store",
+    "member_name",
     "missing_members",
     "next_slot",
+    "num_processes",
     "open_array",
     "other_slot",
     "path_keys",
@@ -190,6 +201,7 @@ __all__ = [
     "read_plan",
     "read_spare",
     "rebalance",
+    "redivide",
     "remove_checkpoint",
     "remove_whole",
     "required_bytes",

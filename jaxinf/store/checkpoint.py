@@ -45,6 +45,7 @@ from jaxinf.store.zarr_metadata import (
 __all__ = [
     "SAVED_PREFIX",
     "CheckpointInfo",
+    "add_documents",
     "check_checkpoint",
     "checkpoint_names",
     "checkpoints_to_prune",
@@ -134,7 +135,7 @@ def save_checkpoint(
                         source = directory.step_path(slot) / document
                         link_or_copy(source, temporary / document)
             with translated("checkpoint", directory.step_path(place)):
-                _add_documents(directory, temporary, record)
+                add_documents(directory, temporary, record)
                 directory.sync()
                 temporary.rename(directory.step_path(place))
             fsync_directory(directory.path / "checkpoints")
@@ -403,7 +404,7 @@ def _checked_name(directory: StoreDirectory, name: str | None, step: int) -> str
     return name
 
 
-def _add_documents(directory: StoreDirectory, root: Path, record: CommitRecord) -> None:
+def add_documents(directory: StoreDirectory, root: Path, record: CommitRecord) -> None:
     """Adds documents that a slot lacks: the manifest, and Orbax's."""
     directory.manifest.write(root / "jaxinf.json")
     write_json_atomically(

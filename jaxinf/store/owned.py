@@ -20,7 +20,17 @@ from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import check_owners, check_present, claim_csds
 from jaxinf.store.tree import chunk_link_roots, scan_csd
 
-__all__ = ["current_store", "hold_store", "look_at_store", "read_owned"]
+DIVISION = "divide.json"
+"""The journal of a division, in the path of a run; see `redividing`."""
+
+__all__ = [
+    "DIVISION",
+    "check_undivided",
+    "current_store",
+    "hold_store",
+    "look_at_store",
+    "read_owned",
+]
 
 
 def look_at_store(path: Path) -> StoreDirectory:
@@ -123,7 +133,27 @@ def current_store(directory: StoreDirectory) -> StoreDirectory:
     return read_owned(directory.path) if directory.lock is None else directory
 
 
+def check_undivided(path: Path) -> None:
+    """Refuses a path where a division among processes is under way.
+
+    Args:
+      path: a store, or the path of a run.
+
+    Raises:
+      StoreFormatError: says how to complete it.
+    """
+    if os.path.lexists(path / DIVISION):
+        raise StoreFormatError(
+            f"{path}: expected a store or a run, found one that is being divided among "
+            "another number of processes, or whose division was interrupted; complete "
+            f'it: jaxinf store rebalance "{path}" --processes N'
+        )
+
+
 def _check_there(path: Path) -> None:
+    check_undivided(path)
+    if path.name.startswith("process-"):
+        check_undivided(path.parent)
     if not os.path.lexists(path / "jaxinf.json"):
         raise StoreFormatError(
             f"{path}: expected a jaxinf store, found no jaxinf.json in it; give "

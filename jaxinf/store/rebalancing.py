@@ -41,7 +41,16 @@ from jaxinf.store.reader import PIECE_BYTES, file_checksum, stored_pieces
 from jaxinf.store.space import check_free_space
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["Rebalanced", "finish_rebalance", "rebalance"]
+__all__ = [
+    "Move",
+    "Rebalanced",
+    "bring_all",
+    "finish_rebalance",
+    "point",
+    "rebalance",
+    "remove_csds",
+    "space_needs",
+]
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Rebalanced:
 
 
 @dataclass(frozen=True)
-class _Move:
+class Move:
     """The move of a step's chunk file.
 
     Attributes:
@@ -117,9 +126,13 @@ def rebalance(
             return Rebalanced(0, 0)
         check_owners(new, csd_roots, unmade=True)
         moves = list(_moves(old, new))
-        _check_space(moves, new)
+        check_free_space(
+            space_needs(moves, new),
+            "the chunks to come need",
+            "free some, remove checkpoints, or give more CSD roots",
+        )
         write_journal(old, new)
-        _bring_all(moves, new, progress)
+        bring_all(moves, new, progress)
         _switch(old, new)
         finish_rebalance(new)
         return _report(old, new)
@@ -138,7 +151,7 @@ def finish_rebalance(directory: StoreDirectory) -> None:
     moves = list(_moves(old, new, is_done=True))
     with translated("rebalance", directory.path):
         for move in moves:
-            _point(move.link, move.target)
+            point(move.link, move.target)
         for name in checkpoint_names(new):
             manifest = Manifest.read(new.step_path(f"checkpoints/{name}/jaxinf.json"))
             if manifest.leaves == old.manifest.leaves:
@@ -151,7 +164,7 @@ def finish_rebalance(directory: StoreDirectory) -> None:
         if old.manifest.csds:  # without CSDs, links have replaced the files
             for move in moves:
                 move.source.unlink(missing_ok=True)
-        _remove_csds(old, keep=new.manifest)
+        remove_csds(old, keep=new.manifest)
         (directory.path / JOURNAL).unlink()
         fsync_directory(directory.path)
 
@@ -210,7 +223,7 @@ def _room(old: Manifest, csd_roots: Sequence[Path], num_copies: int) -> list[int
 
 def _moves(
     old: StoreDirectory, new: StoreDirectory, *, is_done: bool = False
-) -> Iterator[_Move]:
+) -> Iterator[Move]:
     """Yields the files whose place changes, those of committed steps first.
 
     Args:
@@ -230,7 +243,7 @@ def _moves(
                     source = old.chunk_file(place, leaf, chunk, state.name)
                     target = new.chunk_file(place, leaf, chunk, state.name)
                     if source != target:
-                        yield _Move(
+                        yield Move(
                             place,
                             source,
                             target,
@@ -262,8 +275,8 @@ def _report(old: StoreDirectory, new: StoreDirectory) -> Rebalanced:
     return Rebalanced(num_chunks, num_bytes)
 
 
-def _check_space(moves: Sequence[_Move], new: StoreDirectory) -> None:
-    """Checks room for copies to other file systems; shared files count once."""
+def space_needs(moves: Sequence[Move], new: StoreDirectory) -> dict[Path, int]:
+    """Returns bytes of copies to other file systems; shared files count once."""
     needs: dict[Path, int] = defaultdict(int)
     seen: set[tuple[int, int]] = set()
     roots = {new.csd_directory(csd) for csd in range(new.num_csds)}
@@ -274,11 +287,7 @@ def _check_space(moves: Sequence[_Move], new: StoreDirectory) -> None:
         if status.st_dev != root.parent.stat().st_dev and inode not in seen:
             seen.add(inode)
             needs[root] += -(-move.num_bytes // PAGE_BYTES) * PAGE_BYTES
-    check_free_space(
-        needs,
-        "the chunks to come need",
-        "free some, remove checkpoints, or give more CSD roots",
-    )
+    return needs
 
 
 def _abandon(old: StoreDirectory, new: StoreDirectory) -> None:
@@ -295,12 +304,12 @@ def _abandon(old: StoreDirectory, new: StoreDirectory) -> None:
             if move.target not in wanted:
                 move.target.unlink(missing_ok=True)
         kept = replace(new.manifest, csds=(*new.manifest.csds, *old.manifest.csds))
-        _remove_csds(former, keep=kept)
+        remove_csds(former, keep=kept)
         (old.path / JOURNAL).unlink()
         fsync_directory(old.path)
 
 
-def _remove_csds(directory: StoreDirectory, keep: Manifest) -> None:
+def remove_csds(directory: StoreDirectory, keep: Manifest) -> None:
     """Removes the store's directories on CSDs that it no longer has."""
     for csd, root in enumerate(directory.manifest.csds):
         if root in keep.csds:
@@ -308,16 +317,18 @@ def _remove_csds(directory: StoreDirectory, keep: Manifest) -> None:
         data = directory.csd_directory(csd)
         for name in (*SLOTS, "checkpoints"):
             shutil.rmtree(data / name, ignore_errors=True)
-        (data / "store.json").unlink(missing_ok=True)
-        if data.is_dir() and not any(data.iterdir()):  # a snapshot may still be there
-            data.rmdir()
+        for file in data.glob("*store.json*"):  # with what a kill has left beside it
+            file.unlink()
+        for folder in (data / "snapshots", data):  # a snapshot may still be there
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 # --- moving --------------------------------------------------------------------------
 
 
-def _bring_all(
-    moves: Sequence[_Move], new: StoreDirectory, progress: ProgressCallback | None
+def bring_all(
+    moves: Sequence[Move], new: StoreDirectory, progress: ProgressCallback | None
 ) -> None:
     """Makes every new file durably, beside the files in use."""
     make_csds(new)
@@ -333,7 +344,7 @@ def _bring_all(
     new.sync()
 
 
-def _bring(move: _Move, made: dict[tuple[int, int], Path], pool: BufferPool) -> None:
+def _bring(move: Move, made: dict[tuple[int, int], Path], pool: BufferPool) -> None:
     status = move.source.stat()
     inode = (status.st_dev, status.st_ino)
     if not _is_there(move, inode, made):
@@ -353,7 +364,7 @@ def _bring(move: _Move, made: dict[tuple[int, int], Path], pool: BufferPool) -> 
 
 
 def _is_there(
-    move: _Move, inode: tuple[int, int], made: dict[tuple[int, int], Path]
+    move: Move, inode: tuple[int, int], made: dict[tuple[int, int], Path]
 ) -> bool:
     """Whether an earlier call has made this file, and the file is still valid."""
     target = move.target
@@ -369,7 +380,7 @@ def _is_there(
     return is_right and file_checksum(target, move.num_bytes) == move.expected
 
 
-def _copy(move: _Move, target: Path, file_bytes: int, pool: BufferPool) -> None:
+def _copy(move: Move, target: Path, file_bytes: int, pool: BufferPool) -> None:
     """Copies a chunk to another file system; without a step, only allocates it."""
     pages = -(-move.num_bytes // PAGE_BYTES) * PAGE_BYTES
     allocate_file(target, file_bytes, min(pages, file_bytes))
@@ -399,7 +410,7 @@ def _switch(old: StoreDirectory, new: StoreDirectory) -> None:
         new.manifest.write(old.path / "jaxinf.json")
 
 
-def _point(link: Path, target: Path) -> None:
+def point(link: Path, target: Path) -> None:
     """Makes a chunk's name in the store a symlink to its file, atomically."""
     if link.is_symlink() and os.readlink(link) == str(target):
         return

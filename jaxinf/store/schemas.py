@@ -8,6 +8,7 @@ from jaxinf.schema import (
     ANYTHING,
     Const,
     Either,
+    Flag,
     Kind,
     Listed,
     Mapped,
@@ -18,7 +19,7 @@ from jaxinf.schema import (
     Whole,
 )
 
-__all__ = ["JOURNAL", "LOCK", "MANIFEST", "MOST_STEP", "PLAN", "RECORD"]
+__all__ = ["DIVISION", "JOURNAL", "LOCK", "MANIFEST", "MOST_STEP", "PLAN", "RECORD"]
 
 MOST_STEP = 2**31 - 1
 """The largest step: the state's step is an int32."""
@@ -127,6 +128,18 @@ RECORD: dict[int, Record] = {
 
 JOURNAL = Record({"from": _PLACES, "to": _NEW_PLACES, "crc32c": _SEAL})
 """``rebalance.json``."""
+
+DIVISION = Record(
+    {
+        "old": Listed(_NAME, most=2**20),
+        "new": Listed(_NAME, most=2**20),
+        "checkpoints": Listed(_NAME),
+        "is_whole": Flag(),
+        "is_moved": Flag(),
+        "crc32c": _SEAL,
+    }
+)
+"""``divide.json``."""
 
 LOCK = Record(
     {

@@ -31,7 +31,7 @@ from jaxinf.store.checkpoint import (
 )
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory, next_slot
-from jaxinf.store.owned import hold_store, look_at_store
+from jaxinf.store.owned import check_undivided, hold_store, look_at_store
 from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE
 
 __all__ = [
@@ -41,11 +41,14 @@ __all__ = [
     "find_members",
     "find_whole",
     "hold_members",
+    "link_whole",
     "list_whole",
+    "member_name",
     "missing_members",
     "remove_whole",
     "restore_whole",
     "save_whole",
+    "to_step",
 ]
 
 _T = TypeVar("_T")
@@ -57,6 +60,11 @@ _DOCUMENTS = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.
 def find_members(path: Path) -> list[Path]:
     """Returns the members of a run that can be seen at a path, by number."""
     return sorted(file.parent for file in path.glob("process-[0-9]*/jaxinf.json"))
+
+
+def member_name(number: int) -> str:
+    """Returns the name of a member's directory below the path of a run."""
+    return f"process-{number:05d}"
 
 
 def missing_members(members: Sequence[StoreDirectory]) -> list[int]:
@@ -85,6 +93,7 @@ def all_members(path: Path) -> list[StoreDirectory]:
       ProcessError: a member cannot be seen.
       StoreError: as `look_at_store`; or they are not of one run.
     """
+    check_undivided(path)
     members = [look_at_store(place) for place in find_members(path)]
     if not members:
         raise StoreFormatError(f"{path}: expected the members of a run, found none")
@@ -134,7 +143,11 @@ def save_whole(path: Path, name: str | None = None) -> Path:
         raise StoreMismatchError(
             f"{path}: there is a checkpoint {name!r} already; give another name"
         )
-    name = _kept_in_all(path, members, name)
+    return link_whole(path, members, _kept_in_all(path, members, name))
+
+
+def link_whole(path: Path, members: Sequence[StoreDirectory], name: str) -> Path:
+    """Makes the one directory of a checkpoint of all members; see `save_whole`."""
     place = path / "checkpoints" / name
     temporary = place.with_name(f".new-{uuid.uuid4().hex}")
     with translated("checkpoint", place):
@@ -248,6 +261,18 @@ def restore_whole(members: Sequence[StoreDirectory], name: str) -> CommitRecord:
     at_one_step(members)
     records = [restore_checkpoint(one, name) for one in members]
     return records[0]
+
+
+def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:
+    """Makes a step the committed one in all members, as the start of their run does.
+
+    Args:
+      members: all members, held by this process.
+      step: the result of `agreed_of`; each has it in a slot.
+    """
+    for one in members:
+        if step is not None and _held(one).current != step:
+            one.flip(next_slot(one.committed_slot()))
 
 
 def at_one_step(members: Sequence[StoreDirectory]) -> None:

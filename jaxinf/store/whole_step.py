@@ -20,7 +20,7 @@ from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest
 from jaxinf.store.snapshot import PinnedStep, pinned_step
 from jaxinf.store.whole import all_members, find_whole, of_one_commit
 
-__all__ = ["WholeStep", "whole_step"]
+__all__ = ["WholeStep", "joined_step", "whole_step"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def whole_step(path: Path, checkpoint: str | None = None) -> Iterator[WholeStep]
     if checkpoint is not None:
         records = find_whole(members, checkpoint)
         steps = [one.step_path(f"checkpoints/{checkpoint}") for one in members]
-        yield _joined([*map(PinnedStep, members, steps)], records)
+        yield joined_step([*map(PinnedStep, members, steps)], records)
         return
 
     def pin(
@@ -69,10 +69,19 @@ def whole_step(path: Path, checkpoint: str | None = None) -> Iterator[WholeStep]
 
     parts, undo = of_one_commit(path, members, pin)
     with undo:
-        yield _joined(parts, [CommitRecord.read(p.path / "commit.json") for p in parts])
+        yield joined_step(
+            parts, [CommitRecord.read(p.path / "commit.json") for p in parts]
+        )
 
 
-def _joined(parts: Sequence[PinnedStep], records: Sequence[CommitRecord]) -> WholeStep:
+def joined_step(
+    parts: Sequence[PinnedStep], records: Sequence[CommitRecord]
+) -> WholeStep:
+    """Returns a step of all members, from their parts and records by number.
+
+    Raises:
+      StoreMismatchError: they have other leaves or owners.
+    """
     manifests = [part.directory.manifest for part in parts]
     first, places, starts = manifests[0], [], []
     for part, manifest in zip(parts, manifests, strict=True):

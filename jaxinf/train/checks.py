@@ -270,7 +270,15 @@ def _check_streaming(config: TrainConfig) -> None:
         )
 
 
-_OF_THE_STORE = ("store", "csd_root", "csd", "memory", "durability", "verify")
+_OF_THE_STORE = (
+    "store",
+    "elastic",
+    "csd_root",
+    "csd",
+    "memory",
+    "durability",
+    "verify",
+)
 _OF_THE_STORE += (
     "state_tier",
     "state",

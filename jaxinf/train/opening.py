@@ -55,6 +55,7 @@ def open_backend(
             master=config.master,
             state=config.state,
             tiers=config.state_tier.sizes if config.state_tier else None,
+            processes="rebalance" if config.elastic else None,
             keep_saved=0,  # the trainer goes on from the store alone
         )
     except (ValueError, NotADirectoryError) as error:

@@ -338,6 +338,9 @@ class ProcessOptions:
     # For --distributed: number of this process, from 0.
     process_id: Annotated[int | None, _shown("I", "what the environment says")] = None
 
+    # Divide the store among the processes of this run, if it is among another number.
+    elastic: bool = False
+
     # For --distributed: params are sharded over all devices, each on its longest
     # dimension that they divide. Without it they are replicated, and only the
     # optimizer's state is divided.

@@ -191,9 +191,9 @@ POINTS = [
     ("_copy", 3),
     ("_switch", 0),
     ("finish_rebalance", 1),  # it is called at the beginning, too
-    ("_point", 0),
-    ("_point", 9),
-    ("_remove_csds", 0),
+    ("point", 0),
+    ("point", 9),
+    ("remove_csds", 0),
 ]
 
 
@@ -215,7 +215,7 @@ def interrupt(monkeypatch, name, after):
     monkeypatch.setattr(rebalancing, name, stopping)
 
 
-MIDDLE = [("_bring", 9), ("_point", 9)]
+MIDDLE = [("_bring", 9), ("point", 9)]
 
 
 @pytest.mark.long

@@ -1,0 +1,191 @@
+"""Other numbers of processes: chunks change owners, and every bit stays."""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import killed_division
+import numpy as np
+import pytest
+import raw_stores
+from families import family
+from killed_division import contents, damages, leftovers
+
+import jaxinf
+from jaxinf.cli.commands import main
+from jaxinf.errors import ProcessError, StoreFormatError, StoreLockedError
+from jaxinf.store import (
+    CommitRecord,
+    StateRecord,
+    StoreDirectory,
+    StoreLock,
+    create_store,
+    find_members,
+    list_whole,
+    redivide,
+    save_checkpoint,
+    save_whole,
+    stock_documents,
+)
+
+STATES = (
+    StateRecord("params", "float32"),
+    StateRecord("mu", "bfloat16", "bf16"),
+)
+LEAVES = {
+    ("rows",): ((12, 4096), (4, 1)),
+    ("columns",): ((3, 16384), (1, 4)),
+    ("replicated",): ((9, 4096), (1, 1)),
+    ("bias",): ((129,), (1,)),
+    ("scale",): ((), ()),
+    ("empty",): ((0, 7), (1, 1)),
+}
+
+
+def make(place, num_csds=0):
+    """Makes a store of one process with a checkpoint and a later step."""
+    roots = [f"{root}/0" for root in raw_stores.make_roots(place, "x", num_csds)]
+    for number, root in enumerate(roots):
+        roots[number] = root = str(place / f"csd{number}/0")
+        for process in range(4):
+            Path(root).with_name(str(process)).mkdir(parents=True)
+    directory = StoreDirectory(
+        place / "run", raw_stores.make_manifest(STATES, LEAVES, roots)
+    )
+    create_store(directory)
+    rng = np.random.default_rng(0)
+
+    def draw(shape, dtype):
+        values = np.frombuffer(rng.bytes(int(np.prod(shape)) * dtype.itemsize), dtype)
+        return values.reshape(shape)
+
+    for step, slot in enumerate(("a", "b")):
+        _, sums = raw_stores.fill_slot(directory, slot, draw)
+        documents = stock_documents(directory.step_path(slot), directory.manifest)
+        record = CommitRecord(step, (), 0, {"seed": 3}, sums, documents)
+        directory.publish(slot, record)
+        if step == 0:
+            save_checkpoint(directory, "kept")
+    return directory.path
+
+
+@pytest.mark.parametrize(
+    ("num_csds", "counts"),
+    family([(0, (2, 1)), (0, (4, 2, 3, 1)), (2, (4, 2, 3, 1))], short=[(0, (2, 1))]),
+)
+def test_every_bit_stays(place, num_csds, counts):
+    path = make(place, num_csds)
+    expected = {name: contents(path, name) for name in (None, "kept")}
+    roots = [f"{place}/csd{number}/{{process}}" for number in range(num_csds)]
+    calls = []
+    for count in counts:
+        done = redivide(path, count, roots, lambda *call: calls.append(call))
+        assert calls[-1][0] == calls[-1][1] > 0
+        assert done.num_chunks > 0
+        assert done.idle == ()
+        parts = find_members(path) or [path]
+        assert len(parts) == count
+        assert not leftovers(path)
+        assert not damages(path)
+        for name, arrays in expected.items():
+            assert contents(path, name) == arrays, count
+        held = [StoreDirectory.open(part).manifest.num_held_params for part in parts]
+        assert max(held) - min(held) <= (4096 if count != 3 else 40_000)
+        if count == 4:
+            assert [info.name for info in list_whole(path)] == ["kept"]
+            save_whole(path, "whole")
+            expected["whole"] = contents(path, "whole")
+        if count in (2, 3) and counts[0] == 4:
+            assert (path / "checkpoints/whole/_METADATA").is_file()
+    # The step is the same for stock readers, and the next run's.
+    for root in place.glob("csd*/[123]"):
+        assert list(root.iterdir()) == []
+    assert redivide(path, 1).num_chunks == 0
+
+
+def test_few_chunks_get_another_owner_and_no_byte_is_copied(place, monkeypatch):
+    path = make(place)
+    monkeypatch.setattr("jaxinf.store.rebalancing._copy", None)
+    redivide(path, 4)
+    owners = StoreDirectory.open(path / "process-00000").manifest.leaves
+    done = redivide(path, 3)
+    now = StoreDirectory.open(path / "process-00000").manifest.leaves
+    replicated = [
+        (a, b)
+        for old, new in zip(owners, now, strict=True)
+        if max(old.shard_counts, default=1) == 1
+        for a, b in zip(old.owners, new.owners, strict=True)
+    ]
+    assert all(a == b for a, b in replicated if a < 3)
+    assert done.num_chunks >= sum(a != b for a, b in replicated)
+
+
+@pytest.mark.long
+def test_more_processes_than_chunks(place, capsys):
+    path = make(place)
+    assert main(["store", "rebalance", str(path), "--processes", "40"]) == 0
+    assert "nothing is owned by process" in capsys.readouterr().out
+    assert main(["verify", str(path)]) == 0
+    assert main(["store", "rebalance", str(path), "--processes", "1"]) == 0
+    assert main(["verify", str(path)]) == 0
+
+
+def test_refusals(place):
+    path = make(place)
+    with pytest.raises(ValueError, match="processes=0: expected from 1"):
+        redivide(path, 0)
+    with pytest.raises(ValueError, match="CSD root /none/1: expected a directory"):
+        redivide(path, 2, ["/none/1"])
+    with pytest.raises(StoreFormatError, match="found none"):
+        redivide(place / "none", 2)
+    lock = StoreLock(path)
+    with pytest.raises(StoreLockedError):
+        redivide(path, 2)
+    lock.release()
+    redivide(path, 2)
+    with pytest.raises(StoreFormatError, match=r"store rebalance .* --processes 1"):
+        jaxinf.open_store(path)
+    shutil.move(path / "process-00001", place / "away")
+    with pytest.raises(ProcessError, match="found none of process 1"):
+        redivide(path, 1)
+    shutil.move(place / "away", path / "process-00001")
+    with jaxinf.open_store(path, processes="rebalance") as store:
+        assert store.step == 1
+    (path / "divide.json").write_text("{}")
+    for action in (jaxinf.open_store, partial(redivide, count=1)):
+        with pytest.raises(StoreFormatError, match=r"divide\.json|being divided"):
+            action(path)
+
+
+def test_members_at_different_steps_go_to_the_common_one(place):
+    path = make(place)
+    redivide(path, 2)
+    expected = contents(path)
+    parts = [StoreDirectory.open(part) for part in find_members(path)]
+    for part in parts:  # as if a commit had met, and only one had flipped
+        shutil.rmtree(part.step_path("b"))
+        shutil.copytree(part.step_path("a"), part.step_path("b"))
+        record = part.read_record("b")
+        part.write_record("b", replace(record, step=2, commit=f"{'0' * 32}-7"))
+    parts[1].flip("b")
+    redivide(path, 3)
+    for part in find_members(path):
+        assert StoreDirectory.open(part).read_commit().step == 2
+    assert contents(path) == expected
+    assert not damages(path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_killed_at_random_calls(place, num_csds):
+    path = make(place, num_csds)
+    words = [sys.executable, killed_division.__file__, path, "40"]
+    done = subprocess.run(
+        list(map(str, words)), check=True, capture_output=True, text=True
+    )
+    print(done.stdout)
+    assert "'old'" in done.stdout
+    assert "'new" in done.stdout

@@ -1,0 +1,131 @@
+"""Divides a store among other numbers of processes, killed at every kind of place.
+
+As a program it kills a division so many times, at random calls of the operating system,
+looks at what is left, completes it, and goes on with the next number.
+"""
+
+import os
+import random
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from jaxinf.errors import StoreFormatError
+from jaxinf.store import (
+    StepReader,
+    StoreDirectory,
+    Verifier,
+    find_members,
+    num_processes,
+    redivide,
+    whole_step,
+)
+
+CALLS = ("rename", "replace", "link", "symlink", "mkdir", "unlink", "rmdir", "fsync")
+
+
+def contents(path, checkpoint=None):
+    """Reads all arrays of a step of a store or of a run, to the bit."""
+    if find_members(path):
+        with whole_step(path, checkpoint) as whole:
+            places = {"places": whole.places, "record": whole.commit}
+            return _arrays(whole.path, whole.manifest, **places)
+    directory = StoreDirectory.open(path)
+    place = path / ("current" if checkpoint is None else f"checkpoints/{checkpoint}")
+    return _arrays(place, directory.manifest, directory=directory)
+
+
+def _arrays(place, manifest, **options):
+    with StepReader(place, **options) as reader:
+        return {
+            leaf.array_name(state.name): reader.read(leaf, state).tobytes()
+            for leaf in manifest.leaves
+            for state in leaf.states
+            if not state.is_beside
+        }
+
+
+def damages(path):
+    """Verifies all steps of all parts."""
+    found = []
+    for part in find_members(path) or [path]:
+        directory = StoreDirectory.open(part)
+        for place in (part / "current", *part.glob("checkpoints/*")):
+            found += Verifier(directory).verify(place)
+    return found
+
+
+def leftovers(path):
+    names = {file.name for file in path.iterdir()}
+    return names & {".jaxinf-new", ".jaxinf-old", "divide.json"}
+
+
+def count_calls(action, last=None):
+    """Counts the calls of an action in a process of its own, or kills it at one."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        made = [0]
+
+        def counted(original):
+            def call(*arguments, **options):
+                made[0] += 1
+                if made[0] == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original(*arguments, **options)
+
+            return call
+
+        for name in CALLS:
+            setattr(os, name, counted(getattr(os, name)))
+        status = 1
+        try:
+            action()
+            os.write(writing, str(made[0]).encode())
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writing)
+    status = os.waitpid(child, 0)[1]
+    with os.fdopen(reading) as told:
+        return status, told.read()
+
+
+def main(path, num_kills):
+    rng, seen = random.Random(1), Counter()
+    expected = {None: contents(path), "kept": contents(path, "kept")}
+    numbers = [4, 2, 3, 1]
+    for number in range(num_kills):
+        count, before = numbers[number % 4], num_processes(path)
+        roots = [str(root) for root in sorted(path.parent.glob("csd*"))]
+        roots = [f"{root}/{{process}}" for root in roots]
+        # The first kills find out how many calls there are; few are in the switch.
+        last = rng.randrange(1, 600) if number % 2 else rng.randrange(1, 3000)
+        status, _ = count_calls(lambda c=count, r=roots: redivide(path, c, r), last)
+        assert status in (0, signal.SIGKILL), status
+        if (path / "divide.json").exists():
+            outcome = "new, to be completed"
+            for command in (lambda: whole_step(path).__enter__(),):
+                with pytest.raises(StoreFormatError, match="--processes"):
+                    command()
+        else:
+            outcome = "old" if num_processes(path) == before else "new"
+            for name, arrays in expected.items():
+                assert contents(path, name) == arrays, (number, outcome)
+        seen[outcome] += status == signal.SIGKILL
+        assert count_calls(lambda c=count, r=roots: redivide(path, c, r))[0] == 0
+        assert num_processes(path) == count
+        assert not leftovers(path)
+        for name, arrays in expected.items():
+            assert contents(path, name) == arrays, number
+        assert not damages(path), number
+        for root in path.parent.glob("csd*/*"):
+            assert len(list(root.iterdir())) <= (int(root.name) < count), root
+    print(f"{sum(seen.values())} kills: {dict(seen)}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
