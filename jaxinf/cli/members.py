@@ -4,11 +4,17 @@ Invariant: what cannot be seen is listed, and makes the exit status 2.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jaxinf.store import agreed_of, find_members, look_at_store, missing_members
-from jaxinf.terminal import make_console
+from jaxinf.store import (
+    Manifest,
+    agreed_of,
+    find_members,
+    look_at_store,
+    missing_members,
+)
+from jaxinf.terminal import make_console, printable
 
 __all__ = ["is_run", "over_members"]
 
@@ -45,6 +51,29 @@ def over_members(path: Path, action: Callable[[str], bool], *, as_json: bool) ->
         are_well.append(action(str(one.path)))
     for number in missing:
         console.print(f"process {number}: cannot be seen from here")
+        for line in _owned(members[0].manifest, number):
+            console.print(printable(f"  {line}"))
     if missing:
         return 2
     return 0 if all(are_well) else 1
+
+
+def _owned(manifest: Manifest, number: int) -> Iterator[str]:
+    """Says which chunks of which leaves a member has, as all the others know."""
+    for leaf in manifest.leaves:
+        held = [chunk for chunk, owner in enumerate(leaf.owners) if owner == number]
+        if held:
+            states = ", ".join(state.name for state in leaf.states)
+            chunks = f"chunks {_runs(held)} of {len(leaf.csds)}"
+            yield f"leaf {leaf.name}: it has {chunks}, of {states}"
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Returns ascending numbers as text, such as ``0-3, 7``."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)

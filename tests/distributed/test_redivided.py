@@ -1,5 +1,7 @@
 """A run goes on with another number of processes, with the bits that it would have."""
 
+import shutil
+
 import pytest
 from processes import losses, run_alone, running
 
@@ -27,3 +29,20 @@ def test_losses_go_on(alone, tmp_path, layout):
     assert found == expected
     assert len(found) == 6
     assert main(["verify", str(path)]) == 0
+
+
+@pytest.mark.long
+def test_a_run_is_made_again_from_an_export(alone, tmp_path):
+    path, made = tmp_path / "run", tmp_path / "made"
+    expected = losses(alone("--layout", "mixed", "--steps", 6))
+    with running(tmp_path, path, "--layout", "mixed", "--steps", 2) as processes:
+        assert processes.wait() == [0, 0], processes
+    url = f"file://{tmp_path}/export"
+    assert main(["checkpoint", "export", str(path), url]) == 0
+    shutil.rmtree(path / "process-00001")  # a drive is lost
+    assert main(["checkpoint", "import", str(made), url]) == 0
+    assert main(["store", "rebalance", str(made), "--processes", "2"]) == 0
+    with running(tmp_path, made, "--layout", "mixed", "--more", 4) as processes:
+        assert processes.wait() == [0, 0], processes
+        found = losses(processes.output(0))
+    assert found == {step: expected[step] for step in range(2, 6)}

@@ -114,7 +114,11 @@ def test_a_member_that_cannot_be_seen_is_listed(trained, tmp_path, capsys):
     shutil.copytree(run / "process-00001", part / "process-00001", symlinks=True)
     for command in ("verify", "inspect"):
         assert main([command, str(part)]) == 2
-        assert "process 0: cannot be seen" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "process 0: cannot be seen" in shown
+        assert re.search(
+            r"leaf up: it has chunks [0-9, -]+ of \d+, of params, mu", shown
+        )
     slot = (run / "process-00001/current").resolve()
     file = next(slot.glob("params.up/c/*/*"))
     with file.open("r+b") as opened:
