@@ -216,6 +216,53 @@ def test_frozen_params_are_their_own_average(open_store):
 
 
 @pytest.mark.long
+def test_a_refused_step_leaves_it(open_store):
+    store, params = open_store(), new_params(ONE)
+    tx = jaxinf.smart_update(
+        optax.adam(1e-2), store, average=jaxinf.ema(DECAY), nonfinite="skip"
+    )
+    state = tx.init(params)
+    for factor, is_taken in ((1.0, True), (np.nan, False), (1.0, True)):
+        before = store.read("average", "w")
+        gradients = jax.tree.map(lambda p, factor=factor: factor * p, params)
+        updates, state = tx.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        store.wait(state)
+        assert np.array_equal(store.read("average", "w"), before) != is_taken
+    assert int(state.average_count) == 2
+
+
+@pytest.mark.long
+def test_without_a_master_it_follows_params_before_they_are_rounded(open_store):
+    """Bits are those of a store with a master, in the step after equal params."""
+    params = new_params(ONE, jnp.bfloat16)
+    found, wanted = open_store("none", master="none"), open_store("stored")
+    for store in (found, wanted):
+        trained(store, jaxinf.ema(DECAY), 1, params=params)
+    assert_equal(found.read("average", "w"), wanted.read("average", "w"))
+    assert np.any(found.read("params", "w") != wanted.read("params", "w"))
+
+
+@pytest.mark.long
+def test_compressed_gradients_give_it_their_params(open_store):
+    store, params = open_store(), new_params(ONE)
+    tx = jaxinf.smart_update(
+        optax.adam(1e-2),
+        store,
+        average=jaxinf.ema(DECAY),
+        compress=jaxinf.top_k(0.1),
+    )
+    state, average = tx.init(params), params
+    for number in range(2):
+        gradients = jax.tree.map(jnp.sin, params)
+        updates, state = tx.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        store.wait(state)
+        average = by_number(store.params(like(params)), average, number)
+        assert_equal(store.params(like(params), average=True), average)
+
+
+@pytest.mark.long
 def test_a_store_begins_an_average_and_drops_it(place):
     plain, begun, dropped = place / "plain", place / "begun", place / "dropped"
     with jaxinf.open_store(plain) as store:
