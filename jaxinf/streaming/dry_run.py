@@ -3,15 +3,17 @@
 Invariant: nothing is written, and params are never made.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import jax
+import optax
 
 from jaxinf.errors import BudgetError
 from jaxinf.io import ByteCounts
+from jaxinf.layout import choose_grid
 from jaxinf.program import UpdateProgram
 from jaxinf.schedule.placement import Waiting
 from jaxinf.schedule.steps import StepWork
@@ -24,10 +26,12 @@ from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.plan.calls import Order, Policy, may_leave
 from jaxinf.streaming.plan.memory import NUM_STAGED, DeviceLimit, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
+from jaxinf.streaming.plan.tables import tables_in_rows
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.replanning import Replanner, offload_planned
 from jaxinf.streaming.run import Executables, compiled_temp_bytes
 from jaxinf.streaming.update.micro_batches import first_part
+from jaxinf.streaming.update.optimizer import needed_whole, trace_optimizer
 from jaxinf.streaming.work import Speeds, measured_s, num_operations, step_work
 from jaxinf.terminal import exact_bytes, format_bytes, parse_bytes
 from jaxinf.typing import PyTree
@@ -239,6 +243,8 @@ class LeastMemory:
       batch: As the loss function takes it.
       micro_batches: Number of parts of the batch.
       order: The order in which segments run for them.
+      tx: The optimizer, for steps that may have tables in blocks of rows; None for
+        those that may not.
 
     Raises:
       StreamError: The loss function cannot be streamed.
@@ -251,11 +257,22 @@ class LeastMemory:
         batch: PyTree,
         micro_batches: int = 1,
         order: Order = "parts",
+        tx: optax.GradientTransformation | None = None,
     ) -> None:
         ready = prepare(loss_fn, params, first_part(batch, micro_batches))
         num_parts = micro_batches if order == "layers" else 1
-        self._ready = replace(ready, num_parts=num_parts)
-        self._smallest: dict[Policy, int] = {}
+        self._ready = ready = replace(ready, num_parts=num_parts)
+        self._ways = [ready]
+        if tx is not None:
+
+            def whole(leaves: frozenset[int]) -> Container[int]:
+                return needed_whole(trace_optimizer(tx, params), leaves)
+
+            grids = [choose_grid(one.shape) for one in ready.traced.params]
+            rows = [next(iter(grid.chunk_shape), 1) for grid in grids]
+            made = tables_in_rows(ready, rows.__getitem__, whole=whole)
+            self._ways += [] if made is None else [made]
+        self._smallest: dict[tuple[int, Policy], int] = {}
 
     @property
     def whole_bytes(self) -> int:
@@ -280,16 +297,28 @@ class LeastMemory:
           has_device: Whether the JAX device has memory of its own.
           num_drives: Drives that values may wait on.
         """
-        if policy not in self._smallest:
-            smallest = self._ready.smallest_bytes(policy)
-            self._smallest[policy] = int(_STREAMED * smallest)
-        programs = self._smallest[policy] + resident_bytes + self._ready.given_bytes
-        sizes = self._ready.lifetimes.sizes
-        gradient = max(
-            (sizes[piece] for piece in self._ready.gradient_pieces), default=0
+        return min(
+            self._least(number, policy, resident_bytes, has_device, num_drives)
+            for number in range(len(self._ways))
         )
+
+    def _least(
+        self,
+        way: int,
+        policy: Policy,
+        resident_bytes: int,
+        has_device: bool,
+        num_drives: int,
+    ) -> tuple[int, int]:
+        ready = self._ways[way]
+        key: tuple[int, Policy] = way, policy
+        if key not in self._smallest:
+            self._smallest[key] = int(_STREAMED * ready.smallest_bytes(policy))
+        programs = self._smallest[key] + resident_bytes + ready.given_bytes
+        sizes = ready.lifetimes.sizes
+        gradient = max((sizes[piece] for piece in ready.gradient_pieces), default=0)
         limit = DeviceLimit(_MOST_BYTES, is_host=False) if has_device else DeviceLimit()
-        leaves = may_leave(policy, self._ready.num_parts)
+        leaves = may_leave(policy, ready.num_parts)
         beside = writing_bytes(num_drives) if leaves else 0
         needed = NUM_STAGED * gradient if has_device else programs
 

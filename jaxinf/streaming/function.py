@@ -114,7 +114,7 @@ class FunctionEnds(StoreParamsEnds):
 
     def in_rows(self, ready: Prepared) -> "tuple[Ends, Prepared] | None":
         """As `Ends.in_rows`."""
-        made = tables_in_rows(ready, self._training.opened)
+        made = tables_in_rows(ready, self._training.opened.chunk_rows)
         if made is None or not self.setup.together.is_alone:
             return None
         given = self.setup, self._resident, self._step

@@ -261,7 +261,7 @@ class StoreEnds(StoreParamsEnds):
             return None
         program, shape = self._program, self._shape
         whole = partial(needed_whole, program)
-        made = tables_in_rows(ready, shape, self.kept_rows(ready), whole)
+        made = tables_in_rows(ready, shape.chunk_rows, self.kept_rows(ready), whole)
         if made is None:
             return None
         like = program, shape, self.setup, self

@@ -1,4 +1,4 @@
-"""The first step of a store: each leaf is made, written, and dropped.
+"""The first step of a store: each leaf, or block of one, is made, written, dropped.
 
 Invariant: nothing is written before the leaves and the program are known to fit.
 """
@@ -26,18 +26,20 @@ from jaxinf.streaming.budgets import planned_within
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.initial import Shard
 from jaxinf.streaming.program.meshes import mesh_of, on_mesh, without_shardings
 from jaxinf.streaming.program.units import part_counts
 from jaxinf.streaming.update.optimizer import passes_for
-from jaxinf.typing import Array, PyTree
+from jaxinf.typing import PyTree
 
-__all__ = ["INIT_SHARE", "Shard", "described", "planned_leaves", "write_leaf"]
+__all__ = ["INIT_SHARE", "MakeLeaves", "described", "planned_leaves", "write_leaf"]
 
 # Part of the memory that the store's buffers take while the first step is made.
 INIT_SHARE = 4
 
-Shard: TypeAlias = tuple[tuple[slice, ...], Array]
-"""A part of a leaf: its index, and its numbers."""
+MakeLeaves: TypeAlias = Callable[[int, Sequence[int]], Iterable[Iterable[Shard]]]
+"""Returns the parts of each leaf, made in so many bytes; their rows are multiples of
+the leaf's length."""
 
 
 def described(
@@ -91,7 +93,8 @@ def _holders(
 
 def planned_leaves(
     budgets: Mapping[str, int],
-    leaves: Callable[[int], Iterable[Iterable[Shard]]],
+    leaves: MakeLeaves,
+    lengths: Sequence[int],
     check: Callable[[Mapping[str, int]], object] | None,
     together: Together,
 ) -> Iterable[Iterable[Shard]]:
@@ -99,7 +102,7 @@ def planned_leaves(
 
     Args:
       budgets: Memory, by argument.
-      leaves: Returns the shards of each leaf, made in so many bytes.
+      leaves, lengths: See `MakeLeaves`.
       check: Plans the program within budgets, or raises; None if it is not known.
       together: The processes that make the store.
 
@@ -111,7 +114,7 @@ def planned_leaves(
         whole = budgets["memory_bytes"]
         device_bytes = budgets.get("device_memory_bytes") or whole
         made_bytes = min(device_bytes, whole - whole // INIT_SHARE)
-        made = together.call("the first params", lambda: leaves(made_bytes))
+        made = together.call("the first params", lambda: leaves(made_bytes, lengths))
         if check is not None:
             check(budgets)
         return made
@@ -130,3 +133,4 @@ def write_leaf(
     for index, shard in shards:
         origin = [dim.start or 0 for dim in index]
         training.initialise(description, leaf, shard, origin, inputs)
+        del shard  # the next one is made in its memory

@@ -33,7 +33,7 @@ from jaxinf.streaming.metrics import StreamMetrics
 from jaxinf.streaming.near_storage import StoreEnds
 from jaxinf.streaming.plan.memory import check_mesh, return_freed_memory
 from jaxinf.streaming.plan.plan import Prepared, prepare
-from jaxinf.streaming.program.initial import initial_inputs, trace_params
+from jaxinf.streaming.program.initial import Shard, initial_inputs, trace_params
 from jaxinf.streaming.program.meshes import (
     mesh_of,
     outside_mesh,
@@ -43,7 +43,7 @@ from jaxinf.streaming.program.meshes import (
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.starting import (
     INIT_SHARE,
-    Shard,
+    MakeLeaves,
     described,
     planned_leaves,
     write_leaf,
@@ -93,7 +93,8 @@ class StreamedStep(TrainingStep):
 
         Args:
           init_fn: ``init_fn(*args)`` returns the params. It is traced, and computed
-            only for a new store, one leaf at a time, with the bits of jitted `init_fn`.
+            only for a new store, one leaf at a time, or one block of rows where
+            memory has no room for more, with the bits of jitted `init_fn`.
           args: Its arguments, such as a random key.
           batch: Arrays, or shapes and dtypes, of a batch. With it a new store's chunks
             suit the program: each slice of stacked layers has its own. Its steps are
@@ -108,11 +109,7 @@ class StreamedStep(TrainingStep):
             streamed; nothing is written.
         """
         maker = trace_params(init_fn, *args)
-        self._start(
-            sharded_like(maker.avals, shardings),
-            lambda memory_bytes: map(distinct_shards, maker.compile(memory_bytes)),
-            batch,
-        )
+        self._start(sharded_like(maker.avals, shardings), maker.compile, batch)
 
     def load(
         self, params: PyTree, *, batch: PyTree = None, shardings: PyTree = None
@@ -134,12 +131,12 @@ class StreamedStep(TrainingStep):
         check_params(params)
         leaves = jax.tree.leaves(params)
         avals = sharded_like(abstract(params), shardings)
-        self._start(avals, lambda _: map(distinct_shards, leaves), batch)
+        self._start(avals, lambda *_: map(distinct_shards, leaves), batch)
 
     def _start(
         self,
         avals: PyTree,
-        leaves: Callable[[int], Iterable[Iterable[Shard]]],
+        leaves: MakeLeaves,
         batch: PyTree,
     ) -> None:
         try:
@@ -151,9 +148,7 @@ class StreamedStep(TrainingStep):
         finally:
             self._ready = None
 
-    def _start_pieces(
-        self, avals: PyTree, leaves: Callable[[int], Iterable[Iterable[Shard]]]
-    ) -> None:
+    def _start_pieces(self, avals: PyTree, leaves: MakeLeaves) -> None:
         ready = self._ready
         pieces = () if ready is None else ready.gradient_pieces
         training, whole = self.store._training, self._options.memory_bytes
@@ -166,19 +161,20 @@ class StreamedStep(TrainingStep):
         scalars, inputs = initial_inputs(first, plain)
         made: Iterator[Iterable[Shard]] = iter(())
         if training.commit is None:
-            check = None
+            check, shape = None, training.shape(description)
             if ready is not None:
-                shape = training.shape(description)
                 make = partial(self._ends_of, ready, update, shape, self._setup)
                 ends = self._together.call("the optimizer's programs", make)
                 check = fitting(ends, ready)
             budgets = self._options.budgets
-            made = iter(planned_leaves(budgets, leaves, check, self._together))
+            lengths = [*map(shape.chunk_rows, range(len(held)))]
+            planning = budgets, leaves, lengths, check, self._together
+            made = iter(planned_leaves(*planning))
         self._params = avals
         if training.bind(description, may_create=True, uses_budget=False):
             training.opened.limit_memory(whole // INIT_SHARE)
             for number in range(len(held)):
-                # The next leaf is made in its memory.
+                # The next one is made in its memory.
                 write_leaf(training, description, number, next(made), inputs[number])
             training.finish_initialisation(scalars)
         self._num_skipped = training.opened.finished.skipped_steps

@@ -27,7 +27,7 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.forecast import Forecast, forecast, on_drives
 from jaxinf.train.limits import Candidate, Fit, Limits, LossyFlag
-from jaxinf.train.optimizers import check_optimizer
+from jaxinf.train.optimizers import check_optimizer, make_optimizer
 from jaxinf.train.run_file import words_of_run
 from jaxinf.train.sizes import describe_store, sizes_of
 from jaxinf.train.step import loss_of
@@ -290,9 +290,11 @@ class Search:
         graphdef, params = abstract_params(config.model_config)
         loss_fn = loss_of(graphdef, config.task_name, config.freeze)
         parts, order = config.micro_batches, config.order
+        tx = make_optimizer(config) if config.compress is None else None
+        in_rows = None if tx is None else config.optimizer
         return self._once(
-            ("least", parts, order, config.dtype, config.param_dtype),
-            lambda: LeastMemory(loss_fn, params, self._batch, parts, order),
+            ("least", parts, order, config.dtype, config.param_dtype, in_rows),
+            lambda: LeastMemory(loss_fn, params, self._batch, parts, order, tx),
         )
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:

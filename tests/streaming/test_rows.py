@@ -9,6 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from rows_run import (
+    LITTLE,
+    NUM_FEATURES,
+    NUM_ROWS,
+    OPTIONS,
+    TOKENS,
+    TX,
+    WIDTH,
+    loss_fn,
+    params_of,
+)
 from streaming import assert_same_bits, states
 
 import jaxinf
@@ -17,29 +28,7 @@ from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.plan.plan import prepare_function
 from jaxinf.streaming.program.tables import find_tables
 
-NUM_ROWS, NUM_FEATURES, WIDTH = 16384, 128, 4096
-LITTLE, MUCH = "24MiB", "96MiB"
-OPTIONS = {"chunk_elements": 1 << 16, "memory_bytes": 16 << 20}
-TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
-TOKENS = jax.random.randint(jax.random.key(4), (2, 16), 0, NUM_ROWS).at[0, 0].set(-1)
-
-
-def params_of(*, tied=True):
-    keys = jax.random.split(jax.random.key(0), 4)
-    shape = NUM_ROWS, NUM_FEATURES
-    held = {
-        "table": jax.random.normal(keys[0], shape) * 0.1,
-        "up": jax.random.normal(keys[1], (NUM_FEATURES, WIDTH)) * 0.1,
-        "down": jax.random.normal(keys[2], (WIDTH, NUM_FEATURES)) * 0.1,
-    }
-    return held if tied else held | {"head": jax.random.normal(keys[3], shape).T * 0.1}
-
-
-def loss_fn(params, tokens):
-    x = params["table"][tokens]
-    x = x + jnp.tanh(x @ params["up"]) @ params["down"]
-    logits = x @ params.get("head", params["table"].T)
-    return -jnp.mean(jax.nn.log_softmax(logits)[0, jnp.arange(15), tokens[0, 1:]])
+MUCH = "96MiB"
 
 
 @pytest.fixture
@@ -81,7 +70,7 @@ def test_a_table_that_does_not_fit_is_in_rows(tied, trained):
     losses, plan, _ = trained("store", LITTLE, 1, params)
     names = ["table"] if tied else ["head", "table"]
     assert [said.split(" in ")[0] for said in plan.tables] == names
-    assert plan.tables[-1] == "table in 4 blocks of 4096 rows"
+    assert plan.tables[-1] == "table in 8 blocks of 2048 rows"
     assert plan.tables[-1] in str(plan)
     # The plan is kept: steps go on with it in more memory, too.
     more, plan, _ = trained("store", MUCH, 2, params)
@@ -111,7 +100,7 @@ HALF = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of())
 )
 def test_steps_have_the_same_bits_however_they_run(params, options, trained):
     losses, plan, held = trained("plain", LITTLE, 3, params)
-    assert plan.tables == ("table in 4 blocks of 4096 rows",)
+    assert plan.tables == ("table in 8 blocks of 2048 rows",)
     first, _, _ = trained("store", LITTLE, 1, params)
     more, plan, other = trained("store", MUCH, 2, params, **options)
     assert plan.tables
@@ -169,7 +158,7 @@ def test_a_kept_plan_without_rows_stays(trained, tmp_path):
         trained("store", LITTLE, 1, params)
     _, plan, _ = trained("store", LITTLE, 1, params, replan=True)
     assert plan.tables
-    assert json.loads(kept.read_text())["rows"] == {"table": 4096}
+    assert json.loads(kept.read_text())["rows"] == {"table": 2048}
 
     def other(params, tokens):
         return 2 * loss_fn(params, tokens)
@@ -186,7 +175,7 @@ def test_what_needs_a_table_whole_is_said(trained):
     params = params_of()
     _, plan, _ = trained("penalised", LITTLE, 0, params, loss_fn=penalised)
     assert plan.tables == (
-        "table in 4 blocks of 4096 rows",
+        "table in 8 blocks of 2048 rows",
         "up whole: mul reads it",
     )
     other = partial(penalised, name="table")

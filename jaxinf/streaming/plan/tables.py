@@ -7,7 +7,6 @@ the optimizer and the store's chunks alone, or is what a kept plan has.
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 
-from jaxinf.engine import StoreShape
 from jaxinf.streaming.plan.plan import Prepared
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.lifetimes import ordered
@@ -21,7 +20,7 @@ _OPTIMIZER = "the optimizer computes something of all of it"
 
 def tables_in_rows(
     ready: Prepared,
-    shape: StoreShape,
+    chunk_rows: Callable[[int], int],
     kept: Mapping[str, int] | None = None,
     whole: Callable[[frozenset[int]], Container[int]] = lambda _: (),
 ) -> Prepared | None:
@@ -29,7 +28,7 @@ def tables_in_rows(
 
     Args:
       ready: The traced program.
-      shape: The store's chunks; it need not be there.
+      chunk_rows: Returns the number of rows of a leaf's chunks.
       kept: By name, the rows of a block that a kept plan has; None if there is none.
       whole: Of leaves that may be in rows, those that the optimizer needs whole.
     """
@@ -42,7 +41,7 @@ def tables_in_rows(
         for table in tables:
             if table.leaf in fit and table.leaf in needed:
                 table.why = _OPTIMIZER
-        rows = _chosen(ready, tables, shape)
+        rows = _chosen(ready, tables, chunk_rows)
     else:
         rows = {
             table.leaf: kept[names[table.leaf]]
@@ -66,11 +65,12 @@ def tables_in_rows(
 
 
 def _chosen(
-    ready: Prepared, tables: Sequence[Table], shape: StoreShape
+    ready: Prepared, tables: Sequence[Table], chunk_rows: Callable[[int], int]
 ) -> dict[int, int]:
     """Returns the rows of a block for embeddings, and for heads of their size.
 
-    A block is no larger than the largest of the other params, or is one chunk.
+    A block is no larger than half of the largest of the other params, or is one chunk:
+    a segment has two blocks where they repeat.
     """
     fit = [table for table in tables if table.why is None]
     least = max((table.num_bytes for table in fit if table.is_gathered), default=None)
@@ -81,9 +81,9 @@ def _chosen(
     most = max((size for p, size in sizes.items() if p.leaf not in leaves), default=0)
     rows = {}
     for table in fit:
-        length = shape.directory.manifest.leaves[table.leaf].grid.chunk_shape[0]
+        length = chunk_rows(table.leaf)
         chunk_bytes = max(1, table.num_bytes * length // table.num_rows)
-        count = max(1, most // chunk_bytes) * length
+        count = max(1, most // (2 * chunk_bytes)) * length
         if count < table.num_rows:
             rows[table.leaf] = count
     return rows

@@ -1,13 +1,13 @@
 """Makes a model's first params leaf by leaf, with the user's own init function.
 
 Invariant: each leaf has the bits of jitted `init_fn`; only one leaf at a time is in
-memory.
+memory, or a block of its rows if it does not fit.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
 from jaxinf.program import InitProgram, key_data, path_name
 from jaxinf.program.graph import Node, Value, bind
 from jaxinf.store import ScalarState, encode_path
+from jaxinf.streaming.program.blocks import DRAWN, BlockBuilder, is_fusable
 from jaxinf.streaming.program.classify import LIGHT
 from jaxinf.streaming.program.graph import (
     Batch,
@@ -33,19 +34,21 @@ from jaxinf.streaming.program.meshes import (
     outside_mesh,
 )
 from jaxinf.streaming.program.programs import Program, function_of, program_of
-from jaxinf.streaming.program.threefry import can_fuse, fused_bits
+from jaxinf.streaming.program.threefry import fused_bits
 from jaxinf.streaming.program.trace import abstract
 from jaxinf.typing import Array, PyTree
 
 __all__ = [
     "LeafMaker",
+    "Shard",
     "check_init",
     "check_init_fn",
     "initial_inputs",
     "trace_params",
 ]
 
-_DRAWN = "random_bits"
+Shard: TypeAlias = tuple[tuple[slice, ...], Array]
+"""A part of a leaf: its index, and its numbers."""
 
 
 def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
@@ -113,32 +116,38 @@ class LeafMaker:
             [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.outputs]
         )
 
-    def compile(self, memory_bytes: int) -> Iterator[Array]:
+    def compile(
+        self, memory_bytes: int, lengths: Sequence[int]
+    ) -> Iterator[Iterator[Shard]]:
         """Compiles the programs of all leaves; blocks.
 
         Args:
-          memory_bytes: Memory for one leaf and its temporaries.
+          memory_bytes: Memory for one leaf, or a block of its rows, and temporaries.
+          lengths: Of which number the rows of a block are multiples, by leaf.
 
         Returns:
-          An iterator that computes the leaves in order; the caller may drop each before
-          the next.
+          An iterator that computes the leaves in order, each in one part or in blocks;
+          the caller may drop each part before the next.
 
         Raises:
           BudgetError: A leaf needs more; names it and the bytes.
         """
-        keys = Keys()
-        compiled: dict[str, Any] = {}
-        programs = []
-        for number, output in enumerate(self.outputs):
-            program = program_of("leaf", [output], keys)
-            if program.key not in compiled:
-                compiled[program.key] = self._fitting(number, program, memory_bytes)
-            programs.append((compiled[program.key], program.inputs))
-        return (self._made(*program) for program in programs)
+        executables = _Executables()
+        leaves = [
+            list(self._parts(number, memory_bytes, length, executables))
+            for number, length in enumerate(lengths)
+        ]
+        return (map(self._made, parts) for parts in leaves)
 
-    def _made(self, executable: Any, inputs: Sequence[Value]) -> Array:
-        (array,) = executable(*map(self._argument, inputs))
-        return np.asarray(array)
+    def _made(self, part: "_Part") -> Shard:
+        place, executable, inputs, start = part
+        (array,) = executable(
+            *(
+                np.int32(place[0].start) if value is start else self._argument(value)
+                for value in inputs
+            )
+        )
+        return place, np.asarray(array)
 
     def _argument(self, value: Value) -> Any:
         origin = value.origin
@@ -151,16 +160,37 @@ class LeafMaker:
                 return jnp.asarray(origin.number, value.dtype)
         raise AssertionError(origin)
 
-    def _fitting(self, number: int, program: Program, memory_bytes: int) -> Any:
+    def _parts(
+        self, number: int, memory_bytes: int, length: int, executables: "_Executables"
+    ) -> Iterator["_Part"]:
+        """Yields all of a leaf, or blocks as long as memory allows."""
+        output, whole = self.outputs[number], slice(None)
         needed = 0
-        for is_fused in (False, True) if _can_fuse(program.nodes) else (False,):
-            executable = _compile(program, is_fused)
-            memory = executable.memory_analysis()
-            needed = memory.temp_size_in_bytes + memory.output_size_in_bytes
+        for is_fused in (False, True):
+            program, executable, needed = executables.of(output, is_fused=is_fused)
             if needed <= memory_bytes:
-                return executable
+                place = (whole,) * len(output.shape)
+                yield _Part(place, executable, program.inputs, None)
+                return
+        num_rows = count = output.shape[0] if output.shape else 0
+        while count > length:
+            most = min(count - 1, count * memory_bytes // needed)
+            count = max(1, most // length) * length
+            needed = executables.of(BlockBuilder(count).part(output))[2]
+            if needed <= memory_bytes:
+                break
+        else:
+            raise self._refusal(number, needed, memory_bytes)
+        for first in range(0, num_rows, count):
+            last = min(first + count, num_rows)
+            builder = BlockBuilder(last - first)
+            program, executable, _ = executables.of(builder.part(output))
+            place = (slice(first, last), *(whole for _ in output.shape[1:]))
+            yield _Part(place, executable, program.inputs, builder.start)
+
+    def _refusal(self, number: int, needed: int, memory_bytes: int) -> BudgetError:
         path, _ = jax.tree.leaves_with_path(self.avals)[number]
-        raise BudgetError(
+        return BudgetError(
             "memory_bytes",
             f"init_fn: leaf {path_name(path)} takes {needed} bytes to make, found "
             f"{memory_bytes}",
@@ -168,6 +198,38 @@ class LeafMaker:
             "; or divide the leaf in the model, or load params made elsewhere "
             "(step.load)",
         )
+
+
+class _Part(NamedTuple):
+    """A part of a leaf: its index, what makes it, and its inputs; its start is one."""
+
+    place: tuple[slice, ...]
+    executable: Any
+    inputs: Sequence[Value]
+    start: Value | None
+
+
+class _Executables:
+    """The programs of leaves and of blocks; equal ones are compiled once."""
+
+    def __init__(self) -> None:
+        self._keys = Keys()
+        self._found: dict[Any, Any] = {}
+
+    def of(self, output: Value, *, is_fused: bool = True) -> tuple[Program, Any, int]:
+        """Returns the program of a value, compiled, and the memory that it takes.
+
+        Args:
+          output: The value.
+          is_fused: Whether draws need no memory of their own, where that is possible.
+        """
+        program = program_of("leaf", [output], self._keys)
+        key = program.key, is_fused and any(map(is_fusable, program.nodes))
+        if key not in self._found:
+            self._found[key] = _compile(program, is_fused)
+        memory = self._found[key].memory_analysis()
+        needed = memory.temp_size_in_bytes + memory.output_size_in_bytes
+        return program, self._found[key], needed
 
 
 class _Builder(ProgramInliner):
@@ -211,20 +273,13 @@ def _is_count(node: Node, eqn: Any) -> bool:
     )
 
 
-def _can_fuse(nodes: Sequence[Node]) -> bool:
-    drawn = [node for node in nodes if node.name == _DRAWN]
-    return bool(drawn) and all(
-        can_fuse(node.inputs[0].aval, node.params["bit_width"], node.params["shape"])
-        for node in drawn
-    )
-
-
 def _compile(program: Program, is_fused: bool) -> Any:
     """Compiles a leaf's program; if `is_fused`, draws need no memory of their own."""
 
     def compute(node: Node, operands: Sequence[Any]) -> Sequence[jax.Array]:
-        if is_fused and node.name == _DRAWN:
-            return [fused_bits(operands[0], node.params["shape"])]
+        if is_fused and node.name == DRAWN and is_fusable(node):
+            params = node.params
+            return [fused_bits(operands[0], params["shape"], params["bit_width"])]
         return bind(node, operands)
 
     avals = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in program.inputs]

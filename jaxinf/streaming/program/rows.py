@@ -13,9 +13,8 @@ Invariant: rows that are looked up have the bits of the whole gather, and so hav
 gradients that are added to them. Sums over rows are added up block by block.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +26,8 @@ from jaxinf.streaming.program.graph import (
     Graph,
     Number,
     Piece,
-    ProgramInliner,
+    Rewriter,
     aval_bytes,
-    struct,
 )
 from jaxinf.streaming.program.row_index import own_rows
 from jaxinf.streaming.program.tables import Table, is_spread, side_of
@@ -63,12 +61,11 @@ def in_rows(
     return Graph(nodes, results, gradients)
 
 
-class _Builder(ProgramInliner):
+class _Builder(Rewriter):
     def __init__(
         self, tables: Sequence[Table], bounds: Mapping[int, Sequence[int]]
     ) -> None:
-        super().__init__(())
-        self.nodes: list[Node] = []
+        super().__init__()
         self.by_leaf = {table.leaf: table for table in tables}
         self._bounds = bounds
         self._of_reads = {value: one for one in tables for value in one.reads}
@@ -77,7 +74,6 @@ class _Builder(ProgramInliner):
         }
         self._values: dict[Value, Value] = {}
         self._parts: dict[tuple[Table, Value, int], Value] = {}
-        self._traces: dict[Any, Any] = {}
         self._taken: set[Node | None] = {None}
         self._kept: dict[Node, Value] = {}
 
@@ -127,7 +123,7 @@ class _Builder(ProgramInliner):
             self.part(table, one, number) if one.shape else self.value(one)
             for one in node.inputs
         ]
-        return self._append(node, inputs, aval)
+        return self.append(node, inputs, aval)
 
     def _looked_up(self, table: Table, node: Node, read: Value) -> Value:
         params, out = node.params, node.outputs[0]
@@ -156,7 +152,7 @@ class _Builder(ProgramInliner):
             mask = lax.broadcast_in_dim(is_own, out.shape, kept)
             return lax.select(mask, rows, found)
 
-        found = self._call(
+        found = self.call(
             (node, "spread"), lambda: lax.full(out.shape, fill, out.dtype)
         )
         for number in range(self._num_blocks(table)):
@@ -164,7 +160,7 @@ class _Builder(ProgramInliner):
             start = self._start(table, number)
             args = found, block, indices, start
             # A single node: each block is a step of the program, which may be cut here.
-            found = self._call((node, "look up"), jax.jit(look_up), *args)
+            found = self.call((node, "look up"), jax.jit(look_up), *args)
         return found
 
     def _multiplied(self, table: Table, node: Node, read: Value) -> Value:
@@ -184,8 +180,8 @@ class _Builder(ProgramInliner):
             inputs = [*map(self.value, node.inputs)]
             inputs[side] = self.part(table, read, number)
             shape = self._part_shape(table, out, number, axis)
-            parts.append(self._append(node, inputs, out.aval.update(shape=shape)))
-        return self._call(
+            parts.append(self.append(node, inputs, out.aval.update(shape=shape)))
+        return self.call(
             (node, "concatenate"), lambda *xs: lax.concatenate(xs, axis), *parts
         )
 
@@ -200,16 +196,16 @@ class _Builder(ProgramInliner):
         for number in reversed(range(self._num_blocks(table))):
             inputs = [self.part(table, node.inputs[side], number)] * 2
             inputs[1 - side] = self._sliced(table, other, number, axis)
-            one = self._append(like, inputs, out.aval.update(dtype=dtype))
+            one = self.append(like, inputs, out.aval.update(dtype=dtype))
             if total is not None:
-                one = self._call((node, "add"), lax.add, total, one)
+                one = self.call((node, "add"), lax.add, total, one)
             total = one
             for value in beside:
                 self.part(table, value, number)
         assert total is not None, "a table has rows"
         if dtype == out.dtype:
             return total
-        return self._call(
+        return self.call(
             (node, "convert"), lambda x: lax.convert_element_type(x, out.dtype), total
         )
 
@@ -245,7 +241,7 @@ class _Builder(ProgramInliner):
             return lax.optimization_barrier((value, one))[0]
 
         args = self.value(product.inputs[1 - side]), self.value(product.inputs[side])
-        self._kept[product] = self._call((product, "keep"), jax.jit(keep), *args)
+        self._kept[product] = self.call((product, "keep"), jax.jit(keep), *args)
 
     # --- gradients -----------------------------------------------------------------
 
@@ -257,20 +253,20 @@ class _Builder(ProgramInliner):
         if is_spread(value):
             own = {**node.params, "shape": shape}
             like = Node(node.primitive, (), own, context=node.context)
-            return self._append(like, [self.value(node.inputs[0])], aval)
+            return self.append(like, [self.value(node.inputs[0])], aval)
         if node.name == "dot_general":
             side, own_axis = _side(node, axis)
             other = self._kept.get(node) or self.value(node.inputs[1 - side])
             inputs = [other, other]
             inputs[side] = self._sliced(table, node.inputs[side], number, own_axis)
-            return self._append(node, inputs, aval)
+            return self.append(node, inputs, aval)
         if node.name == "scatter-add":
             return self._scattered(table, node, number, axis)
         inputs = [
             self.part(table, one, number) if one.shape else self.value(one)
             for one in node.inputs
         ]
-        return self._append(node, inputs, aval)
+        return self.append(node, inputs, aval)
 
     def _scattered(self, table: Table, node: Node, number: int, axis: int) -> Value:
         params = node.params
@@ -293,7 +289,7 @@ class _Builder(ProgramInliner):
 
         operand, indices, updates = node.inputs
         args = self.part(table, operand, number), *map(self.value, (indices, updates))
-        return self._call(
+        return self.call(
             (node, "scatter"), jax.jit(scatter), *args, self._start(table, number)
         )
 
@@ -311,7 +307,7 @@ class _Builder(ProgramInliner):
             return lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
 
         key = "slice", axis, last - first
-        return self._call(key, slice_of, self.value(value), self._start(table, number))
+        return self.call(key, slice_of, self.value(value), self._start(table, number))
 
     def _num_blocks(self, table: Table) -> int:
         return len(self._bounds[table.leaf]) - 1
@@ -341,26 +337,6 @@ class _Builder(ProgramInliner):
         again.outputs = tuple(Value(one.aval, node=again) for one in node.outputs)
         self._values.update(zip(node.outputs, again.outputs, strict=True))
         self.nodes.append(again)
-
-    def _append(self, like: Node, inputs: Sequence[Value], aval: Any) -> Value:
-        node = Node(like.primitive, tuple(inputs), like.params, context=like.context)
-        node.outputs = (Value(aval, node=node),)
-        self.nodes.append(node)
-        return node.outputs[0]
-
-    def _call(self, key: Any, function: Callable[..., Any], *args: Value) -> Value:
-        """Appends the nodes of `function`, traced once for arguments of equal types."""
-        types = tuple(struct(value.aval, None) for value in args)
-        if (key, types) not in self._traces:
-            self._traces[key, types] = jax.make_jaxpr(function)(*types)
-        return self.inline(self._traces[key, types], args)[0]
-
-    def _equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
-        avals = [var.aval for var in eqn.outvars]
-        node = Node(eqn.primitive, tuple(inputs), eqn.params, context=eqn.ctx)
-        node.outputs = tuple(Value(aval, node=node) for aval in avals)
-        self.nodes.append(node)
-        return node.outputs
 
 
 def _can_take(
