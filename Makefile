@@ -16,7 +16,7 @@ LONG := mark\.long|family\(
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train big bigger test test-long test-long-all test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-object-store test-faults faults wheels test-wheels docs docs-check docs-links coverage lint clean
+.PHONY: help train big bigger policy test test-long test-long-all test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-object-store test-faults faults wheels test-wheels docs docs-check docs-links coverage lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ big: $(VENV)/installed  ## GPT-2 XL under a limit of 2 GiB: trained, killed, res
 
 bigger: $(VENV)/installed  ## 6.7 billion params under a limit of 6 GiB: trained, exported (54 GB)
 	$(BIN)/python scripts/bigger.py --store runs/bigger
+
+policy: $(VENV)/installed  ## 3.2 billion params in two towers under 2 GiB: trained, killed, resumed (46 GB)
+	$(BIN)/python scripts/two_tower.py --store runs/policy
 
 test: $(VENV)/installed  ## the test suite, on the installed package
 	$(BIN)/pytest -n auto --dist loadfile -m 'not faults and not hls and not cards and not long' \

@@ -1,4 +1,4 @@
-"""What `big.py` and `bigger.py` share: limits of memory and disk, the trainer's log."""
+"""What the programs of large models share: limits of memory and disk, logs."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""`make big` and `bigger`: the limits of memory and disk, runs of small models."""
+"""`make big`, `bigger`, `policy`: limits of memory and disk, runs of small models."""
 
 import resource
 import shutil
@@ -9,6 +9,7 @@ from pathlib import Path
 import big
 import bigger
 import pytest
+import two_tower
 from big_rig import UNTOUCHED_BYTES, Watcher, check_disk
 from jaxinf_models import MODELS, PRESETS, num_params
 
@@ -57,6 +58,12 @@ def test_the_bigger_model_has_6_7_billion_params():
     assert 54e9 < bigger.BYTES_A_PARAM * count < 54.5e9
 
 
+def test_the_policy_has_3_2_billion_params():
+    count = two_tower.num_params(two_tower.Options().sizes)
+    assert round(count / 1e9, 1) == 3.2
+    assert 39e9 < two_tower.BYTES_A_PARAM * count < 39.1e9
+
+
 def run(script, place, *words):
     command = [sys.executable, str(SCRIPTS / script), "--store", str(place), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -82,3 +89,14 @@ def test_a_small_model_of_few_bits_is_trained_and_exported(place):
     assert "trimmed " in said
     assert "\nexport   " in said
     assert "limit 6.00 GiB" in said
+
+
+@pytest.mark.long
+def test_a_small_policy_is_killed_and_its_average_exported(place):
+    words = ["--config", "small", "--memory", "20MiB", "--chunk-elements", "65536"]
+    said = run("two_tower.py", place, *words, "--kill-delay-s", "0.1")
+    assert "table in 32 blocks of 512 rows" in said
+    assert "committed: " in said
+    assert ", clean" in said
+    assert " of average" in said
+    assert "limit 2.00 GiB" in said
