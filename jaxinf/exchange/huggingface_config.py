@@ -28,6 +28,7 @@ __all__ = ["Architecture", "read_config", "write_config"]
 _EXTRA = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 _LABELS = ("id2label", "label2id")
+_READ_LAST = ("gpt2", "llama")
 Fields = dict[str, Any]
 
 _COUNT = Whole(0, 2**31)
@@ -493,6 +494,8 @@ def write_config(
     kind = _model_type(architecture.model, fields)
     if (kind, architecture.model_type) == ("llama", "mistral"):
         kind = "mistral"  # without a window it computes what Llama does
+    if task == "classification" and architecture.model in _READ_LAST:
+        extra |= _padding(extra)
     if len(extra.get("id2label") or ()) != fields.get("num_labels"):
         extra = {k: v for k, v in extra.items() if k not in _LABELS}
     table = _CONFIGS[kind]
@@ -505,6 +508,18 @@ def write_config(
         **extra,
         "torch_dtype": dtype,
     }
+
+
+def _padding(extra: Mapping[str, Any]) -> Fields:
+    """Returns the padding of a classifier that reads the last token before it.
+
+    `transformers` refuses a batch without one. Where a model has none, its end is used,
+    as the trainer does.
+    """
+    end = extra.get("eos_token_id")
+    end = end[0] if isinstance(end, list) and end else end
+    pad = extra.get("pad_token_id")
+    return {} if end is None or pad is not None else {"pad_token_id": end}
 
 
 def _model_type(model: str, fields: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ import pytest
 from document_changes import changes
 
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.huggingface_config import read_config
+from jaxinf.exchange.huggingface_config import read_config, write_config
 
 _LLAMA = {
     "vocab_size": 300,
@@ -88,3 +88,20 @@ def test_every_change(model_type):
             assert {((key,), "made bool"), ((key,), "made str")} <= refused, key
         if type(value) is int:
             assert ((key,), "made -1") in refused, key
+
+
+@pytest.mark.parametrize(
+    ("extra", "task", "expected"),
+    [
+        ({"eos_token_id": 9}, "classification", 9),
+        ({"eos_token_id": [9, 8]}, "classification", 9),
+        ({"eos_token_id": 9, "pad_token_id": 7}, "classification", 7),
+        ({"eos_token_id": 9}, "causal-lm", None),
+        ({}, "classification", None),
+    ],
+)
+def test_a_classifier_that_reads_the_last_token_says_its_padding(extra, task, expected):
+    document = {"model_type": "gpt2", "vocab_size": 16, "n_positions": 8}
+    document |= {"n_layer": 1, "n_head": 2, "n_embd": 8, **extra}
+    found = read_config(document, where="config.json")
+    assert write_config(found, task, "float32").get("pad_token_id") == expected

@@ -152,11 +152,12 @@ def _example_of(
         parts = tuple(Part(_text(record, fields, n)) for n in (text_field, _PAIR))
         label = _label(record.where, {"label": None, **fields})
         return Example(record.where, "labelled", parts, label, has_text_field=True)
-    parts = (Part(_text(record, fields, text_field), has_end=True),)
+    text = _text(record, fields, text_field)
     if "label" not in fields:
+        parts = (Part(text, has_end=True),)
         return Example(record.where, "text", parts, has_text_field=True)
     label = _label(record.where, fields)
-    return Example(record.where, "labelled", parts, label, has_text_field=True)
+    return Example(record.where, "labelled", (Part(text),), label, has_text_field=True)
 
 
 def _dialogue_fields(fields: Mapping[str, Any]) -> set[str]:

@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.examples import Example
-from jaxinf.train.data.tokenizers import FileTokenizer, PairForm, Text, Tokenizer
+from jaxinf.train.data.tokenizers import FileTokenizer, Text, TextForm, Tokenizer
 from jaxinf.typing import Array
 
-__all__ = ["Encoded", "Sequences", "encode_examples", "join", "join_pair"]
+__all__ = ["Encoded", "Sequences", "encode_examples", "join", "join_texts"]
 
 _EXAMPLES_AT_ONCE = 1024
 
@@ -235,27 +235,28 @@ def join(parts: Sequence[Encoded], label: int | None) -> Encoded:
     return Encoded(parts[0].where, tokens, is_learned, -1 if label is None else label)
 
 
-def join_pair(
-    first: Encoded, second: Encoded, form: PairForm, label: int, seq_len: int
+def join_texts(
+    texts: Sequence[Encoded], form: TextForm, label: int, seq_len: int
 ) -> Encoded:
-    """Joins two texts in a form; of what is too long, the longer text is cut first.
+    """Joins texts in a form; of what is too long, the longer text is cut first.
 
     Args:
-      first, second: the texts, without special tokens.
+      texts: one or two, without special tokens.
       form: special tokens around them, and their types.
       label: the label.
-      seq_len: most tokens of the result; at least `form.num_special` + 2.
+      seq_len: most tokens of the result; at least one more than `form.num_special` for
+        each text.
     """
     room = seq_len - form.num_special
-    sizes = [first.tokens.size, second.tokens.size]
-    if sum(sizes) > room:
+    sizes = [text.tokens.size for text in texts]
+    if len(sizes) == 2 and sum(sizes) > room:
         short = min(sizes)
         short = short if 2 * short <= room else room // 2
         is_second_short = sizes[1] < sizes[0]
         sizes = [room - short, short] if is_second_short else [short, room - short]
-    parts = [first.tokens[: sizes[0]], second.tokens[: sizes[1]]]
+    parts = [text.tokens[: min(n, room)] for text, n in zip(texts, sizes, strict=True)]
     tokens, types = form.join(*parts)
     return Encoded(
-        *(first.where, tokens, np.broadcast_to(np.True_, tokens.shape), label),
+        *(texts[0].where, tokens, np.broadcast_to(np.True_, tokens.shape), label),
         token_types=types,
     )

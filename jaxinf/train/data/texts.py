@@ -4,6 +4,7 @@ Invariant: all texts of a run are of one kind, which suits its task.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -33,10 +34,10 @@ from jaxinf.train.data.sequences import (
     Sequences,
     encode_examples,
     join,
-    join_pair,
+    join_texts,
 )
 from jaxinf.train.data.splits import by_split, held_out_split
-from jaxinf.train.data.tokenizers import PairForm, open_tokenizer
+from jaxinf.train.data.tokenizers import TextForm, open_tokenizer
 from jaxinf.typing import Array
 
 __all__ = ["load_texts"]
@@ -112,7 +113,7 @@ class _TextLoader(contextlib.ExitStack):
         self._has_field = False
         self._num_json = 0
         self._is_paired = False
-        self._form: PairForm | None = None
+        self._form: TextForm | None = None
         self._num_token_types = num_token_types
 
     def load(self) -> TrainingData:
@@ -172,7 +173,7 @@ class _TextLoader(contextlib.ExitStack):
                 f"{len(files)} file(s) without a record"
             )
         self._seq_len = self._seq_len or self._usual_length(encoded)
-        if self._is_paired:
+        if self._kind == "labelled":
             return [Sequences.of(self._joined(encoded))]
         encoded = self._fitting(encoded, flag)
         if self._task != "seq2seq":
@@ -248,8 +249,8 @@ class _TextLoader(contextlib.ExitStack):
     def _usual_length(self, encoded: Sequence[tuple[Encoded, ...]]) -> int:
         """Returns the tokens of the longest example, within limits."""
         sizes = [part.tokens.size for parts in encoded for part in parts]
-        if self._is_paired:
-            special = self._pair_form().num_special
+        if self._kind == "labelled":
+            special = self._text_form().num_special
             sizes = [special + sum(p.tokens.size for p in parts) for parts in encoded]
         longest = -(-max(sizes) // _ROUNDED_TO) * _ROUNDED_TO
         if self._kind == "text":  # the part that is held out must have rows, too
@@ -257,16 +258,18 @@ class _TextLoader(contextlib.ExitStack):
             longest = min(longest, held // 2)
         return max(2, min(longest, self._most_usual_tokens))
 
-    def _pair_form(self) -> PairForm:
-        """Returns the form of pairs for this model.
+    def _text_form(self) -> TextForm:
+        """Returns the form of one text, or of pairs, for this model.
 
         Raises:
           DataError: the tokenizer has none, or more types than the model.
         """
         tokenizer, most = self._tokenizer, self._num_token_types
+        if not self._is_paired:
+            return dataclasses.replace(tokenizer.form(1), is_typed=False)
         if not most:
-            return PairForm.one_after_the_other(tokenizer.end)
-        form = self._form = self._form or tokenizer.pair_form()
+            return TextForm.one_after_the_other(tokenizer.end)
+        form = self._form = self._form or tokenizer.form(2)
         largest = max(*form.text_types, *(t for types in form.types for t in types))
         if largest >= most:
             raise DataError(
@@ -276,24 +279,24 @@ class _TextLoader(contextlib.ExitStack):
         return form
 
     def _joined(self, encoded: Sequence[tuple[Encoded, ...]]) -> list[Encoded]:
-        form, seq_len = self._pair_form(), self._seq_len
-        if seq_len < form.num_special + 2:
+        form, seq_len = self._text_form(), self._seq_len
+        num_texts = len(form.ids) - 1
+        if seq_len < form.num_special + num_texts:
+            what = ("a text", "two texts")[self._is_paired]
             raise DataError(
-                f"--seq-len: expected at least {form.num_special + 2} tokens, for two "
-                f"texts and what is between them, got {seq_len}"
+                f"--seq-len: expected at least {form.num_special + num_texts} tokens, "
+                f"for {what} and its special tokens, got {seq_len}"
             )
-        joined = [
-            join_pair(first, second, form, first.label, seq_len)
-            for first, second in encoded
-        ]
         whole = (sum(p.tokens.size for p in parts) for parts in encoded)
         num_cut = sum(n + form.num_special > seq_len for n in whole)
-        if num_cut:
+        if num_cut and self._is_paired:
             self._notes.append(
                 f"{num_cut:,} pairs of texts are longer than --seq-len {seq_len}; the "
                 "longer text of each is cut first"
             )
-        return joined
+        elif num_cut:
+            self._note_cut(num_cut, 0)
+        return [join_texts(parts, form, parts[0].label, seq_len) for parts in encoded]
 
     def _fitting(
         self, encoded: list[tuple[Encoded, ...]], flag: str

@@ -5,6 +5,7 @@ Invariant: a tokenizer is immutable, and its fingerprint decides its ids.
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -19,7 +20,7 @@ from jaxinf.train.data.errors import DataError, optional_import, refusing
 from jaxinf.typing import Array
 
 __all__ = [
-    "ByteTokenizer", "FileTokenizer", "PairForm", "Text", "Tokenizer",
+    "ByteTokenizer", "FileTokenizer", "Text", "TextForm", "Tokenizer",
     "open_tokenizer", "tokenizer_in",
 ]  # fmt: skip
 
@@ -38,43 +39,46 @@ _PADS = ("[PAD]", "<pad>", "<|finetune_right_pad_id|>")
 
 
 @dataclasses.dataclass(frozen=True)
-class PairForm:
-    """Special tokens around two texts, and the types of all tokens.
+class TextForm:
+    """Special tokens around one text or two, and the types of all tokens.
 
     Attributes:
-      ids: special tokens before the first text, between the two, after the second.
+      ids: special tokens before the first text, and after each.
       types: a type for each of those.
-      text_types: the types of the two texts.
+      text_types: the types of the texts.
       is_typed: whether the model takes types.
     """
 
     ids: tuple[tuple[int, ...], ...]
     types: tuple[tuple[int, ...], ...]
-    text_types: tuple[int, int] = (0, 1)
+    text_types: tuple[int, ...] = (0, 1)
     is_typed: bool = True
 
     @classmethod
-    def one_after_the_other(cls, end: int | None) -> "PairForm":
+    def one_after_the_other(cls, end: int | None) -> "TextForm":
         """The texts and an end, for a model that takes no types."""
         ends = () if end is None else (end,)
         return cls(((), (), ends), ((), (), (1,) * len(ends)), is_typed=False)
 
     @property
     def num_special(self) -> int:
-        """Special tokens of a pair."""
+        """Special tokens of an example."""
         return sum(map(len, self.ids))
 
-    def join(self, first: Array, second: Array) -> tuple[Array, Array | None]:
-        """Returns the tokens of a pair, and their types, uint8, if there are any."""
-        before, between, after = (np.array(ids, first.dtype) for ids in self.ids)
-        tokens = np.concatenate([before, first, between, second, after])
+    def join(self, *texts: Array) -> tuple[Array, Array | None]:
+        """Returns the tokens of texts, and their types, uint8, if there are any."""
+        first, *others = (np.array(ids, texts[0].dtype) for ids in self.ids)
+        tokens = [first, *itertools.chain(*zip(texts, others, strict=True))]
         if not self.is_typed:
-            return tokens, None
-        texts = [
-            [t] * x.size for t, x in zip(self.text_types, (first, second), strict=True)
+            return np.concatenate(tokens), None
+        own = ([t] * x.size for t, x in zip(self.text_types, texts, strict=True))
+        types = [
+            self.types[0],
+            *itertools.chain(*zip(own, self.types[1:], strict=True)),
         ]
-        types = [self.types[0], texts[0], self.types[1], texts[1], self.types[2]]
-        return tokens, np.concatenate([np.array(t, np.uint8) for t in types])
+        return np.concatenate(tokens), np.concatenate(
+            [np.array(some, np.uint8) for some in types]
+        )
 
 
 class Tokenizer(Protocol):
@@ -108,8 +112,8 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def pair_form(self) -> PairForm:
-        """Returns the form of two texts for a model with token types.
+    def form(self, num_texts: int) -> TextForm:
+        """Returns the form of one text, or of two for a model with token types.
 
         Raises:
           DataError: the tokenizer has no such form.
@@ -138,9 +142,11 @@ class ByteTokenizer:
         """See `Tokenizer`."""
         return [np.frombuffer(_as_bytes(*text), np.uint8) for text in texts]
 
-    def pair_form(self) -> PairForm:
+    def form(self, num_texts: int) -> TextForm:
         """See `Tokenizer`: an end after each text."""
-        return PairForm(((), (0,), (0,)), ((), (0,), (1,)))
+        count = 1 + num_texts
+        types = tuple(range(num_texts))
+        return TextForm(((), (0,), (0,))[:count], ((), (0,), (1,))[:count], types)
 
     def decode(self, ids: Array) -> bytes:
         """See `Tokenizer`. Ids above 255, from an untrained model, become 0xFF."""
@@ -230,26 +236,25 @@ class FileTokenizer:
             for e in encodings
         ]
 
-    def pair_form(self) -> PairForm:
-        """See `Tokenizer`: what its post-processor puts around a pair."""
-        what = f"--tokenizer {self.name}: expected a form of pairs of texts"
+    def form(self, num_texts: int) -> TextForm:
+        """See `Tokenizer`: what its post-processor puts around the texts."""
+        what = f"--tokenizer {self.name}: expected a form of {num_texts} texts"
         with refusing(what):
-            found = self._tokenizer.encode("a", "b")
+            found = self._tokenizer.encode(*("a", "b")[:num_texts])
         places = found.sequence_ids
-        if not {0, 1} <= set(places) or places.index(0) > places.index(1):
+        is_there = set(range(num_texts)) <= set(places)
+        if not is_there or places.index(0) > places.index(num_texts - 1):
             raise DataError(f"{what}, the first text first, found none")
-        ids: list[list[int]] = [[], [], []]
-        types: list[list[int]] = [[], [], []]
-        texts, at = [0, 1], 0
+        ids: list[list[int]] = [[] for _ in range(1 + num_texts)]
+        types: list[list[int]] = [[] for _ in range(1 + num_texts)]
+        texts, at = [*range(num_texts)], 0
         for token, kind, text in zip(found.ids, found.type_ids, places, strict=True):
             if text is not None:
                 texts[text], at = kind, text + 1
             else:
                 ids[at].append(token)
                 types[at].append(kind)
-        return PairForm(
-            tuple(map(tuple, ids)), tuple(map(tuple, types)), (texts[0], texts[1])
-        )
+        return TextForm(tuple(map(tuple, ids)), tuple(map(tuple, types)), tuple(texts))
 
     def decode(self, ids: Array) -> bytes:
         """See `Tokenizer`."""

@@ -360,6 +360,12 @@ def test_pairs_are_as_their_tokenizer_has_them(load, write, tmp_path, sizes):
     used = row["segments"].astype(bool)
     assert row["tokens"][used].tolist() == expected.ids
     assert row["token_types"][used].tolist() == expected.type_ids
+    single = write("b.jsonl", [{"text": texts[0], "label": 1}] * 2)
+    row, _ = pair(load, single, **options | {"seq_len": 8})
+    whole.enable_truncation(8)
+    used = row["segments"].astype(bool)
+    assert row["tokens"][used].tolist() == whole.encode(texts[0]).ids
+    assert "token_types" not in row
     with pytest.raises(DataError, match="expected token types below 1, as the model"):
         pair(load, records, **options | {"num_token_types": 1})
     with pytest.raises(DataError, match="--seq-len: expected at least 5 tokens"):
