@@ -9,17 +9,14 @@ finished runs are skipped.
 """
 
 import argparse
-import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from jaxinf.train.data.files import standard_library_files
+from finetune_tasks import functions
 
 PACKAGES = ("asyncio", "email", "json", "tkinter")
 RUNS: dict[str, tuple[str, ...]] = {
@@ -40,21 +37,6 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 
 
-def functions() -> Iterator[tuple[str, str, str | None]]:
-    """Package, source and docstring of each function of the standard library."""
-    for path in standard_library_files():
-        source = path.read_bytes()
-        try:
-            tree = ast.parse(source)
-        except (SyntaxError, ValueError):  # test data with errors on purpose
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                text = ast.get_source_segment(source.decode("utf-8", "replace"), node)
-                if text:
-                    yield path.parent.name, text, ast.get_docstring(node)
-
-
 def make_data(place: Path) -> None:
     """Writes the data of all runs, unless it is there."""
     from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
@@ -63,8 +45,9 @@ def make_data(place: Path) -> None:
         return
     place.mkdir(parents=True, exist_ok=True)
     pairs, classes = [], []
-    for package, source, doc in functions():
-        head, line = source.splitlines()[0], (doc or "").partition("\n")[0]
+    for function in functions():
+        package, source = function.package, function.text
+        head, line = source.splitlines()[0], function.doc.strip().partition("\n")[0]
         if line and len(head) < 64 and len(line) < 64:
             pairs.append({"prompt": head + "\n", "response": line})
         if package in PACKAGES:

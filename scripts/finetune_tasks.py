@@ -1,0 +1,303 @@
+"""Four tasks for fine-tuning, from the sources of Python's standard library.
+
+    package    which of eight packages is this piece of a function from
+    continues  do these lines follow those, or are they of another function of the file
+    docstring  does this docstring describe this function, or another one
+    order      are these two neighbouring statements in their order
+
+The first and the last have one text, the others two. Examples are divided by file: no
+function is on both sides, and no example occurs twice. The same Python makes the same
+files. `pretraining.txt` is the text of the files for training alone.
+
+    python scripts/finetune_tasks.py runs/tasks
+    python scripts/finetune_tasks.py runs/tasks --baselines
+"""
+
+import argparse
+import ast
+import hashlib
+import itertools
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxinf.train.data.files import standard_library_files
+
+TASKS = ("package", "continues", "docstring", "order")
+PAIRS = ("continues", "docstring")
+PACKAGES = ("asyncio", "email", "idlelib", "importlib")
+PACKAGES += ("multiprocessing", "tkinter", "unittest", "xml")
+
+SEQ_LEN = 128  # bytes of an example, with the ends of two texts
+_ROOM = SEQ_LEN // 2 - 1
+_HELD_OUT = 0.2  # of the files
+_MOST = {"train": 12_000, "validation": 4_000}
+_LEAST_LINES = 6
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of the library.
+
+    Attributes:
+      file: its module's path in the library.
+      text: its source, from `def` on, as it is in the file.
+      doc: its docstring, as in the file; empty if it has none.
+      code: its source without the docstring, not indented.
+      neighbours: pairs of neighbouring simple statements in it.
+    """
+
+    file: str
+    text: str
+    doc: str
+    code: str
+    neighbours: tuple[tuple[str, str], ...]
+
+    @property
+    def package(self) -> str:
+        """The folder that its module is in."""
+        return Path(self.file).parent.name
+
+
+def functions() -> Iterator[Function]:
+    """Yields the functions of the standard library, file by file."""
+    files = standard_library_files()
+    root = files[0].parents[0]
+    while not all(path.is_relative_to(root) for path in files):
+        root = root.parent
+    for path in files:
+        source = path.read_bytes()
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError):  # test data with errors on purpose
+            continue
+        lines = source.splitlines()
+        name = path.relative_to(root).as_posix()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                yield _function(name, lines, node)
+
+
+def _function(name: str, lines: Sequence[bytes], node: ast.FunctionDef) -> Function:
+    doc = ast.get_docstring(node, clean=False) or ""
+    own = _lines(lines, node)
+    if doc:
+        first = node.body[0]
+        start, end = first.lineno - node.lineno, (first.end_lineno or 0) - node.lineno
+        code = [*own[:start], *own[end + 1 :]]
+    else:
+        code = own
+    statements = [one for one in ast.walk(node) if isinstance(one, ast.stmt)]
+    pairs = []
+    for block in statements:
+        for body in ("body", "orelse", "finalbody"):
+            inside = getattr(block, body, ())
+            pairs += itertools.pairwise(inside)
+    return Function(
+        file=name,
+        text="\n".join(own).lstrip(),
+        doc=doc,
+        code=textwrap.dedent("\n".join(code)),
+        neighbours=tuple(
+            (_plain(lines, one), _plain(lines, other))
+            for one, other in pairs
+            if isinstance(one, _SIMPLE) and isinstance(other, _SIMPLE)
+        ),
+    )
+
+
+_SIMPLE = (ast.Assign, ast.AugAssign, ast.Expr, ast.Return, ast.Raise, ast.Delete)
+
+
+def _lines(lines: Sequence[bytes], node: ast.stmt) -> list[str]:
+    found = lines[node.lineno - 1 : node.end_lineno]
+    return [line.decode("ascii", "ignore") for line in found]
+
+
+def _plain(lines: Sequence[bytes], node: ast.stmt) -> str:
+    return textwrap.dedent("\n".join(_lines(lines, node))).strip()
+
+
+def _hash(*parts: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big")
+
+
+def side_of(file: str) -> str:
+    """Returns whether a file is for training or for validation."""
+    return "validation" if _hash(file) < _HELD_OUT * 2**64 else "train"
+
+
+# --- the tasks ---------------------------------------------------------------------
+
+
+def _packages(found: Sequence[Function]) -> Iterator[Record]:
+    for one in found:
+        if one.package in PACKAGES:
+            for piece in _pieces(one.code.splitlines()):
+                label = PACKAGES.index(one.package)
+                yield {"text": piece, "label": label, "file": one.file}
+
+
+def _pieces(lines: Iterable[str]) -> Iterator[str]:
+    """Yields whole lines, as many as fit."""
+    piece = ""
+    for line in lines:
+        if piece and len(piece) + len(line) >= SEQ_LEN:
+            yield piece[: SEQ_LEN - 1]
+            piece = ""
+        piece += line + "\n"
+    if len(piece) > _ROOM:
+        yield piece[: SEQ_LEN - 1]
+
+
+def _continuations(found: Sequence[Function]) -> Iterator[Record]:
+    halves: dict[str, list[tuple[Function, str, str]]] = {}
+    for one in found:
+        lines = one.code.splitlines()
+        if len(lines) < _LEAST_LINES:
+            continue
+        for cut in range(_LEAST_LINES // 2, len(lines) - 2, _LEAST_LINES):
+            before, after = "\n".join(lines[:cut]), "\n".join(lines[cut:])
+            half = one, before[-_ROOM:], after[:_ROOM]
+            halves.setdefault(one.file, []).append(half)
+    for file, own in halves.items():
+        for number, (one, before, after) in enumerate(own):
+            others = [half for half in own if half[0] is not one]
+            if others:
+                other = others[_hash(file, number) % len(others)][2]
+                yield {"text": before, "text_pair": after, "label": 1, "file": file}
+                yield {"text": before, "text_pair": other, "label": 0, "file": file}
+
+
+def _descriptions(found: Sequence[Function]) -> Iterator[Record]:
+    told = [(one, " ".join(one.doc.split())[:_ROOM]) for one in found if one.doc]
+    sides = {side: [t for t in told if side_of(t[0].file) == side] for side in _MOST}
+    for number, (one, doc) in enumerate(told):
+        code, others = one.code[:_ROOM], sides[side_of(one.file)]
+        other = others[_hash(one.file, number) % len(others)][1]
+        for text, label in ((doc, 1), (other, 0)):
+            record = {"text": text, "text_pair": code, "label": label}
+            yield record | {"file": one.file}
+
+
+def _orders(found: Sequence[Function]) -> Iterator[Record]:
+    for one in found:
+        for first, second in one.neighbours:
+            if first != second and len(first) + len(second) < SEQ_LEN - 1:
+                label = _hash(first, second) % 2
+                pair = (first, second) if label else (second, first)
+                yield {"text": "\n".join(pair), "label": label, "file": one.file}
+
+
+_MADE: dict[str, Callable[[Sequence[Function]], Iterator[Record]]] = dict(
+    zip(TASKS, (_packages, _continuations, _descriptions, _orders), strict=True)
+)
+
+
+def key_of(record: Record) -> bytes:
+    """Returns an example's bytes as the model reads them, without padding."""
+    texts = [record[name] for name in ("text", "text_pair") if name in record]
+    return b"".join(text.encode() + b"\0" for text in texts)
+
+
+def examples(found: Sequence[Function], task: str) -> dict[str, list[Record]]:
+    """Returns the examples of a task by side, each of them once."""
+    by_side: dict[str, dict[bytes, Record]] = {side: {} for side in _MOST}
+    seen: dict[bytes, int] = {}
+    for record in _MADE[task](found):
+        key = key_of(record)
+        seen[key] = seen.get(key, 0) + 1
+        by_side[side_of(record["file"])].setdefault(key, record)
+    return {
+        side: [
+            record
+            for key, record in sorted(own.items(), key=lambda pair: _hash(pair[0]))
+            if seen[key] == 1
+        ][: _MOST[side]]
+        for side, own in by_side.items()
+    }
+
+
+def make(place: Path, most: int | None = None) -> None:
+    """Writes the tasks and the text for pretraining, unless they are there.
+
+    Args:
+      place: a folder, which may be new.
+      most: examples of each side of a task; by default 12,000 and 4,000.
+    """
+    if (place / "pretraining.txt").exists():
+        return
+    place.mkdir(parents=True, exist_ok=True)
+    found = list(functions())
+    for task in TASKS:
+        for side, records in examples(found, task).items():
+            lines = [json.dumps(record) + "\n" for record in records[:most]]
+            (place / f"{task}-{side}.jsonl").write_text("".join(lines))
+    text = [one.text for one in found if side_of(one.file) == "train"]
+    (place / "pretraining.txt").write_text("\n\n".join(text))
+
+
+def read_task(place: Path, task: str, side: str) -> list[Record]:
+    """Returns the examples of a side of a task that `make` wrote."""
+    lines = (place / f"{task}-{side}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+# --- baselines ---------------------------------------------------------------------
+
+
+def baselines(place: Path, task: str) -> tuple[float, float]:
+    """Returns accuracies in percent: of the largest class, and of a linear model.
+
+    The linear model is a logistic regression on the n-grams of 1 to 4 bytes; of a pair,
+    on those of each text and on those that both have.
+    """
+    from scipy.sparse import hstack  # pyright: ignore[reportMissingImports]
+    from sklearn.feature_extraction.text import HashingVectorizer
+    from sklearn.linear_model import LogisticRegression
+
+    grams = HashingVectorizer(analyzer="char", ngram_range=(1, 4), n_features=1 << 16)
+
+    def features(records: Sequence[Record]) -> Any:
+        first: Any = grams.transform([one["text"] for one in records])
+        if task not in PAIRS:
+            return first
+        second = grams.transform([one["text_pair"] for one in records])
+        return hstack([first, second, first.multiply(second)]).tocsr()
+
+    train, held = (read_task(place, task, side) for side in _MOST)
+    labels, wanted = (np.array([r["label"] for r in rs]) for rs in (train, held))
+    linear = LogisticRegression(C=10.0, max_iter=100).fit(features(train), labels)
+    right = linear.predict(features(held)) == wanted
+    largest = np.bincount(labels).argmax()
+    return 100 * float(np.mean(wanted == largest)), 100 * float(right.mean())
+
+
+def main() -> None:
+    """Writes the tasks; says their sizes and baselines."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("place", type=Path)
+    parser.add_argument("--most", type=int, help="examples of each side of a task")
+    parser.add_argument("--baselines", action="store_true")
+    arguments = parser.parse_args()
+    make(arguments.place, arguments.most)
+    for task in TASKS:
+        sizes = [len(read_task(arguments.place, task, side)) for side in _MOST]
+        files = {r["file"] for r in read_task(arguments.place, task, "validation")}
+        line = f"{task}: {sizes[0]} to train on, {sizes[1]} of {len(files)} files held"
+        if arguments.baselines:
+            majority, linear = baselines(arguments.place, task)
+            line += f"; largest class {majority:.1f} %, linear {linear:.1f} %"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
