@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -9,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import rows_run
 from rows_run import (
+    AVERAGE,
     LITTLE,
     NUM_FEATURES,
     NUM_ROWS,
@@ -29,6 +33,7 @@ from jaxinf.streaming.plan.plan import prepare_function
 from jaxinf.streaming.program.tables import find_tables
 
 MUCH = "96MiB"
+KILLS = [("init", 2), ("update", 3), ("update", 9)]
 
 
 @pytest.fixture
@@ -145,6 +150,24 @@ def test_a_step_that_fails_in_a_table_is_made_again(trained, monkeypatch):
             trained("store", LITTLE, 1, params)
     again, _, other = trained("store", LITTLE, 1, params)
     assert again == losses[1:]
+    assert_same_bits(other, held)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("where", "number"), KILLS)
+def test_a_run_that_is_killed_in_a_table_goes_on_with_the_same_bits(
+    where, number, trained, tmp_path
+):
+    params, options = params_of(), {"average": AVERAGE}
+    losses, _, held = trained("plain", LITTLE, 2, params, **options)
+    command = [sys.executable, rows_run.__file__, tmp_path / "store", where, number]
+    killed = subprocess.run([*map(str, command)], capture_output=True, check=False)
+    assert killed.returncode == -9, killed.stderr.decode()
+    num_left = 2 if where == "init" else 1
+    again, plan, other = trained("store", LITTLE, num_left, params, **options)
+    assert plan.tables
+    assert any("average" in name for name in map(str, held))
+    assert again == losses[-num_left:]
     assert_same_bits(other, held)
 
 
