@@ -48,7 +48,7 @@ big: $(VENV)/installed  ## GPT-2 XL under a limit of 2 GiB: trained, killed, res
 bigger: $(VENV)/installed  ## 6.7 billion params under a limit of 6 GiB: trained, exported (54 GB)
 	$(BIN)/python scripts/bigger.py --store runs/bigger
 
-policy: $(VENV)/installed  ## 3.2 billion params in two towers under 2 GiB: trained, killed, resumed (46 GB)
+policy: $(VENV)/installed  ## 3.2 billion params in two towers under 2 GiB: trained, killed, resumed (52 GB)
 	$(BIN)/python scripts/two_tower.py --store runs/policy
 
 test: $(VENV)/installed  ## the test suite, on the installed package
