@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -110,6 +111,21 @@ def test_steps_have_the_same_bits_however_they_run(params, options, trained):
     more, plan, other = trained("store", MUCH, 2, params, **options)
     assert plan.tables
     assert first + more == losses
+    assert_same_bits(other, held)
+
+
+@pytest.mark.long
+def test_a_device_that_updates_blocks_has_the_bits_of_the_host(trained, tmp_path):
+    """With equal cuts: the device's room is taken off the memory that they are for."""
+    params = params_of()
+    losses, plan, held = trained("device", "40MiB", 2, params, device_updates=2)
+    assert plan.tables
+    trained("plain", MUCH, 0, params)
+    plans = (tmp_path / name / "stream" for name in ("device", "plain"))
+    shutil.copytree(*plans, dirs_exist_ok=True)
+    found, plan, other = trained("plain", MUCH, 2, params)
+    assert plan.tables
+    assert found == losses
     assert_same_bits(other, held)
 
 
