@@ -51,6 +51,7 @@ def stream(
     endurance_tbw: float | None = None,
     deterministic: bool = True,
     device_updates: DeviceUpdates = None,
+    state_tiers: Mapping[str, int | str] | None = None,
 ) -> StreamedStep:
     """Makes a training step for a model that need not fit in memory.
 
@@ -116,6 +117,7 @@ def stream(
         can, 0 for none, ``"auto"`` for as many as save time, as was measured. Their
         copies take a fixed part of the device's memory. By default as in the store's
         last step, and none in a new store (docs/streaming.md, "Updates on the device").
+      state_tiers: With a path as `store`, the `tiers` of `jaxinf.open_store`.
 
     Returns:
       The step: `StreamedStep.init` or `StreamedStep.load` first, then call it.
@@ -141,7 +143,7 @@ def stream(
         deterministic=deterministic,
         device_updates=device_updates,
     )
-    owned = _opened(store, options)
+    owned = _opened(store, options, state_tiers)
     check_compression(compress, owned)
     is_compressed = compress is not None
     check_device_updates(device_updates, owned, is_compressed=is_compressed)
@@ -238,10 +240,22 @@ def _setup_on(store: Store, options: Options) -> Setup:
     return Setup(options, Together(store._training))
 
 
-def _opened(store: Store | PathLikeStr, options: Options) -> Store:
+def _opened(
+    store: Store | PathLikeStr,
+    options: Options,
+    tiers: Mapping[str, int | str] | None = None,
+) -> Store:
     if isinstance(store, Store):
+        if tiers is not None:
+            raise ValueError(
+                f"state_tiers={tiers!r}: expected with a path, found the open store "
+                f"{store.path}; give tiers to jaxinf.open_store"
+            )
         return store
-    return open_store(store, memory_bytes=store_memory_bytes(options.memory_bytes))
+    num_bytes = store_memory_bytes(options.memory_bytes)
+    if tiers and "host" in tiers:  # a part of the budget, which is of steps later
+        num_bytes += given_bytes('tiers["host"]', tiers["host"], least=0)
+    return open_store(store, memory_bytes=num_bytes, tiers=tiers)
 
 
 def _options(

@@ -519,6 +519,15 @@ def test_another_tier_writes_what_stayed(opened, own_device):
     assert_same(step, states(plain.store))
 
 
+def test_a_path_is_opened_with_tiers(opened, place):
+    path, tiers = place / "path", {"host": "64MiB"}
+    with jaxinf.stream(loss, TX, path, memory_bytes="1GiB", state_tiers=tiers) as step:
+        step.load(params_of())
+        assert len(step.store._training.opened.host_tier) == 4
+        with pytest.raises(ValueError, match=r"state_tiers=.*expected with a path"):
+            jaxinf.stream(loss, TX, step.store, memory_bytes="1GiB", state_tiers=tiers)
+
+
 def test_tiers_of_the_device_that_are_refused(opened, place, own_device, monkeypatch):
     with monkeypatch.context() as on_cpu:
         on_cpu.setattr(memory, "device_is_host", lambda device: True)
