@@ -347,7 +347,8 @@ class _Run:
     def _one_step(
         self, train_step: TrainStep, batch: Batch, recorder: Recorder
     ) -> None:
-        position = self._identity.position(self.step + 1, batch)
+        shard = self._batches.shard
+        position = self._identity.position(self.step + 1, batch, shard)
         self._backend.announce(self._state, position)
         try:
             with self._timer.step(self.step + 1):

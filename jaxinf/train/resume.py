@@ -54,13 +54,22 @@ class Identity:
         self._data = data.identity
         self._version = importlib.metadata.version(_LOADER)
 
-    def position(self, step: int, batch: Batch) -> dict[str, JsonValue]:
-        """Returns the payload of the commit of batch `step` (1 is the first)."""
+    def position(
+        self, step: int, batch: Batch, shard: tuple[int, int]
+    ) -> dict[str, JsonValue]:
+        """Returns the payload of the commit of batch `step` (1 is the first).
+
+        Args:
+          step: its number.
+          batch: this process's part of it.
+          shard: as `Batches.shard`.
+        """
         loader: dict[str, JsonValue] = {
             "name": _LOADER,
             "version": self._version,
             "state": Batches.position_of(step),
             "batch_crc32c": batch_checksum(batch),
+            "shard": list(shard),
         }
         return {
             "made_by": _MADE_BY,
@@ -122,8 +131,12 @@ class Identity:
     def _check_batch(self, held: Mapping[str, Any], batches: Batches) -> None:
         """Checks that the loader makes the same batch from the same data."""
         step, loader = held["step"], held["loader"]
-        if batch_checksum(batches[step - 1]) == loader["batch_crc32c"]:
-            return
+        # Of another division than this one if the run was among other processes.
+        number, count = loader.get("shard", batches.shard)
+        if 0 <= number < count and self._batch_size % count == 0:
+            part = batches.shared(step - 1, (number, count))
+            if batch_checksum(part) == loader["batch_crc32c"]:
+                return
         raise StoreMismatchError(
             f"{self._where}: expected the batch of step {step} to be the one that the "
             f"run saw, found another, of the same data: a package that makes batches "

@@ -117,3 +117,21 @@ def test_the_losses_are_those_in_memory(small, tmp_path, layout):
         name = f"near-{len(mode)}"
         near = trained(tmp_path, name, *arguments, *mode, "--store", tmp_path / name)
         np.testing.assert_allclose([line["loss"] for line in near], expected, rtol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "mode", [("--fsdp",), (*STREAM, "--fsdp")], ids=["update", "stream"]
+)
+def test_elastic_runs_have_the_losses_of_one(small, tmp_path, mode):
+    """On as many devices, in two processes, in one, and in two again."""
+    whole = trained(
+        tmp_path, "whole", *small, *mode, "--steps", 6, "--store", tmp_path / "one"
+    )
+    found = []
+    for name, count, last in (("a", 2, 2), ("b", 1, 4), ("c", 2, 6)):
+        arguments = (*small, *mode, "--steps", last, "--store", tmp_path / "store")
+        options = {"count": count, "num_devices": 2 // count}
+        found += trained(tmp_path, name, *arguments, "--elastic", **options)
+    losses = [{s["step"]: s["loss"] for s in one} for one in (found, whole)]
+    assert losses[0] == losses[1]

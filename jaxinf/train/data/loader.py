@@ -33,6 +33,9 @@ class Batches:
       row_map: a random change of each row, different in each epoch.
       shard: number of this process, and the number of processes; they share each batch.
 
+    Attributes:
+      shard: the same.
+
     Raises:
       ValueError: the processes cannot share a batch evenly, or there are no rows.
     """
@@ -46,7 +49,7 @@ class Batches:
         row_map: RowMap | None = None,
         shard: tuple[int, int] = (0, 1),
     ) -> None:
-        number, num_shards = shard
+        self.shard, num_shards = shard, shard[1]
         if batch_size % num_shards or not len(rows):
             raise ValueError(
                 "Batches: expected rows, and a batch size that is a multiple of the "
@@ -55,13 +58,16 @@ class Batches:
         shuffled = _source(rows).seed(seed).shuffle().repeat()
         if row_map is not None:  # before rows are divided: the same for any division
             shuffled = shuffled.random_map(row_map)
-        shares: Any = shuffled.batch(batch_size // num_shards, drop_remainder=True)
-        # Together they are the batch of one process, in its order.
-        self._batches = shares[number::num_shards] if num_shards > 1 else shares
+        self._shuffled, self._batch_size = shuffled, batch_size
+        self._batches = self._share(shard)
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, from 0."""
         return self._batches[number]
+
+    def shared(self, number: int, shard: tuple[int, int]) -> Batch:
+        """Returns the part of batch `number` that a process among others would have."""
+        return self._share(shard)[number]
 
     def starting_at(
         self, position: Mapping[str, JsonValue]
@@ -82,6 +88,13 @@ class Batches:
     def position_of(num_batches: int) -> dict[str, JsonValue]:
         """Returns the state of Grain's iterator after a number of batches."""
         return {"next_index": num_batches}
+
+    def _share(self, shard: tuple[int, int]) -> Any:
+        number, num_shards = shard
+        num_rows = self._batch_size // num_shards
+        shares: Any = self._shuffled.batch(num_rows, drop_remainder=True)
+        # Together they are the batch of one process, in its order.
+        return shares[number::num_shards] if num_shards > 1 else shares
 
 
 def one_epoch(
