@@ -49,7 +49,8 @@ bigger: $(VENV)/installed  ## 6.7 billion params under a limit of 6 GiB: trained
 	$(BIN)/python scripts/bigger.py --store runs/bigger
 
 policy: $(VENV)/installed  ## 3.2 billion params in two towers under 2 GiB: trained, killed, resumed (52 GB)
-	$(BIN)/python scripts/two_tower.py --store runs/policy
+	$(BIN)/python scripts/two_tower.py --store runs/policy \
+	  --images 1 --patches 64 --memory 1200MiB
 
 test: $(VENV)/installed  ## the test suite, on the installed package
 	$(BIN)/pytest -n auto --dist loadfile -m 'not faults and not hls and not cards and not long' \

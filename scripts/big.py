@@ -23,7 +23,7 @@ from big_rig import (
     Watcher,
     check_disk,
     check_losses,
-    committed_step,
+    killed_in_a_step,
     losses,
     trainer,
 )
@@ -107,19 +107,8 @@ def train(options: Options, root: Path) -> int:
     """
     big = root / "big"
     command = streamed(options, big, options.preset, options.steps)
-    first = Watcher(command, options.limit)
-    try:
-        first.wait(lambda: committed_step(big / "store") >= options.kill_after)
-        late_s = time.monotonic() + options.kill_delay_s
-        status = first.wait(lambda: time.monotonic() > late_s)
-        if status is not None:
-            raise SystemExit(f"the run ended with {status} before it was killed")
-    finally:
-        first.kill()
-    step = committed_step(big / "store")
-    print(
-        f"killed  with SIGKILL in step {step + 1}; step {step} is committed", flush=True
-    )
+    kill = options.kill_after, options.kill_delay_s
+    first = killed_in_a_step(command, options.limit, big / "store", *kill)
     second = Watcher(command, options.limit)
     try:
         if second.wait():

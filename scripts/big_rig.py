@@ -23,6 +23,7 @@ __all__ = [
     "check_disk",
     "check_losses",
     "committed_step",
+    "killed_in_a_step",
     "losses",
     "trainer",
 ]
@@ -87,6 +88,34 @@ class Watcher:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def killed_in_a_step(
+    command: Sequence[str],
+    limit_bytes: int,
+    store: Path,
+    num_steps: int,
+    delay_s: float,
+) -> Watcher:
+    """Runs a command, and kills it so long after the commit of a step; returns it.
+
+    Raises:
+      SystemExit: The run ended before, or passed the limit.
+    """
+    watcher = Watcher(command, limit_bytes)
+    try:
+        watcher.wait(lambda: committed_step(store) >= num_steps)
+        late_s = time.monotonic() + delay_s
+        status = watcher.wait(lambda: time.monotonic() > late_s)
+        if status is not None:
+            raise SystemExit(f"the run ended with {status} before it was killed")
+    finally:
+        watcher.kill()
+    step = committed_step(store)
+    print(
+        f"killed  with SIGKILL in step {step + 1}; step {step} is committed", flush=True
+    )
+    return watcher
 
 
 def _resident_bytes(group: int) -> Iterator[int]:

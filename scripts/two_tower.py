@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 import jax
 import optax
 import tyro
-from big_rig import BYTES, Watcher, check_disk, committed_step
+from big_rig import BYTES, Watcher, check_disk, committed_step, killed_in_a_step
 from two_tower_model import CONFIGS, Config, init, loss_fn, new_batch, num_params
 
 import jaxinf
@@ -135,17 +135,8 @@ def run(options: Options) -> int:
     place = options.store / "store"
     fields = {**asdict(options), "store": str(options.store)}
     command = [sys.executable, __file__, "--child", json.dumps(fields)]
-    first = Watcher(command, options.limit)
-    try:
-        first.wait(lambda: committed_step(place) >= options.kill_after)
-        late_s = time.monotonic() + options.kill_delay_s
-        status = first.wait(lambda: time.monotonic() > late_s)
-        if status is not None:
-            raise SystemExit(f"the run ended with {status} before it was killed")
-    finally:
-        first.kill()
-    step = committed_step(place)
-    print(f"killed  with SIGKILL in step {step + 1}; step {step} is committed")
+    kill = options.kill_after, options.kill_delay_s
+    first = killed_in_a_step(command, options.limit, place, *kill)
     _say("trained", first)
     exported = options.store / "exported"
     words = ("--format", "safetensors", "--average")

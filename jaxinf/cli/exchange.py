@@ -165,7 +165,7 @@ class Export:
                 done = export_url(
                     step,
                     self.destination,
-                    beside=files_beside([*find_members(store), store][0]),
+                    beside=files_beside(next(iter(find_members(store)), store)),
                     memory_bytes=self.memory,
                     bytes_per_s=self.bandwidth,
                     progress=progress,

@@ -24,7 +24,7 @@ from jaxinf.exchange.tokenizer_files import (
     tokenizer_files,
 )
 from jaxinf.exchange.url_export import UrlReport, export_url, files_beside
-from jaxinf.exchange.url_import import UrlSource, import_url
+from jaxinf.exchange.url_import import import_url
 
 __all__ = [
     "DEFAULT_FILE_BYTES",
@@ -36,7 +36,6 @@ __all__ = [
     "StepFiles",
     "TensorLeaf",
     "UrlReport",
-    "UrlSource",
     "export_huggingface",
     "export_orbax",
     "export_safetensors",

@@ -24,7 +24,8 @@ __all__ = ["ObjectStore", "is_url"]
 _SCHEMES = ("file", "gs", "s3")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 _PAUSES_S = (0, 0.1, 0.4, 1)  # before each attempt, but on a file system
-_FAILURES = (ValueError, OSError, RuntimeError, NotImplementedError)
+# What tensorstore raises: of a wrong spec, of a file system, of any other service.
+_FAILURES = (ValueError, OSError, RuntimeError)
 
 
 def is_url(text: str) -> bool:

@@ -36,14 +36,14 @@ from jaxinf.store import (
 )
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["UrlSource", "import_url"]
+__all__ = ["import_url"]
 
 _BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+\.[a-z]+")
 _AGAIN = "export to this URL again, which writes what is missing or differs"
 
 
 @dataclass(frozen=True)
-class UrlSource:
+class _UrlSource:
     """An export at a URL whose objects are all there.
 
     Attributes:
@@ -59,7 +59,7 @@ class UrlSource:
     commit: CommitRecord
 
     @classmethod
-    def open(cls, url: str) -> "UrlSource":
+    def open(cls, url: str) -> "_UrlSource":
         """Reads the documents of an export, and lists its objects; blocks.
 
         Raises:
@@ -141,13 +141,14 @@ def import_url(
       progress: called with the bytes of chunks done and those in all.
 
     Raises:
-      ExchangeError: as `UrlSource.open`; no store was made.
+      ExchangeError: there is no complete export, or objects are gone or torn; no store
+        was made.
       StoreFormatError: something is in the store's place.
       StoreSpaceError: there is no room; nothing was written.
       ValueError: too little memory; says how much is needed.
       StoreError: a drive failed.
     """
-    source = UrlSource.open(url)
+    source = _UrlSource.open(url)
     chunks, manifest = source.chunks, source.manifest
     num_threads = check_memory(chunks, memory_bytes)
     total_bytes, done_bytes = sum(chunk.num_bytes for chunk in chunks), 0
@@ -157,7 +158,7 @@ def import_url(
         files = dict(zip(chunks, _files(directory), strict=True))
 
         def bring(chunk: ChunkObject) -> None:
-            write_chunk(files[chunk], source.content(chunk))
+            _write_chunk(files[chunk], source.content(chunk))
 
         for chunk, _ in over(chunks, bring, num_threads):
             done_bytes += chunk.num_bytes
@@ -171,7 +172,7 @@ def import_url(
     return ImportReport(source.commit.step, num_arrays, (), ())
 
 
-def _keep_beside(source: UrlSource, store: Path) -> None:
+def _keep_beside(source: _UrlSource, store: Path) -> None:
     """Writes the files of `files_beside`; other names are left out."""
     for name, expected in source.listed.items():
         if _BESIDE.fullmatch(name):
@@ -189,7 +190,7 @@ def _files(directory: StoreDirectory) -> list[Path]:
     ]
 
 
-def write_chunk(file: Path, content: bytes) -> None:
+def _write_chunk(file: Path, content: bytes) -> None:
     """Writes the elements of a chunk into its file, which has room; blocks."""
     done = 0
     with translated("write", file), opened_to_write(file) as fd:

@@ -16,7 +16,7 @@ from jaxinf.exchange.schemas import EXPORT
 from jaxinf.schema import SchemaError, parse_json, shown
 from jaxinf.store import check_seal, seal
 
-__all__ = ["BEGUN", "EXPORT_VERSION", "MANIFEST", "ExportManifest"]
+__all__ = ["BEGUN", "MANIFEST", "ExportManifest"]
 
 BEGUN = "export-begun.json"
 """The first object: whose export lies here."""
@@ -24,8 +24,7 @@ BEGUN = "export-begun.json"
 MANIFEST = "export.json"
 """The last object."""
 
-EXPORT_VERSION = 1
-"""Version of the format; docs/format.md describes it."""
+_VERSION = 1  # of the format, which docs/format.md describes
 
 _WHAT = "the manifest of an export"
 _REMEDY = "export to this URL again, or remove what is there"
@@ -52,7 +51,7 @@ class ExportManifest:
         """Returns its form at the URL."""
         document: dict[str, Any] = {
             "format": "jaxinf export",
-            "format_version": EXPORT_VERSION,
+            "format_version": _VERSION,
             "store_id": self.store_id,
             "step": self.step,
             "commit": self.commit,
@@ -74,9 +73,9 @@ class ExportManifest:
         try:
             document = parse_json(raw)
             version = document.get("format_version") if _is_export(document) else None
-            if type(version) is int and version > EXPORT_VERSION:
+            if type(version) is int and version > _VERSION:
                 raise ExchangeError(
-                    f"{where}: this jaxinf reads version {EXPORT_VERSION} of exports, "
+                    f"{where}: this jaxinf reads version {_VERSION} of exports, "
                     f"found {shown(version)}; use a newer jaxinf"
                 )
             check_seal(where, raw, _WHAT, _REMEDY)

@@ -66,7 +66,7 @@ from jaxinf.store.whole_step import WholeStep, joined_step
 from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["Redivided", "finish_redividing", "num_processes", "redivide"]
+__all__ = ["Redivided", "num_processes", "redivide"]
 
 _NEW, _OLD, _LOCK = ".jaxinf-new", ".jaxinf-old", ".jaxinf-divide.lock"
 _WHOLE = "whole"  # below _NEW, the store of one process
@@ -133,7 +133,7 @@ def redivide(
     if not path.is_dir():
         raise StoreFormatError(f"{path}: expected a store or a run, found none")
     with lock_exclusively(path / _LOCK):
-        finish_redividing(path)
+        _finish(path)
         with _held(path) as source:
             roots = [_roots(source, number, csd_roots) for number in range(count)]
             is_same = count == len(source.parts) and not csd_roots
@@ -142,16 +142,18 @@ def redivide(
             targets = _targets(source, roots)
             _build(source, targets, progress)
             _write_journal(source, targets)
-            finish_redividing(path)
+            _finish(path)
             return _report(source, targets)
 
 
 def num_processes(path: Path) -> int | None:
     """Returns the number of processes that a path is divided among; None if none is.
 
-    An interrupted division is completed first.
+    A division that was interrupted is completed first; one under way is waited for.
     """
-    finish_redividing(path)
+    if os.path.lexists(path / DIVISION):
+        with lock_exclusively(path / _LOCK):
+            _finish(path)
     if (path / "jaxinf.json").exists():
         return 1
     for place in find_members(path):
@@ -161,7 +163,7 @@ def num_processes(path: Path) -> int | None:
     return None
 
 
-def finish_redividing(path: Path) -> None:
+def _finish(path: Path) -> None:
     """Completes a division that was interrupted after its journal was written."""
     journal = _read_journal(path)
     if journal is None:

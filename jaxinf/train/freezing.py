@@ -33,12 +33,14 @@ def check_frozen(config: TrainConfig) -> None:
         return
     _, params = abstract_params(config.model_config)
     names = [_name(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+    shown = ", ".join(names[:_MOST_NAMES])
+    if len(names) > _MOST_NAMES:
+        shown += f" and {len(names) - _MOST_NAMES} more"
     for pattern in config.freeze:
         if not fnmatch.filter(names, pattern):
             raise UsageError(
                 f"--freeze {pattern}: expected a pattern of leaves of "
-                f"{config.model_name}, found none that it matches; there are "
-                f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more"
+                f"{config.model_name}, found none that it matches; there are {shown}"
             )
     if all(_is_frozen(config.freeze, name) for name in names):
         raise UsageError(

@@ -131,7 +131,7 @@ class Identity:
     def _check_batch(self, held: Mapping[str, Any], batches: Batches) -> None:
         """Checks that the loader makes the same batch from the same data."""
         step, loader = held["step"], held["loader"]
-        # Of another division than this one if the run was among other processes.
+        # That part is compared which was kept: processes may be others now.
         number, count = loader.get("shard", batches.shard)
         if 0 <= number < count and self._batch_size % count == 0:
             part = batches.shared(step - 1, (number, count))

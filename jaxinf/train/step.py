@@ -123,11 +123,11 @@ def _updated(params: PyTree, updates: PyTree) -> PyTree:
 
 def _beside(gradients: PyTree, params: PyTree) -> PyTree:
     """Returns the params that have a gradient, None for others."""
-    return jax.tree.map(
-        lambda given, param: None if given is None else param,
-        *(gradients, params),
-        is_leaf=_is_none,
-    )
+
+    def given(gradient: Any, param: Any) -> Any:
+        return None if gradient is None else param
+
+    return jax.tree.map(given, gradients, params, is_leaf=_is_none)
 
 
 def _is_none(x: Any) -> bool:

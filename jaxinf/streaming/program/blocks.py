@@ -19,16 +19,13 @@ from jaxinf.streaming.program.classify import POINTWISE
 from jaxinf.streaming.program.graph import Number, Rewriter
 from jaxinf.streaming.program.threefry import can_fuse, fused_bits
 
-__all__ = ["DRAWN", "BlockBuilder", "is_fusable"]
-
-DRAWN = "random_bits"
-"""The name of the primitive that draws."""
+__all__ = ["BlockBuilder", "is_fusable"]
 
 
 def is_fusable(node: Node) -> bool:
     """Whether a node draws random bits that `fused_bits` can draw."""
     params = node.params
-    return node.name == DRAWN and can_fuse(
+    return node.name == "random_bits" and can_fuse(
         node.inputs[0].aval, params["bit_width"], params["shape"]
     )
 

@@ -20,7 +20,7 @@ from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
 from jaxinf.program import InitProgram, key_data, path_name
 from jaxinf.program.graph import Node, Value, bind
 from jaxinf.store import ScalarState, encode_path
-from jaxinf.streaming.program.blocks import DRAWN, BlockBuilder, is_fusable
+from jaxinf.streaming.program.blocks import BlockBuilder, is_fusable
 from jaxinf.streaming.program.classify import LIGHT
 from jaxinf.streaming.program.graph import (
     Batch,
@@ -201,7 +201,13 @@ class LeafMaker:
 
 
 class _Part(NamedTuple):
-    """A part of a leaf: its index, what makes it, and its inputs; its start is one."""
+    """A part of a leaf.
+
+    Attributes:
+      place: Its index in the leaf.
+      executable, inputs: What makes it, and of what.
+      start: The input that is the number of its first row; None for all of a leaf.
+    """
 
     place: tuple[slice, ...]
     executable: Any
@@ -277,7 +283,7 @@ def _compile(program: Program, is_fused: bool) -> Any:
     """Compiles a leaf's program; if `is_fused`, draws need no memory of their own."""
 
     def compute(node: Node, operands: Sequence[Any]) -> Sequence[jax.Array]:
-        if is_fused and node.name == DRAWN and is_fusable(node):
+        if is_fused and is_fusable(node):
             params = node.params
             return [fused_bits(operands[0], params["shape"], params["bit_width"])]
         return bind(node, operands)
