@@ -99,6 +99,7 @@ class DeepSpeed:
     def __init__(self, given: dict[str, Any]) -> None:
         import deepspeed
 
+        _keep_dtype()
         _join_alone()
         deepspeed.init_distributed("gloo")
         self._is_whole = given["contender"] == "deepspeed step"
@@ -113,6 +114,8 @@ class DeepSpeed:
         self._written_s = 0.0
         if not self._is_whole:
             self._time_gradients()
+        if wrong := {param.dtype for param in model.parameters()} - {torch.float32}:
+            raise TypeError(f"expected float32 params, found {wrong}")
         names = ("deepspeed", "torch")
         self.about = {"params": sum(sizes), **{name: version(name) for name in names}}
 
@@ -171,6 +174,21 @@ class DeepSpeed:
 
     def rest(self) -> None:
         """Nothing is left: a step waits for its writes."""
+
+
+def _keep_dtype() -> None:
+    """Keeps the params of a model float32 as they are divided.
+
+    DeepSpeed 0.19.8 makes them bfloat16 on a processor without products of float16,
+    whatever dtype it is told, and such products are slow there.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    def set_dtype(self: Any, ds_config: Any, dtype: Any) -> None:
+        self.dtype = torch.float32
+
+    inserted = partition_parameters.InsertPostInitMethodToModuleSubClasses
+    inserted._set_dtype = set_dtype
 
 
 class Offloaded:

@@ -68,9 +68,16 @@ def rising(count):
     return jnp.minimum(0.999, (1 + count) / (10 + count))
 
 
-def by_function(params, average, number):
-    step_size = 1 - jnp.asarray(rising(jnp.int32(number)), jnp.float32)
-    return UPDATE_BY_ARRAY(params, average, step_size)
+def power(count):
+    return (1 - 1 / (count + 1)) ** 7
+
+
+def by_function(decay):
+    def updated(params, average, number):
+        step_size = 1 - jnp.asarray(decay(jnp.int32(number - 1)), jnp.float32)
+        return UPDATE_BY_ARRAY(params, average, step_size)
+
+    return updated
 
 
 def by_number(params, average, number):
@@ -85,7 +92,8 @@ def of_start(params, average, number):
 
 CASES = {
     "number": ({"decay": DECAY}, None, by_number),
-    "function": ({"decay": rising}, None, lambda p, e, n: by_function(p, e, n - 1)),
+    "function": ({"decay": rising}, None, by_function(rising)),
+    "power": ({"decay": power}, None, by_function(power)),
     "every": (
         {"decay": DECAY, "every": 2},
         None,

@@ -36,7 +36,10 @@ def test_a_run_with_an_average(run, tmp_path, mode):
     average, params = (validation(tmp_path / f"{n}-log") for n in ("store", "plain"))
     assert [line["step"] for line in average] == [4, 8, 12]
     assert average[-1]["loss"] != params[-1]["loss"]
+    best = min(average, key=lambda line: line["loss"])["committed"]
     with jaxinf.open_store(store) as opened:
+        held = {kept.name: kept.step for kept in opened.checkpoints()}
+        assert held["best"] == best
         leaf = opened._manifest.leaves[0].name
         held = opened.read("average", leaf)
         assert np.any(held != opened.read("params", leaf))
