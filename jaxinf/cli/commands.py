@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,8 +26,9 @@ from jaxinf.cli import (
     report,
     verification,
 )
-from jaxinf.cli.exchange import Export, Import
+from jaxinf.cli.exchange import Export, Import, Memory
 from jaxinf.cli.options import StorePath, option
+from jaxinf.cli.processes import SILENCE_S, over_processes
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError, parse
 from jaxinf.csd import parse_csd
@@ -35,12 +36,14 @@ from jaxinf.engine import AverageChoice, MasterFormat, StateFormat, convert_stor
 from jaxinf.engine.drive_speed import measure_csds, shares_of
 from jaxinf.engine.options import check_share
 from jaxinf.errors import JaxinfError
+from jaxinf.exchange import DEFAULT_MEMORY_BYTES
 from jaxinf.store import StoreDirectory, rebalance, redivide, trim_store
 from jaxinf.terminal import format_bytes, make_console, printable
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.forecast import RunPlan
 from jaxinf.train.limits import Fit, LossyFlag
 from jaxinf.train.loop import fit_run, plan_run
+from jaxinf.train.options import LaunchOptions
 from jaxinf.train.run_file import read_run
 
 __all__ = [
@@ -59,11 +62,34 @@ _SUCCESS, _FAILURE, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 
 @dataclass(frozen=True)
-class Inspect:
+class _OfProcesses(LaunchOptions):
+    """A command that processes make together where each sees its own member alone."""
+
+    # For --distributed: a process that is silent for so long is named, in seconds.
+    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = SILENCE_S
+
+    def over(self, store: str, action: Callable[[str], bool], *, as_json: bool) -> int:
+        """Does something for a store, or for each member; returns the exit status."""
+        self.check_given()
+        if self.timeout <= 0:
+            raise UsageError(f"--timeout: expected more than 0, got {self.timeout:g}")
+        if self.distributed:
+            limit_s = self.timeout
+            return over_processes(
+                Path(store), action, self, as_json=as_json, timeout_s=limit_s
+            )
+        if members.is_run(Path(store)):
+            return members.over_members(Path(store), action, as_json=as_json)
+        return _SUCCESS if action(store) else _FAILURE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect(_OfProcesses):
     """Show a store's contents: its committed step, leaves, states, bytes and drives.
 
     This works during a run. The committed step is pinned with hard links while it is
-    read, so the output is of a single step; no data is copied.
+    read, so the output is of a single step; no data is copied. With --distributed, all
+    processes of a run look at their own members, and process 0 prints what they see.
     """
 
     store: StorePath
@@ -103,10 +129,7 @@ class Inspect:
             )
             return True
 
-        if members.is_run(Path(self.store)):
-            return members.over_members(Path(self.store), show, as_json=self.json)
-        show(self.store)
-        return _SUCCESS
+        return self.over(self.store, show, as_json=self.json)
 
 
 @dataclass(frozen=True)
@@ -247,12 +270,14 @@ class Report:
         return _SUCCESS
 
 
-@dataclass(frozen=True)
-class Verify:
+@dataclass(frozen=True, kw_only=True)
+class Verify(_OfProcesses):
     """Read the whole store and compare it with its checksums.
 
     Includes the committed step and every checkpoint, and works during a run. Names each
     damaged leaf, state, chunk, file and CSD. The exit status is 1 if there is damage.
+    With --distributed, all processes of a run verify their own members, process 0
+    prints one report, and all end with the same status.
     """
 
     store: StorePath
@@ -267,10 +292,7 @@ class Verify:
         def verify(store: str) -> bool:
             return verification.run(store, name=self.checkpoint, as_json=self.json)
 
-        if members.is_run(Path(self.store)):
-            return members.over_members(Path(self.store), verify, as_json=self.json)
-        is_clean = verify(self.store)
-        return _SUCCESS if is_clean else _FAILURE
+        return self.over(self.store, verify, as_json=self.json)
 
 
 @dataclass(frozen=True)
@@ -315,15 +337,46 @@ class _Remove:
 
 @dataclass(frozen=True)
 class _Restore:
-    """Make the next run continue from a checkpoint, which stays as it is."""
+    """Make the next run continue from a checkpoint, which stays as it is.
+
+    A run of several processes may also go to an exported step, from which members are
+    made again whose drives are lost; those of the others that are at this step stay.
+    """
 
     store: StorePath
-    name: Annotated[tyro.conf.Positional[str], option("Its name.", "NAME")]
+    name: Annotated[
+        tyro.conf.Positional[str],
+        option("Its name; or an export, a path with a slash or a URL.", "NAME"),
+    ]
     discard_current: Annotated[
         bool, option("Discard the committed step, even if no checkpoint keeps it.")
     ] = False
+    process: Annotated[
+        tyro.conf.UseAppendAction[tuple[int, ...]],
+        option("With an export: a lost member, which is made again; repeatable.", "N"),
+    ] = ()
+    csd_root: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        option("A CSD root of it, in which {process} is its number.", "DIR"),
+    ] = ()
+    memory: Memory = DEFAULT_MEMORY_BYTES
 
     def run(self, store: Path) -> None:
+        if "/" in self.name:
+            checkpoints.restore_export(
+                store,
+                self.name,
+                self.process,
+                csd_roots=self.csd_root,
+                discard_current=self.discard_current,
+                memory_bytes=self.memory,
+            )
+            return
+        if self.process or self.csd_root:
+            raise UsageError(
+                f"--process, --csd-root: expected with an export, got the checkpoint "
+                f"{self.name}, whose chunks of a lost member were on its drives"
+            )
         checkpoints.restore(store, self.name, discard_current=self.discard_current)
 
 
@@ -454,6 +507,11 @@ class _Rebalance:
         )
         if done.idle:
             print(f"nothing is owned by process {', '.join(map(str, done.idle))}")
+        if done.dropped:
+            print(
+                "dropped, as not all members had them of one commit: checkpoint "
+                + ", ".join(map(printable, done.dropped))
+            )
 
     def run(self) -> None:
         path = Path(self.store).expanduser().absolute()

@@ -40,10 +40,10 @@ from jaxinf.exchange import (
 from jaxinf.store import Manifest, find_checkpoint, find_members, whole_step
 from jaxinf.terminal import format_bytes, make_console
 
-__all__ = ["Export", "Import"]
+__all__ = ["Export", "Import", "Memory"]
 
 _MAX_SHOWN = 8
-_Memory = Annotated[int, ByteSize, tyro.conf.arg(help="Memory for data in transit.")]
+Memory = Annotated[int, ByteSize, tyro.conf.arg(help="Memory for data in transit.")]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Export:
         ByteSize,
         tyro.conf.arg(help="Start another safetensors file at this size."),
     ] = DEFAULT_FILE_BYTES
-    memory: _Memory = DEFAULT_MEMORY_BYTES
+    memory: Memory = DEFAULT_MEMORY_BYTES
     bandwidth: Annotated[
         int,
         ByteSize,
@@ -208,7 +208,7 @@ class Import:
     step: Annotated[
         int | None, option("The step to commit, if the source has none.", "N")
     ] = None
-    memory: _Memory = DEFAULT_MEMORY_BYTES
+    memory: Memory = DEFAULT_MEMORY_BYTES
 
     def run(self, store: Path) -> None:
         """Imports, and prints the store's new step."""

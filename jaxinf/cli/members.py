@@ -7,8 +7,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from jaxinf.errors import StoreFormatError
 from jaxinf.store import (
     Manifest,
+    StepId,
+    StoreDirectory,
     agreed_of,
     find_members,
     look_at_store,
@@ -16,7 +19,7 @@ from jaxinf.store import (
 )
 from jaxinf.terminal import make_console, printable
 
-__all__ = ["is_run", "over_members"]
+__all__ = ["is_run", "lost_chunks", "over_members", "title_of"]
 
 
 def is_run(path: Path) -> bool:
@@ -39,26 +42,43 @@ def over_members(path: Path, action: Callable[[str], bool], *, as_json: bool) ->
     """
     path = path.expanduser().absolute()
     console = make_console(sys.stderr if as_json else sys.stdout)
-    members = [look_at_store(place) for place in find_members(path)]
+    found = [_look_at(place) for place in find_members(path)]
+    members = [one for one in found if isinstance(one, StoreDirectory)]
+    if not members:
+        raise next(one for one in found if isinstance(one, StoreFormatError))
     missing = missing_members(members)
-    step = agreed_of(members)
-    agreed = "no step yet" if step is None else f"step {step.step}"
-    num_all = len(members) + len(missing)
-    console.print(f"run of {num_all} processes: {agreed}, from which all go on")
+    console.print(title_of(agreed_of(members), len(members) + len(missing)))
     are_well = []
     for one in members:
         console.print(f"\n{one.path.name}")
         are_well.append(action(str(one.path)))
     for number in missing:
         console.print(f"process {number}: cannot be seen from here")
-        for line in _owned(members[0].manifest, number):
+        for line in lost_chunks(members[0].manifest, number):
             console.print(printable(f"  {line}"))
+    for one in found:
+        if isinstance(one, StoreFormatError):
+            console.print(printable(f"  {one}"))
     if missing:
         return 2
     return 0 if all(are_well) else 1
 
 
-def _owned(manifest: Manifest, number: int) -> Iterator[str]:
+def _look_at(place: Path) -> StoreDirectory | StoreFormatError:
+    """Opens a member for reading; returns the error of one that a drive is gone of."""
+    try:
+        return look_at_store(place)
+    except StoreFormatError as error:
+        return error
+
+
+def title_of(step: StepId | None, count: int) -> str:
+    """Says which step the members of a run agree on."""
+    agreed = "no step yet" if step is None else f"step {step.step}"
+    return f"run of {count} processes: {agreed}, from which all go on"
+
+
+def lost_chunks(manifest: Manifest, number: int) -> Iterator[str]:
     """Says which chunks of which leaves a member has, as all the others know."""
     for leaf in manifest.leaves:
         held = [chunk for chunk, owner in enumerate(leaf.owners) if owner == number]

@@ -14,6 +14,7 @@ from jaxinf.exchange.huggingface_source import (
 from jaxinf.exchange.object_store import ObjectStore, is_url
 from jaxinf.exchange.orbax_export import export_orbax
 from jaxinf.exchange.own_import import import_export, is_own_export
+from jaxinf.exchange.run_import import import_into_run
 from jaxinf.exchange.safetensors_export import export_safetensors
 from jaxinf.exchange.safetensors_writer import DEFAULT_FILE_BYTES
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
@@ -43,6 +44,7 @@ __all__ = [
     "files_beside",
     "import_checkpoint",
     "import_export",
+    "import_into_run",
     "import_url",
     "is_own_export",
     "is_url",

@@ -1,5 +1,7 @@
 """Writes boxes of arrays to the chunk files of a slot without a committed step.
 
+A chunk that another member of a run holds is left out.
+
 Invariant: a file with more than one link is never written; `StoreDirectory` ensures it.
 """
 
@@ -44,7 +46,7 @@ class ChunkWriter:
           kept: checksums of the arrays that were not written.
 
         Returns:
-          uint32 by array name, in grid order: `CommitRecord.checksums`.
+          uint32 by array name, of the held chunks: `CommitRecord.checksums`.
         """
         sums: dict[str, Array] = {}
         for number, leaf in enumerate(self.directory.manifest.leaves):
@@ -58,7 +60,7 @@ class ChunkWriter:
                         self._sums[number, chunk, state.name].of(
                             self.directory.state_bytes(number, chunk, state)
                         )
-                        for chunk in range(len(leaf.csds))
+                        for chunk in leaf.held
                     ],
                     np.uint32,
                 )
@@ -92,7 +94,8 @@ class ChunkWriter:
     def _write(
         self, leaf: int, state: str, start: Sequence[int], values: Array
     ) -> None:
-        grid = self.directory.manifest.leaves[leaf].grid
+        record = self.directory.manifest.leaves[leaf]
+        grid = record.grid
         ranges = [
             range(s // c, -(-(s + n) // c))
             for s, n, c in zip(start, values.shape, grid.chunk_shape, strict=True)
@@ -101,6 +104,8 @@ class ChunkWriter:
         strides = _strides(grid.grid_shape)
         for index in itertools.product(*ranges):
             position = sum(i * s for i, s in zip(index, strides, strict=True))
+            if record.places[position] < 0:
+                continue
             chunk = chunks[position]
             file = self._prepare(leaf, position, state)
             with translated("write", file), opened_to_write(file) as fd:

@@ -4,7 +4,7 @@ Invariant: the new store has the exported manifest's leaves, states and kernels,
 commit record; only its id and its CSDs are new.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES
 from jaxinf.exchange.store_import import ImportReport, read_source
 from jaxinf.store import (
     CommitRecord,
+    GivenStep,
     Manifest,
+    Slot,
     StoreDirectory,
     dtype_of,
     lay_out,
@@ -26,7 +28,7 @@ from jaxinf.store import (
 )
 from jaxinf.typing import Array, ProgressCallback
 
-__all__ = ["import_export", "is_own_export"]
+__all__ = ["import_export", "is_own_export", "make_of", "own_step"]
 
 _COPIES = 4
 
@@ -63,18 +65,63 @@ def import_export(
       StoreSpaceError: there is no room; nothing was written.
       StoreError: a drive failed.
     """
+    step = own_step(source, memory_bytes=memory_bytes, progress=progress)
+    return make_of(step, store, csds)
+
+
+def make_of(
+    step: GivenStep,
+    store: Path,
+    csds: Sequence[Path],
+    beside: Callable[[], None] = lambda: None,
+) -> ImportReport:
+    """Makes a new store of a whole step; blocks.
+
+    Args:
+      step: the step.
+      store: path of the new store.
+      csds: absolute CSD roots.
+      beside: writes what belongs to the store beside its steps.
+    """
+    shapes = [leaf.chunk_shape for leaf in step.manifest.leaves]
+    manifest = lay_out(step.manifest, shapes, [str(root) for root in csds])
+    with making_store(store, manifest) as directory:
+        step.fill(directory, "a")
+        beside()
+        directory.sync()
+        documents = stock_documents(directory.step_path("a"), manifest)
+        directory.publish("a", replace(step.commit, documents=documents))
+    num_arrays = sum(len(leaf.states) for leaf in manifest.leaves)
+    return ImportReport(step.commit.step, num_arrays, (), ())
+
+
+def own_step(
+    source: Path, *, memory_bytes: int, progress: ProgressCallback | None = None
+) -> GivenStep:
+    """Returns the step of an `export_orbax` or `export_safetensors`, checked.
+
+    Raises:
+      ExchangeError, StoreFormatError: as `import_export`.
+    """
     exported = Manifest.read(source / "jaxinf.json")
     commit = CommitRecord.read(source / "commit.json")
-    found = read_source(source)
-    wanted = _wanted(exported, found, source)
-    shapes = [leaf.chunk_shape for leaf in exported.leaves]
-    manifest = lay_out(exported, shapes, [str(root) for root in csds])
-    with making_store(store, manifest) as directory:
-        writer = _fill(directory, wanted, memory_bytes, progress)
-        _check_sums(writer.checksums(), commit, source)
-        documents = stock_documents(directory.step_path("a"), manifest)
-        directory.publish("a", replace(commit, documents=documents))
-    return ImportReport(commit.step, len(wanted), (), ())
+    wanted = _wanted(exported, read_source(source), source)
+    commit.check_fits(source / "commit.json", exported)
+
+    def fill(directory: StoreDirectory, slot: Slot) -> None:
+        writer = ChunkWriter(directory, slot)
+        total_bytes = sum(array.num_bytes for array in wanted.values())
+        done_bytes = 0
+        for (number, state), array in wanted.items():
+            for start, values in array.blocks(memory_bytes // _COPIES):
+                writer.write(number, state, start, values)
+                done_bytes += values.nbytes
+                if progress is not None:
+                    progress(done_bytes, total_bytes)
+        expected = commit.part(directory.manifest).checksums
+        _check_sums(writer.checksums(), expected, source)
+
+    return GivenStep(str(source), exported, commit, fill)
 
 
 def _wanted(
@@ -102,38 +149,14 @@ def _wanted(
     return wanted
 
 
-def _fill(
-    directory: StoreDirectory,
-    wanted: dict[tuple[int, str], SourceArray],
-    memory_bytes: int,
-    progress: ProgressCallback | None,
-) -> ChunkWriter:
-    """Writes slot a, durably."""
-    writer = ChunkWriter(directory, "a")
-    total_bytes = sum(array.num_bytes for array in wanted.values())
-    done_bytes = 0
-    for (number, state), array in wanted.items():
-        for start, values in array.blocks(memory_bytes // _COPIES):
-            writer.write(number, state, start, values)
-            done_bytes += values.nbytes
-            if progress is not None:
-                progress(done_bytes, total_bytes)
-    directory.sync()
-    return writer
-
-
 def _check_sums(
-    written: Mapping[str, Array], commit: CommitRecord, source: Path
+    written: Mapping[str, Array], exported: Mapping[str, Array], source: Path
 ) -> None:
     """Compares the written chunks with the exported ones."""
     for name, found in written.items():
-        expected = commit.checksums.get(name, np.zeros(0, np.uint32))
+        expected = exported[name]
         if not np.array_equal(expected, found):
-            differing = (
-                np.flatnonzero(expected != found).tolist()
-                if len(expected) == len(found)
-                else f"{len(expected)} checksums for {len(found)}"
-            )
+            differing = np.flatnonzero(expected != found).tolist()
             raise ExchangeError(
                 f"{source}: {name} is damaged: its chunks {differing} have other "
                 "checksums than in commit.json; copy the export again"

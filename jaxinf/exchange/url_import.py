@@ -8,13 +8,14 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange.object_store import ObjectStore
+from jaxinf.exchange.own_import import make_of
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES
 from jaxinf.exchange.store_import import ImportReport
 from jaxinf.exchange.url_export import (
@@ -28,15 +29,14 @@ from jaxinf.io import crc32c, opened_to_write, write_bytes_atomically
 from jaxinf.io.failures import translated
 from jaxinf.store import (
     CommitRecord,
+    GivenStep,
     Manifest,
+    Slot,
     StoreDirectory,
-    lay_out,
-    making_store,
-    stock_documents,
 )
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["import_url"]
+__all__ = ["import_url", "url_step"]
 
 _BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+\.[a-z]+")
 _AGAIN = "export to this URL again, which writes what is missing or differs"
@@ -149,27 +149,51 @@ def import_url(
       StoreError: a drive failed.
     """
     source = _UrlSource.open(url)
-    chunks, manifest = source.chunks, source.manifest
-    num_threads = check_memory(chunks, memory_bytes)
-    total_bytes, done_bytes = sum(chunk.num_bytes for chunk in chunks), 0
-    shapes = [leaf.chunk_shape for leaf in manifest.leaves]
-    made = lay_out(manifest, shapes, [str(root) for root in csds])
-    with making_store(store, made) as directory:
-        files = dict(zip(chunks, _files(directory), strict=True))
+    step = _step(source, memory_bytes, progress)
+    return make_of(step, store, csds, lambda: _keep_beside(source, store))
 
-        def bring(chunk: ChunkObject) -> None:
-            _write_chunk(files[chunk], source.content(chunk))
 
-        for chunk, _ in over(chunks, bring, num_threads):
+def url_step(
+    url: str, *, memory_bytes: int, progress: ProgressCallback | None = None
+) -> GivenStep:
+    """Returns the step of an `export_url`, whose objects are all there; blocks.
+
+    Raises:
+      ExchangeError, StoreFormatError, ValueError: as `import_url`.
+    """
+    return _step(_UrlSource.open(url), memory_bytes, progress)
+
+
+def _step(
+    source: _UrlSource, memory_bytes: int, progress: ProgressCallback | None
+) -> GivenStep:
+    num_threads = check_memory(source.chunks, memory_bytes)
+
+    def fill(directory: StoreDirectory, slot: Slot) -> None:
+        places = {
+            (leaf.path, state.name, chunk): (number, chunk, state.name)
+            for number, leaf in enumerate(directory.manifest.leaves)
+            for state in leaf.states
+            for chunk in leaf.held
+        }
+        held = [
+            (chunk, places[key])
+            for chunk in source.chunks
+            if (key := (chunk.leaf.path, chunk.state.name, chunk.number)) in places
+        ]
+        total_bytes, done_bytes = sum(chunk.num_bytes for chunk, _ in held), 0
+
+        def bring(one: tuple[ChunkObject, tuple[int, int, str]]) -> None:
+            chunk, place = one
+            file = directory.prepare_write(slot, *place)
+            _write_chunk(file, source.content(chunk))
+
+        for (chunk, _), _ in over(held, bring, num_threads):
             done_bytes += chunk.num_bytes
             if progress is not None:
                 progress(done_bytes, total_bytes)
-        _keep_beside(source, store)
-        directory.sync()
-        documents = stock_documents(directory.step_path("a"), made)
-        directory.publish("a", replace(source.commit, documents=documents))
-    num_arrays = sum(len(leaf.states) for leaf in made.leaves)
-    return ImportReport(source.commit.step, num_arrays, (), ())
+
+    return GivenStep(source.place.where, source.manifest, source.commit, fill)
 
 
 def _keep_beside(source: _UrlSource, store: Path) -> None:
@@ -178,16 +202,6 @@ def _keep_beside(source: _UrlSource, store: Path) -> None:
         if _BESIDE.fullmatch(name):
             (store / name).parent.mkdir(exist_ok=True)
             write_bytes_atomically(store / name, source.place.get(name, *expected))
-
-
-def _files(directory: StoreDirectory) -> list[Path]:
-    """Returns the files of slot a in the order of `chunk_objects`."""
-    return [
-        directory.chunk_file("a", number, chunk, state.name)
-        for number, leaf in enumerate(directory.manifest.leaves)
-        for state in leaf.states
-        for chunk in range(len(leaf.csds))
-    ]
 
 
 def _write_chunk(file: Path, content: bytes) -> None:

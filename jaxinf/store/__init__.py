@@ -90,6 +90,7 @@ from jaxinf.store.plans import (
 )
 from jaxinf.store.reader import Piece, StepReader, file_checksum
 from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
+from jaxinf.store.rebuilding import GivenStep, Rebuilt, rebuild_members
 from jaxinf.store.redividing import Redivided, num_processes, redivide
 from jaxinf.store.schemas import LOCK
 from jaxinf.store.snapshot import pinned_step, prune_snapshots, snapshot
@@ -101,6 +102,7 @@ from jaxinf.store.views import find_leaf, open_array
 from jaxinf.store.whole import (
     agreed_of,
     find_members,
+    held_steps,
     hold_members,
     list_whole,
     member_name,
@@ -125,6 +127,7 @@ __all__ = [
     "CommitAction",
     "CommitRecord",
     "Damage",
+    "GivenStep",
     "HeldSteps",
     "LeafContents",
     "LeafRecord",
@@ -132,6 +135,7 @@ __all__ = [
     "Member",
     "Piece",
     "Rebalanced",
+    "Rebuilt",
     "Redivided",
     "ScalarState",
     "Slot",
@@ -173,6 +177,7 @@ __all__ = [
     "find_leaf",
     "find_members",
     "finish_rebalance",
+    "held_steps",
     "hold_members",
     "hold_store",
     "is_dealt_by",
@@ -201,6 +206,7 @@ __all__ = [
     "read_plan",
     "read_spare",
     "rebalance",
+    "rebuild_members",
     "redivide",
     "remove_checkpoint",
     "remove_whole",

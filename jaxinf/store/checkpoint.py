@@ -55,6 +55,7 @@ __all__ = [
     "remove_checkpoint",
     "restore_checkpoint",
     "save_checkpoint",
+    "save_held",
 ]
 
 SAVED_PREFIX = "program-"
@@ -119,27 +120,37 @@ def save_checkpoint(
         _check_name(name)
         _check_not_own(name, is_own)
     with _managed(directory) as directory:
-        temporary = directory.path / "checkpoints" / f".new-{uuid.uuid4().hex}"
-        with contextlib.ExitStack() as undo:
-            undo.callback(shutil.rmtree, temporary, ignore_errors=True)
-            with lock_exclusively(directory.publish_lock):
-                slot, record = _committed(directory)
-                name = _checked_name(directory, name, record.step)
-                _check_space(directory, slot)
-                place = f"checkpoints/{name}"
-                undo.callback(_remove_data, directory, place)
-                with translated("checkpoint", directory.step_path(place)):
-                    temporary.mkdir()
-                    link_arrays(directory, slot, place, temporary)
-                    for document in _DOCUMENTS:
-                        source = directory.step_path(slot) / document
-                        link_or_copy(source, temporary / document)
+        return save_held(directory, name)
+
+
+def save_held(directory: StoreDirectory, name: str | None) -> str:
+    """As `save_checkpoint`, with a name that is valid.
+
+    The caller holds the lock of the checkpoints, or has just made the store.
+    """
+    root = directory.path / "checkpoints"
+    root.mkdir(exist_ok=True)
+    temporary = root / f".new-{uuid.uuid4().hex}"
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, temporary, ignore_errors=True)
+        with lock_exclusively(directory.publish_lock):
+            slot, record = _committed(directory)
+            name = _checked_name(directory, name, record.step)
+            _check_space(directory, slot)
+            place = f"checkpoints/{name}"
+            undo.callback(_remove_data, directory, place)
             with translated("checkpoint", directory.step_path(place)):
-                add_documents(directory, temporary, record)
-                directory.sync()
-                temporary.rename(directory.step_path(place))
-            fsync_directory(directory.path / "checkpoints")
-            undo.pop_all()
+                temporary.mkdir()
+                link_arrays(directory, slot, place, temporary)
+                for document in _DOCUMENTS:
+                    source = directory.step_path(slot) / document
+                    link_or_copy(source, temporary / document)
+        with translated("checkpoint", directory.step_path(place)):
+            add_documents(directory, temporary, record)
+            directory.sync()
+            temporary.rename(directory.step_path(place))
+        fsync_directory(root)
+        undo.pop_all()
     return name
 
 
@@ -466,7 +477,9 @@ def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
 
 
 def _files_to_make(files: list[Path], pinned: Slot | None) -> int:
-    """Counts the files of a chunk in both slots that the writer must replace."""
+    """Counts the files of a chunk in both slots that the writer must make."""
+    if gone := [file for file in files if not file.exists()]:
+        return len(gone)
     found = [os.stat(file) for file in files]
     first, second = found
     links = [status.st_nlink for status in found]

@@ -5,7 +5,7 @@ Invariant: a record read back is bit for bit the record written; floats travel a
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -176,6 +176,22 @@ class CommitRecord:
             return cls._from_json(document)
         except ValueError as error:
             raise no_document(path, _WHAT, _REMEDY, error) from error
+
+    def part(self, manifest: Manifest, commit: str = "") -> "CommitRecord":
+        """Returns the record of a whole step as a store's that holds a part of it.
+
+        Args:
+          manifest: the store's.
+          commit: the id of the commit, if it is a member.
+        """
+        held = {
+            leaf.array_name(state.name): self.checksums[leaf.array_name(state.name)][
+                list(leaf.held)
+            ]
+            for leaf in manifest.leaves
+            for state in leaf.states
+        }
+        return replace(self, checksums=held, commit=commit)
 
     def check_fits(self, path: Path, manifest: Manifest) -> None:
         """Refuses a record whose arrays or chunks are not the store's.

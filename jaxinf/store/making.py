@@ -5,6 +5,7 @@ Invariant: the store appears with its first commit, or is removed completely.
 
 import contextlib
 import os
+import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,9 @@ from jaxinf.store.space import stored_bytes
 from jaxinf.terminal import format_bytes
 
 __all__ = [
+    "check_unused",
     "chunk_holders",
+    "copy_beside",
     "csd_bytes",
     "csd_shares",
     "deal_by_shares",
@@ -31,9 +34,12 @@ __all__ = [
     "is_unfinished",
     "lay_out",
     "making_store",
+    "member_of",
+    "process_roots",
 ]
 
 _LOCKS = ("lock", "publish.lock")
+_BESIDE = ("stream", "tokenizer")
 
 _MOST_FILES = 2 << 20
 """Limit of a slot's chunk files, as its record names each (`schema.MOST_BYTES`)."""
@@ -67,13 +73,7 @@ def lay_out(
         for leaf, shape in zip(contents.leaves, chunk_shapes, strict=True)
     ]
     _check_count(leaves)  # before so many are listed
-    chunk_bytes = [
-        [
-            sum(stored_bytes(chunk, state) for state in leaf.states)
-            for chunk in leaf.grid.chunks()
-        ]
-        for leaf in leaves
-    ]
+    chunk_bytes = [_chunk_bytes(leaf) for leaf in leaves]
     flat = [n for own in chunk_bytes for n in own]
     csds = iter(_csds(flat, csd_roots, held, shares, room))
     return Manifest(
@@ -107,6 +107,17 @@ def deal_by_shares(
     return replace(manifest, leaves=tuple(leaves))
 
 
+def copy_beside(source: Path, target: Path) -> None:
+    """Copies what a run goes on with beside its steps: cuts of programs, a tokenizer.
+
+    Args:
+      source, target: stores.
+    """
+    for name in _BESIDE:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+
+
 def csd_bytes(manifest: Manifest) -> list[int]:
     """Returns the bytes of each CSD's chunks, in one slot."""
     found = [0] * max(1, len(manifest.csds))
@@ -135,11 +146,17 @@ def _held_bytes(manifest: Manifest) -> list[tuple[int, int]]:
     """Returns CSD and bytes of each chunk that the store holds, in order."""
     found = []
     for leaf in manifest.leaves:
-        chunks = leaf.grid.chunks()
-        for number in leaf.held:
-            sizes = [stored_bytes(chunks[number], state) for state in leaf.states]
-            found.append((leaf.csds[number], sum(sizes)))
+        sizes = _chunk_bytes(leaf)
+        found += [(leaf.csds[number], sizes[number]) for number in leaf.held]
     return found
+
+
+def _chunk_bytes(leaf: LeafRecord) -> list[int]:
+    """Returns the bytes of all states of each chunk."""
+    return [
+        sum(stored_bytes(chunk, state) for state in leaf.states)
+        for chunk in leaf.grid.chunks()
+    ]
 
 
 def deal_to_members(
@@ -156,20 +173,66 @@ def deal_to_members(
     chunk_bytes, places = [], []
     for leaf, own in zip(manifest.leaves, holders, strict=True):
         places += chunk_holders(leaf, leaf.shard_counts, own)
-        for chunk in leaf.grid.chunks():
-            chunk_bytes.append(sum(stored_bytes(chunk, s) for s in leaf.states))
-    owners = assign_owners(chunk_bytes, places, member.count)
-    held = [n for n, owner in enumerate(owners) if owner == member.number]
-    num_csds = max(1, len(manifest.csds))
-    own_csds = assign_csds([chunk_bytes[n] for n in held], num_csds)
-    csds = dict(zip(held, own_csds, strict=True))
-    numbers = iter(range(len(owners)))
-    chunks = [[next(numbers) for _ in leaf.csds] for leaf in manifest.leaves]
+        chunk_bytes += _chunk_bytes(leaf)
+    owners = iter(assign_owners(chunk_bytes, places, member.count))
+    by_leaf = [[next(owners) for _ in leaf.csds] for leaf in manifest.leaves]
+    return member_of(manifest, member, by_leaf)
+
+
+def member_of(
+    manifest: Manifest, member: Member, owners: Sequence[Sequence[int]]
+) -> Manifest:
+    """Returns a new store's manifest as a member's, its chunks dealt to its CSDs.
+
+    Args:
+      manifest: a result of `lay_out`.
+      member: the member.
+      owners: by leaf, the number of the member that holds each chunk.
+    """
+    held, sizes = [], []
+    for number, (leaf, own) in enumerate(zip(manifest.leaves, owners, strict=True)):
+        for chunk, num_bytes in enumerate(_chunk_bytes(leaf)):
+            if own[chunk] == member.number:
+                held.append((number, chunk))
+                sizes.append(num_bytes)
+    csds = assign_csds(sizes, max(1, len(manifest.csds)))
+    at = dict(zip(held, csds, strict=True))
     return manifest.as_member(
         member,
-        [[owners[n] for n in own] for own in chunks],
-        [[csds.get(n, 0) for n in own] for own in chunks],
+        owners,
+        [
+            [at.get((number, chunk), 0) for chunk in range(len(leaf.csds))]
+            for number, leaf in enumerate(manifest.leaves)
+        ],
     )
+
+
+def process_roots(
+    number: int, given: Sequence[str], *, is_needed: bool = False
+) -> list[str]:
+    """Returns the CSD roots of a process, from a template.
+
+    Args:
+      number: its number.
+      given: roots in which ``{process}`` stands for it.
+      is_needed: whether it must have some.
+
+    Raises:
+      ValueError: a root is missing, or none is given where it must be.
+    """
+    roots = [root.replace("{process}", str(number)) for root in given]
+    for root in roots:
+        if not os.path.isdir(root):
+            raise ValueError(
+                f"CSD root {root}: expected a directory on a mounted drive, found "
+                "none; create or mount it"
+            )
+    if is_needed and not roots:
+        raise ValueError(
+            f"expected CSD roots for process {number}, found none, and the others have "
+            'some; name them with a template: --csd-root "/mnt/nvme{process}"'
+        )
+    return roots
 
 
 def chunk_holders(
@@ -251,13 +314,13 @@ def making_store(path: Path, manifest: Manifest) -> Iterator[StoreDirectory]:
       StoreIOError: the operating system refused something.
     """
     directory = StoreDirectory(path, manifest)
-    _check_unused(path)
+    check_unused(path)
     if not is_unfinished(path):  # its removal will make room
         check_space(directory)
     path.mkdir(parents=True, exist_ok=True)
     lock = directory.lock = StoreLock(path)
     try:
-        _check_unused(path)  # another process may have been faster
+        check_unused(path)  # another process may have been faster
         if is_unfinished(path):
             _discard_leftover(path, manifest)
             check_space(directory)
@@ -284,8 +347,12 @@ def is_unfinished(path: Path) -> bool:
     return not is_made and os.path.lexists(path / "jaxinf.json")
 
 
-def _check_unused(path: Path) -> None:
-    """Refuses a path in use; an unfinished store does not count."""
+def check_unused(path: Path, remedy: str = "give another path") -> None:
+    """Refuses a path in use for a new store; an unfinished store does not count.
+
+    Raises:
+      StoreFormatError: names what is there.
+    """
     if not path.exists() or is_unfinished(path):
         return
     found = ["a file"]
@@ -294,5 +361,5 @@ def _check_unused(path: Path) -> None:
     if found:
         raise StoreFormatError(
             f"{path}: expected nothing there, or an empty directory, for a new store, "
-            f"found {', '.join(sorted(found)[:3])}; give another path"
+            f"found {', '.join(sorted(found)[:3])}; {remedy}"
         )

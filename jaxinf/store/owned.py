@@ -23,8 +23,12 @@ from jaxinf.store.tree import chunk_link_roots, scan_csd
 DIVISION = "divide.json"
 """The journal of a division, in the path of a run; see `redividing`."""
 
+DIVISION_LOCK = ".jaxinf-divide.lock"
+"""Locked in the path of a run while its members are divided anew, or made again."""
+
 __all__ = [
     "DIVISION",
+    "DIVISION_LOCK",
     "check_undivided",
     "current_store",
     "hold_store",

@@ -24,7 +24,7 @@ from typing import Any
 from jaxinf.errors import JaxinfError, StoreFormatError, StoreMismatchError
 from jaxinf.io import fsync_directory
 from jaxinf.io.failures import translated
-from jaxinf.layout import assign_csds, reassign_csds
+from jaxinf.layout import reassign_csds
 from jaxinf.schema import SchemaError
 from jaxinf.store import schemas
 from jaxinf.store.checkpoint import add_documents, checkpoint_names, find_checkpoint
@@ -38,9 +38,15 @@ from jaxinf.store.documents import (
     write_document,
 )
 from jaxinf.store.lock import lock_exclusively
-from jaxinf.store.making import chunk_holders, lay_out
+from jaxinf.store.making import (
+    chunk_holders,
+    copy_beside,
+    lay_out,
+    member_of,
+    process_roots,
+)
 from jaxinf.store.manifest import Manifest, Member
-from jaxinf.store.owned import DIVISION, hold_store
+from jaxinf.store.owned import DIVISION, DIVISION_LOCK, hold_store
 from jaxinf.store.owners import check_owners, make_csds
 from jaxinf.store.rebalancing import (
     Move,
@@ -68,12 +74,11 @@ from jaxinf.typing import ProgressCallback
 
 __all__ = ["Redivided", "num_processes", "redivide"]
 
-_NEW, _OLD, _LOCK = ".jaxinf-new", ".jaxinf-old", ".jaxinf-divide.lock"
+_NEW, _OLD = ".jaxinf-new", ".jaxinf-old"
 _WHOLE = "whole"  # below _NEW, the store of one process
 _LOCKS = ("lock", "publish.lock", "checkpoints.lock")
 _PARTS = ("jaxinf.json", "current", "slots", "checkpoints", "snapshots", "stream")
 _PARTS += ("tokenizer",)
-_BESIDE = ("stream", "tokenizer")
 _MOST_PROCESSES = 1 << 20
 _WHAT = "the journal of a division among processes"
 _REMEDY = (
@@ -89,11 +94,14 @@ class Redivided:
       num_chunks: number of the leaves' chunks with another owner.
       num_bytes: bytes of their state, in one step.
       idle: numbers of the processes that own nothing.
+      dropped: checkpoints that some members had and others not, or of another commit;
+        they went with the old division.
     """
 
     num_chunks: int
     num_bytes: int
     idle: tuple[int, ...] = ()
+    dropped: tuple[str, ...] = ()
 
 
 def redivide(
@@ -108,8 +116,8 @@ def redivide(
     leaves that are not sharded are dealt anew, and most stay with their owners. Those
     of sharded leaves go by their place: devices are taken to be in a line, as many for
     each process. The step before the committed one is given up. Checkpoints that all
-    members have are kept. After an interruption the old division is valid or the new
-    one; call it again.
+    members have are kept, and others are dropped. After an interruption the old
+    division is valid or the new one; call it again.
 
     Args:
       path: the store's or the run's path, where all members can be seen.
@@ -132,7 +140,7 @@ def redivide(
         raise ValueError(f"processes={count}: expected from 1 to {_MOST_PROCESSES}")
     if not path.is_dir():
         raise StoreFormatError(f"{path}: expected a store or a run, found none")
-    with lock_exclusively(path / _LOCK):
+    with lock_exclusively(path / DIVISION_LOCK):
         _finish(path)
         with _held(path) as source:
             roots = [_roots(source, number, csd_roots) for number in range(count)]
@@ -152,7 +160,7 @@ def num_processes(path: Path) -> int | None:
     A division that was interrupted is completed first; one under way is waited for.
     """
     if os.path.lexists(path / DIVISION):
-        with lock_exclusively(path / _LOCK):
+        with lock_exclusively(path / DIVISION_LOCK):
             _finish(path)
     if (path / "jaxinf.json").exists():
         return 1
@@ -210,12 +218,14 @@ class _Source:
       parts: the members by number, or the store alone.
       steps: the committed step as slot ``a``, and the checkpoints, by place.
       spares: directories of the other slot's chunks, as `WholeStep.places`.
+      dropped: checkpoints that are not of all parts.
     """
 
     path: Path
     parts: Sequence[StoreDirectory]
     steps: Mapping[str, WholeStep]
     spares: Sequence[Path]
+    dropped: tuple[str, ...]
 
     @property
     def is_run(self) -> bool:
@@ -259,13 +269,21 @@ def _held(path: Path) -> Iterator[_Source]:
                 "interrupted; start its run again first"
             )
         steps = {"a": _step([*map(PinnedStep, parts, current)])}
-        for name in _common_checkpoints(parts):
+        kept = _common_checkpoints(parts)
+        for name in kept:
             place = f"checkpoints/{name}"
             steps[place] = _step([PinnedStep(d, d.step_path(place)) for d in parts])
         spares = [
             d.data_paths(d.step_path(next_slot(d.committed_slot()))) for d in parts
         ]
-        yield _Source(path, parts, steps, [place for own in spares for place in own])
+        dropped = {name for one in parts for name in checkpoint_names(one)} - set(kept)
+        yield _Source(
+            path,
+            parts,
+            steps,
+            [place for own in spares for place in own],
+            tuple(sorted(dropped)),
+        )
 
 
 def _step(parts: Sequence[PinnedStep]) -> WholeStep:
@@ -306,23 +324,10 @@ def _common_checkpoints(parts: Sequence[StoreDirectory]) -> list[str]:
 
 def _roots(source: _Source, number: int, given: Sequence[str]) -> list[str]:
     """Returns the CSD roots of a process."""
-    if given:
-        roots = [root.replace("{process}", str(number)) for root in given]
-        for root in roots:
-            if not os.path.isdir(root):
-                raise ValueError(
-                    f"CSD root {root}: expected a directory on a mounted drive, found "
-                    "none; create or mount it"
-                )
-        return roots
-    if number < len(source.parts):
+    if not given and number < len(source.parts):
         return list(source.parts[number].manifest.csds)
-    if any(part.manifest.csds for part in source.parts):
-        raise ValueError(
-            f"expected CSD roots for process {number}, found none, and the others have "
-            'some; name them with a template: --csd-root "/mnt/nvme{process}"'
-        )
-    return []
+    is_needed = any(part.manifest.csds for part in source.parts)
+    return process_roots(number, given, is_needed=is_needed)
 
 
 def _owners(source: _Source, count: int) -> list[list[int]]:
@@ -359,34 +364,13 @@ def _targets(source: _Source, roots: Sequence[Sequence[str]]) -> list[StoreDirec
         manifest = lay_out(whole, shapes, own)
         if count > 1:
             member = Member(run, number, count)
-            manifest = _as_member(manifest, member, owners)
+            manifest = member_of(manifest, member, owners)
         name = _WHOLE if count == 1 else member_name(number)
         wanted.append(StoreDirectory(source.path / _NEW / name, manifest))
     taken_up = _taken_up(wanted)
     if taken_up is None:
         _discard(source.path / _NEW)
     return taken_up or wanted
-
-
-def _as_member(
-    manifest: Manifest, member: Member, owners: Sequence[Sequence[int]]
-) -> Manifest:
-    sizes, held = [], []
-    for number, leaf in enumerate(manifest.leaves):
-        for chunk, layout in enumerate(leaf.grid.chunks()):
-            if owners[number][chunk] == member.number:
-                sizes.append(sum(stored_bytes(layout, s) for s in leaf.states))
-                held.append((number, chunk))
-    csds = assign_csds(sizes, max(1, len(manifest.csds)))
-    at = dict(zip(held, csds, strict=True))
-    return manifest.as_member(
-        member,
-        owners,
-        [
-            [at.get((number, chunk), 0) for chunk in range(len(leaf.csds))]
-            for number, leaf in enumerate(manifest.leaves)
-        ],
-    )
 
 
 def _taken_up(wanted: Sequence[StoreDirectory]) -> list[StoreDirectory] | None:
@@ -465,8 +449,7 @@ def _complete(
             point(move.link, move.target)
     for place, whole in source.steps.items():
         commit = ids[place] if target.manifest.member is not None else ""
-        held = _held_sums(target.manifest, whole.commit)
-        record = replace(whole.commit, checksums=held, commit=commit)
+        record = whole.commit.part(target.manifest, commit)
         root = target.step_path(place)
         if place == "a":
             documents = stock_documents(root, target.manifest)
@@ -481,23 +464,8 @@ def _complete(
         (root / ORBAX_STATE).unlink(missing_ok=True)
         add_documents(target, root, record)
     for part in source.parts:
-        for name in _BESIDE:
-            if (part.path / name).is_dir():
-                shutil.copytree(
-                    part.path / name, target.path / name, dirs_exist_ok=True
-                )
+        copy_beside(part.path, target.path)
     target.sync()
-
-
-def _held_sums(manifest: Manifest, commit: CommitRecord) -> dict[str, Any]:
-    """Returns the checksums of the chunks that a store holds."""
-    return {
-        leaf.array_name(state.name): commit.checksums[leaf.array_name(state.name)][
-            list(leaf.held)
-        ]
-        for leaf in manifest.leaves
-        for state in leaf.states
-    }
 
 
 def _moves(source: _Source, target: StoreDirectory) -> Iterator[Move]:
@@ -590,4 +558,4 @@ def _report(source: _Source, targets: Sequence[StoreDirectory]) -> Redivided:
         for n, target in enumerate(targets)
         if not any(leaf.held for leaf in target.manifest.leaves)
     ]
-    return Redivided(num_chunks, num_bytes, tuple(idle))
+    return Redivided(num_chunks, num_bytes, tuple(idle), source.dropped)

@@ -37,9 +37,9 @@ from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE
 __all__ = [
     "agreed_of",
     "all_members",
-    "at_one_step",
     "find_members",
     "find_whole",
+    "held_steps",
     "hold_members",
     "link_whole",
     "list_whole",
@@ -101,7 +101,9 @@ def all_members(path: Path) -> list[StoreDirectory]:
     if missing:
         raise ProcessError(
             f"{path}: expected all members of the run, found none of process "
-            f"{', '.join(map(str, missing))}; run this where all can be seen",
+            f"{', '.join(map(str, missing))}; run this where all can be seen, or make "
+            "what is lost again from an export (jaxinf checkpoint restore PATH EXPORT "
+            "--process N)",
             missing,
         )
     return sorted(members, key=_number)
@@ -114,9 +116,9 @@ def agreed_of(members: Sequence[StoreDirectory]) -> StepId | None:
       ProcessError: they have none in common.
     """
     try:
-        return agreed_step([_held(one) for one in members])
+        return agreed_step([held_steps(one) for one in members])
     except LookupError:
-        listed = ", ".join(f"{one.path.name}: {_held(one)}" for one in members)
+        listed = ", ".join(f"{one.path.name}: {held_steps(one)}" for one in members)
         raise ProcessError(f"expected a step that all have, found {listed}") from None
 
 
@@ -160,6 +162,14 @@ def link_whole(path: Path, members: Sequence[StoreDirectory], name: str) -> Path
             raise
     fsync_directory(place.parent)
     return place
+
+
+def relink_whole(path: Path, members: Sequence[StoreDirectory], name: str) -> None:
+    """Makes the one directory of a checkpoint again, if there was one."""
+    place = path / "checkpoints" / name
+    if place.exists():
+        _unlink(place)
+        link_whole(path, sorted(members, key=_number), name)
 
 
 def list_whole(path: Path) -> list[CheckpointInfo]:
@@ -214,13 +224,7 @@ def remove_whole(path: Path, names: Sequence[str]) -> None:
         if not holders:
             find_checkpoint(members[0], name)  # raises
     for name, holders in by_name.items():
-        place = path / "checkpoints" / name
-        gone = place.with_name(f".gone-{uuid.uuid4().hex}")
-        with translated("removal", place):
-            if place.exists():
-                place.rename(gone)
-                fsync_directory(place.parent)
-                shutil.rmtree(gone)
+        _unlink(path / "checkpoints" / name)
         for one in holders:
             remove_checkpoint(one, name)
 
@@ -244,7 +248,7 @@ def restore_whole(members: Sequence[StoreDirectory], name: str) -> CommitRecord:
     """Makes a checkpoint the committed step of all members.
 
     A crash in between leaves some of them at it, with the step before in their other
-    slot: all go on from that one, and the checkpoint can be restored again.
+    slot: that is the one that all go on from, also if this is called again.
 
     Args:
       members: all members, held by this process.
@@ -258,7 +262,7 @@ def restore_whole(members: Sequence[StoreDirectory], name: str) -> CommitRecord:
         `jaxinf.store.restore_checkpoint`.
     """
     find_whole(members, name)
-    at_one_step(members)
+    to_step(members, agreed_of(members))
     records = [restore_checkpoint(one, name) for one in members]
     return records[0]
 
@@ -271,25 +275,8 @@ def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:
       step: the result of `agreed_of`; each has it in a slot.
     """
     for one in members:
-        if step is not None and _held(one).current != step:
+        if step is not None and held_steps(one).current != step:
             one.flip(next_slot(one.committed_slot()))
-
-
-def at_one_step(members: Sequence[StoreDirectory]) -> None:
-    """Refuses members of which one has flipped to a step that another has not.
-
-    Raises:
-      ProcessError: lists their steps.
-    """
-    steps = [_held(one).current for one in members]
-    if len(set(steps)) > 1:
-        pairs = zip(members, steps, strict=True)
-        raise not_at_one_step(
-            members[0].path.parent,
-            ", ".join(
-                f"{m.path.name}: {'none' if s is None else s.step}" for m, s in pairs
-            ),
-        )
 
 
 def not_at_one_step(path: Path, steps: str) -> ProcessError:
@@ -351,6 +338,16 @@ def of_one_commit(
     raise not_at_one_step(path, steps)
 
 
+def _unlink(place: Path) -> None:
+    """Removes the one directory of a checkpoint, if there is one."""
+    gone = place.with_name(f".gone-{uuid.uuid4().hex}")
+    with translated("removal", place):
+        if place.exists():
+            place.rename(gone)
+            fsync_directory(place.parent)
+            shutil.rmtree(gone)
+
+
 def _link(members: Sequence[StoreDirectory], name: str, root: Path) -> None:
     first = members[0].path / "checkpoints" / name
     for document in _DOCUMENTS:
@@ -380,7 +377,8 @@ def _number(directory: StoreDirectory) -> int:
     return directory.manifest.member.number
 
 
-def _held(directory: StoreDirectory) -> HeldSteps:
+def held_steps(directory: StoreDirectory) -> HeldSteps:
+    """Returns the steps of a member's two slots, as the start of its run finds them."""
     slot = directory.committed_slot()
     spare = next_slot(slot)
     found: list[StepId | None] = []

@@ -294,12 +294,7 @@ _OF_THE_STORE += (
 
 def _check_processes(config: TrainConfig) -> None:
     """Refuses flags of several processes in one, and modes that need one process."""
-    names = ("coordinator", "num_processes", "process_id", "fsdp")
-    for name in names:
-        if not config.distributed and getattr(config, name) not in (None, False):
-            raise UsageError(
-                f"{_flag(name)}: expected with --distributed; add that, or leave it out"
-            )
+    config.check_given("fsdp")
     if config.distributed and not config.steps:
         raise UsageError(
             "--distributed: --steps 0 runs in one process; leave --distributed out"

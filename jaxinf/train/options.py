@@ -10,13 +10,19 @@ from typing import Annotated, Literal, TypeAlias
 
 import tyro
 
-from jaxinf.command_line import ByteSize
+from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.engine import Durability, MasterChoice, StateFormat, VerifyMode
 from jaxinf.streaming import DeviceUpdates, Form, Order, Policy
 from jaxinf.terminal import parse_bytes
 from jaxinf.train.data.options import shown as _shown
 
-__all__ = ["ProcessOptions", "RunOptions", "StoreOptions", "StreamOptions"]
+__all__ = [
+    "LaunchOptions",
+    "ProcessOptions",
+    "RunOptions",
+    "StoreOptions",
+    "StreamOptions",
+]
 
 ReferenceName: TypeAlias = Literal["fused", "split"]
 
@@ -317,12 +323,12 @@ class StreamOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProcessOptions:
-    """Several processes that train together."""
+class LaunchOptions:
+    """How the processes of a run find each other."""
 
-    # One of several processes with JAX devices, which train together: each has a part
-    # of each batch, and its member of the run in the store. SLURM, Open MPI and
-    # Kubernetes say who they are; elsewhere give the next three.
+    # One of several processes of a run, each of which has its member of it. Those that
+    # train have JAX devices, and a part of each batch. SLURM, Open MPI and Kubernetes
+    # say who they are; elsewhere give the next three.
     distributed: bool = False
 
     # For --distributed: address of process 0, which coordinates.
@@ -337,6 +343,27 @@ class ProcessOptions:
 
     # For --distributed: number of this process, from 0.
     process_id: Annotated[int | None, _shown("I", "what the environment says")] = None
+
+    def check_given(self, *others: str) -> None:
+        """Refuses flags of several processes in one.
+
+        Args:
+          others: names of further fields that need ``--distributed``.
+
+        Raises:
+          UsageError: names the flag.
+        """
+        for name in ("coordinator", "num_processes", "process_id", *others):
+            if not self.distributed and getattr(self, name) not in (None, False):
+                raise UsageError(
+                    f"--{name.replace('_', '-')}: expected with --distributed; add "
+                    "that, or leave it out"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessOptions(LaunchOptions):
+    """Several processes that train together."""
 
     # Divide the store among the processes of this run, if it is among another number.
     elastic: bool = False

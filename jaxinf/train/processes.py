@@ -10,9 +10,12 @@ step. In a run of one process on one device every function returns its argument.
 import dataclasses
 import functools
 import json
+import os
 import socket
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,18 @@ from jaxinf.errors import ProcessError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.metrics import JsonLines, StepLine
+from jaxinf.train.options import LaunchOptions
 from jaxinf.train.trackers import Trackers
 from jaxinf.typing import JsonValue, PyTree
 
-__all__ = ["Processes", "SumLog", "placed", "start"]
+__all__ = [
+    "Processes",
+    "SumLog",
+    "connect",
+    "placed",
+    "sharded_dimension",
+    "start",
+]
 
 _AXIS = "data"
 _TIMEOUT_S = 600.0  # for an evaluation by the first process
@@ -88,9 +99,9 @@ class Processes:
     def _sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """A leaf's sharding: replicated, or over its longest dimension that fits."""
         spec: list[str | None] = [None] * len(shape)
-        fitting = [n for n, d in enumerate(shape) if d and d % self.mesh.size == 0]
-        if self._is_sharded and fitting:
-            spec[max(fitting, key=lambda n: shape[n])] = _AXIS
+        along = sharded_dimension(shape, self.mesh.size)
+        if self._is_sharded and along is not None:
+            spec[along] = _AXIS
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def like(self, tree: PyTree) -> PyTree:
@@ -232,6 +243,12 @@ class SumLog:
             self._lines.close()
 
 
+def sharded_dimension(shape: tuple[int, ...], count: int) -> int | None:
+    """Returns the dimension along which devices share a leaf; None if none fits."""
+    fitting = [n for n, d in enumerate(shape) if d and d % count == 0]
+    return max(fitting, key=lambda n: shape[n], default=None)
+
+
 def placed(tree: PyTree, like: PyTree) -> PyTree:
     """Puts arrays that all processes have where `like` has them on a mesh."""
 
@@ -254,28 +271,56 @@ def start(config: TrainConfig) -> Processes:
     """
     if not config.distributed:
         return Processes()
+    connect(config)
+    is_on_mesh = jax.device_count() > 1
+    return Processes(
+        compat.coordination(), is_on_mesh=is_on_mesh, is_sharded=config.fsdp
+    )
+
+
+def connect(given: LaunchOptions, timeout_s: float | None = None) -> None:
+    """Connects processes; blocks until all are there.
+
+    Args:
+      given: who they are.
+      timeout_s: this process ends, with status 1 and a line that says so, if not all
+        are there after so long; by default after JAX's time, as JAX does.
+
+    Raises:
+      UsageError: the coordinator does not answer, or nothing says who it is.
+    """
     started_s = time.monotonic()
-    if config.coordinator is not None and config.process_id:
-        _await(config.coordinator)
-    given: Mapping[str, Any] = {
-        "coordinator_address": config.coordinator,
-        "num_processes": config.num_processes,
-        "process_id": config.process_id,
-    }
+    where = given.coordinator or "the coordinator that the environment names"
+    ending = threading.Timer(timeout_s or 0, _end, [where, timeout_s])
+    ending.daemon = True
+    if timeout_s is not None:
+        ending.start()
+    if given.coordinator is not None and given.process_id:
+        _await(given.coordinator)
     try:
-        jax.distributed.initialize(**given)
+        jax.distributed.initialize(
+            given.coordinator, given.num_processes, given.process_id
+        )
     except (RuntimeError, ValueError) as error:
-        where = config.coordinator or "the coordinator that the environment names"
         raise UsageError(
             f"--distributed: {where}: expected a coordinator that all processes reach, "
             f"found after {time.monotonic() - started_s:.0f} s: "
             f"{str(error).splitlines()[0]}; process 0 is the coordinator. Give "
             "--coordinator HOST:PORT, --num-processes and --process-id"
         ) from error
-    is_on_mesh = jax.device_count() > 1
-    return Processes(
-        compat.coordination(), is_on_mesh=is_on_mesh, is_sharded=config.fsdp
+    finally:
+        ending.cancel()
+
+
+def _end(where: str, timeout_s: float) -> None:
+    """Ends this process, whose call of JAX would abort it without a word."""
+    print(
+        f"jaxinf: --distributed: {where}: expected all processes to be there within "
+        f"{timeout_s:g} s, found that some are not; start the command in all of them",
+        file=sys.stderr,
+        flush=True,
     )
+    os._exit(1)
 
 
 def _await(address: str) -> None:

@@ -5,71 +5,28 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import killed_division
-import numpy as np
+import optax
 import pytest
-import raw_stores
 from families import family
-from killed_division import contents, damages, leftovers
+from killed_division import contents, damages, leftovers, make
 
 import jaxinf
 from jaxinf.cli.commands import main
 from jaxinf.errors import ProcessError, StoreFormatError, StoreLockedError
 from jaxinf.store import (
-    CommitRecord,
-    StateRecord,
     StoreDirectory,
     StoreLock,
-    create_store,
     find_members,
     list_whole,
+    rebalance,
     redivide,
     save_checkpoint,
     save_whole,
-    stock_documents,
 )
-
-STATES = (
-    StateRecord("params", "float32"),
-    StateRecord("mu", "bfloat16", "bf16"),
-)
-LEAVES = {
-    ("rows",): ((12, 4096), (4, 1)),
-    ("columns",): ((3, 16384), (1, 4)),
-    ("replicated",): ((9, 4096), (1, 1)),
-    ("bias",): ((129,), (1,)),
-    ("scale",): ((), ()),
-    ("empty",): ((0, 7), (1, 1)),
-}
-
-
-def make(place, num_csds=0):
-    """Makes a store of one process with a checkpoint and a later step."""
-    roots = [f"{root}/0" for root in raw_stores.make_roots(place, "x", num_csds)]
-    for number, root in enumerate(roots):
-        roots[number] = root = str(place / f"csd{number}/0")
-        for process in range(4):
-            Path(root).with_name(str(process)).mkdir(parents=True)
-    directory = StoreDirectory(
-        place / "run", raw_stores.make_manifest(STATES, LEAVES, roots)
-    )
-    create_store(directory)
-    rng = np.random.default_rng(0)
-
-    def draw(shape, dtype):
-        values = np.frombuffer(rng.bytes(int(np.prod(shape)) * dtype.itemsize), dtype)
-        return values.reshape(shape)
-
-    for step, slot in enumerate(("a", "b")):
-        _, sums = raw_stores.fill_slot(directory, slot, draw)
-        documents = stock_documents(directory.step_path(slot), directory.manifest)
-        record = CommitRecord(step, (), 0, {"seed": 3}, sums, documents)
-        directory.publish(slot, record)
-        if step == 0:
-            save_checkpoint(directory, "kept")
-    return directory.path
 
 
 @pytest.mark.parametrize(
@@ -121,6 +78,59 @@ def test_few_chunks_get_another_owner_and_no_byte_is_copied(place, monkeypatch):
     ]
     assert all(a == b for a, b in replicated if a < 3)
     assert done.num_chunks >= sum(a != b for a, b in replicated)
+
+
+def test_a_checkpoint_that_is_not_of_all_is_named(place, capsys):
+    path = make(place)
+    redivide(path, 2)
+    save_checkpoint(StoreDirectory.open(path / "process-00001"), "half")
+    assert main(["store", "rebalance", str(path), "--processes", "1"]) == 0
+    assert "dropped, as not all members had them" in capsys.readouterr().out
+    assert [file.name for file in (path / "checkpoints").iterdir()] == ["kept"]
+
+
+def raw(path):
+    """The bytes of every chunk of the committed step, codes and scales as they are."""
+    found = {}
+    for part in find_members(path) or [path]:
+        directory = StoreDirectory.open(part)
+        slot = directory.committed_slot()
+        for leaf, record, _ in directory.leaves():
+            for state in record.states:
+                for chunk in record.held:
+                    file = directory.chunk_file(slot, leaf, chunk, state.name)
+                    name = record.array_name(state.name)
+                    found[name, chunk] = file.read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("average", ["fp32", "bf16"])
+def test_an_average_and_codes_stay(place, average):
+    roots = [place / f"csd{number}" for number in range(3)]
+    for root in roots:
+        root.mkdir()
+    path = place / "run"
+    options = {"csds": roots[:2], "chunk_elements": 4096, "state": "int8"}
+    with jaxinf.open_store(path, **options) as store:
+        tx = jaxinf.smart_update(
+            optax.adam(1e-3), store, average=jaxinf.ema(0.99, form=average)
+        )
+        params = {"w": jnp.ones((10, 4096)), "b": jnp.zeros(70)}
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(jax.tree.map(jnp.cos, params), state, params)
+            params = optax.apply_updates(params, updates)
+    states = StoreDirectory.open(path).manifest.leaves[1].states
+    assert {state.codec for state in states} >= {"int8", "scale"}
+    assert [state.name for state in states if "average" in state.name]
+    expected = raw(path)
+    rebalance(path, roots)
+    assert raw(path) == expected
+    for count in (3, 2, 1):
+        given = [f"{root}" for root in roots[:2]] if count == 3 else ()
+        redivide(path, count, given)
+        assert raw(path) == expected
+        assert not damages(path)
 
 
 @pytest.mark.long

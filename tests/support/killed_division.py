@@ -11,18 +11,64 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+import raw_stores
 
 from jaxinf.errors import StoreFormatError
 from jaxinf.store import (
+    CommitRecord,
+    StateRecord,
     StepReader,
     StoreDirectory,
     Verifier,
+    create_store,
     find_members,
     num_processes,
     redivide,
+    save_checkpoint,
+    stock_documents,
     whole_step,
 )
+
+MU = StateRecord("mu", "bfloat16", "bf16")
+LEAVES = {
+    ("rows",): ((12, 4096), (4, 1)),
+    ("columns",): ((3, 16384), (1, 4)),
+    ("replicated",): ((9, 4096), (1, 1)),
+    ("bias",): ((129,), (1,)),
+    ("scale",): ((), ()),
+    ("empty",): ((0, 7), (1, 1)),
+}
+
+
+def make(place, num_csds=0, mu=MU):
+    """Makes a store of one process with a checkpoint and a later step."""
+    roots = [f"{root}/0" for root in raw_stores.make_roots(place, "x", num_csds)]
+    for number, root in enumerate(roots):
+        roots[number] = root = str(place / f"csd{number}/0")
+        for process in range(4):
+            Path(root).with_name(str(process)).mkdir(parents=True)
+    states = (StateRecord("params", "float32"), mu)
+    directory = StoreDirectory(
+        place / "run", raw_stores.make_manifest(states, LEAVES, roots)
+    )
+    create_store(directory)
+    rng = np.random.default_rng(0)
+
+    def draw(shape, dtype):
+        values = np.frombuffer(rng.bytes(int(np.prod(shape)) * dtype.itemsize), dtype)
+        return values.reshape(shape)
+
+    for step, slot in enumerate(("a", "b")):
+        _, sums = raw_stores.fill_slot(directory, slot, draw)
+        documents = stock_documents(directory.step_path(slot), directory.manifest)
+        record = CommitRecord(step, (), 0, {"seed": 3}, sums, documents)
+        directory.publish(slot, record)
+        if step == 0:
+            save_checkpoint(directory, "kept")
+    return directory.path
+
 
 CALLS = ("rename", "replace", "link", "symlink", "mkdir", "unlink", "rmdir", "fsync")
 
@@ -53,7 +99,7 @@ def damages(path):
     found = []
     for part in find_members(path) or [path]:
         directory = StoreDirectory.open(part)
-        for place in (part / "current", *part.glob("checkpoints/*")):
+        for place in (part / "current", *part.glob("checkpoints/[!.]*")):
             found += Verifier(directory).verify(place)
     return found
 
