@@ -7,7 +7,8 @@
 
 The first and the last have one text, the others two. Examples are divided by file: no
 function is on both sides, and no example occurs twice. The same Python makes the same
-files. `pretraining.txt` is the text of the files for training alone.
+files. `pretraining.txt` is the text of the files for training alone, and
+`tokenizer.json` has the pairs of bytes (BPE) that are frequent in it.
 
     python scripts/finetune_tasks.py runs/tasks
     python scripts/finetune_tasks.py runs/tasks --baselines
@@ -34,10 +35,13 @@ PAIRS = ("continues", "docstring")
 PACKAGES = ("asyncio", "email", "idlelib", "importlib")
 PACKAGES += ("multiprocessing", "tkinter", "unittest", "xml")
 
-SEQ_LEN = 128  # bytes of an example, with the ends of two texts
-_ROOM = SEQ_LEN // 2 - 1
+SEQ_LEN = 48  # tokens of an example, with three special ones; longer ones are left out
+VOCAB_SIZE = 6144
+SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")  # ids from 0
+_MOST_BYTES = 128  # of an example
+_ROOM = _MOST_BYTES // 2 - 1
 _HELD_OUT = 0.2  # of the files
-_MOST = {"train": 12_000, "validation": 4_000}
+_MOST = {"train": 12_000, "validation": 3_000}
 _LEAST_LINES = 6
 
 Record = dict[str, Any]
@@ -151,12 +155,12 @@ def _pieces(lines: Iterable[str]) -> Iterator[str]:
     """Yields whole lines, as many as fit."""
     piece = ""
     for line in lines:
-        if piece and len(piece) + len(line) >= SEQ_LEN:
-            yield piece[: SEQ_LEN - 1]
+        if piece and len(piece) + len(line) >= _MOST_BYTES:
+            yield piece[: _MOST_BYTES - 1]
             piece = ""
         piece += line + "\n"
     if len(piece) > _ROOM:
-        yield piece[: SEQ_LEN - 1]
+        yield piece[: _MOST_BYTES - 1]
 
 
 def _continuations(found: Sequence[Function]) -> Iterator[Record]:
@@ -192,7 +196,7 @@ def _descriptions(found: Sequence[Function]) -> Iterator[Record]:
 def _orders(found: Sequence[Function]) -> Iterator[Record]:
     for one in found:
         for first, second in one.neighbours:
-            if first != second and len(first) + len(second) < SEQ_LEN - 1:
+            if first != second and len(first) + len(second) < _MOST_BYTES - 1:
                 label = _hash(first, second) % 2
                 pair = (first, second) if label else (second, first)
                 yield {"text": "\n".join(pair), "label": label, "file": one.file}
@@ -204,13 +208,24 @@ _MADE: dict[str, Callable[[Sequence[Function]], Iterator[Record]]] = dict(
 
 
 def key_of(record: Record) -> bytes:
-    """Returns an example's bytes as the model reads them, without padding."""
-    texts = [record[name] for name in ("text", "text_pair") if name in record]
-    return b"".join(text.encode() + b"\0" for text in texts)
+    """Returns an example's bytes, one text after the other."""
+    return "".join(_texts(record)).encode()
 
 
-def examples(found: Sequence[Function], task: str) -> dict[str, list[Record]]:
-    """Returns the examples of a task by side, each of them once."""
+def _texts(record: Record) -> list[str]:
+    return [record[name] for name in ("text", "text_pair") if name in record]
+
+
+def examples(
+    found: Sequence[Function], task: str, fits: Callable[[Record], bool]
+) -> dict[str, list[Record]]:
+    """Returns the examples of a task by side, each of them once.
+
+    Args:
+      found: the functions.
+      task: of `TASKS`.
+      fits: whether an example is short enough.
+    """
     by_side: dict[str, dict[bytes, Record]] = {side: {} for side in _MOST}
     seen: dict[bytes, int] = {}
     for record in _MADE[task](found):
@@ -221,29 +236,56 @@ def examples(found: Sequence[Function], task: str) -> dict[str, list[Record]]:
         side: [
             record
             for key, record in sorted(own.items(), key=lambda pair: _hash(pair[0]))
-            if seen[key] == 1
+            if seen[key] == 1 and fits(record)
         ][: _MOST[side]]
         for side, own in by_side.items()
     }
 
 
 def make(place: Path, most: int | None = None) -> None:
-    """Writes the tasks and the text for pretraining, unless they are there.
+    """Writes the tasks, the text for pretraining and its tokenizer, or finds them.
 
     Args:
       place: a folder, which may be new.
-      most: examples of each side of a task; by default 12,000 and 4,000.
+      most: examples of each side of a task; by default 12,000 and 3,000.
     """
     if (place / "pretraining.txt").exists():
         return
-    place.mkdir(parents=True, exist_ok=True)
     found = list(functions())
+    text = [one.text for one in found if side_of(one.file) == "train"]
+    tokenizer = write_tokenizer(place, text)
+
+    def fits(record: Record) -> bool:
+        encoded = tokenizer.encode(*_texts(record))
+        return len(encoded.ids) <= SEQ_LEN
+
     for task in TASKS:
-        for side, records in examples(found, task).items():
+        for side, records in examples(found, task, fits).items():
             lines = [json.dumps(record) + "\n" for record in records[:most]]
             (place / f"{task}-{side}.jsonl").write_text("".join(lines))
-    text = [one.text for one in found if side_of(one.file) == "train"]
     (place / "pretraining.txt").write_text("\n\n".join(text))
+
+
+def write_tokenizer(place: Path, text: Iterable[str]) -> Any:
+    """Writes `tokenizer.json` for a text, with BERT's form; returns the tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers.trainers import BpeTrainer
+
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    first, second = ((name, SPECIAL_TOKENS.index(name)) for name in ("[SEP]", "[CLS]"))
+    tokenizer.post_processor = processors.BertProcessing(first, second)
+    trainer: Any = BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[*SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(text, trainer)
+    place.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(place / "tokenizer.json"))
+    return tokenizer
 
 
 def read_task(place: Path, task: str, side: str) -> list[Record]:

@@ -11,6 +11,7 @@ import pytest
 
 from jaxinf.command_line import UsageError
 from jaxinf.train.data.files import standard_library_files
+from jaxinf.train.data.tokenizers import open_tokenizer
 
 SIDES = ("train", "validation")
 
@@ -33,7 +34,9 @@ def test_tasks_are_divided_by_file_and_have_no_example_twice(few_files, tmp_path
         assert not files[0] & files[1]
         keys = [tasks.key_of(r) for records in sides.values() for r in records]
         assert len({*keys}) == len(keys) > 100
-        assert max(map(len, keys)) <= tasks.SEQ_LEN
+        tokenizer = open_tokenizer(tmp_path / "one/tokenizer.json")
+        encoded = tokenizer.encode([("", key) for key in keys])
+        assert max(ids.size for ids in encoded) < tasks.SEQ_LEN
         labels = {r["label"] for r in sides["validation"]}
         assert labels == {r["label"] for r in sides["train"]}
         for side, records in sides.items():
@@ -78,11 +81,11 @@ def test_a_small_table(few_files, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [('{"version": 1, "run', "one that is cut"), ('{"version": 0}', "of version 1")],
+    [('{"version": 2, "run', "one that is cut"), ('{"version": 1}', "of version 2")],
 )
 def test_results_that_cannot_be_gone_on_with(tmp_path, text, expected):
     file = tmp_path / "results.jsonl"
-    file.write_text(json.dumps({"version": 1}) + "\n" + text + "\n")
+    file.write_text(json.dumps({"version": 2}) + "\n" + text + "\n")
     with pytest.raises(SystemExit, match=f"results.jsonl:2: .*{expected}"):
         quality.read(Path(file))
 
@@ -155,7 +158,7 @@ def test_glue_as_distributed(tmp_path):
 def test_glue_on_random_weights(tmp_path, capsys, monkeypatch):
     sizes = {"hidden_size": 32, "intermediate_size": 64}
     monkeypatch.setitem(quality.MODELS, "bert", quality.MODELS["bert"] | sizes)
-    (tmp_path / "tasks").mkdir()
+    tasks.write_tokenizer(tmp_path / "tasks", ["words"])
     (tmp_path / "tasks/pretraining.txt").write_text("words " * 2000)
     folder = quality.folder_of(tmp_path, "bert", 1)
     quality.pretrain(tmp_path, folder, 1)
