@@ -25,6 +25,7 @@ from jaxinf.exchange import (
     ImportReport,
     ObjectStore,
     StepFiles,
+    export_adapters,
     export_huggingface,
     export_orbax,
     export_safetensors,
@@ -79,6 +80,13 @@ class Export:
         bool,
         option("Export the params' average in their place, without other state."),
     ] = False
+    adapters: Annotated[
+        bool,
+        option(
+            "Huggingface: the adapters of --lora alone, in the form of PEFT. Without "
+            "it they are added to their matrices."
+        ),
+    ] = False
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         tyro.conf.arg(
@@ -114,6 +122,8 @@ class Export:
             raise UsageError("--params-only goes with --format safetensors")
         if self.dtype is not None and self.format != "huggingface":
             raise UsageError("--dtype goes with --format huggingface")
+        if self.adapters and self.format != "huggingface":
+            raise UsageError("--adapters goes with --format huggingface")
         destination = Path(self.destination).expanduser().absolute()
         with _step_of(store, self.checkpoint) as found:
             step = replace(found, average=self.average)
@@ -122,6 +132,14 @@ class Export:
                 if self.format in (None, "orbax"):
                     export_orbax(
                         step, destination, memory_bytes=self.memory, progress=progress
+                    )
+                elif self.adapters:
+                    export_adapters(
+                        step,
+                        destination,
+                        dtype=self.dtype,
+                        memory_bytes=self.memory,
+                        progress=progress,
                     )
                 elif self.format == "huggingface":
                     export_huggingface(
@@ -153,10 +171,11 @@ class Export:
                 f"--format {self.format}: expected zarr for a URL; export to a "
                 "directory, and copy that"
             )
-        if self.params_only or self.average or self.dtype is not None:
+        others = self.params_only, self.average, self.adapters, self.dtype
+        if any(others):
             raise UsageError(
-                "--params-only, --average and --dtype go with other formats than a URL "
-                "has"
+                "--params-only, --average, --adapters and --dtype go with other "
+                "formats than a URL has"
             )
         place = ObjectStore(self.destination)
         with _step_of(store, self.checkpoint) as step:

@@ -4,8 +4,9 @@ Invariant: memory stays within a budget for leaves of any size, unless another t
   file has larger chunks; everything is checked before anything is written.
 """
 
+from jaxinf.exchange.adapters import LORA_A, LORA_B
 from jaxinf.exchange.huggingface_config import Architecture, write_config
-from jaxinf.exchange.huggingface_export import export_huggingface
+from jaxinf.exchange.huggingface_export import export_adapters, export_huggingface
 from jaxinf.exchange.huggingface_source import (
     HuggingFaceFolder,
     TensorLeaf,
@@ -30,6 +31,8 @@ from jaxinf.exchange.url_import import import_url
 __all__ = [
     "DEFAULT_FILE_BYTES",
     "DEFAULT_MEMORY_BYTES",
+    "LORA_A",
+    "LORA_B",
     "Architecture",
     "HuggingFaceFolder",
     "ImportReport",
@@ -37,6 +40,7 @@ __all__ = [
     "StepFiles",
     "TensorLeaf",
     "UrlReport",
+    "export_adapters",
     "export_huggingface",
     "export_orbax",
     "export_safetensors",

@@ -1,16 +1,18 @@
-"""A committed step's params as a Hugging Face checkpoint folder.
+"""A committed step's params as a Hugging Face checkpoint folder, or its adapters.
 
 Invariant: import and export use the same table of names and axes, so that an imported
   checkpoint is exported to the bit.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxinf.errors import ExchangeError
+from jaxinf.exchange.adapters import LORA_A, LORA_B, Adapters
 from jaxinf.exchange.huggingface_config import Architecture, write_config
 from jaxinf.exchange.huggingface_names import TABLES
 from jaxinf.exchange.safetensors_writer import (
@@ -22,7 +24,11 @@ from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
 from jaxinf.store import MASTER_PARAMS, dtype_of
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["export_huggingface"]
+__all__ = ["export_adapters", "export_huggingface"]
+
+_ADAPTERS_NAME = "adapter_model.safetensors"
+_PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
+_PEFT_TASKS |= {"classification": "SEQ_CLS"}
 
 
 def export_huggingface(
@@ -36,6 +42,8 @@ def export_huggingface(
     progress: ProgressCallback | None = None,
 ) -> None:
     """Writes a step's params as ``transformers`` loads them; blocks until durable.
+
+    Adapters of ``jaxinf.train --lora`` are added to their matrices.
 
     The step's commit must name the model: `jaxinf.train` writes it into the payload, as
     ``architecture``.
@@ -100,9 +108,9 @@ def _tensors(
     step: StepFiles, architecture: Architecture, dtype: str | None
 ) -> list[Tensor]:
     table = TABLES[architecture.table]
-    tensors = []
+    tensors, adapters = [], Adapters(step)
     for array in step.arrays():
-        if array.state_name != MASTER_PARAMS:
+        if array.state_name != MASTER_PARAMS or adapters.has(array):
             continue
         try:
             name = table.find("/".join(array.leaf.path))
@@ -113,5 +121,89 @@ def _tensors(
             ) from error
         held = dtype_of(dtype or array.leaf.dtype)
         axes = tuple(int(a) for a in np.argsort(name.axes))
-        tensors.append(Tensor(name.theirs, array, held, axes))
+        change = adapters.change_of(array)
+        tensors.append(Tensor(name.theirs, array, held, axes, change))
     return tensors
+
+
+def export_adapters(
+    step: StepFiles,
+    destination: Path,
+    *,
+    dtype: str | None = None,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Writes a step's adapters, and a new head of classes, in the form of PEFT.
+
+    The folder has ``adapter_config.json`` and ``adapter_model.safetensors``. Blocks
+    until it is durable.
+
+    Args:
+      step: the step to export, of ``jaxinf.train --lora``.
+      destination: a directory that does not exist yet.
+      dtype: as for `export_huggingface`.
+      memory_bytes: memory for data in transit.
+      progress: called with the bytes of elements done and those in all.
+
+    Raises:
+      ExchangeError: the step has no adapters, or as for `export_huggingface`.
+      FileExistsError, ValueError, StoreError: as for `export_huggingface`.
+    """
+    architecture, task = _architecture(step)
+    adapters = Adapters(step)
+    if not adapters.arrays:
+        raise ExchangeError(
+            f"{step.path}: expected a step of jaxinf.train --lora, found no adapters "
+            "in it; export its params"
+        )
+    tensors, layers, rank = [], [], 0
+    for path, parts in adapters.arrays.items():
+        layer = _layer(architecture, (*path, "kernel"))
+        layers.append(layer)
+        rank = parts[LORA_A].leaf.shape[1]
+        for ours, theirs in ((LORA_A, "lora_A"), (LORA_B, "lora_B")):
+            array = parts[ours]
+            name = f"base_model.model.{layer}.{theirs}.weight"
+            held = dtype_of(dtype or array.leaf.dtype)
+            tensors.append(Tensor(name, array, held, (1, 0)))
+    heads = TABLES[architecture.table].heads if task == "classification" else ()
+    whole = [
+        tensor
+        for tensor in _tensors(step, architecture, dtype)
+        if "/".join(tensor.array.leaf.path).startswith(heads)
+    ]
+    config = {
+        "peft_type": "LORA",
+        "task_type": _PEFT_TASKS.get(task),
+        "base_model_name_or_path": None,
+        "r": rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": architecture.model == "gpt2",
+        "target_modules": sorted(layers),
+        "modules_to_save": sorted({_module(t.name) for t in whole}) or None,
+        "inference_mode": True,
+    }
+    tensors += [replace(t, name=f"base_model.model.{t.name}") for t in whole]
+    write_tensors(
+        step,
+        destination,
+        tensors,
+        {"format": "pt"},
+        lambda: {"adapter_config.json": config},
+        max_file_bytes=1 << 62,
+        memory_bytes=memory_bytes,
+        file_name=_ADAPTERS_NAME,
+        progress=progress,
+    )
+
+
+def _layer(architecture: Architecture, path: tuple[str, ...]) -> str:
+    return _module(TABLES[architecture.table].find("/".join(path)).theirs)
+
+
+def _module(tensor: str) -> str:
+    """Returns the module of a tensor, such as that of ``score.weight``."""
+    return tensor.rpartition(".")[0]

@@ -101,7 +101,9 @@ class HuggingFaceFolder:
                 "check the path"
             )
         config = within(path, "config.json")
-        architecture = read_config(_read_json(config), where=str(config))
+        document = _read_json(config)
+        _check_precision(document, str(config))
+        architecture = read_config(document, where=str(config))
         return cls(path, architecture, _read_tensors(path))
 
     @property
@@ -355,6 +357,22 @@ def _places(folder: Path) -> dict[str, str]:
             )
         return {}
     return index_places(within(folder, INDEX_NAME))
+
+
+def _check_precision(document: Any, where: str) -> None:
+    """Refuses weights in few bits, which are other tensors than the model's."""
+    held = document.get("quantization_config") if isinstance(document, dict) else None
+    if not held:
+        return
+    method = held.get("quant_method") if isinstance(held, dict) else held
+    bits: Any = held.get("bits") if isinstance(held, dict) else None
+    if isinstance(held, dict):
+        bits = bits or next((n for n in (4, 8) if held.get(f"load_in_{n}bit")), None)
+    raise ExchangeError(
+        f"{where}: expected weights of 16 or 32 bits, found quantization_config "
+        f"({method!r}{f', {bits} bits' if bits else ''}); give the weights that these "
+        "were made of"
+    )
 
 
 def _read_json(path: Path) -> Any:

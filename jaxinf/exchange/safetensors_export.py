@@ -6,6 +6,7 @@ become a store again, to the bit.
 
 from pathlib import Path
 
+from jaxinf.exchange.adapters import Adapters
 from jaxinf.exchange.safetensors_writer import (
     DEFAULT_FILE_BYTES,
     Tensor,
@@ -36,7 +37,8 @@ def export_safetensors(
     A tensor has the name of its array, ``mu.h0.kernel``; with `params_only` that of the
     leaf, ``h0.kernel``. Tensors have the dtypes of the optimizer's computations: coded
     state is decoded, and master params are float32. The export also has its manifest
-    and commit record, except with `params_only`.
+    and commit record, except with `params_only`, which adds the adapters of
+    ``jaxinf.train --lora`` to their matrices.
 
     Args:
       step: the step to export.
@@ -54,10 +56,12 @@ def export_safetensors(
       StoreError: the step cannot be read, or the destination not written.
     """
     params_only = params_only or step.average
+    adapters = Adapters(step)
     arrays = [
         array
         for array in step.arrays()
-        if not params_only or array.state_name == MASTER_PARAMS
+        if not params_only
+        or (array.state_name == MASTER_PARAMS and not adapters.has(array))
     ]
 
     def documents() -> dict[str, bytes]:
@@ -72,7 +76,13 @@ def export_safetensors(
     write_tensors(
         step,
         destination,
-        [Tensor(_name(array, params_only), array, array.dtype) for array in arrays],
+        [
+            Tensor(
+                *(_name(array, params_only), array, array.dtype),
+                change=adapters.change_of(array) if params_only else None,
+            )
+            for array in arrays
+        ],
         {"format": "flax", "step": str(step.commit.step)},
         documents,
         max_file_bytes=max_file_bytes,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxinf.exchange.adapters import Change
 from jaxinf.exchange.destination import new_directory
 from jaxinf.exchange.portions import box_runs
 from jaxinf.exchange.safetensors_format import TensorInfo, encode_header
@@ -47,12 +48,14 @@ class Tensor:
       array: the array.
       dtype: dtype that its elements are rounded to, to nearest even.
       axes: order of the array's axes in the tensor; empty for no change.
+      change: what adds an adapter to its elements, if anything does.
     """
 
     name: str
     array: StoredArray
     dtype: np.dtype[Any]
     axes: tuple[int, ...] = ()
+    change: Change | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,6 +78,7 @@ def write_tensors(
     *,
     max_file_bytes: int,
     memory_bytes: int,
+    file_name: str = WEIGHTS_NAME,
     progress: ProgressCallback | None = None,
 ) -> None:
     """Makes a directory of safetensors files; blocks until it is durable.
@@ -88,6 +92,7 @@ def write_tensors(
         or bytes.
       max_file_bytes: size at which another file begins; a tensor is never split.
       memory_bytes: memory for data in transit.
+      file_name: name of the file, if one is enough.
       progress: called with the bytes of elements done and those in all.
 
     Raises:
@@ -103,7 +108,7 @@ def write_tensors(
             f"at least {1 << 20} each"
         )
     total_bytes = sum(tensor.num_bytes for tensor in tensors)
-    files = _divide(tensors, max_file_bytes)
+    files = _divide(tensors, max_file_bytes, file_name)
     room_bytes = total_bytes + _HEADER_BYTES_AN_ARRAY * (len(tensors) + 8)
     with new_directory(destination, room_bytes) as directory:
         done_bytes = 0
@@ -128,7 +133,9 @@ def _index(files: Mapping[str, Sequence[Tensor]], total_bytes: int) -> JsonValue
     return {"metadata": {"total_size": total_bytes}, "weight_map": places}
 
 
-def _divide(tensors: Sequence[Tensor], max_file_bytes: int) -> dict[str, list[Tensor]]:
+def _divide(
+    tensors: Sequence[Tensor], max_file_bytes: int, file_name: str
+) -> dict[str, list[Tensor]]:
     """Assigns tensors to files, in order."""
     files: list[list[Tensor]] = [[]]
     held_bytes = 0
@@ -139,7 +146,7 @@ def _divide(tensors: Sequence[Tensor], max_file_bytes: int) -> dict[str, list[Te
         files[-1].append(tensor)
         held_bytes += tensor.num_bytes
     if len(files) == 1:
-        return {WEIGHTS_NAME: files[0]}
+        return {file_name: files[0]}
     return {
         f"model-{number:05d}-of-{len(files):05d}.safetensors": members
         for number, members in enumerate(files, start=1)
@@ -169,6 +176,8 @@ def _write_file(
             )
             for portion, values in step.stream(tensor.array, max_elements):
                 start = portion.start
+                if (change := tensor.change) is not None:
+                    values = change(portion, values)
                 values = values.astype(tensor.dtype, copy=False)
                 if tensor.axes:
                     start = tuple(start[a] for a in tensor.axes)

@@ -31,6 +31,7 @@ from jaxinf.streaming.plan.offload import check_leaving
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.plan.saved import saved_cuts, saved_plan, saved_rows
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import Unit
 from jaxinf.streaming.replanning import Replanner
@@ -102,9 +103,13 @@ class Ends(ABC):
 
     Args:
       setup: Memory, policy and so on.
+
+    Attributes:
+      zeros: Gradients that are zero in any case, and stay on the device.
     """
 
     reads: Reads | None = None
+    zeros: Set[Piece] = frozenset()
     num_drives = 1
     saved_in: Path | None = None
 

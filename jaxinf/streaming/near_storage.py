@@ -34,6 +34,7 @@ from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits
 from jaxinf.streaming.plan.saved import save_plan
 from jaxinf.streaming.plan.tables import tables_in_rows
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
+from jaxinf.streaming.program.zeros import sizes_but_zeros, zeros_of
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update.assigning import Assigning
 from jaxinf.streaming.update.compressing import Compressor
@@ -199,9 +200,9 @@ class StoreEnds(StoreParamsEnds):
             ready.traced.mesh,
             replan=options.replan,
         )
-        gradients, sizes = ready.lifetimes.graph.gradients, ready.lifetimes.sizes
-        self._gradient_bytes = {piece: sizes[piece] for piece in gradients}
-        self._sum_bytes = {p: sum_bytes(value.aval) for p, value in gradients.items()}
+        self.zeros = zeros_of(ready.lifetimes.graph)
+        self._gradient_bytes = sizes_but_zeros(ready.lifetimes.graph)
+        self._sum_bytes = sizes_but_zeros(ready.lifetimes.graph, sum_bytes)
 
     # --- planned -------------------------------------------------------------------
 

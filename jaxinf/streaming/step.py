@@ -30,6 +30,7 @@ from jaxinf.streaming.plan.planner import Forecast
 from jaxinf.streaming.plan.wear import Wear, Wearing
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
+from jaxinf.streaming.program.zeros import zeros_apart
 from jaxinf.streaming.run import Estimates
 from jaxinf.streaming.shared import Shared
 from jaxinf.streaming.turns import Check, check_not_traced
@@ -240,7 +241,8 @@ def _run(bound: Bound, batch: PyTree, check: Check, *, is_last: bool) -> Results
     params, runner = bound.params, bound.runner
     try:
         params.begin(check, is_last=is_last)
-        return runner(batch, params, bound.sink.put, check)
+        put = zeros_apart(bound.ends.zeros, bound.sink.put)
+        return runner(batch, params, put, check)
     finally:
         runner.settle()  # before the memory that they read is freed
         params.stop()

@@ -95,7 +95,7 @@ def step_work(ends: Ends, fitted: Fitted, plan: Plan, speeds: Speeds) -> StepWor
         updates=[
             Update(
                 made,
-                one.layout.subgroup.num_elements / speeds.update,
+                one.num_elements / speeds.update,
                 one.read_bytes,
                 one.written_bytes,
                 one.layout.num_bytes,

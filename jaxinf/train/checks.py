@@ -7,7 +7,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from jaxinf_models import MODELS
+from jaxinf_models import MODELS, abstract_params
 
 from jaxinf.command_line import UsageError, flags_of
 from jaxinf.csd import parse_csd
@@ -16,6 +16,7 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import check_options
 from jaxinf.train.freezing import check_frozen
+from jaxinf.train.lora import check_lora
 from jaxinf.train.pretrained import ModelFiles
 
 __all__ = ["check"]
@@ -39,7 +40,7 @@ def check(config: TrainConfig) -> TrainConfig:
         check_options(config, config.task_name, takes_images=config.takes_images)
     except DataError as error:
         raise UsageError(str(error)) from error
-    check_frozen(config)
+    _check_trained(config)
     _check_optimizer(config)
     _check_compression(config)
     if config.average is None and config.eval_average:
@@ -73,6 +74,22 @@ def check(config: TrainConfig) -> TrainConfig:
             f"{config.store}, which holds nothing but the store's own files"
         )
     return config
+
+
+def _check_trained(config: TrainConfig) -> None:
+    """Refuses patterns of --freeze and --lora that leave nothing, or match nothing."""
+    if not config.freeze and config.adapters is None:
+        return
+    _, params = abstract_params(config.model_config)
+    check_frozen(config.freeze, params, config.model_name)
+    if config.adapters is None:
+        return
+    if config.freeze:
+        raise UsageError(
+            f"--freeze {' '.join(config.freeze)}: --lora leaves all of the model as it "
+            "is; leave --freeze out"
+        )
+    check_lora(config.adapters, params, config.model_name)
 
 
 def _check_compression(config: TrainConfig) -> None:

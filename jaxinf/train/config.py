@@ -6,7 +6,7 @@ silence: `jaxinf.train.checks` refuses combinations without a meaning.
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import tyro
 from jaxinf_models import (
@@ -14,6 +14,7 @@ from jaxinf_models import (
     ModelConfig,
     ModelFamily,
     TaskName,
+    abstract_params,
     config_for,
     family_of,
 )
@@ -24,6 +25,8 @@ from jaxinf.engine import DEFAULT_MEMORY_BYTES
 from jaxinf.program import Average, parse_ema
 from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.options import shown as _shown
+from jaxinf.train.freezing import Frozen
+from jaxinf.train.lora import Lora, parse_lora
 from jaxinf.train.options import (
     ProcessOptions,
     RunOptions,
@@ -31,7 +34,7 @@ from jaxinf.train.options import (
     StreamOptions,
 )
 from jaxinf.train.pretrained import ModelFiles
-from jaxinf.typing import JsonValue
+from jaxinf.typing import JsonValue, PyTree
 
 __all__ = ["TrainConfig"]
 
@@ -151,6 +154,12 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # no update reads or writes them.
     freeze: Annotated[tuple[str, ...], _shown("PATTERN...", "none")] = ()
 
+    # Train adapters of this rank beside matrices (LoRA), and leave all else as it is,
+    # but for a head of classes: 8, or with a pattern of the matrices' paths,
+    # '8:h*/mlp/*'. By default they are those of attention. The model is stored once, as
+    # by --freeze.
+    lora: Annotated[str | None, _shown("RANK[:PATTERN]", "none")] = None
+
     # Clip gradients to this global norm; 0 is off. With clipping, updates start only
     # when all gradients are known.
     clip_norm: float = 1.0
@@ -262,6 +271,34 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
             return None if self.compress is None else parse_compression(self.compress)
         except ValueError as error:
             raise UsageError(f"--compress {error}") from error
+
+    @property
+    def adapters(self) -> Lora | None:
+        """The adapters that `lora` names.
+
+        Raises:
+          UsageError: `lora` does not parse.
+        """
+        try:
+            return None if self.lora is None else parse_lora(self.lora)
+        except ValueError as error:
+            raise UsageError(f"--lora {error}") from error
+
+    @property
+    def frozen(self) -> Frozen:
+        """The leaves that stay as they are, by `freeze` or `lora`."""
+        if self.adapters is None:
+            return Frozen(self.freeze)
+        has_classes = self.task_name == "classification"
+        return self.adapters.frozen(has_new_head=has_classes)
+
+    @property
+    def abstract(self) -> tuple[Any, PyTree]:
+        """The model's graph, and shapes and dtypes of the run's params."""
+        graphdef, params = abstract_params(self.model_config)
+        if self.adapters is not None:
+            params = self.adapters.with_shapes(params)
+        return graphdef, params
 
     @property
     def average(self) -> Average | None:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxinf_models import Scores, generate_by, next_token, num_params, score
 
 from jaxinf.train.backend import Backend
@@ -19,6 +18,7 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, one_epoch
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.entropy import bigram_entropy, unigram_entropy
+from jaxinf.train.lora import model_of
 from jaxinf.typing import PyTree
 
 __all__ = ["Evaluation", "Evaluator", "TextEntropy", "num_tokens"]
@@ -73,10 +73,10 @@ class Evaluator:
         self._config, self._data = config, data
 
         def scores(params: PyTree, batch: Any) -> Scores:
-            return score(nnx.merge(graphdef, params), config.task_name, batch)
+            return score(model_of(graphdef, params), config.task_name, batch)
 
         def draw(params: PyTree, inputs: Any) -> Any:
-            return next_token(nnx.merge(graphdef, params), inputs)
+            return next_token(model_of(graphdef, params), inputs)
 
         average = config.eval_average
         self._score = backend.function(scores, average=average)

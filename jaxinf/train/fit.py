@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
-from jaxinf_models import abstract_params
 
 from jaxinf.command_line import UsageError
 from jaxinf.engine import DEFAULT_MEMORY_BYTES
@@ -287,8 +286,8 @@ class Search:
         )
 
     def _least(self, config: TrainConfig) -> LeastMemory:
-        graphdef, params = abstract_params(config.model_config)
-        loss_fn = loss_of(graphdef, config.task_name, config.freeze)
+        graphdef, params = config.abstract
+        loss_fn = loss_of(graphdef, config.task_name, config.frozen)
         parts, order = config.micro_batches, config.order
         tx = make_optimizer(config) if config.compress is None else None
         in_rows = None if tx is None else config.optimizer
@@ -443,7 +442,7 @@ def _ways(
 
 
 def _leaves(config: TrainConfig) -> list[Any]:
-    return jax.tree.leaves(abstract_params(config.model_config)[1])
+    return jax.tree.leaves(config.abstract[1])
 
 
 def _order(

@@ -4,62 +4,101 @@ Invariant: a frozen leaf's gradient is zero, and so is its update; it counts in 
 and has no state.
 """
 
+import dataclasses
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxinf_models import abstract_params
 
 from jaxinf import compat
 from jaxinf.command_line import UsageError
-from jaxinf.train.config import TrainConfig
 from jaxinf.typing import PyTree
 
-__all__ = ["check_frozen", "train_others", "trained", "with_zeros", "without_gradients"]
+__all__ = [
+    "Frozen",
+    "check_frozen",
+    "names_of",
+    "shown_names",
+    "train_others",
+    "trained",
+    "with_zeros",
+    "without_gradients",
+]
 
 _MOST_NAMES = 8
 
 
-def check_frozen(config: TrainConfig) -> None:
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """The leaves that stay as they are; false if there are none.
+
+    Attributes:
+      patterns: of paths.
+      all_but: whether the leaves that they match are those that are trained.
+    """
+
+    patterns: tuple[str, ...] = ()
+    all_but: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.patterns)
+
+    def __contains__(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, p) for p in self.patterns) != self.all_but
+
+
+def check_frozen(patterns: tuple[str, ...], params: PyTree, model: str) -> None:
     """Refuses patterns that match no leaf of the model, or all together.
+
+    Args:
+      patterns: of --freeze.
+      params: of the model.
+      model: its name.
 
     Raises:
       UsageError: names the pattern, and leaves that there are.
     """
-    if not config.freeze:
+    if not patterns:
         return
-    _, params = abstract_params(config.model_config)
-    names = [_name(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
-    shown = ", ".join(names[:_MOST_NAMES])
-    if len(names) > _MOST_NAMES:
-        shown += f" and {len(names) - _MOST_NAMES} more"
-    for pattern in config.freeze:
+    names = names_of(params)
+    for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise UsageError(
-                f"--freeze {pattern}: expected a pattern of leaves of "
-                f"{config.model_name}, found none that it matches; there are {shown}"
+                f"--freeze {pattern}: expected a pattern of leaves of {model}, found "
+                f"none that it matches; there are {shown_names(names)}"
             )
-    if all(_is_frozen(config.freeze, name) for name in names):
+    if all(name in Frozen(patterns) for name in names):
         raise UsageError(
-            f"--freeze {' '.join(config.freeze)}: expected patterns that leave a leaf "
-            f"to train, found that they match all {len(names)} of {config.model_name}"
+            f"--freeze {' '.join(patterns)}: expected patterns that leave a leaf to "
+            f"train, found that they match all {len(names)} of {model}"
         )
 
 
+def names_of(params: PyTree) -> list[str]:
+    """Returns the paths of all leaves."""
+    return [_name(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def shown_names(names: list[str]) -> str:
+    """Returns the first few of many names, for people."""
+    shown = ", ".join(names[:_MOST_NAMES])
+    more = len(names) - _MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
 def train_others(
-    patterns: Sequence[str], optimizer: optax.GradientTransformation
+    frozen: Frozen, optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Limits an optimizer to the leaves that no pattern matches."""
-    if not patterns:
+    """Limits an optimizer to the leaves that are not frozen."""
+    if not frozen:
         return optimizer
 
     def labels(params: PyTree) -> PyTree:
         return _by_name(
-            lambda name, _: "frozen" if _is_frozen(patterns, name) else "trained",
-            params,
+            lambda name, _: "frozen" if name in frozen else "trained", params
         )
 
     return optax.multi_transform(
@@ -85,29 +124,21 @@ def with_zeros(
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def without_gradients(patterns: Sequence[str], params: PyTree) -> PyTree:
+def without_gradients(frozen: Frozen, params: PyTree) -> PyTree:
     """Returns the params; a loss of them has gradients of zero for frozen leaves."""
-    if not patterns:
+    if not frozen:
         return params
     return _by_name(
-        lambda name, leaf: (
-            jax.lax.stop_gradient(leaf) if _is_frozen(patterns, name) else leaf
-        ),
+        lambda name, leaf: jax.lax.stop_gradient(leaf) if name in frozen else leaf,
         params,
     )
 
 
-def trained(patterns: Sequence[str], tree: PyTree) -> PyTree:
+def trained(frozen: Frozen, tree: PyTree) -> PyTree:
     """Returns a tree like the params', with None in place of frozen leaves."""
-    if not patterns:
+    if not frozen:
         return tree
-    return _by_name(
-        lambda name, leaf: None if _is_frozen(patterns, name) else leaf, tree
-    )
-
-
-def _is_frozen(patterns: Sequence[str], name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    return _by_name(lambda name, leaf: None if name in frozen else leaf, tree)
 
 
 def _by_name(function: Callable[[str, Any], Any], params: PyTree) -> PyTree:

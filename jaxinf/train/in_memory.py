@@ -48,7 +48,7 @@ class InMemory:
             sparse = sparsify(config.compression)
             optimizer = optax.chain(make_clipping(config), sparse, optimizer)
         tx = _watch(optimizer) if self._is_error else _skip(optimizer)
-        self._tx = with_zeros(tx) if config.freeze else tx
+        self._tx = with_zeros(tx) if config.frozen else tx
 
     def committed(self) -> JsonValue:
         """See `Backend`: always None."""
@@ -79,7 +79,7 @@ class InMemory:
             *(params, state, batch),
             task=self._config.task_name,
             is_clipped=self._config.clip_norm > 0,
-            frozen=self._config.freeze,
+            frozen=self._config.frozen,
         )
 
     def function(

@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 import optax
 from flax import nnx
-from jaxinf_models import ModelConfig, abstract_params, make_model, num_params, split
+from jaxinf_models import ModelConfig, make_model, num_params, split
 from rich.console import Console
 
 from jaxinf.command_line import UsageError
@@ -37,6 +37,7 @@ from jaxinf.train.fit import Search, first_way, limits_of
 from jaxinf.train.forecast import RunPlan, plan
 from jaxinf.train.limits import Fit, LossyFlag
 from jaxinf.train.loading import load, make_batches
+from jaxinf.train.lora import Lora, with_new
 from jaxinf.train.measuring import StepTimer
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine
 from jaxinf.train.on_store import OnStore
@@ -189,14 +190,17 @@ def _import(config: TrainConfig, console: Console) -> None:
 def _first_params(config: TrainConfig) -> PyTree:
     """Returns new params, or those of a checkpoint as deferred leaves."""
     if config.source is None:
-        return _new_params(config.model_config, config.seed)
+        return _new_params(config.model_config, config.seed, config.adapters)
     assert config.files is not None
-    return deferred_params(config.files, config.model_config, config.seed)
+    params = deferred_params(config.files, config.model_config, config.seed)
+    adapters = config.adapters
+    return params if adapters is None else with_new(adapters, params, config.seed)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _new_params(model: ModelConfig, seed: int) -> PyTree:
-    return split(make_model(model, rngs=nnx.Rngs(seed)))[1]
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _new_params(model: ModelConfig, seed: int, adapters: Lora | None) -> PyTree:
+    params = split(make_model(model, rngs=nnx.Rngs(seed)))[1]
+    return params if adapters is None else with_new(adapters, params, seed)
 
 
 def _check_log_dir(logs: Path) -> None:
@@ -257,7 +261,7 @@ class _Run:
         self._config, self._batches = config, batches
         self._backend, self._console = backend, console
         self._identity = Identity(config, data)
-        self._graphdef, like = abstract_params(config.model_config)
+        self._graphdef, like = config.abstract
         self.step = self._first_step()
         _check_log_dir(config.logs)  # before the store is made
         self.params, self._state = backend.init(

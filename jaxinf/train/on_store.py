@@ -193,7 +193,7 @@ class OnStore(KeptInStore):
             *(params, state, batch),
             task=self._config.task_name,
             is_clipped=self._config.clip_norm > 0,
-            frozen=self._config.freeze,
+            frozen=self._config.frozen,
         )
 
     def function(

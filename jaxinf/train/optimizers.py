@@ -4,6 +4,7 @@ Invariant: optax is the only definition of an optimizer. This module chooses and
 configures one, and both modes use the same result.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -70,7 +71,7 @@ def check_optimizer(config: TrainConfig) -> None:
             f"--learning-rate: expected with --optimizer {config.optimizer}, which has "
             "no default here"
         )
-    optimizer = make_optimizer(config)
+    optimizer = make_optimizer(dataclasses.replace(config, lora=None))
     shapes = {"kernel": (256, 256), "bias": (256,)}
     params = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
@@ -127,7 +128,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         raise UsageError(f"--optimizer {config.optimizer}: {error}") from error
     if config.clip_norm and config.compress is None:
         optimizer = optax.chain(make_clipping(config), optimizer)
-    return train_others(config.freeze, optimizer)
+    return train_others(config.frozen, optimizer)
 
 
 def make_clipping(config: TrainConfig) -> optax.GradientTransformation:

@@ -12,6 +12,7 @@ from jaxinf.errors import StoreMismatchError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches, batch_checksum
 from jaxinf.train.data.parts import TrainingData
+from jaxinf.train.lora import ALPHA
 from jaxinf.train.pretrained import architecture_of
 from jaxinf.train.schedules import resolved_settings
 from jaxinf.typing import JsonValue
@@ -24,7 +25,9 @@ _LOADER = "grain"
 # Settings that decide batches, shapes or numbers: a run may not change them.
 _FIXED = ("seed", "batch_size", "seq_len", "model", "preset", "dtype", "param_dtype")
 _FIXED += ("task", "num_labels", "mask_rate", "optimizer", "compress", "freeze")
-_BEFORE: Mapping[str, JsonValue] = {"freeze": []}  # of runs that do not say it
+_FIXED += ("lora",)
+# Of runs that do not say it.
+_BEFORE: Mapping[str, JsonValue] = {"freeze": [], "lora": None}
 # Settings that a user may change in a run; a change is reported.
 _FREE = ("learning_rate", "weight_decay", "momentum", "schedule", "warmup_steps")
 _FREE += ("clip_norm", "nonfinite", "optimizer_args")
@@ -36,7 +39,8 @@ def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
 
 
 def _architecture(config: TrainConfig) -> dict[str, JsonValue]:
-    return architecture_of(config.model_config, config.files)
+    document = architecture_of(config.model_config, config.files)
+    return document if config.lora is None else {**document, "lora_alpha": ALPHA}
 
 
 class Identity:

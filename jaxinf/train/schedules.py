@@ -43,6 +43,7 @@ _STABLE_SHARE = 0.8
 # Weights that are learned already. A tenth of the rates above lies within the 2e-5 to
 # 5e-5 of Devlin et al. 2019 (BERT) for 250 M and more, and near the 2e-5 of Llama 2
 # (Touvron et al. 2023, section 3.1) at 7 B. Decay would pull weights from theirs to 0.
+# Adapters are new, and have the rates above.
 _FINE_TUNING_SHARE = 0.1
 _FINE_TUNING_DECAY = 0.0
 _FINE_TUNING_WARMUP_STEPS = 30  # 3 % of the default number of steps
@@ -54,7 +55,8 @@ def peak_learning_rate(config: TrainConfig) -> float:
         return config.learning_rate
     size = num_params(config.model_config)
     rate = next(rate for bound, rate in _LEARNING_RATES.items() if size < bound)
-    return rate if config.source is None else rate * _FINE_TUNING_SHARE
+    is_whole = config.source is not None and config.lora is None
+    return rate * _FINE_TUNING_SHARE if is_whole else rate
 
 
 def weight_decay(config: TrainConfig) -> float | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jaxinf_models import abstract_params, num_params
+from jaxinf_models import num_params
 
 from jaxinf.engine import (
     StoreDescription,
@@ -93,7 +93,7 @@ def sizes_of(
     Raises:
       JaxinfError: As `jaxinf.open_store` and `jaxinf.smart_update`.
     """
-    params = abstract_params(config.model_config)[1]
+    params = config.abstract[1]
     leaves = jax.tree.leaves(params)
     count = num_params(config.model_config)
     arrays = 4 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -163,7 +163,8 @@ def _updates(
                 read = moved_bytes(shape, layout, loads)
                 written = float(moved_bytes(shape, layout, stores))
             part, memory = layout.subgroup, layout.num_bytes
-            yield LeafUpdate(number, part.num_elements, read, written, memory, part.csd)
+            count = part.num_elements if read or written else 0  # else it stays
+            yield LeafUpdate(number, count, read, written, memory, part.csd)
 
 
 def streamed_sizes(config: TrainConfig, dry: DryRun) -> Sizes:
@@ -191,7 +192,7 @@ def _store_options(config: TrainConfig) -> dict[str, Any]:
 
 def describe_store(config: TrainConfig) -> StoreDescription:
     """Describes the store of a run; traces its optimizer, which takes seconds."""
-    params = abstract_params(config.model_config)[1]
+    params = config.abstract[1]
     compress, tx = config.compression, averaged(make_optimizer(config), config.average)
     update = trace_optimizer(tx, params)
     check_compressed(compress, update)

@@ -14,16 +14,16 @@ not reduce the gradients.
 Invariant: all divisions compute the same, up to rounding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jaxinf_models import TaskName, task_loss
 
-from jaxinf.train.freezing import trained, without_gradients
+from jaxinf.train.freezing import Frozen, trained, without_gradients
+from jaxinf.train.lora import model_of
 from jaxinf.typing import PyTree
 
 __all__ = ["Boundaries", "TrainStep", "compile_train_step", "loss_of"]
@@ -35,21 +35,23 @@ TrainStep: TypeAlias = Callable[..., tuple[PyTree, Any, tuple[jax.Array, Any]]]
 
 The norm is that of all gradients, float32; None where a step does not have it."""
 
+_NOTHING = Frozen()
+
 
 def loss_of(
-    graphdef: Any, task: TaskName = "causal-lm", frozen: Sequence[str] = ()
+    graphdef: Any, task: TaskName = "causal-lm", frozen: Frozen = _NOTHING
 ) -> Callable[[PyTree, Any], jax.Array]:
     """Returns the loss of params and a batch.
 
     Args:
       graphdef: The model's graph.
       task: The task, which decides the loss.
-      frozen: Patterns of leaves without a gradient.
+      frozen: Leaves without a gradient.
     """
 
     def loss_fn(params: PyTree, batch: Any) -> jax.Array:
         params = without_gradients(frozen, params)
-        return task_loss(nnx.merge(graphdef, params), task, batch)
+        return task_loss(model_of(graphdef, params), task, batch)
 
     return loss_fn
 
@@ -61,7 +63,7 @@ def compile_train_step(
     *example: Any,
     task: TaskName = "causal-lm",
     is_clipped: bool = True,
-    frozen: Sequence[str] = (),
+    frozen: Frozen = _NOTHING,
 ) -> TrainStep:
     """Compiles the step.
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import optax
-from jaxinf_models import abstract_params
 
 from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
@@ -223,12 +222,12 @@ def _named_flags() -> Iterator[None]:
 def _streamed_step(
     config: TrainConfig, store: Store, optimizer: optax.GradientTransformation
 ) -> StreamedStep:
-    graphdef, _ = abstract_params(config.model_config)
+    graphdef, _ = config.abstract
     assert config.memory is not None
     if config.compress is not None:
         optimizer = behind_clipping(config, optimizer)
     return stream(
-        loss_of(graphdef, config.task_name, config.freeze),
+        loss_of(graphdef, config.task_name, config.frozen),
         optimizer,
         store,
         memory_bytes=config.memory,

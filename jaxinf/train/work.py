@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxinf_models import abstract_params
 
 from jaxinf.csd import CsdRates, parse_csd
 from jaxinf.plan import Device, Machine, Rate
@@ -312,10 +311,10 @@ def num_operations(config: TrainConfig, batch: Batch) -> float:
 
 
 def _gradients_of(config: TrainConfig, batch: Batch) -> Any:
-    graphdef, params = abstract_params(config.model_config)
+    graphdef, params = config.abstract
     shapes = jax.eval_shape(lambda: batch)
     gradients_of = jax.value_and_grad(
-        loss_of(graphdef, config.task_name, config.freeze)
+        loss_of(graphdef, config.task_name, config.frozen)
     )
     return jax.jit(gradients_of).lower(params, shapes)
 
@@ -340,7 +339,7 @@ class _WholeStep(PlannedStep):
     def used_bytes(self) -> int:
         """As `PlannedStep.used_bytes`."""
         config, held, buffers = self._config, self.sizes.memory_bytes, 0
-        leaves = jax.tree.leaves(abstract_params(config.model_config)[1])
+        leaves = jax.tree.leaves(config.abstract[1])
         if config.mode == "update":
             state = sum(one.memory_bytes for one in self._updates)
             buffers = min(config.buffer_bytes, state)
@@ -358,14 +357,14 @@ class _WholeStep(PlannedStep):
     def _measured(self) -> tuple[Any, Any]:
         config = self._config
         shapes = jax.eval_shape(lambda: self._batch)
-        graphdef, params = abstract_params(config.model_config)
+        graphdef, params = config.abstract
         lowered = _gradients_of(config, self._batch)
         if config.mode == "update":
             return lowered.compile(), (params, shapes)
         tx = make_optimizer(config)
         state = jax.eval_shape(tx.init, params)
         gradients_of = jax.value_and_grad(
-            loss_of(graphdef, config.task_name, config.freeze)
+            loss_of(graphdef, config.task_name, config.frozen)
         )
 
         def step(params: PyTree, state: Any, batch: Any) -> Any:
@@ -390,7 +389,7 @@ def _whole_work(
     config: TrainConfig, rates: Rates, whole_s: float, moved: Sequence[LeafUpdate]
 ) -> StepWork:
     """Returns the work of a step whose gradients are made leaf by leaf."""
-    leaves = jax.tree.leaves(abstract_params(config.model_config)[1])
+    leaves = jax.tree.leaves(config.abstract[1])
     backward = [leaf.size for leaf in reversed(leaves)]
     calls = [2 * whole_s / 3 * size / sum(backward) for size in backward]
     calls = [whole_s / 3, *calls]
@@ -480,7 +479,7 @@ class _StreamedStep(PlannedStep):
         is_tried: bool,
     ) -> None:
         super().__init__(config, batch)
-        params, limit = abstract_params(config.model_config)[1], None
+        params, limit = config.abstract[1], None
         if device is not None:
             num_bytes = config.device_memory or int(_SHARE * device.memory.value)
             limit = DeviceLimit(num_bytes, is_host=False)

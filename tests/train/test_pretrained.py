@@ -381,6 +381,10 @@ REFUSALS = {
         "hidden_act: expected 'silu'",
     ),
     "heads-do-not-divide": (change_config(num_key_value_heads=3), "must divide"),
+    "few-bits": (
+        change_config(quantization_config={"quant_method": "bnb", "load_in_4bit": 1}),
+        "found quantization_config ('bnb', 4 bits)",
+    ),
     "unknown-rope": (change_config(rope_scaling={"type": "yarn"}), "found yarn"),
     "too-many-layers": (change_config(num_hidden_layers=10**9), "num_layers of 10000"),
     "one-layer-less": (

@@ -24,6 +24,7 @@ def test_resume_with_other_settings_is_refused(run, losses, tmp_path, capsys):
         (("--optimizer", "adam"), "--optimizer: the run has adamw, this command adam"),
         (("--dtype", "bfloat16"), "--dtype: the run has float32, this command bfl"),
         (("--freeze", "wte"), "--freeze: the run has [], this command ['wte']"),
+        (("--lora", 2), "--lora: the run has None, this command 2"),
     ):
         assert run(*words, "--steps", 4, *change) == 1
         err = capsys.readouterr().err
@@ -133,6 +134,13 @@ def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
         (("--store", "s", "--preset", "tiny"), "--preset: expected one of gpt2's"),
         (("--store", "s", "--freeze", "wte", "h7/*"), "--freeze h7/*: expected a patt"),
         (("--store", "s", "--freeze", "*"), "--freeze *: expected patterns that leave"),
+        (
+            ("--store", "s", "--lora", "2:w*"),
+            "none that it matches; there are h0/a",
+        ),
+        (("--store", "s", "--lora", "17"), "--lora 17: expected a rank of at most 16"),
+        (("--store", "s", "--lora", "0"), "--lora '0': expected a rank from 1 on"),
+        (("--store", "s", "--lora", "2", "--freeze", "wte"), "leave --freeze out"),
     ],
 )
 def test_usage_errors(run, tmp_path, capsys, monkeypatch, words, expected):

@@ -5,10 +5,17 @@ import re
 import shlex
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
+from jaxinf_models import abstract_params
+from safetensors.numpy import load_file
 
 import jaxinf
+from jaxinf.cli import main as jaxinf_main
+from jaxinf.train.lora import model_of, parse_lora
+from jaxinf.train.pretrained import ModelFiles, deferred_params, held_params
 
 KEYS = ["step", "loss", "tokens", "step_s", "update_s", "commit_s"]
 KEYS += ["drive_read_bytes", "drive_write_bytes", "link_down_bytes", "link_up_bytes"]
@@ -44,6 +51,7 @@ def test_metrics_of_update(run, lines, tmp_path):
 
 
 FROZEN = ("--freeze", "w?e", "h0/mlp/*")
+LORA = ("--lora", 2)
 
 
 def frozen_and_trained(store):
@@ -53,14 +61,26 @@ def frozen_and_trained(store):
         "/".join(leaf["path"]): np.prod(leaf["shape"], dtype=int) for leaf in leaves
     }
     frozen = [name for name in sizes if name.startswith(("w", "h0/mlp/"))]
+    if any("/lora_" in name for name in sizes):
+        frozen = [name for name in sizes if "/lora_" not in name]
     return frozen, sum(n for name, n in sizes.items() if name not in frozen)
 
 
-def test_frozen_leaves_move_nothing(run, lines, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "num_frozen", "num_trained"),
+    [
+        pytest.param(FROZEN, 6, 1_184, marks=pytest.mark.long),
+        # The attention's matrices are [16, 48] and [16, 16].
+        (LORA, 16, 2 * (16 + 48) + 2 * (16 + 16)),
+    ],
+)
+def test_frozen_leaves_move_nothing(
+    run, lines, tmp_path, words, num_frozen, num_trained
+):
     store = tmp_path / "store"
-    assert run("--store", store, "--steps", 2, *FROZEN) == 0
-    frozen, num_trained = frozen_and_trained(store)
-    assert len(frozen) == 6
+    assert run("--store", store, "--steps", 2, *words) == 0
+    frozen, found = frozen_and_trained(store)
+    assert (len(frozen), found) == (num_frozen, num_trained)
     for line in lines(tmp_path / "store-log"):
         assert line["link_up_bytes"] == 4 * num_trained
         assert line["link_down_bytes"] == 8 * num_trained
@@ -75,8 +95,9 @@ def test_frozen_leaves_move_nothing(run, lines, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("clip_norm", [0, 1])
-def test_frozen_leaves_in_all_modes(clip_norm, run, losses, tmp_path):
-    words = (*FROZEN, "--steps", 3, "--clip-norm", clip_norm)
+@pytest.mark.parametrize("trained", [FROZEN, LORA])
+def test_frozen_leaves_in_all_modes(clip_norm, trained, run, losses, lines, tmp_path):
+    words = (*trained, "--steps", 3, "--clip-norm", clip_norm)
     memory = ("--mode", "memory", "--reference", "split", "--log-dir", tmp_path / "m")
     assert run(*memory, *words) == 0
     for mode in (("--mode", "update"), ("--mode", "stream", "--memory", "64MiB")):
@@ -84,6 +105,67 @@ def test_frozen_leaves_in_all_modes(clip_norm, run, losses, tmp_path):
         assert run("--store", store, *mode, *words) == 0
         found = losses(tmp_path / f"{mode[1]}-log")
         np.testing.assert_allclose(found, losses(tmp_path / "m"), rtol=1e-6)
+        num_trained = frozen_and_trained(store)[1]
+        for line in lines(tmp_path / f"{mode[1]}-log"):
+            assert line["drive_write_bytes"] < 3 * 4 * num_trained + 32 * 4096
+            if mode[1] == "stream":  # gradients wait for the norm
+                waited = 4 * num_trained if clip_norm else 0
+                assert line["stream"]["spilled_memory_bytes"] == waited
+        if trained == LORA and clip_norm:
+            log = tmp_path / "without"
+            assert run("--mode", "memory", "--steps", 1, "--log-dir", log) == 0
+            assert losses(log)[0] == pytest.approx(found[0], rel=1e-6)
+
+
+@pytest.mark.long
+def test_adapters_are_resumed_and_exported(run, tmp_path):
+    """By an import that reads base weights from a folder, as a user begins."""
+    assert run("--store", tmp_path / "base", "--steps", 1) == 0
+    export = ("checkpoint", "export")
+    words = (*export, tmp_path / "base", tmp_path / "first", "--format", "huggingface")
+    assert jaxinf_main([*map(str, words)]) == 0
+    start = ("--from", tmp_path / "first", *LORA, "--learning-rate", 0.1)
+    for name, steps in (("whole", (4,)), ("resumed", (2, 4))):
+        for last in steps:
+            assert run(*start, "--store", tmp_path / name, "--steps", last) == 0
+    files, held = ModelFiles.of_folder(tmp_path / "first"), []
+    graphdef, like = abstract_params(files.config)
+    like = parse_lora("2").with_shapes(like)
+    for name in ("whole", "resumed"):
+        with jaxinf.open_store(tmp_path / name) as opened:
+            held.append(opened.params(like=like))
+    for one, other in zip(*map(jax.tree.leaves, held), strict=True):
+        np.testing.assert_array_equal(one, other)
+    attention = held[0]["h0"]["attn"]
+    assert np.any(attention["qkv"]["lora_b"])
+    for words in (("merged",), ("adapters", "--adapters")):
+        words = (tmp_path / "whole", tmp_path / words[0], *words[1:])
+        words = (*export, *words, "--format", "huggingface")
+        assert jaxinf_main([*map(str, words)]) == 0
+    files = ModelFiles.of_folder(tmp_path / "merged")
+    merged = held_params(deferred_params(files, files.config, 0))
+    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
+    found = nnx.merge(graphdef, merged)(tokens)
+    expected = model_of(graphdef, held[0])(tokens)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    before = model_of(graphdef, _without_lora(held[0]))(tokens)
+    assert np.abs(before - expected).max() > 1e-3
+    tensors = load_file(tmp_path / "adapters/adapter_model.safetensors")
+    layer = "base_model.model.transformer.h.0.attn.c_attn"
+    np.testing.assert_array_equal(
+        tensors[f"{layer}.lora_A.weight"], attention["qkv"]["lora_a"].T
+    )
+    np.testing.assert_array_equal(
+        tensors[f"{layer}.lora_B.weight"], attention["qkv"]["lora_b"].T
+    )
+    assert len(tensors) == 4
+    said = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"], said["fan_in_fan_out"]) == (2, 16, True)
+
+
+def _without_lora(params):
+    kept = {k: v for k, v in params.items() if k not in ("lora_a", "lora_b")}
+    return {k: _without_lora(v) if isinstance(v, dict) else v for k, v in kept.items()}
 
 
 def test_metrics_of_memory(run, lines, tmp_path):

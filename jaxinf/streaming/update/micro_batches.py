@@ -23,6 +23,7 @@ from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import is_sharded
 from jaxinf.streaming.program.shards import Gradient
 from jaxinf.streaming.program.trace import abstract
+from jaxinf.streaming.program.zeros import is_zeros
 from jaxinf.typing import Array, PyTree
 
 __all__ = ["Sums", "first_part", "parts_of", "sum_bytes", "together"]
@@ -118,11 +119,15 @@ class Sums:
     def add(self, taken: Sequence[Handed]) -> None:
         """Adds gradients of a part that is not the last; blocks."""
         for piece, gradient in taken:
-            self.spill.put(piece, self._sum(piece, gradient))
+            if not is_zeros(gradient):
+                self.spill.put(piece, self._sum(piece, gradient))
 
     def means(self, taken: Sequence[Handed]) -> list[Handed]:
         """Returns the means with gradients of the last part; blocks."""
-        return [(piece, self._mean(piece, gradient)) for piece, gradient in taken]
+        return [
+            (piece, gradient if is_zeros(gradient) else self._mean(piece, gradient))
+            for piece, gradient in taken
+        ]
 
     def _sum(self, piece: Piece, gradient: Gradient) -> Array:
         """The sum in float32, or in the gradient's dtype if that is longer."""

@@ -68,6 +68,12 @@ class UpdateMoves(NamedTuple):
     written_bytes: int
     commit_bytes: int = 0
 
+    @property
+    def num_elements(self) -> int:
+        """Elements that it computes: none of a leaf that stays as it is."""
+        moves = self.read_bytes or self.written_bytes or self.commit_bytes
+        return self.layout.subgroup.num_elements if moves else 0
+
 
 class StepMoves(NamedTuple):
     """What a step moves on drives beside its values.

@@ -1,0 +1,189 @@
+"""Adapters of low rank beside matrices that stay as they are (LoRA, Hu et al. 2021).
+
+    W [in, out]  ->  W + ALPHA / rank * A @ B,  A [in, rank], B [rank, out]
+
+A and B are leaves beside W. A begins as PEFT has it, uniform within 1 / sqrt(in), and B
+as zeros, so that the first step has the loss of the model as it was.
+
+Invariant: a layer's adapter is applied to its input, so no step makes A @ B, or a
+  gradient of W.
+"""
+
+import dataclasses
+import fnmatch
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinf.command_line import UsageError
+from jaxinf.exchange import LORA_A, LORA_B
+from jaxinf.train.freezing import Frozen, names_of, shown_names
+from jaxinf.typing import PyTree
+
+__all__ = ["ALPHA", "Lora", "check_lora", "model_of", "parse_lora", "with_new"]
+
+ALPHA = 16.0
+"""Adapters are scaled by this over their rank, so that one rate suits all ranks."""
+
+_ATTENTION = ("*/attn/*", "*/cross/*")
+_HEADS = ("score/*", "classifier/*", "head/*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Which matrices have adapters, and of which rank.
+
+    Attributes:
+      rank: columns of A and rows of B.
+      patterns: of the matrices' paths; by default those of attention.
+    """
+
+    rank: int
+    patterns: tuple[str, ...] = _ATTENTION
+
+    def takes(self, path: str, leaf: Any) -> bool:
+        """Whether the leaf of a path is a layer's matrix and has an adapter."""
+        is_matrix = path.endswith("/kernel") and len(leaf.shape) == 2
+        return is_matrix and any(fnmatch.fnmatchcase(path, p) for p in self.patterns)
+
+    def frozen(self, *, has_new_head: bool) -> Frozen:
+        """Returns the leaves that stay as they are.
+
+        Args:
+          has_new_head: whether a head of classes is trained, too.
+        """
+        heads = _HEADS if has_new_head else ()
+        return Frozen((f"*/{LORA_A}", f"*/{LORA_B}", *heads), all_but=True)
+
+    def with_shapes(self, params: PyTree) -> PyTree:
+        """Returns shapes and dtypes of params with those of their adapters."""
+
+        def make(path: str, kernel: Any) -> tuple[Any, Any]:
+            shapes = (kernel.shape[0], self.rank), (self.rank, kernel.shape[1])
+            a, b = (jax.ShapeDtypeStruct(shape, kernel.dtype) for shape in shapes)
+            return a, b
+
+        return self._grown(params, make)
+
+    def _grown(
+        self, tree: PyTree, make: Callable[[str, Any], tuple[Any, Any]], path: str = ""
+    ) -> PyTree:
+        if not isinstance(tree, dict):
+            return tree
+        grown = {k: self._grown(v, make, f"{path}{k}/") for k, v in tree.items()}
+        name, kernel = f"{path}kernel", tree.get("kernel")
+        if kernel is not None and self.takes(name, kernel):
+            grown[LORA_A], grown[LORA_B] = make(name, kernel)
+        return grown
+
+
+def parse_lora(text: str) -> Lora:
+    """Reads ``RANK`` or ``RANK:PATTERN``.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    rank, separator, pattern = text.partition(":")
+    if not rank.isdecimal() or not int(rank) or (separator and not pattern):
+        raise ValueError(
+            f"{text!r}: expected a rank from 1 on, and after a colon a pattern of "
+            "matrices, such as 8 or '8:*/mlp/*'"
+        )
+    return Lora(int(rank), (pattern,) if separator else _ATTENTION)
+
+
+def check_lora(lora: Lora, params: PyTree, model: str) -> None:
+    """Refuses a pattern that matches no matrix, and a rank above a matrix's own.
+
+    Args:
+      lora: of --lora.
+      params: of the model.
+      model: its name.
+
+    Raises:
+      UsageError: names the pattern or the rank, and matrices that there are.
+    """
+
+    def matrices(lora: Lora) -> dict[str, Any]:
+        paths = zip(names_of(params), jax.tree.leaves(params), strict=True)
+        return {name: leaf for name, leaf in paths if lora.takes(name, leaf)}
+
+    found = matrices(lora)
+    if not found:
+        known = shown_names([*matrices(Lora(lora.rank, ("*",)))])
+        raise UsageError(
+            f"--lora {lora.rank}:{','.join(lora.patterns)}: expected a pattern of "
+            f"matrices of {model}, found none that it matches; there are {known}"
+        )
+    for name, leaf in found.items():
+        if lora.rank > min(leaf.shape):
+            raise UsageError(
+                f"--lora {lora.rank}: expected a rank of at most {min(leaf.shape)}, "
+                f"that of {name}, got {lora.rank}"
+            )
+
+
+def with_new(lora: Lora, params: PyTree, seed: int) -> PyTree:
+    """Returns params with new adapters.
+
+    Args:
+      lora: which they are.
+      params: those of the model; leaves may be deferred.
+      seed: of the adapters.
+    """
+    key = jax.random.key(seed)
+
+    def make(path: str, kernel: Any) -> tuple[Any, Any]:
+        num_in, num_out = kernel.shape
+        own, bound = jax.random.fold_in(key, zlib.crc32(path.encode())), num_in**-0.5
+        shape, dtype = (num_in, lora.rank), kernel.dtype
+        a = jax.random.uniform(own, shape, jnp.float32, -bound, bound).astype(dtype)
+        return a, jnp.zeros((lora.rank, num_out), dtype)
+
+    return lora._grown(params, make)
+
+
+def model_of(graphdef: Any, params: PyTree) -> Any:
+    """Returns the model of params, with the adapters that are among them.
+
+    Args:
+      graphdef: the model's graph, which knows nothing of adapters.
+      params: the run's params.
+    """
+    adapters: dict[tuple[str, ...], tuple[Any, Any]] = {}
+    model = nnx.merge(graphdef, _without_adapters(params, (), adapters))
+    for path, (a, b) in adapters.items():
+        owner = functools.reduce(getattr, path[:-1], model)
+        vars(owner)[path[-1]] = _Adapted(getattr(owner, path[-1]), a, b)
+    return model
+
+
+class _Adapted:
+    """A linear layer with its adapter."""
+
+    def __init__(self, layer: nnx.Linear, a: jax.Array, b: jax.Array) -> None:
+        self._layer, self._a, self._b = layer, a, b
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [..., in] to [..., out] in the layer's dtype."""
+        own, a, b = (y.astype(self._layer.dtype) for y in (x, self._a, self._b))
+        return self._layer(x) + own @ a @ b * (ALPHA / a.shape[1])
+
+
+def _without_adapters(
+    tree: PyTree, path: tuple[str, ...], adapters: dict[tuple[str, ...], Any]
+) -> PyTree:
+    if not isinstance(tree, dict):
+        return tree
+    if LORA_A in tree:
+        adapters[path] = tree[LORA_A], tree[LORA_B]
+    return {
+        key: _without_adapters(value, (*path, key), adapters)
+        for key, value in tree.items()
+        if key not in (LORA_A, LORA_B)
+    }
