@@ -134,9 +134,7 @@ class StoreShape:
                 f"leaf {record.name}: the store's chunks {record.chunk_shape} (made "
                 f"for shards {record.shard_counts}) do not divide at the shard "
                 f"boundaries of this run ({error}); run on a mesh whose shards are "
-                "whole multiples, or on one JAX device. For another grid make a new "
-                "store on this mesh by tx.init, and import an export of this one there "
-                "(jaxinf checkpoint export, import)"
+                "whole multiples, or on one JAX device"
             ) from error
 
     def divides(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
