@@ -3,6 +3,7 @@
 It runs steps of adamw on a new store below --store, each configuration in turn in every
 repetition, and prints medians. `step_s` is a step with all its writes drained and, if
 one is due, its commit. Checkpoints are timed on stores of 10 M and of --params params.
+With --export it times steps beside an export to a directory there instead.
 """
 
 import argparse
@@ -95,9 +96,49 @@ def measure_checkpoints(place, num_params, repetitions):
     }
 
 
+def measure_export(place, num_params, num_steps, bytes_per_s):
+    """Returns a step's seconds alone and beside an export, and the export's rate."""
+    rig = UpdateRig(
+        place / "exports",
+        num_params,
+        export_every=num_steps,
+        export_to=f"file://{place}/exported",
+        export_bandwidth=bytes_per_s,
+    )
+
+    def step_s():
+        began = time.perf_counter()
+        rig.step()
+        rig.store._training.join()
+        return time.perf_counter() - began
+
+    step_s()  # warms up
+    alone = [step_s() for _ in range(num_steps - 2)]
+    step_s()
+    began, beside = time.perf_counter(), []
+    while rig.store.exports()[0].outcome == "under way":
+        beside.append(step_s())
+    seconds = time.perf_counter() - began
+    rig.store.end_export(waits=False)
+    rig.close()
+    chunks = [f for f in (place / f"exported/{num_steps}").rglob("c/*") if f.is_file()]
+    num_bytes = sum(file.stat().st_size for file in chunks)
+    return {
+        "step_s": round(statistics.median(alone), 4),
+        "step_beside_s": round(statistics.median(beside), 4),
+        "steps_beside": len(beside),
+        "bytes": num_bytes,
+        "bytes_per_s": round(num_bytes / seconds),
+        "asked_bytes_per_s": bytes_per_s,
+    }
+
+
 def measure(arguments, place):
     """Returns the figures of all configurations and checkpoints."""
     num_params = int(arguments.params)
+    if arguments.export:
+        found = measure_export(place, num_params, STEPS, int(arguments.export))
+        return {"params": num_params, "export": found}
     result = {
         "params": num_params,
         "durability": measure_steps(
@@ -127,6 +168,13 @@ def main():
         help=f"beside step: {', '.join(list(CONFIGURATIONS)[1:])}",
     )
     parser.add_argument("--no-checkpoints", action="store_true")
+    parser.add_argument(
+        "--export",
+        type=float,
+        default=0,
+        metavar="BYTES/s",
+        help="measure steps beside an export of so many bytes a second, and no more",
+    )
     arguments = parser.parse_args()
     arguments.store.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(

@@ -25,6 +25,7 @@ from jaxinf.exchange import (
     ImportReport,
     ObjectStore,
     StepFiles,
+    Transit,
     export_adapters,
     export_huggingface,
     export_orbax,
@@ -168,8 +169,8 @@ class Export:
     def _to_url(self, store: Path) -> None:
         if self.format not in (None, "zarr"):
             raise UsageError(
-                f"--format {self.format}: expected zarr for a URL; export to a "
-                "directory, and copy that"
+                f"--format {self.format}: expected zarr for a URL, which Orbax reads, "
+                "too; for another format export to a directory, and copy that"
             )
         others = self.params_only, self.average, self.adapters, self.dtype
         if any(others):
@@ -185,9 +186,7 @@ class Export:
                     step,
                     self.destination,
                     beside=files_beside(next(iter(find_members(store)), store)),
-                    memory_bytes=self.memory,
-                    bytes_per_s=self.bandwidth,
-                    progress=progress,
+                    transit=Transit(self.memory, self.bandwidth, progress),
                 )
         print(
             f"{place.where}: step {done.step}, {done.num_objects} objects, "

@@ -12,6 +12,7 @@ from jaxinf.engine.compression import (
 )
 from jaxinf.engine.convert import convert_store
 from jaxinf.engine.description import LeafDescription, StoreDescription, describe
+from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import check_announced
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.options import (
@@ -56,6 +57,7 @@ __all__ = [
     "Assignment",
     "AverageChoice",
     "Durability",
+    "ExportInfo",
     "KeptLeaf",
     "LeafDescription",
     "MasterChoice",

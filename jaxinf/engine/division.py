@@ -35,7 +35,7 @@ def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
     At least the shortest possible one, for a store whose budget is not used.
     """
     unit, unit_bytes = _least_buffers(options, manifest)
-    fitting = max(0, _moving_bytes(options)) // unit_bytes * unit
+    fitting = max(0, _moving_bytes(options, manifest)) // unit_bytes * unit
     return max(unit, min(fitting, options.chunk_elements))
 
 
@@ -46,10 +46,12 @@ def check_memory(options: StoreOptions, manifest: Manifest) -> None:
       ValueError: gives the memory that is needed.
     """
     _, need = _least_buffers(options, manifest)
-    if _moving_bytes(options) < need:
+    if _moving_bytes(options, manifest) < need:
         tier = ""
         if options.host_tier_bytes:
             tier = f' beside the {options.host_tier_bytes} of tiers["host"]'
+        if options.export_every:
+            tier += f" beside the {options.export_bytes(manifest)} of exports"
         raise ValueError(
             f"memory_bytes={options.memory_bytes}: "
             f"{options.workers_of(len(manifest.csds) or 1)} workers need at least "
@@ -58,9 +60,10 @@ def check_memory(options: StoreOptions, manifest: Manifest) -> None:
         )
 
 
-def _moving_bytes(options: StoreOptions) -> int:
-    """Memory for state that moves, beside what stays on the host."""
-    return options.memory_bytes - options.host_tier_bytes
+def _moving_bytes(options: StoreOptions, manifest: Manifest) -> int:
+    """Memory for state that moves, beside what stays on the host, and exports."""
+    beside = options.host_tier_bytes + options.export_bytes(manifest)
+    return options.memory_bytes - beside
 
 
 def _least_buffers(options: StoreOptions, manifest: Manifest) -> tuple[int, int]:

@@ -10,6 +10,7 @@ barrier where they wait for it.
 """
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ from jaxinf.typing import JsonValue
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
+    "Channel",
     "Members",
     "division_advice",
     "join_members",
@@ -142,6 +144,11 @@ class Members:
         found: list[_T] = []
         self.agree(what, lambda: found.append(action()))
         return found[0]
+
+    def channel(self, name: str) -> "Channel":
+        """What the processes say to each other beside their calls, by a new name."""
+        place = f"jaxinf/{self._session}/{name}"
+        return Channel(self._service, self.path, place, lambda: self.has_failed)
 
     # --- commits -------------------------------------------------------------------
 
@@ -313,6 +320,67 @@ class Members:
         self._is_exiting = True
         with self._ending:
             pass
+
+
+class Channel:
+    """What the processes say to each other of one thing, from any thread.
+
+    Without a service nothing is said, and nobody hears. Names are used once.
+
+    Args:
+      service: the service.
+      path: the path of the run, for messages.
+      place: where the keys are.
+      has_failed: whether the run has, so that no more will be said.
+
+    Attributes:
+      number: number of this process.
+    """
+
+    def __init__(
+        self,
+        service: compat.Coordination | None,
+        path: Path,
+        place: str,
+        has_failed: Callable[[], bool],
+    ) -> None:
+        self._service, self._path, self._place = service, path, place
+        self._has_failed = has_failed
+        self.number = 0 if service is None else service.process
+
+    def say(self, what: str, value: JsonValue = None) -> None:
+        """Says something; does not wait for who hears it."""
+        if self._service is not None:
+            key = f"{self._place}/{what}/{self.number}"
+            self._service.put(key, json.dumps(value))
+
+    def fail(self, why: str) -> None:
+        """Says that this process does no more here; others that wait hear why."""
+        with contextlib.suppress(Exception):  # the service is gone, and they with it
+            self.say("failed", why)
+
+    def hear(self, number: int, what: str, stop: threading.Event | None = None) -> Any:
+        """Waits for what another process says, as long as it may say it.
+
+        Raises:
+          ProcessError: a process said that it fails here, the run has failed, or
+            `stop` is set.
+        """
+        assert self._service is not None
+        while True:
+            text = self._service.get(f"{self._place}/{what}/{number}", _SLICE_S)
+            if text is not None:
+                return json.loads(text)
+            failed = self._service.below(f"{self._place}/failed")
+            if failed:
+                told = {int(k.rpartition("/")[2]): v for k, v in failed.items()}
+                raise _failed(self._path, told, None)
+            if self._has_failed() or (stop is not None and stop.is_set()):
+                raise ProcessError(
+                    f"{self._path}: the run ends before process {number} has done its "
+                    "part",
+                    [number],
+                )
 
 
 def member_path(path: Path, number: int) -> Path:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from jaxinf.csd import Csd, CsdFleet, drive_limits
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.division import longest
+from jaxinf.engine.exports import Exports
 from jaxinf.engine.failure import StoreHealth
 from jaxinf.engine.held_state import HeldStates
 from jaxinf.engine.members import Members
@@ -49,6 +50,7 @@ class StoreRun:
       meters: counters of bytes on drives and link.
       new_id: the id of the store that this run makes, if there is none.
       members: the processes that have the store together.
+      exports: of steps to a URL.
     """
 
     options: StoreOptions
@@ -56,13 +58,15 @@ class StoreRun:
     meters: ByteMeters
     new_id: str
     members: Members
+    exports: Exports
 
     @classmethod
     def of(cls, options: StoreOptions, members: Members) -> "StoreRun":
         """Makes the run of a store about to be opened."""
         health = StoreHealth(options.path)
         new_id = uuid.uuid4().hex
-        return cls(options, health, ByteMeters(), new_id, members)
+        exports = Exports(options, members)
+        return cls(options, health, ByteMeters(), new_id, members, exports)
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class OpenStore(StoreShape):
       commit: the committed step's record; None for a store that was just made.
 
     Attributes:
-      options, health, meters, members: of the run.
+      options, health, meters, members, exports: of the run.
       directory: the files.
       chunks: the newest version of each chunk.
       fleet, csds: the CSDs that update the chunks.
@@ -114,6 +118,7 @@ class OpenStore(StoreShape):
     ) -> None:
         super().__init__(run.options, directory, csds.layouts)
         self.health, self.meters, self.members = run.health, run.meters, run.members
+        self.exports = run.exports
         self.is_new = commit is None
         self.commit = commit or CommitRecord(step=0, scalar_state=())
         self.finished = self._first = self.commit
@@ -236,7 +241,7 @@ class OpenStore(StoreShape):
         """Whether a step is committed as soon as it has finished."""
         every = self.options.steps_per_commit
         is_due = every is not None and step - self.commit.step >= every
-        return is_due or self.options.keeps(step)
+        return is_due or self.options.keeps(step) or self.options.exports(step)
 
     def publish(self) -> None:
         """Commits the last finished step; writes what was deferred of it."""

@@ -11,8 +11,10 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from jaxinf.csd import parse_csd
 from jaxinf.engine.chunks import VERIFY_MODES, VerifyMode
+from jaxinf.errors import ExchangeError
+from jaxinf.exchange import ObjectStore, least_memory
 from jaxinf.layout import CHUNK_ALIGNMENT_ELEMENTS
-from jaxinf.store import CODECS
+from jaxinf.store import CODECS, Manifest
 from jaxinf.terminal import given_bytes
 
 __all__ = [
@@ -71,6 +73,9 @@ class StoreOptions:
         keep_saved: int = 2,
         tiers: Mapping[str, int | str] | None = None,
         csd_shares: Sequence[float] = (),
+        export_every: int | None = None,
+        export_to: str | None = None,
+        export_bandwidth: int = 0,
     ) -> None:
         if num_workers is not None and num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: expected at least 1")
@@ -122,6 +127,18 @@ class StoreOptions:
         self.master: MasterChoice = master
         tiers = {} if tiers is None else tiers
         self.host_tier_bytes, self.device_tier_bytes = self._tier_bytes(tiers)
+        _check_exports(export_every, export_to, export_bandwidth)
+        self.export_to, self.export_bandwidth = export_to, export_bandwidth
+        self.export_every = export_every or 0
+
+    def exports(self, step: int) -> bool:
+        """Whether a step is due for export, and therefore committed."""
+        every = self.export_every
+        return bool(every) and step > 0 and step % every == 0
+
+    def export_bytes(self, manifest: Manifest) -> int:
+        """The part of the memory that exports of a store take; 0 without exports."""
+        return least_memory(manifest) if self.export_every else 0
 
     def workers_of(self, num_csds: int) -> int:
         """Returns the number of requests at once: by default two a card, at least 4."""
@@ -164,7 +181,7 @@ class StoreOptions:
         Args:
           also_every: steps after each of which the caller commits; 0 for none.
         """
-        every = math.gcd(also_every, self.keep_every) or None
+        every = math.gcd(also_every, self.keep_every, self.export_every) or None
         if self.steps_per_commit is None or every is None:
             return every or self.steps_per_commit
         return every / -(-every // self.steps_per_commit)
@@ -205,6 +222,23 @@ def _kept_steps(keep_steps: KeepSteps | None) -> tuple[int, int, int]:
             "…; k and n at least 1, the offset less than k"
         )
     return every, num, offset
+
+
+def _check_exports(every: int | None, url: str | None, bandwidth: int) -> None:
+    if every is None and url is None and not bandwidth:
+        return
+    if every is None or url is None:
+        raise ValueError(
+            "expected export_every and export_to together, the steps between exports "
+            f"and their URL, found export_every={every!r}, export_to="
+            f"{'none' if url is None else 'a URL'}"
+        )
+    if type(every) is not int or every < 1:
+        raise ValueError(f"export_every={every!r}: expected at least 1 step")
+    try:
+        ObjectStore(url)
+    except ExchangeError as error:
+        raise ValueError(f"export_to: {error}") from None
 
 
 def check_share(root: Path, share: Any) -> None:

@@ -226,10 +226,11 @@ class StorePlace:
         here = next(p for p in (self.path, *self.path.parents) if p.exists())
         layouts = cut_subgroups(manifest, subgroup_elements(self._options, manifest))
         check_host_tier(self._options, layouts)
+        memory_bytes = self._options.memory_bytes - self._options.export_bytes(manifest)
         fleet = open_csds(
             self._options.csd,
             [Path(root) for root in manifest.csds] or [here],
-            memory_bytes=max(self._options.memory_bytes, longest(layouts)[0]),
+            memory_bytes=max(memory_bytes, longest(layouts)[0]),
             meters=self._run.meters,
         )
         try:

@@ -74,6 +74,11 @@ class StoreShape:
         """
         return self.options.host_tier_bytes + 3 * longest(self._layouts)[0]
 
+    @property
+    def export_bytes(self) -> int:
+        """Memory on the host that exports take."""
+        return self.options.export_bytes(self.directory.manifest)
+
     def can_move(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
         """Whether a box of a leaf consists of whole chunks, so it can move alone."""
         try:

@@ -410,6 +410,8 @@ class StepEngine:
                 opened.publish()
             if opened.options.keeps(record.step):
                 keep_step(opened)
+            if opened.options.exports(record.step):
+                opened.exports.begin(opened.directory, record.step)
             traffic = opened.meters.snapshot()
             self._metrics.append(
                 StepMetrics(

@@ -20,6 +20,7 @@ from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.committed_state import CommittedState
 from jaxinf.engine.dispatched import check_thread, is_thread_of_jax, wait_for_dispatched
 from jaxinf.engine.exit_status import fail_at_exit
+from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import closed_error
 from jaxinf.engine.members import (
     DEFAULT_TIMEOUT_S,
@@ -47,7 +48,7 @@ from jaxinf.store import (
     snapshot,
 )
 from jaxinf.terminal import given_bytes
-from jaxinf.typing import JsonValue, PathLikeStr
+from jaxinf.typing import JsonValue, PathLikeStr, ProgressCallback
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
@@ -205,6 +206,30 @@ class Store(CommittedState):
             self.remove_checkpoint(name)
         return names
 
+    # --- exports -------------------------------------------------------------------
+
+    def exports(self) -> list[ExportInfo]:
+        """Returns the steps that were due for export since the store was opened.
+
+        The last one may be under way. Does not block.
+        """
+        return self._training.exports.infos()
+
+    def end_export(
+        self, *, waits: bool = True, progress: ProgressCallback | None = None
+    ) -> None:
+        """Waits for the export under way, or gives it up.
+
+        Args:
+          waits: whether it waits. Ctrl-C then gives the export up, and is raised.
+          progress: called from time to time with the bytes done and those in all.
+
+        Raises:
+          BaseException: the exception that stopped the store.
+        """
+        self._training.join()
+        self._training.exports.end(waits=waits, progress=progress)
+
     # --- control -------------------------------------------------------------------
 
     def annotate(self, step: int, payload: JsonValue) -> None:
@@ -229,7 +254,9 @@ class Store(CommittedState):
         Closing waits for steps under way, commits, and releases the lock. JAX computes
         asynchronously, so it waits until all dispatched steps have arrived. Ctrl-C ends
         that wait, and steps that have not arrived are lost. A step that has begun but
-        whose update is not finished is abandoned.
+        whose update is not finished is abandoned. An export under way is waited for;
+        it is given up by Ctrl-C, or if the store has failed or an exception is being
+        handled.
 
         Raises:
           StoreError: it was called in a JAX callback; the store stays open.
@@ -304,6 +331,9 @@ def open_store(
     tiers: Mapping[str, int | str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     processes: Literal["rebalance"] | None = None,
+    export_every: int | None = None,
+    export_to: str | None = None,
+    export_bandwidth: int | str | None = None,
 ) -> Store:
     """Opens a store, or sets the place where `tx.init` will make one.
 
@@ -377,6 +407,16 @@ def open_store(
       processes: ``"rebalance"``: a store that is divided among another number of
         processes is divided among these first, as `jaxinf store rebalance --processes`
         does, where all members can be seen by process 0; otherwise it is refused.
+      export_every, export_to: steps that are multiples of k are exported to
+        ``URL/STEP``, for `jaxinf checkpoint import`, in a thread beside training
+        (docs/checkpoints.md, "Exports beside training"): a URL of ``file://``,
+        ``gs://`` or ``s3://``. They are committed with any `durability`, and pinned
+        meanwhile, which takes the room of one more state. A step that is due while an
+        earlier one is under way is skipped. Failures are logged, and shown by
+        `Store.exports`; training goes on. The memory, some five times the largest
+        chunk, is a part of `memory_bytes`.
+      export_bandwidth: most bytes a second that each process writes there, a number or
+        a text such as ``"50MiB"``; by default no limit. As many are read back.
 
     In a program of several processes (`jax.distributed.initialize`), all open one path,
     and each has its member of the run in it, ``path/process-00000`` and so on; or each
@@ -398,6 +438,8 @@ def open_store(
     path, members = _joined(_absolute(path), timeout_s, over)
     if memory_bytes is not None:
         memory_bytes = given_bytes("memory_bytes", memory_bytes)
+    if export_bandwidth is not None:
+        export_bandwidth = given_bytes("export_bandwidth", export_bandwidth, least=0)
     given = {
         "csd_roots": None if csds is None else [_of_process(root) for root in csds],
         "csd": csd,
@@ -412,6 +454,9 @@ def open_store(
         "keep_steps": keep_steps,
         "keep_saved": keep_saved,
         "tiers": tiers,
+        "export_every": export_every,
+        "export_to": export_to,
+        "export_bandwidth": export_bandwidth,
         "csd_shares": [*csds.values()] if isinstance(csds, Mapping) else None,
     }
     given = {name: value for name, value in given.items() if value is not None}

@@ -6,6 +6,7 @@ there is a store and has no optional part.
 
 import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -57,6 +58,7 @@ class Training:
         mesh; empty if they are not sharded.
       shapes: shapes and dtypes of these params, in the optimizer's form; None before.
       members: the processes that have the store together.
+      exports: the exports of its steps to a URL.
       binding: the run's binding to a step of the store, made by its first step.
 
     Raises:
@@ -69,6 +71,7 @@ class Training:
         self.shapes: Any = None
         self.members = members or Members(options.path)
         self._run = StoreRun.of(options, self.members)
+        self.exports = self._run.exports
         self._run.health.failure.listen(self._tell_others)
         self._place = StorePlace(self._run)
         self._annotations = Annotations(options.path)
@@ -238,6 +241,8 @@ class Training:
                 stack.callback(self._opened.close)
             if self._steps is not None:
                 self._steps.close()
+            is_well = self.failure is None and sys.exc_info()[0] is None
+            self.exports.close(waits=is_well)
             for action in self._on_close:
                 action()
 
@@ -276,6 +281,7 @@ class Training:
             self.check()
             if self.commit is None and not may_create:
                 raise _no_store(self.options.path)
+            self.exports.check(0 if self.commit is None else self.commit.step)
             if any(bound is description for bound in self._bound):
                 return self.opened.is_new
             if self.commit is None:

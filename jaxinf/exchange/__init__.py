@@ -25,8 +25,17 @@ from jaxinf.exchange.tokenizer_files import (
     kept_tokenizer,
     tokenizer_files,
 )
-from jaxinf.exchange.url_export import UrlReport, export_url, files_beside
+from jaxinf.exchange.url_export import (
+    Transit,
+    UrlExport,
+    UrlReport,
+    copy_chunks,
+    export_url,
+    files_beside,
+    least_memory,
+)
 from jaxinf.exchange.url_import import import_url
+from jaxinf.exchange.url_manifest import check_exports, url_of_step
 
 __all__ = [
     "DEFAULT_FILE_BYTES",
@@ -39,7 +48,11 @@ __all__ = [
     "ObjectStore",
     "StepFiles",
     "TensorLeaf",
+    "Transit",
+    "UrlExport",
     "UrlReport",
+    "check_exports",
+    "copy_chunks",
     "export_adapters",
     "export_huggingface",
     "export_orbax",
@@ -54,7 +67,9 @@ __all__ = [
     "is_url",
     "keep_tokenizer",
     "kept_tokenizer",
+    "least_memory",
     "read_config_file",
     "tokenizer_files",
+    "url_of_step",
     "write_config",
 ]

@@ -6,6 +6,7 @@ Invariant: nothing is believed to be atomic or kept: an object counts as written
 
 import os
 import re
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +27,7 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 _PAUSES_S = (0, 0.1, 0.4, 1)  # before each attempt, but on a file system
 # What tensorstore raises: of a wrong spec, of a file system, of any other service.
 _FAILURES = (ValueError, OSError, RuntimeError)
+_SLICE_S = 0.1  # between looks at whether to stop
 
 
 def is_url(text: str) -> bool:
@@ -42,6 +44,7 @@ class ObjectStore:
 
     Args:
       url: ``file:///directory``, ``gs://bucket/path`` or ``s3://bucket/path``.
+      stop: once it is set, a method that waits raises ExchangeError.
 
     Attributes:
       where: the URL, for messages.
@@ -51,7 +54,8 @@ class ObjectStore:
       ExchangeError: the URL is of another kind; nothing was read or written.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, stop: threading.Event | None = None) -> None:
+        self._stop = stop
         self.where, spec = _parsed(url)
         self.directory = Path(spec["path"]) if spec["driver"] == "file" else None
         self._pauses_s = _PAUSES_S if self.directory is None else (0,)
@@ -67,7 +71,7 @@ class ObjectStore:
           ExchangeError: they cannot be listed.
         """
         try:
-            return {key.decode() for key in self._store.list().result()}
+            return {key.decode() for key in self._done(self._store.list())}
         except _FAILURES as error:
             raise self._failed("list its objects", error) from None
 
@@ -78,7 +82,7 @@ class ObjectStore:
           ExchangeError: it cannot be read.
         """
         try:
-            found = self._store.read(name).result()
+            found = self._done(self._store.read(name))
         except _FAILURES as error:
             raise self._failed(f"read {name}", error) from None
         return found.value if found.state == "value" else None
@@ -115,7 +119,7 @@ class ObjectStore:
         for pause_s in self._pauses_s:
             time.sleep(pause_s)
             try:
-                self._store.write(name, value).result()
+                self._done(self._store.write(name, value))
             except _FAILURES as error:
                 raise self._failed(f"write {name}", error) from None
             found = self.read(name)
@@ -153,6 +157,20 @@ class ObjectStore:
                 "the export takes",
                 "free some, or export to another place",
             )
+
+    def _done(self, future: Any) -> Any:
+        """Waits for a result; a server that is busy is asked again for minutes."""
+        if self._stop is None:
+            return future.result()
+        while True:
+            try:
+                return future.result(timeout=_SLICE_S)
+            except TimeoutError:
+                if future.done():  # then it is the service's
+                    raise
+            if self._stop.is_set():
+                future.cancel()
+                raise ExchangeError(f"{self.where}: it was given up")
 
     def _failed(self, action: str, error: BaseException) -> ExchangeError:
         # What follows " [" are details of the request, which may name a key's id.

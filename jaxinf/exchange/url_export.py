@@ -4,11 +4,12 @@ Invariant: memory stays within the budget; an object that is there and right is 
   written again, and no other is believed.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
@@ -37,16 +38,21 @@ from jaxinf.typing import ProgressCallback
 
 __all__ = [
     "ChunkObject",
+    "Transit",
+    "UrlExport",
     "UrlReport",
     "check_memory",
     "chunk_objects",
+    "copy_chunks",
     "export_url",
     "files_beside",
+    "least_memory",
     "over",
 ]
 
 _COPIES = 4  # of an object: as read, as bytes, in tensorstore, on its way
 _MOST_THREADS = 8
+_LEAST_BYTES = 1 << 20
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -103,13 +109,14 @@ def _zeros_sum(num_bytes: int) -> int:
 
 
 def chunk_objects(manifest: Manifest, commit: CommitRecord) -> Iterator[ChunkObject]:
-    """Yields the chunks of a whole step, state by state in each leaf."""
+    """Yields the held chunks of a step, state by state in each leaf."""
     for leaf in manifest.leaves:
         grid = leaf.grid.chunks()
         for state in leaf.states:
             chunks = scale_chunks(leaf.grid, grid) if state.codec == "scale" else grid
             name = leaf.array_name(state.name)
-            for number, chunk in enumerate(chunks):
+            for place, number in enumerate(leaf.held):
+                chunk = chunks[number]
                 yield ChunkObject(
                     leaf,
                     state,
@@ -117,7 +124,7 @@ def chunk_objects(manifest: Manifest, commit: CommitRecord) -> Iterator[ChunkObj
                     f"{name}/{chunk.key}",
                     chunk.num_elements * state.itemsize,
                     chunk.stored_elements * state.itemsize,
-                    int(commit.checksums[name][number]),
+                    int(commit.checksums[name][place]),
                 )
 
 
@@ -136,14 +143,30 @@ def files_beside(store: Path) -> dict[str, bytes]:
     return found
 
 
+@dataclass(frozen=True)
+class Transit:
+    """How an export moves.
+
+    Attributes:
+      memory_bytes: memory for data in transit.
+      bytes_per_s: most bytes a second that are written; 0 for no limit. As many are
+        read back.
+      progress: called with the bytes of chunks done and those in all.
+      stop: once it is set, the export ends with an ExchangeError.
+    """
+
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    bytes_per_s: float = 0
+    progress: ProgressCallback | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
 def export_url(
     step: StepFiles,
     url: str,
     *,
     beside: Mapping[str, bytes] | None = None,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    bytes_per_s: float = 0,
-    progress: ProgressCallback | None = None,
+    transit: Transit | None = None,
 ) -> UrlReport:
     """Writes a step as objects below a URL; blocks until all have been read back.
 
@@ -155,10 +178,7 @@ def export_url(
       step: the step to export, with all chunks.
       url: a place with nothing else; see `ObjectStore`.
       beside: further files by name, which an import puts into the store.
-      memory_bytes: memory for data in transit.
-      bytes_per_s: most bytes a second that are written; 0 for no limit. As many are
-        read back.
-      progress: called with the bytes of chunks done and those in all.
+      transit: how it moves; by default in 256 MiB.
 
     Raises:
       ExchangeError: the place cannot be used, or has another export or other objects.
@@ -167,47 +187,120 @@ def export_url(
       StoreCorruptError: a chunk is damaged.
       StoreError: the step cannot be read.
     """
-    place = ObjectStore(url)
-    manifest, commit = _exported(step)
-    chunks = list(chunk_objects(step.manifest, commit))
-    num_threads = check_memory(chunks, memory_bytes)
-    documents = _documents(manifest, commit, beside or {})
-    own = ExportManifest(
-        manifest.store_id, commit.step, f"{_crc(documents['commit.json']):08x}"
-    )
-    there = place.names()
-    _check_free(place, there, own)
+    if step.average:
+        raise ValueError("expected the whole step for a URL, found the average alone")
+    if step.manifest.member is not None:
+        raise StoreFormatError(
+            f"{step.path}: expected a whole step, found a member's part; give the path "
+            "of the run"
+        )
+    transit = transit or Transit()
+    place = ObjectStore(url, transit.stop)
+    whole = UrlExport(place, step.manifest, step.commit, beside or {})
+    check_memory(whole.chunks, transit.memory_bytes)
+    whole.begin()
+    return whole.complete(copy_chunks(place, step, transit))
+
+
+class UrlExport:
+    """The beginning and the end of an export; `copy_chunks` comes between.
+
+    In a run of several processes one process begins and ends it, and each copies the
+    chunks that it holds.
+
+    Args:
+      place: where it goes.
+      manifest: the manifest of the store, without members.
+      commit: the step's record.
+      beside: further files by name.
+
+    Attributes:
+      chunks: all chunks of the step.
+    """
+
+    def __init__(
+        self,
+        place: ObjectStore,
+        manifest: Manifest,
+        commit: CommitRecord,
+        beside: Mapping[str, bytes],
+    ) -> None:
+        self._place = place
+        self.chunks = list(chunk_objects(manifest, commit))
+        self._documents = _documents(manifest, commit, beside)
+        checksum = _crc(self._documents["commit.json"])
+        self._own = ExportManifest(manifest.store_id, commit.step, f"{checksum:08x}")
+
+    def begin(self) -> None:
+        """Takes the place for this step; blocks.
+
+        Raises:
+          ExchangeError: it cannot be used, or has another export or other objects.
+          StoreSpaceError: there is no room.
+        """
+        there = self._place.names()
+        _check_free(self._place, there, self._own)
+        self._place.check_room(
+            sum(chunk.num_bytes for chunk in self.chunks if chunk.name not in there)
+        )
+        self._place.put(BEGUN, self._own.to_bytes())
+
+    def complete(self, num_kept: int = 0) -> UrlReport:
+        """Writes the documents when all chunks are there, the manifest last; blocks.
+
+        Args:
+          num_kept: for the report.
+
+        Raises:
+          ExchangeError: the place does not take them, or chunks are gone.
+        """
+        place, documents = self._place, self._documents
+        there = place.names()
+        for name, value in documents.items():
+            if not (name in there and place.has(name, len(value), _crc(value))):
+                place.put(name, value)
+        objects = {c.name: (c.num_bytes, c.checksum) for c in self.chunks}
+        objects |= {n: (len(value), _crc(value)) for n, value in documents.items()}
+        place.check_all(objects, "they were written and are gone: try again")
+        place.put(MANIFEST, replace(self._own, objects=objects).to_bytes())
+        num_bytes = sum(length for length, _ in objects.values())
+        return UrlReport(self._own.step, len(objects) + 2, num_bytes, num_kept)
+
+
+def copy_chunks(place: ObjectStore, step: StepFiles, transit: Transit) -> int:
+    """Writes the chunks of a step, or of a member's part, that are not there; blocks.
+
+    Returns:
+      The number of those that were there.
+
+    Raises:
+      ExchangeError: the place does not take or keep them, or it was stopped.
+      ValueError: too little memory.
+      StoreError: a chunk is damaged, or cannot be read.
+    """
+    chunks = list(chunk_objects(step.manifest, step.commit))
+    num_threads = check_memory(chunks, transit.memory_bytes)
     total_bytes = sum(chunk.num_bytes for chunk in chunks)
-    place.check_room(
-        sum(chunk.num_bytes for chunk in chunks if chunk.name not in there)
-    )
-    place.put(BEGUN, own.to_bytes())
-    pace, done_bytes, num_kept = _Pace(bytes_per_s), 0, 0
-    with step.reader(memory_bytes // _COPIES) as reader:
+    there, done_bytes, num_kept = place.names(), 0, 0
+    pace = _Pace(transit)
+    with step.reader(transit.memory_bytes // _COPIES) as reader:
 
         def bring(chunk: ChunkObject) -> bool:
             is_there = chunk.name in there
             if is_there and place.has(chunk.name, chunk.num_bytes, chunk.checksum):
                 return True
             value = _content(reader, chunk)
-            pace.wait(len(value))
+            pace.wait(len(value), place.where)
             place.put(chunk.name, value)
             return False
 
         for chunk, was_there in over(chunks, bring, num_threads):
             num_kept += was_there
             done_bytes += chunk.num_bytes
-            if progress is not None:
-                progress(done_bytes, total_bytes)
-    for name, value in documents.items():
-        if not (name in there and place.has(name, len(value), _crc(value))):
-            place.put(name, value)
-    objects = {c.name: (c.num_bytes, c.checksum) for c in chunks}
-    objects |= {name: (len(value), _crc(value)) for name, value in documents.items()}
-    place.check_all(objects, "they were written and are gone: try again")
-    place.put(MANIFEST, replace(own, objects=objects).to_bytes())
-    num_bytes = sum(length for length, _ in objects.values())
-    return UrlReport(commit.step, len(objects) + 2, num_bytes, num_kept)
+            if transit.progress is not None:
+                transit.progress(done_bytes, total_bytes)
+    pace.wait(0, place.where)
+    return num_kept
 
 
 def over(
@@ -219,11 +312,33 @@ def over(
     ended.
     """
     items = list(items)
+    if num_threads == 1:
+        yield from ((item, action(item)) for item in items)
+        return
     threads = ThreadPoolExecutor(num_threads)
     try:
         yield from zip(items, threads.map(action, items), strict=True)
     finally:
         threads.shutdown(cancel_futures=True)
+
+
+def least_memory(manifest: Manifest) -> int:
+    """Returns the least memory in which a store's chunks can be exported."""
+    largest = max(
+        (
+            math.prod(leaf.chunk_shape) * state.itemsize
+            for leaf in manifest.leaves
+            for state in leaf.states
+            if leaf.csds  # it has chunks
+        ),
+        default=1,
+    )
+    return max(_LEAST_BYTES, _memory_for(largest))
+
+
+def _memory_for(largest_bytes: int) -> int:
+    """Returns the memory for one object of this size, beside that of the reader."""
+    return -(-_COPIES * largest_bytes * _COPIES // (_COPIES - 1)) + _COPIES
 
 
 def check_memory(chunks: Iterable[ChunkObject], memory_bytes: int) -> int:
@@ -235,7 +350,7 @@ def check_memory(chunks: Iterable[ChunkObject], memory_bytes: int) -> int:
     largest = max((chunk.num_bytes for chunk in chunks), default=1)
     num_threads = (memory_bytes - memory_bytes // _COPIES) // (_COPIES * largest)
     if not num_threads:
-        least = -(-_COPIES * largest * _COPIES // (_COPIES - 1))
+        least = _memory_for(largest)
         raise ValueError(
             f"memory of {memory_bytes} bytes: expected at least {least}, as an object "
             f"is written whole and the largest chunk has {largest}; give --memory "
@@ -244,27 +359,15 @@ def check_memory(chunks: Iterable[ChunkObject], memory_bytes: int) -> int:
     return min(_MOST_THREADS, num_threads)
 
 
-def _exported(step: StepFiles) -> tuple[Manifest, CommitRecord]:
-    """Returns manifest and record without the places of drives."""
-    if step.average:
-        raise ValueError("expected the whole step for a URL, found the average alone")
-    manifest = step.manifest
-    if manifest.member is not None:
-        raise StoreFormatError(
-            f"{step.path}: expected a whole step, found a member's part; give the path "
-            "of the run"
-        )
-    leaves = [replace(n, csds=(0,) * len(n.csds)) for n in manifest.leaves]
-    manifest = replace(manifest, csds=(), leaves=tuple(leaves))
-    return manifest, replace(step.commit, documents={})
-
-
 def _documents(
     manifest: Manifest, commit: CommitRecord, beside: Mapping[str, bytes]
 ) -> dict[str, bytes]:
+    """Returns the documents by name; no place of a drive is in them."""
+    leaves = [replace(n, csds=(0,) * len(n.csds)) for n in manifest.leaves]
+    manifest = replace(manifest, csds=(), leaves=tuple(leaves))
     found = dict(step_documents(manifest, time.time_ns()))
     found["jaxinf.json"] = seal(manifest.to_json())
-    found["commit.json"] = seal(commit.to_json())
+    found["commit.json"] = seal(replace(commit, documents={}).to_json())
     return found | dict(beside)
 
 
@@ -303,16 +406,20 @@ def _crc(value: bytes) -> int:
 class _Pace:
     """Lets so many bytes a second begin. Thread-safe."""
 
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
+    def __init__(self, transit: Transit) -> None:
+        self._bytes_per_s, self._stop = transit.bytes_per_s, transit.stop
         self._next_s = time.monotonic()
         self._guard = threading.Lock()
 
-    def wait(self, num_bytes: int) -> None:
-        """Blocks until these bytes may begin."""
-        if not self._bytes_per_s:
-            return
+    def wait(self, num_bytes: int, where: str) -> None:
+        """Blocks until these bytes may begin; those before have had their time.
+
+        Raises:
+          ExchangeError: it was stopped.
+        """
         with self._guard:
             start_s = max(self._next_s, time.monotonic())
-            self._next_s = start_s + num_bytes / self._bytes_per_s
-        time.sleep(max(0.0, start_s - time.monotonic()))
+            if self._bytes_per_s:
+                self._next_s = start_s + num_bytes / self._bytes_per_s
+        if self._stop.wait(max(0.0, start_s - time.monotonic())):
+            raise ExchangeError(f"{where}: it was given up")

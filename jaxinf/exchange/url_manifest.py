@@ -16,7 +16,13 @@ from jaxinf.exchange.schemas import EXPORT
 from jaxinf.schema import SchemaError, parse_json, shown
 from jaxinf.store import check_seal, seal
 
-__all__ = ["BEGUN", "MANIFEST", "ExportManifest"]
+__all__ = [
+    "BEGUN",
+    "MANIFEST",
+    "ExportManifest",
+    "check_exports",
+    "url_of_step",
+]
 
 BEGUN = "export-begun.json"
 """The first object: whose export lies here."""
@@ -26,7 +32,9 @@ MANIFEST = "export.json"
 
 _VERSION = 1  # of the format, which docs/format.md describes
 
+_PLACE = {"format": "jaxinf exports", "format_version": _VERSION}
 _WHAT = "the manifest of an export"
+_ROOT = "exports.json"
 _REMEDY = "export to this URL again, or remove what is there"
 
 
@@ -87,6 +95,36 @@ class ExportManifest:
             ) from error
         objects = {n: (b, int(crc, 16)) for n, (b, crc) in document["objects"].items()}
         return cls(document["store_id"], document["step"], document["commit"], objects)
+
+
+def url_of_step(url: str, step: int) -> str:
+    """Returns the place of one of a run's exports, which have a URL together."""
+    return f"{url.rstrip('/')}/{step}"
+
+
+def check_exports(url: str, step: int) -> None:
+    """Refuses a place to which a run's steps cannot be exported; blocks.
+
+    It is written to: ``exports.json`` says what the place is.
+
+    Args:
+      url: the place.
+      step: the next step to be exported.
+
+    Raises:
+      ExchangeError: it is no such URL, cannot be read or written, or has an export of
+        that step.
+    """
+    there = ObjectStore(url_of_step(url, step))
+    for name in (BEGUN, MANIFEST):
+        found = ExportManifest.read(there, name)
+        if found is not None:
+            raise ExchangeError(
+                f"{there.where}: expected nothing, as step {step} of this run is to be "
+                f"exported there, found step {found.step} of store {found.store_id}; "
+                "give another URL, or remove it"
+            )
+    ObjectStore(url).put(_ROOT, seal(_PLACE))
 
 
 def _is_export(document: Any) -> bool:

@@ -15,6 +15,7 @@ from jaxinf.store.checkpoint import (
     SAVED_PREFIX,
     CheckpointInfo,
     check_checkpoint,
+    check_pinnable,
     checkpoint_names,
     checkpoints_to_prune,
     find_checkpoint,
@@ -93,7 +94,12 @@ from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
 from jaxinf.store.rebuilding import GivenStep, Rebuilt, rebuild_members
 from jaxinf.store.redividing import Redivided, num_processes, redivide
 from jaxinf.store.schemas import LOCK
-from jaxinf.store.snapshot import pinned_step, prune_snapshots, snapshot
+from jaxinf.store.snapshot import (
+    PinnedStep,
+    pinned_step,
+    prune_snapshots,
+    snapshot,
+)
 from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.stock_documents import stock_documents
 from jaxinf.store.trimming import trim_store
@@ -111,7 +117,7 @@ from jaxinf.store.whole import (
     restore_whole,
     save_whole,
 )
-from jaxinf.store.whole_step import whole_step
+from jaxinf.store.whole_step import whole_manifest, whole_record, whole_step
 
 __all__ = [
     "CODECS",
@@ -134,6 +140,7 @@ __all__ = [
     "Manifest",
     "Member",
     "Piece",
+    "PinnedStep",
     "Rebalanced",
     "Rebuilt",
     "Redivided",
@@ -154,6 +161,7 @@ __all__ = [
     "check_free_space",
     "check_leaf_paths",
     "check_never_committed",
+    "check_pinnable",
     "check_plans_folder",
     "check_seal",
     "check_space",
@@ -225,6 +233,8 @@ __all__ = [
     "stray_checkpoints",
     "trim_store",
     "verify_spare",
+    "whole_manifest",
+    "whole_record",
     "whole_step",
     "write_document",
 ]

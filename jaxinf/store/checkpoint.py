@@ -47,6 +47,7 @@ __all__ = [
     "CheckpointInfo",
     "add_documents",
     "check_checkpoint",
+    "check_pinnable",
     "checkpoint_names",
     "checkpoints_to_prune",
     "find_checkpoint",
@@ -474,6 +475,15 @@ def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
         "free some, or remove another checkpoint (jaxinf checkpoint "
         f'list "{directory.path}")',
     )
+
+
+def check_pinnable(directory: StoreDirectory) -> None:
+    """Refuses to pin the committed step if later steps would have no room beside it.
+
+    Raises:
+      StoreSpaceError: says how much is needed.
+    """
+    _check_space(directory, _committed_slot(directory))
 
 
 def _files_to_make(files: list[Path], pinned: Slot | None) -> int:

@@ -20,7 +20,13 @@ from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest
 from jaxinf.store.snapshot import PinnedStep, pinned_step
 from jaxinf.store.whole import all_members, find_whole, of_one_commit
 
-__all__ = ["WholeStep", "joined_step", "whole_step"]
+__all__ = [
+    "WholeStep",
+    "joined_step",
+    "whole_manifest",
+    "whole_record",
+    "whole_step",
+]
 
 
 @dataclass(frozen=True)
@@ -92,19 +98,45 @@ def joined_step(
             )
         starts.append(len(places))
         places += part.directory.data_paths(part.path)
-    leaves, sums = [], {}
+    leaves = []
     for leaf, *others in zip(*(one.leaves for one in manifests), strict=True):
         held = (leaf, *others)
         csds = [starts[own] + held[own].csds[n] for n, own in enumerate(leaf.owners)]
         leaves.append(replace(leaf, csds=tuple(csds), owners=(), member=0))
+    manifest = replace(whole_manifest(first), leaves=tuple(leaves))
+    commit = whole_record(first, records)
+    return WholeStep(parts[0].path, manifest, commit, tuple(places))
+
+
+def whole_manifest(manifest: Manifest) -> Manifest:
+    """Returns a member's manifest as one of a store that has all chunks, anywhere."""
+    leaves = [
+        replace(n, csds=(0,) * len(n.csds), owners=(), member=0)
+        for n in manifest.leaves
+    ]
+    return replace(
+        manifest,
+        leaves=tuple(leaves),
+        csds=(),
+        member=None,
+        format_version=FORMAT_VERSION,
+    )
+
+
+def whole_record(manifest: Manifest, records: Sequence[CommitRecord]) -> CommitRecord:
+    """Returns the record of a step with the checksums of all members.
+
+    Args:
+      manifest: that of any member.
+      records: those of all members, by number.
+    """
+    sums = {}
+    for leaf in manifest.leaves:
+        held = [replace(leaf, member=number) for number in range(len(records))]
         for state in leaf.states:
             name = leaf.array_name(state.name)
             sums[name] = _sums(held, [record.checksums[name] for record in records])
-    commit = replace(records[0], checksums=sums, commit="", inexact=_inexact(records))
-    manifest = replace(
-        first, leaves=tuple(leaves), csds=(), member=None, format_version=FORMAT_VERSION
-    )
-    return WholeStep(parts[0].path, manifest, commit, tuple(places))
+    return replace(records[0], checksums=sums, commit="", inexact=_inexact(records))
 
 
 def _sums(held: Sequence[LeafRecord], found: Sequence[np.ndarray]) -> np.ndarray:

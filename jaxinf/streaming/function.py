@@ -85,7 +85,7 @@ class FunctionEnds(StoreParamsEnds):
         """As `Ends.divided`."""
         left = budgets if self._step is None else self._step.left(budgets)
         limit = self.setup.limit_within(left, ready.traced.mesh)
-        memory_bytes = left["memory_bytes"]
+        memory_bytes = left["memory_bytes"] - self._training.opened.export_bytes
         division = divide_rest(memory_bytes - reader_bytes(memory_bytes), limit)
         return division.without(
             max((u.whole_bytes for u in self._units if not u.is_divided), default=0),

@@ -213,7 +213,7 @@ class StoreEnds(StoreParamsEnds):
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
         """As `Ends.divided`."""
         division = divide(
-            budgets["memory_bytes"],
+            budgets["memory_bytes"] - self._shape.export_bytes,
             self._shape.least_memory_bytes,
             max((unit.num_bytes for unit in self._units), default=0),
             self.setup.limit_within(budgets, ready.traced.mesh),

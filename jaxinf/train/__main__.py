@@ -2,8 +2,8 @@
 
 Invariant: a known error is one message on standard error, without a traceback. The exit
   status is 2 for an error in the command line, 1 for one of the store, the drives or
-  the numbers, and 130 or 143 if SIGINT or SIGTERM stopped the run before its last step,
-  which is committed.
+  the numbers, 3 if the run is complete and an export of it failed, and 130 or 143 if
+  SIGINT or SIGTERM stopped the run before its last step, which is committed.
 """
 
 import logging
@@ -40,14 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger(compat.CALLBACK_LOGGER).setLevel(logging.CRITICAL)
     try:
         command = shlex.join([*_PROGRAM.split(), *words_to_resume(words)])
-        signal_number = train(config, command=command)
+        return train(config, command=command)
     except UsageError as error:
         return _fail(2, error)
     except (JaxinfError, OSError) as error:
         return _fail(1, error)
     except KeyboardInterrupt:
         return 130
-    return signal_number and 128 + signal_number
 
 
 def _config(words: Sequence[str]) -> TrainConfig:

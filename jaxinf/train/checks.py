@@ -11,6 +11,8 @@ from jaxinf_models import MODELS, abstract_params
 
 from jaxinf.command_line import UsageError, flags_of
 from jaxinf.csd import parse_csd
+from jaxinf.errors import ExchangeError
+from jaxinf.exchange import ObjectStore
 from jaxinf.streaming import check_resident
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError
@@ -46,6 +48,7 @@ def check(config: TrainConfig) -> TrainConfig:
     if config.average is None and config.eval_average:
         raise UsageError("--eval-average: give --ema DECAY, which keeps an average")
     _check_streaming(config)
+    _check_exports(config)
     _check_processes(config)
     try:
         parse_csd(config.csd)
@@ -110,6 +113,23 @@ def _check_compression(config: TrainConfig) -> None:
         )
 
 
+def _check_exports(config: TrainConfig) -> None:
+    if not config.export_every and config.export_to is None:
+        if config.export_bandwidth:
+            raise UsageError("--export-bandwidth: expected with --export-every")
+        return
+    if not config.export_every or config.export_to is None:
+        given = "--export-every" if config.export_every else "--export-to"
+        raise UsageError(
+            f"{given}: expected --export-every K and --export-to URL together; give "
+            "both, or neither"
+        )
+    try:
+        ObjectStore(config.export_to)
+    except ExchangeError as error:
+        raise UsageError(f"--export-to: {error}") from None
+
+
 def _check_places(config: TrainConfig) -> None:
     for flag in flags_of(TrainConfig):
         value = getattr(config, flag.field.name)
@@ -139,6 +159,8 @@ def _check_ranges(config: TrainConfig) -> None:
         ("checkpoint_every", 0),
         ("keep_last", 0),
         ("keep_every", 0),
+        ("export_every", 0),
+        ("export_bandwidth", 0),
         ("sample_bytes", 0),
         ("weight_decay", 0),
         ("momentum", 0),
@@ -304,6 +326,9 @@ _OF_THE_STORE += (
     "checkpoint_every",
     "keep_last",
     "keep_every",
+    "export_every",
+    "export_to",
+    "export_bandwidth",
     "keep_best",
     "restore",
 )

@@ -33,6 +33,7 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, num_tokens
+from jaxinf.train.exports import ExportsOfRun
 from jaxinf.train.fit import Search, first_way, limits_of
 from jaxinf.train.forecast import RunPlan, plan
 from jaxinf.train.limits import Fit, LossyFlag
@@ -80,7 +81,8 @@ def train(
       console: the console to print to; by default standard output.
 
     Returns:
-      The number of the signal that stopped it, or 0 if it reached its last step.
+      The exit status: 0 if it reached its last step; 3 if it did, and an export failed;
+      128 and the number of the signal that stopped it before.
 
     Raises:
       UsageError: the config asks for something impossible.
@@ -121,12 +123,13 @@ def train(
         signal_number = run.go()
         if run.step < config.steps:
             say_stopped(console, config, run.step, command)
-            return signal_number
+            run.exports.end(waits=False)
+            return signal_number and 128 + signal_number
         found, params = run.evaluate(), processes.local(run.evaluated)
         if processes.is_first or backend.needs_all:
             say_evaluation(console, found, run.evaluator, params)
         say_results(console, config, backend, run.prediction)
-        return 0
+        return run.exports.end()
 
 
 def plan_run(config: TrainConfig, *, measures: bool = False) -> RunPlan:
@@ -305,6 +308,7 @@ class _Run:
         self._timer = StepTimer(self._config, self.step)
         self._sums = self._processes.sums(logs, self.step, self._trackers)
         self._best = Best(self._backend, logs / "validation.jsonl")
+        self.exports = ExportsOfRun(self._backend, self._console)
 
     def go(self) -> int:
         """Trains until the last step, or until a signal; returns its number or 0."""
@@ -325,6 +329,7 @@ class _Run:
         ):
             while self.step < last and not (stopped := self._stops(stop)):
                 self._one_step(train_step, next(coming), recorder)
+                self.exports.say_new()
                 if self._is_checkpoint_due():
                     self._keep()
                 if self._is_eval_due():

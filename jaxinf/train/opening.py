@@ -56,6 +56,9 @@ def open_backend(
             state=config.state,
             tiers=config.state_tier.sizes if config.state_tier else None,
             processes="rebalance" if config.elastic else None,
+            export_every=config.export_every or None,
+            export_to=config.export_to,
+            export_bandwidth=config.export_bandwidth,
             keep_saved=0,  # the trainer goes on from the store alone
         )
     except (ValueError, NotADirectoryError) as error:

@@ -260,6 +260,17 @@ class StoreOptions:
     # Also keep checkpoints whose step is a multiple of this; 0 is none.
     keep_every: int = 0
 
+    # Steps between exports to --export-to, beside training; 0 is none. A step that is
+    # due while an earlier one is under way is skipped. If an export fails, training
+    # goes on, and the exit status is 3.
+    export_every: int = 0
+
+    # Where they go: a URL of file://, gs:// or s3://, with a folder for each step.
+    export_to: Annotated[str | None, _shown("URL", "none")] = None
+
+    # Most bytes a second that each process writes there, such as 50MiB; 0 is no limit.
+    export_bandwidth: Annotated[int, ByteSize] = 0
+
     # Continue from this checkpoint of the store, given by name.
     restore: Annotated[str | None, _shown("NAME", "none: go on where the run is")] = (
         None

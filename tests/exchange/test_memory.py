@@ -19,7 +19,7 @@ if way == "import":
 elif way == "import_url":
     exchange.import_url(url, again, memory_bytes=16 << 20)
 elif way == "export_url":
-    exchange.export_url(step, url, memory_bytes=16 << 20)
+    exchange.export_url(step, url, transit=exchange.Transit(16 << 20))
 else:
     getattr(exchange, way)(step, export, memory_bytes=8 << 20)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

@@ -14,7 +14,7 @@ import pytest
 
 from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError, StoreFormatError
-from jaxinf.exchange import StepFiles, export_url, import_url
+from jaxinf.exchange import StepFiles, Transit, export_url, import_url
 from jaxinf.store import CommitRecord, StoreDirectory, Verifier, open_array, seal
 
 KILLED = Path(__file__).parents[1] / "support/killed_export.py"
@@ -49,7 +49,7 @@ def test_round_trip(make_step, place, num_csds):
     url = f"file://{place}/out/6"
     calls = []
     report = export_url(
-        step, url, memory_bytes=1 << 20, progress=lambda *call: calls.append(call)
+        step, url, transit=Transit(1 << 20, progress=lambda *call: calls.append(call))
     )
     assert report.num_kept == 0
     assert calls[-1][0] == calls[-1][1] > 0
@@ -76,7 +76,7 @@ def test_round_trip(make_step, place, num_csds):
     assert [s.to_json() for s in found.scalar_state] == [
         s.to_json() for s in expected.scalar_state
     ]
-    again = export_url(step, url, memory_bytes=1 << 20)
+    again = export_url(step, url, transit=Transit(1 << 20))
     assert again.num_kept == len(chunks_of(old))
 
 
@@ -86,7 +86,7 @@ MANY = {("w",): ((24, 4096), (1, 1)), ("bias",): ((129,), (1,)), ("scale",): (()
 @pytest.mark.long
 def test_interrupted_at_random_bytes_it_goes_on(make_step, place):
     step, _ = make_step(num_csds=2, leaves=MANY)
-    export_url(step, f"file://{place}/whole", memory_bytes=1 << 20)
+    export_url(step, f"file://{place}/whole", transit=Transit(1 << 20))
     words = [
         sys.executable,
         KILLED,
@@ -172,7 +172,7 @@ def test_places_that_are_refused_before_anything_is_written(make_step, place):
     refused("gs://b/a", "gs://b/a: not a URL")
     refused("file:///", "found the root")
     refused("file:///dev/null/a", "cannot ")
-    refused(f"file://{place}/small", "expected at least", memory_bytes=1 << 10)
+    refused(f"file://{place}/small", "expected at least", transit=Transit(1 << 10))
     assert not (place / "small").exists()
     (place / "other").mkdir()
     (place / "other/file").write_text("a user's")

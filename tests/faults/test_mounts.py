@@ -1,12 +1,13 @@
 """Drives that come and go: read-only, not mounted, without power."""
 
 import random
+import re
 import subprocess
 
 import pytest
 from places import LONG, step_durably
 
-from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
+from jaxinf.errors import ExchangeError, StoreError, StoreFormatError, StoreIOError
 
 STEP = 3
 
@@ -41,6 +42,32 @@ def test_a_csd_becomes_read_only_during_a_run(mount_tmpfs, drive):
     driver = drive(path).init()
     driver.check(STEP)
     driver.steps(2).check(STEP + 2)
+
+
+def test_an_export_to_a_read_only_or_full_place(mount_tmpfs, drive, place):
+    out = mount_tmpfs("out", size="64k")
+    options = {"export_every": 2, "export_to": f"file://{out}"}
+    options["memory_bytes"] = 128 << 20
+    remount(out, "ro")
+    with pytest.raises(ExchangeError, match=r"/out: cannot "):
+        drive(place / "refused", **options).init()
+    remount(out, "rw")
+    driver = drive(place / "store", **options).init().steps(2)
+    driver.store.end_export()
+    [info] = driver.store.exports()
+    assert re.match(r"StoreSpaceError: .*/out: the export takes", info.problem)
+    driver.steps(1).check(3)
+
+
+def test_a_step_that_has_no_room_to_be_pinned(mount_tmpfs, drive, place):
+    path = mount_tmpfs("fs", size="1100k")
+    options = {"export_every": 2, "export_to": f"file://{place}/out"}
+    options["memory_bytes"] = 128 << 20
+    driver = drive(path / "store", **options).init().steps(2)
+    driver.store.end_export()
+    [info] = driver.store.exports()
+    assert re.match(r"StoreSpaceError: .*/fs/store: with this", info.problem)
+    driver.steps(3).check(5)
 
 
 def test_a_csd_that_is_not_mounted(mount_ext4, place, drive):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange import StepFiles, export_url, import_url
+from jaxinf.exchange import StepFiles, Transit, export_url, import_url
 from jaxinf.store import StoreDirectory
 
 
@@ -35,7 +35,7 @@ def export(store, url, after=None):
             os.kill(os.getpid(), signal.SIGKILL)
 
     step = StepFiles(store / "current", StoreDirectory.open(store).manifest)
-    export_url(step, url, memory_bytes=1 << 20, progress=stop)
+    export_url(step, url, transit=Transit(1 << 20, progress=stop))
 
 
 def refuse(url, place):

@@ -1,0 +1,319 @@
+"""Exports of committed steps to a URL while training goes on.
+
+     commit of a due step ─► pin ─► thread: chunks ─► documents ─► manifest ─► no pin
+                       └──► skipped, if an earlier step is still under way
+
+Invariant: an export reads a pinned step alone, so no step waits for the destination,
+and no failure of an export stops the run. In a run of several processes all export the
+same step, each the chunks that it holds.
+"""
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxinf.engine.members import Channel, Members
+from jaxinf.engine.options import StoreOptions
+from jaxinf.errors import JaxinfError, ProcessError
+from jaxinf.exchange import (
+    ObjectStore,
+    StepFiles,
+    Transit,
+    UrlExport,
+    check_exports,
+    copy_chunks,
+    export_url,
+    files_beside,
+    least_memory,
+    url_of_step,
+)
+from jaxinf.store import (
+    CommitRecord,
+    PinnedStep,
+    StoreDirectory,
+    check_pinnable,
+    pinned_step,
+    whole_manifest,
+    whole_record,
+)
+from jaxinf.terminal import format_bytes
+from jaxinf.typing import ProgressCallback
+
+__all__ = ["ExportInfo", "Exports"]
+
+_LOG = logging.getLogger("jaxinf")
+_LOOK_S = 0.2
+_PATIENCE_LOOKS = 5
+
+
+@dataclass(frozen=True)
+class ExportInfo:
+    """A step that was due for export.
+
+    Attributes:
+      step: its number.
+      url: where it is, or was to be.
+      outcome: ``"skipped"``: the step before was still under way.
+      problem: why it failed; else empty.
+    """
+
+    step: int
+    url: str
+    outcome: Literal["exported", "skipped", "failed", "under way"]
+    problem: str = ""
+
+
+class _Export:
+    """One export, and what the processes say of it."""
+
+    def __init__(self, step: int, url: str, channel: Channel) -> None:
+        self.step, self.url, self.channel = step, url, channel
+        self.stop, self.ended = threading.Event(), threading.Event()
+        self.done_bytes, self.total_bytes = 0, 0
+
+    def note(self, done_bytes: int, total_bytes: int) -> None:
+        self.done_bytes, self.total_bytes = done_bytes, total_bytes
+
+    def __str__(self) -> str:
+        done, total = format_bytes(self.done_bytes), format_bytes(self.total_bytes)
+        return f"step {self.step}, of which {done} of {total} are exported"
+
+
+class Exports:
+    """The exports of a store. Thread-safe.
+
+    Args:
+      options: the options of the store.
+      members: the processes that have it together.
+    """
+
+    def __init__(self, options: StoreOptions, members: Members) -> None:
+        self._options, self._members = options, members
+        self._found: dict[int, ExportInfo] = {}  # by the number of the due step
+        self._current: _Export | None = None
+        self._is_checked = False
+
+    def check(self, step: int) -> None:
+        """Refuses a place that cannot be used, once, before the first step; blocks.
+
+        In a run of several processes all call it.
+
+        Args:
+          step: the step from which the run goes on.
+
+        Raises:
+          ExchangeError: the place cannot be used, or has another run's export.
+          ProcessError: another process cannot use it.
+        """
+        url, every = self._options.export_to, self._options.export_every
+        if self._is_checked or url is None:
+            return
+        due = (step // every + 1) * every
+        self._members.in_all("the place of exports", lambda: check_exports(url, due))
+        self._is_checked = True
+
+    def infos(self) -> list[ExportInfo]:
+        """Returns the steps that were due so far, the last one perhaps under way."""
+        return list(self._found.values())
+
+    # --- a step --------------------------------------------------------------------
+
+    def begin(self, directory: StoreDirectory, step: int) -> None:
+        """Begins the export of the step just committed, or skips it.
+
+        Called before the next step writes; blocks while the step is pinned. What
+        prevents the export is logged.
+        """
+        assert self._options.export_to is not None
+        number, last = len(self._found), self._current
+        channel = self._members.channel(f"export-{number}")
+        export = _Export(step, url_of_step(self._options.export_to, step), channel)
+        self._found[number] = ExportInfo(step, export.url, "under way")
+        pin = contextlib.ExitStack()
+        try:
+            if self._is_skipped(channel, last):
+                self._skip(number, export, last)
+                return
+            check_pinnable(directory)
+            pinned = pin.enter_context(pinned_step(directory))
+            self._current = export
+            threading.Thread(
+                target=self._run,
+                args=(number, export, pinned, pin),
+                name="jaxinf-export",
+                daemon=True,
+            ).start()
+        except (JaxinfError, OSError, RuntimeError) as error:
+            pin.close()
+            self._end(number, export, error)
+
+    def _is_skipped(self, channel: Channel, last: _Export | None) -> bool:
+        """Whether the step is skipped; the first process decides for all."""
+        if self._members.number == 0:
+            is_skipped = last is not None and not last.ended.is_set()
+            channel.say("turn", is_skipped)
+            return is_skipped
+        is_skipped = channel.hear(0, "turn")
+        if last is not None and not is_skipped:
+            last.stop.set()  # the first process has told its end, perhaps a failure
+            last.ended.wait()
+        return is_skipped
+
+    def _skip(self, number: int, export: _Export, last: _Export | None) -> None:
+        self._found[number] = ExportInfo(export.step, export.url, "skipped")
+        if self._members.number == 0:
+            _LOG.warning(
+                "%s: step %d is not exported, since an earlier one is still under way: "
+                "%s; training goes on. Export fewer steps, or raise a bandwidth",
+                self._options.path,
+                export.step,
+                last,
+            )
+
+    def _run(
+        self,
+        number: int,
+        export: _Export,
+        pinned: PinnedStep,
+        pin: contextlib.ExitStack,
+    ) -> None:
+        problem: Exception | None = None
+        try:
+            with pin:
+                self._write(export, pinned)
+        except Exception as error:
+            problem = error
+        self._end(number, export, problem)
+
+    def _end(
+        self, number: int, export: _Export, error: Exception | None = None
+    ) -> None:
+        outcome, problem = "exported", ""
+        if error is not None:
+            outcome, problem = "failed", f"{type(error).__name__}: {error}"
+            export.channel.fail(problem)
+            _LOG.warning(
+                "%s: step %d is not exported to %s: %s. The run itself is well, and "
+                "what is there, if anything, is no export yet",
+                self._options.path,
+                export.step,
+                export.url,
+                problem,
+            )
+        self._found[number] = ExportInfo(export.step, export.url, outcome, problem)
+        export.ended.set()
+
+    def _write(self, export: _Export, pinned: PinnedStep) -> None:
+        manifest = pinned.directory.manifest
+        step = StepFiles(pinned.path, manifest)
+        transit = Transit(
+            least_memory(manifest),
+            self._options.export_bandwidth,
+            export.note,
+            export.stop,
+        )
+        if self._members.is_alone:
+            beside = files_beside(self._options.path)
+            export_url(step, export.url, beside=beside, transit=transit)
+            return
+        place, channel = ObjectStore(export.url, export.stop), export.channel
+        channel.say("record", _part_of_record(step.commit))
+        whole = self._begun(place, step, export) if channel.number == 0 else None
+        if whole is None:
+            channel.hear(0, "begun", export.stop)
+        copy_chunks(place, step, transit)
+        channel.say("copied")
+        if whole is None:
+            channel.hear(0, "end", export.stop)
+            return
+        for number in range(1, self._members.count):
+            channel.hear(number, "copied", export.stop)
+        whole.complete()
+        channel.say("end")
+
+    def _begun(self, place: ObjectStore, step: StepFiles, export: _Export) -> UrlExport:
+        """Begins an export of all processes; called by the first one."""
+        records = [step.commit]
+        for number in range(1, self._members.count):
+            part = export.channel.hear(number, "record", export.stop)
+            records.append(_as_record(step.commit, part))
+        if len({record.commit for record in records}) > 1:
+            raise ProcessError(
+                f"{self._members.path}: expected step {step.commit.step} in all "
+                f"processes, found steps {[record.step for record in records]}"
+            )
+        whole = UrlExport(
+            place,
+            whole_manifest(step.manifest),
+            whole_record(step.manifest, records),
+            files_beside(self._options.path),
+        )
+        whole.begin()
+        export.channel.say("begun")
+        return whole
+
+    # --- the end -------------------------------------------------------------------
+
+    def end(
+        self, *, waits: bool = True, progress: ProgressCallback | None = None
+    ) -> None:
+        """Waits for the export under way, or gives it up; its pin is gone then.
+
+        Args:
+          waits: whether it waits. Ctrl-C gives the export up, and is raised.
+          progress: called from time to time with the bytes done and those in all.
+        """
+        export = self._current
+        if export is None or export.ended.is_set():
+            return
+        try:
+            while waits and not export.ended.wait(_LOOK_S):
+                if progress is not None:
+                    progress(export.done_bytes, export.total_bytes)
+        except KeyboardInterrupt:
+            export.stop.set()
+            export.ended.wait()
+            raise
+        export.stop.set()
+        export.ended.wait()
+
+    def close(self, *, waits: bool) -> None:
+        """As `end`, and says that it waits, if that is not for a moment."""
+        looks = itertools.count()
+
+        def tell(done_bytes: int, total_bytes: int) -> None:
+            if next(looks) == _PATIENCE_LOOKS:
+                _LOG.warning(
+                    "%s: closing waits for the export of %s; Ctrl-C gives it up",
+                    self._options.path,
+                    self._current,
+                )
+
+        self.end(waits=waits, progress=tell)
+
+
+def _part_of_record(record: CommitRecord) -> dict[str, Any]:
+    sums = {n: s.astype(">u4").tobytes().hex() for n, s in record.checksums.items()}
+    inexact = dict(record.inexact)
+    return {
+        "step": record.step,
+        "commit": record.commit,
+        "sums": sums,
+        "inexact": inexact,
+    }
+
+
+def _as_record(own: CommitRecord, part: Mapping[str, Any]) -> CommitRecord:
+    """Returns another process's record of a step; what all have is this one's."""
+    sums = {
+        name: np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
+        for name, text in part["sums"].items()
+    }
+    given = {name: part[name] for name in ("step", "commit", "inexact")}
+    return replace(own, checksums=sums, **given)

@@ -1,0 +1,172 @@
+"""Exports of steps to a URL while the run goes on."""
+
+import itertools
+import logging
+import signal
+
+import pytest
+
+import jaxinf
+from jaxinf.errors import ExchangeError
+from jaxinf.exchange import import_url
+from jaxinf.store import StoreDirectory
+
+LEAVES = {"w": ((6, 1024), "float32"), "half": ((33, 257), "bfloat16")}
+
+
+def chunks_of(step, manifest):
+    """Reads all chunk files of a step by name, without padding."""
+    directory = StoreDirectory.of_step(step, manifest)
+    place = str(step.resolve().relative_to(directory.path.resolve()))
+    place = place.removeprefix("slots/")
+    return {
+        (leaf.name, state.name, chunk): directory.chunk_file(
+            place, number, chunk, state.name
+        ).read_bytes()[: directory.state_bytes(number, chunk, state)]
+        for number, leaf, _ in directory.leaves()
+        for state in leaf.states
+        for chunk in leaf.held
+    }
+
+
+def imported(url, place):
+    import_url(url, place)
+    directory = StoreDirectory.open(place)
+    return chunks_of(place / "current", directory.manifest), directory.read_commit()
+
+
+def pins_of(path):
+    return [*(path / "snapshots").glob("*")]
+
+
+def outcomes(driver):
+    return [(info.step, info.outcome) for info in driver.store.exports()]
+
+
+@pytest.fixture
+def export(drive, place):
+    """Makes a run that exports every second step."""
+
+    def make(name="store", **options):
+        options = {"export_to": f"file://{place}/out", "export_every": 2} | options
+        options = {"leaves": LEAVES, "chunk_elements": 4096} | options
+        return drive(name, **options).init()
+
+    return make
+
+
+@pytest.mark.parametrize("durability", ["step", "checkpoint"])
+def test_due_steps_are_exported_while_the_run_goes_on(export, place, durability):
+    driver = export(durability=durability, num_csds=2, state="bf16")
+    path, expected = driver.store.path, {}
+    for step in range(1, 6):
+        driver.step()
+        if step % 2 == 0:
+            driver.store.end_export()
+            name = driver.store.checkpoint()
+            kept = path / "checkpoints" / name
+            expected[step] = chunks_of(kept, driver.store._manifest)
+    assert outcomes(driver) == [(2, "exported"), (4, "exported")]
+    assert not pins_of(path)
+    driver.store.close()
+    for step, chunks in expected.items():
+        found, record = imported(f"file://{place}/out/{step}", place / f"made{step}")
+        assert found == chunks
+        assert record.step == step
+
+
+def test_a_step_is_skipped_while_another_is_under_way(export, caplog):
+    driver = export(export_bandwidth=1)  # so it never ends
+    with caplog.at_level(logging.WARNING, "jaxinf"):
+        driver.steps(5).store.wait()
+    assert outcomes(driver) == [(2, "under way"), (4, "skipped")]
+    assert "step 4 is not exported, since an earlier one is still under" in caplog.text
+    assert len(pins_of(driver.store.path)) == 1
+    driver.store.end_export(waits=False)
+    assert outcomes(driver) == [(2, "failed"), (4, "skipped")]
+    assert driver.store.exports()[0].problem.endswith("out/2: it was given up")
+    assert not pins_of(driver.store.path)
+    driver.steps(2).store.wait()
+    assert outcomes(driver)[2:] == [(6, "under way")]
+    try:
+        raise RuntimeError("the program's")
+    except RuntimeError:
+        driver.store.close()  # gives it up
+    assert not pins_of(driver.store.path)
+    with jaxinf.open_store(driver.store.path) as store:
+        assert store.step == 7
+
+
+def test_ctrl_c_gives_up_what_is_waited_for(export):
+    driver = export(export_bandwidth=1)
+    driver.steps(2)
+    calls = itertools.count()
+
+    def press(done, total):
+        if next(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        driver.store.end_export(progress=press)
+    assert outcomes(driver) == [(2, "failed")]
+    assert not pins_of(driver.store.path)
+
+
+def test_a_destination_that_fails_does_not_stop_the_run(export, place, caplog):
+    driver = export()
+    (place / "out/2").write_text("a file in its place")
+    (place / "out/6").mkdir()
+    (place / "out/6/other").write_text("of another tool")
+    with caplog.at_level(logging.WARNING, "jaxinf"):
+        for _ in range(4):
+            driver.steps(2)
+            driver.store.end_export()
+    assert outcomes(driver) == [
+        (2, "failed"),
+        (4, "exported"),
+        (6, "failed"),
+        (8, "exported"),
+    ]
+    assert len(caplog.records) == 2
+    assert "step 2 is not exported to" in caplog.text
+    assert "found other objects, such as other" in caplog.text
+    driver.check(8)
+    assert not pins_of(driver.store.path)
+
+
+def test_places_that_are_refused_before_a_store_is_made(export, place):
+    one = export("one")
+    one.steps(2).store.close()
+    for url, message in (
+        (f"file://{place}/out", "as step 2 of this run is to be exported there, found"),
+        (f"file://{place}/one/jaxinf.json", "cannot "),
+        ("file:///proc/version/a", "cannot "),
+    ):
+        with pytest.raises(ExchangeError, match=message):
+            export("other", export_to=url)
+        jaxinf.close(place / "other")
+        assert not (place / "other/jaxinf.json").exists()
+    for options, message in (
+        ({"export_to": "ftp://host/a"}, "expected a URL of file://, gs://, s3://"),
+        ({"export_to": "s3://key:secret@bucket/a"}, r"export_to: s3://…: expected"),
+        ({"export_to": None}, "expected export_every and export_to together"),
+        ({"export_every": 0}, "export_every=0: expected at least 1 step"),
+        ({"export_bandwidth": "fast"}, "export_bandwidth='fast': expected a number"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            export("other", **options)
+        assert "secret" not in str(caught.value)
+
+
+def test_its_memory_is_a_part_of_the_stores(export, drive, place):
+    options = {"leaves": {"w": ((8, 1 << 16), "float32")}, "chunk_elements": 1 << 16}
+    need = -(-4 * (4 << 16) * 4 // 3)
+    least = 2 * 4 * 8 * 4096
+    memory = {"memory_bytes": need + least + 1024}
+    driver = export("one", **options, **memory).steps(2)
+    driver.store.end_export()
+    assert outcomes(driver) == [(2, "exported")]
+    assert driver.store.peak_memory_bytes <= least + 1024
+    beside = {"export_to": f"file://{place}/two-out"}
+    with pytest.raises(ValueError, match=rf"beside the {need + 4} of exports"):
+        export("two", **options, **beside, memory_bytes=need + least - 1024)

@@ -1,0 +1,102 @@
+"""Exports beside a run of the trainer, and its exit status."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxinf
+from jaxinf.cli.commands import main
+
+SMALL = ("--memory", "64MiB")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["update", "stream"])
+def test_exported_steps_go_on_as_the_run_did(run, losses, tmp_path, capsys, mode):
+    words = ("--store", tmp_path / "store", "--mode", mode, *SMALL)
+    export = ("--export-every", 3, "--export-to", f"file://{tmp_path}/out/")
+    assert run(*words, *export, "--export-bandwidth", "1GiB", "--steps", 4) == 0
+    assert f"step 3: exported to file://{tmp_path}/out/3\n" in capsys.readouterr().out
+    assert not [*(tmp_path / "store/snapshots").iterdir()]
+    made = tmp_path / "made"
+    assert main(["checkpoint", "import", str(made), f"file://{tmp_path}/out/3"]) == 0
+    words = ("--mode", mode, *SMALL, "--steps", 6)
+    assert run(*words, "--store", tmp_path / "store") == 0
+    assert run(*words, "--store", made) == 0
+    found = [losses(tmp_path / f"{name}-log")[-2:] for name in ("store", "made")]
+    assert found[0] == found[1]
+
+
+def test_a_failed_export_is_in_the_exit_status(run, tmp_path, capsys, caplog):
+    (tmp_path / "out/4").mkdir(parents=True)
+    (tmp_path / "out/4/other").touch()
+    words = ("--store", tmp_path / "store", "--export-to", f"file://{tmp_path}/out")
+    assert run(*words, "--export-every", 4, "--steps", 5) == 3
+    assert "exports of step 4 failed: exit status 3" in capsys.readouterr().out
+    assert caplog.text.count("step 4 is not exported to") == 1
+    with jaxinf.open_store(tmp_path / "store") as store:
+        assert store.step == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--export-every", 2), "--export-every: expected --export-every K and"),
+        (("--export-to", "file:///a"), "--export-to: expected --export-every K and"),
+        (("--export-bandwidth", "1MiB"), "--export-bandwidth: expected with"),
+        (
+            ("--export-every", 2, "--export-to", "ftp://h/a"),
+            "--export-to: expected a URL of file://, gs://, s3://, found ftp://",
+        ),
+        (
+            ("--export-every", 2, "--export-to", "s3://key:secret@bucket/a"),
+            "--export-to: s3://…: expected s3://BUCKET/PATH alone",
+        ),
+        (
+            ("--mode", "memory", "--export-every", 2, "--export-to", "file:///a"),
+            "--mode memory keeps nothing on drives",
+        ),
+    ],
+)
+def test_is_refused_before_anything_is_written(run, tmp_path, capsys, words, expected):
+    store = () if "memory" in words else ("--store", tmp_path / "store")
+    assert run(*store, *words) == 2
+    err = capsys.readouterr().err
+    assert expected in err
+    assert "secret" not in err
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_pin_stays(text, tmp_path, number):
+    """A signal gives a slow export up; after a kill the next run removes its pin."""
+    program = Path(__file__).parents[1] / "support/paused_trainer.py"
+    words = ["--data", text, "--batch-size", 2, "--seq-len", 8, "--steps", 9999]
+    words += ["--store", tmp_path / "store", "--export-bandwidth", 1]
+    words += ["--export-every", 1, "--export-to", f"file://{tmp_path}/out"]
+    words = [sys.executable, program, 3, tmp_path / "go", *words]
+    pins = tmp_path / "store/snapshots"
+    with subprocess.Popen(
+        list(map(str, words)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        for line in process.stdout or ():
+            if "paused" in line:
+                break
+        assert len([*pins.iterdir()]) == 1
+        process.send_signal(number)
+        (tmp_path / "go").touch()
+        _, err = process.communicate()
+    assert "step 2 is not exported, since an earlier one is still under way" in err
+    if number == signal.SIGTERM:
+        assert process.returncode == 143
+        assert re.search("step 1 is not exported to .*: it was given up", err)
+    with jaxinf.open_store(tmp_path / "store"):
+        assert not [*pins.iterdir()]
