@@ -79,6 +79,7 @@ NOT_RUN = {
     "python scripts/longest_sequence.py": "time: minutes, and 2 GiB of memory",
     "python scripts/activation_forms.py": "time: minutes",
     "python scripts/training_curves.py": "time: an hour",
+    "python scripts/finetune_quality.py": "time: hours",
 }
 """Beginnings of commands that are not run, with the reason."""
 
