@@ -21,7 +21,8 @@ SOURCE = """
 EXPORTED void encode(const float* x, long num, unsigned first, unsigned key,
                        unsigned char* codes, float* scales) {
   const jaxinf::FlushToZero section;
-  jaxinf::encode_blocks(x, 0, num, first, key, codes, scales);
+  jaxinf::SideBySide none;
+  jaxinf::encode_blocks(x, 0, num, first, key, codes, scales, none);
 }
 EXPORTED void decode(const unsigned char* codes, const float* scales, long num,
                        float* x) {
@@ -109,6 +110,14 @@ def test_int8_blocks_have_numpys_bits(library, kind):
             pointer(codes[0]), pointer(found), ctypes.c_long(x.size), pointer(back)
         )
         np.testing.assert_array_equal(back, decode_int8(codes[0], found))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, -1.0, 3e-7, -7e29, 2.0**-126])
+def test_every_code_has_numpys_bits(library, scale):
+    codes, scales = np.arange(256, dtype=np.uint8), np.float32([scale])
+    found = np.empty(256, np.float32)
+    library.decode(pointer(codes), pointer(scales), ctypes.c_long(256), pointer(found))
+    np.testing.assert_array_equal(found, decode_int8(codes, scales))
 
 
 @pytest.mark.parametrize("fold", [-1, 0, 1, 2])

@@ -5,6 +5,7 @@
 
 #include "codecs.hpp"
 #include "code_lanes.hpp"
+#include "crc32c.hpp"
 
 namespace jaxinf {
 
@@ -16,10 +17,11 @@ class BlockCodec {
 
  public:
   static void encode(const float* x, int length, Word first, Word key,
-                     std::uint8_t* codes, float* scale) {
+                     std::uint8_t* codes, float* scale, SideBySide& sums) {
     I32 above = {};  // as bits: the largest, and the one farthest below zero
     U32 below = {};
     int i = 0;
+#pragma GCC unroll 4
     for (; i + L::size <= length; i += L::size) {
       const F32 v = L::load(x + i);
       above = L::max(above, (I32)v);
@@ -45,24 +47,18 @@ class BlockCodec {
     *scale = is_signed ? -largest : largest;
     const float inverse = 1.0f / largest;
     if (is_signed)
-      encode_all<true>(x, length, inverse, first, key, codes);
+      encode_all<true>(x, length, inverse, first, key, codes, sums);
     else
-      encode_all<false>(x, length, inverse, first, key, codes);
+      encode_all<false>(x, length, inverse, first, key, codes, sums);
   }
 
   static void decode(const std::uint8_t* codes, float scale, int length, float* x) {
+    const bool is_signed = scale < 0.0f;
     const float* const table =
-        scale < 0.0f ? code_tables.of_signed : code_tables.of_unsigned;
+        is_signed ? code_tables.of_signed : code_tables.of_unsigned;
     const float size = magnitude(scale);
-    int i = 0;
-    for (; i + Lanes::size <= length; i += Lanes::size) {
-      std::uint64_t eight;  // looked up one by one: a gather takes longer
-      std::memcpy(&eight, codes + i, sizeof eight);
-      const auto share = [&](int k) { return table[eight >> (8 * k) & 0xff]; };
-      const Lanes::F32 shares = {share(0), share(1), share(2), share(3),
-                          share(4), share(5), share(6), share(7)};
-      Lanes::store(x + i, shares * size);
-    }
+    int i = is_signed ? decode_all<true>(codes, size, length, x)
+                      : decode_all<false>(codes, size, length, x);
     for (; i < length; ++i) x[i] = table[codes[i]] * size;
   }
 
@@ -86,25 +82,32 @@ class BlockCodec {
 
   template <bool is_signed>
   static void encode_all(const float* x, int length, float inverse, Word first,
-                         Word key, std::uint8_t* codes) {
+                         Word key, std::uint8_t* codes, SideBySide& sums) {
     constexpr int at_once = L::vectors_at_once * L::size;
     int i = 0;
     if (first % code_block == 0) {
       const Rounds rounds(first, key);
-      for (; i + at_once <= length; i += at_once) {
+      Three three;
+      constexpr int bytes = 512 * at_once / code_block;
+      if (length == code_block) three = sums.begin_part(512);
+      const long num_steps = length / at_once;
+      for (long step = 0; step < num_steps; ++step) {
+        const float* const from = x + step * at_once;
+        const Word* const rows = rounds.rows + step * L::vectors_at_once;
         I32 found[L::vectors_at_once];
 #pragma GCC unroll 4
         for (int k = 0; k < L::vectors_at_once; ++k) {
-          const F32 v = L::load(x + i + k * L::size);
-          const U32 product = rounds.lanes + rounds.rows[i / L::size + k];
+          const F32 v = L::load(from + k * L::size);
+          const U32 product = rounds.lanes + rows[k];
           const F32 random = L::f32((I32)second_round(product, key));
-          if (is_signed)
-            found[k] = L::with_sign(code_of<6>(L::abs(v) * inverse, random), v);
-          else
-            found[k] = L::of_positive(code_of<7>(v * inverse, random), v);
+          found[k] = is_signed ? above_code<6>(L::abs(v) * inverse, random)
+                               : above_code<7>(v * inverse, random);
         }
-        L::store_bytes(found, codes + i);
+        L::template store_codes<is_signed>(found, from, codes + step * at_once);
+        if (three.num_bytes) three.step<bytes>();
       }
+      i = (int)num_steps * at_once;
+      sums.end_part(three);
     }
     for (; i < length; ++i) {
       const float up = uniform_of(first + (Word)i, key);
@@ -113,27 +116,54 @@ class BlockCodec {
     }
   }
 
-  // A decade has 2^rank numbers, a power of two, so that it may be multiplied by anywhere
-  // with the same result. `random`: of 0 … 65535; that over 65536 is exact, so the sum is
-  // rounded once. It is below 2^rank + 1, and not below 0 in the last decade.
+  // Number j of the 2^e in a decade is (2^e + 9 (j + 1)) / (10 * 2^e) of its power of ten.
+  // Numerator and denominator are exact, and the table has the nearest float, too. Returns
+  // how many are done.
+  template <bool is_signed>
+  static int decode_all(const std::uint8_t* codes, float size, int length, float* x) {
+    constexpr float nine = is_signed ? 36.0f : 9.0f;
+    F32 divisors;
+    std::memcpy(&divisors, code_divisors<is_signed, L::size>.of, sizeof divisors);
+    int i = 0;
+    for (; i + L::size <= length; i += L::size) {
+      const I32 code = L::template load_codes<is_signed>(codes + i);
+      const F32 f = L::f32(code);
+      const F32 power = (F32)((I32)f & ~0x007fffff);  // 2^e, with the sign
+      const I32 sign = is_signed ? (I32)f & INT32_MIN : I32{};
+      const F32 ninth = (F32)(sign | (I32)(F32{} + nine));
+      const F32 numerator = L::exact_fma(power, F32{} - 8.0f,
+                                         L::exact_fma(f, F32{} + 9.0f, ninth));
+      F32 share = numerator / L::lookup(divisors, (I32)((U32)f >> 23));
+      if (!is_signed) share = (F32)((I32)share & (code != 0));
+      const F32 result = share * size;
+      std::memcpy(x + i, &result, sizeof result);
+    }
+    return i;
+  }
+
+  // Returns a code and 1. A decade has 2^rank numbers, a power of two, so that it may be
+  // multiplied by anywhere with the same result. `random`: of 0 … 65535; that over 65536
+  // is exact, so the sum is rounded once. It is below 2^rank + 1, and not below 0 in the
+  // last decade.
   template <int last>
-  static JAXINF_INLINE I32 code_of(F32 y, F32 random) {
+  static JAXINF_INLINE I32 above_code(F32 y, F32 random) {
     const I32 rank = L::template rank<last>(y);
-    const F32 steps = (y * L::lookup(L::template factors<last>, rank) -
-                       L::lookup(L::tenths, rank)) * 1.1111112f;
-    const I32 count = (I32{} + 1) << rank;
-    return L::truncated(L::plus_share(steps, random)) + count - 1;
+    const F32 tenth = (F32)((rank << 23) + (I32)(F32{} + 0.1f));  // of 2^rank
+    const F32 steps =
+        (y * L::lookup(L::template factors<last>, rank) - tenth) * 1.1111112f;
+    return L::truncated(L::plus_share(steps, random)) + ((I32{} + 1) << rank);
   }
 };
 
 // `start` is a multiple of the block; so are all lengths but a chunk's last. `first`:
-// number of the chunk's first element, which with `key` decides the rounding.
+// number of the chunk's first element, which with `key` decides the rounding. Parts of
+// `sums` are taken beside.
 inline void encode_blocks(const float* x, long start, long num, Word first, Word key,
-                          std::uint8_t* codes, float* scales) {
+                          std::uint8_t* codes, float* scales, SideBySide& sums) {
   for (long i = 0; i < num; i += code_block) {
     const int length = (int)(num - i < code_block ? num - i : code_block);
     BlockCodec::encode(x + i, length, first + (Word)(start + i), key, codes + start + i,
-                       scales + (start + i) / code_block);
+                       scales + (start + i) / code_block, sums);
   }
 }
 

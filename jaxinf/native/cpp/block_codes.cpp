@@ -11,9 +11,11 @@ extern "C" __attribute__((visibility("default"))) int JAXINF_ENTRY(
     std::int64_t num, int decodes, float* values, std::uint8_t* codes, float* scales,
     jaxinf::Word first, jaxinf::Word key) {
   const jaxinf::FlushToZero section;
+  jaxinf::SideBySide no_sums;
   if (decodes)
     jaxinf::decode_blocks(codes, scales, 0, (long)num, values);
   else
-    jaxinf::encode_blocks(values, 0, (long)num, first, key, codes, scales);
+    jaxinf::encode_blocks(values, 0, (long)num, first, key, codes, scales,
+                          no_sums);
   return 0;
 }

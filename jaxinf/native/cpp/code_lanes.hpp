@@ -25,8 +25,28 @@ constexpr float code_factor(int last, int rank) {
   static constexpr F32 factors = { \
       code_factor(last, 0), code_factor(last, 1), code_factor(last, 2), \
       code_factor(last, 3), code_factor(last, 4), code_factor(last, 5), \
-      code_factor(last, 6), code_factor(last, 7)}; \
-  static constexpr F32 tenths = {0.1f, 0.2f, 0.4f, 0.8f, 1.6f, 3.2f, 6.4f, 12.8f};
+      code_factor(last, 6), code_factor(last, 7)};
+
+// 10 * 2^e over the power of ten of a decade, by the last bits of the exponent of a code
+// as a float; all are exact. Signed codes are multiplied by 4, so that zero has a place of
+// its own, where the divisor is infinite.
+template <bool is_signed, int size>
+struct CodeDivisors {
+  float of[size];
+
+  constexpr CodeDivisors() : of() {
+    constexpr int last = is_signed ? 6 : 7, shift = is_signed ? 2 : 0;
+    for (int k = 0; k < size; ++k) of[k] = __builtin_inff();
+    for (int e = 0; e <= last; ++e) {
+      float divisor = 10.0f;
+      for (int k = 0; k < last + shift; ++k) divisor *= k < e + shift ? 2.0f : 1.0f;
+      for (int k = e; k < last; ++k) divisor *= 10.0f;
+      of[(127 + e + shift) % size] = divisor;
+    }
+  }
+};
+template <bool is_signed, int size>
+constexpr CodeDivisors<is_signed, size> code_divisors{};
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 
@@ -64,25 +84,33 @@ struct CodeLanes {
   static JAXINF_INLINE Word largest(U32 x) {
     return _mm512_reduce_max_epu32((__m512i)x);
   }
-  static JAXINF_INLINE Mask is_negative(F32 x) {
-    return _mm512_cmp_ps_mask((__m512)x, _mm512_setzero_ps(), _CMP_LT_OQ);
-  }
   static JAXINF_INLINE F32 lookup(F32 table, I32 index) {
     return (F32)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
   }
-  // -code where v < 0.
-  static JAXINF_INLINE I32 with_sign(I32 code, F32 v) {
-    return (I32)_mm512_mask_sub_epi32((__m512i)code, is_negative(v),
-                                      _mm512_setzero_si512(), (__m512i)code);
+  // a * b + c, where all of it is exact.
+  static JAXINF_INLINE F32 exact_fma(F32 a, F32 b, F32 c) {
+    return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
   }
-  // At least 1 where v > 0, else 0.
-  static JAXINF_INLINE I32 of_positive(I32 code, F32 v) {
-    const Mask is_above =
-        _mm512_cmp_ps_mask((__m512)v, _mm512_setzero_ps(), _CMP_GT_OQ);
-    return (I32)_mm512_maskz_max_epi32(is_above, (__m512i)code, _mm512_set1_epi32(1));
+  // Codes as integers; signed ones times 4.
+  template <bool is_signed>
+  static JAXINF_INLINE I32 load_codes(const std::uint8_t* from) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)from);
+    return is_signed ? (I32)_mm512_cvtepi8_epi32(bytes) << 2
+                     : (I32)_mm512_cvtepu8_epi32(bytes);
   }
-  static JAXINF_INLINE void store_bytes(const I32* x, std::uint8_t* to) {
-    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)*x));
+  // Stores codes, given each and 1, with the signs of the numbers at `v`; in a block
+  // without signs only zero becomes zero.
+  template <bool is_signed>
+  static JAXINF_INLINE void store_codes(const I32* above, const float* v,
+                                        std::uint8_t* to) {
+    const __m512i code = (__m512i)(*above - 1), zero = _mm512_setzero_si512();
+    const __m512 x = (__m512)load(v);
+    const Mask mask = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(),
+                                         is_signed ? _CMP_LT_OQ : _CMP_GT_OQ);
+    const __m512i found =
+        is_signed ? _mm512_mask_sub_epi32(code, mask, zero, code)
+                  : _mm512_maskz_max_epi32(mask, code, _mm512_set1_epi32(1));
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(found));
   }
 
   // By the lowest 5 bits of the exponent, from 2^-24 in place 7 to 1 in place 31.
@@ -127,13 +155,20 @@ struct CodeLanes : Lanes {
   static JAXINF_INLINE F32 lookup(F32 table, I32 index) {
     return jaxinf::lookup(table, index);
   }
-  static JAXINF_INLINE I32 of_positive(I32 code, F32 v) {
-    return max(code, I32{} + 1) & (v > 0.0f);
-  }
 
 #if defined(__AVX2__) && defined(__FMA__)
 
   static constexpr int vectors_at_once = 4;
+
+  static JAXINF_INLINE F32 exact_fma(F32 a, F32 b, F32 c) { return fma(a, b, c); }
+
+  // Codes as integers; signed ones times 4.
+  template <bool is_signed>
+  static JAXINF_INLINE I32 load_codes(const std::uint8_t* from) {
+    const __m128i bytes = _mm_loadl_epi64((const __m128i*)from);
+    return is_signed ? (I32)_mm256_cvtepi8_epi32(bytes) << 2
+                     : (I32)_mm256_cvtepu8_epi32(bytes);
+  }
 
   template <class Max>
   static JAXINF_INLINE std::int32_t largest(__m256i x, Max max) {
@@ -152,15 +187,29 @@ struct CodeLanes : Lanes {
   static JAXINF_INLINE F32 plus_share(F32 a, F32 b) {
     return fma(b, constant(1.0f / 65536.0f), a);
   }
-  static JAXINF_INLINE I32 with_sign(I32 code, F32 v) {
-    return (I32)_mm256_sign_epi32((__m256i)code, (__m256i)v);
-  }
-  static JAXINF_INLINE void store_bytes(const I32* x, std::uint8_t* to) {
-    const auto halves = [&](int k) {
-      const __m256i both = _mm256_packs_epi32((__m256i)x[k], (__m256i)x[k + 1]);
-      return _mm256_and_si256(both, _mm256_set1_epi16(0xff));
+  // Stores codes, given each and 1, with the signs of the numbers at `v`; in a block
+  // without signs only zero becomes zero.
+  template <bool is_signed>
+  static JAXINF_INLINE void store_codes(const I32* above, const float* v,
+                                        std::uint8_t* to) {
+    const auto halves = [](auto&& of, int k) {
+      return _mm256_packs_epi32((__m256i)of(k), (__m256i)of(k + 1));
     };
-    const __m256i bytes = _mm256_packus_epi16(halves(0), halves(2));
+    const auto numbers = [&](int k) { return load(v + k * size); };
+    const auto codes = [&](int k) { return above[k]; };
+    __m256i bytes;
+    if (is_signed) {
+      bytes = _mm256_packus_epi16(halves(codes, 0), halves(codes, 2));
+      const __m256i signs = _mm256_packs_epi16(halves(numbers, 0), halves(numbers, 2));
+      bytes = _mm256_sign_epi8(_mm256_sub_epi8(bytes, _mm256_set1_epi8(1)), signs);
+    } else {
+      const auto are_above = [&](int k) { return numbers(k) > 0.0f; };
+      const __m256i one = _mm256_set1_epi16(1);
+      bytes = _mm256_packus_epi16(_mm256_sub_epi16(halves(codes, 0), one),
+                                  _mm256_sub_epi16(halves(codes, 2), one));
+      bytes = _mm256_max_epu8(bytes, _mm256_set1_epi8(1)) &
+              _mm256_packs_epi16(halves(are_above, 0), halves(are_above, 2));
+    }
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(bytes, order));
   }
@@ -180,12 +229,22 @@ struct CodeLanes : Lanes {
     const __m256i above = _mm256_subs_epu16((__m256i)y, zero);
     const __m256i part = _mm256_srli_epi32(
         _mm256_mulhi_epu16(above, _mm256_set1_epi32(154 << 16)), 16);
-    return (I32)part - (y > lookup(bounds, (I32)part));
+    return (I32)part - ((I32)y > (I32)lookup(bounds, (I32)part));
   }
 
 #else
 
   static constexpr int vectors_at_once = 1;
+
+  // Codes as integers; signed ones times 4.
+  template <bool is_signed>
+  static JAXINF_INLINE I32 load_codes(const std::uint8_t* from) {
+    I32 codes;
+    for (int k = 0; k < size; ++k)
+      codes[k] = is_signed ? 4 * (std::int8_t)from[k] : from[k];
+    return codes;
+  }
+  static JAXINF_INLINE F32 exact_fma(F32 a, F32 b, F32 c) { return a * b + c; }
 
   template <class V>
   static JAXINF_INLINE auto largest(V x) {
@@ -196,11 +255,15 @@ struct CodeLanes : Lanes {
   static JAXINF_INLINE F32 plus_share(F32 a, F32 b) {
     return a + b * (1.0f / 65536.0f);
   }
-  static JAXINF_INLINE I32 with_sign(I32 code, F32 v) {
-    return select(v < 0.0f, -code, code) & 0xff;
-  }
-  static JAXINF_INLINE void store_bytes(const I32* x, std::uint8_t* to) {
-    jaxinf::store_bytes(*x, to);
+  // Stores codes, given each and 1, with the signs of the numbers at `v`; in a block
+  // without signs only zero becomes zero.
+  template <bool is_signed>
+  static JAXINF_INLINE void store_codes(const I32* above, const float* v,
+                                        std::uint8_t* to) {
+    const F32 x = load(v);
+    const I32 code = *above - 1;
+    jaxinf::store_bytes(is_signed ? select(x < 0.0f, -code, code) & 0xff
+                                  : max(code, I32{} + 1) & (x > 0.0f), to);
   }
 
   template <int last>

@@ -242,6 +242,87 @@ inline void add_to_sums(Span* spans, int num, Fold* fold = folds.of[0]) {
   if (num == 1) add_side_by_side<1>(spans);
 }
 
+// A part of three arrays, as long in each, that is added in steps.
+struct Three {
+  const std::uint8_t* data[3];
+  std::uint64_t sums[3];
+  long num_bytes = 0;
+
+  template <int bytes>
+  JAXINF_CRC void step() {
+#pragma GCC unroll 8
+    for (long i = 0; i < bytes; i += 8)
+#pragma GCC unroll 3
+      for (int k = 0; k < 3; ++k)
+        sums[k] = crc_of_eight(sums[k], eight_bytes(data[k] + i));
+    for (int k = 0; k < 3; ++k) data[k] += bytes;
+  }
+};
+
+// Arrays that are added between the instructions of other work, three at a time and long
+// ones first, by the instruction crc32. They must stay as they are until `finish`; a sum
+// has one of them at most.
+class SideBySide {
+ public:
+  static constexpr int max_spans = 64;
+
+  void add(const Span& span) {
+    if (span.num_bytes < few_bytes) return add_side_by_side<1>(&span);
+    const int kind = span.num_bytes < many_bytes;
+    Span& place = spans_[kind][num_[kind]++];
+    place.data = span.data;
+    place.num_bytes = span.num_bytes;
+    place.sum = span.sum;
+  }
+
+  // Begins a part of so many bytes, or of none. The caller takes all its steps before it
+  // ends it.
+  Three begin_part(long num_bytes) {
+    Three three;
+    for (int kind = 0; kind < 2; ++kind)
+      while (num_now_ < 3 && next_[kind] < num_[kind])
+        now_[num_now_++] = &spans_[kind][next_[kind]++];
+    if (num_now_ < 3) return three;
+    for (int k = 0; k < 3; ++k)
+      if (now_[k]->num_bytes < num_bytes) return three;
+    for (int k = 0; k < 3; ++k) {
+      three.data[k] = now_[k]->data;
+      three.sums[k] = now_[k]->sum->sum;
+    }
+    three.num_bytes = num_bytes;
+    return three;
+  }
+  void end_part(const Three& three) {
+    if (!three.num_bytes) return;
+    for (int k = 2; k >= 0; --k) {
+      now_[k]->sum->sum = (std::uint32_t)three.sums[k];
+      now_[k]->data = three.data[k];
+      now_[k]->num_bytes -= three.num_bytes;
+      if (!now_[k]->num_bytes) now_[k] = now_[--num_now_];
+    }
+  }
+
+  void finish() {
+    Span left[2 * max_spans];
+    int num_left = 0;
+    for (int kind = 0; kind < 2; ++kind) {
+      for (int k = 0; k < num_[kind]; ++k)
+        if (spans_[kind][k].num_bytes) left[num_left++] = spans_[kind][k];
+      num_[kind] = next_[kind] = 0;
+    }
+    num_now_ = 0;
+    add_to_sums(left, num_left, nullptr);
+  }
+
+ private:
+  static constexpr long few_bytes = 64, many_bytes = 1024;
+
+  Span spans_[2][max_spans];  // long ones, others
+  int num_[2] = {}, next_[2] = {};
+  Span* now_[3];
+  int num_now_ = 0;
+};
+
 // Returns the checksum of all bytes so far.
 inline std::uint32_t finished(Sum& sum) {
   if (sum.is_folded) unfold(sum);

@@ -120,11 +120,12 @@ inline Word* widened(const Array& array, long start, long num, Word* scratch) {
 }
 
 // Stores words that `widened` put into scratch; others are in place already.
-inline void narrowed(const Array& array, long start, long num, const Word* from) {
+inline void narrowed(const Array& array, long start, long num, const Word* from,
+                     SideBySide& sums) {
   switch (array.dtype) {
     case int8_blocks:
       return encode_blocks((const float*)from, start, num, array.first, array.key,
-                           (std::uint8_t*)array.data, (float*)array.beside);
+                           (std::uint8_t*)array.data, (float*)array.beside, sums);
     case bfloat16_split:
       return encode_split(from, num, (std::uint16_t*)array.data + start,
                           (std::uint16_t*)array.beside + start);
@@ -217,12 +218,12 @@ void remainder(const Body& body, const Block<Body>& block, long start, long num,
   std::memcpy(block.update + start, part.update, bytes);
 }
 
-// Adds a block of the stored arrays to their sums. `params_block`: the params of this
-// block, which may not be in the array yet.
+// Finds what a block of the stored arrays adds to the sums that are wanted; returns the
+// number of spans. `params_block`: the params of this block, which may not be in the array.
 template <int num_slots>
-inline void add_block(const Array& params, const void* params_block, const Array* slots,
-                      long start, long length, Sum* sums, const std::uint8_t* wanted) {
-  Span spans[2 + 2 * num_slots];
+inline int find_spans(const Array& params, const void* params_block, const Array* slots,
+                      long start, long length, Sum* sums, const std::uint8_t* wanted,
+                      Span* spans) {
   int number = 0, num = 0;
   auto take = [&](const void* data, long offset, long num_bytes) {
     if (wanted[number])
@@ -244,7 +245,7 @@ inline void add_block(const Array& params, const void* params_block, const Array
     take(slots[k].data, bytes_of(dtype, start), bytes_of(dtype, length));
     take_beside(slots[k]);
   }
-  add_to_sums(spans, num);
+  return num;
 }
 
 // ---- one chunk
@@ -271,7 +272,8 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
                                      const Passage& passage) {
   using Body = Kernel<L>;
   const Body body(L(), constants, scalars);
-  Word scratch[3 + Body::num_slots + Body::num_arrays][block_elements];
+  // The params of the block before, too, while its sums go on.
+  alignas(64) Word scratch[4 + Body::num_slots + Body::num_arrays][block_elements];
   int num_stored = num_arrays_of(params);
   for (int k = 0; k < Body::num_slots; ++k) num_stored += num_arrays_of(slots[k]);
   const std::uint8_t* const wanted_after = passage.wanted + num_stored;
@@ -285,26 +287,53 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
   const bool streams_out = is_long && out.dtype == float32;
   const bool streams_params =
       is_long && passage.given && params.dtype == float32 && Body::has_update;
+  // Sums of the blocks before and after go on beside this block's codes: there the vector
+  // units are the limit. Registers of 64 bytes fold faster.
+  bool sums_beside = false;
+  for (int k = 0; k < Body::num_slots; ++k)
+    sums_beside |= has_crc && !folds.faster_than_three && slots[k].dtype == int8_blocks;
+  SideBySide beside;
+  static_assert(4 + 4 * Body::num_slots <= SideBySide::max_spans, "both have room");
+  const auto length_at = [&](long start) {
+    return num - start < block_elements ? num - start : block_elements;
+  };
+  const auto add_sums = [&](bool is_after, long start, const void* params_block) {
+    if (!(is_after ? sums_after : sums_before)) return;
+    Span spans[2 + 2 * Body::num_slots];
+    const int num_spans = find_spans<Body::num_slots>(
+        params, params_block, slots, start, length_at(start), sums[is_after],
+        is_after ? wanted_after : passage.wanted, spans);
+    if (!sums_beside) return add_to_sums(spans, num_spans);
+    for (int k = 0; k < num_spans; ++k) beside.add(spans[k]);
+  };
+  const void* last_params = nullptr;  // of the block before
   typename L::I32 bad = {};
   for (long start = 0; start < num; start += block_elements) {
-    const long length = num - start < block_elements ? num - start : block_elements;
+    const long length = length_at(start), next = start + block_elements;
     const size_t num_bytes = (size_t)length * sizeof(float);
     const long offset = bytes_of(params.dtype, start);
-    void* params_block = (std::uint8_t*)params.data + offset;
-    if (passage.given) {
-      if (streams_params) params_block = scratch[1];
-      std::memcpy(params_block, (const std::uint8_t*)passage.given + offset,
+    Word* const params_copy = scratch[sums_beside && start / block_elements % 2];
+    void* const params_block =
+        streams_params ? (void*)params_copy : (std::uint8_t*)params.data + offset;
+    Word(*free)[block_elements] = scratch + 2;
+    const auto read_params = [&](long at) {
+      const void* const from = passage.given ? passage.given : params.data;
+      return (const std::uint8_t*)from + bytes_of(params.dtype, at);
+    };
+    if (passage.given)
+      std::memcpy(params_block, read_params(start),
                   (size_t)bytes_of(params.dtype, length));
+    if (!sums_beside || !start) add_sums(false, start, params_block);
+    if (sums_beside) {
+      beside.finish();
+      if (start) add_sums(true, start - block_elements, last_params);
+      if (next < num) add_sums(false, next, read_params(next));
+      last_params = params_block;
     }
-    if (sums_before)
-      add_block<Body::num_slots>(params, params_block, slots, start, length, sums[0],
-                                 passage.wanted);
-    Word(*free)[block_elements] = scratch;
     Block<Body> block;
     block.gradient = (const float*)widened(gradient, start, length, *free++);
     block.params = streams_params ? (float*)params_block
-                                  : (float*)widened(params, start, length, *free);
-    ++free;
+                                  : (float*)widened(params, start, length, params_copy);
     block.update = out.dtype == float32 && !streams_out ? (float*)out.data + start
                                                         : (float*)*free;
     ++free;
@@ -319,25 +348,25 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
 
     for (int k = 0; k < Body::num_slots; ++k)
       if (Body::writes[k])
-        narrowed(slots[k], start, length, (const Word*)block.slots[k]);
+        narrowed(slots[k], start, length, (const Word*)block.slots[k], beside);
     if (Body::has_update)
-      narrowed(params, start, length, (const Word*)block.params);
+      narrowed(params, start, length, (const Word*)block.params, beside);
     if (params.dtype != float32 && out.dtype != float32)  // the result is the codes
       std::memcpy((std::uint16_t*)out.data + start,
                   (const std::uint16_t*)params.data + start,
                   (size_t)length * sizeof(std::uint16_t));
     else if (out.dtype != float32)
-      narrowed(out, start, length, (const Word*)block.params);
+      narrowed(out, start, length, (const Word*)block.params, beside);
     else if (passage.wants_params)
       std::memcpy(block.update, block.params, num_bytes);
     else if (!Body::has_update)
       std::memset(block.update, 0, num_bytes);
     if (streams_out) stream((float*)out.data + start, block.update, length);
     if (streams_params) stream((float*)params.data + start, block.params, length);
-    if (sums_after)
-      add_block<Body::num_slots>(params, params_block, slots, start, length, sums[1],
-                                 wanted_after);
+    if (sums_beside) beside.finish();
+    if (!sums_beside || next >= num) add_sums(true, start, params_block);
   }
+  beside.finish();
   order_stores();
   for (int k = 0; k < 2 * num_stored; ++k)
     passage.sums[k] = finished(sums[k / num_stored][k % num_stored]);
