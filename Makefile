@@ -42,7 +42,7 @@ train: $(VENV)/installed  ## train a small GPT-2 on source code, its state on th
 	$(BIN)/python -m jaxinf.train --store runs/quickstart/store \
 	  --log-dir runs/quickstart $(if $(STEPS),--steps $(STEPS))
 
-big: $(VENV)/installed  ## GPT-2 XL under a limit of 2 GiB: trained, killed, resumed (44 GB)
+big: $(VENV)/installed  ## GPT-2 XL under a limit of 1.5 GiB: trained, killed, resumed (44 GB)
 	$(BIN)/python scripts/big.py --store runs/big
 
 bigger: $(VENV)/installed  ## 6.7 billion params under a limit of 6 GiB: trained, exported (54 GB)

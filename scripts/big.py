@@ -33,8 +33,7 @@ from jaxinf.terminal import format_bytes
 
 # Two slots of params, mu and nu, and the gradients that wait for the norm.
 BYTES_A_PARAM = 2 * 12 + 4
-# Memory beside `--memory`: Python, JAX, the traced model and its programs. With 704 MiB
-# GPT-2 XL came within 70 MiB of 2 GiB.
+# Memory beside `--memory`: Python, JAX, the traced model and its programs.
 OWN_BYTES = 768 << 20
 CHECKED_STEPS = 5
 TOLERANCE = 1e-4
@@ -59,7 +58,7 @@ class Options:
     store: Path
     preset: str = "xl"
     small: str = "nano"
-    limit: Annotated[int, BYTES] = 2 << 30
+    limit: Annotated[int, BYTES] = 1536 << 20
     steps: int = 4
     kill_after: int = 2
     kill_delay_s: float = 10.0
