@@ -42,9 +42,10 @@ from jaxinf.terminal import format_bytes, make_console, printable
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.forecast import RunPlan
 from jaxinf.train.limits import Fit, LossyFlag
-from jaxinf.train.loop import fit_run, plan_run
+from jaxinf.train.loop import fit_run, plan_processes, plan_run
 from jaxinf.train.options import LaunchOptions
 from jaxinf.train.run_file import read_run
+from jaxinf.train.several import SeveralPlan
 
 __all__ = [
     "COMMANDS",
@@ -203,6 +204,21 @@ class Plan(TrainConfig):
     # For --fit: flags that may be chosen though they may lose bits.
     allow: tuple[LossyFlag, ...] = ()
 
+    # Plan a run in so many processes, one on each host: bytes of its drives and links,
+    # with --machine, which is each host, times.
+    processes: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: none)")
+    ] = None
+
+    # For --processes: failures of one host in a year; says what they take.
+    failures: Annotated[
+        float | None,
+        tyro.conf.arg(metavar="PER_YEAR", help_behavior_hint="(default: none)"),
+    ] = None
+
+    # For --failures: time from a failure to the next step.
+    restart: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
+
     # Print one JSON document instead.
     json: bool = False
 
@@ -223,10 +239,20 @@ class Plan(TrainConfig):
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
-        if self.fit:
-            names = [one.name for one in dataclasses.fields(TrainConfig)]
-            config = TrainConfig(**{name: getattr(self, name) for name in names})
-            plan: Fit | RunPlan = fit_run(config, self.years, self.allow)
+        names = [one.name for one in dataclasses.fields(TrainConfig)]
+        config = TrainConfig(**{name: getattr(self, name) for name in names})
+        if self.processes is None and self.failures is not None:
+            raise UsageError("--failures: expected with --processes; add it")
+        if self.processes is not None:
+            if self.fit or self.measure:
+                raise UsageError("--fit, --measure: not supported yet with --processes")
+            store = self.store or Path("STORE")
+            config = dataclasses.replace(config, store=store)
+            plan: Fit | RunPlan | SeveralPlan = plan_processes(
+                config, self.processes, self.failures, self.restart
+            )
+        elif self.fit:
+            plan = fit_run(config, self.years, self.allow)
         elif self.years is not None or self.allow:
             raise UsageError("--years, --allow: expected with --fit; add it")
         else:

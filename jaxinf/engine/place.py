@@ -35,6 +35,7 @@ from jaxinf.store import (
     SLOTS,
     CommitRecord,
     Manifest,
+    Member,
     StoreDirectory,
     StoreLock,
     check_never_committed,
@@ -321,21 +322,31 @@ class StorePlace:
             discard_store(leftover, self._options.csd_roots)
         return self._manifest(description, roots)
 
-    def shape(self, description: StoreDescription) -> StoreShape:
-        """Returns the shape of a store to be made; writes nothing."""
-        manifest = self._manifest(description, [])
+    def shape(
+        self, description: StoreDescription, member: Member | None = None
+    ) -> StoreShape:
+        """Returns the shape of a store to be made; writes nothing.
+
+        Args:
+          description: the store's.
+          member: its part in a run; by default this process's.
+        """
+        manifest = self._manifest(description, [], member)
         layouts = cut_subgroups(manifest, subgroup_elements(self._options, manifest))
         return StoreShape(self._options, StoreDirectory(self.path, manifest), layouts)
 
     def _manifest(
-        self, description: StoreDescription, held_roots: list[str]
+        self,
+        description: StoreDescription,
+        held_roots: list[str],
+        member: Member | None = None,
     ) -> Manifest:
         """Makes a new store's manifest; without options on the roots of another."""
         master = self._master_codec(description)
         roots = [str(root) for root in self._options.csd_roots] or held_roots
         codec = self._options.state if self._options.state in CODECS else ""
         chunk_elements = self._options.chunk_elements
-        member = self._run.members.member
+        member = member or self._run.members.member
         manifest = description.manifest(roots, chunk_elements, codec, master, member)
         return replace(manifest, store_id=self._run.new_id)
 

@@ -41,7 +41,7 @@ from jaxinf.errors import (
     StoreMismatchError,
 )
 from jaxinf.layout import LeafGrid, choose_grid
-from jaxinf.store import CommitRecord, ScalarState
+from jaxinf.store import CommitRecord, Member, ScalarState
 from jaxinf.typing import Array, JsonValue
 
 __all__ = ["Training"]
@@ -150,15 +150,21 @@ class Training:
             max_chunk_elements=self.options.chunk_elements,
         )
 
-    def shape(self, description: StoreDescription) -> StoreShape:
+    def shape(
+        self, description: StoreDescription, member: Member | None = None
+    ) -> StoreShape:
         """The shape of the existing or future store; writes nothing.
+
+        Args:
+          description: the store's.
+          member: the part of a future store in a run that is only planned.
 
         Raises:
           ValueError: the options do not suit the description.
         """
         if self._opened is not None:
             return self._opened
-        return self._place.shape(description)
+        return self._place.shape(description, member)
 
     # --- failure and end -------------------------------------------------------------
 

@@ -71,13 +71,15 @@ class Rate(NamedTuple):
 
 _FIELDS = {
     "bytes": "memory endurance process",
-    "bytes/s": "read write mixed flush copy link kernel decompressor to_device to_host",
+    "bytes/s": "read write mixed flush copy link kernel decompressor to_device to_host "
+    "network",
     "calls/s": "calls",
     "commits/s": "commits",
     "launches/s": "launches",
     "moves/s": "moves",
     "operations/s": "products programs",
     "params/s": "updates",
+    "round trips/s": "round_trips",
 }
 _UNITS = {name: unit for unit, names in _FIELDS.items() for name in names.split()}
 
@@ -161,6 +163,9 @@ class Machine:
       process: Memory of a process that trains, beside a step's, in bytes by mode: of
         `"memory"` and `"update"` the most, of `"stream"` while it steps, when it has
         given back what compilation took; empty if it is not known.
+      network: Bytes/s that a host sends to others while it receives as many; None for a
+        machine alone.
+      round_trips: Messages to another host and back, a second, one after another.
     """
 
     name: str
@@ -179,6 +184,8 @@ class Machine:
     calls: Rate | None = None
     moves: Rate | None = None
     process: Mapping[str, Rate] = field(default_factory=dict)
+    network: Rate | None = None
+    round_trips: Rate | None = None
 
     def rates(self) -> Iterator[tuple[str, Rate]]:
         """Yields each rate with its place, such as ``drives[0].read``."""
@@ -242,6 +249,8 @@ _SCHEMA = Record(
         "launches": Either(Const(None), _rate_kind("launches")),
         "calls": Either(Const(None), _rate_kind("calls")),
         "moves": Either(Const(None), _rate_kind("moves")),
+        "network": Either(Const(None), _rate_kind("network")),
+        "round_trips": Either(Const(None), _rate_kind("round_trips")),
         "process": Mapped(_rate_kind("process"), OneOf(_MODES)),
         "programs": Mapped(_rate_kind("programs"), OneOf(_PRODUCTS)),
     },
@@ -280,7 +289,8 @@ def _machine(document: Mapping[str, Any]) -> Machine:
     rates: dict[str, Any] = {}
     for name in ("products", "updates", "programs", "process"):
         rates[name] = {k: _rate(one) for k, one in document.get(name, {}).items()}
-    for name in ("memory", "copy", "link", "commits", "launches", "calls", "moves"):
+    alone = ("memory", "copy", "link", "commits", "launches", "calls", "moves")
+    for name in (*alone, "network", "round_trips"):
         rates[name] = _rate(document.get(name))
     return Machine(
         name=document["name"],

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import time
@@ -44,6 +45,7 @@ from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine
 from jaxinf.train.on_store import OnStore
 from jaxinf.train.opening import open_backend
 from jaxinf.train.optimizers import check_optimizer, make_optimizer
+from jaxinf.train.options import ProcessOptions
 from jaxinf.train.prediction import Prediction
 from jaxinf.train.pretrained import deferred_params
 from jaxinf.train.processes import Processes, start
@@ -59,12 +61,13 @@ from jaxinf.train.report import (
 from jaxinf.train.resume import Identity, first_payload
 from jaxinf.train.run_file import text_of_run, write_run
 from jaxinf.train.schedules import learning_rates, resolved_settings
+from jaxinf.train.several import SeveralPlan, plan_several
 from jaxinf.train.signals import StopRequest
 from jaxinf.train.step import TrainStep
 from jaxinf.train.trackers import Trackers, check_trackers
 from jaxinf.typing import PyTree
 
-__all__ = ["fit_run", "plan_run", "train"]
+__all__ = ["fit_run", "plan_processes", "plan_run", "train"]
 
 # Share of the budget for pieces read and traced programs during an import.
 _IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
@@ -147,6 +150,55 @@ def plan_run(config: TrainConfig, *, measures: bool = False) -> RunPlan:
     check_optimizer(config)
     config, data = load(config)
     return plan(config, make_batches(config, data)[0], measures=measures)
+
+
+def plan_processes(
+    config: TrainConfig,
+    count: int,
+    failures: float | None = None,
+    restart_s: float = 60.0,
+) -> SeveralPlan:
+    """Plans a run in several processes; writes nothing. Blocks for some seconds.
+
+    Args:
+      config: the run; of the flags of several processes only ``--fsdp`` counts.
+      count: number of processes.
+      failures, restart_s: as for `plan_several`.
+
+    Raises:
+      UsageError: as `plan_run`; or it is no run of so many processes.
+    """
+    if count < 1:
+        raise UsageError(f"--processes: expected at least 1, got {count}")
+    if config.mode != "update":
+        raise UsageError(
+            f"--processes: expected --mode update, got {config.mode}, whose params and "
+            "values several processes move in a way that is not modelled"
+        )
+    if config.batch_size % count:
+        raise UsageError(
+            f"--batch-size: expected a multiple of the {count} processes, got "
+            f"{config.batch_size}"
+        )
+    if failures is not None and not 0 < failures < math.inf:
+        raise UsageError(f"--failures: expected more than 0, got {failures:g}")
+    is_sharded = config.fsdp
+    alone = ProcessOptions()
+    own = dataclasses.replace(
+        config, **vars(alone), batch_size=config.batch_size // count
+    )
+    own = check(own)
+    check_optimizer(own)
+    own, data = load(own)
+    batch = make_batches(own, data)[0]
+    return plan_several(
+        own,
+        batch,
+        count,
+        is_sharded=is_sharded,
+        failures=failures,
+        restart_s=restart_s,
+    )
 
 
 def fit_run(

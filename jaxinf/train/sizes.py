@@ -4,6 +4,8 @@ Invariant: nothing is compiled or written but an empty store in a temporary dire
   and params are never made.
 """
 
+import contextlib
+import math
 import tempfile
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import jax
 from jaxinf_models import num_params
 
 from jaxinf.engine import (
+    Store,
     StoreDescription,
     StoreShape,
     can_take,
@@ -26,15 +29,23 @@ from jaxinf.engine import (
     open_store,
 )
 from jaxinf.program import averaged, trace_init
-from jaxinf.store import required_bytes
+from jaxinf.store import Member, required_bytes
 from jaxinf.streaming import DryRun, trace_optimizer
 from jaxinf.streaming.update.traffic import moved_bytes, written_bytes
 from jaxinf.terminal import parse_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.optimizers import make_optimizer
+from jaxinf.train.processes import sharded_dimension
 from jaxinf.typing import PyTree
 
-__all__ = ["LeafUpdate", "Sizes", "describe_store", "sizes_of", "streamed_sizes"]
+__all__ = [
+    "LeafUpdate",
+    "Sizes",
+    "describe_store",
+    "member_sizes",
+    "sizes_of",
+    "streamed_sizes",
+]
 
 
 @dataclass(frozen=True)
@@ -102,22 +113,17 @@ def sizes_of(
         held = [x.size * x.dtype.itemsize for x in jax.tree.leaves(slots)]
         return Sizes(count, arrays + sum(held), 0, 0, 0, 0), []
     description = description or describe_store(config)
-    with tempfile.TemporaryDirectory() as folder:
-        roots = [Path(folder, f"drive{n}") for n in range(len(config.csd_root))]
-        for root in roots:
-            root.mkdir()
-        options = _store_options(config)
-        with open_store(Path(folder, "store"), csds=roots, **options) as store:
-            shape = store._training.shape(description)
-            disk = sum(required_bytes(shape.directory).values())
-            updates = [*_updates(config, shape, description, leaves)]
-            masters = 0
-            if config.mode == "stream" and config.resident != "params":
-                masters = sum(
-                    moved_bytes(shape, layout, [0])
-                    for number, leaf in enumerate(leaves)
-                    for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape)
-                )
+    with _planned_store(config) as store:
+        shape = store._training.shape(description)
+        disk = sum(required_bytes(shape.directory).values())
+        updates = [*_updates(config, shape, description, leaves)]
+        masters = 0
+        if config.mode == "stream" and config.resident != "params":
+            masters = sum(
+                moved_bytes(shape, layout, [0])
+                for number, leaf in enumerate(leaves)
+                for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape)
+            )
     read = sum(one.read_bytes for one in updates)
     written = round(sum(one.written_bytes for one in updates))
     if config.mode != "stream":
@@ -130,6 +136,56 @@ def sizes_of(
     read, written = read + masters + parts * waiting, written + parts * waiting
     sizes = Sizes(count, config.buffer_bytes, disk + waiting, masters, read, written)
     return sizes, updates
+
+
+def member_sizes(
+    config: TrainConfig, count: int, *, is_sharded: bool = False
+) -> list[tuple[Sizes, list[LeafUpdate]]]:
+    """Computes what each process of a run would take, in ``--mode update``.
+
+    Args:
+      config: A run that `check` has returned.
+      count: Number of processes, each with one JAX device.
+      is_sharded: As ``--fsdp``.
+
+    Raises:
+      JaxinfError: As `sizes_of`.
+    """
+    leaves = jax.tree.leaves(config.abstract[1])
+    description = describe_store(config, count, is_sharded=is_sharded)
+    shares = [math.prod(leaf.shard_counts) for leaf in description.leaves]
+    arrays = 4 * sum(
+        leaf.size * leaf.dtype.itemsize // share
+        for leaf, share in zip(leaves, shares, strict=True)
+    )
+    found = []
+    with _planned_store(config) as store:
+        for number in range(count):
+            member = Member("0" * 32, number, count) if count > 1 else None
+            shape = store._training.shape(description, member)
+            updates = [*_updates(config, shape, description, leaves)]
+            sizes = Sizes(
+                num_params(config.model_config),
+                config.buffer_bytes + arrays,
+                sum(required_bytes(shape.directory).values()),
+                0,
+                sum(one.read_bytes for one in updates),
+                round(sum(one.written_bytes for one in updates)),
+            )
+            found.append((sizes, updates))
+    return found
+
+
+@contextlib.contextmanager
+def _planned_store(config: TrainConfig) -> Iterator[Store]:
+    """Opens the store of a run in a temporary directory; nothing is written."""
+    with tempfile.TemporaryDirectory() as folder:
+        roots = [Path(folder, f"drive{n}") for n in range(len(config.csd_root))]
+        for root in roots:
+            root.mkdir()
+        options = _store_options(config)
+        with open_store(Path(folder, "store"), csds=roots, **options) as store:
+            yield store
 
 
 def _read_share(config: TrainConfig, params: PyTree) -> float:
@@ -190,17 +246,31 @@ def _store_options(config: TrainConfig) -> dict[str, Any]:
     return options
 
 
-def describe_store(config: TrainConfig) -> StoreDescription:
-    """Describes the store of a run; traces its optimizer, which takes seconds."""
+def describe_store(
+    config: TrainConfig, count: int = 1, *, is_sharded: bool = False
+) -> StoreDescription:
+    """Describes the store of a run; traces its optimizer, which takes seconds.
+
+    Args:
+      config: The run.
+      count, is_sharded: As for `member_sizes`.
+    """
     params = config.abstract[1]
+    shards, holders = [], []
+    for leaf in jax.tree.leaves(params):
+        along = sharded_dimension(leaf.shape, count) if is_sharded else None
+        shards.append(tuple(count if n == along else 1 for n in range(leaf.ndim)))
+        own = [(n,) for n in range(count)] if along is not None else [range(count)]
+        holders.append(tuple(map(tuple, own)) if count > 1 else ())
     compress, tx = config.compression, averaged(make_optimizer(config), config.average)
     update = trace_optimizer(tx, params)
     check_compressed(compress, update)
     return describe(
         update,
         trace_init(tx, params),
-        [(1,) * leaf.ndim for leaf in jax.tree.leaves(params)],
+        shards,
         average=config.average,
         has_feedback=keeps_feedback(compress),
         forms=partial(gradient_forms, compress),
+        holders=holders,
     )

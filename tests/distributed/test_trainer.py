@@ -171,3 +171,19 @@ def test_elastic_runs_have_the_losses_of_one(small, tmp_path, mode):
         found += trained(tmp_path, name, *arguments, "--elastic", **options)
     losses = [{s["step"]: s["loss"] for s in one} for one in (found, whole)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [(), ("--fsdp",)], ids=["replicated", "fsdp"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_bytes_are_those_that_were_planned(small, tmp_path, layout, count, capsys):
+    words = ("plan", *small, *layout, "--processes", count, "--json")
+    assert cli([str(word) for word in words]) == 0
+    hosts = json.loads(capsys.readouterr().out)["hosts"]
+    store = ("--store", tmp_path / "store", "--steps", 4)
+    trained(tmp_path, "run", *small, *layout, *store, count=count)
+    for number, host in enumerate(hosts):
+        logs = tmp_path / "run" / "logs" / f"process-0000{number}"
+        line = lines(logs / "metrics.jsonl")[-1]
+        assert line["drive_read_bytes"] == sum(host["read_bytes"])
+        assert line["drive_write_bytes"] == sum(host["written_bytes"])

@@ -4,11 +4,13 @@ import dataclasses
 import json
 from itertools import product
 
+import numpy as np
 import pytest
 from families import family
 
 from jaxinf.cli import main
 from jaxinf.plan import Rate, read_machine, write_machine
+from jaxinf.train.several import Failures
 
 
 def of(value):
@@ -282,6 +284,83 @@ def test_a_change_that_does_not_fit_is_no_advice(planned, machine):
     changes = planned(*words, "340KiB")["changes"]
     assert "--resident params" not in changes
     assert "one more drive" in changes
+
+
+# --- several processes
+
+
+@pytest.mark.parametrize("layout", [(), ("--fsdp",)])
+def test_processes_divide_the_bytes_of_one(planned, layout):
+    alone = planned()["sizes"]
+    (one,) = planned("--processes", 1, *layout)["hosts"]
+    assert one["read_bytes"] == [alone["read_bytes"]]
+    assert one["written_bytes"] == [alone["written_bytes"]]
+    found = planned("--processes", 2, *layout)
+    for name in ("read_bytes", "written_bytes"):
+        parts = [host[name][0] for host in found["hosts"]]
+        assert min(parts) / sum(parts) > 0.4
+        if not layout:  # shards of small leaves are files without a page's rest
+            assert sum(parts) == alone[name]
+    links, num_bytes = found["links"], 4 * alone["num_params"]
+    assert links["summed_bytes"] + links["parts_bytes"] == 2 * num_bytes
+    assert links["sent_bytes"] == (links["summed_bytes"] + links["parts_bytes"] // 2)
+    assert bool(links["parts_bytes"]) == bool(layout)
+
+
+def test_links_and_round_trips_take_their_time(planned, machine):
+    several = ("--machine", machine, "--processes", 2)
+    with_links = dataclasses.replace(
+        read_machine(machine), network=of(1e4), round_trips=of(2.0)
+    )
+    write_machine(machine, with_links)
+    found = planned(*several, "--failures", 3.0, "--restart", 7)
+    assert found["link_s"] == found["links"]["sent_bytes"] / 1e4
+    assert found["commit_s"] == pytest.approx(1.0)
+    forecast = found["forecast"]
+    state = max(h["read_bytes"][0] + h["written_bytes"][0] for h in found["hosts"])
+    assert forecast["step_s"] == pytest.approx(state / 1e6 + found["link_s"], rel=0.2)
+    lost = found["failures"]
+    assert lost["lost_steps"] == pytest.approx(0.5 + 1 / forecast["step_s"])
+    assert lost["per_day"] == pytest.approx(2 * 3 / 365.25)
+
+
+def test_what_is_lost_is_that_of_a_run_that_fails_anywhere():
+    step_s, commit_s, every, restart_s = 2.0, 3.0, 4, 11.0
+    found = Failures.of(
+        50.0,
+        8,
+        step_s=step_s,
+        commit_s=commit_s,
+        steps_per_commit=every,
+        restart_s=restart_s,
+    )
+    at_s = np.linspace(1e4, 2e4, 100_003)
+    durable = (at_s - commit_s) // (every * step_s) * every * step_s
+    assert found.lost_steps == pytest.approx((at_s - durable).mean() / step_s, rel=1e-3)
+    assert found.lost_s == pytest.approx(found.lost_steps * step_s + restart_s)
+    mean_s = (
+        365.25 * 86_400 / 400
+    )  # from one failure to the next, without what it takes
+    assert found.share == pytest.approx(found.lost_s / (mean_s + found.lost_s))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--processes", 0), "--processes: expected at least 1"),
+        (("--processes", 3), "expected a multiple of the 3 processes, got 2"),
+        (("--processes", 2, "--fit"), "not supported yet with --processes"),
+        (("--processes", 2, "--mode", "memory"), "expected --mode update"),
+        (("--failures", 1), "--failures: expected with --processes"),
+        (("--processes", 2, "--failures", 1), "--failures: expected with --machine"),
+        (("--processes", 2, "--machine", "workstation"), "expected a rate"),
+    ],
+)
+def test_processes_that_cannot_be_planned(words, said, text, tiny, capsys):
+    line = ["plan", "--data", text, "--batch-size", 2, "--seq-len", 8, *words]
+    with tiny():
+        assert main([str(word) for word in line]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.long
