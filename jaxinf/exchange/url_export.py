@@ -404,7 +404,7 @@ def _crc(value: bytes) -> int:
 
 
 class _Pace:
-    """Lets so many bytes a second begin. Thread-safe."""
+    """Lets so many bytes a second begin; late ones catch up a little. Thread-safe."""
 
     def __init__(self, transit: Transit) -> None:
         self._bytes_per_s, self._stop = transit.bytes_per_s, transit.stop
@@ -418,8 +418,10 @@ class _Pace:
           ExchangeError: it was stopped.
         """
         with self._guard:
-            start_s = max(self._next_s, time.monotonic())
+            start_s = now_s = time.monotonic()
             if self._bytes_per_s:
-                self._next_s = start_s + num_bytes / self._bytes_per_s
-        if self._stop.wait(max(0.0, start_s - time.monotonic())):
+                takes_s = num_bytes / self._bytes_per_s
+                start_s = max(self._next_s, now_s - takes_s)
+                self._next_s = start_s + takes_s
+        if self._stop.wait(max(0.0, start_s - now_s)):
             raise ExchangeError(f"{where}: it was given up")

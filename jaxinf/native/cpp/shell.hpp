@@ -248,6 +248,17 @@ inline int find_spans(const Array& params, const void* params_block, const Array
   return num;
 }
 
+// Adds a block of the stored arrays to their sums. `params_block`: the params of this
+// block, which may not be in the array yet.
+template <int num_slots>
+inline void add_block(const Array& params, const void* params_block, const Array* slots,
+                      long start, long length, Sum* sums, const std::uint8_t* wanted) {
+  Span spans[2 + 2 * num_slots];
+  const int num = find_spans<num_slots>(params, params_block, slots, start, length, sums,
+                                        wanted, spans);
+  add_to_sums(spans, num);
+}
+
 // ---- one chunk
 
 // Results of longer chunks leave the caches before anyone reads them.
@@ -297,13 +308,12 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
   const auto length_at = [&](long start) {
     return num - start < block_elements ? num - start : block_elements;
   };
-  const auto add_sums = [&](bool is_after, long start, const void* params_block) {
+  const auto add_beside = [&](bool is_after, long start, const void* params_block) {
     if (!(is_after ? sums_after : sums_before)) return;
     Span spans[2 + 2 * Body::num_slots];
     const int num_spans = find_spans<Body::num_slots>(
         params, params_block, slots, start, length_at(start), sums[is_after],
         is_after ? wanted_after : passage.wanted, spans);
-    if (!sums_beside) return add_to_sums(spans, num_spans);
     for (int k = 0; k < num_spans; ++k) beside.add(spans[k]);
   };
   const void* last_params = nullptr;  // of the block before
@@ -323,12 +333,15 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
     if (passage.given)
       std::memcpy(params_block, read_params(start),
                   (size_t)bytes_of(params.dtype, length));
-    if (!sums_beside || !start) add_sums(false, start, params_block);
     if (sums_beside) {
+      if (!start) add_beside(false, start, params_block);
       beside.finish();
-      if (start) add_sums(true, start - block_elements, last_params);
-      if (next < num) add_sums(false, next, read_params(next));
+      if (start) add_beside(true, start - block_elements, last_params);
+      if (next < num) add_beside(false, next, read_params(next));
       last_params = params_block;
+    } else if (sums_before) {
+      add_block<Body::num_slots>(params, params_block, slots, start, length, sums[0],
+                                 passage.wanted);
     }
     Block<Body> block;
     block.gradient = (const float*)widened(gradient, start, length, *free++);
@@ -363,8 +376,13 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
       std::memset(block.update, 0, num_bytes);
     if (streams_out) stream((float*)out.data + start, block.update, length);
     if (streams_params) stream((float*)params.data + start, block.params, length);
-    if (sums_beside) beside.finish();
-    if (!sums_beside || next >= num) add_sums(true, start, params_block);
+    if (sums_beside) {
+      beside.finish();
+      if (next >= num) add_beside(true, start, params_block);
+    } else if (sums_after) {
+      add_block<Body::num_slots>(params, params_block, slots, start, length, sums[1],
+                                 wanted_after);
+    }
   }
   beside.finish();
   order_stores();
