@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinf import compat
-from jaxinf.cli.members import lost_chunks, over_members, title_of
+from jaxinf.cli.members import is_run, lost_chunks, over_members, title_of
 from jaxinf.command_line import UsageError
 from jaxinf.engine.members import join_members, member_path
 from jaxinf.errors import JaxinfError
@@ -68,6 +68,8 @@ def over_processes(
     connect(launch, timeout_s)
     service = compat.coordination()
     if service is None:
+        if not is_run(path):
+            return 0 if action(str(path)) else 1
         return over_members(path, action, as_json=as_json)
     member = join_members(path, timeout_s).member
     if member is None:

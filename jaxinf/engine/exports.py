@@ -199,12 +199,13 @@ class Exports:
             outcome, problem = "failed", f"{type(error).__name__}: {error}"
             export.channel.fail(problem)
             _LOG.warning(
-                "%s: step %d is not exported to %s: %s. The run itself is well, and "
-                "what is there, if anything, is no export yet",
+                "%s: step %d is not exported to %s: %s. What is there, if anything, is "
+                "no export yet%s",
                 self._options.path,
                 export.step,
                 export.url,
                 problem,
+                "" if export.stop.is_set() else "; training goes on",
             )
         self._found[number] = ExportInfo(export.step, export.url, outcome, problem)
         export.ended.set()

@@ -45,6 +45,7 @@ _LOG = logging.getLogger("jaxinf")
 _GRACE_S = 10.0
 _LEAVE_S = 1.5
 _SLICE_S = 1.0  # between looks at whether a process is gone
+_LAST_LOOK_S = 0.001
 _num_joined = 0
 _GUARD = threading.Lock()
 
@@ -367,8 +368,9 @@ class Channel:
             `stop` is set.
         """
         assert self._service is not None
+        key = f"{self._place}/{what}/{number}"
         while True:
-            text = self._service.get(f"{self._place}/{what}/{number}", _SLICE_S)
+            text = self._service.get(key, _SLICE_S)
             if text is not None:
                 return json.loads(text)
             failed = self._service.below(f"{self._place}/failed")
@@ -376,6 +378,9 @@ class Channel:
                 told = {int(k.rpartition("/")[2]): v for k, v in failed.items()}
                 raise _failed(self._path, told, None)
             if self._has_failed() or (stop is not None and stop.is_set()):
+                text = self._service.get(key, _LAST_LOOK_S)  # said in the meantime
+                if text is not None:
+                    return json.loads(text)
                 raise ProcessError(
                     f"{self._path}: the run ends before process {number} has done its "
                     "part",
@@ -448,12 +453,14 @@ def _redivide(members: Members, csd_roots: Sequence[str] | None) -> None:
         return
     found = num_processes(path)
     if found not in (None, members.count):
-        redivide(path, members.count, csd_roots)
+        done = redivide(path, members.count, csd_roots)
         _LOG.warning(
-            "%s: divided among %d processes, it was among %s",
+            "%s: divided among %d processes, it was among %s; checkpoints dropped, as "
+            "not all had them: %s",
             path,
             members.count,
             found,
+            ", ".join(done.dropped) or "none",
         )
 
 

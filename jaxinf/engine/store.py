@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -582,6 +583,8 @@ def _close_all() -> None:
     """
     for held in _OPEN.all():
         try:
+            if getattr(sys, "last_value", None) is not None:  # it ends by an exception
+                held.training.exports.end(waits=False)
             _close_all_handles(held)
             if held.training.is_failure_unreported:
                 held.training.check()

@@ -245,12 +245,15 @@ class Training:
             stack.callback(self._place.release)
             if self._opened is not None:
                 stack.callback(self._opened.close)
+            for action in reversed(self._on_close):
+                stack.callback(action)
+            stack.callback(self._end_export)
             if self._steps is not None:
                 self._steps.close()
-            is_well = self.failure is None and sys.exc_info()[0] is None
-            self.exports.close(waits=is_well)
-            for action in self._on_close:
-                action()
+
+    def _end_export(self) -> None:
+        is_well = self.failure is None and sys.exc_info()[0] is None
+        self.exports.close(waits=is_well)
 
     def disown(self) -> None:
         """Ends the use of the store in a forked child; the parent keeps it."""

@@ -175,7 +175,8 @@ def export_adapters(
     ]
     config = {
         "peft_type": "LORA",
-        "task_type": _PEFT_TASKS.get(task),
+        # PEFT's wrapper of classes is for tokens.
+        "task_type": None if architecture.model == "vit" else _PEFT_TASKS.get(task),
         "base_model_name_or_path": None,
         "r": rank,
         "lora_alpha": adapters.alpha,

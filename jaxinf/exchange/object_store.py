@@ -166,8 +166,8 @@ class ObjectStore:
             try:
                 return future.result(timeout=_SLICE_S)
             except TimeoutError:
-                if future.done():  # then it is the service's
-                    raise
+                if future.done():  # by now, or the error is the service's
+                    return future.result()
             if self._stop.is_set():
                 future.cancel()
                 raise ExchangeError(f"{self.where}: it was given up")

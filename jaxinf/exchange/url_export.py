@@ -261,7 +261,11 @@ class UrlExport:
                 place.put(name, value)
         objects = {c.name: (c.num_bytes, c.checksum) for c in self.chunks}
         objects |= {n: (len(value), _crc(value)) for n, value in documents.items()}
-        place.check_all(objects, "they were written and are gone: try again")
+        place.check_all(
+            objects,
+            "they were written, or another process of the run sees another place "
+            "there: try again, with a URL that is one place for all",
+        )
         place.put(MANIFEST, replace(self._own, objects=objects).to_bytes())
         num_bytes = sum(length for length, _ in objects.values())
         return UrlReport(self._own.step, len(objects) + 2, num_bytes, num_kept)

@@ -51,6 +51,7 @@ from jaxinf.store.whole import (
 __all__ = ["GivenStep", "Rebuilt", "rebuild_members"]
 
 _LOG = logging.getLogger("jaxinf")
+_CHECKPOINTS = "checkpoints/"
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def rebuild_members(
                     _bring(one, step, commit)
             elif way != "current":
                 for one in rest:
-                    restore_checkpoint(one, way)
+                    restore_checkpoint(one, way.removeprefix(_CHECKPOINTS))
             for one in new:
                 one.publish(SLOTS[0], _record(one, SLOTS[0], step, commit))
             if way == "export":
@@ -225,7 +226,7 @@ def _way(
     """Returns how the others come to the step, and the id of its commit there.
 
     Returns:
-      ``"current"``, the name of a checkpoint, or ``"export"``.
+      ``"current"``, the place of a checkpoint, or ``"export"``.
     """
     if agreed is not None:
         places = [_slot_of(one, agreed) for one in rest]
@@ -235,18 +236,18 @@ def _way(
     for name in sorted(names):
         commits = {_kept_commit(one, name) for one in rest}
         commit = commits.pop()
-        place = f"checkpoints/{name}"
+        place = f"{_CHECKPOINTS}{name}"
         if not commits and commit and all(_has(one, place, step) for one in rest):
-            return name, commit
+            return place, commit
     return "export", f"{uuid.uuid4().hex}-0"
 
 
 def _kept_commit(directory: StoreDirectory, name: str) -> str | None:
     """Returns the commit of a checkpoint; None if none can be restored."""
-    place = directory.step_path(f"checkpoints/{name}")
+    place = directory.step_path(f"{_CHECKPOINTS}{name}")
     try:
         if Manifest.read(place / "jaxinf.json").leaves == directory.manifest.leaves:
-            return directory.read_record(f"checkpoints/{name}").commit
+            return directory.read_record(f"{_CHECKPOINTS}{name}").commit
     except StoreFormatError as error:
         _LOG.warning("%s: no checkpoint that can be restored: %s", place, error)
     return None

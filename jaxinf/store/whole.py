@@ -8,6 +8,7 @@ members are listed by number.
 """
 
 import contextlib
+import re
 import shutil
 import time
 import uuid
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+_MEMBER = re.compile(r"process-\d{5,}")
 _NUM_ATTEMPTS = 20
 _PAUSE_S = 0.2
 _DOCUMENTS = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
@@ -59,7 +61,8 @@ _DOCUMENTS = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.
 
 def find_members(path: Path) -> list[Path]:
     """Returns the members of a run that can be seen at a path, by number."""
-    return sorted(file.parent for file in path.glob("process-[0-9]*/jaxinf.json"))
+    found = (file.parent for file in path.glob("process-[0-9]*/jaxinf.json"))
+    return sorted(place for place in found if _MEMBER.fullmatch(place.name))
 
 
 def member_name(number: int) -> str:

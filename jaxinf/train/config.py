@@ -290,7 +290,7 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
         if self.adapters is None:
             return Frozen(self.freeze)
         has_classes = self.task_name == "classification"
-        return self.adapters.frozen(has_new_head=has_classes)
+        return self.adapters.frozen(trains_head=has_classes)
 
     @property
     def abstract(self) -> tuple[Any, PyTree]:

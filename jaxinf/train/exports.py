@@ -57,8 +57,10 @@ class ExportsOfRun:
         failed = [i.step for i in self._store.exports() if i.outcome == "failed"]
         if not failed:
             return 0
-        steps = ", ".join(map(str, failed))
-        self._console.print(f"exports of step {steps} failed: exit status {_FAILED}")
+        if waits:  # else the status is that of the signal
+            steps = ", ".join(map(str, failed))
+            text = f"exports of step {steps} failed: exit status {_FAILED}"
+            self._console.print(text)
         return _FAILED
 
     def _wait(self, store: Store, step: int) -> None:

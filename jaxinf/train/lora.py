@@ -31,7 +31,8 @@ ALPHA = 16.0
 """Adapters are scaled by this over their rank, so that one rate suits all ranks."""
 
 _ATTENTION = ("*/attn/*", "*/cross/*")
-_HEADS = ("score/*", "classifier/*", "head/*")
+_HEADS = ("score/*", "classifier/*", "head/pooler/*", "head/classifier/*")
+"""Of classes: they are trained whole, and have no adapters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +49,17 @@ class Lora:
 
     def takes(self, path: str, leaf: Any) -> bool:
         """Whether the leaf of a path is a layer's matrix and has an adapter."""
-        is_matrix = path.endswith("/kernel") and len(leaf.shape) == 2
-        return is_matrix and any(fnmatch.fnmatchcase(path, p) for p in self.patterns)
+        if not path.endswith("/kernel") or len(leaf.shape) != 2:
+            return False
+        return _matches(path, self.patterns) and not _matches(path, _HEADS)
 
-    def frozen(self, *, has_new_head: bool) -> Frozen:
+    def frozen(self, *, trains_head: bool) -> Frozen:
         """Returns the leaves that stay as they are.
 
         Args:
-          has_new_head: whether a head of classes is trained, too.
+          trains_head: whether a head of classes is trained, too.
         """
-        heads = _HEADS if has_new_head else ()
+        heads = _HEADS if trains_head else ()
         return Frozen((f"*/{LORA_A}", f"*/{LORA_B}", *heads), all_but=True)
 
     def with_shapes(self, params: PyTree) -> PyTree:
@@ -80,6 +82,10 @@ class Lora:
         if kernel is not None and self.takes(name, kernel):
             grown[LORA_A], grown[LORA_B] = make(name, kernel)
         return grown
+
+
+def _matches(path: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def parse_lora(text: str) -> Lora:

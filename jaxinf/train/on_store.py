@@ -75,8 +75,8 @@ class KeptInStore(abc.ABC):
             f"{self.store.path}: the store was made with "
             f"{describe_architecture(theirs)}, this command has "
             f"{describe_architecture(ours)}; give the --from, the "
-            "--model-config, or the --model, --preset and --task that made it, or "
-            "another --store"
+            "--model-config, or the --model, --preset, --task and --lora that made it, "
+            "or another --store"
         )
 
     def _tokenizer_files(self) -> dict[str, bytes]:

@@ -187,4 +187,6 @@ def describe_architecture(architecture: JsonValue) -> str:
     sizes = fields if isinstance(fields, Mapping) else {}
     shown = ("num_layers", "num_features", "vocab_size")
     listed = ", ".join(f"{name} {sizes[name]!r}" for name in shown if name in sizes)
-    return f"{architecture.get('model')!r} for {architecture.get('task')!r} ({listed})"
+    adapted = ", with adapters" if "lora_alpha" in architecture else ""
+    task = architecture.get("task")
+    return f"{architecture.get('model')!r} for {task!r} ({listed}){adapted}"

@@ -20,7 +20,7 @@ from jaxinf.terminal import format_bytes, printable
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.forecast import Forecast, forecast, on_drives
-from jaxinf.train.freezing import trained
+from jaxinf.train.freezing import names_of
 from jaxinf.train.processes import sharded_dimension
 from jaxinf.train.sizes import LeafUpdate, Sizes, member_sizes
 from jaxinf.train.work import Rates, Sketch, num_operations
@@ -298,13 +298,14 @@ def _links(config: TrainConfig, count: int, *, is_sharded: bool) -> Links:
     and the sum of the bits gives them to all. A sharded leaf is gathered before forward
     and kept until its backward, and each has its part of the gradient.
     """
-    params = config.abstract[1]
+    params, frozen = config.abstract[1], config.frozen
     summed = parts = 0
-    for leaf in jax.tree.leaves(trained(config.frozen, params)):
+    for name, leaf in zip(names_of(params), jax.tree.leaves(params), strict=True):
+        is_trained = not frozen or name not in frozen
         num_bytes = leaf.size * leaf.dtype.itemsize
         if is_sharded and sharded_dimension(leaf.shape, count) is not None:
-            parts += 2 * num_bytes
-        else:
+            parts += (1 + is_trained) * num_bytes
+        elif is_trained:
             summed += num_bytes + leaf.size * FLOAT32.itemsize
     return Links.of(summed, parts, count)
 

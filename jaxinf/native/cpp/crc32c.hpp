@@ -267,8 +267,9 @@ class SideBySide {
   static constexpr int max_spans = 64;
 
   void add(const Span& span) {
-    if (span.num_bytes < few_bytes) return add_side_by_side<1>(&span);
     const int kind = span.num_bytes < many_bytes;
+    if (span.num_bytes < few_bytes || num_[kind] == max_spans)
+      return add_side_by_side<1>(&span);
     Span& place = spans_[kind][num_[kind]++];
     place.data = span.data;
     place.num_bytes = span.num_bytes;

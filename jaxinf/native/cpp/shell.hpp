@@ -304,7 +304,6 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
   for (int k = 0; k < Body::num_slots; ++k)
     sums_beside |= has_crc && !folds.faster_than_three && slots[k].dtype == int8_blocks;
   SideBySide beside;
-  static_assert(4 + 4 * Body::num_slots <= SideBySide::max_spans, "both have room");
   const auto length_at = [&](long start) {
     return num - start < block_elements ? num - start : block_elements;
   };
