@@ -46,13 +46,17 @@ def outcomes(driver):
 @pytest.fixture
 def export(drive, place):
     """Makes a run that exports every second step."""
+    made = []
 
     def make(name="store", **options):
         options = {"export_to": f"file://{place}/out", "export_every": 2} | options
         options = {"leaves": LEAVES, "chunk_elements": 4096} | options
-        return drive(name, **options).init()
+        made.append(drive(name, **options).init())
+        return made[-1]
 
-    return make
+    yield make
+    for driver in made:  # a test that failed left one that never ends
+        driver.store._training.exports.end(waits=False)
 
 
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])

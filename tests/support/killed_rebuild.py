@@ -41,7 +41,7 @@ def lose(path, number=1):
     directory = StoreDirectory.open(path / f"process-0000{number}")
     for csd in range(len(directory.manifest.csds)):
         shutil.rmtree(directory.csd_directory(csd))
-    shutil.rmtree(directory.path)
+    directory.path.rename(f"{directory.path}.old")
 
 
 def main(place, num_kills):
