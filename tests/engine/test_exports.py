@@ -110,8 +110,12 @@ def test_ctrl_c_gives_up_what_is_waited_for(export):
         if next(calls) == 1:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
-        driver.store.end_export(progress=press)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            driver.store.end_export(progress=press)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert outcomes(driver) == [(2, "failed")]
     assert not pins_of(driver.store.path)
 
