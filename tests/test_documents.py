@@ -53,6 +53,10 @@ NOT_RUN = {
     "jaxinf store rebalance PATH --processes": "tests/store/test_redivide.py runs it",
     "jaxinf checkpoint export /mnt/nvme0/run s3": "tests/object_store runs it",
     "jaxinf checkpoint import /mnt/nvme0/copy s3": "tests/object_store runs it",
+    "jaxinf verify PATH --distributed": "tests/distributed/test_whole.py runs it",
+    "jaxinf checkpoint restore PATH s3": "tests/exchange/test_lost_members.py, by file",
+    "python -m jaxinf.train --store /mnt/nvme0/run --export-every": "S3; "
+    "tests/train/test_exports.py runs it with file",
     "make test": "the suite itself",
     "make lint": "the suite itself",
     "make docs": "time: a minute",
