@@ -23,8 +23,15 @@ from jaxinf import compat
 from jaxinf.cli.members import is_run, lost_chunks, over_members, title_of
 from jaxinf.command_line import UsageError
 from jaxinf.engine.members import join_members, member_path
-from jaxinf.errors import JaxinfError
-from jaxinf.store import HeldSteps, StepId, StoreDirectory, agreed_step, held_steps
+from jaxinf.errors import JaxinfError, StoreFormatError
+from jaxinf.store import (
+    HeldSteps,
+    StepId,
+    StoreDirectory,
+    agreed_step,
+    held_steps,
+    look_at_store,
+)
 from jaxinf.terminal import make_console, printable
 from jaxinf.train.options import LaunchOptions
 from jaxinf.train.processes import connect
@@ -152,11 +159,13 @@ def _seen(place: Path, action: Callable[[str], bool]) -> JsonValue:
     if not place.exists():
         return {"text": "", "is_well": False, "steps": None}
     try:
-        held = held_steps(StoreDirectory.open(place))
+        held = held_steps(look_at_store(place))
         ids = [held.current, held.spare]
         steps = [None if one is None else [one.step, one.commit] for one in ids]
         with contextlib.redirect_stdout(printed):
             is_well = action(str(place))
+    except StoreFormatError as error:  # a drive is gone
+        return {"text": "", "is_well": False, "steps": None, "why": str(error)}
     except (JaxinfError, OSError, ValueError) as error:
         is_well = False
         printed.write(printable(f"{error}\n"))
@@ -183,8 +192,10 @@ def _report(path: Path, found: list[Any], *, as_json: bool) -> int:
             print(one["text"], end="", flush=True)
             continue
         is_lost = True
-        why = "does not answer" if one is None else "has no member of the run"
-        console.print(f"\nprocess {number}: {why}")
+        why = "does not answer"
+        if one is not None:
+            why = one.get("why", "has no member of the run")
+        console.print(f"\nprocess {number}: {printable(why)}")
         with contextlib.suppress(JaxinfError):
             manifest = StoreDirectory.open(member_path(path, 0)).manifest
             for line in lost_chunks(manifest, number):

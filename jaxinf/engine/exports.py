@@ -43,7 +43,7 @@ from jaxinf.store import (
     whole_record,
 )
 from jaxinf.terminal import format_bytes
-from jaxinf.typing import ProgressCallback
+from jaxinf.typing import JsonValue, ProgressCallback
 
 __all__ = ["ExportInfo", "Exports"]
 
@@ -109,13 +109,23 @@ class Exports:
 
         Raises:
           ExchangeError: the place cannot be used, or has another run's export.
-          ProcessError: another process cannot use it.
+          ProcessError: another process cannot use it, or has another.
         """
         url, every = self._options.export_to, self._options.export_every
         if self._is_checked or url is None:
             return
         due = (step // every + 1) * every
-        self._members.in_all("the place of exports", lambda: check_exports(url, due))
+
+        def checked() -> JsonValue:
+            check_exports(url, due)
+            return [url, every]
+
+        given = self._members.agree("the place of exports", checked)
+        if any(one != given[0] for one in given):
+            raise ProcessError(
+                f"{self._options.path}: expected one export_to and export_every in all "
+                f"processes, found {given}"
+            )
         self._is_checked = True
 
     def infos(self) -> list[ExportInfo]:

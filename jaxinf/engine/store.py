@@ -210,10 +210,7 @@ class Store(CommittedState):
     # --- exports -------------------------------------------------------------------
 
     def exports(self) -> list[ExportInfo]:
-        """Returns the steps that were due for export since the store was opened.
-
-        The last one may be under way. Does not block.
-        """
+        """Returns the steps due for export since it was opened; does not block."""
         return self._training.exports.infos()
 
     def end_export(
@@ -408,16 +405,12 @@ def open_store(
       processes: ``"rebalance"``: a store that is divided among another number of
         processes is divided among these first, as `jaxinf store rebalance --processes`
         does, where all members can be seen by process 0; otherwise it is refused.
-      export_every, export_to: steps that are multiples of k are exported to
-        ``URL/STEP``, for `jaxinf checkpoint import`, in a thread beside training
-        (docs/checkpoints.md, "Exports beside training"): a URL of ``file://``,
-        ``gs://`` or ``s3://``. They are committed with any `durability`, and pinned
-        meanwhile, which takes the room of one more state. A step that is due while an
-        earlier one is under way is skipped. Failures are logged, and shown by
-        `Store.exports`; training goes on. The memory, some five times the largest
-        chunk, is a part of `memory_bytes`.
-      export_bandwidth: most bytes a second that each process writes there, a number or
-        a text such as ``"50MiB"``; by default no limit. As many are read back.
+      export_every, export_to: each step that is a multiple of the first is exported
+        to ``URL/STEP`` (``file://``, ``gs://``, ``s3://``) in a thread beside training;
+        docs/checkpoints.md, "Exports beside training". `Store.exports` shows what came
+        of it. Some five times the largest chunk of `memory_bytes` is theirs.
+      export_bandwidth: most bytes a second that each process writes there, such as
+        ``"50MiB"``; by default no limit. As many are read back.
 
     In a program of several processes (`jax.distributed.initialize`), all open one path,
     and each has its member of the run in it, ``path/process-00000`` and so on; or each

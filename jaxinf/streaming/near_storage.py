@@ -200,9 +200,9 @@ class StoreEnds(StoreParamsEnds):
             ready.traced.mesh,
             replan=options.replan,
         )
-        self.zeros = zeros_of(ready.lifetimes.graph)
-        self._gradient_bytes = sizes_but_zeros(ready.lifetimes.graph)
-        self._sum_bytes = sizes_but_zeros(ready.lifetimes.graph, sum_bytes)
+        self.zeros = zeros_of(graph := ready.lifetimes.graph)
+        self._gradient_bytes = sizes_but_zeros(graph, self.zeros)
+        self._sum_bytes = sizes_but_zeros(graph, self.zeros, sum_bytes)
 
     # --- planned -------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from jaxinf.train.evaluate import Evaluation, Evaluator, num_tokens
 from jaxinf.train.exports import ExportsOfRun
 from jaxinf.train.fit import Search, first_way, limits_of
 from jaxinf.train.forecast import RunPlan, plan
-from jaxinf.train.freezing import names_of, shown_names
+from jaxinf.train.freezing import check_source
 from jaxinf.train.limits import Fit, LossyFlag
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.lora import Lora, with_new
@@ -66,7 +66,7 @@ from jaxinf.train.several import SeveralPlan, plan_several
 from jaxinf.train.signals import StopRequest
 from jaxinf.train.step import TrainStep
 from jaxinf.train.trackers import Trackers, check_trackers
-from jaxinf.typing import DeferredArray, PyTree
+from jaxinf.typing import PyTree
 
 __all__ = ["fit_run", "plan_processes", "plan_run", "train"]
 
@@ -249,15 +249,7 @@ def _first_params(config: TrainConfig) -> PyTree:
         return _new_params(config.model_config, config.seed, config.adapters)
     assert config.files is not None
     params = deferred_params(config.files, config.model_config, config.seed)
-    frozen, leaves = config.frozen, jax.tree.leaves(params)
-    named = zip(names_of(params), leaves, strict=True)
-    new = [n for n, x in named if not isinstance(x, DeferredArray) and n in frozen]
-    if frozen and new:
-        raise UsageError(
-            f"{'--lora' if config.lora else '--freeze'}: {shown_names(new)} are not in "
-            f"{config.source}, so they are random, and would stay so; train all of it"
-            f"{'' if config.lora else ', or leave them out'}"
-        )
+    check_source(config.frozen, params, config.source)
     adapters = config.adapters
     return params if adapters is None else with_new(adapters, params, config.seed)
 

@@ -22,7 +22,7 @@ from jaxinf.train.data.loader import Batch
 from jaxinf.train.forecast import Forecast, forecast, on_drives
 from jaxinf.train.freezing import names_of
 from jaxinf.train.processes import sharded_dimension
-from jaxinf.train.sizes import LeafUpdate, Sizes, member_sizes
+from jaxinf.train.sizes import LeafUpdate, Sizes, member_sizes, steps_per_commit
 from jaxinf.train.work import Rates, Sketch, num_operations
 from jaxinf.typing import FLOAT32, JsonValue
 
@@ -264,7 +264,7 @@ def plan_several(
             count,
             step_s=step_s,
             commit_s=commit_s,
-            steps_per_commit=_steps_per_commit(config),
+            steps_per_commit=_mean_steps_per_commit(config),
             restart_s=restart_s,
         )
     return replace(
@@ -327,17 +327,14 @@ def _needed(machine: Machine, field: str) -> Rate:
     return rate
 
 
-def _steps_per_commit(config: TrainConfig) -> float:
-    every = config.checkpoint_every or 0
-    if config.durability == "checkpoint":
-        if not every:
-            raise UsageError(
-                "--failures: expected commits, found --durability checkpoint without "
-                "--checkpoint-every; a failure would take the whole run"
-            )
-        return every
-    steps = 1 if config.durability == "step" else int(config.durability)
-    return every / -(-every // steps) if every else steps
+def _mean_steps_per_commit(config: TrainConfig) -> float:
+    found = steps_per_commit(config)
+    if found is None:
+        raise UsageError(
+            "--failures: expected commits, found --durability checkpoint without "
+            "--checkpoint-every; a failure would take the whole run"
+        )
+    return found
 
 
 def _range(values: Sequence[int]) -> str:

@@ -44,6 +44,7 @@ __all__ = [
     "describe_store",
     "member_sizes",
     "sizes_of",
+    "steps_per_commit",
     "streamed_sizes",
 ]
 
@@ -176,6 +177,13 @@ def member_sizes(
     return found
 
 
+def steps_per_commit(config: TrainConfig) -> float | None:
+    """Returns steps a commit of a run, on average; None if none is made."""
+    with _planned_store(config) as store:
+        options = store._training.options
+        return options.mean_steps_per_commit(config.checkpoint_every or 0)
+
+
 @contextlib.contextmanager
 def _planned_store(config: TrainConfig) -> Iterator[Store]:
     """Opens the store of a run in a temporary directory; nothing is written."""
@@ -243,6 +251,8 @@ def _store_options(config: TrainConfig) -> dict[str, Any]:
         beside = tier.host if config.mode == "stream" else 0
         options |= {"memory_bytes": config.buffer_bytes + beside}
         options |= {"tiers": tier.sizes}
+    if config.export_every:
+        options |= {"export_every": config.export_every, "export_to": config.export_to}
     return options
 
 

@@ -3,12 +3,16 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
 import jaxinf
+from jaxinf.command_line import UsageError
 from jaxinf.engine.open_stores import OpenStores
 from jaxinf.store import StoreDirectory, seal
 from jaxinf.train.__main__ import main
+from jaxinf.train.freezing import check_source
+from jaxinf.train.lora import Lora
 
 
 @pytest.mark.long
@@ -190,3 +194,10 @@ def test_help_is_complete(capsys):
     assert "None" not in text
     for word in ("--store DIR", "--csd-root DIR", "512MiB", "standard library"):
         assert word in text
+
+
+def test_leaves_that_a_checkpoint_lacks_are_not_frozen():
+    frozen = Lora(2).frozen(trains_head=False)
+    with pytest.raises(UsageError, match="--lora: head/kernel are not in DIR"):
+        check_source(frozen, {"head": {"kernel": np.ones(2)}}, "DIR")
+    check_source(frozen, {"head": {"lora_a": np.ones(2)}}, "DIR")

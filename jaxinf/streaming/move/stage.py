@@ -15,6 +15,7 @@ from jaxinf.schedule.moves import Tensor
 from jaxinf.streaming.move.mover import Mover
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import Gradient
+from jaxinf.streaming.program.zeros import held_bytes
 from jaxinf.typing import Array
 
 __all__ = ["Action", "Handed", "Stage"]
@@ -82,7 +83,7 @@ class Stage:
         tensor = _Waiting(
             self._num_put,
             num_parts=1,
-            way_bytes=min(gradient.nbytes, self._capacity_bytes),
+            way_bytes=min(held_bytes(gradient), self._capacity_bytes),
             value=gradient,
             piece=piece,
             take=self._take,

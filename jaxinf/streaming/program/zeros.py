@@ -13,7 +13,7 @@ from jaxinf.program.graph import Node
 from jaxinf.streaming.program.graph import Graph, Piece, aval_bytes
 from jaxinf.typing import Array
 
-__all__ = ["is_zeros", "sizes_but_zeros", "zeros_apart", "zeros_of"]
+__all__ = ["held_bytes", "is_zeros", "sizes_but_zeros", "zeros_apart", "zeros_of"]
 
 Put = Callable[[Piece, Any], None]
 
@@ -29,16 +29,17 @@ def _is_zero(node: Node | None) -> bool:
 
 
 def sizes_but_zeros(
-    graph: Graph, size_of: Callable[[Any], int] = aval_bytes
+    graph: Graph, zeros: Set[Piece], size_of: Callable[[Any], int] = aval_bytes
 ) -> Mapping[Piece, int]:
     """Returns the bytes of gradients that wait on the host; 0 for zeros.
 
     Args:
       graph: The program.
+      zeros: As `zeros_of` returns them.
       size_of: The bytes of one, by its abstract value.
     """
     return {
-        piece: 0 if _is_zero(value.node) else size_of(value.aval)
+        piece: 0 if piece in zeros else size_of(value.aval)
         for piece, value in graph.gradients.items()
     }
 
@@ -64,3 +65,8 @@ def is_zeros(gradient: Any) -> bool:
     """Whether a gradient of several elements is one that `zeros_apart` has made."""
     is_array = isinstance(gradient, np.ndarray) and gradient.size > 1
     return is_array and not any(gradient.strides)
+
+
+def held_bytes(gradient: Any) -> int:
+    """Returns the memory that a gradient takes; 0 for one of `zeros_apart`."""
+    return 0 if is_zeros(gradient) else gradient.nbytes

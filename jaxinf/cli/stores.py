@@ -1,0 +1,197 @@
+"""``jaxinf store``: other forms of its state, other drives or processes, free space."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxinf.cli.options import StorePath, option
+from jaxinf.cli.terminal import show_progress
+from jaxinf.command_line import UsageError
+from jaxinf.csd import parse_csd
+from jaxinf.engine import AverageChoice, MasterFormat, StateFormat, convert_store
+from jaxinf.engine.drive_speed import measure_csds, shares_of
+from jaxinf.engine.options import check_share
+from jaxinf.store import StoreDirectory, rebalance, redivide, trim_store
+from jaxinf.terminal import format_bytes, printable
+
+__all__ = ["Store"]
+
+
+@dataclass(frozen=True)
+class _Convert:
+    """Make a new store from a committed step, with its state in more or fewer bits.
+
+    The old store and its checkpoints do not change. No number changes in a conversion
+    to fp32, or between --master fp32 and split. To fewer bits, numbers are rounded as
+    in a training step.
+    """
+
+    store: StorePath
+    new: Annotated[
+        tyro.conf.Positional[str], option("The directory of the new store.", "NEW")
+    ]
+    state: Annotated[
+        StateFormat | None,
+        option("Format of the state in the new store.", "{fp32,bf16,int8}"),
+    ] = None
+    master: Annotated[
+        MasterFormat | None,
+        option(
+            "Format of the master of bfloat16 params: float32, the params with 16-bit "
+            "remainders, or no separate master.",
+            "{fp32,split,none}",
+        ),
+    ] = None
+    average: Annotated[
+        AverageChoice | None,
+        option(
+            "Format of the params' average in the new store; one that the store does "
+            "not have begins as a copy of the params, and none drops it.",
+            "{fp32,bf16,none}",
+        ),
+    ] = None
+    csd_root: Annotated[
+        tyro.conf.UseAppendAction[tuple[Path, ...]],
+        option("A CSD root of the new store; repeat it for more.", "DIR"),
+    ] = ()
+
+    def run(self) -> None:
+        source, target = (
+            Path(p).expanduser().absolute() for p in (self.store, self.new)
+        )
+        changes = {"state": self.state, "master": self.master, "average": self.average}
+        if not any(changes.values()):
+            raise UsageError("convert: give --state, --master or --average")
+        roots = [root.expanduser().absolute() for root in self.csd_root]
+        with show_progress(f"converting {source}") as progress:
+            step = convert_store(
+                source,
+                target,
+                self.state,
+                master=self.master,
+                average=self.average,
+                csds=roots,
+                progress=progress,
+            )
+        shown = ", ".join(f"{name} as {to}" for name, to in changes.items() if to)
+        print(f"{target}: step {step}, {shown}")
+
+
+@dataclass(frozen=True)
+class _Rebalance:
+    """Spread a store over other CSD roots: add drives, take some out, or deal by speed.
+
+    No bit changes, also in checkpoints, and most chunks stay where they are. The store
+    must not be open. If the command is interrupted, run it again; until then the store
+    is valid, with the old or the new roots. --processes divides it among another number
+    of processes; then STORE may be the path of a run, all of whose members can be seen.
+    """
+
+    store: StorePath
+    csd_root: Annotated[
+        tyro.conf.UseAppendAction[tuple[Path, ...]],
+        option("A CSD root of the store from now on; repeat it for all.", "DIR"),
+    ] = ()
+    by_speed: Annotated[
+        bool,
+        option(
+            "Measure the drives (128 MiB each), and give each chunks by its speed, as "
+            "far as it has room; without --csd-root those that the store has."
+        ),
+    ] = False
+    share: Annotated[
+        tyro.conf.UseAppendAction[tuple[float, ...]],
+        option("The share of a CSD root; repeat it, in the order of the roots.", "N"),
+    ] = ()
+    processes: Annotated[
+        int | None,
+        option(
+            "Divide it among so many processes; {process} in a CSD root is the number "
+            "of one. Chunks get other owners, and grids stay.",
+            "N",
+        ),
+    ] = None
+
+    def _divide(self, path: Path, count: int) -> None:
+        if self.by_speed or self.share:
+            raise UsageError("--by-speed and --share do not go with --processes")
+        roots = [str(root.expanduser().absolute()) for root in self.csd_root]
+        with show_progress(f"dividing {path}") as progress:
+            done = redivide(path, count, roots, progress)
+        print(
+            f"{path}: among {count} process{'es' if count > 1 else ''}, "
+            f"{done.num_chunks} chunks with another owner, "
+            f"{format_bytes(done.num_bytes)}"
+        )
+        if done.idle:
+            print(f"nothing is owned by process {', '.join(map(str, done.idle))}")
+        if done.dropped:
+            print(
+                "dropped, as not all members had them of one commit: checkpoint "
+                + ", ".join(map(printable, done.dropped))
+            )
+
+    def run(self) -> None:
+        path = Path(self.store).expanduser().absolute()
+        if self.processes is not None:
+            self._divide(path, self.processes)
+            return
+        roots = [root.expanduser().absolute() for root in self.csd_root]
+        shares = self.share
+        if shares and (self.by_speed or len(shares) != len(roots)):
+            raise UsageError(
+                f"rebalance: expected --by-speed, or a --share for each --csd-root, "
+                f"found {len(shares)} for {len(roots)}"
+            )
+        for root, share in zip(roots, shares, strict=False):
+            check_share(root, share)
+        if self.by_speed:
+            roots = roots or [Path(r) for r in StoreDirectory.open(path).manifest.csds]
+            if len(roots) < 2:
+                raise UsageError(
+                    f"rebalance --by-speed: expected a store on several CSD roots, "
+                    f"found {len(roots)}; name those that it is to have: --csd-root"
+                )
+            rates = measure_csds(parse_csd("host"), roots)
+            shares = shares_of(rates)
+            for root, rate, share in zip(roots, rates, shares, strict=True):
+                print(f"{root}: {rate / 1e6:.0f} MB/s, share {share:g}")
+        with show_progress(f"rebalancing {path}") as progress:
+            done = rebalance(path, roots, progress, shares=shares)
+        print(
+            f"{path}: {done.num_chunks} chunks moved, {format_bytes(done.num_bytes)}; "
+            f"now on {', '.join(map(str, roots))}"
+        )
+
+
+@dataclass(frozen=True)
+class _Trim:
+    """Free the space of the slot that the next step will write: half of the store.
+
+    The committed step and all checkpoints stay. The store must not be open. A run that
+    goes on takes the space again.
+    """
+
+    store: StorePath
+
+    def run(self) -> None:
+        path = Path(self.store).expanduser().absolute()
+        print(f"{path}: {format_bytes(trim_store(path))} freed")
+
+
+@dataclass(frozen=True)
+class Store:
+    """Change how a store's state is stored or its drives, or free space."""
+
+    action: (
+        Annotated[_Convert, tyro.conf.subcommand("convert")]
+        | Annotated[_Rebalance, tyro.conf.subcommand("rebalance")]
+        | Annotated[_Trim, tyro.conf.subcommand("trim")]
+    )
+
+    def run(self) -> int:
+        """Returns the exit status."""
+        self.action.run()
+        return 0
