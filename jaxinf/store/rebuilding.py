@@ -210,7 +210,11 @@ def _lost_member(
 ) -> StoreDirectory:
     """Returns the store that a lost member will be."""
     place, held = path / member_name(number), rest[0].manifest
-    check_unused(place, "if the member is lost, move aside what is left of it")
+    check_unused(
+        place,
+        "if the member is lost, move aside what is left of it; if an interrupted call "
+        f"has made it, leave out --process {number}",
+    )
     is_needed = any(one.manifest.csds for one in rest)
     roots = process_roots(number, csd_roots, is_needed=is_needed)
     assert held.member is not None
