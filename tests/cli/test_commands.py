@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxinf
-from jaxinf.cli import commands, main
+from jaxinf.cli import main, stores
 from jaxinf.terminal import format_bytes, format_count, parse_bytes
 
 
@@ -184,7 +184,7 @@ def test_rebalance_by_speed(make_store, tmp_path, run, monkeypatch):
     for root in roots:
         root.mkdir()
     store = make_store(csds=roots)
-    monkeypatch.setattr(commands, "measure_csds", lambda csd, roots: [9e8, 3e8])
+    monkeypatch.setattr(stores, "measure_csds", lambda csd, roots: [9e8, 3e8])
     result = run("store", "rebalance", store.path, "--by-speed")
     assert result.status == 0, result.err
     assert f"{roots[0]}: 900 MB/s, share 3" in result.out
