@@ -286,15 +286,18 @@ def run_blocks(
             x = block(x, past=past, **shared)
         return x
     for block, own in zip(blocks, keys, strict=True):
-        call = functools.partial(_call, block, shared)
-        x = (call if remat is None else remat(call))(x, own)
+        graphdef, state = nnx.split(block)
+        call = functools.partial(_apply, graphdef)
+        x = (call if remat is None else remat(call))(state, x, own, shared)
     return x
 
 
-def _call(
-    block: Callable[..., jax.Array], shared: dict[str, Any], x: jax.Array, key: Key
+@functools.partial(jax.jit, static_argnums=0)
+def _apply(
+    graphdef: Any, state: Any, x: jax.Array, key: Key, shared: dict[str, Any]
 ) -> jax.Array:
-    return block(x, key=key, **shared)
+    """Applies a layer; equal layers are traced once."""
+    return nnx.merge(graphdef, state)(x, key=key, **shared)
 
 
 def last_tokens(x: jax.Array, segments: jax.Array | None) -> jax.Array:

@@ -133,7 +133,7 @@ class StoreDescription:
 
     @cached_property
     def _kernel_ids(self) -> Mapping[tuple[str, ...], str]:
-        texts = dict.fromkeys(tuple(leaf.kernel.identity()) for leaf in self.leaves)
+        texts = dict.fromkeys(leaf.kernel.identity for leaf in self.leaves)
         return {text: f"k{number}" for number, text in enumerate(texts)}
 
     @cached_property
@@ -144,7 +144,7 @@ class StoreDescription:
                 path=leaf.path,
                 shape=leaf.shape,
                 dtype=leaf.dtype,
-                kernel=self._kernel_ids[tuple(leaf.kernel.identity())],
+                kernel=self._kernel_ids[leaf.kernel.identity],
                 states=leaf.states,
                 shard_counts=leaf.shard_counts,
             )

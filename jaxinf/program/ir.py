@@ -6,6 +6,7 @@ earlier equations, and equal bodies compare and hash equal.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -95,7 +96,12 @@ class Equation:
 
 def is_supported_dtype(dtype: Any) -> bool:
     """Whether a body may hold values of `dtype` (no 64-bit, no random keys)."""
-    return isinstance(dtype, np.dtype) and dtype.name in _DTYPE_NAMES
+    return isinstance(dtype, np.dtype) and _is_known(dtype)
+
+
+@cache  # NumPy makes the name anew each time
+def _is_known(dtype: np.dtype) -> bool:
+    return dtype.name in _DTYPE_NAMES
 
 
 def scalar_dtype(dtype: np.dtype) -> np.dtype:

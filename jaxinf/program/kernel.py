@@ -96,15 +96,16 @@ class Kernel:
         outputs = [("update", self.update), *zip(self.slots, self.new_slots)]  # noqa: B905
         return describe_body(self.equations, outputs)
 
-    def identity(self) -> list[str]:
+    @cached_property
+    def identity(self) -> tuple[str, ...]:
         """Describes the optimizer alone, without an average of the params."""
         if AVERAGE not in self.slots:
-            return self.describe()
+            return tuple(self.describe())
         outputs = [("update", self.update), *zip(self.slots, self.new_slots)]  # noqa: B905
         outputs = [(name, value) for name, value in outputs if name != AVERAGE]
         # The average's equations come after all that the optimizer needs.
         last = max((v.index for _, v in outputs if isinstance(v, Result)), default=-1)
-        return describe_body(self.equations[: last + 1], outputs)
+        return tuple(describe_body(self.equations[: last + 1], outputs))
 
     @cached_property
     def _inputs(self) -> set[tuple[str, int]]:

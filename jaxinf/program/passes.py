@@ -262,14 +262,13 @@ class Passes:
                 assert value.node is not None, "an input is a leaf's own or a number"
                 nodes.add(value.node)
                 stack += value.node.inputs
-        order = [v for v in self.prologue.inputs if v in own]
-        ordered = tuple(node for node in self.prologue.nodes if node in nodes)
+        order = sorted(own, key=self._places.__getitem__)
         return LeafPart(
             leaf,
             self.prologue.leaves[leaf].shape,
             tuple(order),
             tuple(sorted(numbers, key=self._places.__getitem__)),
-            ordered,
+            tuple(sorted(nodes, key=lambda node: self._places[node.outputs[0]])),
             tuple(exports),
             tuple(dict.fromkeys(scalars)),
             tuple(dict.fromkeys(arrays)),

@@ -161,7 +161,7 @@ def waiting(sizes: Mapping[Any, int], capacity: int, num_reads: int = 1) -> Wait
       capacity: Memory for them.
       num_reads: As for `Waiting`.
     """
-    held = _together(sizes.items(), capacity)
+    held = set(_together(sizes.items(), capacity))
     others = {one: num_bytes for one, num_bytes in sizes.items() if one not in held}
     return Waiting(capacity, others, num_reads)
 

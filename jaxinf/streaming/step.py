@@ -253,7 +253,7 @@ class TrainingStep(Step):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        return_freed_memory()
+        return_freed_memory(collects=False)
 
     def dry_run(self, batch: PyTree, params: PyTree = None) -> DryRun:
         """Says what a step takes; nothing is written, and params are never made.

@@ -120,7 +120,7 @@ def test_remat_recomputes_blocks_to_the_same_gradient(made):
 
 def test_a_task_that_a_model_does_not_have():
     with pytest.raises(ValueError, match="expected one of gpt2's: causal-lm"):
-        config_for(TINY, "classification")
+        config_for(TINY, "masked-lm")
 
 
 def test_num_params_is_that_of_the_tree(made):

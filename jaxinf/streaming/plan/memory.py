@@ -235,14 +235,19 @@ def divide_rest(
     return Division(ring, gradients, most, 0, leaving, limit)
 
 
-def return_freed_memory() -> None:
+def return_freed_memory(*, collects: bool = True) -> None:
     """Gives freed memory back to the system, now and from now on; does so with glibc.
 
     Otherwise the memory that tracing, compilation and XLA's CPU client free would stay
     with the process, up to the peak. Other C libraries return it by themselves.
+
+    Args:
+      collects: Whether to look for garbage, as after planning: the nodes and values of
+        a traced program refer to each other.
     """
     libc = ctypes.CDLL(None)
-    gc.collect()  # a traced program's nodes and values refer to each other
+    if collects:
+        gc.collect()
     with contextlib.suppress(AttributeError):
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
         libc.malloc_trim(0)

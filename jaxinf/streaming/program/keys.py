@@ -8,6 +8,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import cache
 from typing import Any
 
 import jax
@@ -155,7 +156,12 @@ def _aval(aval: Any) -> str:
     shape = ",".join(map(str, getattr(aval, "shape", ())))
     typed = typed_sharding(aval)
     on = "" if typed is None else f"@{typed.spec}{typed.mesh.shape_tuple}"
-    return f"{getattr(aval, 'dtype', aval)}{weak}[{shape}]{on}"
+    return f"{_name(getattr(aval, 'dtype', aval))}{weak}[{shape}]{on}"
+
+
+@cache  # NumPy makes a dtype's name anew each time
+def _name(dtype: Any) -> str:
+    return str(dtype)
 
 
 def _array(array: np.ndarray) -> str:
