@@ -67,9 +67,9 @@ test-models: $(VENV)/installed  ## the models, and their PyTorch originals (inst
 	$(BIN)/python -m pip install --quiet '.[test-models]'
 	$(BIN)/pytest -n auto tests/models
 
-test-compilers: $(VENV)/installed  ## kernels: same bits from g++ and clang++ (installs clang)
+test-compilers: $(VENV)/installed  ## kernels: same bits from g++, clang++ (installs clang), on aarch64 if there is qemu
 	command -v clang++ >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends clang; }
-	JAXINF_TEST_COMPILERS='g++ clang++' $(BIN)/pytest -n auto tests/kernels/test_compilers.py
+	JAXINF_TEST_COMPILERS='g++ clang++' $(BIN)/pytest -n auto -rs tests/kernels/test_compilers.py tests/wheels/test_aarch64.py
 
 test-accelerators: $(VENV)/installed  ## compiles for CUDA and TPU, without one (0.5 GB, once)
 	plugins=$$($(BIN)/python tests/accelerators/wheels.py) && JAX_PLATFORMS=cpu \

@@ -9,6 +9,8 @@ there.
         --torch-python DS/bin/python --what update step --preset small
 
     step            seconds, the median of the turns, and the fastest and the slowest
+    flush           seconds that a flush of the drive takes after a turn: a commit of
+                    jaxinf has had its own, others leave it
     read, written   bytes of drives a param and step, as the kernel counts them
     peak            the most memory of the process, from its beginning
     time, bytes,    a contender's over those of the first, the median of the turns' own
@@ -44,7 +46,7 @@ from jaxinf.terminal import parse_bytes
 
 HERE = Path(__file__).resolve().parent
 MEGABYTE = 1e6
-FIGURES = ("step_s", "read_bytes", "written_bytes", "peak_bytes")
+FIGURES = ("step_s", "flush_s", "read_bytes", "written_bytes", "peak_bytes")
 
 
 class DriveLimit:
@@ -218,6 +220,7 @@ def programs(case: Case, arguments: argparse.Namespace) -> dict[str, Program]:
         "micro_batches": case.micro_batches,
         "policy": "keep",
         "state": "fp32",
+        "durability": "step",
         "memory": arguments.memory,
         "order": arguments.order,
         **{name: getattr(arguments, name) for name in ("batch_size", "seq_len")},
@@ -234,7 +237,11 @@ def programs(case: Case, arguments: argparse.Namespace) -> dict[str, Program]:
     found: dict[str, Program] = {}
     if case.what == "update":
         found["jaxinf"] = jax("update")
+        found["jaxinf, not flushed"] = jax("update", durability="checkpoint")
         found["jaxinf, int8"] = jax("update", state="int8")
+        found["jaxinf, int8, not flushed"] = jax(
+            "update", state="int8", durability="checkpoint"
+        )
         if arguments.deepspeed_python:
             found["DeepSpeed"] = torch(arguments.deepspeed_python, "deepspeed")
     for policy in arguments.policy if case.what == "step" else ():
@@ -312,13 +319,15 @@ def by_figure(one: Mapping[str, Any]) -> dict[str, list[float]]:
 
 def table(title: str, found: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     """Yields the lines of a table in Markdown."""
-    yield f"| {title} | step, s | read, written | peak, GB | time | bytes | memory |"
-    yield "|---|---|---|---|---|---|---|"
+    columns = "step, s | flush, s | read, written | peak, GB | time | bytes | memory"
+    yield f"| {title} | {columns} |"
+    yield "|---|---|---|---|---|---|---|---|"
     for name, one in found.items():
         low, high = one["step_s_spread"]
         cells = [
             name,
             f"{one['step_s']:.3g} ({low:.3g} to {high:.3g})",
+            f"{one['flush_s']:.2g}",
             f"{one['read_bytes']:.1f}, {one['written_bytes']:.1f}",
             f"{one['peak_bytes'] / 1e9:.2f}",
         ]

@@ -8,8 +8,10 @@ prefetched as before it. Medians are printed.
 
     ratio_to_floor         the floor's seconds over the step's; the median of the
                            repetitions' own ratios
-    ratio_beside_kernels   with --beside, the same to loops beside which the step's
-                           kernels run over other memory: they slow each other down
+    ratio_to_durable_floor the same to the best loop and a flush of the drive after it,
+                           which a commit waits for and a bare loop does not
+    ratio_to_floor_beside_kernels  with --beside, the same to loops beside which the
+                           step's kernels run over other memory: each slows the other
     step_ms, commit_ms     the time of a step, and that from its last result to its
                            commit; also the commit's share of the step, and the step
                            without the commit's time above 2 ms
@@ -53,6 +55,7 @@ from update_rig import UpdateRig
 
 import jaxinf
 from jaxinf.engine import MasterChoice, StateFormat
+from jaxinf.io import sync_filesystem
 from jaxinf.program import AverageFormat
 
 NUM_WARM_UP = 4
@@ -73,6 +76,7 @@ class Rep:
       commit_s: seconds from the last result of each step to its commit.
       peak_rss_bytes: peak RSS during the steps.
       floor_s: seconds to move a step's bytes, by method.
+      durable_s: the same by loop, until they are durable.
       beside_s: the same by loop, with the step's kernels beside it.
       peer: the peer's own line.
       plain_s: seconds per step without the average.
@@ -84,6 +88,7 @@ class Rep:
     commit_s: list[float]
     peak_rss_bytes: int
     floor_s: dict[str, float] = field(default_factory=dict)
+    durable_s: dict[str, float] = field(default_factory=dict)
     beside_s: dict[str, float] = field(default_factory=dict)
     peer: dict[str, Any] | None = None
     plain_s: float | None = None
@@ -189,12 +194,15 @@ def num_workers(rig: UpdateRig) -> int:
     return opened.options.workers_of(len(opened.csds))
 
 
-def measure_floor(
-    rig: UpdateRig, transfers: list[Transfer], fio: Fio
-) -> dict[str, float]:
+def measure_floor(rig: UpdateRig, rep: Rep, place: Path, fio: Fio) -> None:
     """Measures the seconds to move a step's bytes, by way."""
-    workers = num_workers(rig)
-    return {**{n: loop(transfers, workers) for n, loop in LOOPS.items()}, **fio.run()}
+    transfers, workers = rig.transfers(), num_workers(rig)
+    for name, loop in LOOPS.items():
+        began = time.perf_counter()
+        rep.floor_s[name] = loop(transfers, workers)
+        sync_filesystem(place)
+        rep.durable_s[name] = time.perf_counter() - began
+    rep.floor_s |= fio.run()
 
 
 def measure_beside(
@@ -246,11 +254,12 @@ def summary(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, A
         "floors_s": {n: round(statistics.median(v), 4) for n, v in by_way.items()},
         "ratio_to_floor": round(statistics.median(ratios), 4),
         "ratio_to_floor_spread": spread(ratios),
+        **_loops("durable_floor", reps, [rep.durable_s for rep in reps]),
         **_cpu(reps),
         "commit_s": round(
             statistics.median(seconds for rep in reps for seconds in rep.commit_s), 4
         ),
-        **_beside(reps),
+        **_loops("floor_beside_kernels", reps, [rep.beside_s for rep in reps]),
         **_memory(rig, reps, base_rss_bytes),
         **_peer(num_params, reps),
         **_average(reps),
@@ -305,19 +314,17 @@ def _memory(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, i
     }
 
 
-def _beside(reps: list[Rep]) -> dict[str, Any]:
-    if not reps[0].beside_s:
+def _loops(name: str, reps: list[Rep], found: list[dict[str, float]]) -> dict[str, Any]:
+    """Returns the medians of loops, and the ratio of the fastest to the steps."""
+    if not found[0]:
         return {}
-    medians = {
-        name: statistics.median(rep.beside_s[name] for rep in reps)
-        for name in reps[0].beside_s
-    }
-    best = min(medians, key=lambda name: medians[name])
-    ratios = [rep.beside_s[best] / rep.step_s for rep in reps]
+    medians = {way: statistics.median(rep[way] for rep in found) for way in found[0]}
+    best = min(medians, key=lambda way: medians[way])
+    ratios = [own[best] / rep.step_s for own, rep in zip(found, reps, strict=True)]
     return {
-        "floors_beside_kernels_s": {n: round(s, 4) for n, s in medians.items()},
-        "ratio_beside_kernels": round(statistics.median(ratios), 4),
-        "ratio_beside_kernels_spread": spread(ratios),
+        f"{name}s_s": {way: round(s, 4) for way, s in medians.items()},
+        f"ratio_to_{name}": round(statistics.median(ratios), 4),
+        f"ratio_to_{name}_spread": spread(ratios),
     }
 
 
@@ -389,7 +396,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
             plain_s = plain and run_steps(plain, arguments.steps).step_s
             rep = run_steps(rig, arguments.steps)
             rep.plain_s = plain_s
-            rep.floor_s = measure_floor(rig, rig.transfers(), fio)
+            measure_floor(rig, rep, place, fio)
             if arguments.beside:
                 rep.beside_s = measure_beside(rig, rig.transfers(), rep.floor_s)
             if arguments.peer:

@@ -11,6 +11,7 @@ but the seconds are the kernel's, so they mean the same for every contender.
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,11 +63,14 @@ def serve(make: Callable[[dict[str, Any]], Contender]) -> None:
         before = moved_bytes()
         seconds = [contender.step() for _ in range(int(line) + 1)]
         contender.rest()
-        after = moved_bytes()
+        after, began = moved_bytes(), time.perf_counter()
+        os.sync()  # nobody pays for what another has left in the drive's cache
+        flush_s = time.perf_counter() - began
         read, written = (b - a for a, b in zip(before, after, strict=True))
         answer(
             {
                 "step_s": sum(seconds[1:]) / int(line),
+                "flush_s": flush_s,
                 "read_bytes": read / len(seconds),
                 "written_bytes": written / len(seconds),
                 "peak_bytes": peak_bytes(),

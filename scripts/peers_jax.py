@@ -28,11 +28,12 @@ class Update:
 
     def __init__(self, given: dict[str, Any]) -> None:
         path = Path(given["place"]) / "store"
-        self._rig = UpdateRig(path, given["params"], state=given["state"])
+        options = {name: given[name] for name in ("state", "durability")}
+        self._rig = UpdateRig(path, given["params"], **options)
         self.about = {"params": given["params"], **_versions()}
 
     def step(self) -> float:
-        """A step ends when it is committed."""
+        """A step ends when it is committed, or without commits when it is written."""
         began = time.perf_counter()
         self._rig.step()
         self._rig.store._training.join()

@@ -83,7 +83,7 @@ def test_update_runs_a_peer_and_kernels_in_turn(tmp_path):
     found = figures(bench_update(tmp_path, "--fio-seconds", 0, *beside))
     assert found["peer_mparam_per_s"] == 0.01
     assert found["ratio_to_peer"] > 0
-    assert found["ratio_beside_kernels"] > 0
+    assert found["ratio_to_floor_beside_kernels"] > 0
     assert (found["leaves"], found["csd"]) == (3, "host:drive=1GB/s")
 
 

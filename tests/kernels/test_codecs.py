@@ -105,12 +105,36 @@ def test_int8_has_the_same_bits_in_machine_code(level, kind, size):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("size", "key", "first"),
-    [(100_003, 7, 0), (513, 2**31, 2**32 - 9), (513, 7, 2**32 + 9)],
+    [
+        (100_003, 7, 0),
+        (1000, 2**31 + 5, 2**32 - 256),
+        (513, 2**31, 2**32 - 9),
+        (513, 7, 2**32 + 9),
+    ],
 )
 def test_bf16_has_the_same_bits_in_machine_code(level, kind, size, key, first):
     values = flushed(samples(kind, size))
     slot, wanted = bf16_slot(size, key, first), bf16_slot(size, key, first)
     store(level, values, slot)
+    wanted.encode(values)
+    np.testing.assert_array_equal(
+        slot.codes.view(np.uint16), wanted.codes.view(np.uint16)
+    )
+
+
+@pytest.mark.parametrize("level", levels())
+def test_bf16_is_not_finite_where_the_number_is_not(level):
+    values = samples("normal", 1000)
+    quiet, loud, negative = np.array([0x7FC00000, 0x7F800001, 0xFF800007], np.uint32)
+    words = values.view(np.uint32)
+    words[[3, 300, 301, 999]] = quiet, loud, negative, quiet
+    values[[4, 302, 998]] = np.inf, -np.inf, np.inf
+    slot, wanted = bf16_slot(1000), bf16_slot(1000)
+    run = compile_kernel(TRACE, level=level).run
+    out, params = np.zeros_like(values), np.zeros_like(values)
+    assert not run(
+        gradient=values, params=params, slots=[slot], scalars=[], arrays=[], out=out
+    )
     wanted.encode(values)
     np.testing.assert_array_equal(
         slot.codes.view(np.uint16), wanted.codes.view(np.uint16)

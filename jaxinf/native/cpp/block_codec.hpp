@@ -1,4 +1,4 @@
-// Blocks of int8 codes, several elements at a time, bit for bit as defined by codecs.hpp.
+// Codes of state, several elements at a time, bit for bit as defined by codecs.hpp.
 //
 //   largest magnitude ─► inverse ─► decade of each ─► factor ─► place + random
 #pragma once
@@ -9,6 +9,27 @@
 
 namespace jaxinf {
 
+// The counters of a block differ in their last 8 bits, so that all of the first round
+// but a product is the same: (row + lane) * factor = row * factor + lane * factor.
+struct Rounds {
+  using L = CodeLanes;
+  using U32 = L::U32;
+
+  Word rows[code_block / L::size];
+  U32 lanes;
+
+  Rounds(Word first, Word key) {
+    const Word x = first ^ key, same = x ^ x >> 16, part = same & (L::size - 1);
+    lanes = (L::numbers ^ part) * first_factor;
+    for (int k = 0; k < code_block / L::size; k += L::size) {
+      const U32 row = (L::numbers + (Word)k) * (Word)L::size ^ (same ^ part);
+      const U32 products = row * first_factor;
+      std::memcpy(rows + k, &products, sizeof products);
+    }
+  }
+};
+
+// Blocks of int8 codes.
 class BlockCodec {
   using L = CodeLanes;
   using F32 = L::F32;
@@ -63,23 +84,6 @@ class BlockCodec {
   }
 
  private:
-  // The counters of a block differ in their last 8 bits, so that all of the first round
-  // but a product is the same: (row + lane) * factor = row * factor + lane * factor.
-  struct Rounds {
-    Word rows[code_block / L::size];
-    U32 lanes;
-
-    Rounds(Word first, Word key) {
-      const Word x = first ^ key, same = x ^ x >> 16, part = same & (L::size - 1);
-      lanes = (L::numbers ^ part) * first_factor;
-      for (int k = 0; k < code_block / L::size; k += L::size) {
-        const U32 row = (L::numbers + (Word)k) * (Word)L::size ^ (same ^ part);
-        const U32 products = row * first_factor;
-        std::memcpy(rows + k, &products, sizeof products);
-      }
-    }
-  };
-
   template <bool is_signed>
   static void encode_all(const float* x, int length, float inverse, Word first,
                          Word key, std::uint8_t* codes, SideBySide& sums) {
@@ -174,6 +178,38 @@ inline void decode_blocks(const std::uint8_t* codes, const float* scales, long s
     BlockCodec::decode(codes + start + i, scales[(start + i) / code_block], length,
                        x + i);
   }
+}
+
+// bfloat16, rounded up with the probability given by the discarded bits. A block with a
+// number that is not finite is done again.
+inline void encode_bf16(const Word* x, Word first, long num, Word key,
+                        std::uint16_t* out) {
+  using L = CodeLanes;
+  using U32 = L::U32;
+  constexpr int at_once = L::vectors_at_once * L::size;
+  const auto one_by_one = [&](long begin, long end) {
+    for (long i = begin; i < end; ++i)
+      out[i] = stochastic_bf16(x[i], random_bits(first + (Word)i, key));
+  };
+  long start = 0;
+  for (; first % code_block == 0 && start + code_block <= num; start += code_block) {
+    const Rounds rounds(first + (Word)start, key);
+    U32 largest = {};
+    for (int i = 0; i < code_block; i += at_once) {
+      const float* const from = (const float*)x + start + i;
+      const Word* const rows = rounds.rows + i / L::size;
+      U32 sums[L::vectors_at_once];
+#pragma GCC unroll 4
+      for (int k = 0; k < L::vectors_at_once; ++k) {
+        const U32 bits = (U32)L::load(from + k * L::size);
+        largest = L::max(largest, bits & 0x7fffffffu);
+        sums[k] = bits + second_round(rounds.lanes + rows[k], key);
+      }
+      L::store_upper_halves(sums, out + start + i);
+    }
+    if (L::largest(largest) >= 0x7f800000u) one_by_one(start, start + code_block);
+  }
+  one_by_one(start, num);
 }
 
 }  // namespace jaxinf

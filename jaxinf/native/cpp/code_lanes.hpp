@@ -113,6 +113,10 @@ struct CodeLanes {
     _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(found));
   }
 
+  static JAXINF_INLINE void store_upper_halves(const U32* x, std::uint16_t* to) {
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)(*x >> 16)));
+  }
+
   // By the lowest 5 bits of the exponent, from 2^-24 in place 7 to 1 in place 31.
   struct Octaves {
     alignas(64) float bounds[32];
@@ -214,6 +218,16 @@ struct CodeLanes : Lanes {
     _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(bytes, order));
   }
 
+  static JAXINF_INLINE void store_upper_halves(const U32* x, std::uint16_t* to) {
+#pragma GCC unroll 2
+    for (int k = 0; k < vectors_at_once; k += 2) {
+      const __m256i both = _mm256_packus_epi32((__m256i)(x[k] >> 16),
+                                               (__m256i)(x[k + 1] >> 16));
+      _mm256_storeu_si256((__m256i*)(to + k * size),
+                          _mm256_permute4x64_epi64(both, 0xd8));
+    }
+  }
+
   // The upper half of a number's bits is near 128 * (127 + log2 y): 154 / 65536 of a
   // difference of such halves is that of decades. Part k, of 0 … last, begins between two
   // powers of ten and contains 10^(k - last).
@@ -264,6 +278,9 @@ struct CodeLanes : Lanes {
     const I32 code = *above - 1;
     jaxinf::store_bytes(is_signed ? select(x < 0.0f, -code, code) & 0xff
                                   : max(code, I32{} + 1) & (x > 0.0f), to);
+  }
+  static JAXINF_INLINE void store_upper_halves(const U32* x, std::uint16_t* to) {
+    for (int k = 0; k < size; ++k) to[k] = (std::uint16_t)((*x)[k] >> 16);
   }
 
   template <int last>

@@ -128,13 +128,6 @@ inline std::uint16_t stochastic_bf16(std::uint32_t bits, std::uint32_t random) {
   return static_cast<std::uint16_t>(is_special ? quiet : (bits + random) >> 16);
 }
 
-inline void encode_bf16(const std::uint32_t* x, std::uint32_t first, long num,
-                        std::uint32_t key, std::uint16_t* out) {
-  for (long i = 0; i < num; ++i)
-    out[i] = stochastic_bf16(
-        x[i], random_bits(first + static_cast<std::uint32_t>(i), key));
-}
-
 // Splits a float's bits into the nearest bfloat16, ties away from zero, and the exact
 // difference in [-0x8000, 0x7fff]. A NaN keeps only its upper half, and stays a NaN.
 inline void encode_split(const std::uint32_t* x, long num, std::uint16_t* rounded,
