@@ -30,6 +30,7 @@ from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.making import (
     check_unused,
     copy_beside,
+    is_unfinished,
     lay_out,
     making_store,
     member_of,
@@ -123,6 +124,8 @@ def rebuild_members(
         check_undivided(path)
         _check_run(rest[0].manifest, step)
         wanted = [_lost_member(path, rest, number, csd_roots) for number in lost]
+        for one in wanted:
+            _give_up_record(one, step)
         agreed = agreed_of(rest)
         way, commit = _way(rest, step, agreed)
         if way != "current" and agreed is not None and not may_discard:
@@ -222,6 +225,19 @@ def _lost_member(
     member = Member(held.member.run, number, held.member.count)
     owners = [leaf.owners for leaf in held.leaves]
     return StoreDirectory(place, member_of(made, member, owners))
+
+
+def _give_up_record(lost: StoreDirectory, step: GivenStep) -> None:
+    """Removes the record of a member that an interrupted call has filled.
+
+    `current` never named it, so it is an unfinished store then, which is made again.
+    """
+    places = [lost.step_path(slot) / "commit.json" for slot in SLOTS]
+    if not is_unfinished(lost.path) or [p.exists() for p in places] != [True, False]:
+        return
+    held = StoreDirectory.open(lost.path)
+    if held.manifest.member == lost.manifest.member and _has(held, SLOTS[0], step):
+        held.unpublish(SLOTS[0])
 
 
 def _way(

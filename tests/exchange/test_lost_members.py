@@ -12,6 +12,7 @@ from killed_rebuild import PLAIN, lose, make_run
 from raw_stores import memory_directory
 
 from jaxinf.cli.commands import main
+from jaxinf.errors import StoreIOError
 from jaxinf.store import StoreDirectory, find_members, list_whole, remove_checkpoint
 
 
@@ -179,6 +180,27 @@ def test_chunks_of_a_lost_drive_are_listed(place, capsys):
     assert "process 1: cannot be seen" in said
     assert "leaf rows: it has chunks" in said
     assert f"at {place}/csd1/1" in said
+
+
+@pytest.mark.long
+def test_a_member_that_was_filled_and_not_published(place, monkeypatch):
+    path, _ = make_run(place)
+    expected, url = contents(path), f"file://{place}/export"
+    assert command("checkpoint", "export", path, url) == 0
+    lose(path)
+    words = ("checkpoint", "restore", path, url, "--process", 1)
+
+    def broken(*_):
+        raise StoreIOError("no power")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StoreDirectory, "flip", broken)
+        assert command(*words) == 1
+    assert (path / "process-00001/slots/a/commit.json").exists()
+    assert not (path / "process-00001/current").exists()
+    assert command(*words) == 0
+    assert contents(path) == expected
+    assert not damages(path)
 
 
 @pytest.mark.long
