@@ -138,6 +138,47 @@ def test_a_bucket_that_is_not_there_or_forbidden(s3, step, capfd):
     assert [r for r in s3.requests if r[0] == "PUT" and "begun" not in r[1]] == []
 
 
+def test_beside_a_run_what_fails_is_said_and_training_goes_on(s3, tmp_path, caplog):
+    """Busy for a while; forbidden; a manifest that is lost; old content once."""
+    options = {"export_every": 1, "export_to": "s3://bucket/beside"}
+    driver = Driver(tmp_path / "store", leaves=LEAVES, **options).init()
+    left, seen = [3], set()
+
+    def fault(environ):
+        path = environ["PATH_INFO"]
+        is_put = environ["REQUEST_METHOD"] == "PUT"
+        if is_put and "/beside/1/" in path and left[0]:
+            left[0] -= 1
+            return "503 Slow Down", b"<Error><Code>SlowDown</Code></Error>"
+        if is_put and "/beside/2/" in path:
+            body = b"<Error><Code>AccessDenied</Code><Key>AKIAOFTHETEST</Key></Error>"
+            return "403 Forbidden", body
+        if is_put and path.endswith("/beside/3/export.json"):
+            return "200 OK", b""
+        is_chunk = "/beside/4/" in path and "/c/" in path
+        if environ["REQUEST_METHOD"] == "GET" and is_chunk and path not in seen:
+            seen.add(path)
+            return "200 OK", b"what was there before"
+        return None
+
+    s3.fault = fault
+    for _ in range(4):
+        driver.steps(1)
+        driver.store.end_export()
+    found = driver.store.exports()
+    outcomes = ["exported", "failed", "failed", "exported"]
+    assert [info.outcome for info in found] == outcomes
+    assert "cannot write export-begun.json" in found[1].problem
+    assert "export.json: " in found[2].problem
+    assert left == [0]
+    assert seen
+    assert "AKIA" not in caplog.text + found[1].problem
+    driver.check(4)
+    driver.close()
+    import_url("s3://bucket/beside/4", tmp_path / "made")
+    assert chunks_of(tmp_path / "made") == chunks_of(tmp_path / "store")
+
+
 def test_interrupted_twenty_times_at_random_bytes(step, store, tmp_path):
     words = [sys.executable, KILLED, store, "s3://bucket/killed", "20"]
     subprocess.run(list(map(str, words)), check=True)
