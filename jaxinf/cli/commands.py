@@ -28,7 +28,7 @@ from jaxinf.cli import (
 )
 from jaxinf.cli.exchange import Export, Import, Memory
 from jaxinf.cli.options import StorePath, option
-from jaxinf.cli.processes import SILENCE_S, over_processes
+from jaxinf.cli.processes import TogetherOptions, over_processes
 from jaxinf.cli.stores import Store
 from jaxinf.command_line import ByteSize, UsageError, parse
 from jaxinf.errors import JaxinfError
@@ -38,7 +38,6 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.forecast import RunPlan
 from jaxinf.train.limits import Fit, LossyFlag
 from jaxinf.train.loop import fit_run, plan_processes, plan_run
-from jaxinf.train.options import LaunchOptions
 from jaxinf.train.run_file import read_run
 from jaxinf.train.several import SeveralPlan
 
@@ -58,17 +57,12 @@ _SUCCESS, _FAILURE, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 
 @dataclass(frozen=True)
-class _OfProcesses(LaunchOptions):
+class _OfProcesses(TogetherOptions):
     """A command that processes make together where each sees its own member alone."""
-
-    # For --distributed: a process that is silent for so long is named, in seconds.
-    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = SILENCE_S
 
     def over(self, store: str, action: Callable[[str], bool], *, as_json: bool) -> int:
         """Does something for a store, or for each member; returns the exit status."""
-        self.check_given()
-        if self.timeout <= 0:
-            raise UsageError(f"--timeout: expected more than 0, got {self.timeout:g}")
+        self.check_together()
         if self.distributed:
             limit_s = self.timeout
             return over_processes(

@@ -112,10 +112,19 @@ class Export:
 
     def run(self, store: Path) -> None:
         """Exports, and prints the path and content of the export."""
-        self._check()
         if is_url(self.destination):
             self._to_url(store)
             return
+        if self.format == "zarr" or self.bandwidth:
+            raise UsageError(
+                "--format zarr and --bandwidth go with a URL, such as file:///exports/6"
+            )
+        if self.params_only and self.format != "safetensors":
+            raise UsageError("--params-only goes with --format safetensors")
+        if self.dtype is not None and self.format != "huggingface":
+            raise UsageError("--dtype goes with --format huggingface")
+        if self.adapters and self.format != "huggingface":
+            raise UsageError("--adapters goes with --format huggingface")
         destination = Path(self.destination).expanduser().absolute()
         with _step_of(store, self.checkpoint) as found:
             step = replace(found, average=self.average)
@@ -157,39 +166,18 @@ class Export:
         num_bytes = sum(file.stat().st_size for file in files)
         print(f"{destination}: step {number}, {format_bytes(num_bytes)}")
 
-    def _check(self) -> None:
-        """Refuses arguments that would have no effect."""
-        is_divided = self.format in ("safetensors", "huggingface") and not self.adapters
-        if self.max_file != DEFAULT_FILE_BYTES and not is_divided:
-            raise UsageError(
-                "--max-file goes with --format safetensors or huggingface, without "
-                "--adapters, which are one file"
-            )
-        if is_url(self.destination):
-            if self.format not in (None, "zarr"):
-                raise UsageError(
-                    f"--format {self.format}: expected zarr for a URL, which Orbax "
-                    "reads, too; for another format export to a directory, and copy "
-                    "that"
-                )
-            if self.params_only or self.average or self.adapters or self.dtype:
-                raise UsageError(
-                    "--params-only, --average, --adapters and --dtype go with other "
-                    "formats than a URL has"
-                )
-            return
-        if self.format == "zarr" or self.bandwidth:
-            raise UsageError(
-                "--format zarr and --bandwidth go with a URL, such as file:///exports/6"
-            )
-        if self.params_only and self.format != "safetensors":
-            raise UsageError("--params-only goes with --format safetensors")
-        if self.dtype is not None and self.format != "huggingface":
-            raise UsageError("--dtype goes with --format huggingface")
-        if self.adapters and self.format != "huggingface":
-            raise UsageError("--adapters goes with --format huggingface")
-
     def _to_url(self, store: Path) -> None:
+        if self.format not in (None, "zarr"):
+            raise UsageError(
+                f"--format {self.format}: expected zarr for a URL, which Orbax reads, "
+                "too; for another format export to a directory, and copy that"
+            )
+        others = self.params_only, self.average, self.adapters, self.dtype
+        if any(others):
+            raise UsageError(
+                "--params-only, --average, --adapters and --dtype go with other "
+                "formats than a URL has"
+            )
         place = ObjectStore(self.destination)
         with _step_of(store, self.checkpoint) as step:
             title = f"step {step.commit.step} to {place.where}"

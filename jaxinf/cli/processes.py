@@ -9,26 +9,29 @@ Invariant: a process that works says so all the while; one that is silent for th
 
 import contextlib
 import io
-import json
 import os
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from jaxinf import compat
 from jaxinf.cli.members import is_run, lost_chunks, over_members, title_of
 from jaxinf.command_line import UsageError
-from jaxinf.engine.members import join_members, member_path
-from jaxinf.errors import JaxinfError, StoreFormatError
+from jaxinf.engine.channel import Channel
+from jaxinf.engine.members import join_members, meet_members, member_path
+from jaxinf.errors import JaxinfError, ProcessError, StoreFormatError
 from jaxinf.store import (
     HeldSteps,
+    Redivided,
     StepId,
     StoreDirectory,
+    Team,
     agreed_step,
+    build_part,
     held_steps,
     look_at_store,
 )
@@ -37,13 +40,65 @@ from jaxinf.train.options import LaunchOptions
 from jaxinf.train.processes import connect
 from jaxinf.typing import JsonValue
 
-__all__ = ["SILENCE_S", "over_processes"]
+__all__ = ["TogetherOptions", "over_processes", "redivide_together"]
 
-SILENCE_S = 60.0
-"""The usual time limit."""
+_SILENCE_S = 60.0
 
 _LEAVE_S = 1.5
 _UNSEEN = 2  # the status where a member is not seen
+
+
+@dataclass(frozen=True)
+class TogetherOptions(LaunchOptions):
+    """How processes make a command together."""
+
+    # For --distributed: a process that is silent for so long is named, in seconds.
+    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = _SILENCE_S
+
+    def check_together(self) -> None:
+        """Refuses flags of several processes in one, and a limit of no time."""
+        self.check_given()
+        if self.timeout <= 0:
+            raise UsageError(f"--timeout: expected more than 0, got {self.timeout:g}")
+
+
+def redivide_together(
+    path: Path, launch: TogetherOptions, divide: Callable[[Team | None], Redivided]
+) -> Redivided | None:
+    """Divides a store, each process a part of the new members.
+
+    Args:
+      path: the store or the run, which all processes see.
+      launch: who they are.
+      divide: leads the division, in process 0.
+
+    Returns:
+      In process 0 what came of it.
+
+    Raises:
+      UsageError: they cannot be connected, or do not give one path.
+      ProcessError: one of them failed, or is silent.
+    """
+    connect(launch, launch.timeout)
+    members = meet_members(path, launch.timeout)
+    if members.is_alone:
+        if compat.coordination() is not None:
+            raise UsageError(f"{path}: expected one path in all processes")
+        return divide(None)
+    channel, done = members.channel("division", launch.timeout), None
+    team = Team(members.number, members.count, channel.say, channel.hear)
+    with channel.living():
+        try:
+            if members.number == 0:
+                done = divide(team)
+                channel.say("end")
+            else:
+                build_part(path, team)
+                channel.hear(0, "end")
+        except BaseException as error:
+            channel.fail(f"{type(error).__name__}: {error}")
+            raise
+    return done
 
 
 def over_processes(
@@ -52,7 +107,7 @@ def over_processes(
     launch: LaunchOptions,
     *,
     as_json: bool,
-    timeout_s: float = SILENCE_S,
+    timeout_s: float,
 ) -> int:
     """Does something for the member of each process; process 0 prints what came of it.
 
@@ -78,19 +133,20 @@ def over_processes(
         if not is_run(path):
             return 0 if action(str(path)) else 1
         return over_members(path, action, as_json=as_json)
-    member = join_members(path, timeout_s).member
+    members = join_members(path, timeout_s)
+    member = members.member
     if member is None:
         raise UsageError(f"{path}: expected one path in all processes, found others")
-    talk = _Talk(service, member.run, timeout_s)
-    with talk.living():
-        talk.say(_seen(member_path(path, member.number), action))
+    channel = members.channel("command", timeout_s)
+    with channel.living():
+        channel.say("seen", _seen(member_path(path, member.number), action))
         if service.process == 0:
-            found = [talk.hear(number) for number in range(member.count)]
+            found = [_heard(channel, number, "seen") for number in range(member.count)]
             status = _report(path, found, as_json=as_json)
             verdict = [status, None in found]
-            talk.say(verdict, "verdict")
+            channel.say("verdict", verdict)
         else:
-            verdict = talk.hear(0, "verdict")
+            verdict = _heard(channel, 0, "verdict")
     if verdict is None:
         text = f"jaxinf: {path}: process 0 is silent; look at its output"
         print(text, file=sys.stderr)
@@ -104,53 +160,12 @@ def over_processes(
     return status
 
 
-@dataclass(frozen=True)
-class _Talk:
-    """What processes tell each other, by the name of this call."""
-
-    service: compat.Coordination
-    name: str
-    timeout_s: float
-
-    @contextlib.contextmanager
-    def living(self) -> Iterator[None]:
-        """Says all the while that this process is there."""
-        ended = threading.Event()
-
-        def live() -> None:
-            number = 0
-            while not ended.wait(self.timeout_s / 4):
-                number += 1
-                self.service.put(f"{self._alive(self.service.process)}/{number}", "")
-
-        thread = threading.Thread(target=live, name="jaxinf-live", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-
-    def say(self, value: JsonValue, what: str = "seen") -> None:
-        """Tells the others a value."""
-        key = f"jaxinf/{self.name}/{what}/{self.service.process}"
-        self.service.put(key, json.dumps(value))
-
-    def hear(self, number: int, what: str = "seen") -> Any:
-        """Waits for what a process says; None if it is silent for too long."""
-        num_signs, since_s = -1, time.monotonic()
-        while True:
-            text = self.service.get(f"jaxinf/{self.name}/{what}/{number}", 1.0)
-            if text is not None:
-                return json.loads(text)
-            found = len(self.service.below(self._alive(number)))
-            if found != num_signs:
-                num_signs, since_s = found, time.monotonic()
-            elif time.monotonic() - since_s > self.timeout_s:
-                return None
-
-    def _alive(self, number: int) -> str:
-        return f"jaxinf/{self.name}/alive/{number}"
+def _heard(channel: Channel, number: int, what: str) -> Any:
+    """Returns what a process says; None if it is silent for too long."""
+    try:
+        return channel.hear(number, what)
+    except ProcessError:
+        return None
 
 
 def _seen(place: Path, action: Callable[[str], bool]) -> JsonValue:

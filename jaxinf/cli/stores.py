@@ -1,19 +1,29 @@
 """``jaxinf store``: other forms of its state, other drives or processes, free space."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from jaxinf.cli.options import StorePath, option
+from jaxinf.cli.processes import TogetherOptions, redivide_together
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import UsageError
 from jaxinf.csd import parse_csd
 from jaxinf.engine import AverageChoice, MasterFormat, StateFormat, convert_store
 from jaxinf.engine.drive_speed import measure_csds, shares_of
 from jaxinf.engine.options import check_share
-from jaxinf.store import StoreDirectory, rebalance, redivide, trim_store
+from jaxinf.store import (
+    Redivided,
+    StoreDirectory,
+    Team,
+    in_line,
+    rebalance,
+    redivide,
+    trim_store,
+)
 from jaxinf.terminal import format_bytes, printable
 
 __all__ = ["Store"]
@@ -79,14 +89,15 @@ class _Convert:
         print(f"{target}: step {step}, {shown}")
 
 
-@dataclass(frozen=True)
-class _Rebalance:
+@dataclass(frozen=True, kw_only=True)
+class _Rebalance(TogetherOptions):
     """Spread a store over other CSD roots: add drives, take some out, or deal by speed.
 
     No bit changes, also in checkpoints, and most chunks stay where they are. The store
     must not be open. If the command is interrupted, run it again; until then the store
     is valid, with the old or the new roots. --processes divides it among another number
     of processes; then STORE may be the path of a run, all of whose members can be seen.
+    With --distributed, processes that all see them make the new members together.
     """
 
     store: StorePath
@@ -109,7 +120,16 @@ class _Rebalance:
         int | None,
         option(
             "Divide it among so many processes; {process} in a CSD root is the number "
-            "of one. Chunks get other owners, and grids stay.",
+            "of one. Chunks get other owners.",
+            "N",
+        ),
+    ] = None
+    devices: Annotated[
+        int | None,
+        option(
+            "With --processes: number of their JAX devices, in a line, over which "
+            "sharded leaves will be. Leaves whose chunks that would cut get another "
+            "grid. By default as many as there are shards, or one a process.",
             "N",
         ),
     ] = None
@@ -117,14 +137,37 @@ class _Rebalance:
     def _divide(self, path: Path, count: int) -> None:
         if self.by_speed or self.share:
             raise UsageError("--by-speed and --share do not go with --processes")
+        if self.devices is not None and (
+            self.devices < 1 or count < 1 or self.devices % count
+        ):
+            raise UsageError(
+                f"--devices: expected as many for each of {count} processes, found "
+                f"{self.devices} in all"
+            )
         roots = [str(root.expanduser().absolute()) for root in self.csd_root]
-        with show_progress(f"dividing {path}") as progress:
-            done = redivide(path, count, roots, progress)
+        shards_of = None
+        if self.devices is not None:
+            shards_of = partial(in_line, count=count, num_devices=self.devices)
+
+        def divide(team: Team | None) -> Redivided:
+            with show_progress(f"dividing {path}") as progress:
+                return redivide(
+                    path, count, roots, progress, shards_of=shards_of, team=team
+                )
+
+        if self.distributed:
+            done = redivide_together(path, self, divide)
+        else:
+            done = divide(None)
+        if done is None:  # the first process tells
+            return
         print(
             f"{path}: among {count} process{'es' if count > 1 else ''}, "
             f"{done.num_chunks} chunks with another owner, "
             f"{format_bytes(done.num_bytes)}"
         )
+        if done.regridded:
+            print(f"with a new grid: {', '.join(map(printable, done.regridded))}")
         if done.idle:
             print(f"nothing is owned by process {', '.join(map(str, done.idle))}")
         if done.dropped:
@@ -135,6 +178,9 @@ class _Rebalance:
 
     def run(self) -> None:
         path = Path(self.store).expanduser().absolute()
+        self.check_together()
+        if self.processes is None and (self.devices is not None or self.distributed):
+            raise UsageError("--devices, --distributed: expected with --processes")
         if self.processes is not None:
             self._divide(path, self.processes)
             return

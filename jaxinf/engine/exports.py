@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxinf.engine.members import Channel, Members
+from jaxinf.engine.channel import Channel
+from jaxinf.engine.members import Members
 from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import JaxinfError, ProcessError
 from jaxinf.exchange import (

@@ -10,7 +10,6 @@ barrier where they wait for it.
 """
 
 import atexit
-import contextlib
 import json
 import logging
 import os
@@ -19,21 +18,22 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxinf import compat
+from jaxinf.engine.channel import SLICE_S, Channel, failed_error
 from jaxinf.errors import ProcessError, StoreFormatError
-from jaxinf.store import Member, member_name, num_processes, redivide
+from jaxinf.store import Member, member_name
 from jaxinf.typing import JsonValue
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
-    "Channel",
     "Members",
     "division_advice",
     "join_members",
+    "meet_members",
     "member_path",
 ]
 
@@ -44,8 +44,6 @@ DEFAULT_TIMEOUT_S = 60.0
 _LOG = logging.getLogger("jaxinf")
 _GRACE_S = 10.0
 _LEAVE_S = 1.5
-_SLICE_S = 1.0  # between looks at whether a process is gone
-_LAST_LOOK_S = 0.001
 _num_joined = 0
 _GUARD = threading.Lock()
 
@@ -146,10 +144,21 @@ class Members:
         self.agree(what, lambda: found.append(action()))
         return found[0]
 
-    def channel(self, name: str) -> "Channel":
-        """What the processes say to each other beside their calls, by a new name."""
+    def channel(self, name: str, silence_s: float | None = None) -> Channel:
+        """What the processes say to each other beside their calls, by a new name.
+
+        Args:
+          name: the name.
+          silence_s: as for `Channel`.
+        """
         place = f"jaxinf/{self._session}/{name}"
-        return Channel(self._service, self.path, place, lambda: self.has_failed)
+        return Channel(
+            self._service,
+            self.path,
+            place,
+            lambda: self.has_failed,
+            silence_s,
+        )
 
     # --- commits -------------------------------------------------------------------
 
@@ -183,7 +192,7 @@ class Members:
                 step,
             ) from error
         if failed:
-            raise _failed(self.path, failed, step)
+            raise failed_error(self.path, failed, step)
         if missing:
             raise ProcessError(
                 f"{self.path}: step {step}: expected all {self.count} processes to "
@@ -275,7 +284,7 @@ class Members:
                     step=step,
                 )
             time.sleep(0.01)
-        return _failed(self.path, found, step)
+        return failed_error(self.path, found, step)
 
     def end_unless(self, is_known: Callable[[], bool], error: BaseException) -> None:
         """Ends this process soon if the program does not learn of a failure.
@@ -323,100 +332,28 @@ class Members:
             pass
 
 
-class Channel:
-    """What the processes say to each other of one thing, from any thread.
-
-    Without a service nothing is said, and nobody hears. Names are used once.
-
-    Args:
-      service: the service.
-      path: the path of the run, for messages.
-      place: where the keys are.
-      has_failed: whether the run has, so that no more will be said.
-
-    Attributes:
-      number: number of this process.
-    """
-
-    def __init__(
-        self,
-        service: compat.Coordination | None,
-        path: Path,
-        place: str,
-        has_failed: Callable[[], bool],
-    ) -> None:
-        self._service, self._path, self._place = service, path, place
-        self._has_failed = has_failed
-        self.number = 0 if service is None else service.process
-
-    def say(self, what: str, value: JsonValue = None) -> None:
-        """Says something; does not wait for who hears it."""
-        if self._service is not None:
-            key = f"{self._place}/{what}/{self.number}"
-            self._service.put(key, json.dumps(value))
-
-    def fail(self, why: str) -> None:
-        """Says that this process does no more here; others that wait hear why."""
-        with contextlib.suppress(Exception):  # the service is gone, and they with it
-            self.say("failed", why)
-
-    def hear(self, number: int, what: str, stop: threading.Event | None = None) -> Any:
-        """Waits for what another process says, as long as it may say it.
-
-        Raises:
-          ProcessError: a process said that it fails here, the run has failed, or
-            `stop` is set.
-        """
-        assert self._service is not None
-        key = f"{self._place}/{what}/{number}"
-        while True:
-            text = self._service.get(key, _SLICE_S)
-            if text is not None:
-                return json.loads(text)
-            failed = self._service.below(f"{self._place}/failed")
-            if failed:
-                told = {int(k.rpartition("/")[2]): v for k, v in failed.items()}
-                raise _failed(self._path, told, None)
-            if self._has_failed() or (stop is not None and stop.is_set()):
-                text = self._service.get(key, _LAST_LOOK_S)  # said in the meantime
-                if text is not None:
-                    return json.loads(text)
-                raise ProcessError(
-                    f"{self._path}: the run ends before process {number} has done its "
-                    "part",
-                    [number],
-                )
-
-
 def member_path(path: Path, number: int) -> Path:
     """Returns the place of a member's store below the path of a run."""
     return path / member_name(number)
 
 
-def join_members(
-    path: Path, timeout_s: float, redivided_over: Sequence[str] | None = None
-) -> Members:
-    """Finds out whose store a path is; in a program of several processes all call it.
+def meet_members(path: Path, timeout_s: float) -> Members:
+    """Finds out who has a path; in a program of several processes all call it.
 
-    If all give one path, it is a run's, and each has a member there. If each gives a
-    path of its own, each is alone.
+    If all give one path, they have it together. If each gives a path of its own, each
+    is alone.
 
     Args:
-      path: the path of the store or the run.
+      path: the path of a store or a run.
       timeout_s: the longest wait for another process.
-      redivided_over: if it is divided among another number of processes, process 0
-        divides it anew, over these CSD roots if there are any; None: it is refused.
 
     Raises:
       ProcessError: some do not come, or some give one path and others another.
-      StoreFormatError: there is a store of one process at the path.
     """
     global _num_joined
     service = compat.coordination()
     if service is None:
-        members = Members(path)
-        _redivide(members, redivided_over)
-        return members
+        return Members(path)
     with _GUARD:
         _num_joined += 1
         folder = f"jaxinf/open/{_num_joined}"
@@ -435,33 +372,56 @@ def join_members(
             f"mesh of all, or a path of its own in each, found {listed}",
             range(len(paths)),
         )
-    members = Members(path, service, found[0]["session"], timeout_s)
-    members.in_all("the division", lambda: _redivide(members, redivided_over))
+    return Members(path, service, found[0]["session"], timeout_s)
+
+
+def join_members(
+    path: Path, timeout_s: float, divide: Callable[[Path, int], None] | None = None
+) -> Members:
+    """As `meet_members`, for the members of a run, or a store of one process.
+
+    Args:
+      path: the path of the store or the run.
+      timeout_s: the longest wait for another process.
+      divide: divides it among so many processes, if it is divided otherwise than this
+        run needs; None: it is refused then.
+
+    Raises:
+      ProcessError: as `meet_members`.
+      StoreFormatError: there is a store of one process at the path.
+      StoreError: as `jaxinf.store.redivide`; nothing was changed.
+    """
+    members = meet_members(path, timeout_s)
+    if members.is_alone:
+        if divide is not None and compat.coordination() is None:
+            divide(path, 1)
+        return members
+    if divide is not None:
+        _divide(members, divide, timeout_s)
     if (path / "jaxinf.json").exists():
         raise StoreFormatError(
-            f"{path}: expected a run of {len(paths)} processes, which has a store in "
-            f"{member_path(path, 0).name} and so on, found the store of one process; "
-            f"{division_advice(path, len(paths))}"
+            f"{path}: expected a run of {members.count} processes, which has a store "
+            f"in {member_path(path, 0).name} and so on, found the store of one "
+            f"process; {division_advice(path, members.count)}"
         )
     return members
 
 
-def _redivide(members: Members, csd_roots: Sequence[str] | None) -> None:
-    """Divides a store among these processes, if it is divided among others."""
-    path = members.path
-    if csd_roots is None or members.number != 0 or not path.is_dir():
+def _divide(
+    members: Members, divide: Callable[[Path, int], None], timeout_s: float
+) -> None:
+    """Divides a store in process 0; the others wait as long as that goes on."""
+    channel = members.channel("division", timeout_s)
+    if members.number:
+        channel.hear(0, "divided")
         return
-    found = num_processes(path)
-    if found not in (None, members.count):
-        done = redivide(path, members.count, csd_roots)
-        _LOG.warning(
-            "%s: divided among %d processes, it was among %s; checkpoints dropped, as "
-            "not all had them: %s",
-            path,
-            members.count,
-            found,
-            ", ".join(done.dropped) or "none",
-        )
+    with channel.living():
+        try:
+            divide(members.path, members.count)
+        except BaseException as error:
+            channel.fail(f"{type(error).__name__}: {error}")
+            raise
+    channel.say("divided")
 
 
 def division_advice(path: Path, count: int) -> str:
@@ -512,7 +472,7 @@ def _agree(
             failed[number] = f"it makes another call, {told['what']}"
         found.append(told.get("value"))
     if failed:
-        raise _failed(path, failed, None, what)
+        raise failed_error(path, failed, None, what)
     if missing:
         raise ProcessError(
             f"{path}: {what}: expected all {service.num_processes} processes to make "
@@ -532,23 +492,11 @@ def _told_in_time(
     """Waits for a key's value, as long as its process may still give one."""
     while True:
         left_s = until_s - time.monotonic()
-        text = service.get(key, max(0.001, min(left_s, _SLICE_S)))
+        text = service.get(key, max(0.001, min(left_s, SLICE_S)))
         if text is not None or left_s <= 0:
             return text
         if is_gone():
             return service.get(key, 0.001)  # what it has said before
-
-
-def _failed(
-    path: Path, failed: dict[int, str], step: int | None, what: str = ""
-) -> ProcessError:
-    where = f"step {step}: " if step is not None else f"{what}: " if what else ""
-    listed = "; ".join(f"process {n}: {text}" for n, text in sorted(failed.items()))
-    return ProcessError(
-        f"{path}: {where}another process of the run failed: {listed}",
-        sorted(failed),
-        step,
-    )
 
 
 def _numbers(names: list[str]) -> list[int]:

@@ -139,7 +139,9 @@ class StoreShape:
                 f"leaf {record.name}: the store's chunks {record.chunk_shape} (made "
                 f"for shards {record.shard_counts}) do not divide at the shard "
                 f"boundaries of this run ({error}); run on a mesh whose shards are "
-                "whole multiples, or on one JAX device"
+                "whole multiples, or on one JAX device, or give the store another "
+                "grid: open_store(…, processes='rebalance', shardings=…), or jaxinf "
+                "store rebalance PATH --processes N --devices D"
             ) from error
 
     def divides(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:

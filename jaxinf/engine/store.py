@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -37,6 +37,7 @@ from jaxinf.engine.options import (
     StateFormat,
     StoreOptions,
 )
+from jaxinf.engine.redivision import Redivision
 from jaxinf.engine.training import Training
 from jaxinf.errors import ProcessError
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
@@ -49,7 +50,7 @@ from jaxinf.store import (
     snapshot,
 )
 from jaxinf.terminal import given_bytes
-from jaxinf.typing import JsonValue, PathLikeStr, ProgressCallback
+from jaxinf.typing import JsonValue, PathLikeStr, ProgressCallback, PyTree
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
@@ -329,6 +330,7 @@ def open_store(
     tiers: Mapping[str, int | str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     processes: Literal["rebalance"] | None = None,
+    shardings: PyTree | None = None,
     export_every: int | None = None,
     export_to: str | None = None,
     export_bandwidth: int | str | None = None,
@@ -405,6 +407,10 @@ def open_store(
       processes: ``"rebalance"``: a store that is divided among another number of
         processes is divided among these first, as `jaxinf store rebalance --processes`
         does, where all members can be seen by process 0; otherwise it is refused.
+      shardings: for ``processes="rebalance"``, a tree of ``NamedSharding`` like the
+        params, as the run will have them. Leaves whose chunks they would cut get
+        another grid, also where only the number of devices has changed. Without it the
+        devices are taken to be in a line, and a store for as many processes stays.
       export_every, export_to: each step that is a multiple of the first is exported
         to ``URL/STEP`` (``file://``, ``gs://``, ``s3://``) in a thread beside training;
         docs/checkpoints.md, "Exports beside training". `Store.exports` shows what came
@@ -424,12 +430,8 @@ def open_store(
       StoreLockedError: a live process has the store open; names the process.
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
-    if processes not in (None, "rebalance"):
-        raise ValueError(f"processes={processes!r}: expected 'rebalance' or None")
-    over = None
-    if processes is not None:
-        over = [str(_absolute(root)) for root in csds or ()]
-    path, members = _joined(_absolute(path), timeout_s, over)
+    redivision = _redivision(processes, csds, shardings)
+    path, members = _joined(_absolute(path), timeout_s, redivision)
     if memory_bytes is not None:
         memory_bytes = given_bytes("memory_bytes", memory_bytes)
     if export_bandwidth is not None:
@@ -459,14 +461,30 @@ def open_store(
         return Store(_OPEN.open(options, given, members))
 
 
+def _redivision(
+    processes: str | None, csds: Iterable[PathLikeStr] | None, shardings: PyTree | None
+) -> Redivision | None:
+    """Returns how a store may be divided anew; None if it may not."""
+    if processes not in (None, "rebalance"):
+        raise ValueError(f"processes={processes!r}: expected 'rebalance' or None")
+    if processes is None and shardings is not None:
+        raise ValueError(
+            "shardings: expected with processes='rebalance', which gives a store the "
+            "grid for them; leave it out"
+        )
+    roots = [str(_absolute(root)) for root in csds or ()]
+    return None if processes is None else Redivision(roots, shardings)
+
+
 def _joined(
-    path: Path, timeout_s: float, redivided_over: Sequence[str] | None
+    path: Path, timeout_s: float, redivision: Redivision | None
 ) -> tuple[Path, Members | None]:
     """Returns the path of this process's store, and who has it, unless it is open."""
     held = _open_at(path)
     if held is not None and held.training.failure is None:
         return held.training.options.path, None
-    members = join_members(path, timeout_s, redivided_over)
+    divide = None if redivision is None else redivision.apply
+    members = join_members(path, timeout_s, divide)
     if members.is_alone:
         return path, None
     # JAX ends its service at the exit; what is registered later, runs before.

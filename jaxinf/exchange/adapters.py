@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxinf.exchange.portions import Portion
 from jaxinf.exchange.step_files import StepFiles, StoredArray
-from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, Portion
 from jaxinf.store import MASTER_PARAMS
 from jaxinf.typing import Array
 

@@ -15,13 +15,12 @@ from typing import Any
 import tensorstore
 
 from jaxinf.exchange.destination import new_directory
-from jaxinf.exchange.portions import portion_shape
 from jaxinf.exchange.step_files import (
     DEFAULT_MEMORY_BYTES,
     StepFiles,
     StoredArray,
 )
-from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, portion_shape
 from jaxinf.store.zarr_metadata import (
     COMMIT_SUCCESS_TEXT,
     orbax_checkpoint_metadata,

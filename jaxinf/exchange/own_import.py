@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.chunk_writer import ChunkWriter
 from jaxinf.exchange.sources import SourceArray
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES
 from jaxinf.exchange.store_import import ImportReport, read_source
 from jaxinf.store import (
+    ChunkWriter,
     CommitRecord,
     GivenStep,
     Manifest,

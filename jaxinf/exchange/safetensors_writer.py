@@ -14,12 +14,11 @@ import numpy as np
 
 from jaxinf.exchange.adapters import Change
 from jaxinf.exchange.destination import new_directory
-from jaxinf.exchange.portions import box_runs
 from jaxinf.exchange.safetensors_format import TensorInfo, encode_header
 from jaxinf.exchange.step_files import StepFiles, StoredArray
 from jaxinf.io import write_bytes_atomically, write_json_atomically
 from jaxinf.io.failures import translated
-from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, box_runs
 from jaxinf.typing import JsonValue, ProgressCallback
 
 __all__ = [

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.portions import portions
 from jaxinf.io.failures import translated
-from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid, portions
 from jaxinf.typing import Array
 
 __all__ = ["FileArray", "SourceArray", "TensorstoreArray", "read_whole", "within"]

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.portions import Portion, portions
 from jaxinf.io import crc32c, crc32c_combine
+from jaxinf.layout import Portion, portions
 from jaxinf.store import (
     MASTER_PARAMS,
     CommitRecord,
     LeafRecord,
     Manifest,
-    Piece,
+    PieceRuns,
     StateRecord,
     StepReader,
     StoreDirectory,
@@ -176,7 +176,7 @@ class StepFiles:
         with self.reader() as reader:
             for chunk, members in groupby(every, key=lambda portion: portion.chunk):
                 pieces = reader.pieces(array.leaf, array.state, [chunk])
-                runs = _Runs(pieces, array.dtype)
+                runs = PieceRuns(pieces, array.dtype)
                 sums: list[tuple[int, int]] = []
                 for portion in members:
                     values = runs.take(portion.num_elements)
@@ -185,23 +185,3 @@ class StepFiles:
                     yield portion, values.reshape(portion.extent)
                 if array.state.codec:
                     self._decoded_sums[array.name, chunk] = crc32c_combine(sums)
-
-
-class _Runs:
-    """Regroups the elements of a chunk's pieces into runs of other lengths."""
-
-    def __init__(self, pieces: Iterator[Piece], dtype: np.dtype) -> None:
-        self._pieces, self._dtype = pieces, dtype
-        self._rest = np.empty(0, dtype)
-
-    def take(self, num: int) -> Array:
-        """Returns the next elements in a new array."""
-        out, done = np.empty(num, self._dtype), 0
-        while done < num:
-            if not self._rest.size:
-                self._rest = next(self._pieces).values
-            part = self._rest[: num - done]
-            out[done : done + part.size] = part
-            self._rest = self._rest[part.size :]
-            done += part.size
-        return out

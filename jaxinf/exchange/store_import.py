@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from jaxinf.errors import ExchangeError, StoreMismatchError
-from jaxinf.exchange.chunk_writer import ChunkWriter
 from jaxinf.exchange.matching import Match, MatchOptions, match
 from jaxinf.exchange.orbax_source import is_orbax, read_orbax
 from jaxinf.exchange.safetensors_source import is_safetensors, read_safetensors
@@ -22,6 +21,7 @@ from jaxinf.exchange.step_files import (
     StoredArray,
 )
 from jaxinf.store import (
+    ChunkWriter,
     CommitRecord,
     Manifest,
     Slot,

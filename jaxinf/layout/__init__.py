@@ -20,6 +20,7 @@ from jaxinf.layout.grid import (
     LeafGrid,
     covers,
 )
+from jaxinf.layout.portions import Portion, box_runs, portion_shape, portions
 from jaxinf.layout.runs import gather, scatter, target_view
 from jaxinf.layout.subgroups import (
     Subgroup,
@@ -38,12 +39,16 @@ __all__ = [
     "Chunk",
     "CodedSlot",
     "LeafGrid",
+    "Portion",
     "Subgroup",
     "assign_csds",
     "assign_owners",
+    "box_runs",
     "choose_grid",
     "covers",
     "gather",
+    "portion_shape",
+    "portions",
     "reassign_csds",
     "scale_chunks",
     "scales_length",

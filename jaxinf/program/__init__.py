@@ -28,7 +28,14 @@ from jaxinf.program.passes import Passes
 from jaxinf.program.prologue import LeafInputs, key_data
 from jaxinf.program.recall import Recall
 from jaxinf.program.state import StateLayout, StateSlot, state_layout
-from jaxinf.program.tree import LeafInfo, is_trained, leaf_infos, path_name, trained
+from jaxinf.program.tree import (
+    LeafInfo,
+    is_trained,
+    leaf_infos,
+    leaf_path,
+    path_name,
+    trained,
+)
 from jaxinf.program.update import LeafUpdate, UpdateProgram, trace_update
 from jaxinf.program.wrappers import (
     NonFinitePolicy,
@@ -66,6 +73,7 @@ __all__ = [
     "kernel_function",
     "key_data",
     "leaf_infos",
+    "leaf_path",
     "missing_arguments",
     "parse_ema",
     "path_name",

@@ -14,7 +14,7 @@ import numpy as np
 from jaxinf import compat
 from jaxinf.typing import FLOAT_DTYPES, PyTree
 
-__all__ = ["LeafInfo", "is_trained", "leaf_infos", "path_name", "trained"]
+__all__ = ["LeafInfo", "is_trained", "leaf_infos", "leaf_path", "path_name", "trained"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,13 @@ def leaf_infos(params: PyTree) -> tuple[LeafInfo, ...]:
     return infos
 
 
+def leaf_path(keys: tuple[Any, ...]) -> tuple[str, ...]:
+    """Returns the path of a leaf from its key path, as in `LeafInfo`."""
+    if keys and compat.attribute_of(keys[-1]) == "value":
+        keys = keys[:-1]
+    return tuple(compat.key_name(key) for key in keys)
+
+
 def path_name(path: tuple[Any, ...], whole: str = "params") -> str:
     """Returns the path of a leaf as text.
 
@@ -92,9 +99,7 @@ def trained(params: PyTree) -> PyTree:
 
 
 def _leaf_info(keys: tuple[Any, ...], leaf: Any) -> LeafInfo:
-    if keys and compat.attribute_of(keys[-1]) == "value":
-        keys = keys[:-1]
-    path = tuple(compat.key_name(key) for key in keys)
+    path = leaf_path(keys)
     where = "/".join(("params", *path))
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise TypeError(

@@ -26,6 +26,7 @@ from jaxinf.store.checkpoint import (
     save_checkpoint,
     stray_checkpoints,
 )
+from jaxinf.store.chunk_writer import ChunkWriter
 from jaxinf.store.commit import CommitRecord, ScalarState
 from jaxinf.store.contents import (
     CODECS,
@@ -51,6 +52,7 @@ from jaxinf.store.directory import (
     next_slot,
     other_slot,
 )
+from jaxinf.store.division import is_divided_for
 from jaxinf.store.documents import check_seal, read_foreign, seal, write_document
 from jaxinf.store.earlier import read_spare, restore_spare, verify_spare
 from jaxinf.store.key_paths import encode_path, path_keys
@@ -89,10 +91,17 @@ from jaxinf.store.plans import (
     plans_folder,
     read_plan,
 )
-from jaxinf.store.reader import Piece, StepReader, file_checksum
+from jaxinf.store.reader import Piece, PieceRuns, StepReader, file_checksum
 from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
 from jaxinf.store.rebuilding import GivenStep, Rebuilt, rebuild_members
-from jaxinf.store.redividing import Redivided, num_processes, redivide
+from jaxinf.store.redividing import (
+    Redivided,
+    Team,
+    build_part,
+    num_processes,
+    redivide,
+)
+from jaxinf.store.regridding import Shards, ShardsOf, in_line
 from jaxinf.store.schemas import LOCK
 from jaxinf.store.snapshot import (
     PinnedStep,
@@ -130,6 +139,7 @@ __all__ = [
     "SAVED_PREFIX",
     "SLOTS",
     "CheckpointInfo",
+    "ChunkWriter",
     "CommitAction",
     "CommitRecord",
     "Damage",
@@ -140,11 +150,14 @@ __all__ = [
     "Manifest",
     "Member",
     "Piece",
+    "PieceRuns",
     "PinnedStep",
     "Rebalanced",
     "Rebuilt",
     "Redivided",
     "ScalarState",
+    "Shards",
+    "ShardsOf",
     "Slot",
     "StateRecord",
     "StepId",
@@ -152,10 +165,12 @@ __all__ = [
     "StoreContents",
     "StoreDirectory",
     "StoreLock",
+    "Team",
     "Verifier",
     "agreed_of",
     "agreed_step",
     "array_name",
+    "build_part",
     "can_link",
     "check_checkpoint",
     "check_free_space",
@@ -188,7 +203,9 @@ __all__ = [
     "held_steps",
     "hold_members",
     "hold_store",
+    "in_line",
     "is_dealt_by",
+    "is_divided_for",
     "is_unfinished",
     "lay_out",
     "leaf_name",

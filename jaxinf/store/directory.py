@@ -315,19 +315,19 @@ class StoreDirectory:
     # --- chunk files under a running step ------------------------------------------
 
     def prepare_write(
-        self, slot: Slot, leaf: int, chunk: int, state: str, *, keeps: bool = False
+        self, place: str, leaf: int, chunk: int, state: str, *, keeps: bool = False
     ) -> Path:
-        """Returns the file for writing a chunk of an unpublished slot.
+        """Returns the file for writing a chunk of a slot or step without a record.
 
         If a snapshot, a checkpoint or the other slot has a link to the file, a new one
         takes its place. If the file is too short, it gets its length back.
 
         Args:
-          slot, leaf, chunk, state: the chunk.
+          place, leaf, chunk, state: the chunk.
           keeps: whether a new file gets the old one's content; otherwise the caller
             must write the whole chunk.
         """
-        file, num_bytes = self._known_chunk(slot, leaf, chunk, state)
+        file, num_bytes = self._known_chunk(place, leaf, chunk, state)
         with self._replace_lock:
             status = _status(file)
             if status.st_nlink > 1:

@@ -43,6 +43,7 @@ from jaxinf.typing import Array
 __all__ = [
     "PIECE_BYTES",
     "Piece",
+    "PieceRuns",
     "StepReader",
     "file_checksum",
     "stored_pieces",
@@ -368,3 +369,23 @@ class StepReader:
         with ThreadPoolExecutor(self._threads) as threads:
             for _ in threads.map(go_through, chunks):
                 pass
+
+
+class PieceRuns:
+    """Regroups the elements of a chunk's pieces into runs of other lengths."""
+
+    def __init__(self, pieces: Iterator[Piece], dtype: np.dtype) -> None:
+        self._pieces, self._dtype = pieces, dtype
+        self._rest = np.empty(0, dtype)
+
+    def take(self, num: int) -> Array:
+        """Returns the next elements in a new array."""
+        out, done = np.empty(num, self._dtype), 0
+        while done < num:
+            if not self._rest.size:
+                self._rest = next(self._pieces).values
+            part = self._rest[: num - done]
+            out[done : done + part.size] = part
+            self._rest = self._rest[part.size :]
+            done += part.size
+        return out

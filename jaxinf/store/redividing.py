@@ -5,32 +5,33 @@
 
 Invariant: until the journal is written, nothing of the store changes; from then on the
   new division is valid, and all but a division refuse the path until it is complete. A
-  chunk that stays on its file system is a hard link, and others are verified copies:
-  stored bits do not change.
+  chunk that stays on its file system is a hard link, and others are verified copies;
+  those of leaves with a new grid are written anew. Stored bits do not change.
 """
 
 import contextlib
-import math
 import os
 import shutil
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxinf.errors import JaxinfError, StoreFormatError, StoreMismatchError
+from jaxinf.errors import JaxinfError, StoreFormatError
 from jaxinf.io import fsync_directory
 from jaxinf.io.failures import translated
-from jaxinf.layout import reassign_csds
 from jaxinf.schema import SchemaError
 from jaxinf.store import schemas
-from jaxinf.store.checkpoint import add_documents, checkpoint_names, find_checkpoint
+from jaxinf.store.checkpoint import add_documents
+from jaxinf.store.chunk_writer import ChunkWriter
 from jaxinf.store.commit import CommitRecord
+from jaxinf.store.contents import StateRecord
 from jaxinf.store.creation import create_documents, step_documents
-from jaxinf.store.directory import StoreDirectory, next_slot
+from jaxinf.store.directory import StoreDirectory
+from jaxinf.store.division import Division, Source, division_for, held_source
 from jaxinf.store.documents import (
     check_seal,
     no_document,
@@ -39,40 +40,37 @@ from jaxinf.store.documents import (
 )
 from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.making import (
-    chunk_holders,
     copy_beside,
     lay_out,
     member_of,
     process_roots,
 )
 from jaxinf.store.manifest import Manifest, Member
-from jaxinf.store.owned import DIVISION, DIVISION_LOCK, hold_store
+from jaxinf.store.owned import DIVISION, DIVISION_LOCK
 from jaxinf.store.owners import check_owners, make_csds
+from jaxinf.store.reader import StepReader
 from jaxinf.store.rebalancing import (
     Move,
     bring_all,
-    finish_rebalance,
     point,
     remove_csds,
     space_needs,
 )
-from jaxinf.store.snapshot import PinnedStep
+from jaxinf.store.regridding import (
+    ShardsOf,
+    regrid,
+)
 from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.stock_documents import stock_documents
 from jaxinf.store.whole import (
-    agreed_of,
-    all_members,
     find_members,
-    hold_members,
     link_whole,
     member_name,
-    to_step,
 )
-from jaxinf.store.whole_step import WholeStep, joined_step
 from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE
-from jaxinf.typing import ProgressCallback
+from jaxinf.typing import JsonValue, ProgressCallback
 
-__all__ = ["Redivided", "num_processes", "redivide"]
+__all__ = ["Redivided", "Team", "build_part", "num_processes", "redivide"]
 
 _NEW, _OLD = ".jaxinf-new", ".jaxinf-old"
 _WHOLE = "whole"  # below _NEW, the store of one process
@@ -94,6 +92,7 @@ class Redivided:
       num_chunks: number of the leaves' chunks with another owner.
       num_bytes: bytes of their state, in one step.
       idle: numbers of the processes that own nothing.
+      regridded: names of the leaves with another grid, whose chunks were written anew.
       dropped: checkpoints that some members had and others not, or of another commit;
         they went with the old division.
     """
@@ -101,7 +100,25 @@ class Redivided:
     num_chunks: int
     num_bytes: int
     idle: tuple[int, ...] = ()
+    regridded: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Team:
+    """Processes that divide a store together; each sees all of it.
+
+    Attributes:
+      number: number of this process; the first, 0, leads.
+      count: number of processes.
+      say: tells the others a value by a name.
+      hear: waits for what a process says by a name; raises if it fails or is silent.
+    """
+
+    number: int
+    count: int
+    say: Callable[[str, JsonValue], None]
+    hear: Callable[[int, str], Any]
 
 
 def redivide(
@@ -109,15 +126,18 @@ def redivide(
     count: int,
     csd_roots: Sequence[str] = (),
     progress: ProgressCallback | None = None,
+    *,
+    shards_of: ShardsOf | None = None,
+    team: Team | None = None,
 ) -> Redivided:
     """Divides a store, or a run of several processes, among some processes; blocks.
 
-    No bit of a committed step or of a checkpoint changes, and grids stay. Chunks of
-    leaves that are not sharded are dealt anew, and most stay with their owners. Those
-    of sharded leaves go by their place: devices are taken to be in a line, as many for
-    each process. The step before the committed one is given up. Checkpoints that all
-    members have are kept, and others are dropped. After an interruption the old
-    division is valid or the new one; call it again.
+    No bit of a committed step or of a checkpoint changes. Chunks of leaves that are not
+    sharded are dealt anew, and most stay with their owners. Those of sharded leaves go
+    to processes that have the shard. If shards would cut the chunks of a leaf, the leaf
+    gets a new grid, in checkpoints, too. The step before the committed one is given up.
+    Checkpoints that all members have are kept, and others are dropped. After an
+    interruption the old division is valid or the new one; call it again.
 
     Args:
       path: the store's or the run's path, where all members can be seen.
@@ -125,13 +145,19 @@ def redivide(
       csd_roots: existing CSD roots of each process, in which ``{process}`` is its
         number; by default those of the member of that number.
       progress: called with the bytes of files done and in all.
+      shards_of: returns the shards that a leaf will have; by default as `in_line`, and
+        a store that is among so many processes already stays as it is.
+      team: processes that make the new stores with this one; the others call
+        `build_part`.
 
     Raises:
       ValueError: a number or a root is wrong.
+      Exception: another process of the team failed; nothing was changed.
       StoreLockedError: a run has the store open.
       ProcessError: a member cannot be seen, or they have no step in common.
       StoreFormatError: the path has no store, or none with a committed step.
-      StoreMismatchError: a checkpoint has other arrays than the store.
+      StoreMismatchError: a checkpoint has other arrays than the store, or a new grid
+        would cut blocks of codes; nothing was changed.
       StoreSpaceError: a drive has too little room; nothing was moved.
       StoreCorruptError: a chunk is damaged; nothing was changed.
       StoreIOError: a drive failed.
@@ -142,16 +168,45 @@ def redivide(
         raise StoreFormatError(f"{path}: expected a store or a run, found none")
     with lock_exclusively(path / DIVISION_LOCK):
         _finish(path)
-        with _held(path) as source:
+        with held_source(path) as source:
             roots = [_roots(source, number, csd_roots) for number in range(count)]
-            is_same = count == len(source.parts) and not csd_roots
-            if is_same and source.is_run == (count > 1):
+            is_same = count == len(source.parts) and source.is_run == (count > 1)
+            is_same &= roots == [list(part.manifest.csds) for part in source.parts]
+            division = Division(source.whole.leaves, source.owners)
+            if not is_same or shards_of is not None:
+                division = division_for(source, count, shards_of)
+            if is_same and division == Division(source.whole.leaves, source.owners):
+                if team is not None:
+                    team.say("begin", None)
                 return Redivided(0, 0)
-            targets = _targets(source, roots)
-            _build(source, targets, progress)
+            targets = _targets(source, roots, division)
+            _build(source, targets, progress, team)
             _write_journal(source, targets)
             _finish(path)
             return _report(source, targets)
+
+
+def build_part(
+    path: Path, team: Team, progress: ProgressCallback | None = None
+) -> None:
+    """Makes this process's part of a division that the first of a team leads; blocks.
+
+    Args:
+      path: as the first process has it; it sees all members and CSDs, too.
+      team: the processes.
+      progress: called with the bytes of files done and in all, of its part.
+
+    Raises:
+      Exception: as `redivide`, or the first process failed.
+    """
+    ids = team.hear(0, "begin")
+    if ids is None:
+        return
+    places = sorted((path / _NEW).iterdir(), key=lambda place: (len(place.name), place))
+    targets = [StoreDirectory.open(place) for place in places]
+    with held_source(path, is_held=True) as source:
+        _make(source, targets[team.number :: team.count], ids, progress)
+    team.say("built", None)
 
 
 def num_processes(path: Path) -> int | None:
@@ -206,123 +261,10 @@ def _finish(path: Path) -> None:
         fsync_directory(path)
 
 
-# --- what is there -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A store or a run as it is, held by this process.
-
-    Attributes:
-      path: as given.
-      parts: the members by number, or the store alone.
-      steps: the committed step as slot ``a``, and the checkpoints, by place.
-      spares: directories of the other slot's chunks, as `WholeStep.places`.
-      dropped: checkpoints that are not of all parts.
-    """
-
-    path: Path
-    parts: Sequence[StoreDirectory]
-    steps: Mapping[str, WholeStep]
-    spares: Sequence[Path]
-    dropped: tuple[str, ...]
-
-    @property
-    def is_run(self) -> bool:
-        """Whether it is divided among processes."""
-        return self.parts[0].manifest.member is not None
-
-    @property
-    def whole(self) -> Manifest:
-        """The leaves, each with all chunks."""
-        return self.steps["a"].manifest
-
-    @property
-    def owners(self) -> list[Sequence[int]]:
-        """The owner of each chunk, by leaf."""
-        leaves = self.parts[0].manifest.leaves
-        return [leaf.owners or (0,) * len(leaf.csds) for leaf in leaves]
-
-
-@contextlib.contextmanager
-def _held(path: Path) -> Iterator[_Source]:
-    """Holds a store or all members of a run, at one step."""
-    with contextlib.ExitStack() as stack:
-        if (path / "jaxinf.json").exists() or not find_members(path):
-            parts = [stack.enter_context(hold_store(path))]
-        else:
-            parts = stack.enter_context(hold_members(path))
-            to_step(parts, agreed_of(all_members(path)))
-        for one in parts:
-            finish_rebalance(one)
-        parts = [
-            StoreDirectory(p.path, Manifest.read(p.path / "jaxinf.json"), p.lock)
-            for p in parts
-        ]
-        slots = [one.committed_slot() for one in parts]
-        current = [
-            d.step_path(slot) for d, slot in zip(parts, slots, strict=True) if slot
-        ]
-        if len(current) < len(parts):
-            raise StoreFormatError(
-                f"{path}: expected a committed step, found a store whose making was "
-                "interrupted; start its run again first"
-            )
-        steps = {"a": _step([*map(PinnedStep, parts, current)])}
-        kept = _common_checkpoints(parts)
-        for name in kept:
-            place = f"checkpoints/{name}"
-            steps[place] = _step([PinnedStep(d, d.step_path(place)) for d in parts])
-        spares = [
-            d.data_paths(d.step_path(next_slot(d.committed_slot()))) for d in parts
-        ]
-        dropped = {name for one in parts for name in checkpoint_names(one)} - set(kept)
-        yield _Source(
-            path,
-            parts,
-            steps,
-            [place for own in spares for place in own],
-            tuple(sorted(dropped)),
-        )
-
-
-def _step(parts: Sequence[PinnedStep]) -> WholeStep:
-    records = [CommitRecord.read(part.path / "commit.json") for part in parts]
-    for part, record in zip(parts, records, strict=True):
-        record.check_fits(part.path / "commit.json", part.directory.manifest)
-    if parts[0].directory.manifest.member is not None:
-        return joined_step(parts, records)
-    places = tuple(parts[0].directory.data_paths(parts[0].path))
-    return WholeStep(parts[0].path, parts[0].directory.manifest, records[0], places)
-
-
-def _common_checkpoints(parts: Sequence[StoreDirectory]) -> list[str]:
-    """Returns the checkpoints that all parts have of one commit.
-
-    Raises:
-      StoreMismatchError: one has other arrays than the store.
-    """
-    names = set(checkpoint_names(parts[0])).intersection(*map(checkpoint_names, parts))
-    found = []
-    for name in sorted(names):
-        if len({find_checkpoint(one, name).commit for one in parts}) > 1:
-            continue
-        for one in parts:
-            place = one.step_path(f"checkpoints/{name}")
-            held = Manifest.read(place / "jaxinf.json")
-            if held.leaves != one.manifest.leaves:
-                raise StoreMismatchError(
-                    f"{one.path}: the checkpoint {name} holds other arrays than the "
-                    "store does now; export it, and remove it from the store"
-                )
-        found.append(name)
-    return found
-
-
 # --- what is to be -------------------------------------------------------------------
 
 
-def _roots(source: _Source, number: int, given: Sequence[str]) -> list[str]:
+def _roots(source: Source, number: int, given: Sequence[str]) -> list[str]:
     """Returns the CSD roots of a process."""
     if not given and number < len(source.parts):
         return list(source.parts[number].manifest.csds)
@@ -330,41 +272,22 @@ def _roots(source: _Source, number: int, given: Sequence[str]) -> list[str]:
     return process_roots(number, given, is_needed=is_needed)
 
 
-def _owners(source: _Source, count: int) -> list[list[int]]:
-    """Returns the new owner of each chunk, by leaf."""
-    sizes, held, owners = [], [], []
-    for leaf, own in zip(source.whole.leaves, source.owners, strict=True):
-        num_shards = math.prod(leaf.shard_counts)
-        if num_shards > 1:
-            holders = [[shard * count // num_shards] for shard in range(num_shards)]
-            places = chunk_holders(leaf, leaf.shard_counts, holders)
-            owners.append([place[0] for place in places])
-            continue
-        for chunk, owner in zip(leaf.grid.chunks(), own, strict=True):
-            sizes.append(sum(stored_bytes(chunk, state) for state in leaf.states))
-            held.append(owner if owner < count else None)
-        owners.append([])
-    dealt = iter(reassign_csds(sizes, held, count))
-    return [
-        found or [next(dealt) for _ in leaf.csds]
-        for leaf, found in zip(source.whole.leaves, owners, strict=True)
-    ]
-
-
-def _targets(source: _Source, roots: Sequence[Sequence[str]]) -> list[StoreDirectory]:
+def _targets(
+    source: Source, roots: Sequence[Sequence[str]], division: Division
+) -> list[StoreDirectory]:
     """Returns the new members, or the one store, at the places where they are made.
 
     Those of an interrupted call are taken up if they are the same, else removed.
     """
-    count, whole = len(roots), source.whole
-    owners, run = _owners(source, count), uuid.uuid4().hex
+    count, run = len(roots), uuid.uuid4().hex
+    whole = replace(source.whole, leaves=tuple(division.leaves))
     shapes = [leaf.chunk_shape for leaf in whole.leaves]
     wanted = []
     for number, own in enumerate(roots):
         manifest = lay_out(whole, shapes, own)
         if count > 1:
             member = Member(run, number, count)
-            manifest = member_of(manifest, member, owners)
+            manifest = member_of(manifest, member, division.owners)
         name = _WHOLE if count == 1 else member_name(number)
         wanted.append(StoreDirectory(source.path / _NEW / name, manifest))
     taken_up = _taken_up(wanted)
@@ -397,46 +320,77 @@ def _taken_up(wanted: Sequence[StoreDirectory]) -> list[StoreDirectory] | None:
 
 
 def _build(
-    source: _Source,
+    source: Source,
     targets: Sequence[StoreDirectory],
     progress: ProgressCallback | None,
+    team: Team | None,
 ) -> None:
     """Makes the new stores durably beside the old ones."""
-    moves = [list(_moves(source, target)) for target in targets]
     ids = {place: f"{uuid.uuid4().hex}-0" for place in source.steps}
-    total, before = sum(m.num_bytes for own in moves for m in own), 0
     try:
         with translated("division", source.path):
             for target in targets:
                 target.path.mkdir(parents=True, exist_ok=True)
         needs: dict[Path, int] = defaultdict(int)
-        for target, own in zip(targets, moves, strict=True):
-            for root, num_bytes in space_needs(own, target).items():
+        for target in targets:
+            moves = list(_moves(source, target))
+            for root, num_bytes in space_needs(moves, target).items():
                 needs[root] += num_bytes
+            for one in _chunks_anew(source, target):
+                needs[target.csd_directory(one.csd)] += one.num_bytes
         check_free_space(needs, "the chunks to come need", "free some, or give others")
         for target in targets:
             target.manifest.write(target.path / "jaxinf.json")
-        for target, own in zip(targets, moves, strict=True):
-
-            def tell(done: int, _: int, before: int = before) -> None:
-                if progress is not None:
-                    progress(before + done, total)
-
-            bring_all(own, target, tell)
-            before += sum(move.num_bytes for move in own)
-            with translated("division", target.path):
-                _complete(source, target, own, ids)
+        if team is None:
+            _make(source, targets, ids, progress)
+        else:
+            team.say("begin", ids)
+            _make(source, targets[:: team.count], ids, progress)
+            for number in range(1, team.count):
+                team.hear(number, "built")
     except (JaxinfError, ValueError, OSError):
         _discard(source.path / _NEW)
         raise
     fsync_directory(source.path / _NEW)
 
 
+def _make(
+    source: Source,
+    targets: Sequence[StoreDirectory],
+    ids: Mapping[str, str],
+    progress: ProgressCallback | None,
+) -> None:
+    """Fills new stores, durably.
+
+    Args:
+      source: the old ones.
+      targets: the new ones, or some of them, which have their manifests.
+      ids: the id of each step's new commit, by place.
+      progress: called with the bytes of files done and in all.
+    """
+    moves = [list(_moves(source, target)) for target in targets]
+    total, before = sum(m.num_bytes for own in moves for m in own), 0
+    for target, own in zip(targets, moves, strict=True):
+
+        def tell(done: int, _: int, before: int = before) -> None:
+            if progress is not None:
+                progress(before + done, total)
+
+        bring_all(own, target, tell)
+        before += sum(move.num_bytes for move in own)
+    with translated("division", source.path):
+        steps = _write_anew(source, targets)
+    for target, own in zip(targets, moves, strict=True):
+        with translated("division", target.path):
+            _complete(source, target, own, ids, steps)
+
+
 def _complete(
-    source: _Source,
+    source: Source,
     target: StoreDirectory,
     moves: Sequence[Move],
     ids: Mapping[str, str],
+    steps: Mapping[str, CommitRecord],
 ) -> None:
     """Adds documents, links and records to a store with its chunks, durably."""
     make_csds(target)
@@ -444,12 +398,12 @@ def _complete(
     for slot in ("a", "b"):
         create_documents(target, slot, timestamp_ns)
     if target.manifest.csds:
-        for move in moves:
-            move.link.parent.mkdir(parents=True, exist_ok=True)
-            point(move.link, move.target)
-    for place, whole in source.steps.items():
+        for one in [*moves, *_chunks_anew(source, target)]:
+            one.link.parent.mkdir(parents=True, exist_ok=True)
+            point(one.link, one.target)
+    for place, step in steps.items():
         commit = ids[place] if target.manifest.member is not None else ""
-        record = whole.commit.part(target.manifest, commit)
+        record = step.part(target.manifest, commit)
         root = target.step_path(place)
         if place == "a":
             documents = stock_documents(root, target.manifest)
@@ -468,12 +422,14 @@ def _complete(
     target.sync()
 
 
-def _moves(source: _Source, target: StoreDirectory) -> Iterator[Move]:
+def _moves(source: Source, target: StoreDirectory) -> Iterator[Move]:
     """Yields the files of a new store, those of committed steps first."""
     places = [(place, step.places, step) for place, step in source.steps.items()]
     for place, folders, step in [*places, ("b", source.spares, None)]:
         for number, leaf in enumerate(target.manifest.leaves):
             held = source.whole.leaves[number]
+            if source.has_other_grid(number, target):
+                continue
             for state in leaf.states:
                 name = leaf.array_name(state.name)
                 for chunk in leaf.held:
@@ -488,6 +444,77 @@ def _moves(source: _Source, target: StoreDirectory) -> Iterator[Move]:
                         else int(step.commit.checksums[name][chunk]),
                         target.step_path(place) / name / key,
                     )
+
+
+@dataclass(frozen=True)
+class _ChunkAnew:
+    """A chunk file of a new grid.
+
+    Attributes:
+      place, leaf, chunk, state: what it is.
+      csd: the CSD that has it.
+      target: the file.
+      link: its name in the store.
+      num_bytes: bytes on the drive.
+    """
+
+    place: str
+    leaf: int
+    chunk: int
+    state: StateRecord
+    csd: int
+    target: Path
+    link: Path
+    num_bytes: int
+
+
+def _chunks_anew(source: Source, target: StoreDirectory) -> Iterator[_ChunkAnew]:
+    """Yields the files of a new store that are written anew, in all its steps."""
+    for place in (*source.steps, "b"):
+        for number, leaf, chunks in target.leaves():
+            if not source.has_other_grid(number, target):
+                continue
+            for state in leaf.states:
+                for chunk in leaf.held:
+                    key = target.state_chunk(number, chunk, state).key
+                    name = leaf.array_name(state.name)
+                    yield _ChunkAnew(
+                        place,
+                        number,
+                        chunk,
+                        state,
+                        leaf.csds[chunk],
+                        target.chunk_file(place, number, chunk, state.name),
+                        target.step_path(place) / name / key,
+                        stored_bytes(chunks[chunk], state),
+                    )
+
+
+def _write_anew(
+    source: Source, targets: Sequence[StoreDirectory]
+) -> dict[str, CommitRecord]:
+    """Writes the chunks of new grids; returns the records of all steps with them."""
+    for target in targets:
+        for one in _chunks_anew(source, target):
+            one.target.parent.mkdir(parents=True, exist_ok=True)
+            one.target.unlink(missing_ok=True)
+            layout = target.state_chunk(one.leaf, one.chunk, one.state)
+            target.allocate(one.target, layout, one.state)
+    numbers = [
+        number
+        for number in range(len(source.whole.leaves) if targets else 0)
+        if source.has_other_grid(number, targets[0])
+    ]
+    found = {}
+    for place, step in source.steps.items():
+        writers = [ChunkWriter(target, place) for target in targets]
+        sums = dict(step.commit.checksums)
+        with StepReader(step.path, step.commit, places=step.places) as reader:
+            for number in numbers:
+                leaf = step.manifest.leaves[number]
+                sums |= regrid(reader, number, leaf, writers)
+        found[place] = replace(step.commit, checksums=sums)
+    return found
 
 
 def _discard(new: Path) -> None:
@@ -506,7 +533,7 @@ def _remove_csds(directory: StoreDirectory) -> None:
 # --- the journal ---------------------------------------------------------------------
 
 
-def _write_journal(source: _Source, targets: Sequence[StoreDirectory]) -> None:
+def _write_journal(source: Source, targets: Sequence[StoreDirectory]) -> None:
     """Writes what is to be moved; from here on the new division is valid."""
     is_whole = targets[0].manifest.member is None
     names = [target.path.name for target in targets]
@@ -545,9 +572,13 @@ def _read_journal(path: Path) -> dict[str, Any] | None:
     return document
 
 
-def _report(source: _Source, targets: Sequence[StoreDirectory]) -> Redivided:
+def _report(source: Source, targets: Sequence[StoreDirectory]) -> Redivided:
     num_chunks = num_bytes = 0
+    regridded = []
     for number, leaf in enumerate(targets[0].manifest.leaves):
+        if source.has_other_grid(number, targets[0]):
+            regridded.append(leaf.name)
+            continue
         before, after = source.owners[number], leaf.owners or (0,) * len(leaf.csds)
         for chunk, layout in enumerate(leaf.grid.chunks()):
             if before[chunk] != after[chunk]:
@@ -558,4 +589,6 @@ def _report(source: _Source, targets: Sequence[StoreDirectory]) -> Redivided:
         for n, target in enumerate(targets)
         if not any(leaf.held for leaf in target.manifest.leaves)
     ]
-    return Redivided(num_chunks, num_bytes, tuple(idle), source.dropped)
+    return Redivided(
+        num_chunks, num_bytes, tuple(idle), tuple(regridded), source.dropped
+    )

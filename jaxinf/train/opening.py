@@ -3,7 +3,9 @@
 Invariant: nothing is written to a store here.
 """
 
+import jax
 import optax
+from jax.sharding import SingleDeviceSharding
 
 from jaxinf.command_line import UsageError
 from jaxinf.engine import Store, open_store
@@ -43,6 +45,12 @@ def open_backend(
         # It decides how chunks are divided; a step's budget has the tier in it.
         host_bytes = config.state_tier.host if config.state_tier else 0
         memory_bytes = store_memory_bytes(memory_bytes) + host_bytes
+    processes = processes or Processes()
+    shardings = None
+    if config.elastic:
+        like = processes.like(config.abstract[1])
+        alone = SingleDeviceSharding(jax.devices()[0])
+        shardings = jax.tree.map(lambda leaf: leaf.sharding or alone, like)
     try:
         store = open_store(
             config.store,
@@ -56,6 +64,7 @@ def open_backend(
             state=config.state,
             tiers=config.state_tier.sizes if config.state_tier else None,
             processes="rebalance" if config.elastic else None,
+            shardings=shardings,
             export_every=config.export_every or None,
             export_to=config.export_to,
             export_bandwidth=config.export_bandwidth,
@@ -64,7 +73,7 @@ def open_backend(
     except (ValueError, NotADirectoryError) as error:
         raise UsageError(str(error)) from error
     if config.mode == "stream":
-        return Streamed(config, store, optimizer, processes or Processes())
+        return Streamed(config, store, optimizer, processes)
     return OnStore(config, store, _smart(config, optimizer, store))
 
 

@@ -68,8 +68,6 @@ def test_params_for_others(store, tmp_path, capsys):
     words = ["export", str(store), str(tmp_path / "out"), "--params-only"]
     assert main(["checkpoint", *words]) == 2
     assert "--params-only goes with --format safetensors" in capsys.readouterr().err
-    assert main(["checkpoint", *words[:-1], "--max-file", "2MiB"]) == 2
-    assert "--max-file goes with --format safetensors or" in capsys.readouterr().err
     assert main(["checkpoint", *words, "--format", "safetensors"]) == 0
     found = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     assert same(found, master(store)[1])

@@ -50,16 +50,61 @@ def test_a_run_is_made_again_from_an_export(alone, tmp_path):
 
 
 @pytest.mark.long
-def test_a_mesh_that_cuts_chunks_is_refused(tmp_path):
-    """The members are divided by then; a rebalance takes that back, no bit is lost."""
-    path, words = tmp_path / "run", ("--layout", "fsdp")
+def test_a_mesh_that_cuts_chunks_has_a_new_grid(tmp_path):
+    """In four processes, in one, or in two with two devices each: the same losses."""
+    path, words, found = tmp_path / "run", ("--layout", "fsdp"), []
     with running(tmp_path, path, *words, "--steps", 2) as processes:
         assert processes.wait() == [0, 0], processes
     expected = contents(path)
-    options = ("--options", '{"processes": "rebalance"}')
-    with running(tmp_path, path, *words, "--more", 1, *options, count=4) as processes:
+    with running(tmp_path, path, *words, "--more", 1, num_devices=2) as processes:
         assert 0 not in processes.wait(), processes
-        assert any("run on a mesh whose shards" in o for o in processes.outputs())
+        assert any("--devices D" in text for text in processes.outputs()), processes
     assert contents(path) == expected
-    assert main(["store", "rebalance", str(path), "--processes", "2"]) == 0
+    options = ("--options", '{"processes": "rebalance"}')
+    for count in (4, 2, 1):
+        shutil.copytree(path, tmp_path / f"copy-{count}", symlinks=True)
+        more = (tmp_path / f"copy-{count}", *words, "--more", 2, *options)
+        if count == 1:
+            found.append(losses(run_alone(*more, num_devices=4)))
+            continue
+        shape = {"count": count, "num_devices": 4 // count}
+        with running(tmp_path, *more, **shape) as processes:
+            assert processes.wait() == [0] * count, processes
+            assert "leaves with a new grid" in processes.output(0)
+            found.append(losses(processes.output(0)))
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
+    # Four devices of one process are summed in another order than four processes.
+    ulps = [int(found[2][step], 16) - int(found[0][step], 16) for step in found[0]]
+    assert ulps[0] == 0
+    assert abs(ulps[1]) <= 4
+    assert main(["verify", str(tmp_path / "copy-4")]) == 0
+
+
+@pytest.mark.long
+def test_processes_divide_a_run_together(tmp_path):
+    path = tmp_path / "run"
+    with running(tmp_path, path, "--layout", "fsdp", "--steps", 2) as processes:
+        assert processes.wait() == [0, 0], processes
+    expected = contents(path)
+
+    def divided(*words):
+        words = ("store", "rebalance", path, *words, "--distributed")
+        with running(tmp_path, *words, program=("-m", "jaxinf")) as processes:
+            return processes.wait(), processes.outputs()
+
+    first = path / "process-00000"
+    file = next((first / "current").resolve().glob("params.up/c/*/*"))
+    kept = file.read_bytes()
+    file.write_bytes(b"\xff" * 4 + kept[4:])
+    statuses, said = divided("--processes", 4)
+    assert statuses == [1, 1], said
+    assert "leaf up, params, chunk" in said[0], said
+    assert not (path / "divide.json").exists()
+    file.write_bytes(kept)
+    statuses, said = divided("--processes", 4)
+    assert statuses == [0, 0], said
+    assert "with a new grid: bias, down, gain, up" in said[0], said
+    assert "grid" not in said[1], said
     assert contents(path) == expected
+    assert main(["verify", str(path)]) == 0

@@ -5,7 +5,6 @@ downloaded. They are saved as a checkpoint and read as any checkpoint is.
 """
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -301,33 +300,6 @@ def test_transformers_loads_an_export_with_the_same_bits(case, place):
     assert theirs.keys() == ours.keys()
     for name, values in theirs.items():
         assert torch.equal(values.view(torch.int16), ours[name].view(torch.int16)), name
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
-def test_peft_applies_an_export_of_adapters(place, monkeypatch):
-    """To the model that they were trained on, with its new head; as if merged."""
-    peft = pytest.importorskip("peft", reason=EXTRA)
-    *names, arguments = CASES["gpt2-classes"]
-    monkeypatch.setitem(CASES, "bytes", (*names, arguments | {"vocab_size": 257}))
-    original("bytes").save_pretrained(place / "hf")
-    lines = [{"text": f"text {n}", "label": n % 5} for n in range(40)]
-    (place / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    words = ("--from", place / "hf", "--data", place / "data.jsonl", "--batch-size", 4)
-    words += ("--task", "classification", "--seq-len", 8, "--learning-rate", 0.1)
-    words += ("--lora", 2, "--steps", 3, "--store", place / "s")
-    assert train([str(word) for word in words]) == 0
-    for name, *more in (("merged",), ("alone", "--adapters")):
-        words = ("checkpoint", "export", place / "s", place / name, *more)
-        assert jaxinf_main([*map(str, words), "--format", "huggingface"]) == 0
-    model_type = getattr(transformers, names[1])
-    before, merged = (model_type.from_pretrained(place / n) for n in ("hf", "merged"))
-    tokens = torch.arange(1, 9)[None]
-    with torch.no_grad():
-        expected, others = merged(tokens).logits, before(tokens).logits
-        tuned = peft.PeftModel.from_pretrained(before, place / "alone").eval()
-        found = tuned(tokens).logits
-    assert difference(found, expected) < TOLERANCE
-    assert difference(found, others) > 0.01
 
 
 @pytest.mark.parametrize("case", ["bert", "t5-gated", "vit", "qwen3"])

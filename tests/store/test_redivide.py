@@ -1,5 +1,7 @@
 """Other numbers of processes: chunks change owners, and every bit stays."""
 
+import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -9,18 +11,28 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import killed_division
+import numpy as np
 import optax
 import pytest
 from families import family
-from killed_division import contents, damages, leftovers, make
+from killed_division import contents, damages, grids_of, leftovers, make
 
 import jaxinf
 from jaxinf.cli.commands import main
-from jaxinf.errors import ProcessError, StoreFormatError, StoreLockedError
+from jaxinf.errors import (
+    ProcessError,
+    StoreCorruptError,
+    StoreFormatError,
+    StoreLockedError,
+    StoreMismatchError,
+    StoreSpaceError,
+)
 from jaxinf.store import (
+    Shards,
     StoreDirectory,
     StoreLock,
     find_members,
+    in_line,
     list_whole,
     rebalance,
     redivide,
@@ -43,6 +55,7 @@ def test_every_bit_stays(place, num_csds, counts):
         assert calls[-1][0] == calls[-1][1] > 0
         assert done.num_chunks > 0
         assert done.idle == ()
+        assert set(done.regridded) == ({"cut", "across"} if count == 3 else set())
         parts = find_members(path) or [path]
         assert len(parts) == count
         assert not leftovers(path)
@@ -57,7 +70,6 @@ def test_every_bit_stays(place, num_csds, counts):
             expected["whole"] = contents(path, "whole")
         if count in (2, 3) and counts[0] == 4:
             assert (path / "checkpoints/whole/_METADATA").is_file()
-    # The step is the same for stock readers, and the next run's.
     for root in place.glob("csd*/[123]"):
         assert list(root.iterdir()) == []
     assert redivide(path, 1).num_chunks == 0
@@ -131,6 +143,78 @@ def test_an_average_and_codes_stay(place, average):
         redivide(path, count, given)
         assert raw(path) == expected
         assert not damages(path)
+
+
+@contextlib.contextmanager
+def flipped_bit(file):
+    """Has one bit of a file other than it was."""
+
+    def flip():
+        with file.open("r+b") as stream:
+            byte = stream.read(1)[0]
+            stream.seek(0)
+            stream.write(bytes([byte ^ 1]))
+
+    flip()
+    yield
+    flip()
+
+
+@pytest.mark.long
+def test_codes_go_with_their_scales_or_not_at_all(place):
+    path = place / "run"
+    with jaxinf.open_store(path, chunk_elements=4096, state="int8") as store:
+        tx = jaxinf.smart_update(optax.adam(1e-1), store)
+        draw = np.random.default_rng(0).standard_normal
+        params = {"w": jnp.asarray(draw((6, 8192)), jnp.float32)}
+        state = tx.init(params)
+        tx.update(jax.tree.map(jnp.cos, params), state, params)
+    expected, before = contents(path), raw(path)
+    with pytest.raises(StoreMismatchError, match=r"leaf w: .* whole blocks of 256"):
+        redivide(path, 1, shards_of=lambda _: Shards((1, 64)))
+    assert raw(path) == before
+    assert not leftovers(path)
+    assert redivide(path, 2, shards_of=lambda _: Shards((1, 8))).regridded == ("w",)
+    assert contents(path) == expected
+    assert not damages(path)
+    assert raw(path).keys() != before.keys()
+
+
+def test_too_little_room_or_damage_leaves_what_is_there(place, monkeypatch):
+    path = make(place)
+    expected, grids = contents(path), grids_of(path)
+    full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 10, 10, 0, 255))
+    with monkeypatch.context() as patched:
+        patched.setattr("os.statvfs", lambda _: full)
+        with pytest.raises(StoreSpaceError, match=r"to come need 294,912 bytes"):
+            redivide(path, 1, shards_of=partial(in_line, count=1, num_devices=3))
+    assert not leftovers(path)
+    directory = StoreDirectory.open(path)
+    number = [leaf.name for leaf in directory.manifest.leaves].index("cut")
+    file = directory.chunk_file("b", number, 2, "params")
+    with flipped_bit(file), pytest.raises(StoreCorruptError, match="leaf cut, params"):
+        redivide(path, 1, shards_of=partial(in_line, count=1, num_devices=3))
+    assert not leftovers(path)
+    assert (contents(path), grids_of(path)) == (expected, grids)
+
+
+def test_a_grid_for_devices_of_one_process(place, capsys):
+    path = make(place)
+    expected = {name: contents(path, name) for name in (None, "kept")}
+    words = ["store", "rebalance", str(path), "--processes", "1", "--devices"]
+    assert main([*words, "3"]) == 0
+    assert "with a new grid: cut, across" in capsys.readouterr().out
+    assert {name: contents(path, name) for name in expected} == expected
+    grids = grids_of(path)
+    assert main([*words, "3"]) == 0
+    assert "with a new grid" not in capsys.readouterr().out
+    assert grids_of(path) == grids
+    words_of_restore = ["checkpoint", "restore", str(path), "kept"]
+    assert main([*words_of_restore, "--discard-current"]) == 0
+    assert contents(path) == expected["kept"]
+    assert main([*words[:-2], "2", "--devices", "3"]) == 2
+    assert "expected as many for each" in capsys.readouterr().err
+    assert main(["store", "rebalance", str(path), "--devices", "3"]) == 2
 
 
 @pytest.mark.long

@@ -196,11 +196,12 @@ def begin(given):
 def main(arguments):
     given = parsed(arguments)
     begin(given)
-    store = jaxinf.open_store(given.store, **given.options)
     dtype = jnp.dtype(given.dtype)
     mesh, specs = mesh_and_specs(given.layout)
-    params = {n: on(mesh, specs[n], a) for n, a in first_params(dtype).items()}
     shardings = {n: NamedSharding(mesh, spec) for n, spec in specs.items()}
+    more = {"shardings": shardings} if "processes" in given.options else {}
+    store = jaxinf.open_store(given.store, **given.options, **more)
+    params = {n: on(mesh, specs[n], a) for n, a in first_params(dtype).items()}
     compress = None if given.compress is None else jaxinf.top_k(given.compress)
     tx = jaxinf.smart_update(optimizer(), store, compress=compress, shardings=shardings)
     if store.exists:

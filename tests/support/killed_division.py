@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,9 @@ LEAVES = {
     ("bias",): ((129,), (1,)),
     ("scale",): ((), ()),
     ("empty",): ((0, 7), (1, 1)),
+    # Other numbers of shards cut the chunks of these.
+    ("cut",): ((60, 64), (4, 1)),
+    ("across",): ((5, 1536), (1, 4)),
 }
 
 
@@ -71,6 +75,7 @@ def make(place, num_csds=0, mu=MU):
 
 
 CALLS = ("rename", "replace", "link", "symlink", "mkdir", "unlink", "rmdir", "fsync")
+CALLS += ("pwrite", "ftruncate")
 
 
 def contents(path, checkpoint=None):
@@ -104,13 +109,25 @@ def damages(path):
     return found
 
 
+def grids_of(path):
+    """The chunk shapes of a store, or of a run."""
+    [first, *_] = find_members(path) or [path]
+    return [leaf.chunk_shape for leaf in StoreDirectory.open(first).manifest.leaves]
+
+
 def leftovers(path):
     names = {file.name for file in path.iterdir()}
     return names & {".jaxinf-new", ".jaxinf-old", "divide.json"}
 
 
-def count_calls(action, last=None):
-    """Counts the calls of an action in a process of its own, or kills it at one."""
+def count_calls(action, last=None, after=None):
+    """Counts the calls of an action in a process of its own, or kills it at one.
+
+    Args:
+      action: what is done.
+      last: number of the call at which it is killed.
+      after: a file; only calls while it is there count.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -118,7 +135,7 @@ def count_calls(action, last=None):
 
         def counted(original):
             def call(*arguments, **options):
-                made[0] += 1
+                made[0] += after is None or after.exists()
                 if made[0] == last:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return original(*arguments, **options)
@@ -141,16 +158,18 @@ def count_calls(action, last=None):
 
 
 def main(path, num_kills):
-    rng, seen = random.Random(1), Counter()
+    rng, seen, num_regridded = random.Random(1), Counter(), 0
     expected = {None: contents(path), "kept": contents(path, "kept")}
     numbers = [4, 2, 3, 1]
     for number in range(num_kills):
         count, before = numbers[number % 4], num_processes(path)
+        grids = grids_of(path)
         roots = [str(root) for root in sorted(path.parent.glob("csd*"))]
         roots = [f"{root}/{{process}}" for root in roots]
-        # The first kills find out how many calls there are; few are in the switch.
-        last = rng.randrange(1, 600) if number % 2 else rng.randrange(1, 3000)
-        status, _ = count_calls(lambda c=count, r=roots: redivide(path, c, r), last)
+        # Few calls are in the switch, which begins with the journal.
+        after, most = ((None, 3000), (path / "divide.json", 60))[number % 3 == 2]
+        last, action = rng.randrange(1, most), partial(redivide, path, count, roots)
+        status, _ = count_calls(action, last, after)
         assert status in (0, signal.SIGKILL), status
         if (path / "divide.json").exists():
             outcome = "new, to be completed"
@@ -162,7 +181,8 @@ def main(path, num_kills):
             for name, arrays in expected.items():
                 assert contents(path, name) == arrays, (number, outcome)
         seen[outcome] += status == signal.SIGKILL
-        assert count_calls(lambda c=count, r=roots: redivide(path, c, r))[0] == 0
+        assert count_calls(action)[0] == 0
+        num_regridded += grids_of(path) != grids
         assert num_processes(path) == count
         assert not leftovers(path)
         for name, arrays in expected.items():
@@ -170,7 +190,8 @@ def main(path, num_kills):
         assert not damages(path), number
         for root in path.parent.glob("csd*/*"):
             assert len(list(root.iterdir())) <= (int(root.name) < count), root
-    print(f"{sum(seen.values())} kills: {dict(seen)}")
+    assert num_regridded > num_kills // 4
+    print(f"{sum(seen.values())} kills: {dict(seen)}; {num_regridded} new grids after")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxinf.layout import LeafGrid
+from jaxinf.layout.grid import LeafGrid
 
 __all__ = ["Portion", "box_runs", "portion_shape", "portions"]
 

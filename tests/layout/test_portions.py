@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinf.exchange.portions import box_runs, portion_shape, portions
-from jaxinf.layout import LeafGrid, choose_grid
+from jaxinf.layout import LeafGrid, box_runs, choose_grid, portion_shape, portions
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 

@@ -1,4 +1,4 @@
-"""Writes boxes of arrays to the chunk files of a slot without a committed step.
+"""Writes boxes of arrays to the chunk files of a step that is not committed yet.
 
 A chunk that another member of a run holds is left out.
 
@@ -12,12 +12,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxinf.exchange.portions import box_runs
-from jaxinf.exchange.run_sums import RunSums
 from jaxinf.io import opened_to_write
 from jaxinf.io.failures import translated
-from jaxinf.layout import Chunk, CodedSlot
-from jaxinf.store import Slot, StoreDirectory, dtype_of
+from jaxinf.layout import Chunk, CodedSlot, box_runs
+from jaxinf.store.contents import StateRecord, dtype_of
+from jaxinf.store.directory import StoreDirectory
+from jaxinf.store.run_sums import RunSums
 from jaxinf.typing import Array
 
 __all__ = ["ChunkWriter"]
@@ -27,16 +27,17 @@ _File: TypeAlias = tuple[int, int, str]
 
 
 class ChunkWriter:
-    """Writes one slot of a store.
+    """Writes one step of a store.
 
     Attributes:
-      directory: the store, whose lock the caller holds.
-      slot: the one that `current` does not name.
+      directory: the store, whose lock the caller holds, or that is being made.
+      place: the slot that `current` does not name, or ``checkpoints/NAME``; all chunk
+        files exist.
     """
 
-    def __init__(self, directory: StoreDirectory, slot: Slot) -> None:
+    def __init__(self, directory: StoreDirectory, place: str) -> None:
         self.directory = directory
-        self.slot: Slot = slot
+        self.place = place
         self._sums: dict[_File, RunSums] = {}
 
     def checksums(self, kept: Mapping[str, Array] | None = None) -> dict[str, Array]:
@@ -55,16 +56,14 @@ class ChunkWriter:
                 if kept is not None and (number, 0, state.name) not in self._sums:
                     sums[name] = kept[name]
                     continue
-                sums[name] = np.array(
-                    [
-                        self._sums[number, chunk, state.name].of(
-                            self.directory.state_bytes(number, chunk, state)
-                        )
-                        for chunk in leaf.held
-                    ],
-                    np.uint32,
-                )
+                found = [self.checksum(number, chunk, state) for chunk in leaf.held]
+                sums[name] = np.array(found, np.uint32)
         return sums
+
+    def checksum(self, leaf: int, chunk: int, state: StateRecord) -> int:
+        """Returns the CRC-32C of one chunk, all of which was written."""
+        num_bytes = self.directory.state_bytes(leaf, chunk, state)
+        return self._sums[leaf, chunk, state.name].of(num_bytes)
 
     def write(self, leaf: int, state: str, start: Sequence[int], values: Array) -> None:
         """Writes a box of an array; blocks until it is copied.
@@ -81,19 +80,23 @@ class ChunkWriter:
         coded = record.state(state)
         beside = record.beside(coded)
         if not coded.codec:
-            self._write(leaf, state, start, values)
+            self.write_stored(leaf, state, start, values)
             return
         codes = np.empty(values.size, dtype_of(coded.dtype))
         rest = None if beside is None else np.empty(values.size, np.int16)
         CodedSlot.of(codes, rest).encode(np.ascontiguousarray(values).reshape(-1))
-        self._write(leaf, state, start, codes.reshape(values.shape))
+        self.write_stored(leaf, state, start, codes.reshape(values.shape))
         if rest is not None:
             assert beside is not None
-            self._write(leaf, beside.name, start, rest.reshape(values.shape))
+            self.write_stored(leaf, beside.name, start, rest.reshape(values.shape))
 
-    def _write(
+    def write_stored(
         self, leaf: int, state: str, start: Sequence[int], values: Array
     ) -> None:
+        """As `write`, for elements in the form in which they are stored.
+
+        Scales are written by `write_scales`.
+        """
         record = self.directory.manifest.leaves[leaf]
         grid = record.grid
         ranges = [
@@ -112,12 +115,20 @@ class ChunkWriter:
                 sums = self._sums[leaf, position, state]
                 _write_part(fd, sums, chunk, grid.chunk_shape, start, values)
 
+    def write_scales(self, leaf: int, state: str, chunk: int, values: Array) -> None:
+        """Writes the scales of a chunk that this store holds; blocks."""
+        file = self._prepare(leaf, chunk, state)
+        memory = np.ascontiguousarray(values).view(np.uint8)
+        with translated("write", file), opened_to_write(file) as fd:
+            self._sums[leaf, chunk, state].add(0, memory)
+            _put(fd, memory, 0)
+
     def _prepare(self, leaf: int, chunk: int, state: str) -> os.PathLike[str]:
         key = (leaf, chunk, state)
         if key in self._sums:
-            return self.directory.chunk_file(self.slot, leaf, chunk, state)
+            return self.directory.chunk_file(self.place, leaf, chunk, state)
         self._sums[key] = RunSums()
-        return self.directory.prepare_write(self.slot, leaf, chunk, state)
+        return self.directory.prepare_write(self.place, leaf, chunk, state)
 
 
 def _write_part(
@@ -146,9 +157,14 @@ def _write_part(
         end = done + length * part.itemsize
         place = offset * part.itemsize
         sums.add(place, memory[done:end])
-        while done < end:
-            written = os.pwrite(fd, memory[done:end].data, place)
-            done, place = done + written, place + written
+        _put(fd, memory[done:end], place)
+        done = end
+
+
+def _put(fd: int, memory: Array, offset_bytes: int) -> None:
+    done = 0
+    while done < memory.nbytes:
+        done += os.pwrite(fd, memory[done:].data, offset_bytes + done)
 
 
 def _strides(grid_shape: Sequence[int]) -> list[int]:
