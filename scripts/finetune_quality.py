@@ -1,11 +1,13 @@
 """Measures what compressed gradients cost in fine-tuning, beside training from scratch.
 
-A BERT and a GPT-2 of 3.3 M params are pretrained on the library's own text and then
-fine-tuned on the tasks of finetune_tasks.py, dense and with 10, 2 and 1 % of the bytes.
-This is no replication of the paper's table: models, data and tasks are ours.
+A GPT-2 of 2.1 M params is pretrained on the library's own text and then fine-tuned on
+the tasks of finetune_tasks.py, dense and with 10, 2 and 1 % of the bytes; a BERT of its
+size on one of them. GPT-2 is the usual one, because every token of its pretraining has
+a target, not one in seven. This is no replication of the paper's table: models, data
+and tasks are ours.
 
-    python scripts/finetune_quality.py run runs/finetune --part pretraining-bert
-    python scripts/finetune_quality.py run runs/finetune --part package --minutes 80
+    python scripts/finetune_quality.py run runs/finetune --part pretraining-gpt2
+    python scripts/finetune_quality.py run runs/finetune --part contrast --minutes 80
     python scripts/finetune_quality.py table runs/finetune
     python scripts/finetune_quality.py plot runs/finetune docs/img/finetune.png
 
@@ -37,20 +39,21 @@ from jaxinf.compress import sparsify
 from jaxinf.train.__main__ import main as train_main
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.tokenizers import Tokenizer
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.optimizers import make_clipping, make_optimizer
 from jaxinf.train.pretrained import deferred_params, held_params
 from jaxinf.train.step import compile_train_step
 
-VERSION = 2  # of a line of the results; another one is of other runs
+VERSION = 3  # of a line of the results; another one is of other runs
 BATCH_SIZE = 16
 EVALUATED_AT_ONCE = 64
+PRETRAINING_SEQ_LEN = 64
 LAYERS = 2
 RATE = 5e-4
 FEEDBACK = ",error_feedback=true"
 STARTS = ("pretrained", "scratch")
 RATIOS = (0.1, 0.02, 0.01)
+MOST_RIGHT = 97.0  # percent; a task with more says nothing
 LIMIT = 1.35  # points, the largest loss at 2 % in Smart-Infinity's table IV
 MODELS: dict[str, dict[str, Any]] = {
     "bert": {
@@ -61,20 +64,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "hidden_size": 256,
         "intermediate_size": 1024,
-        "max_position_embeddings": 64,
+        "max_position_embeddings": PRETRAINING_SEQ_LEN,
         "hidden_dropout_prob": 0.0,
     },
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": tasks.VOCAB_SIZE,
-        "n_positions": 64,
+        "n_positions": PRETRAINING_SEQ_LEN,
         "n_layer": LAYERS,
         "n_head": 4,
         "n_embd": 256,
         "resid_pdrop": 0.0,
     },
 }
-"""As config.json of Hugging Face: 3.3 M params, most in leaves of 64 Ki or more."""
+"""As config.json of Hugging Face: 2.1 M params, most in leaves of 64 Ki or more."""
+
+TOKENIZERS = {"bert": "bert.json", "gpt2": "tokenizer.json"}
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class Run:
       factor: by which the usual learning rate is multiplied.
       seed: of a new head, or of all params, and of the batches.
       steps: its steps.
-      layers: of the model; 2 have 3.3 M params.
+      layers: of the model; 2 have 2.1 M params.
     """
 
     task: str
@@ -98,7 +103,7 @@ class Run:
     steps: int
     layers: int = LAYERS
     start: str = "pretrained"
-    model: str = "bert"
+    model: str = "gpt2"
     factor: float = 1.0
 
 
@@ -110,12 +115,17 @@ def variants(*ratios: float, more: str = FEEDBACK) -> tuple[str, ...]:
 def part(name: str, num_seeds: int, steps: int, layers: int) -> Iterator[Run]:
     """Yields the runs of a part, seed by seed: one that is stopped has whole pairs."""
     two, everything = variants(0.02), variants(*RATIOS)
+    without = variants(*RATIOS, more="")
     chosen: dict[str, list[dict[str, Any]]] = {
         **{t: [{"task": t, "variant": v} for v in everything] for t in tasks.TASKS},
-        "without-feedback": [{"variant": v} for v in variants(*RATIOS, more="")],
-        "contrast": [{"variant": v, "start": s} for s in STARTS for v in two],
-        "scratch-tasks": [{"task": t, "start": "scratch"} for t in tasks.TASKS],
-        "gpt2": [{"variant": v, "model": "gpt2"} for v in two],
+        "without-feedback": [{"variant": v} for v in without],
+        "contrast": [{"variant": v, "start": s} for v in two for s in STARTS],
+        "ratios": [{"variant": v, "start": s} for v in everything for s in STARTS],
+        "scratch-without-feedback": [
+            {"variant": v, "start": "scratch"} for v in without
+        ],
+        "starts": [{"task": t, "start": s} for t in tasks.TASKS for s in STARTS],
+        "bert": [{"variant": v, "model": "bert"} for v in two],
         "rates": [{"variant": v, "factor": f} for v in two for f in (1 / 3, 3.0)],
     }
     for seed in range(num_seeds):
@@ -126,11 +136,9 @@ def part(name: str, num_seeds: int, steps: int, layers: int) -> Iterator[Run]:
 PARTS = (
     *(f"pretraining-{m}" for m in MODELS),
     *tasks.TASKS,
-    "contrast",
-    "without-feedback",
-    "scratch-tasks",
+    *("contrast", "ratios", "without-feedback", "scratch-without-feedback"),
+    *("starts", "bert", "rates", "bytes", "baselines"),
 )
-PARTS += ("gpt2", "rates", "bytes")
 
 
 # --- runs --------------------------------------------------------------------------
@@ -146,13 +154,15 @@ def folder_of(place: Path, model: str, layers: int) -> Path:
     return folder
 
 
-def pretrain(place: Path, folder: Path, steps: int) -> None:
+def pretrain(place: Path, model: str, layers: int, steps: int) -> None:
     """Trains a model on the text of the files for training; exports its weights."""
+    folder = folder_of(place, model, layers)
     if (folder / "weights").exists():
         return
     words = ["--model-config", folder / "config.json", "--store", folder / "store"]
-    words += ["--data", place / "tasks/pretraining.txt", "--seq-len", tasks.SEQ_LEN]
-    words += ["--tokenizer", place / "tasks/tokenizer.json"]
+    words += ["--data", place / "tasks/pretraining.txt"]
+    words += ["--tokenizer", place / "tasks" / TOKENIZERS[model]]
+    words += ["--seq-len", PRETRAINING_SEQ_LEN]
     words += ["--batch-size", BATCH_SIZE, "--steps", steps, "--learning-rate", 1e-3]
     words += ["--schedule", "linear", "--durability", 50, "--sample-bytes", 0]
     if train_main([str(word) for word in words]):
@@ -171,7 +181,7 @@ def config_of(place: Path, run: Run) -> TrainConfig:
         model_file=folder / "config.json" if is_new else None,
         data=(str(place / f"tasks/{run.task}-train.jsonl"),),
         validation=(str(place / f"tasks/{run.task}-validation.jsonl"),),
-        tokenizer=place / "tasks/tokenizer.json",
+        tokenizer=place / "tasks" / TOKENIZERS[run.model],
         seq_len=tasks.SEQ_LEN,
         batch_size=BATCH_SIZE,
         steps=run.steps,
@@ -196,6 +206,7 @@ class Task:
         self._graphdef, _ = abstract_params(self.config.model_config)
         held = self.data.validation
         self.rows = [held[number] for number in range(len(held))]
+        self._steps: dict[Any, Any] = {}
 
         @jax.jit
         def is_right(params: Any, batch: Any) -> Any:
@@ -215,6 +226,16 @@ class Task:
             found.append(np.asarray(self._is_right(params, batch))[: len(rows)])
         return np.concatenate(found)
 
+    def in_order(self, held: Sequence[Any], right: np.ndarray) -> np.ndarray:
+        """Returns what is said of rows in the order of their records."""
+        tokenizer, found = self.data.tokenizer, {}
+        assert tokenizer is not None
+        for row, one in zip(self.rows, right, strict=True):
+            tokens = np.asarray(row["tokens"])
+            text = tokenizer.decode(tokens[tokens >= len(tasks.SPECIAL_TOKENS)])
+            found[text] = one
+        return np.array([found[tasks.key_of(record)] for record in held])
+
     def train(self, config: TrainConfig) -> Any:
         """Trains a run of the task as `--mode memory` does; returns the params."""
         config = replace(check(config), num_labels=self.config.num_labels)
@@ -224,10 +245,13 @@ class Task:
         if config.compression is not None:
             tx = optax.chain(make_clipping(config), sparsify(config.compression), tx)
         state, batches = jax.jit(tx.init)(params), make_batches(config, self.data)
-        made = (params, state, batches[0])
-        step = compile_train_step(
-            self._graphdef, tx, "halves", *made, task="classification"
-        )
+        key = config.compress, config.learning_rate, config.steps
+        if key not in self._steps:
+            made = (params, state, batches[0])
+            self._steps[key] = compile_train_step(
+                self._graphdef, tx, "halves", *made, task="classification"
+            )
+        step = self._steps[key]
         coming = batches.starting_at(batches.position_of(0))
         for _ in range(config.steps):
             params, state, _ = step(params, state, next(coming))
@@ -235,17 +259,16 @@ class Task:
         return params
 
 
-def by_file(
-    place: Path, task: str, tokenizer: Tokenizer, rows: Sequence[Any], right: np.ndarray
-) -> Any:
-    """Returns numbers of right and of all examples, by file."""
-    held = tasks.read_task(place / "tasks", task, "validation")
-    files = {tasks.key_of(record): record["file"] for record in held}
+def by_file(held: Sequence[Any], right: np.ndarray) -> dict[str, list[int]]:
+    """Returns numbers of right and of all examples, by file.
+
+    Args:
+      held: the records that are held out.
+      right: bool, whether each of them is right.
+    """
     found: dict[str, list[int]] = {}
-    for row, one in zip(rows, right, strict=True):
-        tokens = np.asarray(row["tokens"])
-        text = tokenizer.decode(tokens[tokens >= len(tasks.SPECIAL_TOKENS)])
-        counts = found.setdefault(files[text], [0, 0])
+    for record, one in zip(held, right, strict=True):
+        counts = found.setdefault(record["file"], [0, 0])
         counts[0], counts[1] = counts[0] + int(one), counts[1] + 1
     return found
 
@@ -274,7 +297,7 @@ def sent_bytes(place: Path, config: Path, variant: str) -> int:
     return json.loads(line)["link_down_bytes"]
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path, version: int = VERSION) -> list[dict[str, Any]]:
     """Returns the lines of a results file.
 
     Raises:
@@ -291,9 +314,9 @@ def read(path: Path) -> list[dict[str, Any]]:
                 f"{path}:{number}: expected a line of results, found one that is cut; "
                 "delete it, and its run is done again"
             ) from None
-        if not isinstance(line, dict) or line.get("version") != VERSION:
+        if not isinstance(line, dict) or line.get("version") != version:
             raise SystemExit(
-                f"{path}:{number}: expected a line of version {VERSION} of this "
+                f"{path}:{number}: expected a line of version {version} of this "
                 "script, found another; move the file away to begin a new one"
             )
         found.append(line)
@@ -311,14 +334,18 @@ def measure(arguments: argparse.Namespace) -> None:
     end_s = time.monotonic() + 60 * arguments.minutes
     if arguments.part.startswith("pretraining-"):
         model = arguments.part.removeprefix("pretraining-")
-        folder = folder_of(place, model, arguments.layers)
-        pretrain(place, folder, arguments.pretraining_steps)
+        pretrain(place, model, arguments.layers, arguments.pretraining_steps)
         return
     if arguments.part == "bytes":
-        config = folder_of(place, "bert", arguments.layers) / "config.json"
+        config = folder_of(place, "gpt2", arguments.layers) / "config.json"
+        done = [line.get("bytes") for line in lines]
         for variant in (*variants(*RATIOS), *variants(*RATIOS, more="")[1:]):
-            sent = sent_bytes(place, config, variant)
-            _add(results, {"bytes": variant, "sent": sent})
+            if variant not in done:
+                sent = sent_bytes(place, config, variant)
+                _add(results, {"bytes": variant, "sent": sent})
+        return
+    if arguments.part == "baselines":
+        add_baselines(place, lines)
         return
     done = [line.get("run") for line in lines]
     made: dict[tuple[str, str, str], Task] = {}
@@ -332,12 +359,23 @@ def measure(arguments: argparse.Namespace) -> None:
         task = made[key] = made.get(key) or Task(dense)
         began_s = time.monotonic()
         found = task.right(task.train(config_of(place, run)))
-        assert task.data.tokenizer is not None
-        right = by_file(place, run.task, task.data.tokenizer, task.rows, found)
+        held = tasks.read_task(place / "tasks", run.task, "validation")
+        right = by_file(held, task.in_order(held, found))
         seconds = round(time.monotonic() - began_s, 1)
         _add(results, {"run": asdict(run), "right": right, "seconds": seconds})
         share = sum(r for r, _ in right.values()) / sum(n for _, n in right.values())
         print(f"{run}: {100 * share:.2f} % right, {seconds} s", flush=True)
+
+
+def add_baselines(place: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Adds the lines of tasks whose baselines the results lack."""
+    done = {line.get("baselines") for line in lines}
+    for task in tasks.TASKS:
+        if task not in done:
+            held = tasks.read_task(place / "tasks", task, "validation")
+            found = tasks.baselines(place / "tasks", task)
+            right = {name: by_file(held, one) for name, one in found.items()}
+            _add(place / "results.jsonl", {"baselines": task, "right": right})
 
 
 def _add(path: Path, line: dict[str, Any]) -> None:
@@ -351,28 +389,32 @@ Counts = dict[int, dict[str, list[int]]]
 """Right and all examples by file, by seed."""
 
 
-def interval(
-    found: Counts, base: Counts | None = None, num_draws: int = 2000
-) -> tuple[float, float, float]:
-    """Returns a mean in percent, or a paired difference, and its 95 % interval.
+def difference(found: Counts, base: Counts) -> Counts:
+    """Returns how many more are right, by the seeds and files that both have."""
+    return {
+        seed: {
+            file: [right - base[seed][file][0], size]
+            for file, (right, size) in found[seed].items()
+        }
+        for seed in found.keys() & base.keys()
+    }
+
+
+def interval(counts: Counts, num_draws: int = 2000) -> tuple[float, float, float]:
+    """Returns a mean in percent, and its 95 % interval.
 
     Args:
-      found: the runs of a variant.
-      base: those of another with the same seeds, which are subtracted.
+      counts: those of a variant, or a difference.
       num_draws: of the bootstrap over seeds and files.
     """
-    seeds = sorted(found.keys() & (base or found).keys())
-    files = sorted(found[seeds[0]])
-    right = np.array([[found[s][f][0] for f in files] for s in seeds], float)
-    if base is not None:
-        right -= [[base[s][f][0] for f in files] for s in seeds]
-    sizes = np.array([found[seeds[0]][f][1] for f in files], float)
+    seeds, files = sorted(counts), sorted(next(iter(counts.values())))
+    right = np.array([[counts[s][f][0] for f in files] for s in seeds], float)
+    sizes = np.array([counts[seeds[0]][f][1] for f in files], float)
     rng = np.random.default_rng(0)
-    drawn = []
-    for _ in range(num_draws):
-        own = rng.integers(0, len(seeds), len(seeds))
-        some = rng.integers(0, len(files), len(files))
-        drawn.append(right[own][:, some].sum() / (len(seeds) * sizes[some].sum()))
+    own, some = (  # how often each is drawn
+        rng.multinomial(count, [1 / count] * count, num_draws) for count in right.shape
+    )
+    drawn = np.sum((own @ right) * some, axis=1) / (len(seeds) * (some @ sizes))
     mean = right.sum() / (len(seeds) * sizes.sum())
     low, high = np.percentile(drawn, [2.5, 97.5])
     return 100 * float(mean), 100 * float(low), 100 * float(high)
@@ -404,37 +446,88 @@ def shown(variant: str) -> str:
 
 
 def say(arguments: argparse.Namespace) -> None:
-    """Prints the table, and for each task what a task must beat."""
+    """Prints the tables."""
     lines = read(arguments.place / "results.jsonl")
-    print(
-        "| task | model of layers, start, rate, steps | variant | seeds | right, % "
-        "| less dense |"
-    )
-    print("|---|---|---|---|---|---|")
-    for (task, model, layers, start, factor, steps), own in grouped(lines).items():
-        setting = f"{model} of {layers}, {start}, {RATE * factor:.2g}, {steps}"
-        for variant, counts in own.items():
-            mean, low, high = interval(counts)
-            row = [task, setting, shown(variant), str(len(counts))]
-            row.append(f"{mean:.2f} [{low:.2f}, {high:.2f}]")
-            row.append("")
-            if variant != "dense" and own.get("dense", {}).keys() & counts.keys():
-                mean, low, high = interval(counts, own["dense"])
-                row[-1] = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
-                row[-1] += ", " + verdict(low, high)
-            print(f"| {' | '.join(row)} |")
+    found = grouped(lines)
+    say_tasks(found, {x["baselines"]: x["right"] for x in lines if "baselines" in x})
+    say_variants(found)
+    say_contrast(found)
     sent = {line["bytes"]: line["sent"] for line in lines if "bytes" in line}
     for variant, count in sent.items():
         share = 100 * count / sent.get("dense", count)
         print(
             f"bytes of a step over the link, {shown(variant)}: {count} ({share:.2f} %)"
         )
-    if arguments.baselines:
-        for task in sorted({key[0] for key in grouped(lines)}):
-            majority, linear = tasks.baselines(arguments.place / "tasks", task)
-            print(f"{task}: largest class {majority:.2f} %, linear {linear:.2f} %")
     seconds = sum(line.get("seconds", 0) for line in lines)
     print(f"{sum('run' in line for line in lines)} runs, {seconds / 60:.0f} minutes")
+
+
+def say_tasks(found: dict[Setting, dict[str, Counts]], baselines: Any) -> None:
+    """Prints what a task must beat, and whether it does."""
+    names = ("largest class", "linear", "from scratch", "pretrained")
+    names += ("more than linear", "more than from scratch", "is kept")
+    _row("task", *names)
+    _row(*["---"] * (1 + len(names)))
+    for key, own in found.items():
+        task, start, factor = key[0], key[3], key[4]
+        other = found.get((*key[:3], "scratch", *key[4:]), {}).get("dense")
+        is_usual = (start, factor) == ("pretrained", 1) and "dense" in own
+        if not is_usual or other is None or task not in baselines:
+            continue
+        dense = own["dense"]
+        simple = [_each_seed(dense, baselines[task][name]) for name in names[:2]]
+        each = [interval(counts) for counts in (*simple, other, dense)]
+        gains = [interval(difference(dense, base)) for base in (simple[1], other)]
+        is_kept = min(gain[1] for gain in gains) > 0 and each[-1][0] < MOST_RIGHT
+        means = [f"{mean:.1f}" for mean, _, _ in each]
+        _row(task, *means, *map(_signed, gains), "yes" if is_kept else "no")
+    print()
+
+
+def _each_seed(like: Counts, right: dict[str, list[int]]) -> Counts:
+    return dict.fromkeys(like, right)
+
+
+def say_variants(found: dict[Setting, dict[str, Counts]]) -> None:
+    """Prints what is right, and the differences to dense."""
+    _row("task", "model of layers, start, rate, steps", "variant", "seeds", "right, %",
+         "less dense")  # fmt: skip
+    _row(*["---"] * 6)
+    for (task, model, layers, start, factor, steps), own in found.items():
+        setting = f"{model} of {layers}, {start}, {RATE * factor:.2g}, {steps}"
+        for variant, counts in own.items():
+            mean, low, high = interval(counts)
+            cells = [f"{mean:.2f} [{low:.2f}, {high:.2f}]", ""]
+            if variant != "dense" and own.get("dense", {}).keys() & counts.keys():
+                less = interval(difference(counts, own["dense"]))
+                cells[1] = f"{_signed(less)}, {verdict(*less[1:])}"
+            _row(task, setting, shown(variant), str(len(counts)), *cells)
+    print()
+
+
+def say_contrast(found: dict[Setting, dict[str, Counts]]) -> None:
+    """Prints how much less is lost from pretrained weights than from scratch."""
+    for key, own in found.items():
+        other = found.get((*key[:3], "scratch", *key[4:]), {})
+        if key[3] != "pretrained" or not {"dense"} <= own.keys() & other.keys():
+            continue
+        for variant in own.keys() & other.keys() - {"dense"}:
+            less, base = (
+                difference(one[variant], one["dense"]) for one in (own, other)
+            )
+            if less.keys() & base.keys():
+                points = _signed(interval(difference(less, base)))
+                print(f"{key[0]}, {shown(variant)}: pretrained loses less by {points}")
+    print()
+
+
+def _row(*cells: str) -> None:
+    print(f"| {' | '.join(cells)} |")
+
+
+def _signed(found: tuple[float, float, float]) -> str:
+    mean, low, high = found
+    return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
 def verdict(low: float, high: float) -> str:
@@ -445,24 +538,48 @@ def verdict(low: float, high: float) -> str:
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    """Draws differences to dense with their intervals."""
+    """Draws the differences to dense by ratio, with their intervals, task by task."""
     import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]: an extra
 
     found = grouped(read(arguments.place / "results.jsonl"))
-    rows = [
-        (f"{task}, {model}, {start}: {shown(variant)}", interval(counts, own["dense"]))
-        for (task, model, _, start, factor, _), own in found.items()
-        for variant, counts in own.items()
-        if factor == 1 and variant != "dense" and "dense" in own
-    ]
-    figure, axes = plt.subplots(figsize=(7, 0.8 + 0.25 * len(rows)))
-    for number, (_, (mean, low, high)) in enumerate(rows):
-        axes.plot([low, high], [-number, -number], color="#2a78b5")
-        axes.plot(mean, -number, "o", color="#2a78b5")
-    axes.axvline(0, color="0.4", linewidth=1)
-    axes.axvline(-LIMIT, color="#d1662f", linestyle="--", linewidth=1)
-    axes.set_yticks([-n for n in range(len(rows))], [name for name, _ in rows])
-    axes.set_xlabel("points of accuracy less dense, 95 % intervals")
+    panels: dict[str, list[tuple[str, str, Counts]]] = {}
+    for (task, model, _, start, factor, _), own in found.items():
+        if factor == 1 and len(own) > 1 and "dense" in own:
+            lines = panels.setdefault(f"{task}, {model}", [])
+            for variant, counts in own.items():
+                if variant != "dense":
+                    less = difference(counts, own["dense"])
+                    lines.append((start, variant, less))
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(1 + 3.6 * len(panels), 3.4), sharey=True, squeeze=False
+    )
+    colors = {STARTS[0]: "#2a78b5", STARTS[1]: "#d1662f"}
+    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
+        axis.axhline(0, color="0.4", linewidth=1)
+        axis.axhline(-LIMIT, color="0.4", linewidth=1, linestyle=":")
+        for start, variant, less in lines:
+            has_feedback = variant.endswith(FEEDBACK)
+            ratio = float(variant.removeprefix("top_k:").removesuffix(FEEDBACK))
+            at = RATIOS.index(ratio) + 0.2 * (start == STARTS[1]) - 0.1
+            mean, low, high = interval(less)
+            name = f"{start}, {'' if has_feedback else 'no '}error feedback"
+            axis.errorbar(
+                at + (0 if has_feedback else 0.07),
+                mean,
+                [[mean - low], [high - mean]],
+                marker="o",
+                color=colors[start],
+                markerfacecolor=colors[start] if has_feedback else "white",
+                capsize=3,
+                label=name,
+            )
+        axis.set_xticks(range(len(RATIOS)), [f"{100 * r:g} %" for r in RATIOS])
+        axis.set_xlim(-0.5, len(RATIOS) - 0.5)
+        axis.set_xlabel("link volume of the gradients")
+        axis.set_title(title)
+    axes[0, 0].set_ylabel("points of accuracy beside dense")
+    labelled = dict(zip(*axes[0, 0].get_legend_handles_labels()[::-1], strict=True))
+    axes[0, 0].legend(labelled.values(), labelled, loc="lower left", fontsize="small")
     figure.tight_layout()
     figure.savefig(arguments.picture, dpi=120)
 
@@ -476,14 +593,13 @@ def main(words: Sequence[str] | None = None) -> None:
     runs.add_argument("--part", choices=PARTS, required=True)
     runs.add_argument("--minutes", type=float, default=80, help="to begin runs in")
     runs.add_argument("--seeds", type=int, default=3)
-    runs.add_argument("--steps", type=int, default=400)
-    runs.add_argument("--layers", type=int, default=LAYERS, help="2 are 3.3 M params")
-    runs.add_argument("--pretraining-steps", type=int, default=3000)
+    runs.add_argument("--steps", type=int, default=300)
+    runs.add_argument("--layers", type=int, default=LAYERS, help="2 are 2.1 M params")
+    runs.add_argument("--pretraining-steps", type=int, default=2500)
     runs.add_argument("--most", type=int, help="examples of each side of a task")
     runs.set_defaults(call=measure)
     table = commands.add_parser("table")
     table.add_argument("place", type=Path)
-    table.add_argument("--baselines", action="store_true")
     table.set_defaults(call=say)
     picture = commands.add_parser("plot")
     picture.add_argument("place", type=Path)

@@ -1,17 +1,18 @@
 """Four tasks for fine-tuning, from the sources of Python's standard library.
 
-    package    which of eight packages is this piece of a function from
+    next       which of twelve words follows these lines of a function
+    swapped    have two neighbouring words of these lines been exchanged
     continues  do these lines follow those, or are they of another function of the file
-    docstring  does this docstring describe this function, or another one
     order      are these two neighbouring statements in their order
 
-The first and the last have one text, the others two. Examples are divided by file: no
-function is on both sides, and no example occurs twice. The same Python makes the same
-files. `pretraining.txt` is the text of the files for training alone, and
-`tokenizer.json` has the pairs of bytes (BPE) that are frequent in it.
+`continues` has two texts, the others one. Examples are divided by file: no function is
+on both sides, and no example occurs twice. They are chosen in rounds, one of each file
+in a round, so that few files are not most of a task; and all classes have as many. The
+same Python makes the same files. `pretraining.txt` is the text of the files that are
+trained on. The tokenizers have the pairs of bytes (BPE) that are frequent in it;
+`bert.json` has BERT's special tokens, too.
 
     python scripts/finetune_tasks.py runs/tasks
-    python scripts/finetune_tasks.py runs/tasks --baselines
 """
 
 import argparse
@@ -19,6 +20,7 @@ import ast
 import hashlib
 import itertools
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,19 +32,21 @@ import numpy as np
 
 from jaxinf.train.data.files import standard_library_files
 
-TASKS = ("package", "continues", "docstring", "order")
-PAIRS = ("continues", "docstring")
-PACKAGES = ("asyncio", "email", "idlelib", "importlib")
-PACKAGES += ("multiprocessing", "tkinter", "unittest", "xml")
+TASKS = ("next", "swapped", "continues", "order")
+PAIRS = ("continues",)
+WORDS = ("self", "if", "return", "None", "not", "for")
+WORDS += ("raise", "is", "or", "len", "isinstance", "False")
 
-SEQ_LEN = 48  # tokens of an example, with three special ones; longer ones are left out
-VOCAB_SIZE = 6144
+SEQ_LEN = 32  # tokens of an example, with special ones; longer ones are left out
+VOCAB_SIZE = 2048
 SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")  # ids from 0
-_MOST_BYTES = 128  # of an example
+_MOST_BYTES = 88  # of an example
 _ROOM = _MOST_BYTES // 2 - 1
-_HELD_OUT = 0.2  # of the files
-_MOST = {"train": 12_000, "validation": 3_000}
+_HELD_OUT = 0.25  # of the files
+_MOST = {"train": 12_000, "validation": 4_000}
 _LEAST_LINES = 6
+_WORD_AT = re.compile(rf"(?<=[\s(\[,=])({'|'.join(WORDS)})\b")
+_TWO_WORDS = re.compile(r"\b([A-Za-z_]\w*)([^\w\n]+)([A-Za-z_]\w*)\b")
 
 Record = dict[str, Any]
 
@@ -54,21 +58,14 @@ class Function:
     Attributes:
       file: its module's path in the library.
       text: its source, from `def` on, as it is in the file.
-      doc: its docstring, as in the file; empty if it has none.
       code: its source without the docstring, not indented.
       neighbours: pairs of neighbouring simple statements in it.
     """
 
     file: str
     text: str
-    doc: str
     code: str
     neighbours: tuple[tuple[str, str], ...]
-
-    @property
-    def package(self) -> str:
-        """The folder that its module is in."""
-        return Path(self.file).parent.name
 
 
 def functions() -> Iterator[Function]:
@@ -91,9 +88,8 @@ def functions() -> Iterator[Function]:
 
 
 def _function(name: str, lines: Sequence[bytes], node: ast.FunctionDef) -> Function:
-    doc = ast.get_docstring(node, clean=False) or ""
     own = _lines(lines, node)
-    if doc:
+    if ast.get_docstring(node, clean=False):
         first = node.body[0]
         start, end = first.lineno - node.lineno, (first.end_lineno or 0) - node.lineno
         code = [*own[:start], *own[end + 1 :]]
@@ -108,7 +104,6 @@ def _function(name: str, lines: Sequence[bytes], node: ast.FunctionDef) -> Funct
     return Function(
         file=name,
         text="\n".join(own).lstrip(),
-        doc=doc,
         code=textwrap.dedent("\n".join(code)),
         neighbours=tuple(
             (_plain(lines, one), _plain(lines, other))
@@ -142,13 +137,30 @@ def side_of(file: str) -> str:
 # --- the tasks ---------------------------------------------------------------------
 
 
-def _packages(found: Sequence[Function]) -> Iterator[Record]:
+def _next_words(found: Sequence[Function]) -> Iterator[Record]:
     for one in found:
-        package = one.file.partition("/")[0]  # of xml/dom, too
-        if package in PACKAGES:
-            for piece in _pieces(one.code.splitlines()):
-                label = PACKAGES.index(package)
-                yield {"text": piece, "label": label, "file": one.file}
+        for match in _WORD_AT.finditer(one.code):
+            before = one.code[: match.start()].removesuffix(" ")
+            lines = before[-_MOST_BYTES:]
+            if len(before) > _MOST_BYTES:  # from the beginning of a line on
+                lines = lines.partition("\n")[2]
+            if len(lines) > _ROOM // 2:
+                label = WORDS.index(match[0])
+                yield {"text": lines, "label": label, "file": one.file}
+
+
+def _exchanges(found: Sequence[Function]) -> Iterator[Record]:
+    for one in found:
+        for piece in _pieces(one.code.splitlines()):
+            pairs = [m for m in _TWO_WORDS.finditer(piece) if m[1] != m[3]]
+            if not pairs:
+                continue
+            chance = _hash(piece)
+            label, pair = chance % 2, pairs[chance // 2 % len(pairs)]
+            if label:
+                other = pair[3] + pair[2] + pair[1]
+                piece = piece[: pair.start()] + other + piece[pair.end() :]
+            yield {"text": piece, "label": label, "file": one.file}
 
 
 def _pieces(lines: Iterable[str]) -> Iterator[str]:
@@ -170,7 +182,7 @@ def _continuations(found: Sequence[Function]) -> Iterator[Record]:
         if len(lines) < _LEAST_LINES:
             continue
         for cut in range(_LEAST_LINES // 2, len(lines) - 2, _LEAST_LINES):
-            before, after = "\n".join(lines[:cut]), "\n".join(lines[cut:])
+            before, after = "\n".join(lines[:cut]) + "\n", "\n".join(lines[cut:])
             half = one, before[-_ROOM:], after[:_ROOM]
             halves.setdefault(one.file, []).append(half)
     for file, own in halves.items():
@@ -178,19 +190,9 @@ def _continuations(found: Sequence[Function]) -> Iterator[Record]:
             others = [half for half in own if half[0] is not one]
             if others:
                 other = others[_hash(file, number) % len(others)][2]
-                yield {"text": before, "text_pair": after, "label": 1, "file": file}
-                yield {"text": before, "text_pair": other, "label": 0, "file": file}
-
-
-def _descriptions(found: Sequence[Function]) -> Iterator[Record]:
-    told = [(one, " ".join(one.doc.split())[:_ROOM]) for one in found if one.doc]
-    sides = {side: [t for t in told if side_of(t[0].file) == side] for side in _MOST}
-    for number, (one, doc) in enumerate(told):
-        code, others = one.code[:_ROOM], sides[side_of(one.file)]
-        other = others[_hash(one.file, number) % len(others)][1]
-        for text, label in ((doc, 1), (other, 0)):
-            record = {"text": text, "text_pair": code, "label": label}
-            yield record | {"file": one.file}
+                for second, label in ((after, 1), (other, 0)):
+                    record = {"text": before, "text_pair": second, "label": label}
+                    yield record | {"file": file}
 
 
 def _orders(found: Sequence[Function]) -> Iterator[Record]:
@@ -203,7 +205,7 @@ def _orders(found: Sequence[Function]) -> Iterator[Record]:
 
 
 _MADE: dict[str, Callable[[Sequence[Function]], Iterator[Record]]] = dict(
-    zip(TASKS, (_packages, _continuations, _descriptions, _orders), strict=True)
+    zip(TASKS, (_next_words, _exchanges, _continuations, _orders), strict=True)
 )
 
 
@@ -219,7 +221,7 @@ def _texts(record: Record) -> list[str]:
 def examples(
     found: Sequence[Function], task: str, fits: Callable[[Record], bool]
 ) -> dict[str, list[Record]]:
-    """Returns the examples of a task by side, each of them once.
+    """Returns the examples of a task by side, each of them once; at most `_MOST`.
 
     Args:
       found: the functions.
@@ -233,13 +235,24 @@ def examples(
         seen[key] = seen.get(key, 0) + 1
         by_side[side_of(record["file"])].setdefault(key, record)
     return {
-        side: [
-            record
-            for key, record in sorted(own.items(), key=lambda pair: _hash(pair[0]))
-            if seen[key] == 1 and fits(record)
-        ][: _MOST[side]]
+        side: _shares([r for key, r in own.items() if seen[key] == 1 and fits(r)], side)
         for side, own in by_side.items()
     }
+
+
+def _shares(records: Sequence[Record], side: str) -> list[Record]:
+    """Chooses examples in rounds, one of each file, and as many of each class."""
+    share = _MOST[side] // len({record["label"] for record in records})
+    taken: dict[Any, int] = {}
+
+    def number(*key: object) -> int:
+        taken[key] = taken.get(key, 0) + 1
+        return taken[key]
+
+    mixed = sorted(records, key=lambda record: _hash(key_of(record)))
+    rounds = [(number(record["file"]), record) for record in mixed]
+    rounds.sort(key=lambda pair: pair[0])
+    return [r for _, r in rounds if number("class", r["label"]) <= share]
 
 
 def make(place: Path, most: int | None = None) -> None:
@@ -247,7 +260,7 @@ def make(place: Path, most: int | None = None) -> None:
 
     Args:
       place: a folder, which may be new.
-      most: examples of each side of a task; by default 12,000 and 3,000.
+      most: examples of each side of a task; by default 12,000 and 4,000.
     """
     if (place / "pretraining.txt").exists():
         return
@@ -267,15 +280,17 @@ def make(place: Path, most: int | None = None) -> None:
 
 
 def write_tokenizer(place: Path, text: Iterable[str]) -> Any:
-    """Writes `tokenizer.json` for a text, with BERT's form; returns the tokenizer."""
+    """Writes `tokenizer.json` for a text, and `bert.json` with BERT's special tokens.
+
+    Returns:
+      The tokenizer with them.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from tokenizers.trainers import BpeTrainer
 
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    first, second = ((name, SPECIAL_TOKENS.index(name)) for name in ("[SEP]", "[CLS]"))
-    tokenizer.post_processor = processors.BertProcessing(first, second)
     trainer: Any = BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[*SPECIAL_TOKENS],
@@ -285,6 +300,9 @@ def write_tokenizer(place: Path, text: Iterable[str]) -> Any:
     tokenizer.train_from_iterator(text, trainer)
     place.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(place / "tokenizer.json"))
+    first, second = ((name, SPECIAL_TOKENS.index(name)) for name in ("[SEP]", "[CLS]"))
+    tokenizer.post_processor = processors.BertProcessing(first, second)
+    tokenizer.save(str(place / "bert.json"))
     return tokenizer
 
 
@@ -297,8 +315,8 @@ def read_task(place: Path, task: str, side: str) -> list[Record]:
 # --- baselines ---------------------------------------------------------------------
 
 
-def baselines(place: Path, task: str) -> tuple[float, float]:
-    """Returns accuracies in percent: of the largest class, and of a linear model.
+def baselines(place: Path, task: str) -> dict[str, np.ndarray]:
+    """Returns whether each held-out example is right, bool, by a baseline's name.
 
     The linear model is a logistic regression on the n-grams of 1 to 4 bytes; of a pair,
     on those of each text and on those that both have.
@@ -319,27 +337,24 @@ def baselines(place: Path, task: str) -> tuple[float, float]:
     train, held = (read_task(place, task, side) for side in _MOST)
     labels, wanted = (np.array([r["label"] for r in rs]) for rs in (train, held))
     linear = LogisticRegression(C=10.0, max_iter=100).fit(features(train), labels)
-    right = linear.predict(features(held)) == wanted
     largest = np.bincount(labels).argmax()
-    return 100 * float(np.mean(wanted == largest)), 100 * float(right.mean())
+    return {
+        "largest class": wanted == largest,
+        "linear": linear.predict(features(held)) == wanted,
+    }
 
 
 def main() -> None:
-    """Writes the tasks; says their sizes and baselines."""
+    """Writes the tasks; says their sizes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("place", type=Path)
     parser.add_argument("--most", type=int, help="examples of each side of a task")
-    parser.add_argument("--baselines", action="store_true")
     arguments = parser.parse_args()
     make(arguments.place, arguments.most)
     for task in TASKS:
         sizes = [len(read_task(arguments.place, task, side)) for side in _MOST]
         files = {r["file"] for r in read_task(arguments.place, task, "validation")}
-        line = f"{task}: {sizes[0]} to train on, {sizes[1]} of {len(files)} files held"
-        if arguments.baselines:
-            majority, linear = baselines(arguments.place, task)
-            line += f"; largest class {majority:.1f} %, linear {linear:.1f} %"
-        print(line, flush=True)
+        print(f"{task}: {sizes[0]} to train on, {sizes[1]} of {len(files)} files held")
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def write(root: Path, task: str, place: Path) -> tuple[Path, list[Path]]:
 def measure(arguments: argparse.Namespace) -> None:
     """Does the runs that the results lack, and prints each."""
     results: Path = arguments.results
-    done = [line["run"] for line in read(results)]
+    done = [line["run"] for line in read(results, VERSION)]
     place = results.with_suffix(".data")
     for name in arguments.task or TASKS:
         train, held = write(arguments.glue, name, place)

@@ -1,12 +1,14 @@
 """Tasks for fine-tuning, divided by file, and a table of two of them, made small."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import finetune_quality as quality
 import finetune_tasks as tasks
 import glue
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from jaxinf.command_line import UsageError
@@ -36,7 +38,9 @@ def test_tasks_are_divided_by_file_and_have_no_example_twice(few_files, tmp_path
         assert len({*keys}) == len(keys) > 100
         tokenizer = open_tokenizer(tmp_path / "one/tokenizer.json")
         encoded = tokenizer.encode([("", key) for key in keys])
-        assert max(ids.size for ids in encoded) < tasks.SEQ_LEN
+        assert max(ids.size for ids in encoded) <= tasks.SEQ_LEN
+        counts = Counter(r["label"] for r in sides["validation"])
+        assert max(counts.values()) <= 4000 // len(counts)
         labels = {r["label"] for r in sides["validation"]}
         assert labels == {r["label"] for r in sides["train"]}
         for side, records in sides.items():
@@ -50,8 +54,8 @@ def test_tasks_are_divided_by_file_and_have_no_example_twice(few_files, tmp_path
 @pytest.mark.long
 def test_a_small_table(few_files, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(quality, "RATIOS", (0.02,))
-    sizes = {"hidden_size": 32, "intermediate_size": 64}
-    monkeypatch.setitem(quality.MODELS, "bert", quality.MODELS["bert"] | sizes)
+    sizes = {"n_embd": 32}
+    monkeypatch.setitem(quality.MODELS, "gpt2", quality.MODELS["gpt2"] | sizes)
     place = tmp_path / "place"
 
     def run(part):
@@ -59,33 +63,33 @@ def test_a_small_table(few_files, tmp_path, capsys, monkeypatch):
         words += ["--pretraining-steps", 3, "--part", part]
         quality.main(["run", str(place), *map(str, words)])
 
-    for part in ("pretraining-bert", "docstring"):
+    for part in ("pretraining-gpt2", "continues"):
         run(part)
     results = place / "results.jsonl"
     before = results.read_text()
-    run("docstring")
+    run("continues")
     assert results.read_text() == before, "runs that are there are not repeated"
     lines = quality.read(results)
     assert len(lines) == 2
-    held = len(tasks.read_task(place / "tasks", "docstring", "validation"))
+    held = len(tasks.read_task(place / "tasks", "continues", "validation"))
     assert sum(n for _, n in lines[0]["right"].values()) == held
     capsys.readouterr()
     quality.main(["table", str(place)])
     table = capsys.readouterr().out
-    assert "| docstring | bert of 1, pretrained, 0.0005, 4 | 2 % | 1 | " in table
+    assert "| continues | gpt2 of 1, pretrained, 0.0005, 4 | 2 % | 1 | " in table
     assert "2 runs" in table
-    config = quality.folder_of(place, "bert", 1) / "config.json"
+    config = quality.folder_of(place, "gpt2", 1) / "config.json"
     sent = [quality.sent_bytes(place, config, v) for v in ("dense", "top_k:0.02")]
     assert 0.005 < sent[1] / sent[0] < 0.025
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [('{"version": 2, "run', "one that is cut"), ('{"version": 1}', "of version 2")],
+    [('{"version": 3, "run', "one that is cut"), ('{"version": 2}', "of version 3")],
 )
 def test_results_that_cannot_be_gone_on_with(tmp_path, text, expected):
     file = tmp_path / "results.jsonl"
-    file.write_text(json.dumps({"version": 2}) + "\n" + text + "\n")
+    file.write_text(json.dumps({"version": 3}) + "\n" + text + "\n")
     with pytest.raises(SystemExit, match=f"results.jsonl:2: .*{expected}"):
         quality.read(Path(file))
 
@@ -101,11 +105,37 @@ def test_intervals_are_paired():
     less = {
         s: {f: [n - 2, 100] for f, (n, _) in own.items()} for s, own in base.items()
     }
-    mean, low, high = quality.interval(less, base)
+    mean, low, high = quality.interval(quality.difference(less, base))
     assert mean == pytest.approx(-2) == low == high
     mean, low, high = quality.interval(base)
     assert mean == pytest.approx(hard.mean())
     assert high - low > 5
+
+
+def test_tables_of_given_counts(tmp_path, capsys):
+    """A task is kept that pretraining makes better; it loses less than from scratch."""
+    files = [f"f{n}" for n in range(20)]
+    shares = {("pretrained", "dense"): 80, ("pretrained", "top_k:0.02"): 79}
+    shares |= {("scratch", "dense"): 60, ("scratch", "top_k:0.02"): 50}
+
+    def counts(share):
+        return {file: [share + number % 3, 100] for number, file in enumerate(files)}
+
+    linear = {"largest class": counts(10), "linear": counts(70)}
+    lines: list[dict] = [{"baselines": "next", "right": linear}]
+    for (start, variant), share in shares.items():
+        run = quality.Run("next", variant, seed=0, steps=1, start=start)
+        lines.append({"run": quality.asdict(run), "right": counts(share)})
+    results = tmp_path / "results.jsonl"
+    results.write_text(
+        "".join(json.dumps({"version": quality.VERSION} | one) + "\n" for one in lines)
+    )
+    quality.main(["table", str(tmp_path)])
+    table = capsys.readouterr().out
+    assert "| +10.00 [+10.00, +10.00] | +20.00 [+20.00, +20.00] | yes |" in table
+    assert "| -1.00 [-1.00, -1.00], loses less than 1.35 |" in table
+    assert "| -10.00 [-10.00, -10.00], loses more than 1.35 |" in table
+    assert "next, 2 %, no feedback: pretrained loses less by +9.00 [+9.00, +9." in table
 
 
 def write_tsv(path, *rows):
@@ -154,14 +184,42 @@ def test_glue_as_distributed(tmp_path):
     assert len(list(glue.records(tmp_path, "SST-2", None))) == 300
 
 
+def write_saved(folder, **splits):
+    """Writes columns by split as `save_to_disk` of `datasets` does."""
+    for split, columns in splits.items():
+        table, part = pa.table(columns), folder / split
+        part.mkdir(parents=True)
+        with pa.ipc.new_stream(part / "data.arrow", table.schema) as out:
+            out.write_table(table)
+        state = {"_data_files": [{"filename": "data.arrow"}]}
+        (part / "state.json").write_text(json.dumps(state))
+        (part / "dataset_info.json").write_text("{}")
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": [*splits]}))
+
+
+def test_glue_as_saved(tmp_path):
+    columns = {"premise": ["a"], "hypothesis": ["b"], "label": [2], "idx": [0]}
+    write_saved(tmp_path / "mnli", train=columns, validation_mismatched=columns)
+    expected = {"text": "a", "text_pair": "b", "label": 2}
+    assert [*glue.records(tmp_path, "MNLI", None)] == [expected]
+    assert [*glue.records(tmp_path, "MNLI", 1)] == [expected]
+    with pytest.raises(
+        UsageError, match=r"validation_matched of mnli .* found train, "
+    ):
+        list(glue.records(tmp_path, "MNLI", 0))
+    write_saved(tmp_path / "sst2", train={"sentence": ["a"], "label": [-1]})
+    with pytest.raises(UsageError, match="test splits have no la"):
+        list(glue.records(tmp_path, "SST-2", None))
+
+
 @pytest.mark.long
 def test_glue_on_random_weights(tmp_path, capsys, monkeypatch):
     sizes = {"hidden_size": 32, "intermediate_size": 64}
     monkeypatch.setitem(quality.MODELS, "bert", quality.MODELS["bert"] | sizes)
     tasks.write_tokenizer(tmp_path / "tasks", ["words"])
     (tmp_path / "tasks/pretraining.txt").write_text("words " * 2000)
+    quality.pretrain(tmp_path, "bert", 1, 1)
     folder = quality.folder_of(tmp_path, "bert", 1)
-    quality.pretrain(tmp_path, folder, 1)
     names = ("sentence1", "sentence2", "gold_label")
     rows = [
         (f"one {n}", f"two {n}", glue.TASKS["MNLI"].labels[n % 3]) for n in range(9)
@@ -171,10 +229,11 @@ def test_glue_on_random_weights(tmp_path, capsys, monkeypatch):
     for part in ("train", "dev"):
         write_tsv(tmp_path / f"glue/SST-2/{part}.tsv", *sentences(12))
     words = [tmp_path / "glue", "--from", folder / "weights", "--steps", 2]
+    words += ["--seq-len", 32]
     words += ["--results", tmp_path / "results.jsonl", "--batch-size", 4]
     words += ["--task", "MNLI", "--task", "SST-2"]
     words += ["--variant", "dense", "--variant", "top_k:0.02"]
     for _ in range(2):
         glue.main([str(word) for word in words])
-    lines = quality.read(tmp_path / "results.jsonl")
+    lines = quality.read(tmp_path / "results.jsonl", glue.VERSION)
     assert [len(line["accuracy"]) for line in lines] == [2, 2, 1, 1]
