@@ -579,8 +579,9 @@ def plot(arguments: argparse.Namespace) -> None:
         axis.set_title(title)
     axes[0, 0].set_ylabel("points of accuracy beside dense")
     labelled = dict(zip(*axes[0, 0].get_legend_handles_labels()[::-1], strict=True))
-    axes[0, 0].legend(labelled.values(), labelled, loc="lower left", fontsize="small")
-    figure.tight_layout()
+    where = {"loc": "lower center", "ncols": 2, "fontsize": "small"}
+    figure.legend(labelled.values(), labelled, **where)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(arguments.picture, dpi=120)
 
 
