@@ -262,7 +262,7 @@ def split_key(key: Key, num: int) -> Sequence[Key]:
 
 
 def run_blocks(
-    blocks: Sequence[Callable[..., jax.Array]],
+    blocks: Sequence[nnx.Module],
     x: jax.Array,
     *,
     key: Key,
@@ -278,7 +278,8 @@ def run_blocks(
       key: key of the dropout; None for no dropout.
       remat: wrapper of each layer's function.
       pasts: for each layer, the tokens before; it gets those of `x`.
-      **shared: further arguments of every layer.
+      **shared: further arguments of every layer, arrays or None: they are traced, once
+        for equal layers, which change no state.
     """
     keys = split_key(key, len(blocks))
     if pasts is not None:

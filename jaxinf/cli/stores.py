@@ -128,8 +128,9 @@ class _Rebalance(TogetherOptions):
         int | None,
         option(
             "With --processes: number of their JAX devices, in a line, over which "
-            "sharded leaves will be. Leaves whose chunks that would cut get another "
-            "grid. By default as many as there are shards, or one a process.",
+            "leaves that are sharded along one dimension will be. Those whose chunks "
+            "that would cut get another grid. By default as many as there are shards, "
+            "or one a process.",
             "N",
         ),
     ] = None
@@ -138,7 +139,7 @@ class _Rebalance(TogetherOptions):
         if self.by_speed or self.share:
             raise UsageError("--by-speed and --share do not go with --processes")
         if self.devices is not None and (
-            self.devices < 1 or count < 1 or self.devices % count
+            self.devices < 1 or (count > 0 and self.devices % count)
         ):
             raise UsageError(
                 f"--devices: expected as many for each of {count} processes, found "

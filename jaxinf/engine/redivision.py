@@ -1,12 +1,13 @@
 """A store that is divided anew when a run opens it: for its processes and shardings.
 
 Invariant: a store that suits the run is only looked at, and what cannot be divided is
-refused before anything is written.
+refused before it is; only members at different steps go to their common one first, as
+at the start of any run.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -38,10 +39,13 @@ class Redivision:
     Attributes:
       csd_roots: CSD roots for another number of processes; empty for those of before.
       shardings: of the params' leaves, as the run has them; None if it is not known.
+      num_devices: JAX devices of all processes. All ask for it when this is made, since
+        JAX starts in all of them together.
     """
 
     csd_roots: Sequence[str] = ()
     shardings: PyTree | None = None
+    num_devices: int = field(default_factory=jax.device_count)
 
     def apply(self, path: Path, count: int) -> None:
         """Divides a store among so many processes, if it is not; blocks.
@@ -56,9 +60,11 @@ class Redivision:
         found = num_processes(path) if path.is_dir() else None
         if found is None:
             return
-        shards_of = partial(in_line, count=count, num_devices=jax.device_count())
-        if self.shardings is not None:
-            shards_of = partial(_shards, _by_path(self.shardings), shards_of)
+        shards_of: ShardsOf
+        if self.shardings is None:
+            shards_of = partial(in_line, count=count, num_devices=self.num_devices)
+        else:
+            shards_of = partial(_shards, _by_path(self.shardings))
         if found == count and (
             self.shardings is None or is_divided_for(path, shards_of)
         ):
@@ -82,12 +88,15 @@ def _by_path(shardings: PyTree) -> dict[tuple[str, ...], NamedSharding]:
 
 
 def _shards(
-    by_path: Mapping[tuple[str, ...], NamedSharding], others: ShardsOf, leaf: LeafRecord
+    by_path: Mapping[tuple[str, ...], NamedSharding], leaf: LeafRecord
 ) -> Shards:
-    """Returns a leaf's shards by its sharding, or as others are if it has none."""
+    """Returns a leaf's shards by its sharding."""
     sharding = by_path.get(leaf.path)
     if sharding is None:
-        return others(leaf)
+        raise ValueError(
+            f"shardings: leaf {leaf.name}: expected its sharding, found none; give a "
+            "tree like the params"
+        )
     if not isinstance(sharding, NamedSharding):
         return Shards((1,) * len(leaf.shape))
     try:

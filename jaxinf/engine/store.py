@@ -472,8 +472,10 @@ def _redivision(
             "shardings: expected with processes='rebalance', which gives a store the "
             "grid for them; leave it out"
         )
+    if processes is None:
+        return None
     roots = [str(_absolute(root)) for root in csds or ()]
-    return None if processes is None else Redivision(roots, shardings)
+    return Redivision(roots, shardings)
 
 
 def _joined(

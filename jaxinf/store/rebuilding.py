@@ -124,8 +124,6 @@ def rebuild_members(
         check_undivided(path)
         _check_run(rest[0].manifest, step)
         wanted = [_lost_member(path, rest, number, csd_roots) for number in lost]
-        for one in wanted:
-            _give_up_record(one, step)
         agreed = agreed_of(rest)
         way, commit = _way(rest, step, agreed)
         if way != "current" and agreed is not None and not may_discard:
@@ -135,6 +133,8 @@ def rebuild_members(
                 f"{agreed.step}, another one; give that up with --discard-current, or "
                 "take an export of it"
             )
+        for one in wanted:
+            _give_up_record(one, step)
         to_step(rest, agreed)
         with contextlib.ExitStack() as made:
             new = [made.enter_context(making_store(d.path, d.manifest)) for d in wanted]

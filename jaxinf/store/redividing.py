@@ -56,10 +56,7 @@ from jaxinf.store.rebalancing import (
     remove_csds,
     space_needs,
 )
-from jaxinf.store.regridding import (
-    ShardsOf,
-    regrid,
-)
+from jaxinf.store.regridding import ShardsOf, regrid
 from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.stock_documents import stock_documents
 from jaxinf.store.whole import (
@@ -144,7 +141,8 @@ def redivide(
       count: number of processes, at least 1.
       csd_roots: existing CSD roots of each process, in which ``{process}`` is its
         number; by default those of the member of that number.
-      progress: called with the bytes of files done and in all.
+      progress: called with the bytes of files done and in all, without chunks that
+        are written anew; of a team, those of this process.
       shards_of: returns the shards that a leaf will have; by default as `in_line`, and
         a store that is among so many processes already stays as it is.
       team: processes that make the new stores with this one; the others call
@@ -152,7 +150,8 @@ def redivide(
 
     Raises:
       ValueError: a number or a root is wrong.
-      Exception: another process of the team failed; nothing was changed.
+      Exception: another process of the team failed; nothing was changed, and what the
+        others have made stays in ``.jaxinf-new``, for the next call.
       StoreLockedError: a run has the store open.
       ProcessError: a member cannot be seen, or they have no step in common.
       StoreFormatError: the path has no store, or none with a committed step.
@@ -172,10 +171,10 @@ def redivide(
             roots = [_roots(source, number, csd_roots) for number in range(count)]
             is_same = count == len(source.parts) and source.is_run == (count > 1)
             is_same &= roots == [list(part.manifest.csds) for part in source.parts]
-            division = Division(source.whole.leaves, source.owners)
+            division = present = Division(source.whole.leaves, source.owners)
             if not is_same or shards_of is not None:
                 division = division_for(source, count, shards_of)
-            if is_same and division == Division(source.whole.leaves, source.owners):
+            if is_same and division == present:
                 if team is not None:
                     team.say("begin", None)
                 return Redivided(0, 0)
@@ -186,26 +185,23 @@ def redivide(
             return _report(source, targets)
 
 
-def build_part(
-    path: Path, team: Team, progress: ProgressCallback | None = None
-) -> None:
+def build_part(path: Path, team: Team) -> None:
     """Makes this process's part of a division that the first of a team leads; blocks.
 
     Args:
       path: as the first process has it; it sees all members and CSDs, too.
       team: the processes.
-      progress: called with the bytes of files done and in all, of its part.
 
     Raises:
       Exception: as `redivide`, or the first process failed.
     """
-    ids = team.hear(0, "begin")
-    if ids is None:
+    begun = team.hear(0, "begin")
+    if begun is None:
         return
-    places = sorted((path / _NEW).iterdir(), key=lambda place: (len(place.name), place))
-    targets = [StoreDirectory.open(place) for place in places]
+    own = begun["names"][team.number :: team.count]
+    targets = [StoreDirectory.open(path / _NEW / name) for name in own]
     with held_source(path, is_held=True) as source:
-        _make(source, targets[team.number :: team.count], ids, progress)
+        _make(source, targets, begun["ids"], None)
     team.say("built", None)
 
 
@@ -327,6 +323,7 @@ def _build(
 ) -> None:
     """Makes the new stores durably beside the old ones."""
     ids = {place: f"{uuid.uuid4().hex}-0" for place in source.steps}
+    are_others_writing = False
     try:
         with translated("division", source.path):
             for target in targets:
@@ -344,14 +341,29 @@ def _build(
         if team is None:
             _make(source, targets, ids, progress)
         else:
-            team.say("begin", ids)
+            names: list[JsonValue] = [target.path.name for target in targets]
+            are_others_writing = True
+            team.say("begin", {"ids": ids, "names": names})
             _make(source, targets[:: team.count], ids, progress)
             for number in range(1, team.count):
                 team.hear(number, "built")
+            _check_complete(targets)
     except (JaxinfError, ValueError, OSError):
-        _discard(source.path / _NEW)
+        if not are_others_writing:
+            _discard(source.path / _NEW)
         raise
     fsync_directory(source.path / _NEW)
+
+
+def _check_complete(targets: Sequence[StoreDirectory]) -> None:
+    """Refuses new stores that this process does not see whole."""
+    for target in targets:
+        if target.committed_slot() is None:
+            raise StoreFormatError(
+                f"{target.path}: expected the step that another process has written, "
+                "found none; all processes must see one file system: give the command "
+                "again, or without --distributed"
+            )
 
 
 def _make(

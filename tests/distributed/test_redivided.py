@@ -58,7 +58,9 @@ def test_a_mesh_that_cuts_chunks_has_a_new_grid(tmp_path):
     expected = contents(path)
     with running(tmp_path, path, *words, "--more", 1, num_devices=2) as processes:
         assert 0 not in processes.wait(), processes
-        assert any("--devices D" in text for text in processes.outputs()), processes
+        assert any("processes='rebalance'" in text for text in processes.outputs()), (
+            processes
+        )
     assert contents(path) == expected
     options = ("--options", '{"processes": "rebalance"}')
     for count in (4, 2, 1):
