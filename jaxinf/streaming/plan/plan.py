@@ -251,21 +251,18 @@ class Prepared:
 
     def smallest_bytes(self, policy: Policy = "recompute") -> int:
         """Returns the smallest budget that `plan` accepts by estimates."""
-        plans = map(self._for_parts, self._plans(0, policy))
-        return min(plan.peak_bytes for plan in plans)
+        cuts = {self._cuts(n, policy) for n in chain(*self._limits(0, policy))}
+        return min(self.plan_of(one, policy).peak_bytes for one in cuts)
 
     def _for_parts(self, plan: Plan) -> Plan:
         """Returns the same cuts for all parts: bits do not depend on their number."""
         return plan if self.num_parts == 1 else self.plan_of(plan.cuts, plan.policy)
 
-    def _plans(self, budget_bytes: int, policy: Policy) -> Iterator[Plan]:
-        """Yields plans to try, each once: with ever smaller segments, then larger ones.
-
-        They are of one part.
+    def _limits(self, budget_bytes: int, policy: Policy) -> tuple[list[int], list[int]]:
+        """Returns bytes of segments to try: as many as params have, and more.
 
         A segment may take a third of the budget: one runs, one waits, one is fetched.
-        Segments with more bytes than all params suit values that have more. They come
-        first if they are half as many and a step takes no more memory, and else last.
+        Segments with more bytes than all params suit values that have more.
         """
         bits = self.lifetimes.piece_bytes(self.lifetimes.sizes).bit_length()
         least = max(0, bits - _MAX_HALVINGS)
@@ -274,17 +271,26 @@ class Prepared:
         if policy == "plan":  # it compares all cuts
             bits = max(bits, budget_bytes.bit_length())
             whole = 0
-        most = budget_bytes // _SHARE
         usual = [1 << n for n in range(bits, least, -1)]
-        usual.sort(key=lambda limit: limit > most)
-        large = [1 << n for n in range(whole.bit_length(), bits, -1)]
+        usual.sort(key=lambda limit: limit > budget_bytes // _SHARE)
+        return usual, [1 << n for n in range(whole.bit_length(), bits, -1)]
+
+    def _cuts(self, limit: int, policy: Policy) -> tuple[int, ...]:
+        cuts = choose_cuts(self.lifetimes, self.tokens, limit)
+        return isolated(self.lifetimes, cuts) if policy == "plan" else cuts
+
+    def _plans(self, budget_bytes: int, policy: Policy) -> Iterator[Plan]:
+        """Yields plans of one part, each once: with ever smaller segments, then larger.
+
+        Large ones come first if they are half as many and take no more memory.
+        """
+        usual, large = self._limits(budget_bytes, policy)
+        most = budget_bytes // _SHARE
         made: dict[tuple[int, ...], Plan] = {}
         alone = replace(self, num_parts=1)
 
         def plan_at(limit: int) -> Plan:
-            cuts = choose_cuts(self.lifetimes, self.tokens, limit)
-            if policy == "plan":
-                cuts = isolated(self.lifetimes, cuts)
+            cuts = self._cuts(limit, policy)
             if cuts not in made:
                 made[cuts] = alone.plan_of(cuts, policy)
             return made[cuts]

@@ -41,9 +41,14 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 class Keys:
-    """Texts of nodes and programs of one graph."""
+    """Texts of nodes and programs of one graph.
+
+    Attributes:
+      sums: Programs that add up gradients, by the types of these and their part.
+    """
 
     def __init__(self) -> None:
+        self.sums: dict[Any, Any] = {}
         self._known: dict[int, tuple[Any, str]] = {}
         self._objects: dict[Any, int] = {}
         self._unhashable: list[Any] = []  # held, so that ids stay theirs

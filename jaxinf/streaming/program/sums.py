@@ -11,7 +11,6 @@ own, since XLA may round a sum differently if it computes its terms, too.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import jax
@@ -39,10 +38,12 @@ def with_sums(programs: Programs, graph: Graph, num_parts: int, keys: Keys) -> P
     if num_parts == 1:
         return programs
 
-    @cache
     def made(avals: tuple[Any, ...], *, is_first: bool, is_last: bool) -> Program:
         count = num_parts if is_last else None
-        return _program(avals, keys, is_first=is_first, count=count)
+        kind = avals, is_first, count
+        if kind not in keys.sums:  # other cuts have the same ones
+            keys.sums[kind] = _program(avals, keys, is_first=is_first, count=count)
+        return keys.sums[kind]
 
     gradients, sums = set(graph.gradients.values()), {}
     for program in (*programs.forward, *programs.backward, *programs.free):
