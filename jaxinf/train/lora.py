@@ -165,19 +165,20 @@ def model_of(graphdef: Any, params: PyTree) -> Any:
     model = nnx.merge(graphdef, _without_adapters(params, (), adapters))
     for path, (a, b) in adapters.items():
         owner = functools.reduce(getattr, path[:-1], model)
-        vars(owner)[path[-1]] = _Adapted(getattr(owner, path[-1]), a, b)
+        setattr(owner, path[-1], _Adapted(getattr(owner, path[-1]), a, b))
     return model
 
 
-class _Adapted:
+class _Adapted(nnx.Module):
     """A linear layer with its adapter."""
 
     def __init__(self, layer: nnx.Linear, a: jax.Array, b: jax.Array) -> None:
-        self._layer, self._a, self._b = layer, a, b
+        self._layer, self._a, self._b = layer, nnx.Param(a), nnx.Param(b)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [..., in] to [..., out] in the layer's dtype."""
-        own, a, b = (y.astype(self._layer.dtype) for y in (x, self._a, self._b))
+        given = x, self._a[...], self._b[...]
+        own, a, b = (y.astype(self._layer.dtype) for y in given)
         return self._layer(x) + own @ a @ b * (ALPHA / a.shape[1])
 
 
