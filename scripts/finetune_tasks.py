@@ -58,12 +58,14 @@ class Function:
     Attributes:
       file: its module's path in the library.
       text: its source, from `def` on, as it is in the file.
+      doc: its docstring, as in the file; empty if it has none.
       code: its source without the docstring, not indented.
       neighbours: pairs of neighbouring simple statements in it.
     """
 
     file: str
     text: str
+    doc: str
     code: str
     neighbours: tuple[tuple[str, str], ...]
 
@@ -89,7 +91,8 @@ def functions() -> Iterator[Function]:
 
 def _function(name: str, lines: Sequence[bytes], node: ast.FunctionDef) -> Function:
     own = _lines(lines, node)
-    if ast.get_docstring(node, clean=False):
+    doc = ast.get_docstring(node, clean=False) or ""
+    if doc:
         first = node.body[0]
         start, end = first.lineno - node.lineno, (first.end_lineno or 0) - node.lineno
         code = [*own[:start], *own[end + 1 :]]
@@ -104,6 +107,7 @@ def _function(name: str, lines: Sequence[bytes], node: ast.FunctionDef) -> Funct
     return Function(
         file=name,
         text="\n".join(own).lstrip(),
+        doc=doc,
         code=textwrap.dedent("\n".join(code)),
         neighbours=tuple(
             (_plain(lines, one), _plain(lines, other))

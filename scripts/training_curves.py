@@ -46,7 +46,7 @@ def make_data(place: Path) -> None:
     place.mkdir(parents=True, exist_ok=True)
     pairs, classes = [], []
     for function in functions():
-        package, source = function.package, function.text
+        package, source = Path(function.file).parent.name, function.text
         head, line = source.splitlines()[0], function.doc.strip().partition("\n")[0]
         if line and len(head) < 64 and len(line) < 64:
             pairs.append({"prompt": head + "\n", "response": line})
