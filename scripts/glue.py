@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune_quality import Task, read
+from finetune_quality import Task
+from finetune_results import read
 
 from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig

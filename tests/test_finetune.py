@@ -2,9 +2,11 @@
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import finetune_quality as quality
+import finetune_results as tables
 import finetune_tasks as tasks
 import glue
 import numpy as np
@@ -69,7 +71,7 @@ def test_a_small_table(few_files, tmp_path, capsys, monkeypatch):
     before = results.read_text()
     run("continues")
     assert results.read_text() == before, "runs that are there are not repeated"
-    lines = quality.read(results)
+    lines = tables.read(results)
     assert len(lines) == 2
     held = len(tasks.read_task(place / "tasks", "continues", "validation"))
     assert sum(n for _, n in lines[0]["right"].values()) == held
@@ -91,7 +93,7 @@ def test_results_that_cannot_be_gone_on_with(tmp_path, text, expected):
     file = tmp_path / "results.jsonl"
     file.write_text(json.dumps({"version": 3}) + "\n" + text + "\n")
     with pytest.raises(SystemExit, match=f"results.jsonl:2: .*{expected}"):
-        quality.read(Path(file))
+        tables.read(Path(file))
 
 
 def test_intervals_are_paired():
@@ -105,9 +107,9 @@ def test_intervals_are_paired():
     less = {
         s: {f: [n - 2, 100] for f, (n, _) in own.items()} for s, own in base.items()
     }
-    mean, low, high = quality.interval(quality.difference(less, base))
+    mean, low, high = tables.interval(tables.difference(less, base))
     assert mean == pytest.approx(-2) == low == high
-    mean, low, high = quality.interval(base)
+    mean, low, high = tables.interval(base)
     assert mean == pytest.approx(hard.mean())
     assert high - low > 5
 
@@ -124,11 +126,11 @@ def test_tables_of_given_counts(tmp_path, capsys):
     linear = {"largest class": counts(10), "linear": counts(70)}
     lines: list[dict] = [{"baselines": "next", "right": linear}]
     for (start, variant), share in shares.items():
-        run = quality.Run("next", variant, seed=0, steps=1, start=start)
-        lines.append({"run": quality.asdict(run), "right": counts(share)})
+        run = tables.Run("next", variant, seed=0, steps=1, start=start)
+        lines.append({"run": asdict(run), "right": counts(share)})
     results = tmp_path / "results.jsonl"
     results.write_text(
-        "".join(json.dumps({"version": quality.VERSION} | one) + "\n" for one in lines)
+        "".join(json.dumps({"version": tables.VERSION} | one) + "\n" for one in lines)
     )
     quality.main(["table", str(tmp_path)])
     table = capsys.readouterr().out
@@ -235,5 +237,5 @@ def test_glue_on_random_weights(tmp_path, capsys, monkeypatch):
     words += ["--variant", "dense", "--variant", "top_k:0.02"]
     for _ in range(2):
         glue.main([str(word) for word in words])
-    lines = quality.read(tmp_path / "results.jsonl", glue.VERSION)
+    lines = tables.read(tmp_path / "results.jsonl", glue.VERSION)
     assert [len(line["accuracy"]) for line in lines] == [2, 2, 1, 1]

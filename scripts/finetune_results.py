@@ -1,0 +1,276 @@
+"""The results of finetune_quality.py: their lines, tables and plot.
+
+Differences to dense are paired by seeds and files; their intervals of 95 % are by
+bootstrap over both, since the examples of a file are not independent.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+VERSION = 3  # of a line of the results; another one is of other runs
+LAYERS = 2
+RATE = 5e-4
+FEEDBACK = ",error_feedback=true"
+STARTS = ("pretrained", "scratch")
+RATIOS = (0.1, 0.02, 0.01)
+MOST_RIGHT = 97.0  # percent; a task with more says nothing
+LIMIT = 1.35  # points, the largest loss at 2 % in Smart-Infinity's table IV
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the table, and the key of its line.
+
+    Attributes:
+      task: of `finetune_tasks.TASKS`.
+      variant: dense, or an argument of `--compress`.
+      start: pretrained or scratch.
+      model: of `MODELS`.
+      factor: by which the usual learning rate is multiplied.
+      seed: of a new head, or of all params, and of the batches.
+      steps: its steps.
+      layers: of the model; 2 have 2.1 M params.
+    """
+
+    task: str
+    variant: str
+    seed: int
+    steps: int
+    layers: int = LAYERS
+    start: str = "pretrained"
+    model: str = "gpt2"
+    factor: float = 1.0
+
+
+def read(path: Path, version: int = VERSION) -> list[dict[str, Any]]:
+    """Returns the lines of a results file.
+
+    Raises:
+      SystemExit: a line is cut, or of another version of this script.
+    """
+    if not path.exists():
+        return []
+    found = []
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            raise SystemExit(
+                f"{path}:{number}: expected a line of results, found one that is cut; "
+                "delete it, and its run is done again"
+            ) from None
+        if not isinstance(line, dict) or line.get("version") != version:
+            raise SystemExit(
+                f"{path}:{number}: expected a line of version {version} of this "
+                "script, found another; move the file away to begin a new one"
+            )
+        found.append(line)
+    return found
+
+
+# --- tables ------------------------------------------------------------------------
+
+Counts = dict[int, dict[str, list[int]]]
+"""Right and all examples by file, by seed."""
+
+
+def difference(found: Counts, base: Counts) -> Counts:
+    """Returns how many more are right, by the seeds and files that both have."""
+    return {
+        seed: {
+            file: [right - base[seed][file][0], size]
+            for file, (right, size) in found[seed].items()
+        }
+        for seed in found.keys() & base.keys()
+    }
+
+
+def interval(counts: Counts, num_draws: int = 2000) -> tuple[float, float, float]:
+    """Returns a mean in percent, and its 95 % interval.
+
+    Args:
+      counts: those of a variant, or a difference.
+      num_draws: of the bootstrap over seeds and files.
+    """
+    seeds, files = sorted(counts), sorted(next(iter(counts.values())))
+    right = np.array([[counts[s][f][0] for f in files] for s in seeds], float)
+    sizes = np.array([counts[seeds[0]][f][1] for f in files], float)
+    rng = np.random.default_rng(0)
+    own, some = (  # how often each is drawn
+        rng.multinomial(count, [1 / count] * count, num_draws) for count in right.shape
+    )
+    drawn = np.sum((own @ right) * some, axis=1) / (len(seeds) * (some @ sizes))
+    mean = right.sum() / (len(seeds) * sizes.sum())
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return 100 * float(mean), 100 * float(low), 100 * float(high)
+
+
+Setting = tuple[str, str, int, str, float, int]
+
+
+def grouped(lines: Sequence[dict[str, Any]]) -> dict[Setting, dict[str, Counts]]:
+    """Returns the counts of all variants by what else a run has."""
+    found: dict[Setting, dict[str, Counts]] = {}
+    for line in lines:
+        if "run" not in line:
+            continue
+        run = Run(**line["run"])
+        key = run.task, run.model, run.layers, run.start, run.factor, run.steps
+        own = found.setdefault(key, {}).setdefault(run.variant, {})
+        own[run.seed] = line["right"]
+    return found
+
+
+def shown(variant: str) -> str:
+    """Returns a variant's name for people."""
+    if variant == "dense":
+        return variant
+    ratio = float(variant.removeprefix("top_k:").removesuffix(FEEDBACK))
+    without = "" if variant.endswith(FEEDBACK) else ", no feedback"
+    return f"{100 * ratio:g} %{without}"
+
+
+def say(arguments: argparse.Namespace) -> None:
+    """Prints the tables."""
+    lines = read(arguments.place / "results.jsonl")
+    found = grouped(lines)
+    say_tasks(found, {x["baselines"]: x["right"] for x in lines if "baselines" in x})
+    say_variants(found)
+    say_contrast(found)
+    sent = {line["bytes"]: line["sent"] for line in lines if "bytes" in line}
+    for variant, count in sent.items():
+        share = 100 * count / sent.get("dense", count)
+        print(
+            f"bytes of a step over the link, {shown(variant)}: {count} ({share:.2f} %)"
+        )
+    seconds = sum(line.get("seconds", 0) for line in lines)
+    print(f"{sum('run' in line for line in lines)} runs, {seconds / 60:.0f} minutes")
+
+
+def say_tasks(found: dict[Setting, dict[str, Counts]], baselines: Any) -> None:
+    """Prints what a task must beat, and whether it does."""
+    names = ("largest class", "linear", "from scratch", "pretrained")
+    names += ("more than linear", "more than from scratch", "is kept")
+    _row("task", *names)
+    _row(*["---"] * (1 + len(names)))
+    for key, own in found.items():
+        task, start, factor = key[0], key[3], key[4]
+        other = found.get((*key[:3], "scratch", *key[4:]), {}).get("dense")
+        is_usual = (start, factor) == ("pretrained", 1) and "dense" in own
+        if not is_usual or other is None or task not in baselines:
+            continue
+        dense = own["dense"]
+        simple = [_each_seed(dense, baselines[task][name]) for name in names[:2]]
+        each = [interval(counts) for counts in (*simple, other, dense)]
+        gains = [interval(difference(dense, base)) for base in (simple[1], other)]
+        is_kept = min(gain[1] for gain in gains) > 0 and each[-1][0] < MOST_RIGHT
+        means = [f"{mean:.1f}" for mean, _, _ in each]
+        _row(task, *means, *map(_signed, gains), "yes" if is_kept else "no")
+    print()
+
+
+def _each_seed(like: Counts, right: dict[str, list[int]]) -> Counts:
+    return dict.fromkeys(like, right)
+
+
+def say_variants(found: dict[Setting, dict[str, Counts]]) -> None:
+    """Prints what is right, and the differences to dense."""
+    _row("task", "model of layers, start, rate, steps", "variant", "seeds", "right, %",
+         "less dense")  # fmt: skip
+    _row(*["---"] * 6)
+    for (task, model, layers, start, factor, steps), own in found.items():
+        setting = f"{model} of {layers}, {start}, {RATE * factor:.2g}, {steps}"
+        for variant, counts in own.items():
+            mean, low, high = interval(counts)
+            cells = [f"{mean:.2f} [{low:.2f}, {high:.2f}]", ""]
+            if variant != "dense" and own.get("dense", {}).keys() & counts.keys():
+                less = interval(difference(counts, own["dense"]))
+                cells[1] = f"{_signed(less)}, {verdict(*less[1:])}"
+            _row(task, setting, shown(variant), str(len(counts)), *cells)
+    print()
+
+
+def say_contrast(found: dict[Setting, dict[str, Counts]]) -> None:
+    """Prints how much less is lost from pretrained weights than from scratch."""
+    for key, own in found.items():
+        other = found.get((*key[:3], "scratch", *key[4:]), {})
+        if key[3] != "pretrained" or not {"dense"} <= own.keys() & other.keys():
+            continue
+        for variant in own.keys() & other.keys() - {"dense"}:
+            less, base = (
+                difference(one[variant], one["dense"]) for one in (own, other)
+            )
+            if less.keys() & base.keys():
+                points = _signed(interval(difference(less, base)))
+                print(f"{key[0]}, {shown(variant)}: pretrained loses less by {points}")
+    print()
+
+
+def _row(*cells: str) -> None:
+    print(f"| {' | '.join(cells)} |")
+
+
+def _signed(found: tuple[float, float, float]) -> str:
+    mean, low, high = found
+    return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def verdict(low: float, high: float) -> str:
+    """Returns on which side of a loss of `LIMIT` points an interval is."""
+    if low > -LIMIT:
+        return f"loses less than {LIMIT}"
+    return f"loses more than {LIMIT}" if high < -LIMIT else "undecided"
+
+
+def plot(arguments: argparse.Namespace) -> None:
+    """Draws the differences to dense by ratio, with their intervals, task by task."""
+    import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]: an extra
+
+    found = grouped(read(arguments.place / "results.jsonl"))
+    panels: dict[str, list[tuple[str, str, Counts]]] = {}
+    for (task, model, _, start, factor, _), own in found.items():
+        if factor == 1 and len(own) > 1 and "dense" in own:
+            lines = panels.setdefault(f"{task}, {model}", [])
+            for variant, counts in own.items():
+                if variant != "dense":
+                    less = difference(counts, own["dense"])
+                    lines.append((start, variant, less))
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(1 + 3.6 * len(panels), 3.4), sharey=True, squeeze=False
+    )
+    colors = {STARTS[0]: "#2a78b5", STARTS[1]: "#d1662f"}
+    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
+        axis.axhline(0, color="0.4", linewidth=1)
+        axis.axhline(-LIMIT, color="0.4", linewidth=1, linestyle=":")
+        for start, variant, less in lines:
+            has_feedback = variant.endswith(FEEDBACK)
+            ratio = float(variant.removeprefix("top_k:").removesuffix(FEEDBACK))
+            at = RATIOS.index(ratio) + 0.2 * (start == STARTS[1]) - 0.1
+            mean, low, high = interval(less)
+            name = f"{start}, {'' if has_feedback else 'no '}error feedback"
+            axis.errorbar(
+                at + (0 if has_feedback else 0.07),
+                mean,
+                [[mean - low], [high - mean]],
+                marker="o",
+                color=colors[start],
+                markerfacecolor=colors[start] if has_feedback else "white",
+                capsize=3,
+                label=name,
+            )
+        axis.set_xticks(range(len(RATIOS)), [f"{100 * r:g} %" for r in RATIOS])
+        axis.set_xlim(-0.5, len(RATIOS) - 0.5)
+        axis.set_xlabel("link volume of the gradients")
+        axis.set_title(title)
+    axes[0, 0].set_ylabel("points of accuracy beside dense")
+    labelled = dict(zip(*axes[0, 0].get_legend_handles_labels()[::-1], strict=True))
+    where = {"loc": "lower center", "ncols": 2, "fontsize": "small"}
+    figure.legend(labelled.values(), labelled, **where)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(arguments.picture, dpi=120)
