@@ -6,7 +6,7 @@ at the start of any run.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from jaxinf.store import (
 )
 from jaxinf.typing import PyTree
 
-__all__ = ["Redivision"]
+__all__ = ["Redivision", "redivision_for"]
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -80,6 +80,26 @@ class Redivision:
             ", ".join(done.regridded) or "none",
             ", ".join(done.dropped) or "none",
         )
+
+
+def redivision_for(
+    processes: str | None, csd_roots: Iterable[Path], shardings: PyTree | None
+) -> Redivision | None:
+    """Returns how `open_store` may divide a store anew; None if it may not.
+
+    Raises:
+      ValueError: the arguments do not go together.
+    """
+    if processes not in (None, "rebalance"):
+        raise ValueError(f"processes={processes!r}: expected 'rebalance' or None")
+    if processes is not None:
+        return Redivision([*map(str, csd_roots)], shardings)
+    if shardings is not None:
+        raise ValueError(
+            "shardings: expected with processes='rebalance', which gives a store the "
+            "grid for them; leave it out"
+        )
+    return None
 
 
 def _by_path(shardings: PyTree) -> dict[tuple[str, ...], NamedSharding]:

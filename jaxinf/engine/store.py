@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -37,7 +37,7 @@ from jaxinf.engine.options import (
     StateFormat,
     StoreOptions,
 )
-from jaxinf.engine.redivision import Redivision
+from jaxinf.engine.redivision import Redivision, redivision_for
 from jaxinf.engine.training import Training
 from jaxinf.errors import ProcessError
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
@@ -430,7 +430,7 @@ def open_store(
       StoreLockedError: a live process has the store open; names the process.
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
-    redivision = _redivision(processes, csds, shardings)
+    redivision = redivision_for(processes, map(_absolute, csds or ()), shardings)
     path, members = _joined(_absolute(path), timeout_s, redivision)
     if memory_bytes is not None:
         memory_bytes = given_bytes("memory_bytes", memory_bytes)
@@ -461,23 +461,6 @@ def open_store(
         return Store(_OPEN.open(options, given, members))
 
 
-def _redivision(
-    processes: str | None, csds: Iterable[PathLikeStr] | None, shardings: PyTree | None
-) -> Redivision | None:
-    """Returns how a store may be divided anew; None if it may not."""
-    if processes not in (None, "rebalance"):
-        raise ValueError(f"processes={processes!r}: expected 'rebalance' or None")
-    if processes is None and shardings is not None:
-        raise ValueError(
-            "shardings: expected with processes='rebalance', which gives a store the "
-            "grid for them; leave it out"
-        )
-    if processes is None:
-        return None
-    roots = [str(_absolute(root)) for root in csds or ()]
-    return Redivision(roots, shardings)
-
-
 def _joined(
     path: Path, timeout_s: float, redivision: Redivision | None
 ) -> tuple[Path, Members | None]:
@@ -485,8 +468,7 @@ def _joined(
     held = _open_at(path)
     if held is not None and held.training.failure is None:
         return held.training.options.path, None
-    divide = None if redivision is None else redivision.apply
-    members = join_members(path, timeout_s, divide)
+    members = join_members(path, timeout_s, redivision and redivision.apply)
     if members.is_alone:
         return path, None
     # JAX ends its service at the exit; what is registered later, runs before.

@@ -77,6 +77,7 @@ from jaxinf.store.names import (
     check_leaf_paths,
     leaf_name,
 )
+from jaxinf.store.new_members import Team, build_part
 from jaxinf.store.owned import (
     check_undivided,
     hold_store,
@@ -94,13 +95,7 @@ from jaxinf.store.plans import (
 from jaxinf.store.reader import Piece, PieceRuns, StepReader, file_checksum
 from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
 from jaxinf.store.rebuilding import GivenStep, Rebuilt, rebuild_members
-from jaxinf.store.redividing import (
-    Redivided,
-    Team,
-    build_part,
-    num_processes,
-    redivide,
-)
+from jaxinf.store.redividing import Redivided, num_processes, redivide
 from jaxinf.store.regridding import Shards, ShardsOf, in_line
 from jaxinf.store.schemas import LOCK
 from jaxinf.store.snapshot import (
