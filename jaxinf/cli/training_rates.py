@@ -1,7 +1,7 @@
 """Measures what a training run takes beside its products and bytes.
 
-    a model of two blocks ─► its loss and gradient ─► operations a second
-    a model of no size ────► runs of the trainer ───► commits, calls, memory
+    models of two blocks ─► their loss and gradient ─► operations a second
+    a model of no size ───► runs of the trainer ─────► commits, calls, memory
 
 Invariant: what is written is in a temporary directory, which is removed.
 """
@@ -28,6 +28,9 @@ __all__ = ["Training", "measure_call", "measure_programs", "measure_training"]
 
 _SEQ_LEN = 128
 _BATCH_SIZE = 2
+_HEADS = (8, 12)
+"""Of 64 features each: a power of two has slower products on a processor."""
+
 _NUM_STEPS, _NUM_FIRST = 24, 4
 _TINY = {
     "model_type": "gpt2",
@@ -82,24 +85,35 @@ class Training(NamedTuple):
 
 
 def measure_programs(device: Any, dtype: str) -> float:
-    """Returns the usual operations a second of a model's loss and gradient; blocks.
+    """Returns the usual operations a second of loss and gradient of models; blocks.
 
     The usual ones, not the most: others may use the processor, as they will in a run.
+    Each width counts alike.
 
     Args:
       device: The JAX device.
       dtype: Of activations and products.
     """
-    size = replace(PRESETS["small"], vocab_size=256, num_layers=2, dtype=dtype)
+    with jax.default_device(device):
+        return statistics.harmonic_mean(_programs(n, dtype) for n in _HEADS)
+
+
+def _programs(num_heads: int, dtype: str) -> float:
+    size = replace(
+        PRESETS["small"],
+        vocab_size=256,
+        num_layers=2,
+        num_heads=num_heads,
+        num_features=64 * num_heads,
+        dtype=dtype,
+    )
     graphdef, params = abstract_params(size)
     tokens = jnp.zeros((_BATCH_SIZE, _SEQ_LEN), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
-
-    with jax.default_device(device):
-        gradients_of = jax.value_and_grad(loss_of(graphdef))
-        lowered = jax.jit(gradients_of).lower(params, batch)
-        costs: Any = lowered.cost_analysis()
-        return float(costs["flops"]) / usual_s(lowered.compile(), (params, batch))
+    gradients_of = jax.value_and_grad(loss_of(graphdef))
+    lowered = jax.jit(gradients_of).lower(params, batch)
+    costs: Any = lowered.cost_analysis()
+    return float(costs["flops"]) / usual_s(lowered.compile(), (params, batch))
 
 
 def measure_training(folder: Path) -> Training:
