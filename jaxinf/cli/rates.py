@@ -161,11 +161,15 @@ def _drives(places: Sequence[Place]) -> tuple[Drive, ...]:
             continue
         drive = place.block_device
         one = place.bandwidth
-        read, write, mixed, flush = map(
-            _measured, (one.read, one.taken_write, one.taken_mixed, one.flush)
-        )
         key = drive.name if drive else place.mount and place.mount.source
-        found.setdefault(key, Drive(read=read, write=write, mixed=mixed, flush=flush))
+        made = Drive(
+            read=_measured(one.read),
+            write=_measured(one.taken_write),
+            mixed=_measured(one.taken_mixed),
+            flush=_measured(one.flush),
+            file=_measured(one.file_bytes),
+        )
+        found.setdefault(key, made)
     if not found:
         raise ValueError(
             "expected a directory whose bandwidth was measured, found none: give one "

@@ -70,7 +70,7 @@ class Rate(NamedTuple):
 
 
 _FIELDS = {
-    "bytes": "memory endurance process",
+    "bytes": "memory endurance process file",
     "bytes/s": "read write mixed flush copy link kernel decompressor to_device to_host "
     "network",
     "calls/s": "calls",
@@ -95,6 +95,8 @@ class Drive:
       endurance: Bytes that may be written to it in its life; None if it is not known.
       flush: In bytes/s, what it has taken made durable, as a drive with a cache does at
         a commit; None if `write` and `mixed` are until durable.
+      file: Bytes of the file that they were measured with; None if it is not known. A
+        drive with a cache may be slower when it takes much more at once.
     """
 
     count: int = 1
@@ -103,6 +105,7 @@ class Drive:
     mixed: Rate
     endurance: Rate | None = None
     flush: Rate | None = None
+    file: Rate | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +240,9 @@ _SCHEMA = Record(
         "products": Mapped(_rate_kind("products"), OneOf(_PRODUCTS)),
         "updates": Mapped(_rate_kind("updates"), Text(most_bytes=200)),
         "drives": Listed(
-            _rates_kind("read write mixed", "endurance flush", count=Whole(1, 1 << 20)),
+            _rates_kind(
+                "read write mixed", "endurance flush file", count=Whole(1, 1 << 20)
+            ),
             most=1000,
         ),
     },

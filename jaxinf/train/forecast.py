@@ -32,6 +32,7 @@ from jaxinf.typing import FLOAT32, JsonValue
 __all__ = ["Forecast", "RunPlan", "forecast", "on_drives", "plan"]
 
 _DAY_S = 86_400
+_MANY_FILES = 4  # written in a step, of those that a drive was measured with
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,11 @@ def _time_lines(
     ]
     for name, one in changed.items():
         lines.append(f"        {name}: {one.step_s:.3g} s a step")
+    if (least := _least_file(machine, found.sizes)) is not None:
+        lines.append(
+            f"        drives were measured with {format_bytes(least)}, and may be "
+            "slower for so much: try 'jaxinf doctor --size 32GiB --machine FILE'"
+        )
     if found.device_updates is not None:
         lines.append(_device_line(found.device_updates))
     if found.years is not None:
@@ -238,6 +244,14 @@ def _time_lines(
     if found.guesses:
         lines.append(f"guess   rests on guesses: {', '.join(found.guesses)}")
     return lines
+
+
+def _least_file(machine: Machine, sizes: Sizes) -> int | None:
+    """Returns the bytes that a drive was measured with, if a step writes many more."""
+    written_bytes = sizes.written_bytes / max(1, sum(d.count for d in machine.drives))
+    files = [int(drive.file.value) for drive in machine.drives if drive.file]
+    least = min(files, default=0)
+    return least if 0 < _MANY_FILES * least < written_bytes else None
 
 
 def _device_line(found: DeviceHelp) -> str:

@@ -163,6 +163,20 @@ def test_what_a_drive_has_in_a_cache_is_made_durable(planned, machine, words):
     assert after["step_s"] - before["step_s"] == pytest.approx(seconds, rel=1e-3)
 
 
+@pytest.mark.parametrize(("num_bytes", "is_said"), [(1 << 12, True), (1 << 30, False)])
+def test_a_drive_measured_with_little_is_named(
+    num_bytes, is_said, machine, text, tiny, capsys
+):
+    (drive,) = read_machine(machine).drives
+    drive = dataclasses.replace(drive, file=of(num_bytes))
+    write_machine(machine, dataclasses.replace(read_machine(machine), drives=(drive,)))
+    with tiny():
+        words = ["plan", "--data", text, "--batch-size", 2, "--seq-len", 8]
+        assert main([str(word) for word in [*words, "--machine", machine]]) == 0
+    advice = "drives were measured with 4.00 KiB, and may be slower for so much"
+    assert (advice in capsys.readouterr().out) is is_said
+
+
 def test_operations_count_where_products_are_slow(planned, machine):
     slow = dataclasses.replace(read_machine(machine), products={"float32": of(1e3)})
     write_machine(machine, slow)
