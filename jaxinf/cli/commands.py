@@ -38,6 +38,7 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.forecast import RunPlan
 from jaxinf.train.limits import Fit, LossyFlag
 from jaxinf.train.loop import fit_run, plan_processes, plan_run
+from jaxinf.train.progress import Say, planning
 from jaxinf.train.run_file import read_run
 from jaxinf.train.several import SeveralPlan
 
@@ -228,6 +229,15 @@ class Plan(TrainConfig):
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
+        with planning(make_console(sys.stderr)) as say:
+            plan = self._plan(say)
+        if self.json:
+            print(json.dumps(plan.to_json(), indent=1, allow_nan=False))
+        else:
+            plan.print(make_console(soft_wrap=True))
+        return _SUCCESS
+
+    def _plan(self, say: Say) -> Fit | RunPlan | SeveralPlan:
         names = [one.name for one in dataclasses.fields(TrainConfig)]
         config = TrainConfig(**{name: getattr(self, name) for name in names})
         if self.processes is None and self.failures is not None:
@@ -237,23 +247,15 @@ class Plan(TrainConfig):
                 raise UsageError("--fit, --measure: not supported yet with --processes")
             store = self.store or Path("STORE")
             config = dataclasses.replace(config, store=store)
-            plan: Fit | RunPlan | SeveralPlan = plan_processes(
-                config, self.processes, self.failures, self.restart
-            )
-        elif self.fit:
-            plan = fit_run(config, self.years, self.allow)
-        elif self.years is not None or self.allow:
+            return plan_processes(config, self.processes, self.failures, self.restart)
+        if self.fit:
+            return fit_run(config, self.years, self.allow, say)
+        if self.years is not None or self.allow:
             raise UsageError("--years, --allow: expected with --fit; add it")
-        else:
-            # A run needs the name of a store, which a plan does not.
-            store = self.store or (None if self.mode == "memory" else Path("STORE"))
-            config = dataclasses.replace(self, store=store)
-            plan = plan_run(config, measures=self.measure)
-        if self.json:
-            print(json.dumps(plan.to_json(), indent=1, allow_nan=False))
-        else:
-            plan.print(make_console(soft_wrap=True))
-        return _SUCCESS
+        # A run needs the name of a store, which a plan does not.
+        store = self.store or (None if self.mode == "memory" else Path("STORE"))
+        config = dataclasses.replace(self, store=store)
+        return plan_run(config, measures=self.measure, say=say)
 
 
 @dataclass(frozen=True)

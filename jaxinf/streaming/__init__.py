@@ -5,7 +5,7 @@ parts of that one jaxpr run.
 """
 
 from jaxinf.streaming.api import stream, stream_function, stream_in_memory
-from jaxinf.streaming.dry_run import DryRun, LeastMemory
+from jaxinf.streaming.dry_run import DryRun, Known, LeastMemory
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import Order, Policy
@@ -29,6 +29,7 @@ __all__ = [
     "Forecast",
     "Form",
     "InMemoryStep",
+    "Known",
     "LeastMemory",
     "Order",
     "Plan",

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 import jax
-import optax
 
+from jaxinf.engine import StoreDescription
 from jaxinf.errors import BudgetError
 from jaxinf.io import ByteCounts
 from jaxinf.layout import choose_grid
@@ -31,12 +31,12 @@ from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.replanning import Replanner, offload_planned
 from jaxinf.streaming.run import Executables, compiled_temp_bytes
 from jaxinf.streaming.update.micro_batches import first_part
-from jaxinf.streaming.update.optimizer import needed_whole, trace_optimizer
+from jaxinf.streaming.update.optimizer import needed_whole
 from jaxinf.streaming.work import Speeds, measured_s, num_operations, step_work
 from jaxinf.terminal import exact_bytes, format_bytes, parse_bytes
 from jaxinf.typing import PyTree
 
-__all__ = ["Dry", "DryRun", "LeastMemory", "dry_run"]
+__all__ = ["Dry", "DryRun", "Known", "LeastMemory", "dry_run"]
 
 _MIB = 1 << 20
 # Compiled programs take more than is estimated before: at most 1.5 times for streamed
@@ -54,6 +54,7 @@ class Dry(NamedTuple):
       store_bytes: Bytes of its store with both slots.
       is_there: Whether there is the store.
       update: Its optimizer, traced.
+      description: Its store.
     """
 
     ready: Prepared
@@ -61,6 +62,32 @@ class Dry(NamedTuple):
     store_bytes: int = 0
     is_there: bool = False
     update: UpdateProgram | None = None
+    description: StoreDescription | None = None
+
+
+class Known(NamedTuple):
+    """What was traced before of the same loss function, params and optimizer.
+
+    Attributes:
+      ready: The loss function, which may be traced for other batches.
+      update: The optimizer.
+      description: Their store.
+      ends: A params source and gradient sink, whose programs are used, too.
+    """
+
+    ready: Prepared | None = None
+    update: UpdateProgram | None = None
+    description: StoreDescription | None = None
+    ends: Ends | None = None
+
+    def over(self, other: "Known") -> "Known":
+        """Returns what is known here, and else there."""
+        return Known(
+            self.ready or other.ready,
+            self.update or other.update,
+            self.description or other.description,
+            self.ends or other.ends,
+        )
 
 
 @dataclass(frozen=True)
@@ -95,6 +122,12 @@ class DryRun:
     def used_bytes(self) -> int:
         """Memory of these that is in use at a step's peak; less if it is not needed."""
         return self._planned.used_bytes()
+
+    @property
+    def _known(self) -> Known:
+        """What a step of the same need not trace again."""
+        ready, ends, _, _, update, description = self._dry
+        return Known(ready, update, description, ends)
 
     def _operations(self, known: Mapping[str, float]) -> Mapping[str, float]:
         """Operations of each program by its key, as counted before compilation.
@@ -242,9 +275,8 @@ class LeastMemory:
       params: Tree of arrays, or of shapes and dtypes.
       batch: As the loss function takes it.
       micro_batches: Number of parts of the batch.
-      order: The order in which segments run for them.
-      tx: The optimizer, for steps that may have tables in blocks of rows; None for
-        those that may not.
+      update: Returns the optimizer, traced, for steps that may have tables in blocks of
+        rows; None for those that may not.
 
     Raises:
       StreamError: The loss function cannot be streamed.
@@ -256,34 +288,26 @@ class LeastMemory:
         params: PyTree,
         batch: PyTree,
         micro_batches: int = 1,
-        order: Order = "parts",
-        tx: optax.GradientTransformation | None = None,
+        update: Callable[[], UpdateProgram] | None = None,
     ) -> None:
-        ready = prepare(loss_fn, params, first_part(batch, micro_batches))
-        num_parts = micro_batches if order == "layers" else 1
-        self._ready = ready = replace(ready, num_parts=num_parts)
-        self._ways = [ready]
-        if tx is not None:
-
-            def whole(leaves: frozenset[int]) -> Container[int]:
-                return needed_whole(trace_optimizer(tx, params), leaves)
-
-            grids = [choose_grid(one.shape) for one in ready.traced.params]
-            rows = [next(iter(grid.chunk_shape), 1) for grid in grids]
-            made = tables_in_rows(ready, rows.__getitem__, whole=whole)
-            self._ways += [] if made is None else [made]
-        self._smallest: dict[tuple[int, Policy], int] = {}
+        self._ready = prepare(loss_fn, params, first_part(batch, micro_batches))
+        self._micro_batches, self._update = micro_batches, update
 
     @property
+    def known(self) -> Known:
+        """What a step of the same need not trace again."""
+        return Known(self._ready, None if self._update is None else self._update())
+
+    @cached_property
     def whole_bytes(self) -> int:
         """Params, values and temporaries if the program runs as a whole."""
-        ready: Prepared = self._ready
-        cuts = 0, len(ready.lifetimes.forward)
-        return int(_WHOLE * ready.plan_of(cuts, "keep").peak_bytes)
+        cuts = 0, len(self._ready.lifetimes.forward)
+        return int(_WHOLE * self._ready.plan_of(cuts, "keep").peak_bytes)
 
     def of(
         self,
         policy: Policy,
+        order: Order = "parts",
         resident_bytes: int = 0,
         *,
         has_device: bool = False,
@@ -293,28 +317,50 @@ class LeastMemory:
 
         Args:
           policy: As for `jaxinf.stream`.
+          order: The order in which segments run for parts.
           resident_bytes: Params that stay.
           has_device: Whether the JAX device has memory of its own.
           num_drives: Drives that values may wait on.
         """
+        num_parts = self._micro_batches if order == "layers" else 1
         return min(
-            self._least(number, policy, resident_bytes, has_device, num_drives)
-            for number in range(len(self._ways))
+            self._least(
+                replace(way, num_parts=num_parts),
+                policy,
+                resident_bytes,
+                has_device,
+                num_drives,
+            )
+            for way in self._ways
         )
+
+    @cached_property
+    def _ways(self) -> list[Prepared]:
+        """The program, and if that may be, the same with tables in blocks of rows."""
+        ready, update = self._ready, self._update
+        if update is None:
+            return [ready]
+
+        def whole(leaves: frozenset[int]) -> Container[int]:
+            return needed_whole(update(), leaves)
+
+        grids = [choose_grid(one.shape) for one in ready.traced.params]
+        rows = [next(iter(grid.chunk_shape), 1) for grid in grids]
+        made = tables_in_rows(ready, rows.__getitem__, whole=whole)
+        return [ready] if made is None else [ready, made]
 
     def _least(
         self,
-        way: int,
+        ready: Prepared,
         policy: Policy,
         resident_bytes: int,
         has_device: bool,
         num_drives: int,
     ) -> tuple[int, int]:
-        ready = self._ways[way]
-        key: tuple[int, Policy] = way, policy
-        if key not in self._smallest:
-            self._smallest[key] = int(_STREAMED * ready.smallest_bytes(policy))
-        programs = self._smallest[key] + resident_bytes + ready.given_bytes
+        smallest = ready.keys.once(
+            ("smallest", policy, ready.num_parts), lambda: ready.smallest_bytes(policy)
+        )
+        programs = int(_STREAMED * smallest) + resident_bytes + ready.given_bytes
         sizes = ready.lifetimes.sizes
         gradient = max((sizes[piece] for piece in ready.gradient_pieces), default=0)
         limit = DeviceLimit(_MOST_BYTES, is_host=False) if has_device else DeviceLimit()

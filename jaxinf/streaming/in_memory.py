@@ -20,7 +20,7 @@ from jaxinf.errors import BudgetError, StreamError
 from jaxinf.io import ByteCounts
 from jaxinf.streaming.bound import Bound, Ends, Setup
 from jaxinf.streaming.budgets import planned_within
-from jaxinf.streaming.dry_run import Dry
+from jaxinf.streaming.dry_run import Dry, Known
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.plan.memory import Division, divide_rest
@@ -253,9 +253,7 @@ class InMemoryStep(TrainingStep):
             )
         return ready.to_run(is_deterministic=self._options.deterministic)
 
-    def _dry(
-        self, batch: PyTree, params: PyTree, setup: Setup, like: Dry | None
-    ) -> Dry:
+    def _dry(self, batch: PyTree, params: PyTree, setup: Setup, known: Known) -> Dry:
         params = abstract(self._optimizer.params) if params is None else params
         ready = self._traced(params, batch)
         return Dry(ready, self._ends(ready, setup))

@@ -388,7 +388,7 @@ class StoreEnds(StoreParamsEnds):
         program = self._program, self._passes
         updates = [
             (num_calls if self._is_deferred else made[unit], one)
-            for unit in sorted(self._units, key=made.__getitem__)
+            for unit in sorted(self._units, key=lambda one: (made[one], one.place))
             for one in update_moves(
                 self._shape, unit, *program, has_params=unit in given
             )

@@ -84,7 +84,7 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
         inputs, outputs = shardings.inputs(call), shardings.outputs(call)
         known = (program.key, donated, inputs, outputs)
         if known not in executables and isinstance(executables, Estimates):
-            executables[known] = _Estimate(program.temp_bytes())
+            executables[known] = _Estimate(program.temp_bytes)
         elif known not in executables:
             executables[known] = compile_program(
                 program,

@@ -22,7 +22,7 @@ from jax.dtypes import result_type
 from jaxinf.io import ByteCounts
 from jaxinf.streaming.binding import bind, rebind
 from jaxinf.streaming.bound import Bound, Ends, Setup
-from jaxinf.streaming.dry_run import Dry, DryRun, dry_run
+from jaxinf.streaming.dry_run import Dry, DryRun, Known, dry_run
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
 from jaxinf.streaming.plan.plan import Plan, Prepared
@@ -269,7 +269,7 @@ class TrainingStep(Step):
           BudgetError: Memory does not suffice; names a budget that does.
           StreamError: The loss function cannot be streamed, or there are no params.
         """
-        return self._dry_run(batch, params, self._setup)
+        return self._dry_run(batch, params, self._setup, known=Known())
 
     def _estimated(
         self,
@@ -278,7 +278,7 @@ class TrainingStep(Step):
         limit: DeviceLimit | None = None,
         *,
         searches: bool = True,
-        like: DryRun | None = None,
+        known: Known,
     ) -> DryRun:
         """As `dry_run`, with estimates of temporaries: no program is compiled.
 
@@ -288,11 +288,10 @@ class TrainingStep(Step):
           batch, params: As for `dry_run`.
           limit: The memory of another device than JAX's.
           searches: Whether to look for a budget that works where one is too small.
-          like: A dry run of a step with the same loss function, params, batch, and
-            optimizer, in which these have been traced; None if there is none.
+          known: What need not be traced again.
         """
         setup = replace(self._setup, executables=Estimates(), other_limit=limit)
-        return self._dry_run(batch, params, setup, searches=searches, like=like)
+        return self._dry_run(batch, params, setup, searches=searches, known=known)
 
     def _dry_run(
         self,
@@ -301,20 +300,18 @@ class TrainingStep(Step):
         setup: Setup,
         *,
         searches: bool = True,
-        like: DryRun | None = None,
+        known: Known,
     ) -> DryRun:
         self._turns.settle()
         if params is not None:
             check_params(params)
             params = abstract(params)
-        dry = self._dry(batch, params, setup, like and like._dry)
+        dry = self._dry(batch, params, setup, known)
         with outside_mesh():
             return dry_run(dry, searches=searches)
 
     @abstractmethod
-    def _dry(
-        self, batch: PyTree, params: PyTree, setup: Setup, like: Dry | None
-    ) -> Dry:
+    def _dry(self, batch: PyTree, params: PyTree, setup: Setup, known: Known) -> Dry:
         """Returns what a dry run is of; params are the step's if they are None."""
 
     @property

@@ -27,7 +27,7 @@ from jaxinf.program import UpdateProgram, averaged
 from jaxinf.store import required_bytes
 from jaxinf.streaming.binding import fitting
 from jaxinf.streaming.bound import Bound, Setup
-from jaxinf.streaming.dry_run import Dry
+from jaxinf.streaming.dry_run import Dry, Known
 from jaxinf.streaming.function import Beside, StreamedFunction
 from jaxinf.streaming.metrics import StreamMetrics
 from jaxinf.streaming.near_storage import StoreEnds
@@ -229,10 +229,12 @@ class StreamedStep(TrainingStep):
         ready, self._ready = self._ready, None
         return ready or self._traced(self._started(), batch)
 
-    def _traced(self, avals: PyTree, batch: PyTree) -> Prepared:
-        options = self._options
+    def _traced(
+        self, avals: PyTree, batch: PyTree, known: Prepared | None = None
+    ) -> Prepared:
+        loss_fn, options = self._loss_fn, self._options
         part = first_part(batch, options.micro_batches)
-        ready = prepare(self._loss_fn, avals, part, has_aux=options.has_aux)
+        ready = prepare(loss_fn, avals, part, has_aux=options.has_aux, known=known)
         check_mesh(ready.traced.mesh, options.policy)
         check_processes(self.store._training.members, ready.traced.mesh)
         return ready.to_run(options.num_parts, is_deterministic=options.deterministic)
@@ -241,19 +243,18 @@ class StreamedStep(TrainingStep):
         program = self._traced_optimizer(self._started())
         return self._ends_of(ready, program, self.store._training.opened, self._setup)
 
-    def _dry(
-        self, batch: PyTree, params: PyTree, setup: Setup, like: Dry | None
-    ) -> Dry:
+    def _dry(self, batch: PyTree, params: PyTree, setup: Setup, known: Known) -> Dry:
         avals = self._started() if params is None else params
         training = self.store._training
-        ready = like.ready if like else self._traced(avals, batch)
+        ready = self._traced(avals, batch, known.ready)
         with outside_mesh():
-            update = (like and like.update) or self._traced_optimizer(avals)
-            _, made = described(*self._made_of, update, avals, ready.gradient_pieces)
+            update = known.update or self._traced_optimizer(avals)
+            pieces, made = ready.gradient_pieces, known.description
+            made = made or described(*self._made_of, update, avals, pieces)[1]
             shape, is_there = training.shape(made), training.commit is not None
             num_bytes = sum(required_bytes(shape.directory).values())
-            ends = self._ends_of(ready, update, shape, setup, like and like.ends)
-        return Dry(ready, ends, num_bytes, is_there, update)
+            ends = self._ends_of(ready, update, shape, setup, known.ends)
+        return Dry(ready, ends, num_bytes, is_there, update, made)
 
     def _ends_of(self, *made: Any) -> StoreEnds:
         return StoreEnds(self.store, self._shared.resident, *made)

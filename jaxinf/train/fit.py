@@ -9,6 +9,7 @@ chosen only if the user allows it. What is found obeys every limit.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -19,16 +20,18 @@ from jaxinf.command_line import UsageError
 from jaxinf.engine import DEFAULT_MEMORY_BYTES
 from jaxinf.errors import JaxinfError
 from jaxinf.plan import Machine, Rate, read_machine
-from jaxinf.streaming import LeastMemory
+from jaxinf.program import UpdateProgram
+from jaxinf.streaming import Known, LeastMemory
 from jaxinf.terminal import exact_bytes, parse_bytes
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.forecast import Forecast, forecast, on_drives
-from jaxinf.train.limits import Candidate, Fit, Limits, LossyFlag
-from jaxinf.train.optimizers import check_optimizer, make_optimizer
+from jaxinf.train.limits import Candidate, Fit, Limits, LossyFlag, difference
+from jaxinf.train.optimizers import check_optimizer
+from jaxinf.train.progress import Say, unsaid
 from jaxinf.train.run_file import words_of_run
-from jaxinf.train.sizes import describe_store, sizes_of
+from jaxinf.train.sizes import describe_store, optimizer_of, sizes_of
 from jaxinf.train.step import loss_of
 from jaxinf.train.work import Sketch, num_operations, planned_step
 
@@ -126,6 +129,7 @@ class Search:
       asked: The run as the user asks for it, without limits; see `limits_of`.
       batch: A batch of it; only its shapes count.
       machine: Where it shall run; by default the user's ``--machine``.
+      say: Takes what is planned now.
 
     Raises:
       UsageError: ``--machine`` names none.
@@ -137,14 +141,16 @@ class Search:
         asked: TrainConfig,
         batch: Batch,
         machine: Machine | None = None,
+        say: Say = unsaid,
     ) -> None:
+        self._say = say
         self._config, self._asked, self._batch = config, asked, batch
         self._machine = machine_of(asked) if machine is None else machine
         self._kept: dict[Any, Any] = {}
         self._refusals: list[UsageError | JaxinfError] = []
 
     def fit(self, limits: Limits) -> Fit:
-        """Finds the fastest settings within limits; blocks for some seconds.
+        """Finds the fastest settings within limits; blocks, for a minute or so.
 
         Raises:
           UsageError: The machine lacks a rate, or flags contradict each other.
@@ -158,6 +164,7 @@ class Search:
             if key in tried or candidate.excess(limits):
                 continue
             tried.add(key)
+            self._tell(f"planned {len(fitting)} of {_NUM_PLANNED}; next", config)
             if (planned := self._planned(candidate)) is not None:
                 fitting.append(planned)
             if len(fitting) == _NUM_PLANNED:
@@ -176,14 +183,15 @@ class Search:
         """Returns a candidate as its run is planned; None if that is refused."""
         config = replace(self._config, **_changed(sketched.config, self._asked))
         machine = on_drives(self._machine, len(config.csd_root))
-        traced = "step", *_traced_with(config)
+        forms = config.mode, config.compress, config.dtype, config.param_dtype
+        like = self._kept.get(("step", *forms))
+        known = self._least(config).known if config.mode == "stream" else Known()
         try:
-            like = self._kept.get(traced)
-            step = planned_step(config, self._batch, machine, like=like)
+            step = planned_step(config, self._batch, machine, like=like, known=known)
         except JaxinfError as error:
             self._refusals.append(error)
             return None
-        self._kept.setdefault(traced, step)
+        self._kept["step", *forms] = step
         found = forecast(step, config, machine)
         if config.mode != "stream":  # what it takes beside is in the sketch
             found = replace(found, sizes=sketched.found.sizes)
@@ -199,6 +207,7 @@ class Search:
         self._refusals.clear()
         params_bytes = sum(x.size * x.dtype.itemsize for x in _leaves(self._config))
         for changes in _ways(self._asked, limits, params_bytes):
+            self._say(f"estimated {len(forecasts)} settings")
             try:
                 forecasts.append(self._forecast(changes))
             except (UsageError, JaxinfError) as error:
@@ -206,6 +215,7 @@ class Search:
         if not forecasts and all(isinstance(e, UsageError) for e in self._refusals):
             raise self._refusals[-1]
         for asked, config, machine, found in sorted(forecasts, key=_order):
+            self._tell("estimating the memory of", asked)
             try:
                 yield self._candidate(asked, config, machine, found, limits)
             except JaxinfError as error:  # a program that cannot be streamed
@@ -224,18 +234,21 @@ class Search:
         description = None
         if config.mode != "memory":
             description = self._once(
-                ("store", *forms[1:]), lambda: describe_store(config)
+                ("store", *forms[1:]),
+                lambda: describe_store(config, update=self._update(config)),
             )
         machine = on_drives(self._machine, len(asked.csd_root))
         stored = config.state, config.master, config.csd_root, config.resident
-        parts = config.micro_batches, config.order
-        try:
-            sizes = self._once(
-                ("sizes", *forms, *stored, *parts),
-                lambda: sizes_of(config, description),
-            )
+        sized = *forms, *stored, config.micro_batches, config.order
+
+        def sketched() -> Forecast:
+            sizes = self._once(("sizes", *sized), lambda: sizes_of(config, description))
             step = Sketch(config, self._batch, operations, sizes)
-            found = forecast(step, config, machine)
+            return forecast(step, config, machine)
+
+        try:  # beside these a sketch depends on whether it computes again, alone
+            again = config.policy == "recompute"
+            found = self._once(("sketch", *sized, again), sketched)
         except ValueError as error:
             raise UsageError(f"--machine {asked.machine}: {error}") from error
         return asked, config, machine, found
@@ -280,6 +293,7 @@ class Search:
             resident_bytes = parse_bytes(config.resident)
         return self._least(config).of(
             config.policy,
+            config.order,
             resident_bytes,
             has_device=machine.device is not None,
             num_drives=max(1, len(config.csd_root)),
@@ -288,13 +302,19 @@ class Search:
     def _least(self, config: TrainConfig) -> LeastMemory:
         graphdef, params = config.abstract
         loss_fn = loss_of(graphdef, config.task_name, config.frozen)
-        parts, order = config.micro_batches, config.order
-        tx = make_optimizer(config) if config.compress is None else None
-        in_rows = None if tx is None else config.optimizer
+        parts, has_rows = config.micro_batches, config.compress is None
+        update = partial(self._update, config) if has_rows else None
         return self._once(
-            ("least", parts, order, config.dtype, config.param_dtype, in_rows),
-            lambda: LeastMemory(loss_fn, params, self._batch, parts, order, tx),
+            ("least", parts, config.dtype, config.param_dtype, has_rows),
+            lambda: LeastMemory(loss_fn, params, self._batch, parts, update),
         )
+
+    def _update(self, config: TrainConfig) -> UpdateProgram:
+        forms = config.compress, config.dtype, config.param_dtype
+        return self._once(("update", *forms), lambda: optimizer_of(config))
+
+    def _tell(self, what: str, asked: TrainConfig) -> None:
+        self._say(f"{what} {difference(asked, self._asked) or 'these settings'}")
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._kept:
@@ -321,7 +341,7 @@ class Search:
             asked = self._asked
             if asked.csd_root:
                 asked = replace(asked, csd_root=(*asked.csd_root, Path("DRIVE")))
-            other = Search(self._config, asked, self._batch, more)
+            other = Search(self._config, asked, self._batch, more, self._say)
             if (best := other._best(limits)) is not None:
                 yield "one more drive", best
         size = self._asked.batch_size
@@ -330,8 +350,8 @@ class Search:
             batch = jax.tree.map(lambda x, n=size: x[:n], self._batch)
             config = replace(self._config, batch_size=size)
             asked = replace(self._asked, batch_size=size)
-            best = Search(config, asked, batch, self._machine)._best(limits)
-            if best is not None:
+            other = Search(config, asked, batch, self._machine, self._say)
+            if (best := other._best(limits)) is not None:
                 yield f"--batch-size {size}", best
                 return
 
@@ -363,12 +383,6 @@ def _relaxed(
         if flag not in limits.allowed:
             allowed = limits.allowed | {flag}
             yield f"--allow {flag}", replace(limits, allowed=allowed)
-
-
-def _traced_with(config: TrainConfig) -> tuple[Any, ...]:
-    """Returns what the traces of a run within a search depend on."""
-    forms = config.mode, config.compress, config.dtype, config.param_dtype
-    return *forms, config.micro_batches, config.order
 
 
 def _differing(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -25,6 +25,7 @@ from jaxinf.schedule.steps import PROCESSOR, StepWork
 from jaxinf.terminal import format_bytes, printable
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
+from jaxinf.train.progress import Say, unsaid
 from jaxinf.train.sizes import Sizes, sizes_of
 from jaxinf.train.work import PlannedStep, Rates, planned_step
 from jaxinf.typing import FLOAT32, JsonValue
@@ -264,13 +265,16 @@ def _device_line(found: DeviceHelp) -> str:
     return "device  its updates would save less than 5 % of the host's"
 
 
-def plan(config: TrainConfig, batch: Batch, *, measures: bool = False) -> RunPlan:
+def plan(
+    config: TrainConfig, batch: Batch, *, measures: bool = False, say: Say = unsaid
+) -> RunPlan:
     """Plans a run; takes some seconds.
 
     Args:
       config: A run that `check` has returned, and whose data is loaded.
       batch: A batch of it; only its shapes count.
       measures: Whether programs are compiled and run, and their times used.
+      say: Takes what is planned now.
 
     Raises:
       UsageError: ``--machine`` names none, or one that lacks a rate.
@@ -278,12 +282,14 @@ def plan(config: TrainConfig, batch: Batch, *, measures: bool = False) -> RunPla
     """
     if config.machine is None:
         return RunPlan(config, sizes_of(config)[0])
+    say("planning a step")
     try:
         machine = on_drives(read_machine(config.machine), len(config.csd_root))
         step = planned_step(config, batch, machine, measures=measures)
         found = forecast(step, config, machine)
         changed = {}
         for name, (one, on) in _changes(config, machine).items():
+            say(f"planning a step with {name}")
             again = step
             if one is not config:
                 try:

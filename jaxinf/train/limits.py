@@ -18,7 +18,7 @@ from jaxinf.train.forecast import Forecast
 from jaxinf.train.run_file import words_of_run
 from jaxinf.typing import JsonValue
 
-__all__ = ["Candidate", "Fit", "Limits", "LossyFlag"]
+__all__ = ["Candidate", "Fit", "Limits", "LossyFlag", "difference"]
 
 LossyFlag: TypeAlias = Literal[
     "state", "compress", "param-dtype", "master", "dtype", "activations"
@@ -133,7 +133,7 @@ class Fit:
         if self.best is not None:
             lines += [f"fastest {_cost_text(self.best)}", "", self.best.command, ""]
             lines += [
-                f"next    {_cost_text(o)}: {_difference(o.config, self.best.config)}"
+                f"next    {_cost_text(o)}: {difference(o.config, self.best.config)}"
                 for o in self.others
             ]
             num_drives = sum(drive.count for drive in self.machine.drives)
@@ -199,7 +199,7 @@ def _over_text(over: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {text}" for name, text in texts.items())
 
 
-def _difference(config: TrainConfig, best: TrainConfig) -> str:
-    """Returns the flags of a run that are not another's."""
-    alike = replace(config, store=best.store, memory=best.memory)
-    return " ".join(words_of_run(alike, best))
+def difference(config: TrainConfig, other: TrainConfig) -> str:
+    """Returns the flags of a run that are not another's, but for store and memory."""
+    alike = replace(config, store=other.store, memory=other.memory)
+    return " ".join(words_of_run(alike, other))

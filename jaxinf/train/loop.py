@@ -50,7 +50,7 @@ from jaxinf.train.options import ProcessOptions
 from jaxinf.train.prediction import Prediction
 from jaxinf.train.pretrained import deferred_params
 from jaxinf.train.processes import Processes, start
-from jaxinf.train.progress import Progress
+from jaxinf.train.progress import Progress, Say, planning, unsaid
 from jaxinf.train.recorder import Recorder
 from jaxinf.train.report import (
     describe,
@@ -112,7 +112,9 @@ def train(
     batches = make_batches(config, data)
     say_config(console, config, data)
     if config.dry_run:
-        plan(config, batches[0]).print(console)
+        with planning(console) as say:
+            planned = plan(config, batches[0], say=say)
+        planned.print(console)
         return 0
     with (
         contextlib.closing(
@@ -136,12 +138,15 @@ def train(
         return run.exports.end()
 
 
-def plan_run(config: TrainConfig, *, measures: bool = False) -> RunPlan:
+def plan_run(
+    config: TrainConfig, *, measures: bool = False, say: Say = unsaid
+) -> RunPlan:
     """Plans a run; reads its data, and writes nothing. Blocks for some seconds.
 
     Args:
       config: the run.
       measures: whether programs are compiled and run, and their times used.
+      say: takes what is planned now.
 
     Raises:
       UsageError: the config asks for something impossible.
@@ -150,7 +155,7 @@ def plan_run(config: TrainConfig, *, measures: bool = False) -> RunPlan:
     config = check(config)
     check_optimizer(config)
     config, data = load(config)
-    return plan(config, make_batches(config, data)[0], measures=measures)
+    return plan(config, make_batches(config, data)[0], measures=measures, say=say)
 
 
 def plan_processes(
@@ -206,21 +211,23 @@ def fit_run(
     config: TrainConfig,
     years: float | None = None,
     allowed: Iterable[LossyFlag] = (),
+    say: Say = unsaid,
 ) -> Fit:
-    """Finds the fastest settings of a run; writes nothing. Blocks for some seconds.
+    """Finds the fastest settings of a run; writes nothing. Blocks, for a minute or so.
 
     Args:
       config: flags that are to stay. Its ``memory`` and ``device_memory`` are limits;
         by default nine tenths of what the machine has.
       years: the least life of the drives.
       allowed: flags that may be chosen though they may lose bits.
+      say: takes what is planned now.
 
     Raises:
       UsageError: there is no machine, or the flags contradict each other.
     """
     asked, limits = limits_of(config, years, allowed)
     loaded, data = load(first_way(asked, limits))
-    return Search(loaded, asked, make_batches(loaded, data)[0]).fit(limits)
+    return Search(loaded, asked, make_batches(loaded, data)[0], say=say).fit(limits)
 
 
 def _import(config: TrainConfig, console: Console) -> None:
@@ -331,7 +338,8 @@ class _Run:
         self._num_updates = backend.committed_step(self._state)
         self._learning_rate = learning_rates(config)
         self._data = data
-        self.prediction = Prediction.of(config, batches[0])
+        with console.status("planning the run"):
+            self.prediction = Prediction.of(config, batches[0])
         self._open_logs()
 
     @functools.cached_property

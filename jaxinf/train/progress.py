@@ -4,22 +4,39 @@ Invariant: without a terminal only plain lines are written, without control char
 printed text is never taken for markup.
 """
 
+import contextlib
 import math
 import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import TypeAlias
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from jaxinf.terminal import format_bytes
+from jaxinf.terminal import format_bytes, printable
 from jaxinf.train.metrics import StepLine
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "Say", "planning", "unsaid"]
+
+Say: TypeAlias = Callable[[str], object]
+"""Takes what is done now, for who waits."""
 
 _PLAIN_INTERVAL_S = 5.0
 _NUM_SETTLING = 5  # steps before the estimate of the time left is shown
 _SMOOTHING = 0.9  # for tokens/s and loss: an average of about 10 steps
+
+
+def unsaid(text: str) -> None:
+    """Says nothing, to no one."""
+
+
+@contextlib.contextmanager
+def planning(console: Console) -> Iterator[Say]:
+    """Shows what is planned now in a transient line, if that is a terminal."""
+    with console.status("planning", refresh_per_second=4) as status:
+        yield lambda text: status.update(printable(text))
 
 
 class Progress:

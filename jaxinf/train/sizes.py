@@ -28,7 +28,7 @@ from jaxinf.engine import (
     moved_states,
     open_store,
 )
-from jaxinf.program import averaged, trace_init
+from jaxinf.program import UpdateProgram, averaged, trace_init
 from jaxinf.store import Member, required_bytes
 from jaxinf.streaming import DryRun, trace_optimizer
 from jaxinf.streaming.update.traffic import moved_bytes, written_bytes
@@ -43,6 +43,7 @@ __all__ = [
     "Sizes",
     "describe_store",
     "member_sizes",
+    "optimizer_of",
     "sizes_of",
     "steps_per_commit",
     "streamed_sizes",
@@ -256,13 +257,24 @@ def _store_options(config: TrainConfig) -> dict[str, Any]:
     return options
 
 
+def optimizer_of(config: TrainConfig) -> UpdateProgram:
+    """Traces the optimizer of a run with its average, which takes seconds."""
+    tx = averaged(make_optimizer(config), config.average)
+    return trace_optimizer(tx, config.abstract[1])
+
+
 def describe_store(
-    config: TrainConfig, count: int = 1, *, is_sharded: bool = False
+    config: TrainConfig,
+    count: int = 1,
+    *,
+    is_sharded: bool = False,
+    update: UpdateProgram | None = None,
 ) -> StoreDescription:
     """Describes the store of a run; traces its optimizer, which takes seconds.
 
     Args:
       config: The run.
+      update: What `optimizer_of` returns for it; by default it is traced.
       count, is_sharded: As for `member_sizes`.
     """
     params = config.abstract[1]
@@ -273,7 +285,7 @@ def describe_store(
         own = [(n,) for n in range(count)] if along is not None else [range(count)]
         holders.append(tuple(map(tuple, own)) if count > 1 else ())
     compress, tx = config.compression, averaged(make_optimizer(config), config.average)
-    update = trace_optimizer(tx, params)
+    update = update or optimizer_of(config)
     check_compressed(compress, update)
     return describe(
         update,

@@ -16,7 +16,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
 from jaxinf.errors import AssignmentError, BudgetError, StreamError
 from jaxinf.exchange import keep_tokenizer
-from jaxinf.streaming import DeviceLimit, DryRun, StreamedStep, stream
+from jaxinf.streaming import DeviceLimit, DryRun, Known, StreamedStep, stream
 from jaxinf.train.backend import NO_TRAFFIC, Costs
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
@@ -108,8 +108,8 @@ class Streamed(KeptInStore):
         limit: DeviceLimit | None,
         *,
         compiles: bool,
+        known: Known,
         is_tried: bool = False,
-        like: DryRun | None = None,
     ) -> DryRun:
         """Says what a step takes, as `StreamedStep.dry_run`.
 
@@ -118,8 +118,8 @@ class Streamed(KeptInStore):
           limit: The memory of another device than JAX's.
           compiles: Whether programs are compiled; otherwise their memory is estimated,
             and they are compiled only if they do not fit by that.
+          known: As for `StreamedStep._estimated`.
           is_tried: Whether a step that does not fit by estimates is refused at once.
-          like: One whose traces are used; see `StreamedStep._estimated`.
         """
         with _named_flags():
             if not compiles:
@@ -127,7 +127,11 @@ class Streamed(KeptInStore):
                 searches = has_other_device and not is_tried
                 try:
                     return self._step._estimated(
-                        batch, params, limit, searches=searches, like=like
+                        batch,
+                        params,
+                        limit,
+                        searches=searches,
+                        known=known,
                     )
                 except BudgetError:
                     if has_other_device or is_tried:

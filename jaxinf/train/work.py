@@ -25,7 +25,7 @@ from jaxinf.csd import CsdRates, parse_csd
 from jaxinf.plan import Device, Machine, Rate
 from jaxinf.schedule.simulator import Trip, Trips
 from jaxinf.schedule.steps import HOST, PROCESSOR, StepWork, Update, drive_name
-from jaxinf.streaming import DeviceLimit, Profile, Speeds, usual_s
+from jaxinf.streaming import DeviceLimit, Known, Profile, Speeds, usual_s
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.opening import open_backend
@@ -275,6 +275,7 @@ def planned_step(
     measures: bool = False,
     is_tried: bool = False,
     like: PlannedStep | None = None,
+    known: Known | None = None,
 ) -> PlannedStep:
     """Plans a step; takes some seconds.
 
@@ -284,17 +285,24 @@ def planned_step(
       machine: Where it shall run; by default one that computes in the host's memory.
       measures: Whether programs are compiled and run, and their times used.
       is_tried: Whether it is refused at once if by estimates it does not fit.
-      like: The step of a run with the same model, task, optimizer, micro-batches and
-        precision, whose traces are used.
+      like: The step of a run with the same model, task, optimizer and precision, whose
+        traces are used.
+      known: What else need not be traced again.
 
     Raises:
       JaxinfError: As `jaxinf.open_store`, `jaxinf.smart_update` and `jaxinf.stream`.
     """
     if config.mode == "stream":
         device = None if machine is None else machine.device
-        known = like if isinstance(like, _StreamedStep) else None
+        own = like if isinstance(like, _StreamedStep) else None
         return _StreamedStep(
-            config, batch, device, known, measures=measures, is_tried=is_tried
+            config,
+            batch,
+            device,
+            own,
+            known or Known(),
+            measures=measures,
+            is_tried=is_tried,
         )
     return _WholeStep(config, batch, measures=measures)
 
@@ -474,6 +482,7 @@ class _StreamedStep(PlannedStep):
         batch: Batch,
         device: Device | None,
         like: "_StreamedStep | None",
+        known: Known,
         *,
         measures: bool,
         is_tried: bool,
@@ -490,7 +499,7 @@ class _StreamedStep(PlannedStep):
                 limit,
                 compiles=measures,
                 is_tried=is_tried,
-                like=None if like is None else like._dry,
+                known=known if like is None else known.over(like._dry._known),
             )
             if measures:
                 self.seconds = self._dry._measured_s()

@@ -1,15 +1,18 @@
 """What a run will take: bytes are those of the run, times those of a model."""
 
 import dataclasses
+import io
 import json
 from itertools import product
 
 import numpy as np
 import pytest
 from families import family
+from rich.console import Console
 
 from jaxinf.cli import main
 from jaxinf.plan import Rate, read_machine, write_machine
+from jaxinf.train.progress import planning
 from jaxinf.train.several import Failures
 
 
@@ -56,6 +59,16 @@ def test_settings_of_a_file_count_and_flags_win(planned, tmp_path, capsys):
     file.write_text("states = 3\n")
     assert main(["plan", "--config", str(file)]) == 2
     assert "did you mean state" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_what_is_planned(is_terminal):
+    console = Console(file=io.StringIO(), force_terminal=is_terminal)
+    with planning(console) as say:
+        say("--store a\x1bb")
+    shown = console.file.getvalue()
+    assert ("--store a\\x1bb" in shown) == is_terminal
+    assert is_terminal or not shown
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -128,7 +129,7 @@ class Calls:
     @cached_property
     def temp_bytes(self) -> Mapping[str, int]:
         """Temporaries of the programs by key, as estimated before compilation."""
-        return {key: program.temp_bytes() for key, program in self.programs.items()}
+        return {key: program.temp_bytes for key, program in self.programs.items()}
 
     @cached_property
     def donated(self) -> Mapping[str, tuple[int, ...]]:
@@ -206,15 +207,20 @@ class Calls:
     def call_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> list[int]:
         """Returns the memory of each call while it runs; arguments as `peak_bytes`."""
         temps = self.temp_bytes if temp_bytes is None else temp_bytes
-        found, before = self.held_bytes(), None
+        found, before, programs = self.held_bytes(), set[Piece](), self.programs
+        reused = {
+            key: sum(programs[key].input_bytes[i] for i in own)
+            for key, own in self.donated.items()
+        }
         for number, call in enumerate(self.calls):
-            program = call.program
-            reused = sum(program.input_bytes[i] for i in self.donated[program.key])
-            new = sum(self._made_bytes[number]) - reused
-            found[number] += new + self.fetched_bytes(call) + temps[program.key]
-            if before is not None:
-                found[number - 1] += new + self.fetched_bytes(call, before)
-            before = call
+            key, made = call.program.key, self._made_bytes[number]
+            read = [one for one in call.params if one[0] not in self.resident]
+            new = sum(made) - reused[key]
+            found[number] += new + sum(size for _, size in read) + temps[key]
+            if number:
+                more = sum(size for piece, size in read if piece not in before)
+                found[number - 1] += new + more
+            before = {piece for piece, _ in read}
         return found
 
     def held_bytes(self) -> list[int]:
@@ -223,13 +229,15 @@ class Calls:
         The call after it waits, so what must be gone for that one is gone. The outputs
         of neither count.
         """
-        stays = []
-        for slot, life in self.lives.items():
-            stop = len(self.calls) if slot in self.results else life.reads[-1] + 1
-            stays.append(Stay(life.made + 1, stop, life.num_bytes))
+        num_calls, lives, results = len(self.calls), self.lives, {*self.results}
+        change = [0] * (num_calls + 1)
+        for slot, (made, reads, num_bytes, _) in lives.items():
+            change[made + 1] += num_bytes
+            change[num_calls if slot in results else reads[-1] + 1] -= num_bytes
         for slot, one in self.evictions.items():
-            stays.append(Stay(one.gone - 1, one.back - 1, -self.lives[slot].num_bytes))
-        return occupancy(len(self.calls), stays).tolist()
+            change[one.gone - 1] -= lives[slot].num_bytes
+            change[one.back - 1] += lives[slot].num_bytes
+        return [*accumulate(change[:-1])]
 
     def value_bytes(self) -> list[int]:
         """Returns the bytes of values during each call: held ones, and new ones.
@@ -274,9 +282,8 @@ class Calls:
         """The calls that make and read each value."""
         lives: dict[Slot, Life] = {}
         for i, call in enumerate(self.calls):
-            for ref in dict.fromkeys(call.inputs):
-                if isinstance(ref, Slot):
-                    lives[ref].reads.append(i)
+            for slot in {ref for ref in call.inputs if type(ref) is Slot}:
+                lives[slot].reads.append(i)
             for slot, value, own in zip(
                 call.outputs, call.program.outputs, self._made_bytes[i], strict=True
             ):
@@ -297,8 +304,7 @@ class Calls:
         return [call.program.output_bytes for call in self.calls]
 
 
-@dataclass(frozen=True)
-class Life:
+class Life(NamedTuple):
     """The calls that make and read a value, in order, and its size and type."""
 
     made: int

@@ -6,6 +6,7 @@ Invariant: a step's memory is as planned at every call, however fast the drive i
 value's memory is free from one given call to another.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
@@ -33,6 +34,7 @@ __all__ = [
     "fitted",
     "fitted_lending",
     "least_offloaded_bytes",
+    "leaving_bytes",
     "plan_tiers",
 ]
 
@@ -88,6 +90,15 @@ def fitted_lending(
     return fitted(calls, budget_bytes, memory).lent()
 
 
+def leaving_bytes(calls: Calls, budget_bytes: int) -> float:
+    """An estimate of the bytes that leave in a step; infinite if it does not fit."""
+    temps = calls.temp_bytes
+    found = fitted_lending(calls, budget_bytes, lambda one: one.call_bytes(temps))
+    if found.peak_bytes(temps) > budget_bytes:
+        return math.inf
+    return sum(found.lives[slot].num_bytes for slot in found.evictions)
+
+
 def candidates(calls: Calls) -> list[Stay]:
     """Returns the stays of values, by slot, that these may give up.
 
@@ -99,18 +110,16 @@ def candidates(calls: Calls) -> list[Stay]:
         pinned.update(call.outputs[i] for _, i in call.gradients)
         pinned.update(call.inputs[i] for i in calls.donated[call.program.key])
     found = []
-    for slot, life in calls.lives.items():
-        if slot in pinned or life.num_bytes < SMALL_BYTES:
+    for slot, (made, reads, num_bytes, aval) in calls.lives.items():
+        if num_bytes < SMALL_BYTES or not reads or reads[-1] - made <= _WRITING:
             continue
-        if jnp.issubdtype(life.aval.dtype, jax.dtypes.extended):
+        if slot in pinned or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             continue
-        uses = [life.made, *life.reads]
-        last, needed = max(
-            pairwise(uses), key=lambda gap: gap[1] - gap[0], default=(0, 0)
-        )
+        gaps = pairwise([made, *reads])
+        last, needed = max(gaps, key=lambda gap: gap[1] - gap[0])
         if needed - last > _WRITING:
             gap = last + _WRITING - 1, needed - 1
-            found.append(Stay(*gap, life.num_bytes, slot))
+            found.append(Stay(*gap, num_bytes, slot))
     return found
 
 

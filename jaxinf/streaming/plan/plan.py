@@ -3,7 +3,6 @@
 Invariant: the same jaxpr and the same cuts give the same programs, in every process.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,8 +13,12 @@ from typing import Any
 from jaxinf.errors import BudgetError
 from jaxinf.streaming.plan.calls import Calls, Policy, may_leave
 from jaxinf.streaming.plan.forms import Form
-from jaxinf.streaming.plan.offload import fitted_lending, least_offloaded_bytes
-from jaxinf.streaming.plan.report import index_text, plan_text
+from jaxinf.streaming.plan.offload import (
+    fitted_lending,
+    least_offloaded_bytes,
+    leaving_bytes,
+)
+from jaxinf.streaming.plan.report import largest_text, plan_text
 from jaxinf.streaming.plan.search import Choice
 from jaxinf.streaming.plan.sequence import Repeats, all_repeats, make_calls
 from jaxinf.streaming.plan.wear import Wear
@@ -48,6 +51,7 @@ PLAN_VERSION = 2
 # A segment may take the budget divided by this.
 _SHARE = 3
 _MAX_HALVINGS = 14
+_MOST_WORSE = 3
 
 
 @dataclass(frozen=True)
@@ -235,8 +239,11 @@ class Prepared:
         without_temps: Mapping[str, int] = defaultdict(int)
         plans = self._plans(budget_bytes, policy)
         if policy == "plan":
-            plans = sorted(plans, key=lambda plan: _leaving_bytes(plan, budget_bytes))
-        for plan in map(self._for_parts, plans):
+            plans = sorted(
+                plans, key=lambda one: leaving_bytes(one.calls, budget_bytes)
+            )
+        for one in plans:  # cuts, and so bits, do not depend on the number of parts
+            plan = one if self.num_parts == 1 else self.plan_of(one.cuts, policy)
             peak = plan.least_bytes(without_temps)
             if measure is None:
                 peak = plan.peak_bytes
@@ -250,13 +257,17 @@ class Prepared:
         raise self._refusal(*best, budget_bytes, limit)
 
     def smallest_bytes(self, policy: Policy = "recompute") -> int:
-        """Returns the smallest budget that `plan` accepts by estimates."""
-        cuts = {self._cuts(n, policy) for n in chain(*self._limits(0, policy))}
-        return min(self.plan_of(one, policy).peak_bytes for one in cuts)
+        """Returns the smallest budget that `plan` accepts by estimates.
 
-    def _for_parts(self, plan: Plan) -> Plan:
-        """Returns the same cuts for all parts: bits do not depend on their number."""
-        return plan if self.num_parts == 1 else self.plan_of(plan.cuts, plan.policy)
+        Ever smaller segments are tried until a few in turn are no better.
+        """
+        usual, large = self._limits(0, policy)
+        found: list[int] = []
+        for cuts in dict.fromkeys(self._cuts(n, policy) for n in (*large, *usual)):
+            found.append(self.plan_of(cuts, policy).peak_bytes)
+            if found.index(min(found)) < len(found) - _MOST_WORSE:
+                break
+        return min(found)
 
     def _limits(self, budget_bytes: int, policy: Policy) -> tuple[list[int], list[int]]:
         """Returns bytes of segments to try: as many as params have, and more.
@@ -276,7 +287,9 @@ class Prepared:
         return usual, [1 << n for n in range(whole.bit_length(), bits, -1)]
 
     def _cuts(self, limit: int, policy: Policy) -> tuple[int, ...]:
-        cuts = choose_cuts(self.lifetimes, self.tokens, limit)
+        cuts = self.keys.once(
+            ("cuts", limit), lambda: choose_cuts(self.lifetimes, self.tokens, limit)
+        )
         return isolated(self.lifetimes, cuts) if policy == "plan" else cuts
 
     def _plans(self, budget_bytes: int, policy: Policy) -> Iterator[Plan]:
@@ -285,7 +298,6 @@ class Prepared:
         Large ones come first if they are half as many and take no more memory.
         """
         usual, large = self._limits(budget_bytes, policy)
-        most = budget_bytes // _SHARE
         made: dict[tuple[int, ...], Plan] = {}
         alone = replace(self, num_parts=1)
 
@@ -296,7 +308,7 @@ class Prepared:
             return made[cuts]
 
         first: list[Plan] = []
-        fitting = [limit for limit in large if limit <= most]
+        fitting = [limit for limit in large if limit <= budget_bytes // _SHARE]
         if fitting and policy in ("recompute", "keep"):
             plans = map(plan_at, usual)
             fine = next((one for one in plans if one.peak_bytes <= budget_bytes), None)
@@ -320,35 +332,18 @@ class Prepared:
             calls = replace(calls, lenders=frozenset())
         if policy == "plan":
             recomputing = make_calls(graph, programs, policy, all_repeats(programs))
-        plan = Plan(
-            self.traced,
-            tuple(cuts),
-            programs,
-            calls,
-            policy,
-            0,
-            recomputing=recomputing,
-            tables=self.tables,
-        )
+        made = self.traced, tuple(cuts), programs, calls, policy, 0
+        plan = Plan(*made, recomputing=recomputing, tables=self.tables)
         return replace(plan, peak_bytes=plan.least_bytes())
 
     def _refusal(
         self, needed_bytes: int, best: Plan, budget_bytes: int, limit: str
     ) -> BudgetError:
-        worst = max(best.calls.calls, key=best.calls.fetched_bytes)
-        sizes = self.lifetimes.sizes
-        pieces = sorted(set(worst.pieces), key=lambda p: -sizes[p])[:4]
-        traced = self.traced
-        named = ", ".join(
-            f"{traced.names[p.leaf]}{index_text(p)} ({sizes[p]} bytes)" for p in pieces
-        )
-        lives = best.calls.lives.values()
-        value_bytes = max((life.num_bytes for life in lives), default=0)
         return BudgetError(
             limit,
             f"it leaves {budget_bytes} bytes for params, values and temporaries of the "
-            f"program, whose smallest cut takes {needed_bytes}, with {named}; the "
-            f"largest value between programs has {value_bytes} bytes",
+            f"program, whose smallest cut takes {needed_bytes}, with "
+            f"{largest_text(best, self.lifetimes.sizes)}",
             needed_bytes - budget_bytes,
             ", or give a smaller batch"
             + self.fewer_parts(best, budget_bytes - (needed_bytes - best.peak_bytes)),
@@ -375,19 +370,20 @@ def _is_better(coarse: Plan, fine: Plan) -> bool:
     return is_far_coarser and coarse.peak_bytes <= fine.peak_bytes
 
 
-def _leaving_bytes(plan: Plan, budget_bytes: int) -> float:
-    """An estimate of the bytes that leave in a step if none runs forward again."""
-    found = plan.fitted(budget_bytes, plan.calls.temp_bytes)
-    if found.peak_bytes > budget_bytes:
-        return math.inf
-    calls = found.calls
-    return sum(calls.lives[slot].num_bytes for slot in calls.evictions)
-
-
 def prepare(
-    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, *, has_aux: bool = False
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    batch: PyTree,
+    *,
+    has_aux: bool = False,
+    known: Prepared | None = None,
 ) -> Prepared:
-    """Traces `loss_fn` and orders its nodes; raises the errors of `trace`."""
+    """Traces `loss_fn` and orders its nodes; raises the errors of `trace`.
+
+    What is known of the same function and params is returned if the batch is like its.
+    """
+    if known is not None and known.traced.takes(batch):
+        return known
     return _prepared(trace(loss_fn, params, batch, has_aux=has_aux))
 
 

@@ -21,7 +21,7 @@ from itertools import cycle
 from typing import Any
 
 from jaxinf.streaming.plan.retrying import Moved, Retrying
-from jaxinf.streaming.plan.search import Choice, Problem, choose
+from jaxinf.streaming.plan.search import Choice, Problem, by_rule, choose
 from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.terminal import format_bytes
 
@@ -233,7 +233,7 @@ class Planner:
             best = choose(problem, profile)
             if best is None:
                 break
-            safe = _safe(best)
+            safe = _safe(best.rules)
             self._safe_s = min(map(self._found_s, safe), default=math.inf)
             found = min([best, *safe], key=self._found_s)
             if problem.admits(found.calls):
@@ -320,17 +320,17 @@ def _first(problem: Problem) -> Choice:
     profile = Profile(seconds, _ASSUMED, _ASSUMED)
     found = None
     for _ in range(_TRIES):
-        best = choose(problem, profile)
-        found = next(iter(_safe(best)), best) if best else found
+        safe = _safe(by_rule(problem, profile))
+        found = next(iter(safe), None) or choose(problem, profile) or found
         if found is not None and problem.admits(found.calls):
             break
     assert found is not None, "the plan was cut to fit"
     return found
 
 
-def _safe(best: Choice) -> list[Choice]:
+def _safe(rules: Mapping[str, Choice | None]) -> list[Choice]:
     """The rules that need no drive, of those that fit: all kept, all recomputed."""
-    return [one for name in ("keep", "recompute") if (one := best.rules[name])]
+    return [one for name in ("keep", "recompute") if (one := rules[name])]
 
 
 def _window() -> deque[float]:

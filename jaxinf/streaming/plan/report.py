@@ -3,7 +3,7 @@
 Invariant: neighbouring segments that run the same programs share a line.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -12,9 +12,10 @@ from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.trace import Traced
 from jaxinf.terminal import format_bytes
 
-__all__ = ["index_text", "plan_text"]
+__all__ = ["largest_text", "plan_text"]
 
 _MOST_NAMES = 3
+_MOST_PIECES = 4
 
 
 def plan_text(plan: Any) -> str:
@@ -42,6 +43,18 @@ def plan_text(plan: Any) -> str:
     return "\n".join([head, *plan.tables, *about, "", title, *_lines(plan, numbers)])
 
 
+def largest_text(plan: Any, sizes: Mapping[Piece, int]) -> str:
+    """Names what takes most in a `Plan`, by the sizes of parts of params."""
+    calls, names = plan.calls, plan.traced.names
+    worst = max(calls.calls, key=calls.fetched_bytes)
+    pieces = sorted(set(worst.pieces), key=lambda p: -sizes[p])[:_MOST_PIECES]
+    named = ", ".join(
+        f"{names[p.leaf]}{_index_text(p)} ({sizes[p]} bytes)" for p in pieces
+    )
+    value_bytes = max((life.num_bytes for life in calls.lives.values()), default=0)
+    return f"{named}; the largest value between programs has {value_bytes} bytes"
+
+
 def _lines(plan: Any, numbers: dict[str, int]) -> Iterator[str]:
     rows = []
     pairs = zip(plan.programs.forward, plan.programs.backward, strict=True)
@@ -65,10 +78,10 @@ def _lines(plan: Any, numbers: dict[str, int]) -> Iterator[str]:
 
 
 def _part(traced: Traced, piece: Piece) -> str:
-    return f"{traced.names[piece.leaf].rsplit('/', 1)[0]}{index_text(piece)}"
+    return f"{traced.names[piece.leaf].rsplit('/', 1)[0]}{_index_text(piece)}"
 
 
-def index_text(piece: Piece) -> str:
+def _index_text(piece: Piece) -> str:
     """The index of a part of a leaf, as Python writes it."""
     index = "".join(f"[{i}]" for i in piece.index)
     return f"{index}[{piece.rows[0]}:{piece.rows[1]}]" if piece.rows else index

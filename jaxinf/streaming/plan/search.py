@@ -35,7 +35,7 @@ from jaxinf.streaming.program.graph import Graph, Piece, num_bytes
 from jaxinf.streaming.program.programs import Programs
 from jaxinf.terminal import format_bytes
 
-__all__ = ["LEAST_TRIED", "MOST_EXHAUSTIVE", "Choice", "Problem", "choose"]
+__all__ = ["LEAST_TRIED", "MOST_EXHAUSTIVE", "Choice", "Problem", "by_rule", "choose"]
 
 MOST_EXHAUSTIVE = 128
 """No more choices of segments than these are searched completely."""
@@ -163,6 +163,11 @@ def choose(problem: Problem, profile: Profile) -> Choice | None:
         for chosen in sorted(tried, key=tried.__getitem__)[:_NUM_CLIMBS]:
             search.climb(chosen)
     return search.best and replace(search.best, rules=rules)
+
+
+def by_rule(problem: Problem, profile: Profile) -> Mapping[str, Choice | None]:
+    """Returns what simple rules give; None for those that do not fit."""
+    return _Search(problem, profile).by_rule()
 
 
 class _Search:

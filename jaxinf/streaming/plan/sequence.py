@@ -17,9 +17,9 @@ inputs, so its bits are the same.
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, pairwise
+from itertools import pairwise
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from jaxinf.program.graph import Value
 from jaxinf.streaming.plan.calls import Call, Calls, Policy, Slot, may_leave
@@ -27,6 +27,8 @@ from jaxinf.streaming.program.graph import Graph, Origin, Piece
 from jaxinf.streaming.program.programs import Program, Programs
 
 __all__ = ["Reach", "Repeats", "all_repeats", "make_calls"]
+
+_NEVER = -1
 
 Reach: TypeAlias = Literal["own", "all"]
 
@@ -128,18 +130,29 @@ class _Part:
         return self.repeated.get(value) or self.slots[value]
 
 
+class _Made(NamedTuple):
+    """A call whose last reads are not known yet: the fields of `Call` without them."""
+
+    program: Program
+    inputs: tuple[Origin | Slot, ...]
+    outputs: tuple[Slot, ...]
+    gradients: tuple[tuple[Piece, int], ...]
+    is_repeat: bool
+    part: int
+
+
 class _Builder:
     def __init__(self, graph: Graph, programs: Programs) -> None:
         self.results = graph.results
-        self._targets: defaultdict[Value, list[Piece]] = defaultdict(list)
+        self._targets: dict[Value, list[Piece]] = {}
         for piece, value in graph.gradients.items():
-            self._targets[value].append(piece)
+            self._targets.setdefault(value, []).append(piece)
         self._sums = programs.sums
         self._parts = [_Part(number) for number in range(programs.num_parts)]
         self._totals: dict[Program, Sequence[Slot]] = {}
-        self._calls: list[Call] = []
+        self._calls: list[_Made] = []
         self._starts: list[int] = []  # of blocks
-        self._numbers = count()
+        self._num_slots = 0
 
     def block(self) -> Sequence[_Part]:
         """Begins calls between which params stay; returns the parts to call for."""
@@ -161,7 +174,7 @@ class _Builder:
 
     def _remember(self, reader: Program, part: _Part) -> None:
         """Calls programs again that made what a program reads."""
-        pending = [reader]
+        pending = [reader] if part.forgotten else []
         while pending:
             read = (v for v in pending[-1].inputs if v not in part.repeated)
             maker = next(filter(None, map(part.forgotten.get, read)), None)
@@ -176,28 +189,34 @@ class _Builder:
         self, program: Program, part: _Part, *, is_repeat: bool = False
     ) -> dict[Value, Slot]:
         inputs = [v.origin or part.slot(v) for v in program.inputs]
-        targets: list[list[Piece]] = [
-            [] if is_repeat else self._targets[value] for value in program.outputs
-        ]
+        targets = {} if is_repeat else self._targets_of(program)
         is_summed = program in self._sums and not is_repeat
-        handed = [] if is_summed else targets
+        handed = {} if is_summed else targets
         slots = self._append(program, part, inputs, handed, is_repeat=is_repeat)
         if is_summed:
-            made = zip(slots, targets, strict=True)
-            self._sum(program, part, [(slot, own) for slot, own in made if own])
+            self._sum(program, part, [slots[i] for i in targets], [*targets.values()])
         return dict(zip(program.outputs, slots, strict=True))
 
+    def _targets_of(self, program: Program) -> Mapping[int, Sequence[Piece]]:
+        """Returns what the outputs of a program are the gradients of, if of any."""
+        outputs = enumerate(program.outputs)
+        return {i: self._targets[v] for i, v in outputs if v in self._targets}
+
     def _sum(
-        self, maker: Program, part: _Part, made: Sequence[tuple[Slot, list[Piece]]]
+        self,
+        maker: Program,
+        part: _Part,
+        found: Sequence[Slot],
+        targets: Sequence[Sequence[Piece]],
     ) -> None:
         """Adds gradients of a part to those of the parts before it."""
-        found, targets = zip(*made, strict=True)
         if part.number:
             program = self._sums[maker][part.number - 1]
             numbers = [v.origin for v in program.inputs if v.origin is not None]
             is_last = part.number == len(self._parts) - 1
             inputs = [*self._totals[maker], *found, *numbers]
-            found = self._append(program, part, inputs, targets if is_last else ())
+            handed = dict(enumerate(targets)) if is_last else {}
+            found = self._append(program, part, inputs, handed)
         self._totals[maker] = found
 
     def _append(
@@ -205,46 +224,40 @@ class _Builder:
         program: Program,
         part: _Part,
         inputs: Sequence[Origin | Slot],
-        targets: Sequence[Sequence[Piece]],
+        targets: Mapping[int, Sequence[Piece]],
         *,
         is_repeat: bool = False,
     ) -> Sequence[Slot]:
         """Appends a call; returns a slot for each of its outputs."""
-        slots = tuple(Slot(next(self._numbers)) for _ in program.outputs)
-        gradients = ((piece, i) for i, own in enumerate(targets) for piece in own)
-        self._calls.append(
-            Call(
-                program,
-                tuple(inputs),
-                slots,
-                (),
-                tuple(gradients),
-                is_repeat,
-                part.number,
-            )
-        )
+        start = self._num_slots
+        self._num_slots += len(program.outputs)
+        slots = tuple(map(Slot, range(start, self._num_slots)))
+        gradients = tuple((piece, i) for i, own in targets.items() for piece in own)
+        made = _Made(program, tuple(inputs), slots, gradients, is_repeat, part.number)
+        self._calls.append(made)
         return slots
 
     def finish(self) -> Calls:
         results = tuple(
             part.slots[value] for part in self._parts for value in self.results
         )
-        last: dict[Origin | Slot, int] = {}
+        last = [_NEVER] * self._num_slots  # the calls that read slots last
         for number, call in enumerate(self._calls):
-            last.update(dict.fromkeys(call.inputs, number))
-        last.update(dict.fromkeys(results, len(self._calls)))
+            for ref in call.inputs:
+                if type(ref) is Slot:
+                    last[ref.number] = number
+        for slot in results:
+            last[slot.number] = len(self._calls)
         held = self._held() if len(self._parts) > 1 else {}
         calls = []
         for number, call in enumerate(self._calls):
-            read = [ref for ref in dict.fromkeys(call.inputs) if isinstance(ref, Slot)]
-            calls.append(
-                replace(
-                    call,
-                    outputs=tuple(s if s in last else None for s in call.outputs),
-                    drops=tuple(slot for slot in read if last[slot] == number),
-                    held=tuple(held.get(number, {}).items()),
-                )
-            )
+            program, inputs, outputs, gradients, is_repeat, part = call
+            read = (ref for ref in inputs if type(ref) is Slot)
+            drops = dict.fromkeys(slot for slot in read if last[slot.number] == number)
+            kept = (slot if last[slot.number] != _NEVER else None for slot in outputs)
+            own = tuple(held[number].items()) if number in held else ()
+            slots = tuple(kept), tuple(drops)
+            calls.append(Call(program, inputs, *slots, gradients, is_repeat, part, own))
         return Calls(tuple(calls), results)
 
     def _held(self) -> Mapping[int, dict[Piece, int]]:

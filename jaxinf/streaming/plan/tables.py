@@ -55,10 +55,14 @@ def tables_in_rows(
         for table in tables
         if table.leaf in rows
     }
+    lifetimes, keys = ready.keys.once(
+        ("rows", *sorted(rows.items())),
+        lambda: (ordered(in_rows(ready.lifetimes.graph, tables, bounds)), Keys()),
+    )
     return replace(
         ready,
-        lifetimes=ordered(in_rows(ready.lifetimes.graph, tables, bounds)),
-        keys=Keys(),
+        lifetimes=lifetimes,
+        keys=keys,
         rows=rows,
         tables=tuple(_said(ready, tables, rows)),
     )

@@ -7,9 +7,17 @@ Invariant: two programs have the same key only if they can share an executable. 
 import hashlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +28,8 @@ from jaxinf.program.graph import Node, Value
 from jaxinf.streaming.program.meshes import typed_sharding
 
 __all__ = ["Keys", "stable_digest"]
+
+_Made = TypeVar("_Made")
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), np.generic, np.dtype)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -41,18 +51,20 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 class Keys:
-    """Texts of nodes and programs of one graph.
-
-    Attributes:
-      sums: Programs that add up gradients, by the types of these and their part.
-    """
+    """Texts of nodes and programs of one graph, and what is made of it but once."""
 
     def __init__(self) -> None:
-        self.sums: dict[Any, Any] = {}
+        self._made: dict[Any, Any] = {}
         self._known: dict[int, tuple[Any, str]] = {}
         self._objects: dict[Any, int] = {}
         self._unhashable: list[Any] = []  # held, so that ids stay theirs
         self._nodes: dict[Node, str] = {}
+
+    def once(self, what: Hashable, make: Callable[[], _Made]) -> _Made:
+        """Returns what was made of the graph before by this name; else makes it."""
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]
 
     def node(self, node: Node) -> str:
         """Text of a node's computation and the types of its operands."""

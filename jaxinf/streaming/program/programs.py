@@ -94,6 +94,7 @@ class Program:
         outputs = tuple(Value(v.aval) for v in self.outputs)
         return Program(self.name, inputs, (), outputs, self.key)
 
+    @cached_property
     def temp_bytes(self) -> int:
         """Estimated memory beside inputs and outputs."""
         last = {v: i for i, node in enumerate(self.nodes) for v in node.inputs}
@@ -141,7 +142,12 @@ class Programs:
 
 
 def make_programs(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Programs:
-    """Makes the programs of the segments between `cuts`."""
+    """Makes the programs of the segments between `cuts`, once for a graph."""
+    what = "programs", tuple(cuts)
+    return keys.once(what, lambda: _programs_of(lifetimes, cuts, keys))
+
+
+def _programs_of(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Programs:
     graph, classes = lifetimes.graph, lifetimes.classes
     back = [int(lifetimes.backward_cuts[cut]) for cut in cuts]
     segments = range(len(cuts) - 1)

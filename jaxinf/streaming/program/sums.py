@@ -40,10 +40,10 @@ def with_sums(programs: Programs, graph: Graph, num_parts: int, keys: Keys) -> P
 
     def made(avals: tuple[Any, ...], *, is_first: bool, is_last: bool) -> Program:
         count = num_parts if is_last else None
-        kind = avals, is_first, count
-        if kind not in keys.sums:  # other cuts have the same ones
-            keys.sums[kind] = _program(avals, keys, is_first=is_first, count=count)
-        return keys.sums[kind]
+        return keys.once(  # other cuts have the same ones
+            ("sum", avals, is_first, count),
+            lambda: _program(avals, keys, is_first=is_first, count=count),
+        )
 
     gradients, sums = set(graph.gradients.values()), {}
     for program in (*programs.forward, *programs.backward, *programs.free):
