@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxinf.errors import StreamError
+from jaxinf.errors import BudgetError, StreamError
 from jaxinf.io import ByteCounts, ByteMeters
 from jaxinf.streaming.fit import Fitted, Reads
 from jaxinf.streaming.move.mover import MoverCounts
@@ -25,6 +25,7 @@ from jaxinf.streaming.move.scratch import Folders
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.agreement import Together
+from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, Division
 from jaxinf.streaming.plan.offload import check_leaving
@@ -36,6 +37,7 @@ from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import Unit
 from jaxinf.streaming.replanning import Replanner
 from jaxinf.streaming.run import (
+    Estimates,
     Executables,
     Runner,
     compiled_bytes,
@@ -246,6 +248,8 @@ class Ends(ABC):
             programs = max(division.programs, plan.peak_bytes)  # with what is spare
             division = replace(division, programs=programs)
         is_saved = plan is not None and kept is not None and kept.is_own
+        if plan is None and isinstance(executables, Estimates):
+            _check_smallest(ready, policy, budget_bytes, limit)
         plan = plan or ready.plan(budget_bytes, policy, measure, limit)
         units = residents(plan)
         rest_bytes = plan.peak_bytes - units.all_bytes
@@ -308,6 +312,24 @@ class Ends(ABC):
     @abstractmethod
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> "Bound":
         """Makes what a plan's calls need, and counts what they move."""
+
+
+def _check_smallest(
+    ready: Prepared, policy: Policy, budget_bytes: int, limit: str
+) -> None:
+    """Refuses at once what by estimates is known to be too little.
+
+    Raises:
+      BudgetError: The smallest cut takes more.
+    """
+    smallest = ready.keys.made(("smallest", policy, ready.num_parts))
+    if smallest is not None and smallest > budget_bytes:
+        raise BudgetError(
+            limit,
+            f"it leaves {budget_bytes} bytes for the program, whose smallest cut takes "
+            f"{smallest} by estimates",
+            smallest - budget_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -357,9 +357,7 @@ class LeastMemory:
         has_device: bool,
         num_drives: int,
     ) -> tuple[int, int]:
-        smallest = ready.keys.once(
-            ("smallest", policy, ready.num_parts), lambda: ready.smallest_bytes(policy)
-        )
+        smallest = ready.smallest_bytes(policy)
         programs = int(_STREAMED * smallest) + resident_bytes + ready.given_bytes
         sizes = ready.lifetimes.sizes
         gradient = max((sizes[piece] for piece in ready.gradient_pieces), default=0)

@@ -237,13 +237,16 @@ class Prepared:
         """
         best: tuple[int, Plan] | None = None
         without_temps: Mapping[str, int] = defaultdict(int)
-        plans = self._plans(budget_bytes, policy)
+        # Cuts, and so bits, do not depend on the number of parts.
+        one = self if self.num_parts == 1 else replace(self, num_parts=1)
+        alone = cache(lambda cuts: one.plan_of(cuts, policy))
+        tried = self._tried(budget_bytes, policy, alone)
         if policy == "plan":
-            plans = sorted(
-                plans, key=lambda one: leaving_bytes(one.calls, budget_bytes)
+            tried = sorted(
+                tried, key=lambda cuts: leaving_bytes(alone(cuts).calls, budget_bytes)
             )
-        for one in plans:  # cuts, and so bits, do not depend on the number of parts
-            plan = one if self.num_parts == 1 else self.plan_of(one.cuts, policy)
+        for cuts in tried:
+            plan = alone(cuts) if one is self else self.plan_of(cuts, policy)
             peak = plan.least_bytes(without_temps)
             if measure is None:
                 peak = plan.peak_bytes
@@ -261,6 +264,10 @@ class Prepared:
 
         Ever smaller segments are tried until a few in turn are no better.
         """
+        what = "smallest", policy, self.num_parts
+        return self.keys.once(what, lambda: self._smallest_bytes(policy))
+
+    def _smallest_bytes(self, policy: Policy) -> int:
         usual, large = self._limits(0, policy)
         found: list[int] = []
         for cuts in dict.fromkeys(self._cuts(n, policy) for n in (*large, *usual)):
@@ -292,33 +299,30 @@ class Prepared:
         )
         return isolated(self.lifetimes, cuts) if policy == "plan" else cuts
 
-    def _plans(self, budget_bytes: int, policy: Policy) -> Iterator[Plan]:
-        """Yields plans of one part, each once: with ever smaller segments, then larger.
+    def _tried(
+        self,
+        budget_bytes: int,
+        policy: Policy,
+        alone: Callable[[tuple[int, ...]], Plan],
+    ) -> Iterator[tuple[int, ...]]:
+        """Yields cuts, each once: of ever smaller segments, then larger.
 
-        Large ones come first if they are half as many and take no more memory.
+        Large ones come first if they are half as many and take no more memory alone.
         """
         usual, large = self._limits(budget_bytes, policy)
-        made: dict[tuple[int, ...], Plan] = {}
-        alone = replace(self, num_parts=1)
-
-        def plan_at(limit: int) -> Plan:
-            cuts = self._cuts(limit, policy)
-            if cuts not in made:
-                made[cuts] = alone.plan_of(cuts, policy)
-            return made[cuts]
-
         first: list[Plan] = []
         fitting = [limit for limit in large if limit <= budget_bytes // _SHARE]
         if fitting and policy in ("recompute", "keep"):
-            plans = map(plan_at, usual)
+            plans = (alone(self._cuts(limit, policy)) for limit in usual)
             fine = next((one for one in plans if one.peak_bytes <= budget_bytes), None)
-            coarse = map(plan_at, fitting)
+            coarse = (alone(self._cuts(limit, policy)) for limit in fitting)
             first = [one for one in coarse if fine is None or _is_better(one, fine)]
         yielded: set[tuple[int, ...]] = set()
-        for plan in chain(first, map(plan_at, chain(usual, large))):
-            if plan.cuts not in yielded:
-                yielded.add(plan.cuts)
-                yield plan
+        others = (self._cuts(limit, policy) for limit in chain(usual, large))
+        for cuts in chain((plan.cuts for plan in first), others):
+            if cuts not in yielded:
+                yielded.add(cuts)
+                yield cuts
 
     def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
         """Makes the plan with given cuts."""
