@@ -129,13 +129,9 @@ class DryRun:
         ready, ends, _, _, update, description = self._dry
         return Known(ready, update, description, ends)
 
-    def _operations(self, known: Mapping[str, float]) -> Mapping[str, float]:
-        """Operations of each program by its key, as counted before compilation.
-
-        Args:
-          known: Those of programs of the same trace.
-        """
-        return num_operations(self._planned.plan, known)
+    def _operations(self) -> Mapping[str, float]:
+        """Operations of each program by its key, as counted before compilation."""
+        return num_operations(self._planned.plan, self._dry.ready.keys)
 
     def _measured_s(self) -> Mapping[str, float]:
         """Runs each program some times; returns their times by key. Blocks."""

@@ -9,6 +9,7 @@ Invariant: what moves is what the plan of the dry run moves.
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.move.scratch import Folder, Scratch
 from jaxinf.streaming.plan.plan import Plan, prepare
 from jaxinf.streaming.plan.simulator import Profile, moved_beside, moved_gradients
-from jaxinf.streaming.program.programs import lowered
+from jaxinf.streaming.program.keys import Keys
+from jaxinf.streaming.program.programs import Program, lowered
 from jaxinf.streaming.run import Executables, Runner, compile_plan
 from jaxinf.typing import PyTree
 
@@ -129,21 +131,22 @@ def _placed(gradients: Trips, shares: Sequence[float]) -> Iterator[Sequence[int]
         yield drive_bytes
 
 
-def num_operations(plan: Plan, known: Mapping[str, float]) -> Mapping[str, float]:
+def num_operations(plan: Plan, keys: Keys) -> Mapping[str, float]:
     """Counts the operations of a plan's programs by key; nothing is compiled.
 
     Args:
       plan: The plan, with its graph.
-      known: Operations of programs by key.
+      keys: Of the graph before tables were divided; they keep what was counted.
     """
-    programs = plan.calls.programs
-    found = {key: known[key] for key in programs if key in known}
-    for key, program in programs.items():
-        if key in found:
-            continue
+
+    def counted(program: Program) -> float:
         costs: Any = lowered(program).cost_analysis()
-        found[key] = float((costs or {}).get("flops", 0.0))
-    return found
+        return float((costs or {}).get("flops", 0.0))
+
+    return {
+        key: keys.once(("operations", plan.tables, key), partial(counted, program))
+        for key, program in plan.calls.programs.items()
+    }
 
 
 def measured_s(

@@ -503,14 +503,12 @@ class _StreamedStep(PlannedStep):
             )
             if measures:
                 self.seconds = self._dry._measured_s()
-        self._like = like
         self.sizes = streamed_sizes(config, self._dry)
 
     @cached_property
     def operations(self) -> Mapping[str, float]:
         """As `PlannedStep.operations`."""
-        known = {} if self._like is None else self._like.operations
-        return self._dry._operations(known)
+        return self._dry._operations()
 
     @property
     def used_bytes(self) -> int:
