@@ -239,7 +239,7 @@ class Search:
             )
         machine = on_drives(self._machine, len(asked.csd_root))
         stored = config.state, config.master, config.csd_root, config.resident
-        sized = *forms, *stored, config.micro_batches, config.order
+        sized = *forms, *stored, config.micro_batches, config.order, config.memory
 
         def sketched() -> Forecast:
             sizes = self._once(("sizes", *sized), lambda: sizes_of(config, description))

@@ -231,10 +231,11 @@ def _time_lines(
     ]
     for name, one in changed.items():
         lines.append(f"        {name}: {one.step_s:.3g} s a step")
-    if (least := _least_file(machine, found.sizes)) is not None:
+    if (files := _files(machine, found.sizes)) is not None:
+        measured, written = map(format_bytes, files)
         lines.append(
-            f"        drives were measured with {format_bytes(least)}, and may be "
-            "slower for so much: try 'jaxinf doctor --size 32GiB --machine FILE'"
+            f"        drives were measured with {measured}, and may be slower for "
+            f"{written} in a step: 'jaxinf doctor --size BYTES' measures with more"
         )
     if found.device_updates is not None:
         lines.append(_device_line(found.device_updates))
@@ -247,12 +248,12 @@ def _time_lines(
     return lines
 
 
-def _least_file(machine: Machine, sizes: Sizes) -> int | None:
-    """Returns the bytes that a drive was measured with, if a step writes many more."""
-    written_bytes = sizes.written_bytes / max(1, sum(d.count for d in machine.drives))
-    files = [int(drive.file.value) for drive in machine.drives if drive.file]
-    least = min(files, default=0)
-    return least if 0 < _MANY_FILES * least < written_bytes else None
+def _files(machine: Machine, sizes: Sizes) -> tuple[int, int] | None:
+    """Returns what a drive was measured with and what a step writes, if many more."""
+    written_bytes = sizes.written_bytes // max(1, sum(d.count for d in machine.drives))
+    least = min((int(d.file.value) for d in machine.drives if d.file), default=0)
+    is_many = 0 < _MANY_FILES * least < written_bytes
+    return (least, written_bytes) if is_many else None
 
 
 def _device_line(found: DeviceHelp) -> str:

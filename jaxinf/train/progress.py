@@ -36,7 +36,7 @@ def unsaid(text: str) -> None:
 def planning(console: Console) -> Iterator[Say]:
     """Shows what is planned now in a transient line, if that is a terminal."""
     with console.status("planning", refresh_per_second=4) as status:
-        yield lambda text: status.update(printable(text))
+        yield lambda text: status.update(Text(printable(text)))
 
 
 class Progress:

@@ -65,9 +65,9 @@ def test_settings_of_a_file_count_and_flags_win(planned, tmp_path, capsys):
 def test_a_terminal_shows_what_is_planned(is_terminal):
     console = Console(file=io.StringIO(), force_terminal=is_terminal)
     with planning(console) as say:
-        say("--store a\x1bb")
+        say("--store a\x1bb/[/x]")
     shown = console.file.getvalue()
-    assert ("--store a\\x1bb" in shown) == is_terminal
+    assert ("--store a\\x1bb/[/x]" in shown) == is_terminal
     assert is_terminal or not shown
 
 
@@ -186,7 +186,7 @@ def test_a_drive_measured_with_little_is_named(
     with tiny():
         words = ["plan", "--data", text, "--batch-size", 2, "--seq-len", 8]
         assert main([str(word) for word in [*words, "--machine", machine]]) == 0
-    advice = "drives were measured with 4.00 KiB, and may be slower for so much"
+    advice = "drives were measured with 4.00 KiB, and may be slower for "
     assert (advice in capsys.readouterr().out) is is_said
 
 

@@ -51,7 +51,6 @@ PLAN_VERSION = 2
 # A segment may take the budget divided by this.
 _SHARE = 3
 _MAX_HALVINGS = 14
-_MOST_WORSE = 3
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class Prepared:
     Attributes:
       traced: The loss function, for a part of a batch if there are several.
       lifetimes: Its nodes in order.
-      keys: Their texts.
+      keys: Their texts, and what is made of the graph but once.
       num_parts: Number of parts of a batch that its programs run for in turn.
       rows: The rows of a block of each table that is read in blocks, by leaf.
       tables: As for `Plan`.
@@ -260,21 +259,14 @@ class Prepared:
         raise self._refusal(*best, budget_bytes, limit)
 
     def smallest_bytes(self, policy: Policy = "recompute") -> int:
-        """Returns the smallest budget that `plan` accepts by estimates.
-
-        Ever smaller segments are tried until a few in turn are no better.
-        """
+        """Returns the smallest budget that `plan` accepts by estimates."""
         what = "smallest", policy, self.num_parts
         return self.keys.once(what, lambda: self._smallest_bytes(policy))
 
     def _smallest_bytes(self, policy: Policy) -> int:
         usual, large = self._limits(0, policy)
-        found: list[int] = []
-        for cuts in dict.fromkeys(self._cuts(n, policy) for n in (*large, *usual)):
-            found.append(self.plan_of(cuts, policy).peak_bytes)
-            if found.index(min(found)) < len(found) - _MOST_WORSE:
-                break
-        return min(found)
+        cuts = {self._cuts(limit, policy) for limit in (*usual, *large)}
+        return min(self.plan_of(one, policy).peak_bytes for one in cuts)
 
     def _limits(self, budget_bytes: int, policy: Policy) -> tuple[list[int], list[int]]:
         """Returns bytes of segments to try: as many as params have, and more.
