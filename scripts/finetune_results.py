@@ -272,5 +272,5 @@ def plot(arguments: argparse.Namespace) -> None:
     labelled = dict(zip(*axes[0, 0].get_legend_handles_labels()[::-1], strict=True))
     where = {"loc": "lower center", "ncols": 2, "fontsize": "small"}
     figure.legend(labelled.values(), labelled, **where)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
     figure.savefig(arguments.picture, dpi=120)
