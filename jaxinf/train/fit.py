@@ -184,14 +184,15 @@ class Search:
         config = replace(self._config, **_changed(sketched.config, self._asked))
         machine = on_drives(self._machine, len(config.csd_root))
         forms = config.mode, config.compress, config.dtype, config.param_dtype
-        like = self._kept.get(("step", *forms))
-        known = self._least(config).known if config.mode == "stream" else Known()
+        known = self._kept.get(("known", *forms), Known())
+        if config.mode == "stream":
+            known = self._least(config).known.over(known)
         try:
-            step = planned_step(config, self._batch, machine, like=like, known=known)
+            step = planned_step(config, self._batch, machine, known=known)
         except JaxinfError as error:
             self._refusals.append(error)
             return None
-        self._kept["step", *forms] = step
+        self._kept["known", *forms] = step.known
         found = forecast(step, config, machine)
         if config.mode != "stream":  # what it takes beside is in the sketch
             found = replace(found, sizes=sketched.found.sizes)

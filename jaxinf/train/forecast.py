@@ -294,7 +294,9 @@ def plan(
             again = step
             if one is not config:
                 try:
-                    again = planned_step(one, batch, on, is_tried=True, like=step)
+                    again = planned_step(
+                        one, batch, on, is_tried=True, known=step.known
+                    )
                 except JaxinfError:  # a change that is refused is no advice
                     continue
             again.seconds = step.seconds

@@ -248,6 +248,11 @@ class PlannedStep(ABC):
     def used_bytes(self) -> int:
         """Memory of a step at its peak, beside the process."""
 
+    @property
+    def known(self) -> Known:
+        """What another step need not trace again."""
+        return Known()
+
     def work(self, rates: Rates) -> StepWork:
         """Returns what a step has to do on a machine.
 
@@ -274,7 +279,6 @@ def planned_step(
     *,
     measures: bool = False,
     is_tried: bool = False,
-    like: PlannedStep | None = None,
     known: Known | None = None,
 ) -> PlannedStep:
     """Plans a step; takes some seconds.
@@ -285,24 +289,17 @@ def planned_step(
       machine: Where it shall run; by default one that computes in the host's memory.
       measures: Whether programs are compiled and run, and their times used.
       is_tried: Whether it is refused at once if by estimates it does not fit.
-      like: The step of a run with the same model, task, optimizer and precision, whose
-        traces are used.
-      known: What else need not be traced again.
+      known: What was traced for a run with the same model, task, optimizer and
+        precision; see `PlannedStep.known`.
 
     Raises:
       JaxinfError: As `jaxinf.open_store`, `jaxinf.smart_update` and `jaxinf.stream`.
     """
     if config.mode == "stream":
         device = None if machine is None else machine.device
-        own = like if isinstance(like, _StreamedStep) else None
+        known = known or Known()
         return _StreamedStep(
-            config,
-            batch,
-            device,
-            own,
-            known or Known(),
-            measures=measures,
-            is_tried=is_tried,
+            config, batch, device, known, measures=measures, is_tried=is_tried
         )
     return _WholeStep(config, batch, measures=measures)
 
@@ -481,7 +478,6 @@ class _StreamedStep(PlannedStep):
         config: TrainConfig,
         batch: Batch,
         device: Device | None,
-        like: "_StreamedStep | None",
         known: Known,
         *,
         measures: bool,
@@ -499,11 +495,16 @@ class _StreamedStep(PlannedStep):
                 limit,
                 compiles=measures,
                 is_tried=is_tried,
-                known=known if like is None else known.over(like._dry._known),
+                known=known,
             )
             if measures:
                 self.seconds = self._dry._measured_s()
         self.sizes = streamed_sizes(config, self._dry)
+
+    @property
+    def known(self) -> Known:
+        """As `PlannedStep.known`."""
+        return self._dry._known
 
     @cached_property
     def operations(self) -> Mapping[str, float]:
