@@ -133,6 +133,18 @@ def test_flags_that_are_given_stay(machine, asked):
 
 
 @pytest.mark.long
+def test_a_search_within_other_limits_begins_anew(machine, asked):
+    # Little memory lets fewer updates read ahead.
+    words = ("--machine", machine(update=1e3), "--mode", "stream", "--store", "run")
+    (used, limits), (fresh, _) = asked(*words), asked(*words)
+
+    def step_s(search, num_bytes):
+        return search._forecast({"memory": num_bytes})[-1].step_s
+
+    assert step_s(used, 1 << 12) != step_s(used, limits.memory_bytes)
+    assert step_s(used, limits.memory_bytes) == step_s(fresh, limits.memory_bytes)
+
+
 def test_bits_are_lost_only_if_that_is_allowed(machine, asked):
     # Its one drive is slow, and state of 8 bits is a quarter.
     words = ("--machine", machine(), "--store", "kept", "--policy", "keep")
