@@ -18,10 +18,10 @@ from typing import Literal, Protocol, overload
 import numpy as np
 
 from jaxinf.errors import StoreClosedError
-from jaxinf.io.pages import page_ceil, page_floor
+from jaxinf.io.pages import PAGE_BYTES, page_ceil, page_floor
 from jaxinf.typing import Array
 
-__all__ = ["Buffer", "BufferPool", "Registry"]
+__all__ = ["Buffer", "BufferPool", "Registry", "aligned"]
 
 
 _HUGE_BYTES = 2 << 20
@@ -345,6 +345,15 @@ class _Mapping:
             # must outlive it, but these pages need not. They are freed now, and such a
             # view reads zeros.
             self._memory.madvise(mmap.MADV_DONTNEED, self._start, num_bytes)
+
+
+def aligned(num_bytes: int) -> Array:
+    """Returns memory for one value: whole pages, `uint8`, zeros, as a buffer lies.
+
+    It is the system's again as soon as no view of it is left.
+    """
+    (mapping,) = _Mapping.slab(max(page_ceil(num_bytes), PAGE_BYTES), 1)
+    return mapping.array
 
 
 def _map(num_bytes: int) -> mmap.mmap:

@@ -6,7 +6,8 @@ import sys
 
 import numpy as np
 
-from jaxinf.streaming.move.scratch import Scratch, aligned
+from jaxinf.io.buffers import aligned
+from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.plan.forms import PART_BYTES
 
 

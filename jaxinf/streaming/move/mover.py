@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxinf.io import BufferPool, span
-from jaxinf.io.buffers import Buffer, Registry
+from jaxinf.io.buffers import Buffer, Registry, aligned
 from jaxinf.io.pages import PAGE_BYTES
 from jaxinf.schedule.moves import Kind, Moves, Tensor
 from jaxinf.streaming.move.link import Link
-from jaxinf.streaming.move.scratch import aligned
 from jaxinf.streaming.move.tensors import Moved
 from jaxinf.streaming.move.workers import THREADS_PER_DRIVE, Job, Workers
 from jaxinf.streaming.plan.forms import PART_BYTES

@@ -19,12 +19,12 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxinf import compat
 from jaxinf.engine import put_together
+from jaxinf.io.buffers import aligned
 from jaxinf.schedule.reads import Fetch
 from jaxinf.streaming.move.link import Crossing
 from jaxinf.streaming.move.mover import Mover, MoverCounts
 from jaxinf.streaming.move.reader import StoreReader
 from jaxinf.streaming.move.resident import Resident
-from jaxinf.streaming.move.scratch import aligned
 from jaxinf.streaming.move.tensors import Moved
 from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.program.graph import Piece

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxinf.errors import StoreError
-from jaxinf.streaming.move.scratch import Folders, Part, Place, Scratch, aligned
+from jaxinf.io.buffers import aligned
+from jaxinf.streaming.move.scratch import Folders, Part, Place, Scratch
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.streaming.plan.retrying import Moved
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from jaxinf.streaming.move.scratch import aligned
+from jaxinf.io.buffers import aligned
 from jaxinf.streaming.program.shards import handed_out, shards_of
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import Array

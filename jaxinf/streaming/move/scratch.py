@@ -8,7 +8,6 @@ and runs that share a folder never meet. They are never synced.
 
 import contextlib
 import errno
-import mmap
 import os
 import tempfile
 import threading
@@ -23,7 +22,7 @@ import numpy as np
 from jaxinf.csd import DriveLimit
 from jaxinf.io import ByteMeters, read_into, span, write_from
 from jaxinf.io.failures import translated
-from jaxinf.io.pages import PAGE_BYTES, page_ceil
+from jaxinf.io.pages import page_ceil
 from jaxinf.store import drive_of
 from jaxinf.streaming.plan.forms import Coding, runs_of
 from jaxinf.typing import Array, PathLikeStr
@@ -34,7 +33,6 @@ __all__ = [
     "Part",
     "Place",
     "Scratch",
-    "aligned",
     "raw_bytes",
 ]
 
@@ -289,11 +287,6 @@ class Scratch:
         busy = span(kind, (self._content, what), **place)
         with busy, self._limits[drive].moving(kind, num_bytes):
             yield
-
-
-def aligned(num_bytes: int) -> Array:
-    """Returns page-aligned memory of whole pages, `uint8`, for one value."""
-    return np.frombuffer(mmap.mmap(-1, max(page_ceil(num_bytes), PAGE_BYTES)), np.uint8)
 
 
 def raw_bytes(value: Array) -> Array:

@@ -19,10 +19,9 @@ import numpy as np
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import ParamsReader, SlotRequest, Training
-from jaxinf.io.pages import page_ceil
+from jaxinf.io.buffers import aligned
 from jaxinf.program import LeafPart, Passes, UpdateProgram, key_data
 from jaxinf.program.graph import Value
-from jaxinf.streaming.move.scratch import aligned
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.keys import Keys
@@ -273,5 +272,5 @@ class PassRunner:
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Array:
     """Makes an array that JAX takes without a copy on a CPU."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    memory = aligned(page_ceil(max(num_bytes, 1)))
+    memory = aligned(num_bytes)
     return memory[:num_bytes].view(dtype).reshape(shape)

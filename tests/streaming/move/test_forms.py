@@ -5,10 +5,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxinf.io.buffers import aligned
 from jaxinf.io.pages import page_ceil
 from jaxinf.native import block_codes
 from jaxinf.streaming.move.mover import Mover, drive_threads
-from jaxinf.streaming.move.scratch import Scratch, aligned, raw_bytes
+from jaxinf.streaming.move.scratch import Scratch, raw_bytes
 from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.plan.forms import PART_BYTES, Coding, coding_of, stored_bytes
 

@@ -13,8 +13,9 @@ import pytest
 from jaxinf.csd import DriveLimit
 from jaxinf.errors import StoreIOError, StoreSpaceError
 from jaxinf.io import ByteMeters
+from jaxinf.io.buffers import aligned
 from jaxinf.io.pages import page_ceil
-from jaxinf.streaming.move.scratch import Folder, Scratch, aligned, raw_bytes
+from jaxinf.streaming.move.scratch import Folder, Scratch, raw_bytes
 from jaxinf.streaming.plan.forms import PART_BYTES
 
 SIZES = [0, 1, 1023, 4095, 4096, 4097, PART_BYTES - 1, 2 * PART_BYTES + 5]
