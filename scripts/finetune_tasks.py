@@ -1,16 +1,19 @@
 """Four tasks for fine-tuning, from the sources of Python's standard library.
 
     next       which of twelve words follows these lines of a function
-    swapped    have two neighbouring words of these lines been exchanged
-    continues  do these lines follow those, or are they of another function of the file
-    order      are these two neighbouring statements in their order
+    statement  with which of nine words does the next line begin
+    operator   which of ten operators, brackets and keywords follows a name
+    inside     which of twelve words follows these lines in a function of this head
 
-`continues` has two texts, the others one. Examples are divided by file: no function is
-on both sides, and no example occurs twice. They are chosen in rounds, one of each file
-in a round, so that few files are not most of a task; and all classes have as many. The
-same Python makes the same files. `pretraining.txt` is the text of the files that are
-trained on. The tokenizers have the pairs of bytes (BPE) that are frequent in it;
-`bert.json` has BERT's special tokens, too.
+`inside` has two texts, the first line of a function and later lines of it. In all tasks
+the last token is just before what is asked for, as in pretraining.
+
+Examples are divided by file: no function is on both sides, and no example occurs twice.
+They are chosen in rounds, one of each file in a round, so that few files are not most
+of a task; all classes have as many, or all that they have. The same Python makes the
+same files. `pretraining.txt` is the text of the files that are trained on. The
+tokenizers have the pairs of bytes (BPE) that are frequent in it; `bert.json` has BERT's
+special tokens, too.
 
     python scripts/finetune_tasks.py runs/tasks
 """
@@ -18,7 +21,6 @@ trained on. The tokenizers have the pairs of bytes (BPE) that are frequent in it
 import argparse
 import ast
 import hashlib
-import itertools
 import json
 import re
 import sys
@@ -32,21 +34,38 @@ import numpy as np
 
 from jaxinf.train.data.files import standard_library_files
 
-TASKS = ("next", "swapped", "continues", "order")
-PAIRS = ("continues",)
 WORDS = ("self", "if", "return", "None", "not", "for")
 WORDS += ("raise", "is", "or", "len", "isinstance", "False")
+STATEMENTS = ("if", "self", "return", "else", "raise", "for", "try", "except", "elif")
+OPERATORS = ("[", ":", " = ", " == ", " + ", " is ", " in ", " and ", " or ", " for ")
+
+CHOICES = {
+    "next": WORDS,
+    "statement": STATEMENTS,
+    "operator": OPERATORS,
+    "inside": WORDS,
+}
+"""What follows, by task; a label is a place in it."""
+
+TASKS = (*CHOICES,)
+PAIRS = ("inside",)
 
 SEQ_LEN = 32  # tokens of an example, with special ones; longer ones are left out
 VOCAB_SIZE = 2048
 SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")  # ids from 0
 _MOST_BYTES = 88  # of an example
-_ROOM = _MOST_BYTES // 2 - 1
+_MOST_BYTES_FIRST = 36  # of the first of two texts
+_LEAST_BYTES = 22  # before what is asked for
 _HELD_OUT = 0.25  # of the files
 _MOST = {"train": 12_000, "validation": 4_000}
-_LEAST_LINES = 6
-_WORD_AT = re.compile(rf"(?<=[\s(\[,=])({'|'.join(WORDS)})\b")
-_TWO_WORDS = re.compile(r"\b([A-Za-z_]\w*)([^\w\n]+)([A-Za-z_]\w*)\b")
+_WORD = r"(?<=[\s(\[,=])({})\b"
+_PLACES = {
+    "next": _WORD,
+    "statement": r"(?<=\n) +({})\b",
+    "operator": r"(?<=[A-Za-z_])({})",
+    "inside": _WORD,
+}
+"""Where a choice, the group, is in a function's code."""
 
 Record = dict[str, Any]
 
@@ -60,14 +79,12 @@ class Function:
       text: its source, from `def` on, as it is in the file.
       doc: its docstring, as in the file; empty if it has none.
       code: its source without the docstring, not indented.
-      neighbours: pairs of neighbouring simple statements in it.
     """
 
     file: str
     text: str
     doc: str
     code: str
-    neighbours: tuple[tuple[str, str], ...]
 
 
 def functions() -> Iterator[Function]:
@@ -82,51 +99,22 @@ def functions() -> Iterator[Function]:
             tree = ast.parse(source)
         except (SyntaxError, ValueError):  # test data with errors on purpose
             continue
-        lines = source.splitlines()
+        lines = [line.decode("ascii", "ignore") for line in source.splitlines()]
         name = path.relative_to(root).as_posix()
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 yield _function(name, lines, node)
 
 
-def _function(name: str, lines: Sequence[bytes], node: ast.FunctionDef) -> Function:
-    own = _lines(lines, node)
+def _function(name: str, lines: Sequence[str], node: ast.FunctionDef) -> Function:
+    own = code = lines[node.lineno - 1 : node.end_lineno]
     doc = ast.get_docstring(node, clean=False) or ""
     if doc:
         first = node.body[0]
         start, end = first.lineno - node.lineno, (first.end_lineno or 0) - node.lineno
         code = [*own[:start], *own[end + 1 :]]
-    else:
-        code = own
-    statements = [one for one in ast.walk(node) if isinstance(one, ast.stmt)]
-    pairs = []
-    for block in statements:
-        for body in ("body", "orelse", "finalbody"):
-            inside = getattr(block, body, ())
-            pairs += itertools.pairwise(inside)
-    return Function(
-        file=name,
-        text="\n".join(own).lstrip(),
-        doc=doc,
-        code=textwrap.dedent("\n".join(code)),
-        neighbours=tuple(
-            (_plain(lines, one), _plain(lines, other))
-            for one, other in pairs
-            if isinstance(one, _SIMPLE) and isinstance(other, _SIMPLE)
-        ),
-    )
-
-
-_SIMPLE = (ast.Assign, ast.AugAssign, ast.Expr, ast.Return, ast.Raise, ast.Delete)
-
-
-def _lines(lines: Sequence[bytes], node: ast.stmt) -> list[str]:
-    found = lines[node.lineno - 1 : node.end_lineno]
-    return [line.decode("ascii", "ignore") for line in found]
-
-
-def _plain(lines: Sequence[bytes], node: ast.stmt) -> str:
-    return textwrap.dedent("\n".join(_lines(lines, node))).strip()
+    text = "\n".join(own).lstrip()
+    return Function(name, text, doc, textwrap.dedent("\n".join(code)))
 
 
 def _hash(*parts: object) -> int:
@@ -141,76 +129,31 @@ def side_of(file: str) -> str:
 # --- the tasks ---------------------------------------------------------------------
 
 
-def _next_words(found: Sequence[Function]) -> Iterator[Record]:
+def _made(found: Iterable[Function], task: str) -> Iterator[Record]:
+    choices = CHOICES[task]
+    anyone = "|".join(re.escape(choice) for choice in choices)
+    place = re.compile(_PLACES[task].format(anyone))
     for one in found:
-        for match in _WORD_AT.finditer(one.code):
-            before = one.code[: match.start()].removesuffix(" ")
-            lines = before[-_MOST_BYTES:]
-            if len(before) > _MOST_BYTES:  # from the beginning of a line on
-                lines = lines.partition("\n")[2]
-            if len(lines) > _ROOM // 2:
-                label = WORDS.index(match[0])
-                yield {"text": lines, "label": label, "file": one.file}
+        for match in place.finditer(one.code):
+            texts = _texts_before(one.code, match.start(1), task in PAIRS)
+            if texts:
+                label = choices.index(match[1])
+                yield texts | {"label": label, "file": one.file}
 
 
-def _exchanges(found: Sequence[Function]) -> Iterator[Record]:
-    for one in found:
-        for piece in _pieces(one.code.splitlines()):
-            pairs = [m for m in _TWO_WORDS.finditer(piece) if m[1] != m[3]]
-            if not pairs:
-                continue
-            chance = _hash(piece)
-            label, pair = chance % 2, pairs[chance // 2 % len(pairs)]
-            if label:
-                other = pair[3] + pair[2] + pair[1]
-                piece = piece[: pair.start()] + other + piece[pair.end() :]
-            yield {"text": piece, "label": label, "file": one.file}
-
-
-def _pieces(lines: Iterable[str]) -> Iterator[str]:
-    """Yields whole lines, as many as fit."""
-    piece = ""
-    for line in lines:
-        if piece and len(piece) + len(line) >= _MOST_BYTES:
-            yield piece[: _MOST_BYTES - 1]
-            piece = ""
-        piece += line + "\n"
-    if len(piece) > _ROOM:
-        yield piece[: _MOST_BYTES - 1]
-
-
-def _continuations(found: Sequence[Function]) -> Iterator[Record]:
-    halves: dict[str, list[tuple[Function, str, str]]] = {}
-    for one in found:
-        lines = one.code.splitlines()
-        if len(lines) < _LEAST_LINES:
-            continue
-        for cut in range(_LEAST_LINES // 2, len(lines) - 2, _LEAST_LINES):
-            before, after = "\n".join(lines[:cut]) + "\n", "\n".join(lines[cut:])
-            half = one, before[-_ROOM:], after[:_ROOM]
-            halves.setdefault(one.file, []).append(half)
-    for file, own in halves.items():
-        for number, (one, before, after) in enumerate(own):
-            others = [half for half in own if half[0] is not one]
-            if others:
-                other = others[_hash(file, number) % len(others)][2]
-                for second, label in ((after, 1), (other, 0)):
-                    record = {"text": before, "text_pair": second, "label": label}
-                    yield record | {"file": file}
-
-
-def _orders(found: Sequence[Function]) -> Iterator[Record]:
-    for one in found:
-        for first, second in one.neighbours:
-            if first != second and len(first) + len(second) < _MOST_BYTES - 1:
-                label = _hash(first, second) % 2
-                pair = (first, second) if label else (second, first)
-                yield {"text": "\n".join(pair), "label": label, "file": one.file}
-
-
-_MADE: dict[str, Callable[[Sequence[Function]], Iterator[Record]]] = dict(
-    zip(TASKS, (_next_words, _exchanges, _continuations, _orders), strict=True)
-)
+def _texts_before(code: str, end: int, has_two: bool) -> Record | None:
+    first = code.partition("\n")[0] + "\n" if has_two else ""
+    before = code[len(first) : end].removesuffix(" ")  # a word's token has its space
+    most = _MOST_BYTES - min(len(first), _MOST_BYTES_FIRST)
+    lines = before[-most:]
+    if len(before) > most:  # from the beginning of a line on
+        lines = lines.partition("\n")[2]
+    if len(lines) < _LEAST_BYTES:
+        return None
+    if not has_two:
+        return {"text": lines}
+    head = first[: _MOST_BYTES_FIRST - 1].rstrip("\n") + "\n"
+    return {"text": head, "text_pair": lines}
 
 
 def key_of(record: Record) -> bytes:
@@ -234,7 +177,7 @@ def examples(
     """
     by_side: dict[str, dict[bytes, Record]] = {side: {} for side in _MOST}
     seen: dict[bytes, int] = {}
-    for record in _MADE[task](found):
+    for record in _made(found, task):
         key = key_of(record)
         seen[key] = seen.get(key, 0) + 1
         by_side[side_of(record["file"])].setdefault(key, record)

@@ -65,20 +65,20 @@ def test_a_small_table(few_files, tmp_path, capsys, monkeypatch):
         words += ["--pretraining-steps", 3, "--part", part]
         quality.main(["run", str(place), *map(str, words)])
 
-    for part in ("pretraining-gpt2", "continues"):
+    for part in ("pretraining-gpt2", "inside"):
         run(part)
     results = place / "results.jsonl"
     before = results.read_text()
-    run("continues")
+    run("inside")
     assert results.read_text() == before, "runs that are there are not repeated"
     lines = tables.read(results)
     assert len(lines) == 2
-    held = len(tasks.read_task(place / "tasks", "continues", "validation"))
+    held = len(tasks.read_task(place / "tasks", "inside", "validation"))
     assert sum(n for _, n in lines[0]["right"].values()) == held
     capsys.readouterr()
     quality.main(["table", str(place)])
     table = capsys.readouterr().out
-    assert "| continues | gpt2 of 1, pretrained, 0.0005, 4 | 2 % | 1 | " in table
+    assert "| inside | gpt2 of 1, pretrained, 0.0005, 4 | 2 % | 1 | " in table
     assert "2 runs" in table
     config = quality.folder_of(place, "gpt2", 1) / "config.json"
     sent = [quality.sent_bytes(place, config, v) for v in ("dense", "top_k:0.02")]
