@@ -91,6 +91,20 @@ def difference(found: Counts, base: Counts) -> Counts:
     }
 
 
+def together(tasks: Sequence[Counts]) -> Counts:
+    """Returns the sums of several tasks, by the seeds that all have."""
+    seeds = set.intersection(*(set(counts) for counts in tasks))
+    files = {file for counts in tasks for own in counts.values() for file in own}
+    return {
+        seed: {
+            file: [sum(pair) for pair in zip(*found, strict=True)]
+            for file in files
+            if (found := [c[seed][file] for c in tasks if file in c[seed]])
+        }
+        for seed in seeds
+    }
+
+
 def interval(counts: Counts, num_draws: int = 2000) -> tuple[float, float, float]:
     """Returns a mean in percent, and its 95 % interval.
 
@@ -142,6 +156,7 @@ def say(arguments: argparse.Namespace) -> None:
     found = grouped(lines)
     say_tasks(found, {x["baselines"]: x["right"] for x in lines if "baselines" in x})
     say_variants(found)
+    say_together(found)
     say_contrast(found)
     sent = {line["bytes"]: line["sent"] for line in lines if "bytes" in line}
     for variant, count in sent.items():
@@ -193,6 +208,24 @@ def say_variants(found: dict[Setting, dict[str, Counts]]) -> None:
                 less = interval(difference(counts, own["dense"]))
                 cells[1] = f"{_signed(less)}, {verdict(*less[1:])}"
             _row(task, setting, shown(variant), str(len(counts)), *cells)
+    print()
+
+
+def say_together(found: dict[Setting, dict[str, Counts]]) -> None:
+    """Prints the differences to dense of all tasks that have a variant."""
+    less: dict[tuple[Any, ...], list[Counts]] = {}
+    for key, own in found.items():
+        for variant in own.keys() - {"dense"} if "dense" in own else ():
+            points = difference(own[variant], own["dense"])
+            less.setdefault((variant, *key[1:]), []).append(points)
+    for (variant, model, layers, start, factor, steps), tasks in sorted(less.items()):
+        if len(tasks) > 1 and (counts := together(tasks)):
+            points = interval(counts)
+            print(
+                f"{len(tasks)} tasks, {model} of {layers}, {start}, "
+                f"{RATE * factor:.2g}, {steps}, {shown(variant)}, {len(counts)} seeds: "
+                f"less dense {_signed(points)}, {verdict(*points[1:])}"
+            )
     print()
 
 

@@ -125,8 +125,11 @@ def test_tables_of_given_counts(tmp_path, capsys):
 
     linear = {"largest class": counts(10), "linear": counts(70)}
     lines: list[dict] = [{"baselines": "next", "right": linear}]
-    for (start, variant), share in shares.items():
-        run = tables.Run("next", variant, seed=0, steps=1, start=start)
+    runs = [("next", *key, share) for key, share in shares.items()]
+    runs += [("inside", "pretrained", "dense", 50)]
+    runs += [("inside", "pretrained", "top_k:0.02", 47)]
+    for task, start, variant, share in runs:
+        run = tables.Run(task, variant, seed=0, steps=1, start=start)
         lines.append({"run": asdict(run), "right": counts(share)})
     results = tmp_path / "results.jsonl"
     results.write_text(
@@ -137,6 +140,7 @@ def test_tables_of_given_counts(tmp_path, capsys):
     assert "| +10.00 [+10.00, +10.00] | +20.00 [+20.00, +20.00] | yes |" in table
     assert "| -1.00 [-1.00, -1.00], loses less than 1.35 |" in table
     assert "| -10.00 [-10.00, -10.00], loses more than 1.35 |" in table
+    assert "1, 2 %, no feedback, 1 seeds: less dense -2.00 [-2.00, -2.00]" in table
     assert "next, 2 %, no feedback: pretrained loses less by +9.00 [+9.00, +9." in table
 
 
