@@ -149,8 +149,13 @@ class Search:
         self._kept: dict[Any, Any] = {}
         self._refusals: list[UsageError | JaxinfError] = []
 
-    def fit(self, limits: Limits) -> Fit:
+    def fit(self, limits: Limits, *, measures: bool = False) -> Fit:
         """Finds the fastest settings within limits; blocks, for a minute or so.
+
+        Args:
+          limits: The limits.
+          measures: Whether the programs of the fastest are compiled and run, and their
+            times decide between these.
 
         Raises:
           UsageError: The machine lacks a rate, or flags contradict each other.
@@ -170,6 +175,8 @@ class Search:
             if len(fitting) == _NUM_PLANNED:
                 break
         fitting.sort(key=lambda one: one.found.step_s)
+        if measures:
+            fitting = self._measured(_differing(fitting))
         if fitting:
             best, *others = _differing(fitting)
             return Fit(limits, self._machine, best, others[:_NUM_OTHERS])
@@ -179,7 +186,20 @@ class Search:
         refusal = "" if found else str(self._refusals[-1])
         return Fit(limits, self._machine, None, (), nearest, changes, refusal)
 
-    def _planned(self, sketched: Candidate) -> Candidate | None:
+    def _measured(self, planned: Sequence[Candidate]) -> list[Candidate]:
+        """Returns the first ones with times of their programs, fastest first."""
+        found: list[Candidate] = []
+        for one in planned:
+            self._tell("measuring the programs of", one.config)
+            if (measured := self._planned(one, measures=True)) is not None:
+                found.append(measured)
+            if len(found) == 1 + _NUM_OTHERS:
+                break
+        return sorted(found, key=lambda one: one.found.step_s)
+
+    def _planned(
+        self, sketched: Candidate, *, measures: bool = False
+    ) -> Candidate | None:
         """Returns a candidate as its run is planned; None if that is refused."""
         config = replace(self._config, **_changed(sketched.config, self._asked))
         machine = on_drives(self._machine, len(config.csd_root))
@@ -188,7 +208,9 @@ class Search:
         if config.mode == "stream":
             known = self._least(config).known.over(known)
         try:
-            step = planned_step(config, self._batch, machine, known=known)
+            step = planned_step(
+                config, self._batch, machine, measures=measures, known=known
+            )
         except JaxinfError as error:
             self._refusals.append(error)
             return None

@@ -211,6 +211,8 @@ def fit_run(
     config: TrainConfig,
     years: float | None = None,
     allowed: Iterable[LossyFlag] = (),
+    *,
+    measures: bool = False,
     say: Say = unsaid,
 ) -> Fit:
     """Finds the fastest settings of a run; writes nothing. Blocks, for a minute or so.
@@ -220,6 +222,8 @@ def fit_run(
         by default nine tenths of what the machine has.
       years: the least life of the drives.
       allowed: flags that may be chosen though they may lose bits.
+      measures: whether the programs of the fastest are compiled and run, and their
+        times decide between these.
       say: takes what is planned now.
 
     Raises:
@@ -227,7 +231,8 @@ def fit_run(
     """
     asked, limits = limits_of(config, years, allowed)
     loaded, data = load(first_way(asked, limits))
-    return Search(loaded, asked, make_batches(loaded, data)[0], say=say).fit(limits)
+    search = Search(loaded, asked, make_batches(loaded, data)[0], say=say)
+    return search.fit(limits, measures=measures)
 
 
 def _import(config: TrainConfig, console: Console) -> None:

@@ -158,6 +158,17 @@ def test_bits_are_lost_only_if_that_is_allowed(machine, asked):
 
 
 @pytest.mark.long
+def test_of_the_fastest_it_measures_programs(machine, asked):
+    # By operations its one program takes minutes.
+    search, limits = asked("--machine", machine(product=1e4), "--mode", "stream")
+    planned, measured = (search.fit(limits, measures=way) for way in (False, True))
+    assert measured.best.config in [
+        one.config for one in (planned.best, *planned.others)
+    ]
+    assert measured.best.found.step_s < planned.best.found.step_s / 10
+
+
+@pytest.mark.long
 def test_where_nothing_fits_the_least_change_does(machine, asked):
     words = ("--machine", machine(), "--mode", "memory", "--memory", "1KiB")
     search, limits = asked(*words, batch_size=2)
