@@ -249,8 +249,9 @@ class Plan(TrainConfig):
             config = dataclasses.replace(config, store=store)
             return plan_processes(config, self.processes, self.failures, self.restart)
         if self.fit:
-            measures = self.measure
-            return fit_run(config, self.years, self.allow, measures=measures, say=say)
+            return fit_run(
+                config, self.years, self.allow, measures=self.measure, say=say
+            )
         if self.years is not None or self.allow:
             raise UsageError("--years, --allow: expected with --fit; add it")
         # A run needs the name of a store, which a plan does not.

@@ -145,6 +145,7 @@ def test_a_search_within_other_limits_begins_anew(machine, asked):
     assert step_s(used, limits.memory_bytes) == step_s(fresh, limits.memory_bytes)
 
 
+@pytest.mark.long
 def test_bits_are_lost_only_if_that_is_allowed(machine, asked):
     # Its one drive is slow, and state of 8 bits is a quarter.
     words = ("--machine", machine(), "--store", "kept", "--policy", "keep")
