@@ -43,9 +43,10 @@ SIZES = {
     r" 'h1\[0-9\]/\*' 'h2\[0-3\]/\*'": "",
     r"keep_steps=100": "keep_steps=2",
     r"% 100 == 0": "% 2 == 0",
+    r"process_figures\.py --plans": "process_figures.py --plans --processes 2",
     r"make_mesh\(\(2, 2\)": "make_mesh((1, 1)",
 }
-"""Steps, models, data and meshes for a test, in place of those that are printed."""
+"""What a test has in place of printed steps, models, data, meshes and processes."""
 
 NANO = GPT2Config(256, 16, num_layers=1, num_heads=2, num_features=16)
 """GPT-2's smallest preset, made smaller."""

@@ -5,7 +5,6 @@ Invariant: only headers are read until a leaf is requested, which is then read p
 """
 
 import math
-import mmap
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from jaxinf.exchange.safetensors_source import index_places
 from jaxinf.exchange.safetensors_writer import INDEX_NAME, WEIGHTS_NAME
 from jaxinf.exchange.schemas import ANY_OBJECT
 from jaxinf.exchange.sources import FileArray, SourceArray, within
+from jaxinf.io.buffers import aligned_array
 from jaxinf.store import read_foreign
 from jaxinf.typing import FLOAT_DTYPES, Array, DeferredArray
 
@@ -62,7 +62,8 @@ class TensorLeaf(DeferredArray):
         Raises:
           ExchangeError: the file has become shorter.
         """
-        result = _new_pages(self.shape, self.dtype)
+        # The allocator may keep freed memory, which would add up for large leaves.
+        result = aligned_array(self.shape, self.dtype)
         theirs = result.transpose(np.argsort(self.axes)) if self.axes else result
         for start, values in self.source.blocks(_PIECE_BYTES):
             box = tuple(
@@ -302,16 +303,6 @@ def read_config_file(path: Path) -> Architecture:
     """
     document = read_foreign(path, ANY_OBJECT, "a config.json", "check the file")
     return read_config(document, where=str(path))
-
-
-def _new_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Allocates an array that is returned to the system with its last reference.
-
-    The allocator may keep freed memory, which would add up for large leaves.
-    """
-    count = math.prod(shape)
-    pages = mmap.mmap(-1, max(1, count * dtype.itemsize))
-    return np.frombuffer(pages, dtype, count).reshape(shape)
 
 
 def _same(a: SourceArray, b: SourceArray) -> bool:

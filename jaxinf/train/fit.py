@@ -180,10 +180,12 @@ class Search:
         if fitting:
             best, *others = _differing(fitting)
             return Fit(limits, self._machine, best, others[:_NUM_OTHERS])
+        refusals = [*self._refusals]  # of plans; candidates begin their own
         found = self.candidates(limits)
-        nearest = min(found, key=lambda c: _distance(c, limits), default=None)
+        over = [one for one in found if one.excess(limits)]
+        nearest = min(over, key=lambda c: _distance(c, limits), default=None)
         changes = dict(self._changes(limits, found))
-        refusal = "" if found else str(self._refusals[-1])
+        refusal = "" if over else str([*refusals, *self._refusals][-1])
         return Fit(limits, self._machine, None, (), nearest, changes, refusal)
 
     def _measured(self, planned: Sequence[Candidate]) -> list[Candidate]:

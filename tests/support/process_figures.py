@@ -121,8 +121,9 @@ def main():
     parser.add_argument("--drive", default="5MB/s")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--plans", action="store_true")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     given = parser.parse_args()
-    for count in (1, 2, 4) if given.plans else ():
+    for count in given.processes if given.plans else ():
         for layout in ([], ["--fsdp"]) if count > 1 else ([],):
             with tempfile.TemporaryDirectory() as root:
                 held_against_a_plan(Path(root), count, *layout)

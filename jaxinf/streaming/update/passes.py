@@ -19,7 +19,7 @@ import numpy as np
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import ParamsReader, SlotRequest, Training
-from jaxinf.io.buffers import aligned
+from jaxinf.io.buffers import aligned_array
 from jaxinf.program import LeafPart, Passes, UpdateProgram, key_data
 from jaxinf.program.graph import Value
 from jaxinf.streaming.plan.memory import READER_BYTES
@@ -229,13 +229,13 @@ class PassRunner:
         if value is self.passes.params[leaf]:
             if params is not None:
                 return jnp.asarray(params.reshape(info.shape))
-            array = _empty(info.shape, info.dtype)
+            array = aligned_array(info.shape, info.dtype)
             if self._reader is None:
                 self._reader = self._training.params_reader(READER_BYTES)
             self._reader.read(leaf, array, (0,) * array.ndim)
             return jnp.asarray(array)
         _, slot = self.passes.recalled[value]
-        array = _empty(info.shape, slot.dtype)
+        array = aligned_array(info.shape, slot.dtype)
         request = SlotRequest(leaf, slot.name, (0,) * array.ndim, array)
         step = self._training.opened.finished.step
         self._training.steps.recall(step, request, repeats=True)
@@ -267,10 +267,3 @@ class PassRunner:
                 avals.append(jax.ShapeDtypeStruct(info.shape, info.dtype))
         numbers = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in part.numbers)
         return [*avals, *numbers]
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    """Makes an array that JAX takes without a copy on a CPU."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = aligned(num_bytes)
-    return memory[:num_bytes].view(dtype).reshape(shape)
