@@ -24,7 +24,8 @@ Say: TypeAlias = Callable[[str], object]
 """Takes what is done now, for who waits."""
 
 _PLAIN_INTERVAL_S = 5.0
-_NUM_SETTLING = 5  # steps before the estimate of the time left is shown
+_NUM_SETTLING = 5  # steps before the estimate of the time left is shown, or
+_SETTLING_S = 60.0  # so long, where steps are slow
 _SMOOTHING = 0.9  # for tokens/s and loss: an average of about 10 steps
 
 
@@ -118,16 +119,21 @@ class Progress:
     def _text(self, line: StepLine) -> str:
         return (
             f"step {line.step}/{self._last}{self._left(line.step)}  "
-            f"loss {self._loss:.3f}  {self._tokens_per_s:,.0f} {self._unit}/s  "
+            f"loss {self._loss:.3f}  {_rate(self._tokens_per_s)} {self._unit}/s  "
             f"memory {format_bytes(line.rss_bytes or 0)}{self._drive}{self._stream}"
         )
 
     def _left(self, step: int) -> str:
         num_done = step - self._first
-        if num_done < _NUM_SETTLING and step < self._last:
-            return ""
         elapsed_s = time.monotonic() - self._started_s
+        is_early = num_done < _NUM_SETTLING and elapsed_s < _SETTLING_S
+        if is_early and step < self._last:
+            return ""
         return f"  {_clock(elapsed_s / num_done * (self._last - step))} left"
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
 
 
 def _clock(seconds: float) -> str:

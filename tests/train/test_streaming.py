@@ -275,10 +275,10 @@ def test_waiting_times_are_shown(capsys):
     shown = Progress(make_console(), first=0, last=2)
     waited = {"waited_params_s": 1.25, "waited_device_s": 2.5, "waited_updates_s": 0}
     streamed = {"prefetch_hit_rate": 0.5, **waited}
-    line = StepLine(1, 2.0, 16, 4.0, stream=streamed)
+    line = StepLine(1, 2.0, 16, 40.0, stream=streamed)
     shown.step(line)
     shown.costs(line)
-    shown.step(StepLine(2, 2.0, 16, 4.0))
+    shown.step(StepLine(2, 2.0, 16, 40.0))
     _, last = capsys.readouterr().out.splitlines()
     assert "prefetched 50%  waited s: params 1.2, device 2.5, updates 0.0" in last
-    assert last.index("0:00 left") < 40
+    assert last.index("0:00 left") < last.index("0.4 tokens/s") < 40
