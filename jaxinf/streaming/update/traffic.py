@@ -197,14 +197,17 @@ def _layouts(opened: StoreShape, unit: Unit) -> Sequence[SubgroupLayout]:
 def moved_bytes(
     opened: StoreShape, layout: SubgroupLayout, states: Iterable[int]
 ) -> int:
-    """Whole pages, but no more than the file has, whose end may be odd."""
+    """Whole pages, but no more than the file has, whose end is odd unless of scales."""
     leaf, number = layout.subgroup.leaf, layout.subgroup.chunk
     stored = opened.directory.chunks[leaf][number].stored_elements
     records = opened.directory.manifest.leaves[leaf].states
     moved = 0
     for state in states:
         extent = layout.extents[state]
-        file_bytes = records[state].num_elements(stored) * extent.dtype.itemsize
+        record = records[state]
+        file_bytes = record.num_elements(stored) * extent.dtype.itemsize
+        if record.codec == "scale":
+            file_bytes = page_ceil(file_bytes)
         left = file_bytes - extent.file_offset_bytes
         moved += min(page_ceil(extent.num_bytes), left)
     return moved
