@@ -158,6 +158,7 @@ def say(arguments: argparse.Namespace) -> None:
     say_variants(found)
     say_together(found)
     say_contrast(found)
+    say_best(found)
     sent = {line["bytes"]: line["sent"] for line in lines if "bytes" in line}
     for variant, count in sent.items():
         share = 100 * count / sent.get("dense", count)
@@ -242,6 +243,33 @@ def say_contrast(found: dict[Setting, dict[str, Counts]]) -> None:
             if less.keys() & base.keys():
                 points = _signed(interval(difference(less, base)))
                 print(f"{key[0]}, {shown(variant)}: pretrained loses less by {points}")
+    print()
+
+
+def say_best(found: dict[Setting, dict[str, Counts]]) -> None:
+    """Prints each variant at its best learning rate, where there are several."""
+    rates: dict[tuple[Any, ...], dict[str, dict[float, Counts]]] = {}
+    for (task, model, layers, start, factor, steps), own in found.items():
+        for variant, counts in own.items():
+            setting = rates.setdefault((task, model, layers, start, steps), {})
+            setting.setdefault(variant, {})[RATE * factor] = counts
+    for (task, model, layers, start, steps), variants in rates.items():
+        best = {}
+        for variant, by_rate in variants.items():
+            seeds = set.intersection(*(set(counts) for counts in by_rate.values()))
+            if seeds and len(by_rate) > 1:
+                same = {
+                    rate: {seed: counts[seed] for seed in seeds}
+                    for rate, counts in by_rate.items()
+                }
+                best[variant] = max(same.items(), key=lambda one: interval(one[1])[0])
+        for variant in best.keys() - {"dense"} if "dense" in best else ():
+            (rate, counts), (usual, base) = best[variant], best["dense"]
+            less = _signed(interval(difference(counts, base)))
+            print(
+                f"{task}, {model} of {layers}, {start}, {steps}, at the best rates: "
+                f"{shown(variant)} at {rate:.2g} less dense at {usual:.2g}: {less}"
+            )
     print()
 
 

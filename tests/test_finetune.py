@@ -128,8 +128,11 @@ def test_tables_of_given_counts(tmp_path, capsys):
     runs = [("next", *key, share) for key, share in shares.items()]
     runs += [("inside", "pretrained", "dense", 50)]
     runs += [("inside", "pretrained", "top_k:0.02", 47)]
-    for task, start, variant, share in runs:
-        run = tables.Run(task, variant, seed=0, steps=1, start=start)
+    runs = [(*run, 1.0) for run in runs]
+    runs += [("next", "pretrained", "dense", 77, 3.0)]
+    runs += [("next", "pretrained", "top_k:0.02", 83, 3.0)]
+    for task, start, variant, share, factor in runs:
+        run = tables.Run(task, variant, 0, 1, start=start, factor=factor)
         lines.append({"run": asdict(run), "right": counts(share)})
     results = tmp_path / "results.jsonl"
     results.write_text(
@@ -142,6 +145,7 @@ def test_tables_of_given_counts(tmp_path, capsys):
     assert "| -10.00 [-10.00, -10.00], loses more than 1.35 |" in table
     assert "1, 2 %, no feedback, 1 seeds: less dense -2.00 [-2.00, -2.00]" in table
     assert "next, 2 %, no feedback: pretrained loses less by +9.00 [+9.00, +9." in table
+    assert "at 0.0015 less dense at 0.0005: +3.00 [+3.00, +3.00]" in table
 
 
 def write_tsv(path, *rows):
