@@ -236,13 +236,14 @@ def say_contrast(found: dict[Setting, dict[str, Counts]]) -> None:
         other = found.get((*key[:3], "scratch", *key[4:]), {})
         if key[3] != "pretrained" or not {"dense"} <= own.keys() & other.keys():
             continue
-        for variant in own.keys() & other.keys() - {"dense"}:
+        for variant in sorted(own.keys() & other.keys() - {"dense"}):
             less, base = (
                 difference(one[variant], one["dense"]) for one in (own, other)
             )
             if less.keys() & base.keys():
                 points = _signed(interval(difference(less, base)))
-                print(f"{key[0]}, {shown(variant)}: pretrained loses less by {points}")
+                what = f"{key[0]}, {key[1]}, {shown(variant)}"
+                print(f"{what}: pretrained loses less by {points}")
     print()
 
 
@@ -263,7 +264,7 @@ def say_best(found: dict[Setting, dict[str, Counts]]) -> None:
                     for rate, counts in by_rate.items()
                 }
                 best[variant] = max(same.items(), key=lambda one: interval(one[1])[0])
-        for variant in best.keys() - {"dense"} if "dense" in best else ():
+        for variant in sorted(best.keys() - {"dense"}) if "dense" in best else ():
             (rate, counts), (usual, base) = best[variant], best["dense"]
             less = _signed(interval(difference(counts, base)))
             print(
