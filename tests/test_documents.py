@@ -43,6 +43,7 @@ SIZES = {
     r" 'h1\[0-9\]/\*' 'h2\[0-3\]/\*'": "",
     r"keep_steps=100": "keep_steps=2",
     r"% 100 == 0": "% 2 == 0",
+    r"(jaxinf plan .*)--processes \d+": r"\1--processes 2",
     r"process_figures\.py --plans": "process_figures.py --plans --processes 2",
     r"make_mesh\(\(2, 2\)": "make_mesh((1, 1)",
 }
