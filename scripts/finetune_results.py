@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 3  # of a line of the results; another one is of other runs
+VERSION = 4  # of a line of the results; another one is of other runs
 LAYERS = 4
 RATE = 5e-4
 FEEDBACK = ",error_feedback=true"
@@ -187,7 +187,8 @@ def say_tasks(found: dict[Setting, dict[str, Counts]], baselines: Any) -> None:
         gains = [interval(difference(dense, base)) for base in (simple[1], other)]
         is_kept = min(gain[1] for gain in gains) > 0 and each[-1][0] < MOST_RIGHT
         means = [f"{mean:.1f}" for mean, _, _ in each]
-        _row(task, *means, *map(_signed, gains), "yes" if is_kept else "no")
+        cells = (*means, *map(_signed, gains), "yes" if is_kept else "no")
+        _row(f"{task}, {key[1]}", *cells)
     print()
 
 
@@ -255,16 +256,19 @@ def say_best(found: dict[Setting, dict[str, Counts]]) -> None:
             setting = rates.setdefault((task, model, layers, start, steps), {})
             setting.setdefault(variant, {})[RATE * factor] = counts
     for (task, model, layers, start, steps), variants in rates.items():
-        best = {}
-        for variant, by_rate in variants.items():
-            seeds = set.intersection(*(set(counts) for counts in by_rate.values()))
-            if seeds and len(by_rate) > 1:
-                same = {
-                    rate: {seed: counts[seed] for seed in seeds}
-                    for rate, counts in by_rate.items()
-                }
-                best[variant] = max(same.items(), key=lambda one: interval(one[1])[0])
-        for variant in sorted(best.keys() - {"dense"}) if "dense" in best else ():
+        several = {v: by_rate for v, by_rate in variants.items() if len(by_rate) > 1}
+        every = [counts for own in several.values() for counts in own.values()]
+        seeds = set.intersection(*map(set, every)) if every else set()
+        if not seeds or "dense" not in several:
+            continue
+        best: dict[str, tuple[float, Counts]] = {}
+        for variant, by_rate in several.items():
+            same = {
+                rate: {seed: counts[seed] for seed in seeds}
+                for rate, counts in by_rate.items()
+            }
+            best[variant] = max(same.items(), key=lambda one: interval(one[1])[0])
+        for variant in sorted(best.keys() - {"dense"}):
             (rate, counts), (usual, base) = best[variant], best["dense"]
             less = _signed(interval(difference(counts, base)))
             print(

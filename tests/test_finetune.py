@@ -87,11 +87,11 @@ def test_a_small_table(few_files, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [('{"version": 3, "run', "one that is cut"), ('{"version": 2}', "of version 3")],
+    [('{"version": 4, "run', "one that is cut"), ('{"version": 3}', "of version 4")],
 )
 def test_results_that_cannot_be_gone_on_with(tmp_path, text, expected):
     file = tmp_path / "results.jsonl"
-    file.write_text(json.dumps({"version": 3}) + "\n" + text + "\n")
+    file.write_text(json.dumps({"version": 4}) + "\n" + text + "\n")
     with pytest.raises(SystemExit, match=f"results.jsonl:2: .*{expected}"):
         tables.read(Path(file))
 
