@@ -3,7 +3,7 @@
 A GPT-2 of 3.7 M params is pretrained on the library's own text and then fine-tuned on
 the tasks of finetune_tasks.py, dense and with 10, 2 and 1 % of the bytes; a BERT of its
 size on one of them. GPT-2 is the usual one, because every token of its pretraining has
-a target, not one in seven. This is no replication of the paper's table: models, data
+a target, not three in ten. This is no replication of the paper's table: models, data
 and tasks are ours.
 
     python scripts/finetune_quality.py run runs/finetune --part pretraining-gpt2

@@ -158,6 +158,7 @@ def say(arguments: argparse.Namespace) -> None:
     say_variants(found)
     say_together(found)
     say_contrast(found)
+    say_changes(found)
     say_best(found)
     sent = {line["bytes"]: line["sent"] for line in lines if "bytes" in line}
     for variant, count in sent.items():
@@ -232,9 +233,13 @@ def say_together(found: dict[Setting, dict[str, Counts]]) -> None:
 
 
 def say_contrast(found: dict[Setting, dict[str, Counts]]) -> None:
-    """Prints how much less is lost from pretrained weights than from scratch."""
+    """Prints how much less is lost from pretrained weights than from scratch.
+
+    From scratch is at the usual rate, where the other rate was not run from there.
+    """
     for key, own in found.items():
-        other = found.get((*key[:3], "scratch", *key[4:]), {})
+        usual = found.get((*key[:3], "scratch", 1.0, *key[5:]), {})
+        other = found.get((*key[:3], "scratch", *key[4:]), usual)
         if key[3] != "pretrained" or not {"dense"} <= own.keys() & other.keys():
             continue
         for variant in sorted(own.keys() & other.keys() - {"dense"}):
@@ -243,8 +248,24 @@ def say_contrast(found: dict[Setting, dict[str, Counts]]) -> None:
             )
             if less.keys() & base.keys():
                 points = _signed(interval(difference(less, base)))
-                what = f"{key[0]}, {key[1]}, {shown(variant)}"
+                what = f"{key[0]}, {key[1]}, {RATE * key[4]:.2g}, {shown(variant)}"
                 print(f"{what}: pretrained loses less by {points}")
+    print()
+
+
+def say_changes(found: dict[Setting, dict[str, Counts]]) -> None:
+    """Prints what error feedback changes, and what another learning rate does."""
+    for key, own in found.items():
+        usual = found.get((*key[:4], 1.0, *key[5:]), {}) if key[4] != 1 else {}
+        for variant, counts in own.items():
+            compared = {"the usual rate": usual.get(variant, {})}
+            if variant.endswith(FEEDBACK):
+                compared["no feedback"] = own.get(variant.removesuffix(FEEDBACK), {})
+            for name, base in compared.items():
+                if counts.keys() & base.keys():
+                    points = _signed(interval(difference(counts, base)))
+                    what = f"{key[0]}, {key[1]}, {key[3]}, {RATE * key[4]:.2g}"
+                    print(f"{what}, {shown(variant)} less {name}: {points}")
     print()
 
 

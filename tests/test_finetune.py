@@ -144,7 +144,8 @@ def test_tables_of_given_counts(tmp_path, capsys):
     assert "| -1.00 [-1.00, -1.00], loses less than 1.35 |" in table
     assert "| -10.00 [-10.00, -10.00], loses more than 1.35 |" in table
     assert "1, 2 %, no feedback, 1 seeds: less dense -2.00 [-2.00, -2.00]" in table
-    assert "next, gpt2, 2 %, no feedback: pretrained loses less by +9.00 [+9." in table
+    assert "0.0005, 2 %, no feedback: pretrained loses less by +9.00 [+9.00, " in table
+    assert "0.0015, dense less the usual rate: -3.00 [-3.00, -3.00]" in table
     assert "at 0.0015 less dense at 0.0005: +3.00 [+3.00, +3.00]" in table
 
 

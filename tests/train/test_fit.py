@@ -147,7 +147,8 @@ def test_a_search_within_other_limits_begins_anew(machine, asked):
 
 @pytest.mark.long
 def test_bits_are_lost_only_if_that_is_allowed(machine, asked):
-    # Its drive is slow. Of small leaves, 8 bits and a page of scales exceed 16 bits.
+    # Its drive is slow. For small leaves, int8 state with its pages of scales takes
+    # more bytes than bf16.
     words = ("--machine", machine(), "--store", "kept", "--policy", "keep")
     words += ("--mode", "stream")
     search, limits = asked(*words)

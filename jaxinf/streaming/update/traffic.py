@@ -197,7 +197,7 @@ def _layouts(opened: StoreShape, unit: Unit) -> Sequence[SubgroupLayout]:
 def moved_bytes(
     opened: StoreShape, layout: SubgroupLayout, states: Iterable[int]
 ) -> int:
-    """Whole pages, but no more than the file has, whose end is odd unless of scales."""
+    """Whole pages, or up to the file's end; a file of scales ends with a whole page."""
     leaf, number = layout.subgroup.leaf, layout.subgroup.chunk
     stored = opened.directory.chunks[leaf][number].stored_elements
     records = opened.directory.manifest.leaves[leaf].states
