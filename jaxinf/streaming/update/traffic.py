@@ -197,17 +197,15 @@ def _layouts(opened: StoreShape, unit: Unit) -> Sequence[SubgroupLayout]:
 def moved_bytes(
     opened: StoreShape, layout: SubgroupLayout, states: Iterable[int]
 ) -> int:
-    """Whole pages, or up to the file's end; a file of scales ends with a whole page."""
+    """Whole pages, but no more than the file has, whose end may be odd."""
+    directory = opened.directory
     leaf, number = layout.subgroup.leaf, layout.subgroup.chunk
-    stored = opened.directory.chunks[leaf][number].stored_elements
-    records = opened.directory.manifest.leaves[leaf].states
+    records = directory.manifest.leaves[leaf].states
     moved = 0
     for state in states:
         extent = layout.extents[state]
-        record = records[state]
-        file_bytes = record.num_elements(stored) * extent.dtype.itemsize
-        if record.codec == "scale":
-            file_bytes = page_ceil(file_bytes)
+        stored = directory.state_chunk(leaf, number, records[state]).stored_elements
+        file_bytes = stored * extent.dtype.itemsize
         left = file_bytes - extent.file_offset_bytes
         moved += min(page_ceil(extent.num_bytes), left)
     return moved
