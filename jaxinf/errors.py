@@ -12,7 +12,6 @@ __all__ = [
     "BudgetError",
     "CsdError",
     "DeviceConfigurationError",
-    "DeviceError",
     "DivergedParamsError",
     "ExchangeError",
     "JaxinfError",
@@ -119,10 +118,6 @@ class NonFiniteScalarError(JaxinfError):
 
 class DeviceConfigurationError(JaxinfError):
     """The JAX devices of this process are set up in a way known to deadlock."""
-
-
-class DeviceError(JaxinfError):
-    """The driver of an accelerator has failed a copy, or has no memory for it."""
 
 
 class StreamError(JaxinfError):

@@ -4,7 +4,6 @@ Runs in this order, from what everything rests on to what takes long:
 
     contract, transform, streaming    tests, on the device
     link, callbacks, overlap          rates of copies; calls of the host; their overlap
-    form-io, form-start, form-stream  updates in each form of callback, GPT-2 small
     update-PRESET, stream-PRESET      GPT-2 small, medium, xl: beside plain optax
     bits                              of two runs, and of one that is resumed
     memory                            the device's peak beside the plan
@@ -43,7 +42,6 @@ TESTS = {
         for name in ("streamed", "running", "saved_plans", "refused", "function")
     ),
 }
-FORMS = ("io", "start", "stream")
 TAIL = 4000
 """Characters of a failed part's output that are kept."""
 
@@ -59,7 +57,7 @@ class Runner:
         self.store = store
         self._ends = time.monotonic() + limit_s
 
-    def output(self, command: Sequence[str | Path], **variables: str) -> str:
+    def output(self, command: Sequence[str | Path]) -> str:
         """Returns what a program prints; raises `PartError` with the end of it."""
         with tempfile.TemporaryFile("w+") as printed:
             process = subprocess.Popen(
@@ -67,7 +65,7 @@ class Runner:
                 stdout=printed,
                 stderr=subprocess.STDOUT,
                 cwd=HERE.parent,
-                env=os.environ | {"PYTHONSAFEPATH": ""} | variables,
+                env=os.environ | {"PYTHONSAFEPATH": ""},
                 start_new_session=True,
             )
             try:
@@ -85,10 +83,10 @@ class Runner:
         what = "took too long" if status is None else f"ended with status {status}"
         raise PartError(f"{what}\n{text[-TAIL:]}")
 
-    def json(self, script: str, *options: Any, **variables: str) -> Any:
+    def json(self, script: str, *options: Any) -> Any:
         """Returns the last line of a script, which is JSON."""
         command = [HERE / script, "--store", self.store, *map(str, options)]
-        lines = self.output(command, **variables).splitlines()
+        lines = self.output(command).splitlines()
         return json.loads(next(line for line in reversed(lines) if line[:1] == "{"))
 
 
@@ -125,11 +123,6 @@ def parts(arguments: argparse.Namespace) -> Mapping[str, Callable[[Runner], Any]
     found: dict[str, Callable[[Runner], Any]] = {k: tests(v) for k, v in TESTS.items()}
     for name in ("link", "callbacks", "overlap"):
         found[name] = lambda r, name=name: r.json("gpu_parts.py", name, *copies)
-    given = (*model, "--json", "--reps", arguments.reps)
-    for form in FORMS:
-        found[f"form-{form}"] = lambda r, form=form, given=given: r.json(
-            "bench_train.py", *given, JAXINF_CALLBACK=form
-        )
     for preset in arguments.presets:
         given = ("--preset", preset, "--json", "--reps", arguments.reps)
         found[f"update-{preset}"] = lambda r, given=given: r.json(

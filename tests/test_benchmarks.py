@@ -203,23 +203,12 @@ def test_a_drive_that_cannot_be_slowed_is_an_error(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("mode", "callback", "copies"),
-    [
-        ("stream", "buffer", False),
-        pytest.param("update", "buffer", False, marks=pytest.mark.long),
-        pytest.param("update", "io", True, marks=pytest.mark.long),
-    ],
-)
-def test_a_step_copies_no_gradient_or_param(
-    mode, callback, copies, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("JAXINF_CALLBACK", callback)
+@pytest.mark.parametrize("mode", ["stream", "update"])
+def test_a_step_copies_no_gradient_or_param(mode, tmp_path):
     options = ["--mode", mode, "--clip-norm", 1, "--reps", 1, "--json"]
     found = figures(run_script("count_copies.py", "--store", tmp_path, *options))
     assert found["needed_bytes"] == 4 * found["params"] > 0
-    assert (found["copied_bytes_of_leaves"] > found["needed_bytes"]) == copies
-    assert (found["copied_bytes_of_leaves"] == found["compiled_bytes"] == 0) != copies
+    assert found["copied_bytes_of_leaves"] == found["compiled_bytes"] == 0
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")

@@ -11,8 +11,6 @@ used here                   where it may break, and the effect
                             the cost of a copy; same bits. Takes other arguments: the
                             first update fails while it is traced
 ``io_callback``             experimental. Not there: ``import jaxinf`` fails
-``jax.ffi``                 and the C headers that come with XLA. Other ones:
-                            ``JAXINF_CALLBACK=stream`` fails while it is compiled
 ``jax.shard_map``           ``check_vma`` was ``check_rep``. Renamed: sharded updates
                             fail while they are traced
 ``Tracer``                  of ``jax.core``, which shrinks. Not there: ``import jaxinf``
@@ -87,14 +85,11 @@ update. Another XLA may round otherwise; ``tests/kernels/test_bits.py`` compares
 
 from jaxinf.compat.callbacks import (
     CALLBACK_LOGGER,
-    call_handler,
     call_with_buffers,
     call_with_copies,
-    handler_headers,
     has_buffer_callback,
     is_in_callback,
     raise_in_callback,
-    register_handler,
 )
 from jaxinf.compat.jaxprs import (
     ELEMENTWISE,
@@ -183,7 +178,6 @@ __all__ = [
     "bind",
     "branches",
     "call_by_num_devices",
-    "call_handler",
     "call_with_buffers",
     "call_with_copies",
     "called_jaxpr",
@@ -192,7 +186,6 @@ __all__ = [
     "counts_elements",
     "cpu_client_threads",
     "deterministic_options",
-    "handler_headers",
     "has_backend",
     "has_buffer_callback",
     "has_explicit_axes_only",
@@ -214,7 +207,6 @@ __all__ = [
     "path_text",
     "raise_in_callback",
     "register_checked",
-    "register_handler",
     "register_with_flax",
     "select_primitive",
     "shard_map",

@@ -1,18 +1,13 @@
-"""How a computation calls the host or a handler, and what JAX says when that fails.
+"""How a computation calls the host, and what JAX says when that fails.
 
 Invariant: an exception that JAX's own error quotes is not logged by JAX, too.
 """
 
-import ctypes
-import functools
 import logging
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
-import jax
-import numpy as np
 from jax.experimental import io_callback
 
 try:
@@ -22,14 +17,11 @@ except ImportError:
 
 __all__ = [
     "CALLBACK_LOGGER",
-    "call_handler",
     "call_with_buffers",
     "call_with_copies",
-    "handler_headers",
     "has_buffer_callback",
     "is_in_callback",
     "raise_in_callback",
-    "register_handler",
 ]
 
 CALLBACK_LOGGER = "jax._src.callback"
@@ -85,33 +77,6 @@ def call_with_copies(
 ) -> Any:
     """Calls ``function(*arguments)``, which returns the results; traceable."""
     return io_callback(function, avals, *arguments)
-
-
-def handler_headers() -> Path:
-    """Returns the folder of the headers for XLA's handlers."""
-    return Path(jax.ffi.include_dir())
-
-
-@functools.cache
-def register_handler(name: str, address: int, platform: str) -> None:
-    """Makes machine code known to XLA as a handler for a platform, such as CUDA."""
-    capsule = jax.ffi.pycapsule(ctypes.c_void_p(address))
-    jax.ffi.register_ffi_target(name, capsule, platform=platform)
-
-
-def call_handler(
-    name: str, avals: Sequence[Any], arguments: Sequence[Any], **numbers: int
-) -> Sequence[Any]:
-    """Calls a registered handler; traceable.
-
-    Args:
-      name: the name it is registered with.
-      avals: shapes and dtypes of the results.
-      arguments: arrays.
-      numbers: its int64 attributes.
-    """
-    call = jax.ffi.ffi_call(name, list(avals), has_side_effect=True)
-    return call(*arguments, **{key: np.int64(n) for key, n in numbers.items()})
 
 
 def is_in_callback(frame: FrameType | None) -> bool:

@@ -24,7 +24,6 @@ __all__ = [
     "PREBUILT",
     "REINSTALL",
     "RSQRT_ESTIMATES",
-    "STREAM_CALLS",
     "TRANSFERS",
     "CompilerError",
     "cache_directory",
@@ -70,7 +69,6 @@ GENERATED = Path(__file__).parent / "generated"
 RSQRT_ESTIMATES = INCLUDE / "rsqrt_estimates.cpp"
 TRANSFERS = INCLUDE / "transfers.cpp"
 BLOCK_CODES = INCLUDE / "block_codes.cpp"
-STREAM_CALLS = INCLUDE / "stream_calls.cpp"
 HELPERS = (RSQRT_ESTIMATES, TRANSFERS, BLOCK_CODES)
 """Sources that are compiled beside kernels."""
 PREBUILT = Path(__file__).parent / "prebuilt"

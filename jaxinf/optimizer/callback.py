@@ -93,14 +93,12 @@ class GuardedHost:
       report: gets one that the program learns of by other means.
       warn: gets the number of devices on which its whole arguments are gathered,
         because their shardings are not known.
-      call: ``call(host, avals, arguments)`` calls `host` in place of a callback.
     """
 
     host: Host
     stop: Callable[[BaseException], None]
     report: Callable[[BaseException], None]
     warn: Callable[[int], None]
-    call: Callable[[Host, PyTree, PyTree], Any] | None = None
 
     def raising(self, outs: PyTree, arguments: PyTree) -> None:
         """As a callback that may fail the computation, which one JAX device allows."""
@@ -134,8 +132,7 @@ def call_host(
     """Calls the host with XLA's own buffers if possible, otherwise with copies.
 
     ``buffer_callback`` copies nothing, but works only on a CPU, and not in a
-    computation that XLA partitions. JAXINF_CALLBACK (``io``, ``start``: copies;
-    ``buffer``) overrides the choice. If a computation turns out to have several devices
+    computation that XLA partitions. If a computation turns out to have several devices
     whose shardings were not known when it was traced, each gets all of the arguments,
     and the first one calls.
 
@@ -149,14 +146,14 @@ def call_host(
       The results, a tree like `avals`.
     """
     if is_local:
-        return _call(host, host.reporting, avals, arguments)
+        return _call(host.reporting, avals, arguments)
 
     # After an error XLA gives a TPU's program results that nothing has filled.
     is_tpu = jax.default_backend() == "tpu"
     function = host.reporting if is_tpu else host.raising
 
     def alone(arguments: PyTree) -> Any:
-        return _call(host, function, avals, arguments)
+        return _call(function, avals, arguments)
 
     def beside_others(mesh: AbstractMesh) -> Callable[[PyTree], Any]:
         host.warn(mesh.size)
@@ -167,10 +164,7 @@ def call_host(
     return compat.call_by_num_devices(alone, beside_others, arguments)
 
 
-def _call(guarded: GuardedHost, host: Host, avals: PyTree, arguments: PyTree) -> Any:
-    """Calls `host`, which is `guarded` in the way that this computation needs."""
-    if guarded.call is not None:
-        return guarded.call(guarded.host, avals, arguments)
+def _call(host: Host, avals: PyTree, arguments: PyTree) -> Any:
     if shares_memory(is_local=True):
         return compat.call_with_buffers(partial(_with_buffers, host), avals, arguments)
     packing = Packing.of(arguments)

@@ -24,7 +24,6 @@ from jaxinf.optimizer.leaf_call import (
     HostCall,
     HostResult,
 )
-from jaxinf.optimizer.on_stream import OnStream, Port
 from jaxinf.optimizer.sharding import shard_origin
 from jaxinf.optimizer.started import StartedUpdates
 from jaxinf.program import NonFinitePolicy, UpdateProgram, effect_of_nonfinite
@@ -65,7 +64,6 @@ class HostSide:
         self.store = store
         self._nonfinite: NonFinitePolicy | None = nonfinite
         self._started = StartedUpdates(store)
-        self._on_stream = OnStream(store, self._started.threads)
         self._num_interrupts = interrupts.num_raised
         interrupts.install()
         self._has_warned = False
@@ -259,10 +257,6 @@ class HostSide:
         if requests:
             is_finite = self.store._training.steps.update(int(call.step), *requests)
             outs.statuses[places] = np.where(is_finite, FINITE, NON_FINITE)
-
-    def port(self, description: StoreDescription) -> Port:
-        """Returns the two calls of an update that is copied on the device's stream."""
-        return self._on_stream.port(lambda call: call.results(description))
 
     def start(
         self, description: StoreDescription, outs: HostResult, call: HostCall

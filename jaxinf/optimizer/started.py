@@ -55,7 +55,7 @@ class StartedUpdates:
                 lambda: not self._taken_bytes or self._taken_bytes + num_bytes <= limit
             )
             self._taken_bytes += num_bytes
-            future = self.threads().submit(self._run, update, num_bytes)
+            future = self._threads().submit(self._run, update, num_bytes)
             self._under_way[key] = future, results
 
     def finish(self, key: _Key) -> Any:
@@ -77,8 +77,7 @@ class StartedUpdates:
                 self._taken_bytes -= num_bytes
                 self._changed.notify_all()
 
-    def threads(self) -> ThreadPoolExecutor:
-        """Returns the threads that update; the store's `close` ends them."""
+    def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
             training = self._store._training
             num_csds = len(training.opened.csds) if training.has_files else 1

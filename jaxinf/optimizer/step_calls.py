@@ -6,8 +6,8 @@
 
 A call that waits for its update would keep an accelerator's later kernels from being
 enqueued. There it only takes the gradient, and the result is fetched after the last
-gradient. The two are callbacks, or handlers of XLA (`on_stream.py`). Invariant: every
-leaf is updated once, and the step is committed after the last.
+gradient. Invariant: every leaf is updated once, and the step is committed after the
+last.
 """
 
 import math
@@ -29,7 +29,7 @@ from jaxinf.optimizer.callback import (
     call_once,
 )
 from jaxinf.optimizer.compressing import compressor
-from jaxinf.optimizer.forms import copies_on_stream, shares_memory, waits_for_updates
+from jaxinf.optimizer.forms import shares_memory, waits_for_updates
 from jaxinf.optimizer.grouping import Member, grouped
 from jaxinf.optimizer.leaf_call import (
     GO,
@@ -43,7 +43,6 @@ from jaxinf.optimizer.leaf_call import (
     leaf_call,
     send,
 )
-from jaxinf.optimizer.on_stream import Port
 from jaxinf.optimizer.sharding import Axis, mesh_of
 from jaxinf.optimizer.state import SmartUpdateState
 from jaxinf.optimizer.wrapped import Wrapped
@@ -187,19 +186,12 @@ class StepCalls:
     def run(self, calls: Iterable[HostCall]) -> list[LeafResult]:
         """Updates all leaves; returns results in the order of the leaves."""
         calls = list(calls)
-        waits, is_on_stream = waits_for_updates(), copies_on_stream()
-        ports = [
-            self._host.port(self._description) if is_on_stream else None for _ in calls
-        ]
-        is_whole = waits or is_on_stream
-        function = self._host.update if is_whole else self._host.start
+        waits = waits_for_updates()
+        function = self._host.update if waits else self._host.start
         host = self._guarded(partial(function, self._description))
-        found = [
-            self._send(replace(host, call=port and port.start), call, has_results=waits)
-            for port, call in zip(ports, calls, strict=True)
-        ]
+        found = [self._send(host, call, has_results=waits) for call in calls]
         if not waits and calls:
-            found = self._fetch(calls, found, ports)
+            found = self._fetch(calls, found)
         numbered = [
             (leaf.number, result)
             for call, results in zip(calls, found, strict=True)
@@ -292,18 +284,17 @@ class StepCalls:
         self,
         calls: Sequence[HostCall],
         started: Sequence[Sequence[LeafResult]],
-        ports: Sequence[Port | None],
     ) -> list[list[LeafResult]]:
         """Fetches the results of started updates, after all have been started."""
         tokens = jnp.stack([leaf.status for results in started for leaf in results])
         host, found = self._guarded(self._host.finish), []
-        for call, kept, port in zip(calls, started, ports, strict=True):
+        for call, kept in zip(calls, started, strict=True):
             names = [
                 LeafCall(leaf.number, leaf.split, kept=leaf.kept)
                 for leaf in call.leaves
             ]
             results = send(
-                replace(host, call=port and port.finish),
+                host,
                 HostCall(tuple(names), after=tokens),
                 self._results(call),
                 self._shardings_of(call),

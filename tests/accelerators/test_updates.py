@@ -7,10 +7,10 @@ donated.
 import dataclasses
 
 import ahead_of_time
+import callback_form
 import hlo_order
 import jax
 import jax.numpy as jnp
-import late_device
 import optax
 import pytest
 from ahead_of_time import Target, compiled
@@ -20,7 +20,6 @@ from jaxinf_models import abstract_params, gpt2
 from jaxinf_models import loss as model_loss
 
 import jaxinf
-from jaxinf.native import stream_calls
 
 every = pytest.mark.every
 NANO = dataclasses.replace(gpt2.PRESETS["nano"], num_layers=2)
@@ -63,9 +62,7 @@ def build(tmp_path, monkeypatch, note):
     """Compiles a step of a variant."""
 
     def make(variant, device, form="start", config=NANO, dtype=jnp.float32):
-        monkeypatch.setenv("JAXINF_CALLBACK", form)
-        if form == "stream":
-            monkeypatch.setenv(stream_calls.DRIVER, str(late_device.driver()))
+        callback_form.use(form, monkeypatch)
         graphdef, shapes = abstract_params(config)
         params = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), shapes)
         inner, options = VARIANTS[variant]
@@ -138,31 +135,22 @@ def test_16_bit_params(build, device, dtype):
     check_donated(build("adamw", device, dtype=dtype), device)
 
 
-FORMS = [("start", "_gpu_callback", 40), ("stream", "jaxinf_stream_start", 4)]
-
-
-@pytest.mark.parametrize(("form", "target", "num_waits"), FORMS)
-def test_updates_start_before_products_that_do_not_need_them(
-    build, form, target, num_waits
-):
+def test_updates_start_before_products_that_do_not_need_them(build):
     """Of each kernel; leaves that are short share a call, which waits for the last.
 
-    A callback waits for the stream twice. On the stream two callbacks are left: the
-    comparison of the state with the store's, and the commit.
+    A callback waits for the stream twice.
     """
-    built = build("adamw", "h100", form, config=WIDE)
+    built = build("adamw", "h100", config=WIDE)
     check_donated(built, "h100")
     entry, needed = built.entry, hlo_order.all_operands(built.entry)
     products = hlo_order.numbers(entry, r"%gemm_fusion\S* = |__cublas|cutlass")
-    starts = hlo_order.numbers(entry, rf" = s32\[1\]\S* custom-call.*{target}")
+    starts = hlo_order.numbers(entry, r" = s32\[1\]\S* custom-call.*_gpu_callback")
     assert len(starts) == 4 * WIDE.num_layers
     for start in starts:
         others = [number for number in products if number not in needed[start]]
         assert start < others[-1]
-    assert 2 * len(hlo_order.numbers(entry, "_gpu_callback")) == num_waits
+    assert 2 * len(hlo_order.numbers(entry, "_gpu_callback")) == 40
     assert hlo_order.synchronising(entry) == ["conditional jit(step)/cond"]
-    fetching = hlo_order.numbers(entry, 'target="jaxinf_stream_finish"')
-    assert len(fetching) == (len(starts) + 1 if form == "stream" else 0)
 
 
 MESHES = [
@@ -174,7 +162,7 @@ MESHES = [
 @pytest.mark.parametrize(("target", "axes"), MESHES)
 def test_a_mesh_of_two_by_two(place, monkeypatch, note, target, axes):
     """Of a leaf with one axis, one with two, and one that is replicated."""
-    monkeypatch.setenv("JAXINF_CALLBACK", "start")
+    callback_form.use("start", monkeypatch)
     target = Target(*target)
     mesh = target.mesh(**axes)
     shapes = {"kernel": (512, 512), "bias": (512,), "shift": (512,), "scale": ()}

@@ -1,5 +1,6 @@
 """`smart_update(compress=…)`: bits, bytes on the link, error feedback, refusals."""
 
+import callback_form
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,7 +115,7 @@ def test_clipping_inside_sees_the_dense_gradient(open_store):
 @pytest.mark.long
 @pytest.mark.parametrize("callback", ["buffer", "io", "start"])
 def test_scan(callback, open_store, monkeypatch):
-    monkeypatch.setenv("JAXINF_CALLBACK", callback)
+    callback_form.use(callback, monkeypatch)
     compression = jaxinf.top_k(0.05, warmup_steps=2, error_feedback=True)
     one, many = (
         jaxinf.smart_update(

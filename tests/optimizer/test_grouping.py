@@ -1,5 +1,6 @@
 """Small leaves in one call of the host: the groups, and the same bits and files."""
 
+import callback_form
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,7 +123,7 @@ def train(path, compress, *, freezes):
 def test_bits_and_files_are_those_of_single_calls(
     place, monkeypatch, callback, compress, freezes
 ):
-    monkeypatch.setenv("JAXINF_CALLBACK", callback)
+    callback_form.use(callback, monkeypatch)
     together = train(place / "together", compress, freezes=freezes)
     monkeypatch.setattr(grouping, "SMALL_BYTES", 0)
     single = train(place / "single", compress, freezes=freezes)

@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "interrupted_steps.py"
 def test_every_interrupt_is_a_keyboard_interrupt_and_the_run_goes_on(
     run_python, tmp_path, way
 ):
-    said = run_python(PROGRAM, tmp_path, "storm", 7, JAXINF_CALLBACK=way).stdout
+    said = run_python(PROGRAM, tmp_path, "storm", 7, CALLBACK_FORM=way).stdout
     assert said.split()[2:] == ["interrupts", "30"]
 
 

@@ -1,5 +1,6 @@
 """The master params come from the JAX device if it has them to the bit."""
 
+import callback_form
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +83,7 @@ def test_the_same_bits_for_a_third_less_reading(place, memory_bytes, durability)
 def test_from_the_drive_where_they_are_not_at_hand(place, how, monkeypatch):
     options = {}
     if how == "io":
-        monkeypatch.setenv("JAXINF_CALLBACK", "io")
+        callback_form.use("io", monkeypatch)
     if how == "16-bit":
         options["params"] = new_params(jnp.float16)
     if how == "no params":

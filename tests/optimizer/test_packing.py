@@ -1,5 +1,6 @@
 """Short operands of a call travel together, with their bits."""
 
+import callback_form
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def operands(jaxpr):
 
 @pytest.mark.parametrize("form", ["start", "io"])
 def test_a_call_has_at_most_one_short_operand(tmp_path, monkeypatch, form):
-    monkeypatch.setenv("JAXINF_CALLBACK", form)
+    callback_form.use(form, monkeypatch)
     params = {f"kernel{n}": jnp.ones((512, 512)) for n in range(3)}
     params |= {f"bias{n}": jnp.ones(64) for n in range(9)}
     tx = jaxinf.smart_update(optax.adamw(1e-3), tmp_path / "store")

@@ -3,6 +3,7 @@
 import sys
 from itertools import product
 
+import callback_form
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -148,7 +149,7 @@ def test_bytes_on_the_drive(tmp_path, state):
 @pytest.mark.long
 def test_both_halves_are_read_where_the_params_are_not_at_hand(tmp_path, monkeypatch):
     *_, given = run(tmp_path / "given", 3)
-    monkeypatch.setenv("JAXINF_CALLBACK", "io")
+    callback_form.use("io", monkeypatch)
     *_, read = run(tmp_path / "read", 3)
     more = read.drive_read_bytes - given.drive_read_bytes
     assert abs(more - 2 * NUM_PARAMS) < PADDING

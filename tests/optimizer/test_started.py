@@ -2,6 +2,7 @@
 
 import threading
 
+import callback_form
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +72,7 @@ def test_closing_waits_and_then_refuses(store):
 
 @pytest.mark.parametrize("value", [jnp.nan, 1.0])
 def test_an_update_that_fails_or_is_of_another_step(tmp_path, monkeypatch, value):
-    monkeypatch.setenv("JAXINF_CALLBACK", "start")
+    callback_form.use("start", monkeypatch)
     store = jaxinf.open_store(tmp_path / "store")
     tx = jaxinf.smart_update(optax.adam(0.1), store)
     params = {"v": jnp.ones(9), "w": jnp.ones((3, 5))}

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import callback_form
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -204,7 +205,7 @@ def test_all_leaves_as_one(open_store):
 def test_all_kinds_of_callbacks_give_the_same_bits(dtype, open_store, monkeypatch):
     results = []
     for kind in ("buffer", "io", "start"):
-        monkeypatch.setenv("JAXINF_CALLBACK", kind)
+        callback_form.use(kind, monkeypatch)
         tx = jaxinf.smart_update(OPTIMIZERS["adamw schedule clip"](), open_store(kind))
         results.append(train(tx, make_params(dtype), 4)[:2])
     for other in results[1:]:

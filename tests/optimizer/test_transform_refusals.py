@@ -301,7 +301,7 @@ def test_one_mistake_is_one_error_and_a_line_at_exit(
     place, run_python, how, handled, callback, raised
 ):
     words = [place / "store", "nan_gradient", how, handled]
-    result = run_python(PROGRAM, *words, check=False, JAXINF_CALLBACK=callback)
+    result = run_python(PROGRAM, *words, check=False, CALLBACK_FORM=callback)
     lines = result.stderr.splitlines()
     assert result.returncode != 0
     assert sum(line.startswith(raised) for line in lines) == 1
@@ -485,15 +485,6 @@ def test_a_payload_that_could_not_be_read_again(open_store, payload, problem):
     start(store)
     with pytest.raises(ValueError, match=problem):
         store.annotate(1, payload)
-
-
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_buffers_of_an_accelerator(open_store, monkeypatch, platform):
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    monkeypatch.setenv("JAXINF_CALLBACK", "buffer")
-    tx, state = start(open_store())
-    with pytest.raises(ValueError, match="expected io or start, as NumPy cannot read"):
-        apply(tx, GRADIENTS, state)
 
 
 def test_an_error_on_a_tpu_is_reported(open_store, monkeypatch):

@@ -54,7 +54,7 @@ HOWS = [
 @pytest.mark.parametrize(("how", "callback", "repeats"), HOWS)
 def test_failure_beside_collectives(place, run_python, how, callback, repeats):
     words = [place, "failure", how, repeats]
-    result = run_python(PROGRAM, *words, JAXINF_CALLBACK=callback, **DEVICES)
+    result = run_python(PROGRAM, *words, CALLBACK_FORM=callback, **DEVICES)
     said = result.stdout.splitlines()
     assert len(said) == 5
     assert all("step 2: NaN or Inf in the gradient of both" in line for line in said)
@@ -98,6 +98,6 @@ def test_a_failure_that_nothing_asked_about_is_the_exit_status(place, run_python
     "callback", ["buffer", pytest.param("start", marks=pytest.mark.long)]
 )
 def test_restart_on_four_devices(place, run_python, callback):
-    result = run_python(PROGRAM, place, "restart", JAXINF_CALLBACK=callback, **DEVICES)
+    result = run_python(PROGRAM, place, "restart", CALLBACK_FORM=callback, **DEVICES)
     assert "the params are not those that the store holds" in result.stdout
     assert result.stderr.count("result of the last update was discarded") == 1

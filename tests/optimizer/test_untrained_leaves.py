@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import callback_form
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -114,7 +115,7 @@ def test_equinox_models_train_whatever_is_filtered(open_store, init, given, plai
 def test_a_missing_gradient_leaves_params_and_state_as_they_are(
     open_store, durability, compress, callback, monkeypatch
 ):
-    monkeypatch.setenv("JAXINF_CALLBACK", callback)
+    callback_form.use(callback, monkeypatch)
     store = open_store(durability=durability)
     tx = jaxinf.smart_update(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+import callback_form
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,4 +143,5 @@ def main(place, *checks):
 
 
 if __name__ == "__main__":
+    callback_form.use_given()
     main(*sys.argv[1:])

@@ -5,6 +5,7 @@ python refused_updates.py STORE RUN …
 
 import sys
 
+import callback_form
 import jax
 import jax.numpy as jnp
 import optax
@@ -64,4 +65,5 @@ def refused_without_a_cpu(path):
 
 
 if __name__ == "__main__":
+    callback_form.use_given()
     globals()[sys.argv[2]](sys.argv[1], *sys.argv[3:])

@@ -5,13 +5,14 @@ python sharded_updates.py FOLDER failure HOW REPEATS
 """
 
 import json
-import os
 import sys
 
+import callback_form
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -103,7 +104,8 @@ def other_mesh(place):
 
 
 def traced_init(place):
-    os.environ["JAXINF_CALLBACK"] = "start"
+    patch = pytest.MonkeyPatch()
+    callback_form.use("start", patch)
     mesh = four_devices()
     shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
     with jaxinf.open_store(place + "/traced") as store:
@@ -114,7 +116,7 @@ def traced_init(place):
         counts = {leaf.name: leaf.shard_counts for leaf in store._manifest.leaves}
         assert counts["columns"] == (1, 4)
         save(place + "/traced.npz", store.params(like=params, state=state))
-    del os.environ["JAXINF_CALLBACK"]
+    patch.undo()
 
 
 def out_shardings(place):
@@ -266,6 +268,7 @@ def restart(place):
 
 
 if __name__ == "__main__":
+    callback_form.use_given()
     if sys.argv[2] == "failure":
         failure(sys.argv[1], sys.argv[3], int(sys.argv[4]))
     else:

@@ -3,9 +3,8 @@
     jax.device_put ─► an array, not ready ─► programs before it end ─► source read
 
 A copy between the host and the device reads its source only then, so memory that is
-used again too early gives other values. ``late_device.py`` has the same for handlers of
-XLA. Copies are counted as XLA makes them on CUDA: what is neither registered nor pinned
-is copied through a pinned buffer of XLA's.
+used again too early gives other values. Copies are counted as XLA makes them on CUDA:
+what is neither registered nor pinned is copied through a pinned buffer of XLA's.
 """
 
 import contextlib

@@ -1,0 +1,23 @@
+"""Runs a program in a form of callback that its backend would not choose.
+
+run_python(PROGRAM, CALLBACK_FORM="io")    in the program: callback_form.use_given()
+"""
+
+import os
+
+import pytest
+
+from jaxinf.optimizer import forms
+
+__all__ = ["use", "use_given"]
+
+
+def use(form: str, patch: pytest.MonkeyPatch) -> None:
+    """Has each call of the host take a form: ``buffer``, ``io`` or ``start``."""
+    patch.setattr(forms, "by_backend", lambda: form)
+
+
+def use_given() -> None:
+    """Uses the form in the variable CALLBACK_FORM, if there is one, in this process."""
+    if form := os.environ.get("CALLBACK_FORM"):
+        use(form, pytest.MonkeyPatch())
