@@ -11,13 +11,10 @@ from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.processes import TogetherOptions, redivide_together
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import UsageError
-from jaxinf.csd import parse_csd
 from jaxinf.engine import AverageChoice, MasterFormat, StateFormat, convert_store
-from jaxinf.engine.drive_speed import measure_csds, shares_of
 from jaxinf.engine.options import check_share
 from jaxinf.store import (
     Redivided,
-    StoreDirectory,
     Team,
     in_line,
     rebalance,
@@ -91,7 +88,7 @@ class _Convert:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rebalance(TogetherOptions):
-    """Spread a store over other CSD roots: add drives, take some out, or deal by speed.
+    """Spread a store over other CSD roots: add drives, drop some, or deal by shares.
 
     No bit changes, also in checkpoints, and most chunks stay where they are. The store
     must not be open. If the command is interrupted, run it again; until then the store
@@ -105,16 +102,13 @@ class _Rebalance(TogetherOptions):
         tyro.conf.UseAppendAction[tuple[Path, ...]],
         option("A CSD root of the store from now on; repeat it for all.", "DIR"),
     ] = ()
-    by_speed: Annotated[
-        bool,
-        option(
-            "Measure the drives (128 MiB each), and give each chunks by its speed, as "
-            "far as it has room; without --csd-root those that the store has."
-        ),
-    ] = False
     share: Annotated[
         tyro.conf.UseAppendAction[tuple[float, ...]],
-        option("The share of a CSD root; repeat it, in the order of the roots.", "N"),
+        option(
+            "The share of a CSD root, as far as it has room; repeat it, in the order "
+            "of the roots.",
+            "N",
+        ),
     ] = ()
     processes: Annotated[
         int | None,
@@ -136,8 +130,8 @@ class _Rebalance(TogetherOptions):
     ] = None
 
     def _divide(self, path: Path, count: int) -> None:
-        if self.by_speed or self.share:
-            raise UsageError("--by-speed and --share do not go with --processes")
+        if self.share:
+            raise UsageError("--share does not go with --processes")
         if self.devices is not None and (
             self.devices < 1 or (count > 0 and self.devices % count)
         ):
@@ -186,27 +180,15 @@ class _Rebalance(TogetherOptions):
             self._divide(path, self.processes)
             return
         roots = [root.expanduser().absolute() for root in self.csd_root]
-        shares = self.share
-        if shares and (self.by_speed or len(shares) != len(roots)):
+        if self.share and len(self.share) != len(roots):
             raise UsageError(
-                f"rebalance: expected --by-speed, or a --share for each --csd-root, "
-                f"found {len(shares)} for {len(roots)}"
+                f"rebalance: expected a --share for each --csd-root, found "
+                f"{len(self.share)} for {len(roots)}"
             )
-        for root, share in zip(roots, shares, strict=False):
+        for root, share in zip(roots, self.share, strict=False):
             check_share(root, share)
-        if self.by_speed:
-            roots = roots or [Path(r) for r in StoreDirectory.open(path).manifest.csds]
-            if len(roots) < 2:
-                raise UsageError(
-                    f"rebalance --by-speed: expected a store on several CSD roots, "
-                    f"found {len(roots)}; name those that it is to have: --csd-root"
-                )
-            rates = measure_csds(parse_csd("host"), roots)
-            shares = shares_of(rates)
-            for root, rate, share in zip(roots, rates, shares, strict=True):
-                print(f"{root}: {rate / 1e6:.0f} MB/s, share {share:g}")
         with show_progress(f"rebalancing {path}") as progress:
-            done = rebalance(path, roots, progress, shares=shares)
+            done = rebalance(path, roots, progress, shares=self.share)
         print(
             f"{path}: {done.num_chunks} chunks moved, {format_bytes(done.num_bytes)}; "
             f"now on {', '.join(map(str, roots))}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxinf.csd import open_csds
 from jaxinf.engine.admission import check_format, check_place, check_roots
+from jaxinf.engine.dealing import deal_new_store, tell_shares
 from jaxinf.engine.description import StoreDescription, kernel_needs
 from jaxinf.engine.division import (
     check_host_tier,
@@ -18,7 +19,6 @@ from jaxinf.engine.division import (
     longest,
     subgroup_elements,
 )
-from jaxinf.engine.drive_speed import deal_new_store, tell_shares
 from jaxinf.engine.member_opening import (
     check_alone,
     check_members,

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxinf
-from jaxinf.cli import main, stores
+from jaxinf.cli import main
 from jaxinf.terminal import format_bytes, format_count, parse_bytes
 
 
@@ -179,19 +179,19 @@ def test_rebalance(make_store, tmp_path, run):
 
 
 @pytest.mark.long
-def test_rebalance_by_speed(make_store, tmp_path, run, monkeypatch):
+def test_rebalance_by_shares(make_store, tmp_path, run):
     roots = [tmp_path / "one", tmp_path / "two"]
     for root in roots:
         root.mkdir()
     store = make_store(csds=roots)
-    monkeypatch.setattr(stores, "measure_csds", lambda csd, roots: [9e8, 3e8])
-    result = run("store", "rebalance", store.path, "--by-speed")
+    words = [word for root in roots for word in ("--csd-root", root)]
+    shares = ["--share", 3, "--share", 1]
+    result = run("store", "rebalance", store.path, *words, *shares)
     assert result.status == 0, result.err
-    assert f"{roots[0]}: 900 MB/s, share 3" in result.out
     assert f"now on {roots[0]}, {roots[1]}" in result.out
     assert run("verify", store.path).status == 0
-    assert run("store", "rebalance", store.path, "--by-speed").out.count(" 0 chunks")
-    words = [word for root in roots for word in ("--csd-root", root)]
+    again = run("store", "rebalance", store.path, *words, *shares)
+    assert again.out.count(" 0 chunks")
     result = run("store", "rebalance", store.path, *words, "--share", 1, "--share", 1)
     assert result.status == 0, result.err
     assert " 0 chunks" not in result.out
@@ -202,13 +202,7 @@ def test_shares_that_are_none(make_store, tmp_path, run):
     (tmp_path / "one").mkdir()
     store = make_store()
     for words, status, message in (
-        (["--by-speed"], 2, "expected a store on several CSD roots, found 0"),
-        (
-            ["--csd-root", "one", "--share", "1", "--by-speed"],
-            2,
-            "expected --by-speed, or",
-        ),
-        (["--share", "1"], 2, "found 1 for 0"),
+        (["--share", "1"], 2, "a --share for each --csd-root, found 1 for 0"),
         (
             ["--csd-root", "one", "--share", "0"],
             1,

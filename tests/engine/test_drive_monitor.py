@@ -57,7 +57,8 @@ def test_it_says_what_a_rebalance_gains(clock, caplog):
     (record,) = caplog.records
     # 24 MiB at 80 + 80 + 16 MiB/s are 0.136 s, of 0.5.
     assert (
-        "--by-speed' drives would be busy for 27 % of the time" in record.getMessage()
+        "--share for each (/a 5, /b 5, /c 1) drives would be busy for 27 % of the time"
+        in record.getMessage()
     )
 
 

@@ -109,11 +109,16 @@ class DriveMonitor:
                     "CSD root %s: in each of the last %d steps its drive took %.1f "
                     "times as long for a byte as the others do, and they wait for it; "
                     "see to the drive (its temperature, wear, space, what else uses "
-                    "it), or store less on it: after 'jaxinf store rebalance "
-                    "--by-speed' drives would be busy for %.0f %% of the time",
+                    "it), or store less on it: after 'jaxinf store rebalance' with "
+                    "--csd-root and --share for each (%s) drives would be busy for "
+                    "%.0f %% of the time",
                     self._names[csd],
                     _NUM_ROUNDS,
                     cost / usual,
+                    ", ".join(
+                        f"{self._names[n]} {max(costs.values()) / costs[n]:.3g}"
+                        for n in sorted(costs)
+                    ),
                     100 / gain,
                 )
 
