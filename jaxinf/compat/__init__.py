@@ -63,7 +63,8 @@ frames of ``lookahead``     the same, by their module. Others: the params differ
                             the store's when slow ones follow, and the run stops
 placeholder of params       of ``optax.tree.map_params``, not public. Renamed: that
                             function fails for a state
-schedule of ``MultiSteps``  not public. Not there: ``MultiSteps(tx, 1)`` stores a sum
+schedule of ``MultiSteps``  not public. Not there: ``MultiSteps(tx, 1)`` is not refused,
+                            and stores a sum
 bits of ``jax.random``      computed as Threefry of each element's index. Computed
                             otherwise: streaming draws other first params than jitted
                             code for leaves that are large beside the budget

@@ -29,7 +29,6 @@ __all__ = [
     "SmartUpdateState",
     "Stored",
     "StoredArray",
-    "Zeros",
     "check_state",
     "first_state",
     "next_state",
@@ -42,7 +41,7 @@ class StoredArray:
     """A placeholder for an array that is on storage, as a leaf of a tree.
 
     Attributes of a `SmartUpdateState` consist of it: `state.acc_grads`, `state.mu`. It
-    has no values: an operation on it raises ValueError, which says how to read it.
+    has no values: NumPy and JAX refuse it with a ValueError that says how to read it.
     It knows its store by an id and not by a path, so that a store may be moved.
 
     Attributes:
@@ -83,6 +82,9 @@ class StoredArray:
     def __jax_array__(self) -> NoReturn:
         raise ValueError(self._refusal)
 
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise ValueError(self._refusal)
+
     @property
     def _refusal(self) -> str:
         return (
@@ -97,34 +99,9 @@ def _compared(placeholder: StoredArray) -> tuple[Any, ...]:
     return placeholder.leaf, placeholder.state, placeholder.shape, placeholder.dtype
 
 
-def _refuse(placeholder: StoredArray, *_: Any, **__: Any) -> NoReturn:
-    raise ValueError(placeholder._refusal)
-
-
-_OPERATORS = "add divmod floordiv ge gt le lt matmul mod mul pow sub truediv"
-_REFLECTED = "abs neg pos radd rdivmod rfloordiv rmatmul rmod rmul rpow rsub rtruediv"
-_CONVERSIONS = "array bool float int complex index getitem iter len round"
-for _name in f"{_OPERATORS} {_REFLECTED} {_CONVERSIONS}".split():
-    setattr(StoredArray, f"__{_name}__", _refuse)
-
-
 @jax.tree_util.register_static
 class Stored(StoredArray):
     """A `StoredArray` in the transform's state: a tree node without leaves."""
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Zeros:
-    """In the transform's state, a sum of gradients that is always zero.
-
-    It is a tree node without leaves. An attribute of the state shows an array.
-
-    Attributes:
-      shape: the array's shape.
-    """
-
-    shape: tuple[int, ...]
 
 
 class SmartUpdateState(NamedTuple):
@@ -194,8 +171,7 @@ def first_state(
       feedback: error feedback, or empty.
       store_id: the id of the store of the rest.
     """
-    for node in (Stored, Zeros):
-        compat.register_with_flax(node, SmartUpdateState, _seen)
+    compat.register_with_flax(Stored, SmartUpdateState, _seen)
     step, skipped, origin, *scalars = held
     layout = program.layout
     leaves: list[Any] = [None] * layout.treedef.num_leaves
@@ -289,12 +265,10 @@ def _shown(tree: PyTree) -> PyTree:
 
 
 def _is_placeholder(node: Any) -> bool:
-    return isinstance(node, Stored | Zeros)
+    return isinstance(node, Stored)
 
 
-def _leaf_of(node: Stored | Zeros) -> StoredArray | Array:
-    if isinstance(node, Zeros):
-        return np.broadcast_to(np.float32(0), node.shape)  # of four bytes
+def _leaf_of(node: Stored) -> StoredArray:
     return StoredArray(node.leaf, node.state, node.shape, node.dtype, node.store_id)
 
 

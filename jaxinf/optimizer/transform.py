@@ -21,7 +21,6 @@ from jaxinf.optimizer.host_init import OnExisting
 from jaxinf.optimizer.host_side import HostSide
 from jaxinf.optimizer.initialising import init_state
 from jaxinf.optimizer.sharding import on_one_mesh
-from jaxinf.optimizer.single_step import single_step
 from jaxinf.optimizer.state import SmartUpdateState, placeholder_state
 from jaxinf.optimizer.updating import run_update
 from jaxinf.optimizer.wrapped import UpdateDtype, Wrapped
@@ -205,9 +204,12 @@ def _update_function(wrapped: Wrapped) -> Any:
 def _as_transformation(
     tx: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformation:
-    """Returns `tx`; for ``MultiSteps(inner, 1)`` one that stores no sum."""
     if compat.is_single_step(tx):
-        return single_step(compat.multi_steps_of(tx).inner_opt)
+        raise ValueError(
+            "smart_update(optax.MultiSteps(tx, 1), store): expected 2 micro-steps or "
+            "more, found 1, for which the store would keep a sum of gradients that is "
+            "always zero. Leave MultiSteps out: smart_update(tx, store)"
+        )
     return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
 
 

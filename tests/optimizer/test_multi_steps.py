@@ -96,15 +96,9 @@ def test_a_failure_between_the_rounds_leaves_the_committed_step(
 @pytest.mark.parametrize(
     "form", [lambda tx: tx, lambda tx: tx.gradient_transformation()]
 )
-def test_one_micro_step_is_the_inner_optimizer(open_store, form):
-    adamw = optax.adamw(1e-2)
-    store = open_store()
-    tx = jaxinf.smart_update(form(clipped(1, adamw)), store)
-    found, state = train(tx, 3)
-    same(found, train(optax.chain(optax.clip_by_global_norm(1.0), adamw), 3)[0])
-    assert isinstance(state.optimizer, optax.MultiStepsState)
-    assert int(state.optimizer.gradient_step) == 3
-    assert [s.name for s in store._manifest.leaves[1].states] == ["params", "mu", "nu"]
+def test_one_micro_step_is_refused_with_the_line_to_write(open_store, form):
+    with pytest.raises(ValueError, match=r"found 1, .*: smart_update\(tx, store\)"):
+        jaxinf.smart_update(form(clipped(1)), open_store())
 
 
 def test_a_schedule_of_one_keeps_the_sum(open_store):

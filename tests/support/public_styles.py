@@ -58,7 +58,7 @@ def nanodo(run):
             train = steps.restore(steps.latest_step(), args=like)
         for number in range(int(train.step), NUM_STEPS):
             train, value, norms = step(train, run.batch(number))
-            assert not any(jax.tree.leaves(norms))
+            assert all(map(jnp.isfinite, jax.tree.leaves(norms)))
             run.losses[number] = float(value)
             if (number + 1) % EVERY == 0:
                 steps.save(number + 1, args=ocp.args.StandardSave(train))
@@ -481,13 +481,14 @@ def waited(line: str, state: str) -> dict[str, str]:
     return {line: f"jaxinf.store_of(run.store).wait({state})\n{line}"}
 
 
-def wrapped(transformation: str, options: str = "") -> dict[str, str]:
-    """A part of a line, and that part with the store around it."""
-    return {transformation: stored(transformation, options)}
+def wrapped(transformation: str, options: str = "", to: str = "") -> dict[str, str]:
+    """A part of a line, and that part, or `to`, with the store around it."""
+    return {transformation: stored(to or transformation, options)}
 
 
 CHANGES: dict[str, dict[str, str]] = {
-    "nanodo": wrapped("optax.MultiSteps(tx, every_k_schedule=1)"),
+    "nanodo": wrapped("optax.MultiSteps(tx, every_k_schedule=1)", to="tx")
+    | {"train.opt_state.acc_grads": "gradients"},
     "lm1b": wrapped("optax.adamw(rate, b2=0.98)"),
     "imagenet": wrapped(
         "optax.sgd(0.1, momentum=0.9, nesterov=True)", ', nonfinite="skip"'
