@@ -1,102 +1,23 @@
-"""Ctrl-C while the main thread runs a callback of JAX's, or waits for a thread.
+"""Callbacks that Ctrl-C does not leave half-way, and waits that it may end.
 
-    SIGINT ─► handler ─► no callback is running ─► KeyboardInterrupt
-                    └──► one is: a watcher calls the handler again when it has returned
+    main thread   callback ─► waits ─ Ctrl-C: kept ─► returns ─► … ─► raise_kept
+    thread        its function ─────────────────────► its end
 
-An exception in a callback would fail the computation, and the store with it. Invariant:
-only Python's own handler is replaced; a program's handler is called as always.
+Python raises an interrupt in the main thread, between any two instructions, and JAX may
+run callbacks there. Invariant: no handler of a signal is installed or replaced; the
+function of a callback runs to its end, and an interrupt that came meanwhile is raised
+by the program's next call.
 """
 
-import _thread
-import signal
-import sys
+import functools
+import os
 import threading
-import time
-from types import FrameType
+from collections.abc import Callable
+from queue import SimpleQueue
 
-from jaxinf import compat
+__all__ = ["Ending", "raise_kept", "run_whole"]
 
-__all__ = ["PATIENCE_S", "Ending", "Interrupts", "interrupts"]
-
-_POLL_S = 1e-4
 _WAIT_S = 0.1
-PATIENCE_S = 1.0
-"""Seconds from the first Ctrl-C in a callback after which a second ends it."""
-
-
-class Interrupts:
-    """Delivers SIGINT as `KeyboardInterrupt`, but not inside a callback.
-
-    A second Ctrl-C after a second is delivered at once: the callback may wait for a
-    drive that never answers.
-
-    Attributes:
-      num_raised: number of exceptions raised so far.
-    """
-
-    def __init__(self) -> None:
-        self.num_raised = 0
-        self._guard = threading.RLock()  # a handler may interrupt its own holder
-        self._waiting_since_s: float | None = None
-        self._is_watchers_call = False
-        self._is_ending = False
-
-    def install(self) -> None:
-        """Replaces Python's own handler of SIGINT, in the main thread.
-
-        Some programs set that handler again from time to time, as notebooks do for each
-        cell, so every callback calls this. In other threads it does nothing.
-        """
-        if (
-            threading.get_ident() == threading.main_thread().ident
-            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        ):
-            signal.signal(signal.SIGINT, self.handle)
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handles SIGINT."""
-        if self._is_ending:
-            return
-        is_watchers, self._is_watchers_call = self._is_watchers_call, False
-        is_impatient = not is_watchers and self._has_waited_long()
-        if is_impatient or not compat.is_in_callback(frame):
-            self._end_wait()
-            self.num_raised += 1
-            signal.default_int_handler(number, frame)
-        elif self._waiting_since_s is None:
-            self._waiting_since_s = since_s = time.monotonic()
-            # Not a `threading.Thread`: starting one takes locks.
-            _thread.start_new_thread(self._watch, (since_s,))
-
-    def _has_waited_long(self) -> bool:
-        since_s = self._waiting_since_s
-        return since_s is not None and time.monotonic() - since_s >= PATIENCE_S
-
-    def _end_wait(self) -> None:
-        """Ends the watcher's calls, including one that may be due right now."""
-        with self._guard:
-            self._waiting_since_s = None
-        self._is_ending = True
-        for _ in range(4):  # Python calls a due handler at the end of each turn
-            pass
-        self._is_ending = self._is_watchers_call = False
-
-    def _watch(self, since_s: float) -> None:
-        """Calls the handler in the main thread until it has raised."""
-        main = threading.main_thread().ident
-        assert main is not None
-        while self._waiting_since_s == since_s:
-            time.sleep(_POLL_S)
-            if compat.is_in_callback(sys._current_frames().get(main)):
-                continue
-            with self._guard:
-                if self._waiting_since_s == since_s:
-                    self._is_watchers_call = True
-                    _thread.interrupt_main()
-
-
-interrupts = Interrupts()
-"""The interrupts of this process."""
 
 
 class Ending:
@@ -124,3 +45,82 @@ class Ending:
         while not self.is_reached:
             if self._lock.acquire(timeout=_WAIT_S):  # the flag tells, this wakes
                 self._lock.release()
+
+
+class _Work:
+    """A function to run once, and what it raised."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+        self.error: BaseException | None = None
+        self.ending = Ending()
+
+    def run(self) -> None:
+        function, self._function = self._function, None
+        if function is None:
+            return
+        try:
+            function()
+        except BaseException as error:
+            self.error = error
+        self.ending.reach()
+
+
+_KEPT: list[BaseException] = []
+
+
+def run_whole(
+    function: Callable[[], None], give_up: Callable[[BaseException], None]
+) -> None:
+    """Runs the function of a callback to its end; blocks.
+
+    In the main thread it is run by another one. An interrupt is kept for `raise_kept`.
+
+    Args:
+      function: the function; what it raises is raised.
+      give_up: gets a second interrupt, since the function may wait for a drive that
+        never answers; should let it end soon.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        function()
+        return
+    work, num_interrupts = _Work(function), 0
+    while not work.ending.is_reached:
+        try:
+            _queue().put(work)  # perhaps again, but none runs twice
+            work.ending.wait()
+        except BaseException as interrupt:
+            num_interrupts += 1
+            if num_interrupts == 1:
+                _KEPT.append(interrupt)
+            else:
+                _KEPT.clear()
+                give_up(interrupt)
+    if work.error is not None:
+        raise work.error
+
+
+def raise_kept() -> None:
+    """Raises an interrupt that came during a callback, once, in the main thread."""
+    if _KEPT and threading.get_ident() == threading.main_thread().ident:
+        interrupt = _KEPT[0]
+        _KEPT.clear()
+        raise interrupt.with_traceback(None)
+
+
+@functools.cache
+def _queue() -> "SimpleQueue[_Work]":
+    """Returns the queue of the thread that runs callbacks of the main thread."""
+    queue: SimpleQueue[_Work] = SimpleQueue()
+    threading.Thread(
+        target=_serve, args=(queue,), name="jaxinf-callback", daemon=True
+    ).start()
+    return queue
+
+
+def _serve(queue: "SimpleQueue[_Work]") -> None:
+    while True:
+        queue.get().run()
+
+
+os.register_at_fork(after_in_child=_queue.cache_clear)

@@ -26,8 +26,6 @@ used here                   where it may break, and the effect
                             ``jax.grad`` or ``jax.vmap`` runs if its batch is known
 logger of callbacks         moves with JAX's modules. Moved: JAX's traceback is printed
                             before the error
-modules of callbacks        move with JAX's. Moved: Ctrl-C just before or behind a
-                            callback of a store fails the computation
 ``Primitive``, ``Literal``  of ``jax.extend.core``, and jaxprs; fields of equations,
                             which ``jaxinf/program`` and ``jaxinf/streaming/program``
                             read. Not there: ``tx.init`` fails while it traces
@@ -89,7 +87,6 @@ from jaxinf.compat.callbacks import (
     call_with_buffers,
     call_with_copies,
     has_buffer_callback,
-    is_in_callback,
     raise_in_callback,
 )
 from jaxinf.compat.jaxprs import (
@@ -191,7 +188,6 @@ __all__ = [
     "has_buffer_callback",
     "has_explicit_axes_only",
     "inner_jaxprs",
-    "is_in_callback",
     "is_in_transformation",
     "is_inside_lookahead",
     "is_inside_multi_steps",

@@ -5,7 +5,6 @@ Invariant: an exception that JAX's own error quotes is not logged by JAX, too.
 
 import logging
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, NoReturn
 
 from jax.experimental import io_callback
@@ -20,17 +19,11 @@ __all__ = [
     "call_with_buffers",
     "call_with_copies",
     "has_buffer_callback",
-    "is_in_callback",
     "raise_in_callback",
 ]
 
 CALLBACK_LOGGER = "jax._src.callback"
 """Logs an exception of a callback, with a traceback."""
-
-# Modules with a function on the stack of a thread that runs a callback.
-_CALLBACK_MODULES = frozenset(
-    {"jax._src.callback", "jax._src.buffer_callback", "jaxinf.optimizer.callback"}
-)
 
 _TOLD = "is_told_by_jaxinf"
 
@@ -77,12 +70,3 @@ def call_with_copies(
 ) -> Any:
     """Calls ``function(*arguments)``, which returns the results; traceable."""
     return io_callback(function, avals, *arguments)
-
-
-def is_in_callback(frame: FrameType | None) -> bool:
-    """Whether a thread runs a callback, judged by its innermost frame."""
-    while frame is not None:
-        if frame.f_globals.get("__name__") in _CALLBACK_MODULES:
-            return True
-        frame = frame.f_back
-    return False

@@ -21,6 +21,7 @@ from jaxinf.engine.state import committed_step, read_state
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.training import Training
 from jaxinf.errors import StoreMismatchError
+from jaxinf.interrupts import raise_kept
 from jaxinf.layout import covers
 from jaxinf.program import is_trained, leaf_infos, trained
 from jaxinf.store import (
@@ -309,6 +310,7 @@ class CommittedState:
             self._training.keep_saved()
 
     def _wait_for(self, state: Any) -> None:
+        raise_kept()
         if state is None:
             wait_for_callbacks()
         else:

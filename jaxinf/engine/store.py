@@ -40,6 +40,7 @@ from jaxinf.engine.options import (
 from jaxinf.engine.redivision import Redivision, redivision_for
 from jaxinf.engine.training import Training
 from jaxinf.errors import ProcessError
+from jaxinf.interrupts import raise_kept
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
 from jaxinf.store import (
     CheckpointInfo,
@@ -285,6 +286,8 @@ class Store(CommittedState):
             raise
         finally:
             self._release()
+        if sys.exception() is None:
+            raise_kept()
         if training.is_failure_untold:
             training.check()
 
@@ -346,9 +349,8 @@ def open_store(
       path: the store's directory; missing or empty for a new one.
       csds: CSD roots, each a mounted drive, to spread a new store's chunks over; by
         default the chunks are in the store itself. An existing store records its roots.
-        Drives of unequal speed get unequal shares: those given, as in ``{"/mnt/a": 3,
-        "/mnt/b": 1}``, or by a short measurement when the store is made, if it has at
-        least 256 MiB for each. No bit depends on them.
+        Drives of unequal speed should get unequal shares, as in ``{"/mnt/a": 3,
+        "/mnt/b": 1}``. No bit depends on them.
       csd: the processor that updates the chunks: ``"host"`` (the default), the CPU
         beside the drive; ``"smartssd"``, the card beside it; ``"emulated"``, an
         emulated card. Options may follow: see `jaxinf.csd.parse_csd`.
@@ -583,7 +585,7 @@ def _close_all() -> None:
             _close_all_handles(held)
             if held.training.is_failure_unreported:
                 held.training.check()
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             path = held.training.options.path
             _LOG.error("%s: stopped by %s: %s", path, type(error).__name__, error)
             fail_at_exit()

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxinf import compat
 from jaxinf.engine import callers, sum_bits
 from jaxinf.errors import DeviceConfigurationError
-from jaxinf.interrupts import interrupts
+from jaxinf.interrupts import run_whole
 from jaxinf.optimizer.forms import shares_memory
 from jaxinf.optimizer.packing import Packing
 from jaxinf.typing import PyTree
@@ -102,24 +102,28 @@ class GuardedHost:
 
     def raising(self, outs: PyTree, arguments: PyTree) -> None:
         """As a callback that may fail the computation, which one JAX device allows."""
-        interrupts.install()
         try:
-            self.host(outs, arguments)
+            run_whole(partial(self._stopping, outs, arguments), self.stop)
             return
         except BaseException as error:
-            self.stop(error)
             told = copy.copy(error)
         # JAX adds its frames to a copy, and the store keeps its own error clean.
         compat.raise_in_callback(told)
+
+    def _stopping(self, outs: PyTree, arguments: PyTree) -> None:
+        try:
+            self.host(outs, arguments)
+        except BaseException as error:
+            self.stop(error)
+            raise
 
     def reporting(self, outs: PyTree, arguments: PyTree) -> None:
         """As a callback beside other devices: after an exception results are zeros.
 
         For int32 they are `FAILED`.
         """
-        interrupts.install()
         try:
-            self.host(outs, arguments)
+            run_whole(partial(self.host, outs, arguments), self.report)
         except BaseException as error:
             self.report(error)
             for out in jax.tree.leaves(outs):

@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxinf.engine import SlotRequest, Store, StoreDescription
 from jaxinf.errors import NonFiniteGradientError, StoreMismatchError
-from jaxinf.interrupts import interrupts
 from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.callback import FAILED, GuardedHost, Host
 from jaxinf.optimizer.leaf_call import (
@@ -64,8 +63,6 @@ class HostSide:
         self.store = store
         self._nonfinite: NonFinitePolicy | None = nonfinite
         self._started = StartedUpdates(store)
-        self._num_interrupts = interrupts.num_raised
-        interrupts.install()
         self._has_warned = False
 
     def settle(self, program: UpdateProgram) -> None:
@@ -150,18 +147,16 @@ class HostSide:
         """
         training, (step, origin) = self.store._training, map(int, state)
         training.bind(description)
-        if self._num_interrupts != interrupts.num_raised:
-            # Ctrl-C may have come before the program kept the last step's state.
-            self._num_interrupts = interrupts.num_raised
-            training.binding.release()
         is_bound = training.binding.is_at(step, origin)
         if not is_bound:
             self._begin_binding(step, origin)
         out[...] = BOUND if is_bound else UNBOUND, training.binding.origin
 
     def _begin_binding(self, step: int, origin: int) -> None:
-        self.store._training.wait()
-        self.store._training.binding.begin(step, origin)
+        training = self.store._training
+        training.steps.abandon()  # a step whose computation ended before its commit
+        training.wait()
+        training.binding.begin(step, origin)
 
     def compare(self, outs: HostResult, call: HostCall) -> None:
         """Callback before the first step: compares params with the store's."""

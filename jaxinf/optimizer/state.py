@@ -19,6 +19,7 @@ from jaxinf.engine import (
     store_with_id,
 )
 from jaxinf.errors import StaleStateError
+from jaxinf.interrupts import raise_kept
 from jaxinf.optimizer.callback import FAILED
 from jaxinf.optimizer.host_side import COMMITTED, SKIPPED
 from jaxinf.program import InitProgram
@@ -150,9 +151,16 @@ def _seen(state: Any) -> None:
     keep_saved(ids.pop() if len(ids) == 1 else None, step)
 
 
-# With several JAX devices a callback must not raise. The next call that gets the state
-# of a store that has stopped does.
-compat.register_checked(SmartUpdateState, check_announced, _seen)
+def _check() -> None:
+    """Raises what came during a callback that must not raise.
+
+    With several JAX devices that is a failure of the store, on one an interrupt.
+    """
+    raise_kept()
+    check_announced()
+
+
+compat.register_checked(SmartUpdateState, _check, _seen)
 
 
 def first_state(

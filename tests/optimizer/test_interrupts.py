@@ -1,4 +1,4 @@
-"""Ctrl-C in a program's own loop: a KeyboardInterrupt, and nothing lost."""
+"""Ctrl-C in a program's own loop: the next call works, and nothing is lost."""
 
 from pathlib import Path
 
@@ -8,12 +8,14 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "interrupted_steps.py"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["", pytest.param("io", marks=pytest.mark.long)])
-def test_every_interrupt_is_a_keyboard_interrupt_and_the_run_goes_on(
-    run_python, tmp_path, way
+@pytest.mark.parametrize(
+    ("mode", "form"), [("update", ""), ("update", "io"), ("stream", "")]
+)
+def test_after_each_of_sixty_interrupts_the_run_goes_on(
+    run_python, tmp_path, mode, form
 ):
-    said = run_python(PROGRAM, tmp_path, "storm", 7, CALLBACK_FORM=way).stdout
-    assert said.split()[2:] == ["interrupts", "30"]
+    said = run_python(PROGRAM, tmp_path, "storm", mode, 7, CALLBACK_FORM=form).stdout
+    assert "interrupts 60" in said
 
 
 @pytest.mark.long

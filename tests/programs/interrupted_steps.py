@@ -1,17 +1,19 @@
 """Ctrl-C in a loop of steps: `optimizer/test_interrupts.py`.
 
-python interrupted_steps.py FOLDER storm SEED
+python interrupted_steps.py FOLDER storm MODE SEED
 python interrupted_steps.py FOLDER own_handler first_waits second_ends_it
 
 Says after each check that it is done.
 """
 
+import faulthandler
 import os
 import random
 import signal
 import sys
 import threading
 import time
+from collections import Counter
 
 import callback_form
 import jax
@@ -21,7 +23,6 @@ import optax
 import pytest
 
 import jaxinf
-from jaxinf import interrupts
 from jaxinf.optimizer.host_side import HostSide
 
 PARAMS = {name: jnp.linspace(-1, 1, 3000).reshape(60, 50) for name in "abc"}
@@ -41,35 +42,97 @@ def training(path):
     return store, step, PARAMS, tx.init(PARAMS)
 
 
-def storm(place, seed):
-    """Is interrupted 30 times at random moments, and goes on with optax's bits."""
-    store, step, params, state = training(place + "/interrupted")
-    params, state = step(params, state)
-    moments, num_interrupts = random.Random(seed), 0
+class Updates:
+    """A loop of `smart_update` in a jit."""
+
+    def __init__(self, path):
+        self.store, self._step, self.params, self.state = training(path)
+
+    def step(self):
+        self.params, self.state = self._step(self.params, self.state)
+
+    def go_on(self):
+        self.params = self.store.params(like=PARAMS)
+        self.state = jaxinf.smart_update(optax.adam(1e-2), self.store).init(self.params)
+
+    def close(self):
+        self.store.close()
+
+
+class Streamed:
+    """A loop of `jaxinf.stream`."""
+
+    def __init__(self, path):
+        self.store = jaxinf.open_store(path)
+        tx = optax.adam(1e-2)
+        self.stream = jaxinf.stream(loss, tx, self.store, memory_bytes=64 << 20)
+        self.stream.load(PARAMS, batch=ROWS)
+
+    def step(self):
+        self.stream(ROWS)
+
+    def go_on(self):
+        self.stream.compile(ROWS)
+
+    def close(self):
+        self.stream.close()
+
+
+def loss(params, rows):
+    return sum(jnp.sum(jnp.tanh(rows @ leaf) ** 2) for leaf in params.values())
+
+
+MODES = {"update": Updates, "stream": Streamed}
+ROWS = np.ones((4, 60), np.float32)
+NUM_INTERRUPTS, HANGS_S = 60, 30
+
+
+def storm(place, mode, seed):
+    """Is interrupted at random moments; goes on, or says why not; has the bits."""
+    print(mode, "seed", seed)
+    run = MODES[mode](place + "/interrupted")
+    run.step()
+    moments, told = random.Random(seed), Counter()
 
     def interrupt(after_s):
         time.sleep(after_s)
         os.kill(os.getpid(), signal.SIGINT)
 
-    for _ in range(30):
-        sender = threading.Thread(target=interrupt, args=(moments.uniform(0, 0.008),))
+    for _ in range(NUM_INTERRUPTS):
+        faulthandler.dump_traceback_later(HANGS_S, exit=True)
+        sender = threading.Thread(target=interrupt, args=(moments.uniform(0, 0.02),))
         try:
             sender.start()
             while True:
-                params, state = step(params, state)
+                run.step()
         except KeyboardInterrupt:
-            num_interrupts += 1
+            told["interrupt"] += 1
+        except jax.errors.JaxRuntimeError as error:  # in JAX's part of a callback
+            if "KeyboardInterrupt" not in str(error):
+                raise
+            told["interrupt"] += 1
         sender.join()
-    params, state = step(params, state)
-    print("steps", int(state.step), "interrupts", num_interrupts)
-    assert store.step == int(state.step)
-    found = jax.tree.leaves((params, store.params(PARAMS)))
+        try:
+            run.step()
+        except (jaxinf.JaxinfError, jax.errors.JaxRuntimeError) as error:
+            if "store.params(like=params)" not in str(error):
+                raise
+            told["refused"] += 1
+            run.go_on()
+            run.step()
+    faulthandler.cancel_dump_traceback_later()
+    run.store.wait()
+    num_steps, found = run.store.step, run.store.params(PARAMS)
+    print("steps", num_steps, "interrupts", told["interrupt"], told)
+    run.close()
 
-    _, step, expected, other = training(place + "/reference")
-    while int(other.step) < int(state.step):
-        expected, other = step(expected, other)
-    for one, wanted in zip(found, jax.tree.leaves((expected, expected)), strict=True):
-        np.testing.assert_array_equal(one, wanted)
+    whole = MODES[mode](place + "/reference")
+    for _ in range(num_steps):
+        whole.step()
+    whole.store.wait()
+    expected = whole.store.params(PARAMS)
+    whole.close()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 class Interrupted:
@@ -81,7 +144,8 @@ class Interrupted:
         def commit(*arguments):
             self.num_calls += 1
             for _ in range(times if self.num_calls == 2 else 0):
-                signal.raise_signal(signal.SIGINT)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                time.sleep(0.1)  # the main thread handles each
             return COMMIT(*arguments)
 
         HostSide.commit = commit
@@ -92,41 +156,41 @@ class Interrupted:
 
 
 def own_handler(place):
-    """A program's handler stays, and a thread installs none."""
-    thread = threading.Thread(target=training, args=(place + "/other",))
-    thread.start()
-    thread.join()
+    """A program's handler stays, and Python's, too."""
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     received = []
-    run = Interrupted(place + "/own", 1, lambda *one: received.append(one))
+
+    def handler(*one):
+        received.append(one)
+
+    run = Interrupted(place + "/own", 1, handler)
     run.step(run.params, run.state)
     run.store.wait()
     assert len(received) == 1
-    assert signal.getsignal(signal.SIGINT) != interrupts.interrupts.handle
+    assert signal.getsignal(signal.SIGINT) is handler
     assert run.store.step == 2
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def first_waits(place):
-    """An interrupt in a callback comes at its end."""
+    """An interrupt in a callback comes with the next call, and no result is lost."""
     run = Interrupted(place + "/first", 1)
-    try:
-        run.step(run.params, run.state)
-        while True:
-            pass
-    except KeyboardInterrupt:
-        pass
+    params, state = run.step(run.params, run.state)
+    jax.block_until_ready(params)
+    with pytest.raises(KeyboardInterrupt):
+        run.step(params, state)
     assert run.num_calls == 2
-    _, state = run.step(run.params, run.state)
-    assert int(state.step) == run.store.step == 2
+    params, state = run.step(params, state)
+    run.store.wait(state)
+    assert int(state.step) == run.store.step == 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def second_ends_it(place):
     """A second one in the same callback fails it."""
-    interrupts.PATIENCE_S = 0.0
     run = Interrupted(place + "/second", 2)
     with pytest.raises(jax.errors.JaxRuntimeError, match="KeyboardInterrupt"):
-        run.step(run.params, run.state)
+        jax.block_until_ready(run.step(run.params, run.state))
     with pytest.raises(KeyboardInterrupt):
         run.store.check()
 
@@ -135,7 +199,7 @@ def main(place, *checks):
     # A process in the background of a shell ignores SIGINT, and hands that down.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if checks[0] == "storm":
-        storm(place, int(checks[1]))
+        storm(place, checks[1], int(checks[2]))
         return
     for check in checks:
         globals()[check](place)
