@@ -1,4 +1,4 @@
-"""``jaxinf checkpoint export STORE`` and ``import``: steps to and from other tools.
+"""``jaxinf checkpoint export STORE`` and ``import``: steps and params.
 
 Invariant: a store keeps its committed step until an import is checked and complete; an
 export appears only when it is complete.
@@ -6,7 +6,7 @@ export appears only when it is complete.
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -28,12 +28,12 @@ from jaxinf.exchange import (
     Transit,
     export_adapters,
     export_huggingface,
-    export_orbax,
     export_safetensors,
     export_url,
+    export_url_at,
     files_beside,
-    import_checkpoint,
     import_export,
+    import_params,
     import_url,
     is_own_export,
     is_url,
@@ -50,36 +50,33 @@ Memory = Annotated[int, ByteSize, tyro.conf.arg(help="Memory for data in transit
 
 @dataclass(frozen=True)
 class Export:
-    """Write a step as an Orbax checkpoint (compressed OCDBT), safetensors, or a model.
+    """Write a step into a directory or to a URL, or its params as safetensors.
 
-    This works during a run; every checksum is verified. Except for an export of the
-    params alone, an import makes the same store again, to the bit. The format
-    huggingface is a folder that transformers loads, for models trained by jaxinf.train.
-    At a URL (file://, gs://, s3://) the export has the store's own chunks, as zarr v3;
-    if it is interrupted, give the command again.
+    This works during a run; every checksum is verified. The format zarr has all state,
+    in the store's own chunks; Orbax reads it, and an import makes the same store again,
+    to the bit. If it is interrupted, give the command again. The format huggingface is
+    a folder that transformers loads, for models trained by jaxinf.train.
     """
 
     store: StorePath
     destination: Annotated[
         tyro.conf.Positional[str],
-        option("A directory that does not exist yet, or a URL.", "DEST"),
+        option(
+            "A directory that does not exist yet; for zarr also a URL of file://, "
+            "gs:// or s3://.",
+            "DEST",
+        ),
     ]
     checkpoint: Annotated[
         str | None, option("Export this checkpoint instead of the last step.", "NAME")
     ] = None
     format: Annotated[
-        Literal["orbax", "safetensors", "huggingface", "zarr"] | None,
-        tyro.conf.arg(
-            help="Format of the export; zarr goes with a URL.",
-            help_behavior_hint="(default: orbax, at a URL zarr)",
-        ),
-    ] = None
-    params_only: Annotated[
-        bool, option("Safetensors: leave the optimizer's state out.")
-    ] = False
+        Literal["zarr", "safetensors", "huggingface"],
+        tyro.conf.arg(help="All state as zarr, or params in another tool's format."),
+    ] = "zarr"
     average: Annotated[
         bool,
-        option("Export the params' average in their place, without other state."),
+        option("Safetensors and huggingface: the params' average in their place."),
     ] = False
     adapters: Annotated[
         bool,
@@ -105,36 +102,33 @@ class Export:
         int,
         ByteSize,
         tyro.conf.arg(
-            help="Most bytes a second to write to a URL; as many are read back. 0: no "
+            help="Zarr: most bytes a second to write; as many are read back. 0: no "
             "limit."
         ),
     ] = 0
 
     def run(self, store: Path) -> None:
         """Exports, and prints the path and content of the export."""
-        if is_url(self.destination):
-            self._to_url(store)
-            return
-        if self.format == "zarr" or self.bandwidth:
-            raise UsageError(
-                "--format zarr and --bandwidth go with a URL, such as file:///exports/6"
-            )
-        if self.params_only and self.format != "safetensors":
-            raise UsageError("--params-only goes with --format safetensors")
         if self.dtype is not None and self.format != "huggingface":
             raise UsageError("--dtype goes with --format huggingface")
         if self.adapters and self.format != "huggingface":
             raise UsageError("--adapters goes with --format huggingface")
+        if self.format == "zarr":
+            self._whole(store)
+            return
+        if is_url(self.destination):
+            raise UsageError(
+                f"--format {self.format}: expected a directory, found a URL, which "
+                "takes --format zarr; export to a directory, and copy that"
+            )
+        if self.bandwidth:
+            raise UsageError("--bandwidth goes with --format zarr")
         destination = Path(self.destination).expanduser().absolute()
         with _step_of(store, self.checkpoint) as found:
             step = replace(found, average=self.average)
             title = f"step {step.commit.step} to {destination}"
             with show_progress(title) as progress:
-                if self.format in (None, "orbax"):
-                    export_orbax(
-                        step, destination, memory_bytes=self.memory, progress=progress
-                    )
-                elif self.adapters:
+                if self.adapters:
                     export_adapters(
                         step,
                         destination,
@@ -156,7 +150,6 @@ class Export:
                     export_safetensors(
                         step,
                         destination,
-                        params_only=self.params_only,
                         max_file_bytes=self.max_file,
                         memory_bytes=self.memory,
                         progress=progress,
@@ -166,25 +159,19 @@ class Export:
         num_bytes = sum(file.stat().st_size for file in files)
         print(f"{destination}: step {number}, {format_bytes(num_bytes)}")
 
-    def _to_url(self, store: Path) -> None:
-        if self.format not in (None, "zarr"):
-            raise UsageError(
-                f"--format {self.format}: expected zarr for a URL, which Orbax reads, "
-                "too; for another format export to a directory, and copy that"
-            )
-        others = self.params_only, self.average, self.adapters, self.dtype
-        if any(others):
-            raise UsageError(
-                "--params-only, --average, --adapters and --dtype go with other "
-                "formats than a URL has"
-            )
-        place = ObjectStore(self.destination)
+    def _whole(self, store: Path) -> None:
+        if self.average:
+            raise UsageError("--average goes with --format safetensors or huggingface")
+        url = self.destination
+        if not is_url(url):
+            url = f"file://{Path(url).expanduser().absolute()}"
+        place = ObjectStore(url)
         with _step_of(store, self.checkpoint) as step:
             title = f"step {step.commit.step} to {place.where}"
             with show_progress(title) as progress:
                 done = export_url(
                     step,
-                    self.destination,
+                    url,
                     beside=files_beside(next(iter(find_members(store)), store)),
                     transit=Transit(self.memory, self.bandwidth, progress),
                 )
@@ -196,11 +183,12 @@ class Export:
 
 @dataclass(frozen=True)
 class Import:
-    """Import another tool's checkpoint into STORE, or make STORE from an export.
+    """Import params into STORE, or make STORE from an export.
 
-    An Orbax checkpoint of params and optax state, or safetensors, needs a store at step
-    0 that tx.init(params) has made. An export of jaxinf makes STORE if it does not
-    exist; so does one at a URL (file://, gs://, s3://). See docs/checkpoints.md.
+    Params, from an Orbax checkpoint or safetensors, go by their names into a store at
+    step 0 that tx.init(params) has made; the optimizer begins anew. An export of jaxinf
+    (a directory or a URL), or a checkpoint's directory, makes STORE if it does not
+    exist. See docs/checkpoints.md.
     """
 
     store: StorePath
@@ -212,44 +200,32 @@ class Import:
         tyro.conf.UseAppendAction[tuple[str, ...]],
         option("A CSD root of a new store; may be repeated.", "DIR"),
     ] = ()
-    name: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]],
-        option(
-            "Where a state is in the source, e.g. mu=opt_state/0/mu; may be repeated.",
-            "STATE=PLACE",
-        ),
-    ] = ()
-    ignore: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]],
-        option("Ignore the arrays below this name; may be repeated.", "PLACE"),
-    ] = ()
-    step: Annotated[
-        int | None, option("The step to commit, if the source has none.", "N")
-    ] = None
+    params: Annotated[
+        str, option("The params' tree in the source, by default all of it.", "NAME")
+    ] = ""
     memory: Memory = DEFAULT_MEMORY_BYTES
 
     def run(self, store: Path) -> None:
         """Imports, and prints the store's new step."""
-        if is_url(self.source):
-            self._from_url(store)
+        url = export_url_at(self.source)
+        is_new = not ((store / "jaxinf.json").exists() or is_run(store))
+        if self.csd_root and not is_new:
+            raise UsageError(f"{store} has its CSD roots; leave --csd-root out")
+        if self.params and is_new:
+            raise UsageError("--params is for a store that exists")
+        roots = [Path(root).expanduser().absolute() for root in self.csd_root]
+        if url is not None:
+            self._from_url(url, store, roots, is_new)
             return
         source = Path(self.source).expanduser().absolute()
+        if is_new and not is_own_export(source):
+            raise ExchangeError(
+                f"{store}: expected a store to import {source} into, found none, and "
+                "only what jaxinf exported says itself what store it is of; make the "
+                "store first: tx.init(params) with params of the same shapes"
+            )
         with show_progress(f"{source} to {store}") as progress:
-            if (store / "jaxinf.json").exists():
-                if self.csd_root:
-                    raise UsageError(f"{store} has its CSD roots; leave --csd-root out")
-                report = import_checkpoint(
-                    source,
-                    store,
-                    names=_pairs(self.name),
-                    ignored=self.ignore,
-                    step=self.step,
-                    memory_bytes=self.memory,
-                    progress=progress,
-                )
-            else:
-                self._check_new(source, store)
-                roots = [Path(root).expanduser().absolute() for root in self.csd_root]
+            if is_new:
                 report = import_export(
                     source,
                     store,
@@ -257,41 +233,28 @@ class Import:
                     memory_bytes=self.memory,
                     progress=progress,
                 )
+            else:
+                report = import_params(
+                    source,
+                    store,
+                    place=self.params,
+                    memory_bytes=self.memory,
+                    progress=progress,
+                )
         _print_report(store, report)
 
-    def _from_url(self, store: Path) -> None:
-        place = ObjectStore(self.source)
-        self._check_as_it_was()
-        if (store / "jaxinf.json").exists() or is_run(store):
+    def _from_url(self, url: str, store: Path, roots: list[Path], is_new: bool) -> None:
+        place = ObjectStore(url)
+        if not is_new:
             raise ExchangeError(
-                f"{store}: expected nothing there, as an export at a URL becomes a "
-                "store of its own, found one; give another path"
+                f"{store}: expected nothing there, as an export becomes a store of its "
+                "own, found one; give another path"
             )
         with show_progress(f"{place.where} to {store}") as progress:
             report = import_url(
-                self.source,
-                store,
-                csds=[Path(root).expanduser().absolute() for root in self.csd_root],
-                memory_bytes=self.memory,
-                progress=progress,
+                url, store, csds=roots, memory_bytes=self.memory, progress=progress
             )
         _print_report(store, report)
-
-    def _check_as_it_was(self) -> None:
-        if self.name or self.ignore or self.step is not None:
-            raise UsageError(
-                "a store that is made of an export is as it was; --name, --ignore and "
-                "--step are for a store that exists"
-            )
-
-    def _check_new(self, source: Path, store: Path) -> None:
-        if not is_own_export(source):
-            raise ExchangeError(
-                f"{store}: expected a store to import {source} into, found none, and "
-                "only what jaxinf exported says itself what store it is of; make the "
-                "store first: tx.init(params) with params of the same shapes"
-            )
-        self._check_as_it_was()
 
 
 @contextlib.contextmanager
@@ -317,23 +280,11 @@ def _step_of(store: Path, checkpoint: str | None) -> Iterator[StepFiles]:
         yield StepFiles(committed.path, committed.manifest)
 
 
-def _pairs(names: Sequence[str]) -> dict[str, str]:
-    pairs = {}
-    for text in names:
-        state, separator, place = text.partition("=")
-        if not separator:
-            raise UsageError(
-                f"--name {text}: expected STATE=PLACE, such as mu=opt_state/0/mu"
-            )
-        pairs[state] = place
-    return pairs
-
-
 def _print_report(store: Path, report: ImportReport) -> None:
     errors = make_console(sys.stderr)
     if report.fresh_states:
         errors.print(
-            f"note: the checkpoint has no {', '.join(report.fresh_states)}; the "
+            f"note: {', '.join(report.fresh_states)} keep their initial values; the "
             "optimizer begins anew"
         )
     if report.unused:

@@ -1,4 +1,4 @@
-"""Committed steps to and from other tools: Orbax checkpoints and safetensors files.
+"""Params from and to other tools, and whole steps from and to directories and URLs.
 
 Invariant: memory stays within a budget for leaves of any size, unless another tool's
   file has larger chunks; everything is checked before anything is written.
@@ -13,13 +13,12 @@ from jaxinf.exchange.huggingface_source import (
     read_config_file,
 )
 from jaxinf.exchange.object_store import ObjectStore, is_url
-from jaxinf.exchange.orbax_export import export_orbax
 from jaxinf.exchange.own_import import import_export, is_own_export
 from jaxinf.exchange.run_import import import_into_run
 from jaxinf.exchange.safetensors_export import export_safetensors
 from jaxinf.exchange.safetensors_writer import DEFAULT_FILE_BYTES
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
-from jaxinf.exchange.store_import import ImportReport, import_checkpoint
+from jaxinf.exchange.store_import import ImportReport, import_params
 from jaxinf.exchange.tokenizer_files import (
     keep_tokenizer,
     kept_tokenizer,
@@ -35,7 +34,7 @@ from jaxinf.exchange.url_export import (
     least_memory,
 )
 from jaxinf.exchange.url_import import import_url
-from jaxinf.exchange.url_manifest import check_exports, url_of_step
+from jaxinf.exchange.url_manifest import check_exports, export_url_at, url_of_step
 
 __all__ = [
     "DEFAULT_FILE_BYTES",
@@ -55,13 +54,13 @@ __all__ = [
     "copy_chunks",
     "export_adapters",
     "export_huggingface",
-    "export_orbax",
     "export_safetensors",
     "export_url",
+    "export_url_at",
     "files_beside",
-    "import_checkpoint",
     "import_export",
     "import_into_run",
+    "import_params",
     "import_url",
     "is_own_export",
     "is_url",

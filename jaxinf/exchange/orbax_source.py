@@ -121,7 +121,7 @@ def _find_item(path: Path) -> Path:
         raise ExchangeError(
             f"{path}: expected one pytree, found the items "
             f"{', '.join(sorted(item.name for item in items))}; give the directory of "
-            "the one that holds params and optimizer state"
+            "the one that holds the params"
         )
     steps = [entry.name for entry in _directories(path) if _items(entry)]
     remedy = (

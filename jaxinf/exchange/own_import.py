@@ -1,4 +1,4 @@
-"""Makes a new store from an export of jaxinf, bit for bit.
+"""Makes a new store from the directory of a checkpoint, bit for bit.
 
 Invariant: the new store has the exported manifest's leaves, states and kernels, and its
 commit record; only its id and its CSDs are new.
@@ -46,10 +46,10 @@ def import_export(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: ProgressCallback | None = None,
 ) -> ImportReport:
-    """Makes a new store from an `export_orbax` or `export_safetensors`; blocks.
+    """Makes a new store from a checkpoint of a store; blocks.
 
     Args:
-      source: the export.
+      source: the checkpoint's directory, or its copy.
       store: path of the new store; missing or an empty directory.
       csds: absolute CSD roots to spread it over; by default the store itself.
       memory_bytes: memory for data in transit.
@@ -59,7 +59,7 @@ def import_export(
       A report of the import.
 
     Raises:
-      ExchangeError: the export is damaged.
+      ExchangeError: the checkpoint is damaged, or its state is in int8.
       StoreFormatError: its manifest or its commit record is damaged, or something is
         in the store's place.
       StoreSpaceError: there is no room; nothing was written.
@@ -98,13 +98,19 @@ def make_of(
 def own_step(
     source: Path, *, memory_bytes: int, progress: ProgressCallback | None = None
 ) -> GivenStep:
-    """Returns the step of an `export_orbax` or `export_safetensors`, checked.
+    """Returns the step of a checkpoint's directory, checked.
 
     Raises:
-      ExchangeError, StoreFormatError: as `import_export`.
+      ExchangeError: its state is in int8; or as `import_export`.
+      StoreFormatError: as `import_export`.
     """
     exported = Manifest.read(source / "jaxinf.json")
     commit = CommitRecord.read(source / "commit.json")
+    if any(s.codec == "scale" for leaf in exported.leaves for s in leaf.states):
+        raise ExchangeError(
+            f"{source}: expected a checkpoint of state in fp32 or bf16, found int8; "
+            "export it instead: jaxinf checkpoint export STORE DEST --checkpoint NAME"
+        )
     wanted = _wanted(exported, read_source(source), source)
     commit.check_fits(source / "commit.json", exported)
 
@@ -114,7 +120,7 @@ def own_step(
         done_bytes = 0
         for (number, state), array in wanted.items():
             for start, values in array.blocks(memory_bytes // _COPIES):
-                writer.write(number, state, start, values)
+                writer.write_stored(number, state, start, values)
                 done_bytes += values.nbytes
                 if progress is not None:
                     progress(done_bytes, total_bytes)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.object_store import is_url
 from jaxinf.exchange.own_import import is_own_export, own_step
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES
 from jaxinf.exchange.url_import import url_step
+from jaxinf.exchange.url_manifest import export_url_at
 from jaxinf.store import Rebuilt, rebuild_members
 from jaxinf.typing import ProgressCallback
 
@@ -30,8 +30,8 @@ def import_into_run(
     """Makes lost members of a run again from an export, and brings all to its step.
 
     Args:
-      source: a URL of an `export_url`, or the directory of an `export_orbax` or
-        `export_safetensors` of a run whose state is in float32.
+      source: the URL or the directory of an `export_url`, or a copy of a checkpoint
+        whose state is in float32.
       run: the run's path, where all other members can be seen; it is closed.
       lost, csd_roots, may_discard: as for `jaxinf.store.rebuild_members`.
       memory_bytes: memory for data in transit.
@@ -42,8 +42,9 @@ def import_into_run(
       ValueError: too little memory, or a number or a root is wrong.
       StoreError, ProcessError: as `jaxinf.store.rebuild_members`.
     """
-    if is_url(source):
-        step = url_step(source, memory_bytes=memory_bytes, progress=progress)
+    url = export_url_at(source)
+    if url is not None:
+        step = url_step(url, memory_bytes=memory_bytes, progress=progress)
     elif is_own_export(Path(source)):
         step = own_step(Path(source), memory_bytes=memory_bytes, progress=progress)
     else:

@@ -5,7 +5,7 @@ Invariant: files are only read, one portion of an array at a time, and every chu
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from jaxinf.errors import ExchangeError
-from jaxinf.io import crc32c, crc32c_combine
 from jaxinf.layout import Portion, portions
 from jaxinf.store import (
     MASTER_PARAMS,
@@ -86,9 +85,6 @@ class StepFiles:
     average: bool = False
     record: CommitRecord | None = None
     places: tuple[Path, ...] = ()
-    _decoded_sums: dict[tuple[str, int], int] = field(
-        default_factory=dict, repr=False, compare=False
-    )
 
     @cached_property
     def commit(self) -> CommitRecord:
@@ -115,26 +111,6 @@ class StepFiles:
             places=self.places,
             memory_bytes=memory_bytes,
         )
-
-    def exported(self) -> tuple[Manifest, CommitRecord]:
-        """Returns manifest and commit record of the arrays as `stream` yielded them.
-
-        All arrays must have been read to their end.
-        """
-        sums = {
-            a.name: self.commit.checksums[a.name]
-            if not a.state.codec
-            else np.array(
-                [self._decoded_sums[a.name, n] for n in range(len(a.leaf.csds))],
-                np.uint32,
-            )
-            for a in self.arrays()
-        }
-        manifest = self.manifest.decoded
-        if self.places:
-            leaves = [replace(n, csds=(0,) * len(n.csds)) for n in manifest.leaves]
-            manifest = replace(manifest, leaves=tuple(leaves))
-        return manifest, replace(self.commit, checksums=sums, documents={})
 
     @property
     def num_bytes(self) -> int:
@@ -177,11 +153,6 @@ class StepFiles:
             for chunk, members in groupby(every, key=lambda portion: portion.chunk):
                 pieces = reader.pieces(array.leaf, array.state, [chunk])
                 runs = PieceRuns(pieces, array.dtype)
-                sums: list[tuple[int, int]] = []
                 for portion in members:
                     values = runs.take(portion.num_elements)
-                    if array.state.codec:
-                        sums.append((crc32c(values), values.nbytes))
                     yield portion, values.reshape(portion.extent)
-                if array.state.codec:
-                    self._decoded_sums[array.name, chunk] = crc32c_combine(sums)

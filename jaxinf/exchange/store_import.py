@@ -1,26 +1,22 @@
-"""Imports another tool's checkpoint into a store made by `tx.init`, as one commit.
+"""Imports params into a store made by `tx.init`, as one commit.
 
 Invariant: everything is checked before the first byte is written; until the commit, the
 store's own step stays the committed one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from jaxinf.errors import ExchangeError, StoreMismatchError
-from jaxinf.exchange.matching import Match, MatchOptions, match
 from jaxinf.exchange.orbax_source import is_orbax, read_orbax
 from jaxinf.exchange.safetensors_source import is_safetensors, read_safetensors
 from jaxinf.exchange.sources import SourceArray
-from jaxinf.exchange.step_files import (
-    DEFAULT_MEMORY_BYTES,
-    StepFiles,
-    StoredArray,
-)
+from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles, StoredArray
 from jaxinf.store import (
+    MASTER_PARAMS,
     ChunkWriter,
     CommitRecord,
     Manifest,
@@ -31,13 +27,17 @@ from jaxinf.store import (
     hold_store,
     other_slot,
 )
+from jaxinf.store.names import encode_key
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["ImportReport", "import_checkpoint", "read_source"]
+__all__ = ["ImportReport", "import_params", "read_source"]
 
 # Copies of a block: as read, decoded, cast, and laid out for a chunk.
 _COPIES = 4
 _CHECKED_ELEMENTS = 1 << 20
+_MAX_LINES = 40
+# Dtypes of arrays that a master params dtype represents exactly.
+_EXACT = {"float32": ("float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class ImportReport:
     Attributes:
       step: the committed step.
       num_arrays: number of imported arrays.
-      fresh_states: states that the checkpoint lacks; they keep their initial values.
-      unused: arrays of the checkpoint that were not used.
+      fresh_states: states that keep their initial values.
+      unused: arrays of the source that were not used.
     """
 
     step: int
@@ -74,29 +74,25 @@ def read_source(path: Path) -> dict[str, SourceArray]:
     )
 
 
-def import_checkpoint(
+def import_params(
     source: Path,
     store: Path,
     *,
-    names: Mapping[str, str] | None = None,
-    ignored: Sequence[str] = (),
-    step: int | None = None,
+    place: str = "",
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: ProgressCallback | None = None,
 ) -> ImportReport:
-    """Imports a checkpoint of params and optax state into a new store; blocks.
+    """Imports params into a new store, which stays at step 0; blocks.
 
-    First make the store by ``tx.init(params)`` with the optimizer and with params of
-    the right shapes, and close it. Arrays are found by name. If the checkpoint has no
-    optimizer state at all, the store's keeps its initial values.
+    First make the store by ``tx.init(params)`` with params of the right shapes, and
+    close it. A leaf's array has the leaf's path as its name, keys joined by ``.`` or
+    ``/``. The optimizer's state keeps its initial values.
 
     Args:
       source: an Orbax checkpoint, a safetensors file or a directory of such files.
       store: a closed store at step 0.
-      names: state → place of its arrays in the checkpoint, keys joined by ``/``, if
-        names are ambiguous.
-      ignored: names, or beginnings of names, of arrays to ignore.
-      step: the step to commit; by default the checkpoint's own step or count.
+      place: name of the tree in the source that is the params, such as ``params``; by
+        default all of it.
       memory_bytes: memory for data in transit. In any case one chunk of the checkpoint
         is in memory, and Orbax may have saved a leaf as a single chunk.
       progress: called with the bytes of elements done and those in all.
@@ -105,44 +101,66 @@ def import_checkpoint(
       A report of the import.
 
     Raises:
-      ExchangeError: the checkpoint cannot be read, or does not fit; lists every doubt.
-      ValueError: an option has an unknown name, or the step is negative.
+      ExchangeError: the source cannot be read, or lacks a leaf, or has it in another
+        shape or dtype; names every leaf.
       StoreMismatchError: the store has been trained already.
       StoreLockedError: a live process has the store open.
       StoreError: the store is missing or damaged, or a drive failed.
     """
-    if step is not None and step < 0:
-        raise ValueError(f"step={step}: expected a step of at least 0")
     with hold_store(store) as directory:
         finish_rebalance(directory)
-        _check_codecs(store, directory.manifest)
         slot, commit = _untrained(directory)
         found = read_source(source)
-        options = MatchOptions(names or {}, ignored, step)
-        wanted = directory.manifest.decoded
-        plan = match(wanted, commit, found, options, where=str(source))
-        _check_fresh(directory, slot, plan)
+        wanted = _wanted(directory.manifest, found, place, source)
+        fresh = directory.manifest.decoded.state_names[1:]
+        _check_fresh(directory, slot)
         spare = other_slot(slot)
-        writer = _write(directory, spare, plan, memory_bytes, progress)
+        writer = _write(directory, spare, wanted, memory_bytes, progress)
         record = CommitRecord(
-            step=plan.step,
-            scalar_state=plan.scalars,
+            step=0,
+            scalar_state=commit.scalar_state,
             checksums=writer.checksums(kept=commit.checksums),
             documents=commit.documents,
         )
         directory.publish(spare, record)
-    return ImportReport(plan.step, len(plan.arrays), plan.fresh_states, plan.unused)
+    used = {array.name for array in wanted}
+    unused = tuple(name for name in found if name not in used)
+    return ImportReport(0, len(wanted), fresh, unused)
 
 
-def _check_codecs(store: Path, manifest: Manifest) -> None:
-    """Refuses codecs with blocks, since a box of an array may cut them."""
-    codecs = {state.codec for leaf in manifest.leaves for state in leaf.states[1:]}
-    if codecs - {"", "remainder"}:
+def _wanted(
+    manifest: Manifest, found: Mapping[str, SourceArray], place: str, source: Path
+) -> list[SourceArray]:
+    """Returns the array of each leaf.
+
+    Raises:
+      ExchangeError: arrays are missing, or of another shape or dtype.
+    """
+    within = place.strip("/.").replace("/", ".")
+    wanted, problems = [], []
+    for leaf in manifest.leaves:
+        keys = [within, *map(encode_key, leaf.path)]
+        name = ".".join(key for key in keys if key)
+        array, dtype = found.get(name), leaf.slots[0].dtype
+        if array is None:
+            problems.append(f"{name or 'the params'}: missing")
+        elif array.shape != leaf.shape:
+            problems.append(f"{name}: {array.shape}, in the store {leaf.shape}")
+        elif array.dtype.name not in _EXACT.get(dtype, (dtype,)):
+            problems.append(f"{name}: {array.dtype}, in the store {dtype}")
+        else:
+            wanted.append(array)
+    if problems:
+        more = len(problems) - _MAX_LINES
+        shown = problems[:_MAX_LINES] + ([f"and {more} more"] if more > 0 else [])
         raise ExchangeError(
-            f"{store}: expected a store of fp32 state to import into, found it in "
-            'fewer bits; make the store with state="fp32", import, and make one of '
-            'fewer bits from it ("jaxinf store convert STORE NEW --state int8")'
+            f"{source}: expected every leaf of the store by its name, found:\n  - "
+            + "\n  - ".join(shown)
+            + f"\nIt has {', '.join(list(found)[:8])}, …. Nothing was written. Give "
+            "the name of the params' tree in it (--params NAME), or make the store "
+            "with params of these names and shapes"
         )
+    return wanted
 
 
 def _untrained(directory: StoreDirectory) -> tuple[Slot, CommitRecord]:
@@ -161,18 +179,16 @@ def _untrained(directory: StoreDirectory) -> tuple[Slot, CommitRecord]:
     return slot, commit
 
 
-def _check_fresh(directory: StoreDirectory, slot: Slot, plan: Match) -> None:
+def _check_fresh(directory: StoreDirectory, slot: Slot) -> None:
     """Refuses to keep a state that `init` computed from params now replaced."""
     files = StepFiles(directory.step_path(slot), directory.manifest)
     for array in files.arrays():
-        if array.state.name not in plan.fresh_states:
-            continue
-        if not _is_constant(files, array):
+        if array.state.name != MASTER_PARAMS and not _is_constant(files, array):
             raise ExchangeError(
                 f"{directory.path}: {array.state.name} of {array.leaf.name} begins "
                 "with other values than zeros or a constant, so init computed it from "
-                "the params, and the checkpoint has none; restore the params yourself "
-                "and give them to tx.init on a new store"
+                "the params; restore the params yourself and give them to tx.init on "
+                "a new store"
             )
 
 
@@ -190,7 +206,7 @@ def _is_constant(files: StepFiles, array: StoredArray) -> bool:
 def _write(
     directory: StoreDirectory,
     slot: Slot,
-    plan: Match,
+    wanted: list[SourceArray],
     memory_bytes: int,
     progress: ProgressCallback | None,
 ) -> ChunkWriter:
@@ -198,19 +214,19 @@ def _write(
     directory.unpublish(slot)
     committed = other_slot(slot)
     writer = ChunkWriter(directory, slot)
-    total_bytes = sum(array.num_bytes for array in plan.arrays.values())
+    total_bytes = sum(array.num_bytes for array in wanted)
     done_bytes = 0
-    for (number, name), array in plan.arrays.items():
-        state = directory.manifest.leaves[number].state(name)
-        dtype = dtype_of(state.decoded().dtype)
+    for number, array in enumerate(wanted):
+        dtype = dtype_of(directory.manifest.leaves[number].slots[0].dtype)
         for start, values in array.blocks(memory_bytes // _COPIES):
-            writer.write(number, name, start, values.astype(dtype, copy=False))
+            values = values.astype(dtype, copy=False)
+            writer.write(number, MASTER_PARAMS, start, values)
             done_bytes += values.nbytes
             if progress is not None:
                 progress(done_bytes, total_bytes)
     for number, leaf in enumerate(directory.manifest.leaves):
         for state in leaf.states:
-            if state.name in plan.fresh_states:
+            if state.slot != MASTER_PARAMS:
                 for chunk in range(len(directory.chunks[number])):
                     directory.link_chunk(committed, slot, number, chunk, state.name)
     directory.sync()

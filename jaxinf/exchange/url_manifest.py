@@ -8,10 +8,11 @@ Invariant: `MANIFEST` is written when every other object has been read back, so 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jaxinf.errors import ExchangeError, StoreFormatError
-from jaxinf.exchange.object_store import ObjectStore
+from jaxinf.exchange.object_store import ObjectStore, is_url
 from jaxinf.exchange.schemas import EXPORT
 from jaxinf.schema import SchemaError, parse_json, shown
 from jaxinf.store import check_seal, seal
@@ -21,6 +22,7 @@ __all__ = [
     "MANIFEST",
     "ExportManifest",
     "check_exports",
+    "export_url_at",
     "url_of_step",
 ]
 
@@ -36,6 +38,14 @@ _PLACE = {"format": "jaxinf exports", "format_version": _VERSION}
 _WHAT = "the manifest of an export"
 _ROOT = "exports.json"
 _REMEDY = "export to this URL again, or remove what is there"
+
+
+def export_url_at(place: str) -> str | None:
+    """Returns the URL of an export, given as such or as its directory, else None."""
+    if is_url(place):
+        return place
+    directory = Path(place).expanduser().absolute()
+    return f"file://{directory}" if (directory / MANIFEST).is_file() else None
 
 
 @dataclass(frozen=True)

@@ -160,9 +160,9 @@ def _update_function(wrapped: Wrapped) -> Any:
             raise TypeError(
                 "update: expected the SmartUpdateState that init gives, found "
                 f"{type(state).__name__}; make it with state = tx.init(params). State "
-                "of plain optax, such as a checkpoint of before the change, is "
-                'brought into a store by "jaxinf checkpoint import '
-                f'{wrapped.store.path} CHECKPOINT" (docs/checkpoints.md)'
+                "of plain optax, such as a checkpoint of before the change, does not "
+                "fit: restore its params and begin anew with tx.init(params) "
+                "(docs/checkpoints.md)"
             )
         _refuse_outer()
         check_device_configuration()

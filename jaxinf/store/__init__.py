@@ -55,7 +55,7 @@ from jaxinf.store.directory import (
 from jaxinf.store.division import is_divided_for
 from jaxinf.store.documents import check_seal, read_foreign, seal, write_document
 from jaxinf.store.earlier import read_spare, restore_spare, verify_spare
-from jaxinf.store.key_paths import encode_path, path_keys
+from jaxinf.store.key_paths import encode_path
 from jaxinf.store.links import can_link
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.making import (
@@ -215,7 +215,6 @@ __all__ = [
     "num_processes",
     "open_array",
     "other_slot",
-    "path_keys",
     "pinned_step",
     "plan_damages",
     "plans_folder",

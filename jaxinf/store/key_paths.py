@@ -10,7 +10,7 @@ another library's text. docs/format.md, "Paths in the optimizer's state", define
 from jaxinf.store.names import encode_key
 from jaxinf.typing import KeyPath
 
-__all__ = ["encode_path", "path_keys"]
+__all__ = ["encode_path"]
 
 _MARKS = ".#="
 
@@ -29,10 +29,3 @@ def _encode(kind: str, value: object) -> str:
         return "=" + encode_key(str(value))
     text = encode_key(value)
     return f"%{ord(text[0]):02X}{text[1:]}" if text[0] in _MARKS else text
-
-
-def path_keys(path: str) -> tuple[str, ...]:
-    """Returns the keys of a path, still encoded, without the marks of their kinds."""
-    if not path:
-        return ()
-    return tuple(key[1:] if key[:1] in ".#=" else key for key in path.split("/"))

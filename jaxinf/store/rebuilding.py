@@ -203,8 +203,7 @@ def _check_run(held: Manifest, step: GivenStep) -> None:
         found = f"another leaf {differing[0]}" if differing else "others"
         raise StoreMismatchError(
             f"{step.where}: expected the leaves, state and optimizer of the run, found "
-            f"{found}. An export in a directory has state of fewer bits as float32; "
-            "one at a URL, such as file:///exports/6, has it as it is"
+            f"{found}; give an export of this run"
         )
 
 

@@ -10,9 +10,9 @@ from jaxinf.engine import convert_store
 from jaxinf.errors import StoreCorruptError
 from jaxinf.exchange import (
     StepFiles,
-    export_orbax,
     export_safetensors,
-    import_checkpoint,
+    export_url,
+    import_params,
 )
 from jaxinf.store import StepReader, StoreDirectory, Verifier, snapshot
 
@@ -55,14 +55,17 @@ def convert(driver, leaf, state):
     convert_store(driver.store.path, driver.store.path.with_name("new"), "int8")
 
 
-def to_orbax(driver, leaf, state, export=export_orbax):
+def export(driver, leaf, state):
     files = driver.opened.directory
     with snapshot(files) as path:
-        export(StepFiles(path, files.manifest), files.path.with_name("new"))
+        url = f"file://{files.path.with_name('out')}"
+        export_url(StepFiles(path, files.manifest), url)
 
 
 def to_safetensors(driver, leaf, state):
-    to_orbax(driver, leaf, state, export_safetensors)
+    files = driver.opened.directory
+    with snapshot(files) as path:
+        export_safetensors(StepFiles(path, files.manifest), files.path.with_name("new"))
 
 
 def imports(driver, leaf, state):
@@ -71,11 +74,11 @@ def imports(driver, leaf, state):
     source = driver.store.path.with_name("model.safetensors")
     arrays = {name: p.astype(np.float32) for name, p in driver.initial.items()}
     safetensors.numpy.save_file(arrays, source)
-    import_checkpoint(source, driver.store.path, step=1)
+    import_params(source, driver.store.path)
 
 
-ALL = [read, read_raw, inspect, verify, convert, to_orbax, to_safetensors]
-CASES = [("params", use) for use in [*ALL, params, bind]]
+ALL = [read, read_raw, inspect, verify, convert, export]
+CASES = [("params", use) for use in [*ALL, to_safetensors, params, bind]]
 CASES += [("trace", use) for use in [*ALL, imports]]
 
 
@@ -98,4 +101,5 @@ def test_a_flipped_bit_is_refused(drive, capsys, place, state, use, leaf, where)
     assert f"leaf {leaf}, {state}, chunk 0 of" in said
     assert "expected CRC-32C" in said
     assert not (place / "new" / "jaxinf.json").exists()
+    assert not (place / "out" / "export.json").exists()
     assert StoreDirectory.open(place / "store").read_commit().step == 0

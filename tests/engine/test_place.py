@@ -4,9 +4,8 @@ import pytest
 
 from jaxinf.engine import convert_store
 from jaxinf.errors import StaleStateError
-from jaxinf.exchange import export_orbax, import_export
-from jaxinf.exchange.step_files import StepFiles
-from jaxinf.store import StoreDirectory, snapshot
+from jaxinf.exchange import import_export
+from jaxinf.store import StoreDirectory, save_checkpoint
 from jaxinf.store.space import check_free_space
 
 
@@ -29,9 +28,8 @@ def test_room_is_asked_for_once(drive, place, asked):
     convert_store(place / "store", place / "converted", "bf16")
     assert len(asked) == 2
     held = StoreDirectory.open(place / "store")
-    with snapshot(held) as path:
-        export_orbax(StepFiles(path, held.manifest), place / "export")
-    import_export(place / "export", place / "imported")
+    save_checkpoint(held, "kept")
+    import_export(place / "store/checkpoints/kept", place / "imported")
     assert len(asked) == 3
 
 

@@ -38,16 +38,15 @@ def command(*words):
 @pytest.mark.parametrize(
     ("form", "num_csds"),
     family(
-        [("zarr", 0), ("zarr", 2), ("orbax", 0), ("safetensors", 2)],
-        short=[("zarr", 2)],
+        [("url", 0), ("url", 2), ("directory", 0), ("directory", 2)],
+        short=[("url", 2)],
     ),
 )
 def test_others_at_the_step_stay_as_they_are(place, form, num_csds, capsys):
-    mu = {} if form == "zarr" else {"mu": PLAIN}
-    path, roots = make_run(place, num_csds, **mu)
+    path, roots = make_run(place, num_csds)
     expected = {name: contents(path, name) for name in (None, "now")}
-    export = f"file://{place}/export" if form == "zarr" else place / "export"
-    assert command("checkpoint", "export", path, export, "--format", form) == 0
+    export = f"file://{place}/export" if form == "url" else place / "export"
+    assert command("checkpoint", "export", path, export) == 0
     lose(path)
     before = files_of(find_members(path))
     assert command("verify", path) == 2
@@ -105,9 +104,9 @@ def test_others_that_are_further_go_to_the_step(place, others, num_csds, capsys)
 
 @pytest.mark.long
 def test_a_run_that_lost_nothing_goes_to_an_export(place):
-    path, _ = make_run(place, mu=PLAIN)
+    path, _ = make_run(place)
     export, expected = place / "export", contents(path)
-    assert command("checkpoint", "export", path, export, "--format", "safetensors") == 0
+    assert command("checkpoint", "export", path, export) == 0
     words = ("checkpoint", "restore", path)
     assert command(*words, "kept", "--discard-current") == 0
     for one in find_members(path):
@@ -133,9 +132,8 @@ def test_a_kept_step_takes_the_place_of_a_slot_with_lost_files(place):
 @pytest.mark.long
 def test_refusals(place, capsys):
     path, _ = make_run(place)
-    url, folder = f"file://{place}/export", place / "folder"
+    url = f"file://{place}/export"
     assert command("checkpoint", "export", path, url) == 0
-    assert command("checkpoint", "export", path, folder) == 0
 
     def refused(text, *words, status=1):
         before = files_of(find_members(path))
@@ -148,7 +146,6 @@ def test_refusals(place, capsys):
     lose(path)
     lost = ("--process", 1)
     refused("--process N)", path, "kept")
-    refused("one at a URL", path, folder, *lost)
     refused("expected an export of jaxinf", path, f"{place}/none", *lost)
     refused("expected export.json", path, f"file://{place}/none", *lost)
     refused("expected the numbers of lost members", path, url, *lost, "--process", 7)

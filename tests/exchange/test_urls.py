@@ -193,8 +193,8 @@ def test_commands(make_step, place, capsys):
     store = step.path.parent
     url = f"file://{place}/out"
     words = ["checkpoint", "export", str(store), url]
-    assert main([*words, "--format", "orbax"]) == 2
-    assert "expected zarr for a URL" in capsys.readouterr().err
+    assert main([*words, "--format", "safetensors"]) == 2
+    assert "takes --format zarr" in capsys.readouterr().err
     assert main([*words, "--average"]) == 2
     (store / "stream").mkdir()
     plan = {"version": 1, "fingerprint": "f", "cuts": [0]}
@@ -202,7 +202,7 @@ def test_commands(make_step, place, capsys):
     assert main([*words, "--memory", "2MiB", "--bandwidth", "1GiB"]) == 0
     assert f"{url}: step 7, " in capsys.readouterr().out
     words = ["checkpoint", "import", str(place / "made"), url]
-    assert main([*words, "--step", "3"]) == 2
+    assert main([*words, "--params", "model"]) == 2
     assert main(words) == 0
     assert main(words) == 1
     assert "expected nothing there" in capsys.readouterr().err

@@ -342,14 +342,11 @@ def test_other_tools_read_it(place, capsys):
     with ocp.StandardCheckpointer() as reader:
         held = reader.restore(path / "current")
     np.testing.assert_array_equal(held["average"]["w"], average["w"])
-    tensors, orbax = place / "tensors", place / "orbax"
+    tensors = place / "tensors"
     export = ["checkpoint", "export", str(path)]
     words = [str(tensors), "--average", "--format", "safetensors"]
     assert not main([*export, *words])
     assert_equal(safetensors.numpy.load_file(tensors / "model.safetensors"), average)
-    assert not main([*export, str(orbax), "--average"])
-    with ocp.StandardCheckpointer() as reader:
-        assert_equal(reader.restore(orbax), {"params": average})
     capsys.readouterr()
     assert not main(["inspect", str(path), "--json"])
     assert "average" in json.dumps(json.loads(capsys.readouterr().out))

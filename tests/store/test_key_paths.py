@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinf import compat
-from jaxinf.store import encode_path, path_keys
+from jaxinf.store import encode_path
 
 NAMES = st.text(st.characters(blacklist_categories=("Cs",)), max_size=6)
 
@@ -72,8 +72,3 @@ def test_what_optimizers_have():
 )
 def test_spelling(keys, path):
     assert encode_path(keys) == path
-
-
-def test_keys_without_their_kinds():
-    assert path_keys("#0/.hyperparams/a%2Fb") == ("0", "hyperparams", "a%2Fb")
-    assert path_keys("") == ()

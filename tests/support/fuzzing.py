@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from jaxinf.cli import main
 from jaxinf.errors import JaxinfError
-from jaxinf.exchange import StepFiles, export_orbax
 from jaxinf.exchange.own_import import import_export
 from jaxinf.exchange.store_import import read_source
 from jaxinf.store import (
@@ -30,6 +29,8 @@ from jaxinf.store import (
     Verifier,
     finish_rebalance,
     list_checkpoints,
+    remove_checkpoint,
+    save_checkpoint,
     seal,
 )
 
@@ -122,10 +123,13 @@ class Victim:
         (self.outside / "precious").write_bytes(b"precious")
         shutil.copytree(golden("store"), place / "store", symlinks=True)
         directory = StoreDirectory.open(place / "store")
+        save_checkpoint(directory, "export")
+        shutil.copytree(
+            place / "store/checkpoints/export", place / "export", symlinks=True
+        )
+        remove_checkpoint(directory, "export")
         self._add_journal(directory)
         (place / "store/lock").write_text('{"pid": 1, "host": "h", "command": ["c"]}')
-        files = StepFiles(place / "store/slots/b", directory.manifest)
-        export_orbax(files, place / "export")
         self._add_tensors(place / "tensors")
         self.whole = {name: (place / name).read_bytes() for name in DOCUMENTS}
         self.kept = self._contents()

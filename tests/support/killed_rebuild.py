@@ -52,7 +52,6 @@ def main(place, num_kills):
         name, export = ("now", "kept")[number % 2], folder / "export"
         expected = contents(path, name)
         words = ["checkpoint", "export", path, export, "--checkpoint", name]
-        words += ["--format", "safetensors"]
         assert jaxinf(list(map(str, words))) == 0
         if number % 4 == 3:  # the others have the step from the export alone
             for one in find_members(path):
