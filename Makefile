@@ -27,6 +27,11 @@ $(VENV)/made:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
+# A first run needs no more: it compiles the kernel that it uses, and what it imports.
+$(VENV)/package: $(SOURCES) $(VENV)/made
+	CXX=none $(BIN)/python -m pip install --quiet --no-compile '.[report]'
+	@touch $@
+
 # The dependencies change seldom and take minutes; the package itself takes seconds.
 $(VENV)/dependencies: pyproject.toml $(VENV)/made
 	$(BIN)/python -m pip install --quiet --upgrade '.[test]'
@@ -38,9 +43,9 @@ $(VENV)/installed: $(SOURCES) $(VENV)/dependencies
 	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall .
 	@touch $@
 
-train: $(VENV)/installed  ## train a small GPT-2 on source code, its state on the drive
+train: $(if $(wildcard $(VENV)/installed),$(VENV)/installed,$(VENV)/package)  ## train a small GPT-2 on source code, its state on the drive
 	$(BIN)/python -m jaxinf.train --store runs/quickstart/store \
-	  --log-dir runs/quickstart $(if $(STEPS),--steps $(STEPS))
+	  --log-dir runs/quickstart --steps $(or $(STEPS),500)
 
 big: $(VENV)/installed  ## GPT-2 XL under a limit of 1.5 GiB: trained, killed, resumed (44 GB)
 	$(BIN)/python scripts/big.py --store runs/big

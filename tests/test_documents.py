@@ -323,7 +323,8 @@ def run_command(words):
         case ["jaxinf", *rest]:
             assert jaxinf_main(rest) == 0, words
         case ["make", target]:
-            made = ["make", "-n", "-o", ".venv/installed", target]
+            built = ["-o", ".venv/package", "-o", ".venv/installed"]
+            made = ["make", "-n", *built, target]
             own = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
             done = subprocess.run(
                 made, cwd=ROOT, env=own, capture_output=True, text=True, check=True

@@ -34,8 +34,10 @@ from jaxinf.command_line import ByteSize, UsageError, parse
 from jaxinf.errors import JaxinfError
 from jaxinf.exchange import DEFAULT_MEMORY_BYTES
 from jaxinf.terminal import make_console, printable
+from jaxinf.train.__main__ import main as train
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.forecast import RunPlan
+from jaxinf.train.help import check_names
 from jaxinf.train.limits import Fit, LossyFlag
 from jaxinf.train.loop import fit_run, plan_processes, plan_run
 from jaxinf.train.progress import Say, planning
@@ -50,6 +52,7 @@ __all__ = [
     "Plan",
     "Report",
     "Store",
+    "Train",
     "Verify",
     "main",
 ]
@@ -166,6 +169,11 @@ class Doctor:
             machine_file=self.machine,
         )
         return _SUCCESS if usable else _FAILURE
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model: python -m jaxinf.train, whose --help shows its flags."""
 
 
 @dataclass(frozen=True)
@@ -419,7 +427,8 @@ class Checkpoint:
 
 
 COMMANDS: Any = (
-    Annotated[Inspect, tyro.conf.subcommand("inspect")]
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Checkpoint, tyro.conf.subcommand("checkpoint")]
     | Annotated[Store, tyro.conf.subcommand("store")]
@@ -449,6 +458,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words == ["--version"]:
         print(f"jaxinf {version('jaxinf')}")
         return _SUCCESS
+    if words[:1] == ["train"]:
+        return train(words[1:])
+    try:
+        check_names(words if words[:1] == ["plan"] else ())
+    except UsageError as error:
+        return _report(error, _USAGE)
     command = parse(
         COMMANDS,
         words or ["--help"],

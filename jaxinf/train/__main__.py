@@ -16,12 +16,11 @@ from jaxinf.command_line import UsageError, parse
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import printable
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.help import PROGRAM, check_names, help_of
 from jaxinf.train.loop import train
 from jaxinf.train.run_file import read_run
 
 __all__ = ["main"]
-
-_PROGRAM = "python -m jaxinf.train"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: the command line; by default that of the process.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if text := help_of(words):
+        print(text, end="")
+        return 0
     try:
+        check_names(words)
         config = _config(words)
     except UsageError as error:
         return _fail(2, error)
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # keeps the exception, which becomes the message here.
     logging.getLogger(compat.CALLBACK_LOGGER).setLevel(logging.CRITICAL)
     try:
-        command = shlex.join([*_PROGRAM.split(), *words_to_resume(words)])
+        command = shlex.join([*PROGRAM.split(), *words_to_resume(words)])
         return train(config, command=command)
     except UsageError as error:
         return _fail(2, error)
@@ -55,11 +58,11 @@ def _config(words: Sequence[str]) -> TrainConfig:
     Raises:
       UsageError: the file of --config cannot be read, or asks for what no run has.
     """
-    config: TrainConfig = parse(TrainConfig, words, prog=_PROGRAM)
+    config: TrainConfig = parse(TrainConfig, words, prog=PROGRAM)
     if config.run_file is None:
         return config
     held = read_run(config.run_file, given=config)
-    return parse(TrainConfig, words, prog=_PROGRAM, default=held)
+    return parse(TrainConfig, words, prog=PROGRAM, default=held)
 
 
 def words_to_resume(words: Sequence[str]) -> list[str]:

@@ -411,6 +411,7 @@ class _Run:
     def _compile(self) -> TrainStep:
         """Compiles before the first step, so that its time is like the others'."""
         started_s = time.monotonic()
+        self._console.print("compiling …")
         compiled = self._backend.compile_step(
             self._graphdef,
             self.params,

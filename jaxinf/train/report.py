@@ -5,6 +5,10 @@ Invariant: they name things the user can act on: paths, sizes, commands.
 
 import os
 import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from jaxinf_models import num_params
@@ -16,7 +20,8 @@ from jaxinf.train.backend import Backend
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, TextEntropy
-from jaxinf.train.on_store import KeptInStore, OnStore
+from jaxinf.train.metrics import read_lines
+from jaxinf.train.on_store import KeptInStore
 from jaxinf.train.prediction import Prediction
 from jaxinf.train.schedules import (
     num_warmup_steps,
@@ -33,6 +38,9 @@ __all__ = [
     "say_results",
     "say_stopped",
 ]
+
+_WIDTH = 48
+_LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def say_config(console: Console, config: TrainConfig, data: TrainingData) -> None:
@@ -61,7 +69,7 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
 
 
 def _rate_line(config: TrainConfig) -> str:
-    """Describes the optimizer; says where fine-tuning has other defaults."""
+    """Describes the optimizer; says that fine-tuning has other defaults."""
     decay, num_warmup = weight_decay(config), num_warmup_steps(config)
     line = f"{config.optimizer}, learning rate {peak_learning_rate(config):g}, "
     line += f"{config.schedule} after {num_warmup} steps of warm-up"
@@ -70,9 +78,9 @@ def _rate_line(config: TrainConfig) -> str:
     given = (config.learning_rate, config.warmup_steps)
     if decay is not None:
         given += (config.weight_decay,)
-    if config.source is None or None not in given:
+    if config.source is None or given.count(None) < len(given):
         return line
-    return f"{line} (defaults for fine-tuning, without flags)"
+    return f"{line} (defaults for fine-tuning)"
 
 
 def _compression_line(config: TrainConfig) -> str:
@@ -103,22 +111,75 @@ def say_results(
     console: Console, config: TrainConfig, backend: Backend, prediction: Prediction
 ) -> None:
     """Prints the paths of the results, and what was predicted and found."""
-    if isinstance(backend, KeptInStore):
-        path = backend.store.path
-        console.print(
-            f"store   {path}: step {backend.store.step}, "
-            f"{format_bytes(_store_bytes(backend.store))} on disk\n"
-            f"        look inside with: jaxinf inspect {shlex.quote(str(path))}"
-        )
     if isinstance(backend, Streamed):
         console.print("\n".join(backend.summary()))
-    if isinstance(backend, OnStore):
-        console.print(
-            f"buffers at most {format_bytes(backend.store.peak_memory_bytes)} of "
-            f"{format_bytes(config.buffer_bytes)} for the state on its way"
-        )
-    console.print(f"logs    {config.logs / 'metrics.jsonl'}")
     console.print("\n".join(prediction.lines()), markup=False, highlight=False)
+    console.print(_picture(config.logs / "metrics.jsonl"))
+    jaxinf, logs = _program("jaxinf"), _near(config.logs)
+    if isinstance(backend, KeptInStore):
+        path = backend.store.path
+        array = min(path.glob("current/*/zarr.json")).parent.name
+        url = f"{path.as_uri()}/current/{array}/|zarr3:"
+        opened = f"ts.open('{url}').result()"
+        code = f"import tensorstore as ts; print({opened}.read().result())"
+        console.print(
+            f"store   {path}: step {backend.store.step}, "
+            f"{format_bytes(_store_bytes(backend.store))} on disk; to look inside:\n"
+            f"  {jaxinf} inspect {_near(path)}\n"
+            f'  {_program(Path(sys.executable).name)} -c "{code}"'
+        )
+    console.print(
+        f"logs    {config.logs / 'metrics.jsonl'}; to make a page of them:\n"
+        f"  {jaxinf} report {logs}"
+    )
+
+
+def _picture(metrics: Path) -> str:
+    """Draws the losses of a run, and the bytes that it moved, from its metrics."""
+    lines = [*read_lines(metrics)]
+    losses = [line["loss"] for line in lines if line["loss"] is not None]
+    drawn = []
+    if losses:
+        drawn.append(f"loss    {losses[0]:.3f} {_curve(losses)} {losses[-1]:.3f}")
+    moved = {
+        what: sum(line[name] or 0 for line in lines)
+        for what, name in (
+            ("read from drives", "drive_read_bytes"),
+            ("written to drives", "drive_write_bytes"),
+            ("sent to the CSDs", "link_down_bytes"),
+            ("sent back by them", "link_up_bytes"),
+        )
+    }
+    most = max(moved.values())
+    for what, num_bytes in moved.items():
+        if num_bytes:
+            bar = "█" * max(1, round(_WIDTH / 2 * num_bytes / most))
+            title = "" if len(drawn) > 1 else "moved"
+            drawn.append(f"{title:8}{what:18} {bar} {format_bytes(num_bytes)}")
+    return "\n".join(drawn)
+
+
+def _curve(values: Sequence[float]) -> str:
+    """Draws values in a line, as means of parts of equal length."""
+    count = min(len(values), _WIDTH)
+    ends = [len(values) * n // count for n in range(count + 1)]
+    parts = [values[a:b] for a, b in pairwise(ends)]
+    means = [sum(part) / len(part) for part in parts]
+    least = min(means)
+    scale = (len(_LEVELS) - 1) / ((max(means) - least) or 1)
+    return "".join(_LEVELS[round((mean - least) * scale)] for mean in means)
+
+
+def _program(name: str) -> str:
+    """Returns what starts a program that is installed beside this Python."""
+    path = Path(sys.executable).with_name(name)
+    return name if shutil.which(name) == str(path) else _near(path)
+
+
+def _near(path: Path) -> str:
+    """Returns a path as a word of a shell, from here if it is below."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if here in path.parents else path))
 
 
 def say_stopped(console: Console, config: TrainConfig, step: int, command: str) -> None:

@@ -1,0 +1,141 @@
+"""The trainer's help: its flags in groups, and what other programs' names are here.
+
+Invariant: each flag is in a group.
+"""
+
+import argparse
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+
+from jaxinf.command_line import UsageError
+from jaxinf.train.config import TrainConfig
+
+__all__ = ["PROGRAM", "check_names", "help_of", "make_parser"]
+
+PROGRAM = "python -m jaxinf.train"
+
+_COMMON = (
+    "data tokenizer model preset from steps batch-size seq-len learning-rate store "
+    "mode memory"
+).split()
+
+_GROUPS = {
+    "run": "config write-config dry-run machine store steps seed mode nonfinite dtype",
+    "data": "data validation validation-fraction tokenizer text-field loss-on "
+    "mask-rate num-labels batch-size seq-len",
+    "model": "model preset model-config from task freeze lora param-dtype",
+    "optimizer": "optimizer optimizer-args learning-rate weight-decay momentum "
+    "schedule warmup-steps clip-norm compress ema eval-average reference",
+    "memory and drives": "memory device-memory csd-root csd state master verify "
+    "state-tier resident policy activations micro-batches order device-updates replan "
+    "deterministic endurance-tbw",
+    "commits and checkpoints": "durability checkpoint-every keep-last keep-every "
+    "keep-best restore export-every export-to export-bandwidth",
+    "several processes": "distributed coordinator num-processes process-id elastic "
+    "fsdp",
+    "output": "log-dir eval-every eval-batches sample-bytes tensorboard wandb trace",
+}
+
+_OTHER_NAMES = {
+    "lr base-lr": "write --learning-rate",
+    "epochs num-epochs num-train-epochs max-epochs": "write --steps, which counts "
+    "batches: rows of the data x epochs / --batch-size",
+    "max-steps num-steps num-train-steps max-iters iterations": "write --steps",
+    "gradient-accumulation-steps grad-accum accumulate-grad-batches": "write --mode "
+    "stream --micro-batches N, the parts of a --batch-size, or an optimizer in "
+    "optax.MultiSteps in your own loop",
+    "per-device-train-batch-size per-device-batch-size train-batch-size": "write "
+    "--batch-size, that of all devices together",
+    "output-dir out-dir output": "write --store for the state, --log-dir for logs",
+    "model-name-or-path model-name pretrained-model pretrained": "write --from DIR, "
+    "or for new weights --model and --preset",
+    "config-name": "write --model-config FILE",
+    "tokenizer-name": "write --tokenizer FILE",
+    "dataset dataset-name train-file train-data data-path": "write --data PATH",
+    "validation-file eval-file eval-data val-data": "write --validation PATH",
+    "max-seq-length max-seq-len max-length block-size context-length": "write "
+    "--seq-len",
+    "optim": "write --optimizer",
+    "adam-beta1 adam-beta2 adam-epsilon": "write --optimizer-args b1=0.9 b2=0.999 "
+    "eps=1e-8",
+    "lr-scheduler-type lr-scheduler scheduler": "write --schedule",
+    "warmup warmup-ratio num-warmup-steps": "write --warmup-steps N",
+    "max-grad-norm grad-clip gradient-clipping": "write --clip-norm",
+    "bf16 fp16 mixed-precision precision": "write --dtype bfloat16, or --param-dtype "
+    "bfloat16 for params, too",
+    "gradient-checkpointing": "write --mode stream, which recomputes",
+    "eval-steps eval-interval": "write --eval-every",
+    "save-steps save-interval": "write --checkpoint-every; each step is committed",
+    "save-total-limit": "write --keep-last",
+    "resume resume-from-checkpoint": "leave it out: the same command resumes; "
+    "--restore NAME goes back to a checkpoint",
+    "logging-steps log-interval": "leave it out: LOG_DIR/metrics.jsonl has each step",
+    "logging-dir": "write --log-dir",
+    "report-to": "write --tensorboard DIR or --wandb PROJECT",
+    "lora-r lora-rank": "write --lora RANK",
+    "deepspeed offload-optimizer": "leave it out: --mode update has the optimizer's "
+    "state on drives, --mode stream params, too",
+    "num-gpus nproc-per-node num-nodes": "leave it out: all devices are used; "
+    "--distributed joins processes",
+    "do-train do-eval": "leave it out: a run trains, and evaluates at its end",
+}
+
+
+def check_names(words: Sequence[str]) -> None:
+    """Refuses flags of other programs.
+
+    Raises:
+      UsageError: says what to write instead.
+    """
+    advice = {f"--{n}": said for ns, said in _OTHER_NAMES.items() for n in ns.split()}
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in advice:
+            raise UsageError(f"{name}: not known; {advice[name]}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns a parser that has the flags in groups, for help alone."""
+    with warnings.catch_warnings():
+        # tyro has no other way to the flags; pyproject.toml bounds its version.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        parser: Any = tyro.extras.get_parser(TrainConfig, prog=PROGRAM)
+    flags = {
+        action.option_strings[0].removeprefix("--"): action
+        for action in parser._actions
+        if action.dest != "help"
+    }
+    for action in flags.values():  # a metavar says itself that values repeat
+        action.nargs = action.nargs and None
+    parser._action_groups = []
+    for title, names in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        group._group_actions = [flags.pop(name) for name in names.split()]
+    assert not flags, f"without a group: {flags}"
+    return parser
+
+
+def help_of(words: Sequence[str]) -> str:
+    """Returns the help that a command line asks for, or nothing."""
+    is_all = "--help-all" in words
+    if not is_all and not {"-h", "--help"} & {*words}:
+        return ""
+    parser: Any = make_parser()
+    lines = argparse.HelpFormatter(parser.prog, max_help_position=26)
+    lines.add_text(f"usage: {parser.prog} [FLAGS]")
+    for text in re.split(r"\n\s*\n", parser.description):
+        lines.add_text(text)
+    for group in parser._action_groups:
+        actions = group._group_actions
+        if not is_all:
+            actions = [x for x in actions if x.option_strings[0][2:] in _COMMON]
+        lines.start_section(group.title)
+        lines.add_arguments(actions)
+        lines.end_section()
+    if not is_all:
+        lines.add_text("--help-all shows all flags.")
+    return lines.format_help()

@@ -1,0 +1,51 @@
+"""The trainer's help, and names of other programs' flags."""
+
+import re
+
+import pytest
+
+from jaxinf.cli import main as jaxinf_main
+from jaxinf.command_line import flags_of
+from jaxinf.train.__main__ import main
+from jaxinf.train.config import TrainConfig
+from jaxinf.train.help import _OTHER_NAMES
+
+FLAGS = {f"--{flag.name}" for flag in flags_of(TrainConfig)}
+
+
+def listed(capsys, *words):
+    assert jaxinf_main(["train", *words]) == 0
+    return re.findall(r"(?m)^  (--[\w-]+)", capsys.readouterr().out)
+
+
+def test_help_shows_what_people_use(capsys):
+    flags = listed(capsys, "--help")
+    assert len(flags) == 12
+    assert FLAGS.issuperset(flags)
+
+
+def test_help_all_shows_each_flag_once(capsys):
+    assert sorted(listed(capsys, "--help-all")) == sorted(FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("--lr", "write --learning-rate"),
+        ("--epochs=3", "write --steps"),
+        ("--gradient_accumulation_steps", "--micro-batches"),
+        ("--output-dir", "write --store"),
+    ],
+)
+@pytest.mark.parametrize("start", [main, lambda w: jaxinf_main(["plan", *w])])
+def test_names_of_other_programs_are_answered(start, word, answer, capsys):
+    assert start([word, "1"]) == 2
+    err = capsys.readouterr().err
+    assert word.partition("=")[0].replace("_", "-") + ": not known" in err
+    assert answer in err
+
+
+def test_answers_name_flags():
+    for names, answer in _OTHER_NAMES.items():
+        assert FLAGS.issuperset(re.findall(r"--[\w-]+", answer))
+        assert FLAGS.isdisjoint(f"--{name}" for name in names.split())
