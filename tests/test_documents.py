@@ -32,6 +32,7 @@ PAGES = sorted(
 )
 
 SIZES = {
+    r"^jaxinf train\b": "python -m jaxinf.train",
     r"-m jaxinf\.train\b": "-m jaxinf.train --steps 2 --batch-size 2 --sample-bytes 0",
     r"(-m jaxinf\.train\b)(?!.*--model vit)": r"\1 --seq-len 16",
     r"(-m jaxinf\.train\b)(?!.*--data)": r"\1 --data 'corpus/**/*.txt'",
@@ -42,6 +43,7 @@ SIZES = {
     r"--eval-every \d+": "--eval-every 1",
     r" 'h1\[0-9\]/\*' 'h2\[0-3\]/\*'": "",
     r"keep_steps=100": "keep_steps=2",
+    r"(range\((?:stream\.)?store\.step), \d+": r"\1, 2",
     r"% 100 == 0": "% 2 == 0",
     r"(jaxinf plan .*)--processes \d+": r"\1--processes 2",
     r"process_figures\.py --plans": "process_figures.py --plans --processes 2",
