@@ -79,7 +79,7 @@ class _OfProcesses(TogetherOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect(_OfProcesses):
-    """Show a store's contents: its committed step, leaves, states, bytes and drives.
+    """Show a store's committed step, leaves, bytes, drives and checkpoints.
 
     This works during a run. The committed step is pinned with hard links while it is
     read, so the output is of a single step; no data is copied. With --distributed, all
@@ -90,37 +90,18 @@ class Inspect(_OfProcesses):
     leaf: Annotated[
         str | None,
         option(
-            "Read this leaf, e.g. h0/attn/qkv/kernel: statistics and a histogram of "
-            "each of its states.",
+            "Read this leaf, e.g. h0/attn/qkv/kernel: a summary of the numbers of each "
+            "of its states.",
             "NAME",
         ),
     ] = None
-    state: Annotated[
-        str | None,
-        option("With --leaf: this state alone, e.g. params, mu or nu.", "NAME"),
-    ] = None
     json: Annotated[bool, option("Print one JSON document instead.")] = False
-    live: Annotated[
-        bool,
-        option(
-            "Read the current step without pinning it: nothing is written to the "
-            "store, but during a run the output may mix two neighbouring steps."
-        ),
-    ] = False
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
-        if self.state is not None and self.leaf is None:
-            raise UsageError("--state names a state of one leaf; give --leaf too")
 
         def show(store: str) -> bool:
-            inspection.run(
-                store,
-                leaf=self.leaf,
-                state=self.state,
-                as_json=self.json,
-                is_live=self.live,
-            )
+            inspection.run(store, leaf=self.leaf, as_json=self.json)
             return True
 
         return self.over(self.store, show, as_json=self.json)
@@ -272,9 +253,9 @@ class Plan(TrainConfig):
 class Report:
     """Make a page about a run, or several side by side, from their log directories.
 
-    The page shows loss, speed, where the time and the memory of a step went, a timeline
-    (of --trace), what was predicted and found, and settings. It opens offline. Needs
-    plotly (pip install 'jaxinf[report]').
+    The page shows loss, speed, bytes, where the time and the memory of a step went, a
+    timeline (of --trace), and settings. It opens offline. Needs plotly (pip install
+    'jaxinf[report]').
     """
 
     logs: Annotated[

@@ -31,6 +31,7 @@ _CANNOT_PIN = {
     errno.EACCES,
     errno.EDQUOT,
     errno.EMLINK,
+    errno.ENOENT,
     errno.ENOSPC,
     errno.EOPNOTSUPP,
     errno.EPERM,
@@ -65,14 +66,10 @@ class CommittedStep:
 
 
 @contextlib.contextmanager
-def open_committed(path: Path, *, is_live: bool = False) -> Iterator[CommittedStep]:
+def open_committed(path: Path) -> Iterator[CommittedStep]:
     """Pins a store's committed step while the context lasts.
 
-    A store that cannot be written to is read without a pin, with a warning.
-
-    Args:
-      path: the store's directory.
-      is_live: whether to read the step unpinned, without writing anything.
+    One that lacks a chunk, or cannot be written to, is read unpinned, with a warning.
 
     Raises:
       StoreFormatError: there is no store, it is damaged, or no step is committed yet.
@@ -80,18 +77,15 @@ def open_committed(path: Path, *, is_live: bool = False) -> Iterator[CommittedSt
     """
     directory = open_directory(path)
     with contextlib.ExitStack() as stack:
-        warnings: tuple[str, ...] = ()
-        if not is_live:
-            try:
-                pinned = stack.enter_context(pinned_step(directory))
-            except (StoreIOError, StoreSpaceError) as error:
-                warnings = (_fallback_warning(error),)
-            else:
-                commit = CommitRecord.read(pinned.path / "commit.json")
-                yield CommittedStep(pinned.directory, pinned.path, commit, True)
-                return
-        slot_path, commit = _read_live(directory)
-        yield CommittedStep(directory, slot_path, commit, False, warnings)
+        try:
+            pinned = stack.enter_context(pinned_step(directory))
+        except (StoreIOError, StoreSpaceError) as error:
+            warning = _fallback_warning(error)
+            slot_path, commit = _read_live(directory)
+            yield CommittedStep(directory, slot_path, commit, False, (warning,))
+            return
+        commit = CommitRecord.read(pinned.path / "commit.json")
+        yield CommittedStep(pinned.directory, pinned.path, commit, True)
 
 
 def open_directory(path: Path) -> StoreDirectory:

@@ -1,267 +1,296 @@
-"""``jaxinf inspect``: a store on the terminal.
+"""``jaxinf inspect``: a store on the terminal, or as a JSON document.
 
-Invariant: a store is only read; the snapshot that pins its step is removed at the end.
+Invariant: a store is only read, and the snapshot that pins its step is removed at the
+end; the document's keys are stable: new ones may come, none changes its meaning.
+
+``store``, ``store_id``, ``created_by`` (versions), ``pinned`` (whether all is certain
+to be of one step), ``warnings``, ``step``, ``committed_at``, ``skipped_steps``,
+``num_params``, ``leaves``: ``name``, ``shape``, ``dtype`` (of the params on the JAX
+device), ``num_elements``, ``num_chunks`` (of each state), ``chunk_shape``,
+``num_bytes`` (of all states), ``states``: ``name``, ``dtype``, ``codec``,
+``num_bytes``, ``array`` (a directory that zarr and tensorstore open); ``state_bytes``
+(of each state, in one slot), ``disk_bytes`` (of both slots), ``checkpoints``: ``name``,
+``step``, ``committed_at``, ``own_bytes`` (that removing it would free); ``drives``:
+``root``, ``num_chunks`` and ``chunk_bytes`` (of one slot), ``free_bytes``,
+``total_bytes`` (of its file system); ``writer``: null, or ``pid``, ``host``,
+``command`` of the process of this machine that has the store open.
+
+With ``--leaf`` the keys to ``skipped_steps``, ``leaf`` (as in ``leaves``) and
+``statistics``: state → ``num_elements``, ``num_zeros``, ``num_non_finite``, and of the
+finite elements ``mean``, ``std`` (of the population), ``min``, ``max``, or null.
 """
 
 import json
+import math
+import os
 import shlex
+import shutil
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from jaxinf.cli.committed import CommittedStep, open_committed
-from jaxinf.cli.equations import formulas
-from jaxinf.cli.histogram import print_statistics
-from jaxinf.cli.statistics import Statistics, measure_array
-from jaxinf.cli.store_report import describe_leaf_statistics, describe_store
 from jaxinf.cli.terminal import facts_table, heading, make_table
-from jaxinf.errors import StoreCorruptError
+from jaxinf.cli.writer import find_writer
 from jaxinf.store import (
     MASTER_PARAMS,
+    SLOTS,
     LeafRecord,
     StateRecord,
     StepReader,
+    StoreDirectory,
     find_leaf,
+    list_checkpoints,
+    stored_bytes,
 )
 from jaxinf.terminal import format_bytes, make_console, printable
 
-__all__ = ["run"]
-
-_MAX_EQUATIONS = 12
-_MAX_PAYLOAD = 400
-_MAX_NAMES = 8
+__all__ = ["run", "summary_of"]
 
 
-def run(
-    store: str, *, leaf: str | None, state: str | None, as_json: bool, is_live: bool
-) -> None:
-    """Prints the contents of a store, or the statistics of one leaf.
-
-    Args:
-      store: the store's directory.
-      leaf: the leaf to read; None for a description of the whole store.
-      state: the only state to read; None for all.
-      as_json: print the document of `jaxinf.cli.store_report`.
-      is_live: do not pin the committed step.
+def run(store: str, *, leaf: str | None, as_json: bool) -> None:
+    """Prints what a store has, or a summary of one leaf.
 
     Raises:
       JaxinfError: there is no store, it is damaged, or a drive failed.
-      ValueError: the store has no such leaf or state.
+      ValueError: the store has no such leaf.
     """
     path = Path(store).expanduser().absolute()
     errors = make_console(sys.stderr)
-    with open_committed(path, is_live=is_live) as step:
+    with open_committed(path) as step:
         for warning in step.warnings:
             errors.print(f"warning: {path}: {warning}")
-        if leaf is None:
-            document = describe_store(step)
-        else:
-            record = find_leaf(step.manifest, state or MASTER_PARAMS, leaf)
-            chosen = [s for s in record.states if state in (None, s.name)]
-            found = _measured(step, record, chosen)
-            document = describe_leaf_statistics(step, record, found)
+        document = _describe_store(step) if leaf is None else _describe_one(step, leaf)
     if as_json:
         print(json.dumps(document, indent=1, allow_nan=False))
-    elif leaf is None:
-        _print_store(make_console(), document)
     else:
-        print_statistics(make_console(), document)
+        show = _print_store if leaf is None else _print_leaf
+        show(make_console(), document)
 
 
-def _measured(
-    step: CommittedStep, record: LeafRecord, states: Sequence[StateRecord]
-) -> dict[str, Statistics]:
-    """Measures the statistics of a leaf's states, by name.
+# --- the document --------------------------------------------------------------------
 
-    A writer may replace the chunks of an unpinned step while they are read. So a chunk
-    that differs from its checksum is damaged only if the step is still the committed
-    one.
+
+def _describe_store(step: CommittedStep) -> dict[str, Any]:
+    directory, manifest = step.directory, step.manifest
+    leaves = [_describe_leaf(directory, leaf) for leaf in manifest.leaves]
+    state_bytes: Counter[str] = Counter()
+    for leaf in leaves:
+        for state in leaf["states"]:
+            state_bytes[state["name"]] += state["num_bytes"]
+    writer = find_writer(directory.path)
+    return {
+        **_describe_step(step),
+        "num_params": manifest.num_params,
+        "leaves": leaves,
+        "state_bytes": state_bytes,
+        "disk_bytes": _disk_bytes(directory),
+        "checkpoints": [asdict(info) for info in list_checkpoints(directory)],
+        "drives": _describe_drives(directory),
+        "writer": writer and asdict(writer),
+    }
+
+
+def _describe_one(step: CommittedStep, name: str) -> dict[str, Any]:
+    leaf = find_leaf(step.manifest, MASTER_PARAMS, name)
+    with StepReader(step.path, step.commit, directory=step.directory) as reader:
+        found = {s.name: summary_of(reader, leaf, s) for s in leaf.states}
+    return {
+        **_describe_step(step),
+        "leaf": _describe_leaf(step.directory, leaf),
+        "statistics": found,
+    }
+
+
+def _describe_step(step: CommittedStep) -> dict[str, Any]:
+    return {
+        "store": str(step.directory.path),
+        "store_id": step.manifest.store_id,
+        "created_by": dict(step.manifest.created_by),
+        "pinned": step.is_pinned,
+        "warnings": step.warnings,
+        "step": step.commit.step,
+        "committed_at": step.commit.committed_at,
+        "skipped_steps": step.commit.skipped_steps,
+    }
+
+
+def _describe_leaf(directory: StoreDirectory, leaf: LeafRecord) -> dict[str, Any]:
+    num_elements = math.prod(leaf.shape)
+    states = [
+        {
+            "name": state.name,
+            "dtype": state.dtype,
+            "codec": state.codec,
+            "num_bytes": state.num_elements(num_elements) * state.itemsize,
+            "array": str(directory.path / "current" / leaf.array_name(state.name)),
+        }
+        for state in leaf.states
+    ]
+    return {
+        "name": leaf.name,
+        "shape": leaf.shape,
+        "dtype": leaf.dtype,
+        "num_elements": num_elements,
+        "num_chunks": len(leaf.csds),
+        "chunk_shape": leaf.chunk_shape,
+        "num_bytes": sum(state["num_bytes"] for state in states),
+        "states": states,
+    }
+
+
+def _describe_drives(directory: StoreDirectory) -> list[dict[str, Any]]:
+    num_chunks, chunk_bytes = Counter[int](), Counter[int]()
+    for leaf, chunks in zip(directory.manifest.leaves, directory.chunks, strict=True):
+        for csd, chunk in zip(leaf.csds, chunks, strict=True):
+            num_chunks[csd] += len(leaf.states)
+            chunk_bytes[csd] += sum(stored_bytes(chunk, one) for one in leaf.states)
+    drives = []
+    for csd in range(directory.num_csds):
+        usage = shutil.disk_usage(directory.csd_directory(csd))
+        drives.append(
+            {
+                "root": (directory.manifest.csds or (str(directory.path),))[csd],
+                "num_chunks": num_chunks[csd],
+                "chunk_bytes": chunk_bytes[csd],
+                "free_bytes": usage.free,
+                "total_bytes": usage.total,
+            }
+        )
+    return drives
+
+
+def _disk_bytes(directory: StoreDirectory) -> int:
+    """Counts the blocks of both slots in bytes; a file in both counts once."""
+    csds = range(directory.num_csds)
+    roots = {directory.step_path(slot) for slot in SLOTS}
+    roots |= {directory.data_path(slot, csd) for slot in SLOTS for csd in csds}
+    seen: dict[tuple[int, int], int] = {}
+    for root in roots:
+        for folder, _, files in os.walk(root):
+            for file in files:
+                try:
+                    found = os.lstat(os.path.join(folder, file))
+                except FileNotFoundError:
+                    continue  # a writer may have renamed the file
+                seen[found.st_dev, found.st_ino] = found.st_blocks * 512
+    return sum(seen.values())
+
+
+def summary_of(
+    reader: StepReader, leaf: LeafRecord, state: StateRecord
+) -> dict[str, Any]:
+    """Reads a state piece by piece, in memory that does not grow with it; blocks.
+
+    Pieces are merged by Chan, Golub and LeVeque (1983), in float64.
     """
-    try:
-        with StepReader(step.path, step.commit, directory=step.directory) as reader:
-            return {s.name: measure_array(reader, record, s) for s in states}
-    except StoreCorruptError:
-        if step.is_pinned or step.directory.read_commit() == step.commit:
-            raise
-        with StepReader(
-            step.path, step.commit, directory=step.directory, verify=False
-        ) as reader:
-            return {s.name: measure_array(reader, record, s) for s in states}
+    num_elements = num_zeros = count = 0
+    mean = squares = 0.0  # sum of squared distances to the mean
+    least, most = math.inf, -math.inf
+    for piece in reader.pieces(leaf, state):
+        num_elements += piece.values.size
+        values = piece.values.astype(np.float64)
+        values = values[np.isfinite(values)]
+        if not values.size:
+            continue
+        num_zeros += values.size - int(np.count_nonzero(values))
+        least, most = min(least, float(values.min())), max(most, float(values.max()))
+        center, share = float(values.mean()), values.size / (count + values.size)
+        squares += float(np.square(values - center).sum())
+        squares += (center - mean) ** 2 * count * share
+        mean += (center - mean) * share
+        count += values.size
+    return {
+        "num_elements": num_elements,
+        "num_zeros": num_zeros,
+        "num_non_finite": num_elements - count,
+        "mean": mean if count else None,
+        "std": math.sqrt(squares / count) if count else None,
+        "min": least if count else None,
+        "max": most if count else None,
+    }
+
+
+# --- on the terminal -----------------------------------------------------------------
 
 
 def _print_store(console: Console, document: Mapping[str, Any]) -> None:
-    console.print(Text(printable(document["store"]), style="bold"))
-    console.print(facts_table(_facts(document)))
-    _print_leaves(console, document["leaves"])
-    _print_states(console, document)
-    _print_csds(console, document["csds"])
-    _print_kernels(console, document)
-    if document["scalar_state"]:
-        _print_scalar_state(console, document["scalar_state"])
-    if document["payload"] is not None:
-        console.print(heading("payload"))
-        text = json.dumps(document["payload"])
-        more = " … (all of it: --json)" if len(text) > _MAX_PAYLOAD else ""
-        console.print(text[:_MAX_PAYLOAD] + more)
-    _print_readers(console, document)
-
-
-def _facts(document: Mapping[str, Any]) -> list[tuple[str, str | Text]]:
-    slot, disk = document["logical_bytes"], document["disk_bytes"]
-    num_leaves = len(document["leaves"])
-    rows: list[tuple[str, str | Text]] = [
-        ("step", f"{document['step']:,}{_when(document['committed_at'])}"),
-        ("skipped steps", f"{document['skipped_steps']:,}"),
-        ("params", f"{document['num_params']:,} in {num_leaves:,} leaves"),
-        (
-            "state",
-            f"{format_bytes(slot)}; on disk {format_bytes(disk)} in two slots",
-        ),
-        ("checkpoints", _checkpoints_text(document["checkpoints"])),
-        ("writer", _writer_text(document["writer"])),
-        ("made by", _made_by(document["created_by"])),
-        ("store id", document["store_id"]),
-    ]
-    return [(name, value) for name, value in rows if value]
-
-
-def _checkpoints_text(checkpoints: Sequence[Mapping[str, Any]]) -> str:
-    names = [printable(info["name"]) for info in checkpoints]
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[-_MAX_NAMES:]) + more if names else "none"
-
-
-def _made_by(versions: Mapping[str, str]) -> str:
-    return printable(", ".join(f"{name} {v}" for name, v in versions.items()))
-
-
-def _when(committed_at: str) -> str:
-    """Formats a time in UTC, with its age."""
-    try:
-        moment = datetime.fromisoformat(committed_at).astimezone(UTC)
-    except (ValueError, OverflowError):
-        return ", committed " + printable(committed_at)
-    age = _duration((datetime.now(UTC) - moment).total_seconds())
-    return f", committed {moment:%Y-%m-%d %H:%M:%S} UTC ({age} ago)"
-
-
-def _duration(seconds: float) -> str:
-    """Formats a duration in the largest unit of which there are at least two."""
-    for length, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * length:
-            return f"{seconds // length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
-
-
-def _writer_text(writer: Mapping[str, Any] | None) -> str:
-    if writer is None:
-        return "none on this machine"
-    command = printable(shlex.join(writer["command"]))
-    if len(command) > 120:
-        command = command[:119] + "…"
-    return f"process {writer['pid']} on {printable(writer['host'])}: {command}"
-
-
-def _print_leaves(console: Console, leaves: Sequence[Mapping[str, Any]]) -> None:
+    leaves, state_bytes = document["leaves"], document["state_bytes"]
+    states = ", ".join(f"{k} {format_bytes(num)}" for k, num in state_bytes.items())
+    writer = document["writer"]
+    rows = {
+        "step": f"{document['step']:,}, committed {document['committed_at']}",
+        "skipped": f"{document['skipped_steps']:,} steps with a non-finite gradient",
+        "params": f"{document['num_params']:,} in {len(leaves):,} leaves",
+        "state": f"{format_bytes(sum(state_bytes.values()))}: {states}",
+        "on disk": f"{format_bytes(document['disk_bytes'])} in two slots",
+        "checkpoints": ", ".join(c["name"] for c in document["checkpoints"]) or "none",
+        "writer": f"process {writer['pid']} on {writer['host']}: "
+        f"{shlex.join(writer['command'])[:120]}"
+        if writer
+        else "none on this machine",
+        "made by": ", ".join(f"{k} {v}" for k, v in document["created_by"].items()),
+        "for zarr": leaves[0]["states"][0]["array"] if leaves else "nothing",
+    }
+    console.print(Text(printable(document["store"]), style="bold"), soft_wrap=True)
+    console.print(facts_table([(name, printable(row)) for name, row in rows.items()]))
+    console.print(heading("drives"))
+    columns = ("chunks", "one slot", "free", "of")
+    table = make_table("root", *columns, right=columns)
+    for drive in document["drives"]:
+        sizes = (drive[k] for k in ("chunk_bytes", "free_bytes", "total_bytes"))
+        num_chunks = f"{drive['num_chunks']:,}"
+        table.add_row(printable(drive["root"]), num_chunks, *map(format_bytes, sizes))
+    console.print(table)
     console.print(heading("leaves"))
     table = make_table("leaf", "shape", "dtype", "states", "size", right=("size",))
     # Users copy names, so the other columns are shortened first.
     longest = max((len(printable(leaf["name"])) for leaf in leaves), default=0)
     table.columns[0].min_width = min(longest, max(20, console.width - 50))
     for leaf in leaves:
+        shape, size = str(tuple(leaf["shape"])), format_bytes(leaf["num_bytes"])
+        states = printable(_states_text(leaf["states"]))
+        table.add_row(printable(leaf["name"]), shape, leaf["dtype"], states, size)
+    console.print(table)
+
+
+def _print_leaf(console: Console, document: Mapping[str, Any]) -> None:
+    leaf = document["leaf"]
+    count, size = f"{leaf['num_elements']:,}", format_bytes(leaf["num_bytes"])
+    rows: list[tuple[str, str | Text]] = [
+        ("store", f"{printable(document['store'])}, step {document['step']:,}"),
+        ("leaf", f"{tuple(leaf['shape'])}: {count} elements of {leaf['dtype']}"),
+        ("stored", f"{size} in {leaf['num_chunks']:,} chunks of each state"),
+    ]
+    console.print(Text(printable(leaf["name"]), style="bold"), soft_wrap=True)
+    console.print(facts_table(rows))
+    columns = ("mean", "std", "min", "max", "zeros", "non-finite")
+    table = make_table("state", "dtype", *columns, right=columns)
+    for state in leaf["states"]:
+        found = document["statistics"][state["name"]]
+        numbers = (found[key] for key in ("mean", "std", "min", "max"))
+        bad = f"{found['num_non_finite']:,}"
         table.add_row(
-            printable(leaf["name"]),
-            str(tuple(leaf["shape"])),
-            leaf["dtype"],
-            _states_text(leaf["states"]),
-            format_bytes(leaf["num_bytes"]),
+            printable(state["name"]),
+            state["dtype"],
+            *("-" if one is None else f"{one:.4g}" for one in numbers),
+            f"{found['num_zeros'] / max(1, found['num_elements']):.4%}",
+            Text(bad, style="bold red") if found["num_non_finite"] else bad,
         )
+    console.print()
     console.print(table)
 
 
 def _states_text(states: Sequence[Mapping[str, Any]]) -> str:
     """Groups names by dtype: ``params mu nu float32``."""
-    words: list[str] = []
-    for position, state in enumerate(states):
-        words.append(state["name"])
-        last = position + 1 == len(states)
-        if last or states[position + 1]["dtype"] != state["dtype"]:
-            words.append(state["dtype"] + ("" if last else ","))
-    return printable(" ".join(words))
-
-
-def _print_states(console: Console, document: Mapping[str, Any]) -> None:
-    console.print(heading("states"))
-    table = make_table(
-        "state", "size", "bytes a param", right=("size", "bytes a param")
-    )
-    num_params = max(1, document["num_params"])
-    total = [("all, one slot", document["logical_bytes"])]
-    pairs = [(state["name"], state["num_bytes"]) for state in document["states"]]
-    for name, num_bytes in pairs + total:
-        share = f"{num_bytes / num_params:.4g}"
-        table.add_row(printable(name), format_bytes(num_bytes), share)
-    console.print(table)
-
-
-def _print_csds(console: Console, csds: Sequence[Mapping[str, Any]]) -> None:
-    console.print(heading("CSDs"))
-    right = ("chunks", "one slot", "free", "of")
-    table = make_table("root", "chunks", "one slot", "free", "of", right=right)
-    for csd in csds:
-        table.add_row(
-            printable(csd["root"]),
-            f"{csd['num_chunks']:,}",
-            *(
-                format_bytes(csd[k])
-                for k in ("chunk_bytes", "free_bytes", "total_bytes")
-            ),
-        )
-    console.print(table)
-
-
-def _print_kernels(console: Console, document: Mapping[str, Any]) -> None:
-    for kernel, lines in document["kernels"].items():
-        users = [leaf for leaf in document["leaves"] if leaf["kernel"] == kernel]
-        states = users[0]["states"] if users else []
-        _, *slots = dict.fromkeys(["params", *(state["slot"] for state in states)])
-        num_leaves = "1 leaf" if len(users) == 1 else f"{len(users):,} leaves"
-        console.print(heading(f"update of {num_leaves} (# is a literal)"))
-        written = formulas(lines, slots)
-        shown = written[:_MAX_EQUATIONS]
-        for line in shown:
-            console.print(Padding(printable(line), (0, 0, 0, 2), expand=False))
-        if len(shown) < len(written):
-            console.print(
-                f"  … {len(written) - len(shown)} more lines (--json has all)"
-            )
-
-
-def _print_scalar_state(console: Console, scalars: Sequence[Mapping[str, Any]]) -> None:
-    console.print(heading("scalar state"))
-    table = make_table("in the optax state", "dtype", "value")
-    for scalar in scalars:
-        value = str(scalar["value"])
-        shown = value if len(value) <= 60 else value[:59] + "…"
-        table.add_row(printable(scalar["path"]), scalar["dtype"], shown)
-    console.print(table)
-
-
-def _print_readers(console: Console, document: Mapping[str, Any]) -> None:
-    arrays = [state["array"] for leaf in document["leaves"] for state in leaf["states"]]
-    if not arrays:
-        return
-    console.print(heading("arrays, for zarr and tensorstore"))
-    for array in arrays[: len(document["leaves"][0]["states"])]:
-        console.print("  " + printable(array), soft_wrap=True)
-    console.print(f"  zarr.open_array({arrays[0]!r}, mode='r')", soft_wrap=True)
-    if document["writer"] is not None:
-        console.print(
-            "  A run is writing: for one consistent step read below store.snapshot()."
-        )
+    names: dict[str, list[str]] = {}
+    for state in states:
+        names.setdefault(state["dtype"], []).append(state["name"])
+    return ", ".join(" ".join([*found, dtype]) for dtype, found in names.items())

@@ -1,4 +1,4 @@
-"""Headings, tables, bars and progress displays of the commands.
+"""Headings, tables and progress displays of the commands.
 
 Invariant: printed text is never taken for markup; on a terminal it fits the width, in a
 pipe no line is cut or wrapped.
@@ -23,14 +23,11 @@ from jaxinf.terminal import make_console
 from jaxinf.typing import ProgressCallback
 
 __all__ = [
-    "bar",
     "facts_table",
     "heading",
     "make_table",
     "show_progress",
 ]
-
-_EIGHTHS = "▏▎▍▌▋▊▉"
 
 
 def heading(text: str) -> Text:
@@ -61,17 +58,6 @@ def facts_table(rows: Sequence[tuple[str, str | Text]]) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
-
-
-def bar(share: float, width: int, *, is_unicode: bool) -> str:
-    """Draws a bar of `share` of `width` cells; any share above zero is visible."""
-    if share <= 0:
-        return ""
-    if not is_unicode:
-        return "#" * max(1, round(share * width))
-    eighths = max(1, round(share * width * 8))
-    full, rest = divmod(eighths, 8)
-    return "█" * full + (_EIGHTHS[rest - 1] if rest else "")
 
 
 @contextlib.contextmanager

@@ -4,16 +4,14 @@ Invariant: the store is only read; all damage is listed, and the exit status tel
 whether there is any.
 """
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from jaxinf.cli.committed import CommittedStep, open_committed
 from jaxinf.cli.terminal import show_progress
-from jaxinf.errors import StoreIOError
 from jaxinf.store import (
     SLOTS,
     Damage,
@@ -49,7 +47,7 @@ def run(store: str, *, name: str | None, as_json: bool) -> bool:
     path = Path(store).expanduser().absolute()
     console = make_console(sys.stderr)
     reports: _Reports = []
-    with _opened(path) as step:
+    with open_committed(path) as step:
         for warning in step.warnings:
             console.print(f"warning: {path}: {warning}")
         verifier = Verifier(step.directory)
@@ -73,19 +71,6 @@ def run(store: str, *, name: str | None, as_json: bool) -> bool:
     else:
         _print(path, reports, num_bytes)
     return not any(damages for _, damages in reports)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[CommittedStep]:
-    """Opens the committed step; unpinned if a missing chunk prevents a snapshot."""
-    with contextlib.ExitStack() as stack:
-        try:
-            step = stack.enter_context(open_committed(path))
-        except StoreIOError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
-                raise
-            step = stack.enter_context(open_committed(path, is_live=True))
-        yield step
 
 
 def _steps(step: CommittedStep, name: str | None) -> Sequence[tuple[str, Path]]:

@@ -8,7 +8,6 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxinf.errors import StoreError
 from jaxinf.io import read_bounded
@@ -34,10 +33,6 @@ class Writer:
     pid: int
     host: str
     command: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {"pid": self.pid, "host": self.host, "command": list(self.command)}
 
 
 def find_writer(store: Path, *, locks: Path = Path("/proc/locks")) -> Writer | None:

@@ -190,11 +190,10 @@ def test_what_is_stored_and_what_is_shown(tmp_path, capsys):
         equal(jax.device_get(store.params(LIKE)), params)
         with pytest.raises(ValueError, match="params_remainder is a part of params"):
             store.read("params_remainder", "a")
-    assert main(["inspect", str(path), "--leaf", "a", "--state", "params"]) == 0
+    assert main(["inspect", str(path), "--leaf", "a"]) == 0
     assert main(["inspect", str(path)]) == 0
     text = capsys.readouterr().out
     assert "params_remainder int16" in text
-    assert "mu' = # * gradient + # * mu" in text
     assert main(["verify", str(path)]) == 0
 
 
