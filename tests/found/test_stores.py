@@ -1,0 +1,154 @@
+"""Files of a store that are gone, edited or elsewhere; exports of it; its numbers."""
+
+import json
+import os
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import zarr
+from found import NO_ERROR, REFUSED, wrong
+
+import jaxinf
+from jaxinf.cli import main
+from jaxinf.store import seal
+
+PARAMS = {"w": jnp.ones((64, 3)), "b": jnp.ones(7)}
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+
+
+def go_on(path, num_steps=1, **options):
+    """Makes steps from where the store is; returns the step."""
+    with jaxinf.open_store(path, **options) as store:
+        tx = jaxinf.smart_update(optax.adamw(1e-3), store)
+        params = store.params(PARAMS) if store.exists else PARAMS
+        state = tx.init(params)
+        for _ in range(num_steps):
+            updates, state = tx.update(PARAMS, state, params)
+            params = optax.apply_updates(params, updates)
+        store.wait(state)
+        return store.step
+
+
+@pytest.fixture
+def jaxinf_says(capsys):
+    """Runs a command; returns its exit status and what it prints."""
+
+    def call(*words):
+        capsys.readouterr()
+        status = main([str(word) for word in words])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return call
+
+
+@pytest.fixture
+def without_spare(place, jaxinf_says):
+    """A store at step 3 with a checkpoint, of whose spare slot files are gone."""
+
+    def make(what):
+        path = place / "store"
+        go_on(path, 2)
+        assert jaxinf_says("checkpoint", "save", path, "two")[0] == 0
+        go_on(path)
+        current = (path / "current").readlink().name
+        spare = path / "slots" / {"a": "b", "b": "a"}[current]
+        if what == "chunk":
+            (spare / "nu.w" / "c" / "0" / "0").unlink()
+        else:
+            shutil.rmtree(spare / "mu.w" if what == "array" else spare)
+        return path
+
+    return make
+
+
+GONE = pytest.mark.parametrize("what", ["chunk", "array", "slot"])
+
+
+@GONE
+@wrong("files of the spare slot, which hold nothing, stop a run", jaxinf.StoreIOError)
+def test_a_run_makes_missing_files_of_the_spare_slot_again(without_spare, what):
+    path = without_spare(what)
+    assert go_on(path, 3) == 6
+
+
+@pytest.mark.parametrize("what", ["array", "slot"])
+@wrong("a raw ENOENT where files of the spare slot are gone")
+def test_commands_make_missing_files_of_the_spare_slot_again(
+    without_spare, jaxinf_says, what
+):
+    path = without_spare(what)
+    status, said = jaxinf_says("store", "trim", path)
+    assert status == 0, said
+    status, said = jaxinf_says("checkpoint", "restore", path, "two")
+    assert status == 0, said
+    assert go_on(path) == 3
+
+
+@wrong("an empty directory beside drives that hold the run begins a new run", NO_ERROR)
+def test_an_emptied_store_beside_its_drives_is_refused(place):
+    (place / "drive").mkdir()
+    go_on(place / "store", 2, csds=[place / "drive"])
+    shutil.rmtree(place / "store")
+    (place / "store").mkdir()
+    with pytest.raises(REFUSED, match=r"store.*drive"):
+        go_on(place / "store", csds=[place / "drive"])
+
+
+@pytest.mark.parametrize("name", ["mu.w/zarr.json", "zarr.json", "_METADATA"])
+@wrong("an import does not look at documents that the export's manifest names")
+def test_an_import_checks_every_object_of_an_export(place, jaxinf_says, name):
+    go_on(place / "store", 2)
+    url = f"file://{place}/out"
+    assert jaxinf_says("checkpoint", "export", place / "store", url)[0] == 0
+    (place / "out" / name).write_text("garbage")
+    status, said = jaxinf_says("checkpoint", "import", place / "new", url)
+    assert status != 0
+    assert name in said
+    assert not (place / "new" / "current").exists()
+
+
+@wrong("a bare KeyError for a record that lacks an array's checksums", KeyError)
+def test_an_export_of_an_incomplete_record_is_refused(place, jaxinf_says):
+    go_on(place / "store", 2)
+    file = place / "store" / "current" / "commit.json"
+    record = json.loads(file.read_text())
+    del record["checksums"]["mu.w"]
+    file.write_bytes(seal(record))
+    url = f"file://{place}/out"
+    status, said = jaxinf_says("checkpoint", "export", place / "store", url)
+    assert status != 0
+    assert "mu.w" in said
+
+
+@wrong("a step beyond int32 is written, and the store does not open again", NO_ERROR)
+@pytest.mark.filterwarnings("ignore")
+def test_the_step_after_the_last_number_is_refused(place):
+    go_on(place / "store")
+    file = place / "store" / "current" / "commit.json"
+    record = json.loads(file.read_text())
+    record["step"] = 2**31 - 1
+    file.write_bytes(seal(record))
+    with pytest.raises(REFUSED, match=r"2147483647|2147483648|2\*\*31"):
+        go_on(place / "store")
+    with jaxinf.open_store(place / "store") as store:
+        assert store.step == 2**31 - 1
+
+
+@wrong("the page of the format promises zarr-python for every array, without exception")
+def test_arrays_that_zarr_python_does_not_open_are_said(place):
+    with jaxinf.open_store(place / "store", master="none") as store:
+        tx = jaxinf.smart_update(optax.sgd(1e-3), store)
+        params = {"w": jnp.ones((64, 3), jnp.bfloat16)}
+        state = tx.init(params)
+        store.wait(tx.update(params, state, params)[1])
+    try:
+        opened = zarr.open_array(place / "store" / "current" / "params.w", mode="r")
+        assert np.asarray(opened[:]).shape == (64, 3)
+    except Exception:
+        with open(os.path.join(ROOT, "docs", "format.md")) as page:
+            sentences = page.read().replace("\n", " ").split(".")
+        assert any("zarr-python" in one and "bfloat16" in one for one in sentences)
