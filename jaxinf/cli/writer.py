@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinf.errors import StoreError
-from jaxinf.io import read_bounded
+from jaxinf.io import read_beneath
 from jaxinf.schema import SchemaError, check_json
 from jaxinf.store import LOCK
 
@@ -44,7 +44,7 @@ def find_writer(store: Path, *, locks: Path = Path("/proc/locks")) -> Writer | N
     path = store / "lock"
     try:
         found = os.stat(path)
-        who = check_json(read_bounded(path, _MOST_BYTES, follows_links=False), LOCK)
+        who = check_json(read_beneath(store, path.name, _MOST_BYTES), LOCK)
         command = who["command"]
         words = (command,) if isinstance(command, str) else tuple(command)
         writer = Writer(who["pid"], who["host"], words)

@@ -329,9 +329,8 @@ class ChunkTable:
         directory, name = self._directory, layout.states[state]
         leaf, chunk = layout.subgroup.leaf, layout.subgroup.chunk
         record = directory.manifest.leaves[leaf]
-        key = directory.state_chunk(leaf, chunk, record.state(name)).key
         return corrupt_chunk(
-            directory.step_path(slot) / record.array_name(name) / key,
+            directory.chunk_name(slot, leaf, chunk, name),
             record,
             name,
             chunk,

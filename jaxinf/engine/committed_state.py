@@ -266,7 +266,10 @@ class CommittedState:
                 "checkpoint (jaxinf checkpoint save PATH NAME)"
             )
         self._training.wait()
-        return open_array((self.path / "current").resolve(), record, state)
+        slot = self._directory.committed_slot()
+        assert slot is not None
+        self._directory.check_array(slot, record, state)
+        return open_array(self._directory.step_path(slot), record, state)
 
     def read(self, state: str, leaf: str) -> Array:
         """Reads a leaf's committed state, decoded; blocks.

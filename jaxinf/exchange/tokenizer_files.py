@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxinf.errors import ExchangeError
-from jaxinf.io import read_bounded, write_bytes_atomically
+from jaxinf.io import read_beneath, read_bounded, write_bytes_atomically
 from jaxinf.schema import MOST_BYTES
 
 __all__ = ["keep_tokenizer", "kept_tokenizer", "tokenizer_files"]
@@ -76,7 +76,7 @@ def kept_tokenizer(store: Path) -> Mapping[str, bytes]:
     if place.is_symlink():
         return {}
     return {
-        name: read_bounded(place / name, MOST_BYTES, follows_links=False)
+        name: read_beneath(store, f"{_FOLDER}/{name}", MOST_BYTES)
         for name in (*_OF_TOKENIZERS, *_OF_MODELS)
         if (place / name).is_file()
     }

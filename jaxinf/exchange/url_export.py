@@ -21,7 +21,7 @@ from jaxinf.exchange.object_store import ObjectStore
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
 from jaxinf.exchange.tokenizer_files import kept_tokenizer
 from jaxinf.exchange.url_manifest import BEGUN, MANIFEST, ExportManifest
-from jaxinf.io import crc32c, crc32c_combine, read_bounded
+from jaxinf.io import crc32c, crc32c_combine, read_beneath
 from jaxinf.layout import scale_chunks
 from jaxinf.schema import MOST_BYTES
 from jaxinf.store import (
@@ -138,8 +138,8 @@ def files_beside(store: Path) -> dict[str, bytes]:
     """
     found = {f"tokenizer/{n}": value for n, value in kept_tokenizer(store).items()}
     for file in sorted(check_plans_folder(store).glob("*.json")):
-        content = read_bounded(file, MOST_BYTES, follows_links=False)
-        found[f"stream/{file.name}"] = content
+        name = f"stream/{file.name}"
+        found[name] = read_beneath(store, name, MOST_BYTES)
     return found
 
 

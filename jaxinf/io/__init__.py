@@ -4,10 +4,11 @@ Invariant: memory stays within the budget that the user set, every byte moved is
 counted once, and a failed call raises an error that names the file and the remedy.
 """
 
-from jaxinf.io.bounded import (
-    MACHINE_MEMORY_BYTES,
+from jaxinf.io.beneath import (
     check_holds,
     check_regular,
+    open_beneath,
+    read_beneath,
     read_bounded,
 )
 from jaxinf.io.buffers import Buffer, BufferPool
@@ -22,7 +23,7 @@ from jaxinf.io.files import (
     write_bytes_atomically,
     write_json_atomically,
 )
-from jaxinf.io.memory import free_memory
+from jaxinf.io.memory import MACHINE_MEMORY_BYTES, free_memory
 from jaxinf.io.meters import ByteCounts, ByteMeters
 from jaxinf.io.spans import add_span, span, timeline
 from jaxinf.io.support import supports_direct
@@ -43,7 +44,9 @@ __all__ = [
     "free_memory",
     "fsync_directory",
     "fsync_file",
+    "open_beneath",
     "opened_to_write",
+    "read_beneath",
     "read_bounded",
     "read_into",
     "span",

@@ -1,8 +1,9 @@
 """Reads and writes that bypass the page cache, with a buffered fallback.
 
 Invariant: a call moves all its bytes or raises; a file system that refuses direct I/O
-  is used buffered, and a symlink is not followed. All functions block, release the GIL
-  and are thread-safe; each call opens and closes its file.
+  is used buffered, a symlink is not followed, and a pipe is not waited for. All
+  functions block, release the GIL and are thread-safe; each call opens and closes its
+  file.
 """
 
 import errno
@@ -70,7 +71,7 @@ class _Transfer:
 
     @contextmanager
     def _opened(self, extra_flags: int) -> Iterator[int]:
-        flags = os.O_WRONLY if self.writes else os.O_RDONLY
+        flags = (os.O_WRONLY if self.writes else os.O_RDONLY) | os.O_NONBLOCK
         if not os.fspath(self.path).startswith(_OWN_DESCRIPTORS):
             flags |= os.O_NOFOLLOW
         fd = os.open(self.path, flags | os.O_CLOEXEC | extra_flags)

@@ -143,7 +143,7 @@ def opened_to_write(path: PathLikeStr) -> Iterator[int]:
     Raises:
       OSError: the operating system refused it.
     """
-    with _opened(path, os.O_WRONLY | os.O_NOFOLLOW) as fd:
+    with _opened(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
         yield fd
 
 

@@ -4,10 +4,14 @@ Invariant: what the system does not say limits nothing.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["free_memory"]
+__all__ = ["MACHINE_MEMORY_BYTES", "free_memory"]
+
+MACHINE_MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""Limit of an array that is read as a whole."""
 
 _LIMITS = {
     "": ("memory.max", "memory.current", "inactive_file"),

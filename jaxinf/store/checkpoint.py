@@ -330,8 +330,9 @@ def _prune(directory: StoreDirectory) -> None:
     root = directory.path / "checkpoints"
     for entry in root.iterdir():
         if entry.name.startswith((".new-", ".gone-")):
-            shutil.rmtree(entry)
-    names = set(checkpoint_names(directory))
+            with translated("removal", entry):
+                shutil.rmtree(entry)
+    names = set(os.listdir(root))  # also of what is no checkpoint any more
     for csd in range(len(directory.manifest.csds)):
         data = directory.csd_directory(csd) / "checkpoints"
         for entry in data.iterdir() if data.is_dir() else ():

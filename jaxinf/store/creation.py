@@ -176,13 +176,12 @@ def _create_chunks(
     record = directory.manifest.leaves[leaf]
     made: set[Path] = set()
     for position in record.held:
-        chunk = directory.state_chunk(leaf, position, state)
         file = directory.chunk_file(slot, leaf, position, state.name)
-        link = directory.step_path(slot) / record.array_name(state.name) / chunk.key
+        link = directory.chunk_name(slot, leaf, position, state.name)
         for folder in {file.parent, link.parent} - made:
             folder.mkdir(parents=True, exist_ok=True)
             made.add(folder)
-        directory.allocate(file, chunk, state)
+        directory.allocate(file, directory.state_chunk(leaf, position, state), state)
         if file != link:
             link.symlink_to(file)
 

@@ -1,10 +1,12 @@
 """A store's directory tree: the places of its files, and the publication of a slot.
 
 Invariant: nothing here writes to a chunk file of the committed slot, nor to a file with
-more than one link; `current` changes by rename alone.
+more than one link; `current` changes by rename alone. A path of a chunk is given out
+only if no directory on it is a link.
 """
 
 import contextlib
+import math
 import os
 import stat
 import threading
@@ -20,7 +22,9 @@ from jaxinf.errors import (
 from jaxinf.io import (
     allocate_file,
     check_holds,
+    check_regular,
     fsync_directory,
+    open_beneath,
     sync_filesystem,
 )
 from jaxinf.io.failures import translated
@@ -35,6 +39,8 @@ __all__ = [
     "SLOTS",
     "Slot",
     "StoreDirectory",
+    "check_there",
+    "link_problem",
     "next_slot",
     "other_slot",
 ]
@@ -43,6 +49,11 @@ Slot: TypeAlias = Literal["a", "b"]
 SLOTS: tuple[Slot, Slot] = ("a", "b")
 
 _ORDINARY_BYTES = 1 << 28  # 16 times the usual size of a chunk
+
+_FOLDERS = ("slots", "slots/a", "slots/b", "checkpoints", "snapshots", "stream")
+_FILES = ("rebalance.json", "lock", "publish.lock", "checkpoints.lock")
+_ON_CSD = ("a", "b", "checkpoints", "snapshots")
+_REPLACEMENT = "replacement.new"
 
 
 def other_slot(slot: Slot) -> Slot:
@@ -53,6 +64,19 @@ def other_slot(slot: Slot) -> Slot:
 def next_slot(committed: Slot | None) -> Slot:
     """Returns the slot of the next commit."""
     return SLOTS[0] if committed is None else other_slot(committed)
+
+
+def check_there(path: Path) -> None:
+    """Refuses a path without a manifest; opens nothing.
+
+    Raises:
+      StoreFormatError: says which path to give.
+    """
+    if not os.path.lexists(path / "jaxinf.json"):
+        raise StoreFormatError(
+            f"{path}: expected a jaxinf store, found no jaxinf.json in it; give "
+            "the directory that a run was told to store its state in"
+        )
 
 
 class StoreDirectory:
@@ -76,6 +100,7 @@ class StoreDirectory:
         self.published: set[Slot] = set()
         self._replace_lock = threading.Lock()
         self._chunk_files: dict[tuple[str, int, int, str], tuple[Path, int]] = {}
+        self._checked: set[Path] = set()
 
     @classmethod
     def open(cls, path: Path) -> "StoreDirectory":
@@ -84,13 +109,8 @@ class StoreDirectory:
         Raises:
           StoreFormatError: `path` is not a store, or its manifest cannot be read.
         """
-        manifest_path = path / "jaxinf.json"
-        if not manifest_path.is_file():
-            raise StoreFormatError(
-                f"{path}: expected a jaxinf store, found no jaxinf.json in it; give "
-                "the directory that a run was told to store its state in"
-            )
-        return cls(path, Manifest.read(manifest_path))
+        check_there(path)
+        return cls(path, Manifest.read(path / "jaxinf.json"))
 
     # --- places -----------------------------------------------------------------
 
@@ -159,6 +179,66 @@ class StoreDirectory:
         """Returns the bytes of a state's elements in a chunk, without padding."""
         return self.state_chunk(leaf, chunk, state).num_elements * state.itemsize
 
+    def check_layout(self) -> None:
+        """Refuses links, pipes and devices in the places of the store's own names.
+
+        Raises:
+          StoreFormatError: names the place.
+          StoreIOError: one of its documents or locks is not a file.
+        """
+        for name in _FOLDERS:
+            self._check_folder(self.path, self.path / name)
+        for name in _FILES:
+            with contextlib.suppress(FileNotFoundError):
+                check_regular(self.path / name, os.lstat(self.path / name))
+        for csd in range(len(self.manifest.csds)):
+            root = self.csd_directory(csd)
+            for name in _ON_CSD:
+                self._check_folder(root, root / name)
+        self.committed_slot()
+
+    def _check_folder(self, root: Path, folder: Path) -> None:
+        """Refuses a link on the way to a directory; looks once at each that exists."""
+        if folder not in self._checked:
+            with translated("look", folder), contextlib.suppress(FileNotFoundError):
+                os.close(open_beneath(root, folder.relative_to(root), os.O_DIRECTORY))
+                self._checked.add(folder)
+
+    def array_path(self, place: str, leaf: int, state: str) -> Path:
+        """Returns the directory of a state's array in the store."""
+        name = self.manifest.leaves[leaf].array_name(state)
+        array = self.step_path(place) / name
+        self._check_folder(self.path, array)
+        return array
+
+    def chunk_name(self, place: str, leaf: int, chunk: int, state: str) -> Path:
+        """Returns a chunk's name in the store: its file, or with CSDs a link to it."""
+        record = self.manifest.leaves[leaf]
+        layout = self.state_chunk(leaf, chunk, record.state(state))
+        name = self.step_path(place) / record.array_name(state) / layout.key
+        self._check_folder(self.path, name.parent)
+        return name
+
+    def check_array(self, place: str, record: LeafRecord, state: str) -> None:
+        """Refuses an array that a reader who follows links must not open.
+
+        Raises:
+          StoreFormatError: a chunk's link is not as the manifest has it.
+          StoreIOError: something is missing, or not a file.
+        """
+        leaf = self.manifest.leaves.index(record)
+        files = [self.array_path(place, leaf, state) / "zarr.json"]
+        for chunk in record.held:
+            files.append(self.chunk_file(place, leaf, chunk, state))
+            name = self.chunk_name(place, leaf, chunk, state)
+            if name != files[-1] and (problem := link_problem(name, files[-1])):
+                raise StoreFormatError(
+                    f"{name}: {problem}; copy the store anew, with cp -a"
+                )
+        for file in files:
+            with translated("look", file):
+                check_regular(file, os.lstat(file))
+
     def chunk_file(self, place: str, leaf: int, chunk: int, state: str) -> Path:
         """Returns a chunk's real file, on its CSD."""
         return self._known_chunk(place, leaf, chunk, state)[0]
@@ -178,6 +258,11 @@ class StoreDirectory:
         stored = record.state(state)
         layout = self.state_chunk(leaf, chunk, stored)
         file = root / record.array_name(state) / layout.key
+        self._check_folder(self.csd_directory(record.csds[chunk]), file.parent)
+        with translated("look", file), contextlib.suppress(FileNotFoundError):
+            # A rebalance leaves links in old places; their opener refuses others.
+            if not stat.S_ISLNK((status := os.lstat(file)).st_mode):
+                check_regular(file, status)
         found = file, layout.stored_elements * stored.itemsize
         if place in SLOTS:
             self._chunk_files[place, leaf, chunk, state] = found
@@ -235,23 +320,22 @@ class StoreDirectory:
         return record
 
     def check_files(self, place: str) -> None:
-        """Refuses chunks that are not regular files, and giant chunks with short files.
+        """Refuses giant chunks with short files, before there is memory for them.
 
-        It reads no data. If a chunk of ordinary size is missing or too short, its
-        reader reports it.
+        It reads no data, and looks at no chunk of ordinary size: its reader reports
+        whether it is missing, too short, or not a file.
 
         Raises:
           StoreIOError: names the file.
         """
         for number, leaf, _ in self.leaves():
             for state in leaf.states:
+                if math.prod(leaf.chunk_shape) * state.itemsize <= _ORDINARY_BYTES:
+                    continue
                 for chunk in leaf.held:
                     file = self.chunk_file(place, number, chunk, state.name)
                     num_bytes = self.state_bytes(number, chunk, state)
-                    if num_bytes > _ORDINARY_BYTES:
-                        check_holds(file, num_bytes)
-                    elif file.exists():
-                        check_holds(file, 0)
+                    check_holds(file.parent, file.name, num_bytes)
 
     def unpublish(self, slot: Slot) -> None:
         """Removes the record of a slot that is about to be rewritten.
@@ -332,7 +416,7 @@ class StoreDirectory:
             status = _status(file)
             if status.st_nlink > 1:
                 record = self.manifest.leaves[leaf].state(state)
-                with _replacement(file) as temporary:
+                with self._replacement(leaf, chunk, file) as temporary:
                     if keeps:
                         copy_file(file, temporary)
                     else:
@@ -353,8 +437,21 @@ class StoreDirectory:
             # A file with a single link is not in the other slot.
             if _status(old).st_nlink > 1 and new.exists() and old.samefile(new):
                 return
-            with _replacement(new) as temporary:
+            with self._replacement(leaf, chunk, new) as temporary:
                 link_or_copy(old, temporary)
+
+    @contextlib.contextmanager
+    def _replacement(self, leaf: int, chunk: int, file: Path) -> Iterator[Path]:
+        """Yields a temporary name; the file that the body makes there replaces `file`.
+
+        Of these names there is one a CSD, since one file is replaced at a time.
+        """
+        csd = self.manifest.leaves[leaf].csds[chunk]
+        temporary = self.csd_directory(csd) / _REPLACEMENT
+        with translated("replacement", file):
+            temporary.unlink(missing_ok=True)
+            yield temporary
+            temporary.rename(file)
 
     def allocate(self, file: Path, chunk: Chunk, state: StateRecord) -> None:
         """Makes a chunk's file, and preallocates room for its elements."""
@@ -363,14 +460,11 @@ class StoreDirectory:
         allocate_file(file, logical_bytes, min(pages * PAGE_BYTES, logical_bytes))
 
     def prune_replacements(self) -> None:
-        """Removes leftovers of replaced chunk files, after a crash."""
-        for leaf, record, _ in self.leaves():
-            for state in record.states:
-                for chunk in record.held:
-                    for slot in SLOTS:
-                        file = self.chunk_file(slot, leaf, chunk, state.name)
-                        with translated("removal", file):
-                            _temporary(file).unlink(missing_ok=True)
+        """Removes the leftovers of replaced chunk files, after a crash."""
+        for csd in range(self.num_csds):
+            temporary = self.csd_directory(csd) / _REPLACEMENT
+            with translated("removal", temporary):
+                temporary.unlink(missing_ok=True)
 
     def leaves(self) -> Iterable[tuple[int, LeafRecord, tuple[Chunk, ...]]]:
         """Yields number, record and chunks of each leaf."""
@@ -378,18 +472,17 @@ class StoreDirectory:
             yield leaf, record, self.chunks[leaf]
 
 
-@contextlib.contextmanager
-def _replacement(file: Path) -> Iterator[Path]:
-    """Yields a temporary name; the file that the body makes there replaces `file`."""
-    temporary = _temporary(file)
-    with translated("replacement", file):
-        temporary.unlink(missing_ok=True)
-        yield temporary
-        temporary.rename(file)
-
-
-def _temporary(file: Path) -> Path:
-    return file.with_name(file.name + ".new")
+def link_problem(link: Path, expected: Path) -> str | None:
+    """Describes the error of a symbolic link; None if it is correct."""
+    try:
+        found = os.readlink(link)
+    except FileNotFoundError:
+        return f"expected a symbolic link to {expected}, found nothing"
+    except OSError:
+        return f"expected a symbolic link to {expected}, found another file"
+    if found != str(expected):
+        return f"expected a symbolic link to {expected}, found one to {found}"
+    return None
 
 
 def _status(file: Path) -> os.stat_result:

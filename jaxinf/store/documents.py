@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxinf.errors import ExchangeError, StoreFormatError, StoreIOError
-from jaxinf.io import crc32c, read_bounded, write_bytes_atomically
+from jaxinf.io import crc32c, read_beneath, read_bounded, write_bytes_atomically
 from jaxinf.schema import MOST_BYTES, Kind, SchemaError, check_json, parse_json
 from jaxinf.typing import JsonValue, PathLikeStr
 
@@ -69,7 +69,7 @@ def read_document(path: Path, what: str, remedy: str) -> tuple[bytes, Any]:
       StoreFormatError: the document is missing, not a file, too large, or not JSON.
     """
     try:
-        raw = read_bounded(path, MOST_BYTES, follows_links=False)
+        raw = read_beneath(path.parent, path.name, MOST_BYTES)
         return raw, parse_json(raw)
     except (StoreIOError, SchemaError) as error:
         raise no_document(path, what, remedy, error) from (error.__cause__ or error)

@@ -11,6 +11,7 @@ import shutil
 import uuid
 from pathlib import Path
 
+from jaxinf.io import check_regular
 from jaxinf.io.failures import translated
 
 __all__ = ["can_link", "copy_file", "link_or_copy"]
@@ -30,9 +31,10 @@ def link_or_copy(source: Path, target: Path) -> None:
       target: the new name, on the same file system; must not exist.
 
     Raises:
-      StoreIOError, StoreSpaceError: the file system refused.
+      StoreIOError, StoreSpaceError: the source is no file, or the file system refused.
     """
-    with translated("hard link", target):
+    with translated("hard link", source):
+        check_regular(source, os.lstat(source))
         try:
             os.link(source, target, follow_symlinks=False)
         except OSError as error:

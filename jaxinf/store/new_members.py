@@ -280,7 +280,7 @@ def _moves(source: Source, target: StoreDirectory) -> Iterator[Move]:
                         None
                         if step is None
                         else int(step.commit.checksums[name][chunk]),
-                        target.step_path(place) / name / key,
+                        target.chunk_name(place, number, chunk, state.name),
                     )
 
 
@@ -314,8 +314,6 @@ def _chunks_anew(source: Source, target: StoreDirectory) -> Iterator[_ChunkAnew]
                 continue
             for state in leaf.states:
                 for chunk in leaf.held:
-                    key = target.state_chunk(number, chunk, state).key
-                    name = leaf.array_name(state.name)
                     yield _ChunkAnew(
                         place,
                         number,
@@ -323,7 +321,7 @@ def _chunks_anew(source: Source, target: StoreDirectory) -> Iterator[_ChunkAnew]
                         state,
                         leaf.csds[chunk],
                         target.chunk_file(place, number, chunk, state.name),
-                        target.step_path(place) / name / key,
+                        target.chunk_name(place, number, chunk, state.name),
                         stored_bytes(chunks[chunk], state),
                     )
 

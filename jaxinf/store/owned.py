@@ -1,10 +1,10 @@
 """Opens a store for writing; every command uses this module.
 
-      lock ──► every entry below STORE ──► manifest, journal ──► owners of CSDs ──►
-               no link leaves it           read under the lock   every entry there
+      lock ──► manifest, journal  ──► owners of CSDs ──► the layout's own names
+               read under the lock
 
 Invariant: the content of a `StoreDirectory` from here was read under the lock that
-protects it, and no name below the store or its directories on CSDs leads out of them.
+protects it, its CSDs are its own, and the directories of its layout are no links.
 """
 
 import contextlib
@@ -13,12 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxinf.errors import StoreFormatError
-from jaxinf.store.directory import StoreDirectory
+from jaxinf.store.directory import StoreDirectory, check_there
 from jaxinf.store.journal import read_journal
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import check_owners, check_present, claim_csds
-from jaxinf.store.tree import chunk_link_roots, scan_csd
 
 DIVISION = "divide.json"
 """The journal of a division, in the path of a run; see `redividing`."""
@@ -38,17 +36,16 @@ __all__ = [
 
 
 def look_at_store(path: Path) -> StoreDirectory:
-    """Opens a store for reading; checks its links and the presence of CSDs; blocks.
+    """Opens a store for reading; checks its layout and the presence of CSDs; blocks.
 
     Raises:
-      StoreFormatError: the path is not a store, a link in it does not belong to the
-        format, or a CSD is missing.
+      StoreFormatError: the path is not a store, a directory of it is a link, or a CSD
+        is missing.
       StoreIOError: a file or directory cannot be read.
     """
-    directory = _scanned(path)
+    directory = _opened(path)
     check_present(directory)
-    for csd in range(len(directory.manifest.csds)):
-        scan_csd(directory.csd_directory(csd))
+    directory.check_layout()
     return directory
 
 
@@ -70,16 +67,14 @@ def read_owned(
       StoreFormatError: as `look_at_store`; or nothing shows that a CSD is this store's.
       StoreIOError: a file or directory cannot be read.
     """
-    directory = _scanned(path)
+    directory = _opened(path)
     check_owners(directory, named, unmade=unmade)
     journal = read_journal(directory)
     sides = [StoreDirectory(path, side) for side in journal or ()]
     for side in sides:
         check_owners(side, named, unmade=True)
     for one in (directory, *sides):
-        for csd in range(len(one.manifest.csds)):
-            if os.path.lexists(one.csd_directory(csd)):
-                scan_csd(one.csd_directory(csd))
+        one.check_layout()
     return directory
 
 
@@ -101,7 +96,7 @@ def hold_store(
       StoreLockedError: another process has it open.
       StoreError: as `read_owned`.
     """
-    _check_there(path)
+    _check_is_store(path)
     lock = StoreLock(path)
     try:
         with lock_exclusively(path / "checkpoints.lock"):
@@ -154,15 +149,11 @@ def check_undivided(path: Path) -> None:
         )
 
 
-def _check_there(path: Path) -> None:
+def _check_is_store(path: Path) -> None:
     check_undivided(path)
     if path.name.startswith("process-"):
         check_undivided(path.parent)
-    if not os.path.lexists(path / "jaxinf.json"):
-        raise StoreFormatError(
-            f"{path}: expected a jaxinf store, found no jaxinf.json in it; give "
-            "the directory that a run was told to store its state in"
-        )
+    check_there(path)
     if os.path.lexists(path / "commit.json"):
         raise StoreFormatError(
             f"{path}: expected a store, found a checkpoint or an export of one; open "
@@ -171,25 +162,6 @@ def _check_there(path: Path) -> None:
         )
 
 
-def _scanned(path: Path) -> StoreDirectory:
-    """Opens a store after checking every name in it."""
-    _check_there(path)
-    leads_to = chunk_link_roots(path)
-    manifest = Manifest.read(path / "jaxinf.json")
-    directory = StoreDirectory(path, manifest)
-    if leads_to:
-        journal = read_journal(directory)
-        sides = [directory, *(StoreDirectory(path, side) for side in journal or ())]
-        known = {
-            str(side.csd_directory(csd))
-            for side in sides
-            for csd in range(len(side.manifest.csds))
-        }
-        if not leads_to <= known:
-            raise StoreFormatError(
-                f"{path}: expected symlinks to its chunks on the CSDs of its manifest, "
-                f"{', '.join(manifest.csds) or 'which has none'}, found some to "
-                f"{min(leads_to - known)}; restore the manifest or the store from a "
-                "backup"
-            )
-    return directory
+def _opened(path: Path) -> StoreDirectory:
+    _check_is_store(path)
+    return StoreDirectory.open(path)

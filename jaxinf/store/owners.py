@@ -8,14 +8,14 @@ caller has named the root.
 import json
 import os
 import shlex
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxinf.errors import StoreFormatError
-from jaxinf.io import write_json_atomically
+from jaxinf.errors import StoreFormatError, StoreIOError
+from jaxinf.io import open_beneath, read_beneath, write_json_atomically
 from jaxinf.io.failures import translated
+from jaxinf.schema import MOST_BYTES, parse_json
 from jaxinf.store.directory import SLOTS, StoreDirectory
 
 __all__ = [
@@ -28,9 +28,7 @@ __all__ = [
 
 _NOTE = "store.json"
 _NOTE_BYTES = 1 << 16
-_MANIFEST_BYTES = 1 << 28
 _MOST_STEPS = 4096
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -195,27 +193,20 @@ def _unknown(directory: StoreDirectory, csd: int, problem: str) -> StoreFormatEr
 
 
 def _read(directory: StoreDirectory, csd: int) -> _Note:
-    """Reads the note on a CSD; opens only regular files, and follows no link."""
+    """Reads the note on a CSD."""
     _check_present(directory, csd)
-    folder = os.open(
-        directory.csd_directory(csd),
-        os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC,
-    )
+    folder = directory.csd_directory(csd)
     try:
-        try:
-            file = os.open(_NOTE, _FILE, dir_fd=folder)
-        except FileNotFoundError:
-            places = {*SLOTS, "checkpoints"}
-            is_unmade = places.isdisjoint(os.listdir(folder))
-            return _Note(None, "it is missing", is_unmade)
-        except OSError as error:
-            return _Note(None, f"it cannot be opened ({error.strerror})")
-        try:
-            return _parse(file)
-        finally:
-            os.close(file)
+        file = open_beneath(folder, _NOTE)
+    except FileNotFoundError:
+        is_unmade = {*SLOTS, "checkpoints"}.isdisjoint(os.listdir(folder))
+        return _Note(None, "it is missing", is_unmade)
+    except (OSError, StoreIOError) as error:
+        return _Note(None, f"it cannot be opened ({error})")
+    try:
+        return _parse(file)
     finally:
-        os.close(folder)
+        os.close(file)
 
 
 def _check_present(directory: StoreDirectory, csd: int) -> None:
@@ -229,17 +220,14 @@ def _check_present(directory: StoreDirectory, csd: int) -> None:
 
 
 def _parse(file: int) -> _Note:
-    status = os.fstat(file)
-    if not stat.S_ISREG(status.st_mode):
-        return _Note(None, "it is no file")
     try:
         owner = json.loads(os.read(file, _NOTE_BYTES))["store"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return _Note(None, "it is damaged")
     if not isinstance(owner, str):
         return _Note(None, "it is damaged")
-    if status.st_uid != os.geteuid():
-        return _Note(owner, f"it belongs to the user of id {status.st_uid}")
+    if (user := os.fstat(file).st_uid) != os.geteuid():
+        return _Note(owner, f"it belongs to the user of id {user}")
     return _Note(owner)
 
 
@@ -257,21 +245,13 @@ def _is_elsewhere(directory: StoreDirectory, owner: str) -> bool:
     if _is_here(directory, owner):
         return False
     try:
-        file = os.open(Path(owner) / "jaxinf.json", _FILE)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except (OSError, ValueError):
-        return True  # it cannot be read, so assume that it exists
-    try:
-        is_file = stat.S_ISREG(os.fstat(file).st_mode)
-        if not is_file or os.fstat(file).st_size > _MANIFEST_BYTES:
-            return True
-        with open(file, "rb", closefd=False) as stream:
-            return json.load(stream)["store_id"] == directory.manifest.store_id
-    except (ValueError, KeyError, TypeError, RecursionError):
+        raw = read_beneath(owner, "jaxinf.json", MOST_BYTES)
+        return parse_json(raw)["store_id"] == directory.manifest.store_id
+    except StoreIOError as error:
+        # One that cannot be read may exist.
+        return not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
+    except (ValueError, KeyError, TypeError):
         return True
-    finally:
-        os.close(file)
 
 
 def _claim(directory: StoreDirectory, csd: int, note: _Note) -> None:

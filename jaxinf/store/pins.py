@@ -29,9 +29,8 @@ def link_arrays(directory: StoreDirectory, source: str, place: str, root: Path) 
             name = record.array_name(state.name)
             array = root / name
             array.mkdir()
-            link_or_copy(
-                directory.step_path(source) / name / "zarr.json", array / "zarr.json"
-            )
+            held = directory.array_path(source, leaf, state.name)
+            link_or_copy(held / "zarr.json", array / "zarr.json")
             made: set[Path] = set()
             for number in record.held:
                 link = array / directory.state_chunk(leaf, number, state).key

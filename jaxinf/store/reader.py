@@ -73,7 +73,8 @@ class Piece:
 
 
 def stored_pieces(
-    file: Path,
+    root: Path,
+    name: str,
     num_bytes: int,
     pool: BufferPool,
     check: Callable[[int], object],
@@ -87,7 +88,8 @@ def stored_pieces(
     """Yields the first bytes of a file, piece by piece; blocks.
 
     Args:
-      file: a chunk's file.
+      root: a directory.
+      name: a chunk's file below it, to which no link leads.
       num_bytes: number of bytes to read.
       pool: pool with room for one buffer of a piece.
       check: called with the CRC-32C of all bytes before the last piece is yielded;
@@ -106,8 +108,8 @@ def stored_pieces(
     Raises:
       StoreIOError: the file is missing or too short, or the drive failed.
     """
-    check_holds(file, num_bytes)
-    sums = []
+    check_holds(root, name, num_bytes)
+    file, sums = root / name, []
     if target is not None and target.ctypes.data % PAGE_BYTES:
         target = None
     with pool.acquire(min(piece_bytes, num_bytes)) as buffer:
@@ -137,7 +139,7 @@ def file_checksum(file: Path, num_bytes: int, pool: BufferPool | None = None) ->
     """
     found = [0]  # the checksum of no bytes
     pool = BufferPool(PIECE_BYTES) if pool is None else pool
-    for _ in stored_pieces(file, num_bytes, pool, found.append):
+    for _ in stored_pieces(file.parent, file.name, num_bytes, pool, found.append):
         pass
     return found[-1]
 
@@ -259,7 +261,7 @@ class StepReader:
         chunk = self._chunks_of(leaf, state)[number]
         target = into(chunk)
         name = leaf.array_name(state.name)
-        file = self._file(leaf, state, number)
+        root, key = self._places[self._csd(leaf, number)], f"{name}/{chunk.key}"
         sums = self._sums.get(name, ())
         place = leaf.places[number]
         assert place >= 0, f"leaf {leaf.name}: chunk {number} is another member's"
@@ -267,10 +269,13 @@ class StepReader:
 
         def check(found: int) -> None:
             if found != expected and self._verify:
-                raise corrupt_chunk(file, leaf, state.name, number, expected, found)
+                raise corrupt_chunk(
+                    root / key, leaf, state.name, number, expected, found
+                )
 
         pieces = stored_pieces(
-            file,
+            root,
+            key,
             chunk.num_elements * state.itemsize,
             self._pool,
             check,
@@ -285,14 +290,6 @@ class StepReader:
             values = raw.view(dtype_of(state.dtype))
             yield Piece(number, chunk, start, values)
             start += values.size
-
-    def _file(self, leaf: LeafRecord, state: StateRecord, number: int) -> Path:
-        chunk = self._chunks_of(leaf, state)[number]
-        return (
-            self._places[self._csd(leaf, number)]
-            / leaf.array_name(state.name)
-            / chunk.key
-        )
 
     def _csd(self, leaf: LeafRecord, number: int) -> int:
         return leaf.csds[number] if len(self._places) > 1 else 0
@@ -325,8 +322,11 @@ class StepReader:
         """As `read`, with zeros for the chunks that other members hold."""
         for number in leaf.held:  # check before memory is allocated
             chunk = self._chunks_of(leaf, state)[number]
-            num_bytes = chunk.num_elements * state.itemsize
-            check_holds(self._file(leaf, state, number), num_bytes)
+            check_holds(
+                self._places[self._csd(leaf, number)],
+                f"{leaf.array_name(state.name)}/{chunk.key}",
+                chunk.num_elements * state.itemsize,
+            )
         dtype = dtype_of(state.decoded().dtype)
         needed = leaf.grid.num_elements * dtype.itemsize
         if needed > MACHINE_MEMORY_BYTES:

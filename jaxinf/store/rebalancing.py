@@ -25,7 +25,6 @@ from jaxinf.io import (
 from jaxinf.io.failures import translated
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.store.checkpoint import checkpoint_names
-from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import (
     SLOTS,
     StoreDirectory,
@@ -249,16 +248,8 @@ def _moves(
                             target,
                             old.state_bytes(leaf, chunk, state),
                             None if sums is None else int(sums[name][chunk]),
-                            _link(old, place, leaf, chunk, state),
+                            old.chunk_name(place, leaf, chunk, state.name),
                         )
-
-
-def _link(
-    directory: StoreDirectory, place: str, leaf: int, chunk: int, state: StateRecord
-) -> Path:
-    name = directory.manifest.leaves[leaf].array_name(state.name)
-    key = directory.state_chunk(leaf, chunk, state).key
-    return directory.step_path(place) / name / key
 
 
 def _report(old: StoreDirectory, new: StoreDirectory) -> Rebalanced:
@@ -311,6 +302,7 @@ def _abandon(old: StoreDirectory, new: StoreDirectory) -> None:
 
 def remove_csds(directory: StoreDirectory, keep: Manifest) -> None:
     """Removes the store's directories on CSDs that it no longer has."""
+    directory.prune_replacements()
     for csd, root in enumerate(directory.manifest.csds):
         if root in keep.csds:
             continue
@@ -397,7 +389,8 @@ def _copy(move: Move, target: Path, file_bytes: int, pool: BufferPool) -> None:
             )
 
     offset = 0
-    for piece in stored_pieces(move.source, move.num_bytes, pool, check):
+    source = move.source
+    for piece in stored_pieces(source.parent, source.name, move.num_bytes, pool, check):
         write_from(target, piece, offset, len(piece))
         offset += len(piece)
 

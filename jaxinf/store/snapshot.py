@@ -117,8 +117,9 @@ def prune_snapshots(directory: StoreDirectory) -> None:
     with lock_exclusively(directory.publish_lock):
         for entry in root.iterdir():
             # The snapshot's owner may be removing it at this moment.
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                _remove_if_stale(directory, entry)
+            if entry.is_dir() and not entry.is_symlink():
+                with contextlib.suppress(FileNotFoundError):
+                    _remove_if_stale(directory, entry)
 
 
 def _remove_if_stale(directory: StoreDirectory, entry: Path) -> None:

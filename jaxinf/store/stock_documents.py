@@ -4,12 +4,12 @@ Invariant: they are checksums of the files' bytes, so a file with another checks
 not written by jaxinf.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from jaxinf.io import crc32c, read_bounded
+from jaxinf.io import crc32c, read_beneath
 from jaxinf.schema import MOST_BYTES
 from jaxinf.store.manifest import Manifest
 
@@ -42,18 +42,12 @@ def stock_documents(step: Path, manifest: Manifest) -> dict[str, str]:
 
 def document_checksum(step: Path, manifest: Manifest, name: str) -> str:
     """Returns the checksum of one of `stock_documents`."""
-    files = _arrays(step, manifest) if name == ARRAYS else [step / name]
-    return _checksum(files)
+    names = _arrays(manifest) if name == ARRAYS else [name]
+    raw = b"".join(read_beneath(step, name, MOST_BYTES) for name in names)
+    return f"{crc32c(np.frombuffer(raw, np.uint8)):08x}"
 
 
-def _arrays(step: Path, manifest: Manifest) -> Iterator[Path]:
+def _arrays(manifest: Manifest) -> Iterator[str]:
     for leaf in manifest.leaves:
         for state in leaf.states:
-            yield step / leaf.array_name(state.name) / "zarr.json"
-
-
-def _checksum(files: Iterable[Path]) -> str:
-    parts = []
-    for file in files:
-        parts.append(read_bounded(file, MOST_BYTES, follows_links=False))
-    return f"{crc32c(np.frombuffer(b''.join(parts), np.uint8)):08x}"
+            yield f"{leaf.array_name(state.name)}/zarr.json"

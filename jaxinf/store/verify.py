@@ -14,22 +14,21 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxinf.errors import StoreFormatError, StoreIOError
-from jaxinf.io import BufferPool, check_regular, read_bounded
+from jaxinf.errors import StoreError, StoreFormatError
+from jaxinf.io import BufferPool, open_beneath, read_beneath
 from jaxinf.schema import MOST_BYTES, SchemaError, parse_json
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.damage import Damage
-from jaxinf.store.directory import StoreDirectory
+from jaxinf.store.directory import StoreDirectory, link_problem
 from jaxinf.store.manifest import LeafRecord, Manifest
 from jaxinf.store.reader import PIECE_BYTES, file_checksum
-from jaxinf.store.step_links import link_problem, step_links
 from jaxinf.store.stock_documents import (
     ARRAYS,
     STOCK_DOCUMENTS,
     document_checksum,
 )
-from jaxinf.store.zarr_metadata import array_metadata
+from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE, array_metadata
 from jaxinf.typing import ProgressCallback
 
 __all__ = ["Verifier", "step_bytes"]
@@ -40,18 +39,25 @@ class _ChunkFile:
     """A chunk's file, and its expected content.
 
     Attributes:
-      file: its name in the step.
+      root: the directory of the step's chunks on its CSD.
+      name: its name below that.
       what: leaf, state, chunk and CSD.
       num_bytes: bytes of its elements.
       file_bytes: its length with padding, since stock readers refuse shorter files.
       expected: CRC-32C of the elements.
     """
 
-    file: Path
+    root: Path
+    name: str
     what: str
     num_bytes: int
     file_bytes: int
     expected: int
+
+    @property
+    def file(self) -> Path:
+        """The real file."""
+        return self.root / self.name
 
 
 _Seen: TypeAlias = dict[tuple[int, int], int]
@@ -106,12 +112,11 @@ class Verifier:
             closing(BufferPool(self._num_workers * PIECE_BYTES)) as pool,
             ThreadPoolExecutor(self._num_workers) as threads,
         ):
-            files = list(self._chunk_files(step_path, record, damages))
+            files = list(self._chunk_files(step_path, place, record, damages))
             problems = threads.map(lambda item: self._problem(item, pool), files)
             for item, problem in zip(files, problems, strict=True):
                 if problem:
-                    real = Path(os.path.realpath(item.file))
-                    damages.append(Damage(step_path, real, item.what, problem))
+                    damages.append(Damage(step_path, item.file, item.what, problem))
                 done += item.num_bytes
                 if progress is not None:
                     progress(done, total)
@@ -123,12 +128,30 @@ class Verifier:
         Args:
           place: as for `StoreDirectory.step_path`.
         """
-        step_path = self._directory.step_path(place)
-        return [
-            Damage(step_path, link, f"link {link.relative_to(step_path)}", problem)
-            for link, expected in step_links(self._directory, place)
-            if (problem := link_problem(link, expected))
-        ]
+        directory, damages = self._directory, []
+        step_path = directory.step_path(place)
+
+        def compare(link: Path, expected: Path) -> None:
+            if problem := link_problem(link, expected):
+                what = f"link {link.relative_to(step_path)}"
+                damages.append(Damage(step_path, link, what, problem))
+
+        if is_checkpoint := place.startswith("checkpoints/"):
+            compare(step_path / ORBAX_STATE, Path(ORBAX_ITEM))
+            compare(step_path / ORBAX_ITEM / "_METADATA", Path("../_METADATA"))
+        for number, leaf, _ in directory.leaves():
+            for state in leaf.states:
+                name = leaf.array_name(state.name)
+                if is_checkpoint:
+                    compare(step_path / ORBAX_ITEM / name, Path("..", name))
+                try:
+                    for chunk in leaf.held if directory.manifest.csds else ():
+                        at = place, number, chunk, state.name
+                        compare(directory.chunk_name(*at), directory.chunk_file(*at))
+                except StoreError as error:
+                    what, array = f"leaf {leaf.name}, {state.name}", step_path / name
+                    damages.append(Damage(step_path, array, what, str(error)))
+        return damages
 
     def _place(self, step_path: Path) -> str | None:
         """Returns the step's place in the store; None for a copy elsewhere."""
@@ -159,20 +182,22 @@ class Verifier:
 
     def _problem(self, item: _ChunkFile, pool: BufferPool) -> str | None:
         try:
-            status = os.stat(item.file)
-            check_regular(item.file, status)
+            fd = open_beneath(item.root, item.name)
+            try:
+                status = os.fstat(fd)
+            finally:
+                os.close(fd)
             if status.st_size < item.num_bytes:
                 found_bytes = f"{item.num_bytes} bytes, found {status.st_size}"
                 return f"truncated: expected {found_bytes}"
             inode = (status.st_dev, status.st_ino)
             found = self._seen.get(inode)
             if found is None:
-                real = Path(os.path.realpath(item.file))
-                found = file_checksum(real, item.num_bytes, pool)
+                found = file_checksum(item.file, item.num_bytes, pool)
                 self._seen[inode] = found
         except FileNotFoundError:
             return "expected a chunk file, found none"
-        except (StoreIOError, OSError) as error:
+        except (StoreError, OSError) as error:
             return str(error)
         if found != item.expected:
             return f"expected CRC-32C {item.expected:08x}, found {found:08x}"
@@ -181,7 +206,11 @@ class Verifier:
         return None
 
     def _chunk_files(
-        self, step_path: Path, record: CommitRecord, damages: list[Damage]
+        self,
+        step_path: Path,
+        place: str | None,
+        record: CommitRecord,
+        damages: list[Damage],
     ) -> Iterator[_ChunkFile]:
         directory = self._directory
         for number_of_leaf, leaf in enumerate(directory.manifest.leaves):
@@ -201,10 +230,12 @@ class Verifier:
                     continue
                 for number, expected in zip(leaf.held, sums, strict=True):
                     chunk = directory.state_chunk(number_of_leaf, number, state)
+                    csd = leaf.csds[number]
                     yield _ChunkFile(
-                        step_path / name / chunk.key,
+                        directory.data_path(place, csd) if place else step_path,
+                        f"{name}/{chunk.key}",
                         f"leaf {leaf.name}, {state.name}, chunk {number} of "
-                        f"{len(leaf.csds)}, on CSD {leaf.csds[number]}",
+                        f"{len(leaf.csds)}, on CSD {csd}",
                         chunk.num_elements * state.itemsize,
                         chunk.stored_elements * state.itemsize,
                         int(expected),
@@ -220,7 +251,7 @@ class Verifier:
                 continue
             try:
                 found = document_checksum(step_path, self._directory.manifest, name)
-            except StoreIOError as error:
+            except StoreError as error:
                 yield Damage(step_path, step_path / name, name, str(error))
                 continue
             if found != expected:
@@ -231,17 +262,20 @@ class Verifier:
         """Checks the zarr metadata, by which other tools read the arrays."""
         for leaf in self._directory.manifest.leaves:
             for state in leaf.states:
-                file = step_path / leaf.array_name(state.name) / "zarr.json"
-                problem = _document_problem(file, leaf, state)
+                name = f"{leaf.array_name(state.name)}/zarr.json"
+                file = step_path / name
+                problem = _document_problem(step_path, name, leaf, state)
                 if problem:
                     what = f"leaf {leaf.name}, {state.name}, zarr metadata"
                     yield Damage(step_path, file, what, problem)
 
 
-def _document_problem(file: Path, leaf: LeafRecord, state: StateRecord) -> str | None:
+def _document_problem(
+    step_path: Path, name: str, leaf: LeafRecord, state: StateRecord
+) -> str | None:
     try:
-        found = parse_json(read_bounded(file, MOST_BYTES, follows_links=False))
-    except (StoreIOError, SchemaError) as error:
+        found = parse_json(read_beneath(step_path, name, MOST_BYTES))
+    except (StoreError, SchemaError) as error:
         return f"cannot be read ({error})"
     if found != array_metadata(*leaf.array_grid(state), state.dtype):
         return "expected the manifest's shape, chunks and dtype, found another document"

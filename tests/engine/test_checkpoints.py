@@ -127,7 +127,7 @@ def test_the_step_before_a_restore_is_not_lost_if_it_fails(drive, monkeypatch):
     real = os.link
 
     def failing(source, target, **options):
-        if "embed" in str(target):
+        if "embed" in str(source):
             raise OSError(errno.EIO, "Input/output error")
         real(source, target, **options)
 

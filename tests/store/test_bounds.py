@@ -8,6 +8,7 @@ import socket
 import pytest
 from fuzzing import command
 from golden_stores import golden
+from store_driver import Driver
 
 import jaxinf
 from jaxinf.errors import JaxinfError, StoreError, StoreFormatError
@@ -92,8 +93,31 @@ def test_a_chunk_that_is_a_pipe_is_not_waited_for(store, words):
     os.mkfifo(chunk)
     with pytest.raises(JaxinfError):
         command(words[0], str(store), *words[1:])
-    with pytest.raises(StoreError, match=r"no file|a named pipe"):
-        jaxinf.open_store(store)
+    with (
+        jaxinf.open_store(store) as opened,
+        pytest.raises(StoreError, match=r"no file|a named pipe"),
+    ):
+        opened.read("params", "a")
+
+
+def test_opening_a_store_looks_at_no_chunk(place, monkeypatch):
+    leaves = {"w": ((64, 4096), "float32")}
+    driver = Driver(place / "store", leaves=leaves, chunk_elements=4096)
+    driver.init().close()
+    num_chunks = len(list((place / "store" / "slots/a").rglob("c/*/0")))
+    assert num_chunks == 2 * 64
+    opened = []
+    real = {name: getattr(os, name) for name in ("open", "stat", "lstat", "unlink")}
+    for name, call in real.items():
+
+        def counted(path, *args, call=call, **options):
+            opened.append(path)
+            return call(path, *args, **options)
+
+        monkeypatch.setattr(os, name, counted)
+    jaxinf.open_store(place / "store").close()
+    assert 10 < len(opened) < num_chunks
+    assert not [path for path in opened if "/c/" in os.fsdecode(path)]
 
 
 def test_strays_among_checkpoints_are_reported(store, capsys, caplog):

@@ -243,11 +243,12 @@ def test_leftovers_of_a_crash_are_no_obstacle(make_directory, write_step):
     write_step(directory, "a", 0)
     for position in (0, 1):
         file = directory.chunk_file("b", 0, position, "mu")
-        file.with_name(file.name + ".new").write_text("junk")
+        left = directory.path / "replacement.new"
+        left.write_text("junk")
         os.link(file, file.with_name("other"))
         directory.prepare_write("b", 0, position, "mu")
-        assert not file.with_name(file.name + ".new").exists()
-    file.with_name(file.name + ".new").write_text("junk")
+        assert not left.exists()
+    left.write_text("junk")
     directory.link_chunk("a", "b", 0, 1, "mu")
     assert file.samefile(directory.chunk_file("a", 0, 1, "mu"))
 
@@ -257,11 +258,9 @@ def test_leftovers_of_replacements_go(make_directory, write_step, place, num_csd
     directory = make_directory(num_csds=num_csds)
     write_step(directory, "a", 0)
     before = sorted(place.rglob("*"))
-    for leaf, position, state in [(0, 1, "mu"), (3, 0, "params"), (2, 2, "count")]:
-        for slot in ("a", "b"):
-            file = directory.chunk_file(slot, leaf, position, state)
-            file.with_name(file.name + ".new").write_text("junk")
-    assert len(list(place.rglob("*.new"))) == 6
+    for csd in range(directory.num_csds):
+        (directory.csd_directory(csd) / "replacement.new").write_text("junk")
+    assert sorted(place.rglob("*")) != before
     directory.prune_replacements()
     assert sorted(place.rglob("*")) == before
 

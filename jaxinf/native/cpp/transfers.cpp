@@ -163,7 +163,8 @@ extern "C" __attribute__((visibility("default"))) int JAXINF_ENTRY(
     std::int64_t num, int writes, const char* paths,
     const jaxinf_transfers::Piece* pieces, std::int64_t* done) {
   using namespace jaxinf_transfers;
-  const int flags = (writes ? O_WRONLY : O_RDONLY) | O_DIRECT | O_CLOEXEC | O_NOFOLLOW;
+  const int flags = (writes ? O_WRONLY : O_RDONLY) | O_DIRECT | O_CLOEXEC | O_NOFOLLOW |
+                    O_NONBLOCK;  // a pipe in a file's place is not waited for
   int files[window_pieces];
   for (std::int64_t first = 0; first < num;) {
     const Window window = {pieces + first, files, done + first, 0};

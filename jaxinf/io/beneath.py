@@ -1,0 +1,168 @@
+"""Opens files on the word of a stranger's store: below a directory, without links.
+
+Invariant: no link below the directory is followed, only regular files are read, none of
+them is waited for, and the caller's limit bounds the memory.
+"""
+
+import os
+import stat
+from pathlib import PurePath
+
+from jaxinf.errors import StoreFormatError, StoreIOError
+from jaxinf.io.failures import translated
+from jaxinf.typing import PathLikeStr
+
+__all__ = [
+    "check_holds",
+    "check_regular",
+    "open_beneath",
+    "read_beneath",
+    "read_bounded",
+]
+
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_SAFELY = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_beneath(root: PathLikeStr, name: PathLikeStr, flags: int = os.O_RDONLY) -> int:
+    """Opens a regular file, or with `O_DIRECTORY` a directory; returns its descriptor.
+
+    Args:
+      root: an existing directory, to which links may lead.
+      name: relative path below it, on which there may be no link.
+      flags: those of `os.open`.
+
+    Raises:
+      StoreFormatError: a part of the name is not a directory, or leads out of the root.
+      StoreIOError: the last part is not a regular file.
+      OSError: the operating system refused it; `FileNotFoundError` for a missing part.
+    """
+    *folders, last = parts = PurePath(name).parts
+    if ".." in parts or os.path.isabs(name):
+        raise StoreFormatError(
+            f"{os.fspath(root)}: expected a name below it, found {os.fspath(name)!r}; "
+            "restore the store's documents from a backup"
+        )
+    here = os.open(root, _FOLDER)
+    try:
+        for number, folder in enumerate(folders):
+            below = _open_folder(here, folder, _FOLDER, root, parts[: number + 1])
+            os.close(here)
+            here = below
+        if flags & os.O_DIRECTORY:
+            return _open_folder(here, last, flags | os.O_CLOEXEC, root, parts)
+        # Opening some devices has effects, so this comes before.
+        status = os.stat(last, dir_fd=here, follow_symlinks=False)
+        check_regular(os.path.join(root, *parts), status)
+        return os.open(last, flags | _SAFELY | os.O_NOFOLLOW, dir_fd=here)
+    finally:
+        os.close(here)
+
+
+def _open_folder(
+    here: int, name: str, flags: int, root: PathLikeStr, parts: tuple[str, ...]
+) -> int:
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW, dir_fd=here)
+    except NotADirectoryError as error:
+        status = os.stat(name, dir_fd=here, follow_symlinks=False)
+        raise StoreFormatError(
+            f"{os.path.join(root, *parts)}: expected a directory of a jaxinf store, "
+            f"found {_kind(status)}, which jaxinf neither makes nor follows: find out "
+            "who did, and remove it (a copy of a store that is made with cp -a is "
+            "whole)"
+        ) from error
+
+
+def read_beneath(root: PathLikeStr, name: PathLikeStr, most_bytes: int) -> bytes:
+    """Returns the content of a file below a directory; see `open_beneath`.
+
+    Raises:
+      StoreFormatError: a part of the name is not a directory.
+      StoreIOError: the file is missing, too large or not regular, or the drive failed.
+    """
+    path = os.path.join(root, name)
+    with translated("read", path):
+        return _content(open_beneath(root, name), path, most_bytes)
+
+
+def read_bounded(path: PathLikeStr, most_bytes: int) -> bytes:
+    """Returns the content of a regular file, to which links may lead.
+
+    Raises:
+      StoreIOError: the file is missing, too large or not regular, or the drive failed.
+    """
+    with translated("read", path):
+        check_regular(path, os.stat(path))
+        return _content(os.open(path, os.O_RDONLY | _SAFELY), path, most_bytes)
+
+
+def _content(fd: int, path: PathLikeStr, most_bytes: int) -> bytes:
+    """Reads an open file as a whole, and closes it."""
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        check_regular(path, status)
+        content = b""
+        if status.st_size <= most_bytes:
+            # A read of `most_bytes` would allocate all of that at once.
+            content = file.read(status.st_size + 1)
+    if max(status.st_size, len(content)) > most_bytes:
+        raise StoreIOError(
+            f"{os.fspath(path)}: expected a file of at most {most_bytes} bytes, found "
+            f"{max(status.st_size, len(content))}; restore it from a checkpoint or a "
+            "backup"
+        )
+    return content
+
+
+def check_regular(path: PathLikeStr, status: os.stat_result) -> None:
+    """Refuses other than regular files, which may block, never end, or lead elsewhere.
+
+    Args:
+      path: the path, for the error.
+      status: its status.
+
+    Raises:
+      StoreIOError: names the kind of the file.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreIOError(
+            f"{os.fspath(path)}: expected a regular file, found {_kind(status)}, which "
+            "is not read; something other than jaxinf put it there. Restore the file "
+            "from a checkpoint or a backup"
+        )
+
+
+def _kind(status: os.stat_result) -> str:
+    return _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+
+
+def check_holds(root: PathLikeStr, name: PathLikeStr, num_bytes: int) -> None:
+    """Refuses a name unless it is a regular file of at least `num_bytes`.
+
+    Raises:
+      StoreFormatError: a part of the name is not a directory.
+      StoreIOError: names the kind or the length of the file.
+    """
+    path = os.path.join(root, name)
+    with translated("read", path):
+        fd = open_beneath(root, name)
+        try:
+            size = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+    if size < num_bytes:
+        raise StoreIOError(
+            f"{path}: truncated: expected {num_bytes} bytes, found {size}; restore it "
+            'from a checkpoint, and run "jaxinf verify" to find what else is damaged'
+        )
