@@ -159,9 +159,8 @@ def _drives(places: Sequence[Place]) -> tuple[Drive, ...]:
     for place in places:
         if place.bandwidth is None:
             continue
-        drive = place.block_device
         one = place.bandwidth
-        key = drive.name if drive else place.mount and place.mount.source
+        key = place.path.stat().st_dev
         made = Drive(
             read=_measured(one.read),
             write=_measured(one.taken_write),

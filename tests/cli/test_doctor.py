@@ -1,13 +1,13 @@
 import errno
 import os
 import platform
+import tempfile
+from pathlib import Path
 
 import pytest
 
 import jaxinf.cli.bandwidth as bandwidth
-import jaxinf.cli.cards as cards
 import jaxinf.cli.doctor as doctor
-import jaxinf.cli.filesystem as filesystem
 import jaxinf.cli.machine as machine
 import jaxinf.cli.place as place
 import jaxinf.optimizer.callback
@@ -21,8 +21,6 @@ PATH_KEYS = [
     "filesystem",
     "mount_point",
     "source",
-    "block_device",
-    "rotational",
     "free_bytes",
     "total_bytes",
     "adam_params",
@@ -131,11 +129,11 @@ def test_a_memory_file_system_is_told(memory_dir, run_json):
 
 @pytest.fixture
 def memory_dir():
-    path = filesystem.Path("/dev/shm")
+    path = Path("/dev/shm")
     if not path.is_dir():
         pytest.skip("no /dev/shm: no tmpfs to test on")
-    with filesystem.scratch_directory(path) as scratch:
-        yield scratch
+    with tempfile.TemporaryDirectory(dir=path) as scratch:
+        yield Path(scratch)
 
 
 @pytest.mark.parametrize(
@@ -145,10 +143,10 @@ def memory_dir():
 def test_a_directory_that_cannot_be_written(
     tmp_path, code, part, run_json, monkeypatch
 ):
-    def refuse(**kwargs):
+    def refuse(*args, **kwargs):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(filesystem.tempfile, "mkdtemp", refuse)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
     [here] = _doctor(run_json, tmp_path, status=1)["paths"]
     [problem] = [problem for problem in here["problems"] if problem["fatal"]]
     assert part in problem["what"]
@@ -156,19 +154,14 @@ def test_a_directory_that_cannot_be_written(
 
 
 @pytest.mark.parametrize(
-    ("name", "action", "fatal"),
-    [
-        ("hard_links", "_try_hard_link", False),
-        ("symlinks", "_try_symlink", True),
-        ("fallocate", "_try_fallocate", False),
-        ("locks", "_try_lock", True),
-    ],
+    ("name", "fatal"),
+    [("hard_links", False), ("symlinks", True), ("fallocate", False), ("locks", True)],
 )
-def test_what_a_file_system_lacks(tmp_path, name, action, fatal, run_json, monkeypatch):
+def test_what_a_file_system_lacks(tmp_path, name, fatal, run_json, monkeypatch):
     def refuse(scratch):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr(filesystem, action, refuse)
+    monkeypatch.setitem(place._TRIES, name, (refuse, *place._TRIES[name][1:]))
     [here] = _doctor(run_json, tmp_path, "0", status=int(fatal))["paths"]
     assert here[name] is False
     [problem] = [p for p in here["problems"] if "not supported" in p["what"]]
@@ -177,7 +170,7 @@ def test_what_a_file_system_lacks(tmp_path, name, action, fatal, run_json, monke
 
 
 def test_without_direct_io(tmp_path, run, monkeypatch):
-    monkeypatch.setattr(filesystem, "supports_direct", lambda path: False)
+    monkeypatch.setattr(place, "supports_direct", lambda path: False)
     result = run("doctor", tmp_path, "--size", "256KiB")
     assert "no direct I/O" in result.out
     assert "buffered, so partly memory's" in result.out
@@ -203,7 +196,7 @@ def test_nothing_is_left_behind(tmp_path, error, run, monkeypatch):
         def progress(self, done, total):
             raise error
 
-    monkeypatch.setattr(doctor, "_progress", lambda name: Interrupted())
+    monkeypatch.setattr(doctor, "show_progress", lambda name: Interrupted())
     open_files = os.listdir("/proc/self/fd")
     result = run("doctor", tmp_path, "--size", "1MiB")
     assert result.status == (130 if error is KeyboardInterrupt else 1)
@@ -239,35 +232,20 @@ not a mount
 
 
 @pytest.mark.parametrize(
-    ("path", "fs_type", "is_read_only"),
+    ("path", "mount"),
     [
-        ("/", "ext4", False),
-        ("/mntx/y", "ext4", False),
-        ("/mnt/y", "btrfs", True),
-        ("/mnt/a b/c", "nfs4", True),
+        ("/", ("/", "ext4", "/dev/vda")),
+        ("/mntx/y", ("/", "ext4", "/dev/vda")),
+        ("/mnt/y", ("/mnt", "btrfs", "/dev/sdb")),
+        ("/mnt/a b/c", ("/mnt/a b", "nfs4", "host:/x")),
     ],
 )
-def test_mounts(tmp_path, path, fs_type, is_read_only):
+def test_mounts(tmp_path, path, mount):
     mountinfo = tmp_path / "mountinfo"
     mountinfo.write_text(MOUNTS)
-    found = filesystem.find_mount(filesystem.Path(path), mountinfo=mountinfo)
-    assert (found.fs_type, found.is_read_only) == (fs_type, is_read_only)
-    assert filesystem.find_mount(tmp_path, mountinfo=tmp_path / "gone") is None
-
-
-def test_block_device_of_a_partition(tmp_path):
-    number = tmp_path.stat().st_dev
-    drive = tmp_path / "devices" / "nvme7"
-    (drive / "queue").mkdir(parents=True)
-    (drive / "queue" / "rotational").write_text("0\n")
-    (drive / "nvme7p1").mkdir()
-    (drive / "nvme7p1" / "partition").write_text("1\n")
-    links = tmp_path / "dev" / "block"
-    links.mkdir(parents=True)
-    name = f"{os.major(number)}:{os.minor(number)}"
-    (links / name).symlink_to(drive / "nvme7p1")
-    found = filesystem.find_block_device(tmp_path, None, sysfs=tmp_path)
-    assert found == filesystem.BlockDevice("nvme7", is_rotational=False)
+    found = place.find_mount(Path(path), mountinfo=mountinfo)
+    assert found == mount
+    assert place.find_mount(tmp_path, mountinfo=tmp_path / "gone") is None
 
 
 V2 = ["cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"]
@@ -375,8 +353,8 @@ def test_cards_and_what_is_off(tmp_path, run, run_json, monkeypatch):
         CardInfo("0000:40:00.1", "xilinx_u2_gen3x4_xdma_gc_base_2", "on", ()),
         CardInfo("0000:50:00.1", "", "off", ()),
     ]
-    monkeypatch.setattr(cards, "list_cards", lambda sysfs: infos)
-    monkeypatch.setattr(cards, "card_of", lambda path, found, sysfs: found[1])
+    monkeypatch.setattr(doctor, "list_cards", lambda: infos)
+    monkeypatch.setattr(doctor, "card_of", lambda path, found: found[1])
     monkeypatch.delenv("XILINX_XRT", raising=False)
     one, two = _doctor(run_json, tmp_path, "0")["cards"]
     assert list(one) == ["address", "firmware", "p2p", "paths", "problems"]
