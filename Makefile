@@ -9,6 +9,10 @@ WHEEL_PACKAGES := qemu-user-static libc6-arm64-cross
 XRT_PACKAGES := libxrt1 libxrt-dev uuid-dev binutils g++
 SOURCES := pyproject.toml setup.py $(shell find jaxinf hls models -name '*.py' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
+# A machine without a C++ compiler gets one from the package index.
+COMPILER := $(shell command -v c++ || command -v g++ || command -v clang++)
+comma := ,
+
 # Only these are collected by stages of few tests; importing all takes each process seconds.
 files-with = $(shell grep -rlE --include='test_*.py' '$1' tests)
 LONG := mark\.long|family\(
@@ -34,7 +38,7 @@ $(VENV)/package: $(SOURCES) $(VENV)/made
 
 # The dependencies change seldom and take minutes; the package itself takes seconds.
 $(VENV)/dependencies: pyproject.toml $(VENV)/made
-	$(BIN)/python -m pip install --quiet --upgrade '.[test]'
+	$(BIN)/python -m pip install --quiet --upgrade '.[test$(if $(COMPILER),,$(comma)compiler)]'
 	@touch $@
 
 # An earlier build must not bring back a module that is gone.

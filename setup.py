@@ -1,8 +1,8 @@
 """Compiles the standard optimizers' kernels into the wheel; all else: pyproject.toml.
 
 Without a C++ compiler, or on another processor than x86-64 or aarch64, the wheel is
-built without them: jaxinf then compiles kernels when it needs them, or runs them on
-NumPy.
+built without them: jaxinf then compiles kernels when it needs them, for which it needs
+a compiler, such as that of the extra ``compiler``.
 
 JAXINF_MANYLINUX=2_28 makes a wheel for every Linux with that glibc or a newer one, of
 the machine that _PYTHON_HOST_PLATFORM names (linux-aarch64). For another machine than

@@ -21,7 +21,7 @@ import optax
 from jaxinf.compress import SparseGradient, top_k
 from jaxinf.compress.select import select
 from jaxinf.csd.sparse import run_sparse
-from jaxinf.kernels import Passage, runner
+from jaxinf.kernels import Passage, compiled
 from jaxinf.program import trace_update
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
@@ -66,7 +66,7 @@ def selection(gradient, k, repetitions, now):
 
 def scattering(gradient, indices, repetitions, now):
     kernel = trace_update(optax.adamw(1e-3), jnp.zeros(8)).leaves[0].kernel
-    run = runner(kernel)
+    run = compiled(kernel).run
     num = gradient.size
     params, mu, nu, out = np.zeros((4, num), np.float32)
     scalars = [np.float32(0.1), np.float32(0.001)]

@@ -115,7 +115,7 @@ def _no_compiler(*, is_for_kernels: bool) -> Problem:
     chosen = os.environ.get("CXX", "").strip()
     where = f"CXX={chosen}" if chosen else f"{', '.join(toolchain.COMPILERS)} in PATH"
     without = (
-        "optimizers other than the common ones run on NumPy"
+        "optimizers other than the common ones cannot run"
         if is_for_kernels
         else 'csd="emulated" cannot run'
     )
@@ -157,10 +157,9 @@ def _cpu_problems(isa: str) -> list[Problem]:
         ]
     return [
         Problem(
-            f"the processor is {isa}: jaxinf's C++ is for x86-64 and aarch64. Kernels "
-            "run on NumPy, at about a third of the speed and with other roundings than "
-            "jitted optax, and short state is moved one request at a time",
-            f"expect slow updates and {_COMPARE}",
+            f"the processor is {isa}: jaxinf's C++ is for x86-64 and aarch64. No store "
+            "can be trained here",
+            "train on an x86-64 or aarch64 machine",
         )
     ]
 

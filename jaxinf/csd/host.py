@@ -6,11 +6,10 @@ and are updated there in place.
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +27,9 @@ from jaxinf.csd.base import (
 from jaxinf.csd.initial import initialise_states, states_as_slots
 from jaxinf.csd.sparse import run_sparse
 from jaxinf.csd.transfers import Piece, Transfers
+from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.io import Buffer, BufferPool, ByteMeters, crc32c
-from jaxinf.kernels import Passage, RepeatedCall, compiled, runner
+from jaxinf.kernels import Call, Passage, compiled
 from jaxinf.program import InitKernel, Kernel
 from jaxinf.typing import Array
 
@@ -68,7 +68,17 @@ class HostFleet:
         return len(os.sched_getaffinity(0))
 
     def check(self, needs: Sequence[KernelNeed]) -> None:
-        """Accepts every kernel; without a compiler they run in NumPy."""
+        """Finds or compiles every leaf's kernel.
+
+        Raises:
+          CsdError: there is no compiler for a kernel that is not the package's.
+          UnsupportedTransformError: a kernel has no C++.
+        """
+        for need in needs:
+            try:
+                compiled(need.kernel)
+            except (CsdError, UnsupportedTransformError) as error:
+                raise type(error)(f"leaf {need.leaf}: {error}") from error
 
     def check_buffer(self, num_bytes: int, num_elements: int) -> None:
         """Accepts all lengths; the engine has cut subgroups to the budget."""
@@ -117,7 +127,7 @@ class _Repeated(NamedTuple):
 
     extents: tuple[Extent, ...]
     kernel: Kernel
-    call: RepeatedCall
+    call: Call
     writes: Sequence[bool]
 
     def is_of(self, extents: Sequence[Extent], kernel: Kernel, num_bytes: int) -> bool:
@@ -209,20 +219,19 @@ class HostCsd:
             repeated is not None
             and repeated.is_of(extents, kernel, memory.num_bytes)
             and isinstance(gradient, np.ndarray)
-            and not inputs.arrays
             and repeated.call.fits(
                 gradient=gradient, out=out, scalars=inputs.scalars, given=given
             )
         ):
             passage.writes = repeated.writes
             is_finite = repeated.call.run(
-                memory.address,
                 gradient=gradient,
                 out=out,
                 scalars=inputs.scalars,
+                passage=passage,
+                address=memory.address,
                 key=rounding.key,
                 first=rounding.first,
-                passage=passage,
             )
         else:
             passage.writes = _written(extents, kernel)
@@ -255,21 +264,29 @@ class HostCsd:
         """Runs the kernel with all checks, and keeps what makes the next run short."""
         views = [self.view(buffer, extent) for extent in extents]
         states = states_as_slots(views, extents, rounding)
-        is_finite = _run_of(kernel, gradient)(
-            gradient=gradient,
-            params=states[0],
-            slots=states[1:],
-            scalars=inputs.scalars,
-            arrays=inputs.arrays,
-            out=out,
-            passage=passage,
-        )
         found = compiled(kernel)
-        is_tuple = isinstance(extents, tuple)
-        if found is not None and is_tuple and isinstance(gradient, np.ndarray):
-            address = _own(buffer).memory.address
-            call = RepeatedCall.of(
-                found, address, states=states, gradient=gradient, out=out
+        arguments: dict[str, Any] = {
+            "params": states[0],
+            "slots": states[1:],
+            "scalars": inputs.scalars,
+            "arrays": inputs.arrays,
+            "out": out,
+            "passage": passage,
+        }
+        if isinstance(gradient, SparseGradient):
+            return run_sparse(found.run, gradient=gradient, **arguments)
+        is_finite = found.run(gradient=gradient, **arguments)
+        if isinstance(extents, tuple) and not inputs.arrays:
+            call = Call.of(
+                found.entry,
+                found.constants,
+                states=states,
+                gradient=gradient,
+                out=out,
+                scalar_dtypes=kernel.scalar_dtypes,
+                address=_own(buffer).memory.address,
+                key=rounding.key,
+                first=rounding.first,
             )
             self._repeated[id(extents)] = _Repeated(
                 extents, kernel, call, passage.writes
@@ -310,13 +327,6 @@ class HostCsd:
             _own(buffer).known.pop(extent.buffer_offset_bytes, None)
         else:
             _own(buffer).known[extent.buffer_offset_bytes] = checksum
-
-
-def _run_of(kernel: Kernel, gradient: Array | SparseGradient) -> Callable[..., bool]:
-    """Returns a function with `jaxinf.kernels.evaluate`'s arguments and a passage."""
-    if isinstance(gradient, SparseGradient):
-        return partial(run_sparse, runner(kernel))
-    return runner(kernel)
 
 
 def _written(extents: Sequence[Extent], kernel: Kernel) -> list[bool]:

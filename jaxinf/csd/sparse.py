@@ -38,7 +38,7 @@ def run_sparse(
     """Runs a kernel piece by piece, each piece's gradient scattered into a scratch.
 
     Args:
-      run: a result of `jaxinf.kernels.runner`; for the others see `evaluate` there.
+      run: `jaxinf.kernels.CompiledKernel.run`; see there for the others.
       gradient: a gradient as long as `params`.
 
     Returns:

@@ -69,7 +69,7 @@ class Updater(Protocol):
           csd, buffer, extents: the CSD, and its buffer with the states.
           kernel: one that it takes.
           gradient: ``(n,)``, float32 or 16 bits; only read.
-          scalars: as for `jaxinf.kernels.evaluate`.
+          scalars: as for `jaxinf.kernels.CompiledKernel.run`.
           out: as there; None if no result is needed.
           given, wants_params, tells: as for `Csd.update`.
           held: states that stay with the processor, by number, in place of the

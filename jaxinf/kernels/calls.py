@@ -10,7 +10,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,14 +18,10 @@ from jaxinf.kernels.passage import Passage
 from jaxinf.layout import CodedSlot
 from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32, Array
 
-__all__ = [
-    "Block",
-    "array_fields",
-    "holding_gil",
-    "invoke",
-    "scalar_word",
-    "with_prototype",
-]
+__all__ = ["Call", "EntryPoint", "array_fields", "scalar_word"]
+
+_SHORT_ELEMENTS = 1 << 13
+"""A kernel over at most so many elements takes some 10 us and holds the GIL."""
 
 _DTYPES = (
     FLOAT32, BFLOAT16, FLOAT16,
@@ -33,7 +29,6 @@ _DTYPES = (
 )  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _BF16_STOCHASTIC, _INT8_BLOCKS, _BF16_SPLIT = range(len(_DTYPES), len(_DTYPES) + 3)
-
 
 _WORD = 0xFFFFFFFF
 """All 32 bits."""
@@ -45,8 +40,29 @@ _PASSAGE = "PPPi4x"
 """``jaxinf::Passage``: given, sums, wanted, wants_params."""
 
 
+class EntryPoint:
+    """A kernel's function in a library, with the types of ``cpp/shell.hpp``.
+
+    Another thread may take a released GIL, and a short kernel then waits for it longer
+    than it runs. So there are two ways to call it.
+
+    Attributes:
+      releasing: releases the GIL.
+      holding: does not.
+    """
+
+    def __init__(self, function: Any) -> None:
+        function.argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 8]
+        function.restype = ctypes.c_int
+        self.releasing: Callable[..., int] = function
+        prototype = ctypes.PYFUNCTYPE(function.restype, *function.argtypes)
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        assert address is not None
+        self.holding: Callable[..., int] = prototype(address)
+
+
 @dataclass(frozen=True)
-class Block:
+class _Block:
     """All arguments of one call in one piece of memory: packed at once.
 
     It has arrays, passage, words (scalars, constants, sums), and the wanted flags.
@@ -68,102 +84,223 @@ class Block:
     sums_unpacker: struct.Struct
     wanted: int
 
+
+@functools.cache
+def _block(
+    num_slots: int, num_arrays: int, num_scalars: int, num_words: int, num_sums: int
+) -> _Block:
+    """Makes the block for these numbers; the words are scalars and constants."""
+    length = struct.calcsize(_ARRAY)
+    arrays = 3 + num_slots
+    passage = (arrays + num_arrays) * length
+    words = passage + struct.calcsize(_PASSAGE)
+    first_sum = words + 4 * num_words
+    wanted = first_sum + 4 * num_sums
+    packer = struct.Struct(
+        _ARRAY * (arrays + num_arrays)
+        + _PASSAGE
+        + f"{num_words}I{4 * num_sums}x{num_sums}s"
+    )
+    return _Block(
+        packer,
+        packer.size,
+        (
+            0, length, 2 * length, 3 * length, arrays * length,
+            words, words + 4 * num_scalars, passage,
+        ),
+        first_sum,
+        struct.Struct(f"{num_sums}I"),
+        wanted,
+    )  # fmt: skip
+
+
+class _Place(NamedTuple):
+    """Where a buffer has params or a slot, and how they are stored.
+
+    Attributes:
+      offset_bytes: of the elements or codes.
+      beside_bytes: offset of scales or remainders; None if there are none.
+      code: of the dtype or codec, as in ``cpp/shell.hpp``.
+      key, first: added to the call's own seed of rounding; None for numbers.
+    """
+
+    offset_bytes: int
+    beside_bytes: int | None
+    code: int
+    key: int | None
+    first: int
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A kernel's call on arrays like those that it was made from. Thread-safe.
+
+    The states, params and slots, lie at the same places of any buffer. It releases the
+    GIL while the kernel runs, unless that takes some microseconds only.
+
+    Attributes:
+      num_elements: the arrays' length.
+      gradient_dtype, out_dtype: of the arrays.
+      params_dtype: of the params as they are stored.
+      scalar_dtypes: of the scalars.
+      num_bytes: end of the last state in the buffer.
+    """
+
+    num_elements: int
+    gradient_dtype: np.dtype
+    out_dtype: np.dtype
+    params_dtype: np.dtype
+    scalar_dtypes: tuple[np.dtype, ...]
+    num_bytes: int
+    _function: Callable[..., int]
+    _constants: tuple[int, ...]
+    _places: tuple[_Place, ...]
+    _gradient_code: int
+    _out_code: int
+    _num_stored: int
+    _block: _Block
+
     @classmethod
-    @functools.cache
     def of(
         cls,
-        num_slots: int,
-        num_arrays: int,
-        num_scalars: int,
-        num_words: int,
-        num_sums: int,
-    ) -> "Block":
-        """Makes the block for these numbers; the words are scalars and constants."""
-        length = struct.calcsize(_ARRAY)
-        arrays = 3 + num_slots
-        passage = (arrays + num_arrays) * length
-        words = passage + struct.calcsize(_PASSAGE)
-        first_sum = words + 4 * num_words
-        wanted = first_sum + 4 * num_sums
-        packer = struct.Struct(
-            _ARRAY * (arrays + num_arrays)
-            + _PASSAGE
-            + f"{num_words}I{4 * num_sums}x{num_sums}s"
-        )
+        entry: EntryPoint,
+        constants: Sequence[int],
+        *,
+        states: Sequence[Array | CodedSlot],
+        gradient: Array,
+        out: Array,
+        scalar_dtypes: Sequence[np.dtype],
+        num_arrays: int = 0,
+        address: int = 0,
+        key: int = 0,
+        first: int = 0,
+    ) -> "Call":
+        """Makes it from contiguous arguments; nothing is checked.
+
+        Args:
+          entry: the kernel's function.
+          constants: the words of its literals.
+          states: params, then slots, all in the buffer.
+          gradient, out: as long as the states.
+          scalar_dtypes: of the scalars.
+          num_arrays: number of the prologue's arrays.
+          address: where the buffer begins; 0 if the states are at their addresses.
+          key, first: seed of rounding of the buffer, which the states' own count from.
+        """
+        places = tuple(_place(state, address, key, first) for state in states)
+        num_stored = len(places) + sum(p.beside_bytes is not None for p in places)
+        is_short = gradient.size <= _SHORT_ELEMENTS
+        params = states[0]
         return cls(
-            packer,
-            packer.size,
-            (
-                0, length, 2 * length, 3 * length, arrays * length,
-                words, words + 4 * num_scalars, passage,
+            gradient.size,
+            gradient.dtype,
+            out.dtype,
+            params.codes.dtype if isinstance(params, CodedSlot) else params.dtype,
+            tuple(scalar_dtypes),
+            max(map(_end, states)) - address,
+            entry.holding if is_short else entry.releasing,
+            tuple(constants),
+            places,
+            _CODES[gradient.dtype],
+            _CODES[out.dtype],
+            num_stored,
+            _block(
+                len(places) - 1,
+                num_arrays,
+                len(scalar_dtypes),
+                len(scalar_dtypes) + len(constants),
+                2 * num_stored,
             ),
-            first_sum,
-            struct.Struct(f"{num_sums}I"),
+        )
+
+    def fits(
+        self,
+        *,
+        gradient: Array,
+        out: Array,
+        scalars: Sequence[np.generic | Array],
+        given: Array | None,
+    ) -> bool:
+        """Whether these arguments are like those that it was made from."""
+        shape = (self.num_elements,)
+        return (
+            gradient.shape == out.shape == shape
+            and gradient.dtype == self.gradient_dtype
+            and out.dtype == self.out_dtype
+            and gradient.flags.c_contiguous
+            and out.flags.c_contiguous
+            and (given is None or self._fits_given(given))
+            and tuple([s.dtype for s in scalars]) == self.scalar_dtypes
+            and all(s.shape == () for s in scalars)
+        )
+
+    def _fits_given(self, given: Array) -> bool:
+        is_alike = given.shape == (self.num_elements,)
+        is_alike = is_alike and given.dtype == self.params_dtype
+        return is_alike and given.flags.c_contiguous
+
+    def run(
+        self,
+        *,
+        gradient: Array,
+        out: Array,
+        scalars: Sequence[np.generic | Array],
+        passage: Passage,
+        arrays: Sequence[Array] = (),
+        address: int = 0,
+        key: int = 0,
+        first: int = 0,
+    ) -> bool:
+        """Updates the states of a buffer in place; for arguments that fit.
+
+        Args:
+          gradient, out, scalars, arrays: as of `CompiledKernel.run`.
+          passage: receives the checksums.
+          address: where the buffer begins.
+          key, first: the seed of rounding.
+
+        Returns:
+          Whether the gradient is finite.
+        """
+        given, num_stored = passage.given, self._num_stored
+        none = bytes(num_stored)
+        wanted = bytes(passage.reads or none) + bytes(passage.writes or none)
+        block = self._block
+        memory = ctypes.create_string_buffer(block.num_bytes)
+        start = ctypes.addressof(memory)
+        master, *slots = [
+            (
+                address + offset,
+                0 if beside is None else address + beside,
+                code,
+                0 if own_key is None else key + own_key & _WORD,
+                0 if own_key is None else first + own_first & _WORD,
+            )
+            for offset, beside, code, own_key, own_first in self._places
+        ]
+        fields = [gradient.ctypes.data, 0, self._gradient_code, 0, 0, *master]
+        fields += (out.ctypes.data, 0, self._out_code, 0, 0)
+        for slot in slots:
+            fields += slot
+        for array in arrays:
+            fields += array_fields(array)
+        block.packer.pack_into(
+            memory,
+            0,
+            *fields,
+            0 if given is None else given.ctypes.data,
+            start + block.sums,
+            start + block.wanted,
+            passage.wants_params,
+            *map(scalar_word, scalars),
+            *self._constants,
             wanted,
-        )  # fmt: skip
-
-
-def with_prototype(function: Any) -> Callable[..., int]:
-    """Returns a kernel's entry point with the types of ``cpp/shell.hpp``."""
-    function.argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 8]
-    function.restype = ctypes.c_int
-    return function
-
-
-def holding_gil(function: Any) -> Callable[..., int]:
-    """The same entry point, called without a release of the GIL.
-
-    Another thread may take a released GIL, and a short kernel then waits for it longer
-    than it runs.
-    """
-    prototype = ctypes.PYFUNCTYPE(function.restype, *function.argtypes)
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    assert address is not None
-    return prototype(address)
-
-
-def invoke(
-    function: Callable[..., int],
-    *,
-    gradient: Array,
-    params: Array | CodedSlot,
-    out: Array,
-    slots: Sequence[Array | CodedSlot],
-    arrays: Sequence[Array],
-    scalars: Sequence[np.generic],
-    constants: Sequence[int],
-    passage: Passage | None = None,
-) -> bool:
-    """Calls a kernel's entry point on contiguous arrays; nothing is checked."""
-    passage = passage or Passage()
-    num_stored = _num_stored(params) + sum(map(_num_stored, slots))
-    none = (False,) * num_stored
-    wanted = bytes((*(passage.reads or none), *(passage.writes or none)))
-    num_words = len(scalars) + len(constants)
-    block = Block.of(len(slots), len(arrays), len(scalars), num_words, len(wanted))
-    memory = ctypes.create_string_buffer(block.num_bytes)
-    address = ctypes.addressof(memory)
-    given = passage.given
-    fields: list[Any] = []
-    for array in (gradient, params, out, *slots, *arrays):
-        fields += array_fields(array)
-    block.packer.pack_into(
-        memory,
-        0,
-        *fields,
-        0 if given is None else given.ctypes.data,
-        address + block.sums,
-        address + block.wanted,
-        passage.wants_params,
-        *map(scalar_word, scalars),
-        *constants,
-        wanted,
-    )
-    finite = function(gradient.size, *[address + offset for offset in block.offsets])
-    sums = block.sums_unpacker.unpack_from(memory, block.sums)
-    told = tuple(map(operator.mul, sums, wanted))
-    passage.read, passage.written = told[:num_stored], told[num_stored:]
-    return bool(finite)
+        )
+        finite = self._function(self.num_elements, *[start + n for n in block.offsets])
+        sums = block.sums_unpacker.unpack_from(memory, block.sums)
+        told = tuple(map(operator.mul, sums, wanted))
+        passage.read, passage.written = told[:num_stored], told[num_stored:]
+        return bool(finite)
 
 
 def array_fields(array: Array | CodedSlot) -> tuple[int, int, int, int, int]:
@@ -179,13 +316,28 @@ def array_fields(array: Array | CodedSlot) -> tuple[int, int, int, int, int]:
     return codes, scales.ctypes.data, _INT8_BLOCKS, key, first
 
 
-def _num_stored(state: Array | CodedSlot) -> int:
-    """Returns the number of arrays that a state is stored in."""
-    return 2 if isinstance(state, CodedSlot) and state.beside is not None else 1
-
-
 def scalar_word(number: np.generic | Array) -> int:
     """Converts a scalar to a kernel's 32 bits; all set for true."""
     if number.dtype == np.bool_:
         return _WORD if number else 0
     return int.from_bytes(number.tobytes(), sys.byteorder)
+
+
+def _place(state: Array | CodedSlot, address: int, key: int, first: int) -> _Place:
+    data, beside, code, own_key, own_first = array_fields(state)
+    is_coded = isinstance(state, CodedSlot)
+    return _Place(
+        data - address,
+        beside - address if beside else None,
+        code,
+        own_key - key if is_coded else None,
+        own_first - first,
+    )
+
+
+def _end(state: Array | CodedSlot) -> int:
+    """The address behind a state's arrays."""
+    if not isinstance(state, CodedSlot):
+        return state.ctypes.data + state.nbytes
+    beside = () if state.beside is None else (state.beside,)
+    return max(map(_end, (state.codes, *beside)))

@@ -1,58 +1,54 @@
 """Kernels as machine code: finds or compiles the code of a `Kernel`.
 
-Invariant: a compiled kernel has the arguments and the effect of `evaluate`, with the
-roundings of jitted optax on XLA's CPU backend. Without a compiled form the NumPy
-evaluator runs, after one warning.
+Invariant: a compiled kernel has the roundings of jitted optax on XLA's CPU backend, the
+same on every processor level of x86-64.
 """
 
-import functools
-import logging
 import os
+import platform
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from jaxinf.kernels.calls import invoke, with_prototype
+from jaxinf.errors import CsdError, UnsupportedTransformError
+from jaxinf.kernels.calls import Call, EntryPoint
 from jaxinf.kernels.checking import check_arguments
 from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
-from jaxinf.kernels.evaluator import evaluate
 from jaxinf.kernels.lowering import lower
-from jaxinf.kernels.passage import Passage, run_evaluator
+from jaxinf.kernels.passage import Passage
 from jaxinf.layout import CodedSlot
 from jaxinf.native import libraries, toolchain
-from jaxinf.program.kernel import Kernel
+from jaxinf.program.ir import Constant, Result
+from jaxinf.program.kernel import InitKernel, Kernel
 from jaxinf.typing import Array
 
 __all__ = [
     "CompiledKernel",
     "compile_kernel",
     "compiled",
-    "runner",
+    "initialise",
     "source_of",
 ]
-
-_LOGGER = logging.getLogger("jaxinf.kernels")
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledKernel:
-    """A kernel in machine code. Thread-safe; releases the GIL while it runs.
+    """A kernel in machine code. Thread-safe; releases the GIL in long runs.
 
     Attributes:
       kernel: The kernel.
       level: Its processor level, e.g. ``"x86-64-v3"``.
       origin: ``"package"`` or ``"cache"``.
-      function: Its entry point.
+      entry: Its entry point.
       constants: The words of its literals.
     """
 
     kernel: Kernel = field(repr=False)
     level: str
     origin: str
-    function: Callable[..., int] = field(repr=False)
+    entry: EntryPoint = field(repr=False)
     constants: tuple[int, ...] = field(repr=False)
 
     def run(
@@ -66,93 +62,115 @@ class CompiledKernel:
         out: Array,
         passage: Passage | None = None,
     ) -> bool:
-        """Updates one chunk in place; see `evaluate`, also for the errors.
+        """Updates one chunk in place; blocks the caller.
 
-        Denormals are read and written as zero. The bits are those of jitted optax on
-        XLA's CPU backend: with its fused multiply-adds and reciprocals, which the
-        NumPy evaluator does not have.
+        16-bit floats are computed in float32 and then rounded. Denormals are read and
+        written as zero. The bits are those of jitted optax on XLA's CPU backend, with
+        its fused multiply-adds and reciprocals.
+
+        Args:
+          gradient: ``(n,)`` float32, bfloat16 or float16; only read.
+          params: ``(n,)`` float32 master; becomes ``params + u``. It may be a
+            `CodedSlot`, for params that are bfloat16 on the JAX device.
+          slots: ``(n,)`` each; become the new state. A float32 slot may be a
+            `CodedSlot`.
+          scalars: 0-d, the prologue's results.
+          arrays: ``(n,)`` each, the chunk's part of the prologue's arrays.
+          out: ``(n,)``: float32 receives `u`; bfloat16 or float16 receives the new
+            params rounded to nearest even, or, of coded params, their bfloat16 codes.
+          passage: work beside the update.
+
+        Returns:
+          Whether all of the gradient is finite. If not, the caller must discard
+          `params`, `slots` and `out`, whose contents are undefined.
+
+        Raises:
+          TypeError, ValueError: A dtype, shape or count is not the kernel's.
         """
-        kernel = self.kernel
+        passage = passage or Passage()
         numbers = check_arguments(
-            kernel, gradient=gradient, params=params, slots=slots,
+            self.kernel, gradient=gradient, params=params, slots=slots,
             scalars=scalars, arrays=arrays, out=out,
         )  # fmt: skip
-        plain = [v for v in (params, *slots) if not isinstance(v, CodedSlot)]
-        chunks = [gradient, out, *plain, *arrays]
-        if passage is not None and passage.given is not None:
-            chunks.append(passage.given)
-        if not all(array.flags.c_contiguous for array in chunks):
-            return self._run_copies(
-                gradient, params, slots, scalars, arrays, out, passage
-            )
-        return invoke(
-            self.function, gradient=gradient, params=params, out=out, slots=slots,
-            arrays=arrays, scalars=numbers, constants=self.constants,
-            passage=passage,
-        )  # fmt: skip
-
-    def _run_copies(
-        self,
-        gradient: Array,
-        params: Array | CodedSlot,
-        slots: Sequence[Array | CodedSlot],
-        scalars: Sequence[np.generic | Array],
-        arrays: Sequence[Array],
-        out: Array,
-        passage: Passage | None,
-    ) -> bool:
-        """Runs the kernel on contiguous copies of strided views."""
-        if passage is not None and passage.given is not None:
+        # Machine code needs contiguous arrays: it runs on copies of strided views.
+        written = [v for v in (out, params, *slots) if not isinstance(v, CodedSlot)]
+        whole = {id(view): np.ascontiguousarray(view) for view in written}
+        states = [whole.get(id(state), state) for state in (params, *slots)]
+        if passage.given is not None:
             passage.given = np.ascontiguousarray(passage.given)
-        state = (params, *slots)
-        views = [out, *(v for v in state if not isinstance(v, CodedSlot))]
-        copies = [np.ascontiguousarray(view) for view in views]
-        plain = iter(copies[1:])
-        master, *others = (
-            s if isinstance(s, CodedSlot) else next(plain) for s in state
-        )
-        finite = self.run(
-            gradient=np.ascontiguousarray(gradient),
-            params=master,
-            slots=others,
-            scalars=scalars,
-            arrays=[np.ascontiguousarray(array) for array in arrays],
-            out=copies[0],
+        gradient = np.ascontiguousarray(gradient)
+        call = Call.of(
+            self.entry, self.constants, states=states, gradient=gradient, out=out,
+            scalar_dtypes=self.kernel.scalar_dtypes, num_arrays=len(arrays),
+        )  # fmt: skip
+        finite = call.run(
+            gradient=gradient,
+            out=whole[id(out)],
+            scalars=numbers,
             passage=passage,
+            arrays=list(map(np.ascontiguousarray, arrays)),
         )
-        for view, copy in zip(views, copies, strict=True):
-            view[...] = copy
+        for view in written:
+            if whole[id(view)] is not view:
+                view[...] = whole[id(view)]
         return finite
 
 
-def runner(kernel: Kernel) -> Callable[..., bool]:
-    """Returns a function with `evaluate`'s arguments: compiled code if possible.
-
-    It also takes a `Passage`.
-    """
-    found = compiled(kernel)
-    return functools.partial(_evaluate, kernel) if found is None else found.run
-
-
-def _evaluate(
-    kernel: Kernel, *, passage: Passage | None = None, **arguments: Any
-) -> bool:
-    if passage is None:
-        return evaluate(kernel, **arguments)
-    return run_evaluator(kernel, passage, **arguments)
-
-
-def compiled(kernel: Kernel) -> CompiledKernel | None:
-    """Returns the kernel as machine code, or None after one warning.
+def compiled(kernel: Kernel) -> CompiledKernel:
+    """Returns the kernel as machine code.
 
     The package contains the common optimizers; others are compiled once and kept in
     `toolchain.cache_directory`. Blocks while the compiler runs. Thread-safe; a process
-    tries each kernel once. ``JAXINF_KERNELS=numpy`` turns it off.
+    finds each kernel once. ``JAXINF_KERNELS`` names a lower processor level.
+
+    Raises:
+      UnsupportedTransformError: the kernel computes with integers of fewer than 32
+        bits.
+      CsdError: there is no compiler for it, or the compiler failed, or kernels are not
+        made for this processor.
     """
     with _LOCK:
         if kernel not in _FOUND:
             _FOUND[kernel] = _find(kernel)
         return _FOUND[kernel]
+
+
+def initialise(
+    kernel: InitKernel,
+    *,
+    params: Array,
+    slots: Sequence[Array],
+    scalars: Sequence[np.generic | Array] = (),
+    arrays: Sequence[Array] = (),
+) -> None:
+    """Writes one chunk's first state into `slots`; blocks; thread-safe.
+
+    Args:
+      kernel: A leaf's first state.
+      params: ``(n,)`` float32 master; only read.
+      slots: ``(n,)`` each, of the slots' dtypes; only written.
+      scalars: 0-d, the prologue's results.
+      arrays: ``(n,)`` each, the chunk's part of the prologue's arrays.
+
+    Raises:
+      CsdError, UnsupportedTransformError: see `compiled`; only of a state that needs
+        arithmetic, and not of literals, params and results of the prologue.
+    """
+    if kernel.equations:
+        compiled(kernel.as_update()).run(
+            gradient=np.zeros_like(params),
+            params=params,
+            slots=slots,
+            scalars=scalars,
+            arrays=arrays,
+            out=np.empty_like(params),
+        )
+        return
+    sources = {"params": [params], "scalar": scalars, "array": arrays}
+    for slot, value in zip(slots, kernel.new_slots, strict=True):
+        assert not isinstance(value, Result)
+        is_literal = isinstance(value, Constant)
+        slot[...] = value.value if is_literal else sources[value.kind][value.index]
 
 
 def compile_kernel(
@@ -178,7 +196,7 @@ def compile_kernel(
         kernel=kernel,
         level=level,
         origin=origin,
-        function=with_prototype(function),
+        entry=EntryPoint(function),
         constants=source.constants,
     )
 
@@ -203,36 +221,36 @@ def source_of(
 
 
 _LOCK = threading.Lock()
-_FOUND: dict[Kernel, CompiledKernel | None] = {}
+_FOUND: dict[Kernel, CompiledKernel] = {}
 
 
-def _find(kernel: Kernel) -> CompiledKernel | None:
-    setting = os.environ.get("JAXINF_KERNELS", "").strip() or "auto"
-    if setting == "numpy":
-        return None
-    if setting != "auto" and setting not in toolchain.LEVELS:
-        raise ValueError(
-            "JAXINF_KERNELS: expected auto, numpy or one of "
-            f"{', '.join(toolchain.LEVELS)}, found {setting!r}"
-        )
-    available = toolchain.levels()
-    if not available or (setting != "auto" and setting not in available):
-        _warn("this processor is neither x86-64 nor aarch64" if not available else
-              f"this processor has no {setting}")  # fmt: skip
-        return None
+def _find(kernel: Kernel) -> CompiledKernel:
     try:
-        return compile_kernel(
-            kernel, level=available[0] if setting == "auto" else setting
+        return compile_kernel(kernel, level=_level())
+    except UnsupportedKernelError as error:
+        raise UnsupportedTransformError(
+            "the optimizer's kernel: expected float32 and 32-bit integers, to which "
+            f"16-bit floats are widened, found {error}; compute in float32 or int32"
+        ) from error
+    except (toolchain.CompilerError, OSError) as error:
+        raise CsdError(
+            "the optimizer's kernel is not among those that come compiled with "
+            f"jaxinf: {error}"
+        ) from error
+
+
+def _level() -> str:
+    """The processor level of this process's kernels."""
+    available = toolchain.levels()
+    if not available:
+        raise CsdError(
+            "kernels are C++ for x86-64 and aarch64: expected such a processor, found "
+            f"{platform.machine()}; train on another machine"
         )
-    except (UnsupportedKernelError, toolchain.CompilerError, OSError) as error:
-        _warn(str(error))
-        return None
-
-
-@functools.cache
-def _warn(reason: str) -> None:
-    _LOGGER.warning(
-        "kernels run on NumPy, at about a third of the speed and with roundings that "
-        "differ from jitted optax's: %s",
-        reason,
-    )
+    level = os.environ.get("JAXINF_KERNELS", "").strip() or available[0]
+    if level not in available:
+        raise ValueError(
+            "JAXINF_KERNELS: expected a level of this processor, one of "
+            f"{', '.join(available)}, found {level!r}; unset it"
+        )
+    return level

@@ -38,7 +38,7 @@ def specialise(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> Kernel:
 
     Args:
       kernel: any kernel.
-      scalars: the results of the step's prologue, as `evaluate` takes them.
+      scalars: the results of the step's prologue, as a run takes them.
 
     Returns:
       A kernel with the same arguments that leaves more state unchanged, or `kernel`

@@ -48,8 +48,8 @@ COMPILERS = ("c++", "g++", "clang++")
 """Compilers to look for if ``CXX`` names none; then that of the package ziglang."""
 
 NO_COMPILER = (
-    "no C++ compiler (c++, g++ or clang++); install one or name it in CXX, or run: "
-    "pip install 'jaxinf[compiler]'"
+    "expected a C++ compiler (the one that CXX names, or c++, g++, clang++, or the "
+    "package ziglang), found none; install one, or run: pip install 'jaxinf[compiler]'"
 )
 
 REINSTALL = "pip install --force-reinstall --no-deps PATH (a wheel or a checkout)"

@@ -123,6 +123,18 @@ class InitKernel:
     equations: tuple[Equation, ...]
     new_slots: tuple[Operand, ...]
 
+    def as_update(self) -> Kernel:
+        """The kernel that writes this state, whatever the old one, and no update."""
+        return Kernel(
+            slots=self.slots,
+            slot_dtypes=self.slot_dtypes,
+            scalar_dtypes=self.scalar_dtypes,
+            array_dtypes=self.array_dtypes,
+            equations=self.equations,
+            update=None,
+            new_slots=self.new_slots,
+        )
+
     @property
     def reads_params(self) -> bool:
         """Whether the state depends on the params."""

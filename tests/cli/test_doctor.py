@@ -310,7 +310,7 @@ def test_a_processor_without_kernels(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     monkeypatch.setattr(machine.toolchain, "find_compiler", lambda: None)
     cpu, foreign, compiler = machine.look_at_machine().problems
-    assert "riscv64: jaxinf's C++ is for x86-64 and aarch64. Kernels run" in cpu.what
+    assert "riscv64: jaxinf's C++ is for x86-64 and aarch64. No store" in cpu.what
     assert foreign.what == "this installation of jaxinf is for x86_64, not riscv64"
     assert "pip install --force-reinstall" in foreign.remedy
     assert 'csd="emulated" cannot run' in compiler.what

@@ -9,7 +9,7 @@ from csd_contract import CASES, Chunk
 
 from jaxinf.csd import Rounding, ScalarInputs, parse_csd
 from jaxinf.io import crc32c
-from jaxinf.kernels import RepeatedCall
+from jaxinf.kernels import Call
 from jaxinf.native import toolchain
 
 HOST = parse_csd("host")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def pair(tmp_path, monkeypatch):
     """Makes equal chunks: one keeps its calls, the other has them checked."""
-    made, kept = [], []
+    made, checked = [], []
 
     def make(case, num_elements):
         made.extend(
@@ -35,14 +35,16 @@ def pair(tmp_path, monkeypatch):
         made[0].extents = tuple(made[0].extents)
         return made
 
-    def run(call, *arguments, **options):
-        kept.append(call)
-        return original(call, *arguments, **options)
+    def of(*arguments, **options):
+        checked.append(original(*arguments, **options))
+        return checked[-1]
 
-    original = RepeatedCall.run
-    monkeypatch.setattr(RepeatedCall, "run", run)
+    original = Call.of
+    monkeypatch.setattr(Call, "of", of)
     yield make
-    assert len(kept) == 3, "expected all updates but the first to repeat it"
+    # One chunk makes a call for each of four updates; the other for the first alone,
+    # and once more to keep it.
+    assert len(checked) == 6
     for chunk in made:
         chunk.close()
 

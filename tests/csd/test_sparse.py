@@ -8,7 +8,7 @@ import pytest
 from jaxinf.compress import SparseGradient
 from jaxinf.csd import sparse
 from jaxinf.csd.sparse import run_sparse
-from jaxinf.kernels import Passage, runner
+from jaxinf.kernels import Passage, compiled
 from jaxinf.layout import CodedSlot
 from jaxinf.program import trace_update
 
@@ -60,7 +60,7 @@ def test_bits_and_checksums(num, dtype, codec, monkeypatch):
             "params": params, "slots": slots, "scalars": SCALARS, "arrays": [],
             "out": out, "passage": passage,
         }  # fmt: skip
-        run = runner(KERNEL)
+        run = compiled(KERNEL).run
         if gradient is dense:
             is_finite = run(gradient=gradient, **arguments)
         else:
@@ -81,7 +81,7 @@ def test_a_value_that_is_not_finite_is_told():
     )
     params, out, mu, nu = np.zeros((4, num), np.float32)
     assert not run_sparse(
-        runner(KERNEL), gradient=sent, params=params, slots=[mu, nu],
+        compiled(KERNEL).run, gradient=sent, params=params, slots=[mu, nu],
         scalars=SCALARS, arrays=[], out=out, passage=Passage(),
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinf.io import crc32c
-from jaxinf.kernels import runner
+from jaxinf.kernels import compiled
 from jaxinf.kernels.card import CardKernel, card_kernel
 from jaxinf.kernels.estimates import rsqrt_estimates
 from jaxinf.layout import CODE_BLOCK, CodedSlot
@@ -112,7 +112,7 @@ def run_host(card: CardKernel, kernel, chunk: Chunk):
             scales = states.get(f"{slot}_scales")
             slots.append(CodedSlot(states[slot], scales, key, chunk.first))
     out = np.zeros(chunk.num, OUT_DTYPES[card.out])
-    finite = runner(kernel)(
+    finite = compiled(kernel).run(
         gradient=gradient, params=states["params"], slots=slots,
         scalars=chunk.scalars, arrays=[], out=out,
     )  # fmt: skip

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from reference_kernel import evaluate
 
-from jaxinf.kernels import evaluate, initialise
+from jaxinf.kernels import initialise
 from jaxinf.program import UpdateProgram, trace_init, trace_update
 
 

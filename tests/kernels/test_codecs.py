@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from reference_kernel import evaluate
 
-from jaxinf.kernels import evaluate
 from jaxinf.kernels.checking import check_arguments
 from jaxinf.kernels.compiled import compile_kernel
 from jaxinf.layout import CODE_BLOCK, CodedSlot

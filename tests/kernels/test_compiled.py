@@ -2,15 +2,17 @@
 
 import os
 import threading
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from reference_kernel import evaluate
 
-from jaxinf.kernels import compiled, evaluate, runner
+import jaxinf
+from jaxinf.errors import CsdError, UnsupportedTransformError
+from jaxinf.kernels import compiled
 from jaxinf.kernels.compiled import compile_kernel, source_of
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
@@ -127,14 +129,14 @@ def test_the_source_is_the_same_for_other_numbers_and_precisions():
 def test_sizes(num):
     kernel = kernel_of(optax.adamw(1e-2))
     whole, expected = chunk(kernel, num), chunk(kernel, num)
-    assert runner(kernel)(**whole)
+    assert compiled(kernel).run(**whole)
     assert evaluate(kernel, **expected)
     for left, right in zip(outputs(whole), outputs(expected), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-7)
     # Cut anywhere, the bits are the same.
     parts, cut = chunk(kernel, num), num // 3
     for part in (slice(0, cut), slice(cut, num)):
-        run = runner(kernel)
+        run = compiled(kernel).run
         run(**{
             name: [a[part] for a in value] if name == "slots"
             else value if name in ("scalars", "arrays") else value[part]
@@ -150,8 +152,8 @@ def test_16_bit_gradients_and_outputs(dtype):
     narrow, wide = chunk(kernel, 4099, dtype=dtype), chunk(kernel, 4099)
     wide["gradient"] = narrow["gradient"].astype(np.float32)
     narrow["gradient"].flags.writeable = False
-    assert runner(kernel)(**narrow)
-    assert runner(kernel)(**wide)
+    assert compiled(kernel).run(**narrow)
+    assert compiled(kernel).run(**wide)
     assert_same_bits([narrow["params"]], [wide["params"]])
     assert_same_bits(narrow["slots"], wide["slots"])
     assert_same_bits([narrow["out"]], [wide["params"].astype(dtype)])
@@ -171,7 +173,7 @@ def test_rounding_to_16_bits_is_to_nearest_even(dtype):
         params = params[~np.isnan(params)]
         expected = params.astype(dtype)
     arguments = chunk(kernel, params.size, dtype=dtype) | {"params": params.copy()}
-    runner(kernel)(**arguments)
+    compiled(kernel).run(**arguments)
     assert_same_bits([arguments["out"]], [expected])
 
 
@@ -182,9 +184,9 @@ def test_rounding_to_16_bits_is_to_nearest_even(dtype):
 def test_non_finite_gradients_are_told(bad, where, dtype):
     for kernel in (kernel_of(optax.adam(0.1)), kernel_of(optax.set_to_zero())):
         arguments = chunk(kernel, 1027, dtype=dtype)
-        assert runner(kernel)(**arguments)
+        assert compiled(kernel).run(**arguments)
         arguments["gradient"][where] = bad
-        assert not runner(kernel)(**arguments)
+        assert not compiled(kernel).run(**arguments)
 
 
 @needs_levels
@@ -192,7 +194,7 @@ def test_nothing_is_written_where_nothing_changes():
     kernel = kernel_of(optax.set_to_zero())
     arguments = chunk(kernel, 100)
     arguments["params"].flags.writeable = False
-    runner(kernel)(**arguments)
+    compiled(kernel).run(**arguments)
     assert not arguments["out"].any()
 
 
@@ -205,8 +207,7 @@ def test_slots_that_trade_places():
     tx = optax.GradientTransformation(lambda p: dict.fromkeys("abc", p), update)
     kernel = kernel_of(tx)
     found, expected = chunk(kernel, 1000), chunk(kernel, 1000)
-    assert compiled(kernel)
-    runner(kernel)(**found)
+    compiled(kernel).run(**found)
     evaluate(kernel, **expected)
     assert_same_bits(outputs(found), outputs(expected))
 
@@ -223,14 +224,14 @@ def test_strided_views():
     for left, right in zip(outputs(strided), outputs(plain), strict=True):
         left[...] = right
     strided["gradient"][...] = plain["gradient"]
-    runner(kernel)(**plain)
-    runner(kernel)(**strided)
+    compiled(kernel).run(**plain)
+    compiled(kernel).run(**strided)
     copies = [np.ascontiguousarray(array) for array in outputs(strided)]
     assert_same_bits(copies, outputs(plain))
 
 
 @needs_levels
-def test_wrong_chunks_are_refused_as_by_the_evaluator():
+def test_wrong_chunks_are_refused():
     kernel = kernel_of(optax.adam(1e-2))
     good = chunk(kernel, 10)
     for change, error, message in (
@@ -239,19 +240,18 @@ def test_wrong_chunks_are_refused_as_by_the_evaluator():
         ({"out": np.zeros(10)}, TypeError, "out: .* found float64"),
         ({"scalars": [1.0] * 2}, TypeError, r"scalars\[0\]: .* 0-d float32"),
     ):
-        for run in (runner(kernel), partial(evaluate, kernel)):
-            with pytest.raises(error, match=message):
-                run(**{**good, **change})
+        with pytest.raises(error, match=message):
+            compiled(kernel).run(**{**good, **change})
 
 
 @needs_levels
 def test_threads_share_a_kernel_and_its_mode_is_their_own():
     kernel = kernel_of(optax.adamw(1e-2))
     expected = chunk(kernel, 100003)
-    runner(kernel)(**expected)
+    compiled(kernel).run(**expected)
     chunks = [chunk(kernel, 100003) for _ in range(4)]
     threads = [
-        threading.Thread(target=runner(kernel), kwargs=arguments)
+        threading.Thread(target=compiled(kernel).run, kwargs=arguments)
         for arguments in chunks
     ]
     for thread in threads:
@@ -354,28 +354,39 @@ def test_a_cache_that_cannot_be_written(counted, tmp_path, monkeypatch):
 
 # ---- without a compiled form
 
-FALLBACK = """
-import functools, logging, numpy as np, jax.numpy as jnp, optax
-from jaxinf.kernels import compiled, runner
+REFUSED = """
+import jax.numpy as jnp, optax
+from jaxinf.errors import CsdError
+from jaxinf.kernels import compiled
 from jaxinf.program import trace_update
-logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
-clip = optax.chain(optax.clip(3.0), optax.scale(-0.1))
-for tx in (clip, optax.chain(clip, optax.ema(0.5)), optax.adamw(1e-3)):
+for tx in (optax.chain(optax.clip(3.0), optax.scale(-0.1)), optax.adamw(1e-3)):
     kernel = trace_update(tx, [jnp.zeros(8)]).leaves[0].kernel
-    found = compiled(kernel)
-    assert isinstance(runner(kernel), functools.partial) == (found is None)
-    print("numpy" if found is None else found.origin)
+    try:
+        print(compiled(kernel).origin)
+    except CsdError as error:
+        print(error)
 """
 
 
 @pytest.mark.long
 @needs_levels
-def test_without_a_compiler_others_run_on_numpy(run_python, tmp_path):
-    result = run_python(FALLBACK, CXX="none", PATH=os.fspath(tmp_path))
-    assert result.stdout.split() == ["numpy", "numpy", "package"]
-    (line,) = (x for x in result.stderr.splitlines() if "jaxinf.kernels" in x)
-    assert "WARNING kernels run on NumPy" in line
-    assert "no C++ compiler (c++, g++ or clang++)" in line
+def test_without_a_compiler_only_the_packages_kernels_run(run_python, tmp_path):
+    result = run_python(REFUSED, CXX="none", PATH=os.fspath(tmp_path))
+    refusal, origin = result.stdout.splitlines()
+    assert "not among those that come compiled with jaxinf: expected a C++" in refusal
+    assert "found none; install one, or run: pip install 'jaxinf[compiler]'" in refusal
+    assert origin == "package"
+
+
+@needs_levels
+def test_an_optimizer_without_a_kernel_makes_no_store(tmp_path, monkeypatch):
+    monkeypatch.setattr(toolchain, "find_compiler", lambda: None)
+    inner = optax.chain(optax.clip(7.0), optax.scale(-0.1))
+    with jaxinf.open_store(tmp_path / "store") as store:
+        tx = jaxinf.smart_update(inner, store)
+        with pytest.raises(CsdError, match=r"leaf w: .* 'jaxinf\[compiler\]'"):
+            tx.init({"w": jnp.ones(8)})
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.long
@@ -385,21 +396,19 @@ def test_a_compiler_that_fails_is_quoted(run_python, tmp_path):
     script.write_text("#!/bin/sh\necho 'error: out of cheese' >&2\nexit 3\n")
     script.chmod(0o755)
     cache = {"JAXINF_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(script)}
-    result = run_python(FALLBACK, **cache)
-    assert result.stdout.split() == ["numpy", "numpy", "package"]
-    assert "exited with status 3:\nerror: out of cheese" in result.stderr
+    result = run_python(REFUSED, **cache)
+    assert "exited with status 3:\nerror: out of cheese\npackage" in result.stdout
 
 
-@pytest.mark.long
-def test_numpy_can_be_asked_for(run_python):
-    result = run_python(FALLBACK, JAXINF_KERNELS="numpy")
-    assert result.stdout.split() == ["numpy"] * 3
-    assert "WARNING" not in result.stderr
-    failed = run_python(FALLBACK, check=False, JAXINF_KERNELS="cuda")
-    assert "expected auto, numpy or one of x86-64-v4" in failed.stderr
+@needs_levels
+def test_a_level_of_another_processor_is_refused(monkeypatch):
+    monkeypatch.setenv("JAXINF_KERNELS", "numpy")
+    with pytest.raises(ValueError, match=rf"one of .*{LEVELS[-1]}, found 'numpy'"):
+        compiled(unusual_kernel(factor=5.0))
 
 
-def test_kernels_of_narrow_integers_run_on_numpy(caplog):
+@needs_levels
+def test_kernels_of_narrow_integers_are_refused():
     """Integers of 8 bits have no lanes."""
 
     def update(updates, state, params=None):
@@ -407,9 +416,11 @@ def test_kernels_of_narrow_integers_run_on_numpy(caplog):
         return [u.astype(jnp.int8).astype(jnp.float32) for u in updates], state
 
     kernel = kernel_of(optax.GradientTransformation(lambda _: (), update))
-    assert compiled(kernel) is None
-    if LEVELS:
-        assert "values of int8" in caplog.text
-    arguments = chunk(kernel, 5) | {"gradient": np.float32([1.5, -2.5, 0, 300, -0.5])}
-    runner(kernel)(**arguments)
-    assert arguments["out"].tolist() == [1, -2, 0, 127, 0]
+    with pytest.raises(UnsupportedTransformError, match="found values of int8"):
+        compiled(kernel)
+
+
+def test_another_processor_is_refused(monkeypatch):
+    monkeypatch.setattr(toolchain, "levels", lambda: ())
+    with pytest.raises(CsdError, match="for x86-64 and aarch64: expected such a"):
+        compiled(unusual_kernel(factor=6.0))

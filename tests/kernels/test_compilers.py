@@ -12,11 +12,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import lowering
-from jaxinf.kernels.calls import invoke, with_prototype
-from jaxinf.kernels.emitter import emit
+from jaxinf.kernels.compiled import compile_kernel
 from jaxinf.kernels.standard import standard_kernels
-from jaxinf.native import libraries, toolchain
+from jaxinf.native import toolchain
 from jaxinf.program import trace_update
 
 COMPILERS = os.environ.get("JAXINF_TEST_COMPILERS", "").split()
@@ -52,8 +50,7 @@ def numbers(rng, scale=1.0):
 
 
 def run(kernel, compiler, level):
-    source = emit(lowering.lower(kernel))
-    function = with_prototype(libraries.load_cached(source.text, level, compiler))
+    found = compile_kernel(kernel, level=level, compiler=compiler)
     rng = np.random.default_rng(2)
     gradient, params, out = (numbers(rng) for _ in range(3))
     slots = [np.abs(numbers(rng)).astype(dtype) for dtype in kernel.slot_dtypes]
@@ -63,9 +60,9 @@ def run(kernel, compiler, level):
         with np.errstate(over="ignore"):
             narrow = gradient.astype(dtype)
             out = out.astype(dtype)
-        finite = invoke(
-            function, gradient=narrow, params=params, slots=slots, arrays=[],
-            out=out, scalars=scalars, constants=source.constants,
+        finite = found.run(
+            gradient=narrow, params=params, slots=slots, arrays=[], out=out,
+            scalars=scalars,
         )  # fmt: skip
         results += [np.array([finite]), params.copy(), out.copy()]
         results += [slot.copy() for slot in slots]

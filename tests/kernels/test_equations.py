@@ -10,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from reference_kernel import compute
 
-from jaxinf.kernels.calls import invoke, with_prototype
+from jaxinf.kernels import Call, Passage
+from jaxinf.kernels.calls import EntryPoint
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import LoweredBody, lower
-from jaxinf.kernels.operations import OPERATIONS
 from jaxinf.native import libraries, toolchain
 from jaxinf.program import trace_update
 from jaxinf.program.ir import Constant, Input, Result
@@ -27,10 +28,10 @@ NUM = 10007
 SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 COMPARISONS = frozenset("eq ne lt le gt ge".split())
 BEYOND_OPTAX = {  # operations of lowered bodies
-    "fma": lambda out, a, b, c: np.add(a * b, c, out=out),
-    "fms": lambda out, a, b, c: np.subtract(a * b, c, out=out),
-    "fnma": lambda out, a, b, c: np.subtract(c, a * b, out=out),
-    "reciprocal": lambda out, x: np.divide(1, x, out=out),
+    "fma": lambda a, b, c: a * b + c,
+    "fms": lambda a, b, c: a * b - c,
+    "fnma": lambda a, b, c: c - a * b,
+    "reciprocal": lambda x: 1 / x,
 }
 
 
@@ -126,12 +127,14 @@ def reference(equation, operands):
     if equation.op == "reduce_precision":
         narrow = operands[0].astype(params["to"])
         return narrow.astype(np.float32)
-    operation = BEYOND_OPTAX.get(equation.op) or OPERATIONS[equation.op]
     wide = [x.astype(np.float64) if x.dtype == np.float32 else x for x in operands]
     floating = equation.dtype == np.float32
-    out = np.empty(NUM, np.float64 if floating else equation.dtype)
-    operation(out, *wide, **params)
-    return flushed(out.astype(np.float32)) if floating else out
+    if equation.op in BEYOND_OPTAX:
+        found = BEYOND_OPTAX[equation.op](*wide)
+    else:
+        dtype = np.dtype(np.float64) if floating else equation.dtype
+        found = compute(equation.op, dtype, wide, params)
+    return flushed(found.astype(np.float32)) if floating else found
 
 
 def near_an_edge(equation, operands):
@@ -176,10 +179,8 @@ def test_each_equation_is_within_one_unit(name, record_property):
     kernel = trace_update(OPTIMIZERS[name], [jnp.zeros(8)] * 2).leaves[0].kernel
     body = lower(kernel)
     source = emit(probe(body))
-    function = with_prototype(
-        libraries.load_cached(
-            source.text, toolchain.levels()[0], toolchain.find_compiler()
-        )
+    function = libraries.load_cached(
+        source.text, toolchain.levels()[0], toolchain.find_compiler()
     )
     rng = np.random.default_rng(1)
     slots = [np.abs(numbers(rng)).astype(dtype) for dtype in kernel.slot_dtypes]
@@ -187,11 +188,15 @@ def test_each_equation_is_within_one_unit(name, record_property):
     gradient, params = numbers(rng), numbers(rng)
     scalars = [np.array(0.3).astype(dtype)[()] for dtype in kernel.scalar_dtypes]
     arrays = [numbers(rng).astype(dtype) for dtype in kernel.array_dtypes]
-    invoke(
-        function, gradient=gradient, params=params, slots=[*slots, *words],
-        arrays=arrays, out=np.empty(NUM, np.float32), scalars=scalars,
-        constants=source.constants,
+    out = np.empty(NUM, np.float32)
+    call = Call.of(
+        EntryPoint(function), source.constants, states=[params, *slots, *words],
+        gradient=gradient, out=out, scalar_dtypes=kernel.scalar_dtypes,
+        num_arrays=len(arrays),
     )  # fmt: skip
+    call.run(
+        gradient=gradient, out=out, scalars=scalars, passage=Passage(), arrays=arrays
+    )
     results = [
         (word != 0) if equation.dtype == np.bool_ else word.view(equation.dtype)
         for word, equation in zip(words, body.equations, strict=True)

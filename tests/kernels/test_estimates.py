@@ -43,7 +43,7 @@ def test_machines_without_a_compiler(monkeypatch, caplog):
     monkeypatch.setattr(toolchain, "find_compiler", lambda: None)
     monkeypatch.setattr(libraries, "load_prebuilt", lambda *_: None)
     assert not make().any()
-    assert "other last bits than this host: no C++ compiler" in caplog.text
+    assert "other last bits than this host: expected a C++ compiler" in caplog.text
 
 
 def test_instructions_that_are_no_table(monkeypatch, caplog):

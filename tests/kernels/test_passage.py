@@ -1,7 +1,5 @@
 """A kernel's work beside the update equals that of separate passes."""
 
-import functools
-
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -10,9 +8,8 @@ import pytest
 
 from jaxinf.io import crc32c
 from jaxinf.kernels import Passage, compiled
-from jaxinf.kernels.passage import run_evaluator, stored_arrays
+from jaxinf.kernels.passage import stored_arrays
 from jaxinf.layout import CodedSlot
-from jaxinf.native import toolchain
 from jaxinf.program import trace_update
 
 SIZES = [0, 1, 3, 255, 257, 511, 512, 513, 5000, 65_537, (1 << 18) + 5]
@@ -63,49 +60,39 @@ def sums(arguments):
     return tuple(crc32c(array) for array in stored(arguments))
 
 
-def runners(kernel):
-    """Returns compiled code, if this processor runs any, and NumPy."""
-    numpy = functools.partial(run_evaluator, kernel)
-    found = compiled(kernel)
-    if not toolchain.levels():
-        return [numpy]
-    assert found is not None
-    return [found.run, numpy]
-
-
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_checksums_of_what_came_and_of_what_is_left(name, codec):
     kernel = kernel_of(name)
-    for run in runners(kernel):
-        for num in SIZES:
-            arguments = chunk(kernel, num, codec)
-            every = [True] * len(stored(arguments))
-            passage, before = Passage(reads=every, writes=every), sums(arguments)
-            run(passage=passage, **arguments)
-            assert passage.read == before
-            assert passage.written == sums(arguments)
+    run = compiled(kernel).run
+    for num in SIZES:
+        arguments = chunk(kernel, num, codec)
+        every = [True] * len(stored(arguments))
+        passage, before = Passage(reads=every, writes=every), sums(arguments)
+        run(passage=passage, **arguments)
+        assert passage.read == before
+        assert passage.written == sums(arguments)
 
 
 def test_only_the_checksums_that_are_wanted():
     kernel = kernel_of("adamw")
-    for run in runners(kernel):
-        arguments = chunk(kernel, 700)
-        before = sums(arguments)
-        passage = Passage(reads=[False, True, False], writes=[True, False, True])
-        run(passage=passage, **arguments)
-        after = sums(arguments)
-        assert passage.read == (0, before[1], 0)
-        assert passage.written == (after[0], 0, after[2])
+    run = compiled(kernel).run
+    arguments = chunk(kernel, 700)
+    before = sums(arguments)
+    passage = Passage(reads=[False, True, False], writes=[True, False, True])
+    run(passage=passage, **arguments)
+    after = sums(arguments)
+    assert passage.read == (0, before[1], 0)
+    assert passage.written == (after[0], 0, after[2])
 
 
 def test_without_a_wish_nothing_is_told():
     kernel = kernel_of("momentum")
-    for run in runners(kernel):
-        passage = Passage()
-        run(passage=passage, **chunk(kernel, 700))
-        assert not any(passage.read)
-        assert not any(passage.written)
+    run = compiled(kernel).run
+    passage = Passage()
+    run(passage=passage, **chunk(kernel, 700))
+    assert not any(passage.read)
+    assert not any(passage.written)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -115,45 +102,45 @@ def test_without_a_wish_nothing_is_told():
 )
 def test_given_params_stand_for_those_in_the_buffer(name, num, offset):
     kernel = kernel_of(name)
-    for run in runners(kernel):
-        plain, given = chunk(kernel, num), chunk(kernel, num)
-        run(passage=Passage(), **plain)
-        # The caller's params are also where the new ones go.
-        memory = np.zeros(num + 32, np.float32)
-        first = -(memory.ctypes.data // 4) % 16 + offset
-        device = memory[first : first + num]
-        device[...] = given["params"]
-        given["params"][...] = np.nan
-        given["out"] = device
-        run(passage=Passage(given=device, wants_params=True), **given)
-        for left, right in zip(stored(given), stored(plain), strict=True):
-            np.testing.assert_array_equal(left, right)
-        np.testing.assert_array_equal(device, plain["params"])
-        assert not memory[:first].any()
-        assert not memory[first + num :].any()
+    run = compiled(kernel).run
+    plain, given = chunk(kernel, num), chunk(kernel, num)
+    run(passage=Passage(), **plain)
+    # The caller's params are also where the new ones go.
+    memory = np.zeros(num + 32, np.float32)
+    first = -(memory.ctypes.data // 4) % 16 + offset
+    device = memory[first : first + num]
+    device[...] = given["params"]
+    given["params"][...] = np.nan
+    given["out"] = device
+    run(passage=Passage(given=device, wants_params=True), **given)
+    for left, right in zip(stored(given), stored(plain), strict=True):
+        np.testing.assert_array_equal(left, right)
+    np.testing.assert_array_equal(device, plain["params"])
+    assert not memory[:first].any()
+    assert not memory[first + num :].any()
 
 
 def test_sixteen_bit_results_are_the_new_params_anyway():
     kernel = kernel_of("adamw")
-    for run in runners(kernel):
-        left, right = (chunk(kernel, 900, dtype=ml_dtypes.bfloat16) for _ in range(2))
-        run(passage=Passage(wants_params=True), **left)
-        run(passage=Passage(), **right)
-        np.testing.assert_array_equal(left["out"], right["out"])
-        np.testing.assert_array_equal(
-            left["out"], left["params"].astype(ml_dtypes.bfloat16)
-        )
+    run = compiled(kernel).run
+    left, right = (chunk(kernel, 900, dtype=ml_dtypes.bfloat16) for _ in range(2))
+    run(passage=Passage(wants_params=True), **left)
+    run(passage=Passage(), **right)
+    np.testing.assert_array_equal(left["out"], right["out"])
+    np.testing.assert_array_equal(
+        left["out"], left["params"].astype(ml_dtypes.bfloat16)
+    )
 
 
 def test_strided_arrays():
     kernel = kernel_of("momentum")
-    for run in runners(kernel):
-        plain, strided = chunk(kernel, 600), chunk(kernel, 600)
-        wide = np.zeros((600, 2), np.float32)
-        wide[:, 0] = strided["params"]
-        strided["params"] = wide[:, 0]
-        first, second = (Passage(reads=[True] * 2, writes=[True] * 2) for _ in range(2))
-        run(passage=first, **plain)
-        run(passage=second, **strided)
-        assert (first.read, first.written) == (second.read, second.written)
-        np.testing.assert_array_equal(plain["params"], strided["params"])
+    run = compiled(kernel).run
+    plain, strided = chunk(kernel, 600), chunk(kernel, 600)
+    wide = np.zeros((600, 2), np.float32)
+    wide[:, 0] = strided["params"]
+    strided["params"] = wide[:, 0]
+    first, second = (Passage(reads=[True] * 2, writes=[True] * 2) for _ in range(2))
+    run(passage=first, **plain)
+    run(passage=second, **strided)
+    assert (first.read, first.written) == (second.read, second.written)
+    np.testing.assert_array_equal(plain["params"], strided["params"])

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from reference_kernel import evaluate
 
 import jaxinf
-from jaxinf.kernels import evaluate
 from jaxinf.kernels.specialise import specialise, state_read
 from jaxinf.program import trace_update
 

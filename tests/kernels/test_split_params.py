@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from reference_kernel import evaluate
 
-from jaxinf.kernels import evaluate
-from jaxinf.kernels.compiled import compile_kernel
+from jaxinf.kernels.compiled import compile_kernel, compiled
 from jaxinf.layout import CodedSlot
 from jaxinf.layout.codecs import decode_split, encode_split
 from jaxinf.native import toolchain
@@ -173,11 +173,12 @@ def test_what_a_kernel_refuses():
     kernel = trace_update(optax.sgd(1.0), np.zeros(8, np.float32)).leaves[0].kernel
     values = np.zeros(8, np.float32)
     shared = {"gradient": values, "slots": [], "scalars": [], "arrays": []}
+    run = compiled(kernel).run
     with pytest.raises(TypeError, match="out: the kernel expects float32 or bfloat16"):
-        evaluate(kernel, params=coded(values), out=np.zeros(8, np.float16), **shared)
+        run(params=coded(values), out=np.zeros(8, np.float16), **shared)
     bytes_ = CodedSlot(np.zeros(8, np.uint8), np.zeros(1, np.float32))
     with pytest.raises(TypeError, match="params: the kernel expects bfloat16, found"):
-        evaluate(kernel, params=bytes_, out=values, **shared)
+        run(params=bytes_, out=values, **shared)
     short = CodedSlot(np.zeros(8, BF16), None, remainders=np.zeros(7, np.int16))
     with pytest.raises(ValueError, match=r"params.remainders: .* found \(7,\)"):
-        evaluate(kernel, params=short, out=values, **shared)
+        run(params=short, out=values, **shared)

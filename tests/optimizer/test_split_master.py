@@ -1,6 +1,5 @@
 """bfloat16 params: only 16-bit remainders of the master are read; no bit is lost."""
 
-import sys
 from itertools import product
 
 import callback_form
@@ -155,22 +154,6 @@ def test_both_halves_are_read_where_the_params_are_not_at_hand(tmp_path, monkeyp
     more = read.drive_read_bytes - given.drive_read_bytes
     assert abs(more - 2 * NUM_PARAMS) < PADDING
     equal(*(run(tmp_path / name, 2)[:2] for name in ("given", "read")))
-
-
-@pytest.mark.long
-def test_numpy_computes_with_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXINF_KERNELS", "numpy")
-    monkeypatch.setattr(sys.modules["jaxinf.kernels.compiled"], "_FOUND", {})
-    split = run(tmp_path / "split", 4)
-    held, params, _ = run(tmp_path / "plain", 1, master="stored")
-    first, rounded, _ = run(tmp_path / "first", 1)
-    for name in SHAPES:
-        np.testing.assert_array_equal(held[name, "params"], first[name, "params"])
-        np.testing.assert_array_equal(rounded[name], ties_away(first[name, "params"]))
-        np.testing.assert_array_equal(
-            split[1][name], ties_away(split[0][name, "params"])
-        )
-        np.testing.assert_array_equal(params[name], held[name, "params"].astype(BF16))
 
 
 def test_what_is_stored_and_what_is_shown(tmp_path, capsys):

@@ -1,7 +1,5 @@
 """The optimizer's state in 16 and 8 bits: fewer bytes, the same promises."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -193,16 +191,6 @@ def test_sums_of_gradients_are_not_coded(place):
     _, held, _ = run(place / "store", 2, state="int8", tx=tx)
     assert held["a", "acc_grads"].dtype == np.float32
     assert held["a", "mu"].dtype == np.uint8
-
-
-@pytest.mark.long
-def test_numpy_computes_with_the_same_codes(place, monkeypatch):
-    compiled, _, _ = run(place / "compiled", 5, state="int8")
-    monkeypatch.setenv("JAXINF_KERNELS", "numpy")
-    monkeypatch.setattr(sys.modules["jaxinf.kernels.compiled"], "_FOUND", {})
-    numpy, _, _ = run(place / "numpy", 5, state="int8")
-    for name in SHAPES:
-        np.testing.assert_allclose(compiled[name], numpy[name], atol=2e-3)
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16", "int8"])

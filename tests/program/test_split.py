@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels import evaluate
+from jaxinf.kernels import compiled
 from jaxinf.program import leaf_infos, state_layout, trace_init, trace_update
 
 PARAMS = {"b": jnp.zeros(7), "w": jnp.zeros((200, 300)), "z": jnp.zeros(())}
@@ -64,8 +64,7 @@ def test_frozen_leaves_store_nothing():
         assert not leaf.kernel.reads_gradient
         assert not leaf.kernel.reads_params
         out, params = np.ones(3, np.float32), np.ones(3, np.float32)
-        evaluate(
-            leaf.kernel,
+        compiled(leaf.kernel).run(
             gradient=params,
             params=params,
             slots=[],

@@ -111,10 +111,8 @@ def train(name, open_store):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", family(TESTED, short=IN_SHORT, beyond=AS_ADAMW))
-def test_an_optimizer_is_that_of_optax(name, open_store, monkeypatch):
+def test_an_optimizer_is_that_of_optax(name, open_store):
     has_bits = name.split(",")[0] in BITS
-    if not has_bits:
-        monkeypatch.setenv("JAXINF_KERNELS", "numpy")  # compiling takes seconds
     step, expected = train(name, open_store)
     found = step.store.params(like=expected)
     for one, other in zip(

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from jaxinf.kernels import Passage
-from jaxinf.kernels.calls import array_fields, invoke, scalar_word, with_prototype
+from jaxinf.kernels.calls import EntryPoint, array_fields, scalar_word
+from jaxinf.kernels.compiled import CompiledKernel
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
 from jaxinf.kernels.passage import stored_arrays
@@ -86,13 +87,14 @@ def contents(state):
     return state.tobytes(), b""
 
 
-def recorded(function, symbol, constants, given):
+def recorded(found, symbol, given):
     """Runs a call; returns it and its results, as the driver reads them."""
     states = [given["gradient"], given["params"], given["out"], *given["slots"]]
     before = [contents(state) for state in states]
     stored = len(stored_arrays(given["params"], given["slots"]))
     passage = Passage(reads=(True,) * stored, writes=(True,) * stored)
-    finite = invoke(function, constants=constants, arrays=[], passage=passage, **given)
+    finite = found.run(arrays=[], passage=passage, **given)
+    constants = found.constants
     scalars = [scalar_word(number) for number in given["scalars"]]
     numbers = (len(given["slots"]), len(scalars), len(constants), 2 * stored, finite, 0)
     parts = [struct.pack("<64sq6i", symbol.encode(), NUM, *numbers)]
@@ -123,10 +125,10 @@ def record_all(path):
             else:
                 function = libraries.load_prebuilt(source.text, level)
             symbol = toolchain.entry_point(source.text)
+            entry = EntryPoint(function)
+            found = CompiledKernel(kernel, level, "", entry, source.constants)
             for form in FORMS:
-                given = arguments_of(kernel, form)
-                entry = with_prototype(function)
-                file.write(recorded(entry, symbol, source.constants, given))
+                file.write(recorded(found, symbol, arguments_of(kernel, form)))
                 num += 1
     return num
 

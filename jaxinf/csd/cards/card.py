@@ -35,7 +35,7 @@ from jaxinf.csd.cards.xrt import XrtCard, XrtKernel
 from jaxinf.csd.initial import initialise_states
 from jaxinf.errors import CsdError
 from jaxinf.io import BufferPool, ByteMeters, DirectIO, crc32c
-from jaxinf.kernels import CardKernel, card_kernel, runner
+from jaxinf.kernels import CardKernel, card_kernel, compiled
 from jaxinf.kernels.card import STATUS_BYTES
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.program import InitKernel, Kernel
@@ -295,7 +295,7 @@ class CardCsd:
             sent.put_into(gradient)
         views = [self.view(own, extent) for extent in extents]
         master = views[0].copy()
-        is_finite = runner(kernel)(
+        is_finite = compiled(kernel).run(
             gradient=gradient,
             params=master,
             slots=[np.zeros(gradient.size, dtype) for dtype in kernel.slot_dtypes],

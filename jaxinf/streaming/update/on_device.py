@@ -320,7 +320,7 @@ class DeviceUpdater:
         *,
         wants_params: bool,
     ) -> None:
-        """Writes the result as `jaxinf.kernels.evaluate` does."""
+        """Writes the result as `jaxinf.kernels.CompiledKernel.run` does."""
         if out.dtype == FLOAT32 and not wants_params:
             out[...] = 0 if done.update is None else done.update
             return
