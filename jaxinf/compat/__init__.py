@@ -52,9 +52,6 @@ key classes, ``keystr``     of ``jax.tree_util``. Other classes: names of leaves
                             Another text: error messages have it; no file does
 ``serialization`` of Flax   registers placeholders, where a program uses Flax. Moved:
                             ``flax.serialization.to_bytes`` of a state fails
-callers that flatten        modules of JAX, optax and Flax among the callers. Others:
-                            steps of a program's own checkpoints are not kept, or more
-                            than these, unless it calls ``store.wait(state)``
 frames of ``MultiSteps``    optax's own callers are looked at. Not a method any more:
                             ``MultiSteps(smart_update(…))`` is not refused
 frames of ``lookahead``     the same, by their module. Others: the params differ from
@@ -138,7 +135,6 @@ from jaxinf.compat.tracing import (
     x64,
 )
 from jaxinf.compat.trees import (
-    array_in,
     attribute_of,
     key_name,
     path_keys,
@@ -171,7 +167,6 @@ __all__ = [
     "Primitive",
     "Tracer",
     "all_equations",
-    "array_in",
     "attribute_of",
     "bind",
     "branches",

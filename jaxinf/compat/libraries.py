@@ -5,7 +5,7 @@ Invariant: Flax and Orbax are not imported.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -75,43 +75,16 @@ def is_params_placeholder(params: Any) -> bool:
 # ---- Flax
 
 
-def register_with_flax(
-    node: type, owner: type[tuple[Any, ...]], seen: Callable[[Any], None]
-) -> None:
+def register_with_flax(node: type) -> None:
     """Lets Flax's serialization pass over nodes of a tree that have no arrays.
 
     Nothing is done, and Flax is not imported, where a program does not use it.
-
-    Args:
-      node: the class of the nodes.
-      owner: a ``NamedTuple`` that has such nodes. Flax calls none of ours for it.
-      seen: gets one that Flax serializes.
     """
     flax = sys.modules.get("flax.serialization")
-    if flax is None:
-        return
-
-    def serialized(node: Any) -> dict[str, Any]:
-        del node
-        found = _in_callers(owner, "flax.")
-        if found is not None:
-            seen(found)
-        return {}
-
-    flax.register_serialization_state(
-        node, serialized, lambda node, state: node, override=True
-    )
-
-
-def _in_callers(kind: type, module: str) -> Any:
-    """Returns a local value of a type in the nearest callers, all in one library."""
-    frame = sys._getframe(2)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith(module):
-        for value in frame.f_locals.values():
-            if isinstance(value, kind):
-                return value
-        frame = frame.f_back
-    return None
+    if flax is not None:
+        flax.register_serialization_state(
+            node, lambda node: {}, lambda node, state: node, override=True
+        )
 
 
 # ---- Orbax

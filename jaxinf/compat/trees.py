@@ -3,13 +3,10 @@
 Invariant: names of leaves depend on the kinds and values of keys, not on JAX's text.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
-from jax.core import Tracer
 from jax.tree_util import (
     DictKey,
     FlattenedIndexKey,
@@ -19,7 +16,6 @@ from jax.tree_util import (
 )
 
 __all__ = [
-    "array_in",
     "attribute_of",
     "key_name",
     "path_keys",
@@ -56,27 +52,19 @@ def _kind_and_value(key: Any) -> tuple[str, Any]:
     return "other", str(key)
 
 
-def register_checked(
-    kind: type[tuple[Any, ...]],
-    check: Callable[[], None],
-    seen: Callable[[Any], None],
-) -> None:
+def register_checked(kind: type[tuple[Any, ...]], check: Callable[[], None]) -> None:
     """Registers a ``NamedTuple`` as a tree of its fields that JAX looks into with us.
 
     Args:
       kind: the class.
       check: is called each time that JAX flattens one, as each call of a jitted
         function does with its arguments; its exception is that call's.
-      seen: gets one that a program, or a library that saves checkpoints for it,
-        flattens with keys.
     """
     fields = kind._fields  # pyright: ignore[reportAttributeAccessIssue]
     keys = tuple(map(GetAttrKey, fields))
 
     def flatten_with_keys(value: tuple[Any, ...]) -> tuple[Any, None]:
         check()
-        if _is_for_saving():
-            seen(value)
         return tuple(zip(keys, value, strict=True)), None
 
     def flatten(value: tuple[Any, ...]) -> tuple[Any, None]:
@@ -86,32 +74,6 @@ def register_checked(
     jax.tree_util.register_pytree_with_keys(
         kind, flatten_with_keys, lambda _, children: kind(*children), flatten
     )
-
-
-def _is_for_saving() -> bool:
-    """Whether a flattening with keys may be for a checkpoint, judged by its caller.
-
-    JAX flattens so to name arguments in a trace, optax to find state by its name. NNX
-    does at each call of a transformed function, and in ``nnx.state``, which counts.
-    """
-    frame, within = sys._getframe(2), ""
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
-        if module.startswith("flax.nnx."):
-            within = frame.f_code.co_name
-        elif within:
-            return within == "state"
-        elif not module.startswith(("jax._src.tree_util", "jax.tree")):
-            return not module.startswith(("jax._src.", "optax.", "chex."))
-        frame = frame.f_back
-    return False
-
-
-def array_in(value: Any) -> Any:
-    """Returns an array, or the one in an NNX variable; None for anything else."""
-    value = value.get_value() if hasattr(value, "get_value") else value
-    is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
-    return None if isinstance(value, Tracer) or not is_array else value
 
 
 def attribute_of(key: Any) -> str | None:

@@ -50,9 +50,10 @@ _DISCARDED = (
 AHEAD = (
     "The store is ahead, and nothing is lost if you go on from it: params = "
     "store.params(like=params), state = tx.init(params), and store.step is the number "
-    "of steps done. A step that your program saves is kept if the store can see it: "
-    "call store.wait(state) before you save. Or restore your checkpoint of a step that "
-    f"is here, {RESTART}, and restore none"
+    "of steps done. A step to come back to must be kept: call store.checkpoint("
+    "state=state) beside your program's own save, or open the store with keep_steps= "
+    "set to its interval. Or restore your checkpoint of a step that is here, "
+    f"{RESTART}, and restore none"
 )
 """The remedy where a program comes back to a step that was not kept."""
 

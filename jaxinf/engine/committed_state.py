@@ -305,12 +305,9 @@ class CommittedState:
         """Blocks until all dispatched steps are finished and durable.
 
         Args:
-          state: the transform state to wait for first. Its step is then kept, as one of
-            the program's own checkpoints; see `keep_saved` of `jaxinf.open_store`.
+          state: the transform state to wait for first.
         """
         self._wait_for(state)
-        if state is not None:
-            self._training.keep_saved()
 
     def _wait_for(self, state: Any) -> None:
         raise_kept()

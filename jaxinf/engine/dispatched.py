@@ -17,7 +17,6 @@ from jaxinf.errors import StoreError
 __all__ = [
     "check_thread",
     "has_unread_failure",
-    "is_thread_of_jax",
     "wait_for_callbacks",
     "wait_for_dispatched",
 ]
@@ -34,7 +33,7 @@ def check_thread(what: str) -> None:
     Raises:
       StoreError: the caller is a callback.
     """
-    if is_thread_of_jax():
+    if _is_thread_of_jax():
         raise StoreError(
             f"{what}: expected a thread of the program's, found one that Python did "
             "not start, as JAX's callbacks have: it would wait for the computation "
@@ -42,7 +41,7 @@ def check_thread(what: str) -> None:
         )
 
 
-def is_thread_of_jax() -> bool:
+def _is_thread_of_jax() -> bool:
     """Whether Python did not start this thread, as those of JAX's callbacks."""
     return isinstance(threading.current_thread(), threading._DummyThread)  # pyright: ignore
 
@@ -68,7 +67,7 @@ def wait_for_callbacks() -> None:
 
     Errors are not raised, since a store keeps its own.
     """
-    if compat.has_backend() and not is_thread_of_jax():
+    if compat.has_backend() and not _is_thread_of_jax():
         with contextlib.suppress(Exception):
             jax.effects_barrier()
 

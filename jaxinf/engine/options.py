@@ -70,7 +70,6 @@ class StoreOptions:
         master: MasterChoice = "auto",
         state: StateFormat | None = None,
         keep_steps: KeepSteps | None = None,
-        keep_saved: int = 2,
         tiers: Mapping[str, int | str] | None = None,
         csd_shares: Sequence[float] = (),
         export_every: int | None = None,
@@ -93,12 +92,6 @@ class StoreOptions:
         self.keep_steps = keep_steps
         self.steps_per_commit = _steps_per_commit(durability)
         self.keep_every, self.num_kept, self.keep_offset = _kept_steps(keep_steps)
-        if type(keep_saved) is not int or keep_saved < 0:
-            raise ValueError(
-                f"keep_saved={keep_saved!r}: expected the number of a program's own "
-                "checkpoints whose steps to keep, 0 for none"
-            )
-        self.keep_saved = keep_saved
         for root in csd_roots:
             if not root.is_dir():
                 raise ValueError(

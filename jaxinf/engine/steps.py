@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.divergence import stale_state
-from jaxinf.engine.kept_steps import SavedSteps, keep_step
+from jaxinf.engine.kept_steps import keep_step
 from jaxinf.engine.nan_scalars import nan_scalar_error, nan_scalars
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Loads, Task
@@ -91,7 +91,6 @@ class StepEngine:
         self._is_finite = True  # every gradient of the step so far
         self._kept: set[int] = set()  # leaves that the step leaves as they are
         self._recalls_again = False
-        self.saved = SavedSteps(opened)
         self._metrics: deque[StepMetrics] = deque(maxlen=_NUM_METRICS_KEPT)
         self._counted = opened.meters.snapshot()
 
@@ -274,19 +273,6 @@ class StepEngine:
                     "store.wait(state)"
                 )
             self._publish()
-
-    def keep_saved(self, step: int) -> None:
-        """Commits and keeps a step to which the program may come back; blocks.
-
-        Args:
-          step: its number; another one than the last finished step's is ignored.
-        """
-        with self._guard:
-            self.join()
-            is_over = self._arrivals and self._opened.num_uncommitted
-            if step == self._opened.finished.step and not is_over:
-                self.wait()
-                self.saved.keep()
 
     def join(self) -> None:
         """Blocks until the last step has ended, and its commit if it has one.

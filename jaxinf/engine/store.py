@@ -14,15 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import numpy as np
-
 from jaxinf import compat
 from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.committed_state import CommittedState
-from jaxinf.engine.dispatched import check_thread, is_thread_of_jax, wait_for_dispatched
+from jaxinf.engine.dispatched import check_thread, wait_for_dispatched
 from jaxinf.engine.exit_status import fail_at_exit
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import closed_error
+from jaxinf.engine.kept_steps import keep_number
 from jaxinf.engine.members import (
     DEFAULT_TIMEOUT_S,
     Members,
@@ -57,7 +56,6 @@ __all__ = [
     "DEFAULT_MEMORY_BYTES",
     "Store",
     "close",
-    "keep_saved",
     "open_store",
     "store_of",
     "store_with_id",
@@ -147,7 +145,8 @@ class Store(CommittedState):
 
         Args:
           name: name of the checkpoint. By default it is the step's number, since
-            Orbax's CheckpointManager lists numbers.
+            Orbax's CheckpointManager lists numbers; a checkpoint of that number of a
+            run that has gone back is replaced.
           state: the transform state to wait for; by default all that this thread has
             dispatched, as JAX's dispatch is asynchronous.
 
@@ -165,8 +164,11 @@ class Store(CommittedState):
         made: list[str] = []
 
         def save() -> str:
-            made.append(save_checkpoint(self._directory, name))
-            return made[0]
+            if name is not None:
+                made.append(save_checkpoint(self._directory, name))
+            elif keep_number(self._training.opened):
+                made.append(str(self.step))
+            return name or str(self.step)
 
         with self._training.paused():
             what = f"checkpoint {name or self.step} of step {self.step}"
@@ -329,7 +331,6 @@ def open_store(
     master: MasterChoice | None = None,
     state: StateFormat | None = None,
     keep_steps: KeepSteps | None = None,
-    keep_saved: int | None = None,
     tiers: Mapping[str, int | str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     processes: Literal["rebalance"] | None = None,
@@ -387,13 +388,6 @@ def open_store(
         steps that are multiples of k, or by offset more than these, are kept as
         checkpoints named by their step, with any `durability`. Only such checkpoints
         are removed. `init` checks that there is room for 2 + n states.
-      keep_saved: for a program that makes checkpoints of its own: the number of the
-        last steps that it has saved which are kept, as checkpoints ``program-STEP``, so
-        that it can go back to them; by default 2, since the last checkpoint may not be
-        complete. A step is taken for saved when the program hands its state to Orbax,
-        Flax's serialization or `wait`, or flattens it with keys. No data is copied, but
-        each takes the room of one state once the run has gone on. Where there is less
-        room, fewer are kept, and a warning at the start says so. 0 keeps none.
       tiers: ``{"host": bytes}``: so much of `memory_bytes` holds state from step to
         step, which is then not read again. Short chunks stay first. A step that commits
         writes it all the same, so what is promised of crashes does not change; steps
@@ -450,7 +444,6 @@ def open_store(
         "master": master,
         "state": state,
         "keep_steps": keep_steps,
-        "keep_saved": keep_saved,
         "tiers": tiers,
         "export_every": export_every,
         "export_to": export_to,
@@ -529,28 +522,6 @@ def store_with_id(store_id: str) -> Store:
             + ("close the copies" if found else "open it with jaxinf.open_store")
         )
     return found[0].holders[0]
-
-
-def keep_saved(store_id: str | None, step: Any) -> None:
-    """Keeps the step of a state that the program is about to save; blocks.
-
-    In a thread of JAX's, which must not wait for a step, nothing is done.
-
-    Args:
-      store_id: the state's store; None if the state does not tell, and only one open
-        store can be meant.
-      step: the number, an array; what it is computed from may still be running.
-    """
-    if is_thread_of_jax():
-        return
-    held = [one.training for one in _OPEN.all()]
-    found = [one for one in held if store_id in (None, one.store_id)]
-    if len(found) == 1 and found[0].options.keep_saved and not found[0].failure:
-        try:
-            number = int(np.asarray(step))
-        except Exception:  # it is deleted, or its step failed, which others report
-            return
-        found[0].keep_saved(number)
 
 
 def close(path: PathLikeStr) -> None:

@@ -432,17 +432,6 @@ class Training:
         if self._steps is not None:
             self._steps.join()
 
-    def keep_saved(self, step: int | None = None) -> None:
-        """Keeps a step to which the program may come back; see `StepEngine.keep_saved`.
-
-        Args:
-          step: its number; by default the last finished step's.
-        """
-        if self._steps is None or self.opened.is_new or self.is_closed:
-            return
-        step = self.opened.finished.step if step is None else step
-        self._steps.keep_saved(step)
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Prevents steps from beginning and committing while the context lasts."""

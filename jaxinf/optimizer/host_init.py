@@ -160,7 +160,6 @@ class HostInit:
             training.finish_initialisation(named_scalars(self._description, scalars))
         else:
             training.binding.release()
-        training.steps.saved.tell_room()
         commit = training.opened.finished
         self._check_scalars(scalars, commit.scalar_state)
         origin = int(not is_new and self._has_seen_others)

@@ -15,7 +15,6 @@ from jaxinf import compat
 from jaxinf.engine import (
     StoreDescription,
     check_announced,
-    keep_saved,
     store_with_id,
 )
 from jaxinf.errors import StaleStateError
@@ -141,16 +140,6 @@ class SmartUpdateState(NamedTuple):
         )
 
 
-def _seen(state: Any) -> None:
-    """Keeps the step of a state that the program is about to save."""
-    step = compat.array_in(state.step)
-    if step is None or compat.is_tracing():
-        return
-    nodes = jax.tree.leaves(state.optimizer, is_leaf=lambda x: isinstance(x, Stored))
-    ids = {node.store_id for node in nodes if isinstance(node, Stored)}
-    keep_saved(ids.pop() if len(ids) == 1 else None, step)
-
-
 def _check() -> None:
     """Raises what came during a callback that must not raise.
 
@@ -160,7 +149,7 @@ def _check() -> None:
     check_announced()
 
 
-compat.register_checked(SmartUpdateState, _check, _seen)
+compat.register_checked(SmartUpdateState, _check)
 
 
 def first_state(
@@ -179,7 +168,7 @@ def first_state(
       feedback: error feedback, or empty.
       store_id: the id of the store of the rest.
     """
-    compat.register_with_flax(Stored, SmartUpdateState, _seen)
+    compat.register_with_flax(Stored)
     step, skipped, origin, *scalars = held
     layout = program.layout
     leaves: list[Any] = [None] * layout.treedef.num_leaves

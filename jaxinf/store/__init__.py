@@ -12,7 +12,6 @@ from jaxinf.store.agreement import (
     agreed_step,
 )
 from jaxinf.store.checkpoint import (
-    SAVED_PREFIX,
     CheckpointInfo,
     check_checkpoint,
     check_pinnable,
@@ -56,7 +55,6 @@ from jaxinf.store.division import is_divided_for
 from jaxinf.store.documents import check_seal, read_foreign, seal, write_document
 from jaxinf.store.earlier import read_spare, restore_spare, verify_spare
 from jaxinf.store.key_paths import encode_path
-from jaxinf.store.links import can_link
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.making import (
     chunk_holders,
@@ -131,7 +129,6 @@ __all__ = [
     "LOCK",
     "MASTER_CODECS",
     "MASTER_PARAMS",
-    "SAVED_PREFIX",
     "SLOTS",
     "CheckpointInfo",
     "ChunkWriter",
@@ -166,7 +163,6 @@ __all__ = [
     "agreed_step",
     "array_name",
     "build_part",
-    "can_link",
     "check_checkpoint",
     "check_free_space",
     "check_leaf_paths",

@@ -43,7 +43,6 @@ from jaxinf.store.zarr_metadata import (
 )
 
 __all__ = [
-    "SAVED_PREFIX",
     "CheckpointInfo",
     "add_documents",
     "check_checkpoint",
@@ -58,12 +57,6 @@ __all__ = [
     "save_checkpoint",
     "save_held",
 ]
-
-SAVED_PREFIX = "program-"
-"""Begins the names, ``program-STEP``, of steps that a program's checkpoints are of.
-
-They are the store's own, made and removed by it.
-"""
 
 _DOCUMENTS = ("zarr.json", "_METADATA", "commit_success.txt")
 _MAX_NAME_BYTES = 200
@@ -91,9 +84,7 @@ class CheckpointInfo:
     own_bytes: int
 
 
-def save_checkpoint(
-    directory: StoreDirectory, name: str | None = None, *, is_own: bool = False
-) -> str:
+def save_checkpoint(directory: StoreDirectory, name: str | None = None) -> str:
     """Keeps the committed step; any process may do so beside a running writer.
 
     Blocks until the checkpoint is durable. It takes time and space only for the links.
@@ -104,14 +95,12 @@ def save_checkpoint(
       directory: the store.
       name: name of the checkpoint. By default it is the step's number, and Orbax's
         CheckpointManager lists it.
-      is_own: whether the store makes it for itself, as ``program-STEP``.
 
     Returns:
       The checkpoint's name.
 
     Raises:
-      ValueError: the name is not valid, or is another step's number, or one of the
-        store's own.
+      ValueError: the name is not valid, or is another step's number.
       StoreMismatchError: there is a checkpoint of that name.
       StoreSpaceError: the drives have too little room; nothing was made.
       StoreFormatError: no step is committed yet; or as `jaxinf.store.read_owned`.
@@ -119,7 +108,6 @@ def save_checkpoint(
     """
     if name is not None:
         _check_name(name)
-        _check_not_own(name, is_own)
     with _managed(directory) as directory:
         return save_held(directory, name)
 
@@ -390,15 +378,6 @@ def _check_name(name: str) -> None:
         raise ValueError(
             f"checkpoint name {name!r}: expected a file name that does not start with "
             f"a dot, without slashes, of at most {_MAX_NAME_BYTES} bytes"
-        )
-
-
-def _check_not_own(name: str, is_own: bool) -> None:
-    number = name.removeprefix(SAVED_PREFIX)
-    if not is_own and number != name and number.isdecimal():
-        raise ValueError(
-            f"checkpoint name {name!r}: the store gives such names to the steps that "
-            "it keeps for a program's own checkpoints, and removes them; give another"
         )
 
 

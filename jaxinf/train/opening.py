@@ -68,7 +68,6 @@ def open_backend(
             export_every=config.export_every or None,
             export_to=config.export_to,
             export_bandwidth=config.export_bandwidth,
-            keep_saved=0,  # the trainer goes on from the store alone
         )
     except (ValueError, NotADirectoryError) as error:
         raise UsageError(str(error)) from error

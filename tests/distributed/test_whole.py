@@ -71,8 +71,7 @@ def test_the_whole_is_exported_into_one_destination(trained, tmp_path, capsys):
 
 def test_checkpoints_of_the_whole_are_listed_restored_and_removed(trained, capsys):
     run, _ = trained
-    own = ("--options", '{"keep_saved": 0}')
-    arguments = (run, "--layout", "mixed", "--more", 1, *own)
+    arguments = (run, "--layout", "mixed", "--more", 1)
 
     def listed():
         capsys.readouterr()

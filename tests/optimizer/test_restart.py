@@ -181,7 +181,8 @@ def test_a_step_that_the_store_has_not(open_store):
         jaxinf.StaleStateError,
         match="is of step 1; the store has step 4, the current one; "
         r"step 3, its other slot\. The store is ahead, and nothing is lost if .*: "
-        r"params = store\.params\(like=params\), state = tx\.init\(params\), and ",
+        r"params = store\.params\(like=params\), state = tx\.init\(params\), and .*"
+        r"store\.checkpoint\(state=state\) beside .*keep_steps= set to its interval",
     ):
         tx.update(params, state, params)
     store.close()
@@ -280,107 +281,54 @@ def names(store):
     return [info.name for info in store.checkpoints()]
 
 
-def test_a_step_that_the_program_saves_is_kept(open_store, place):
-    """By each signal, and by nothing else; the last two."""
-    store, tx = again(open_store)
-    params, step = make_params(), stepper(tx)
-    run = step((params, tx.init(params)))
-    state = run[1]
-    jax.jit(lambda state: state.step + 1)(state)  # names its arguments while tracing
-    jax.lax.scan(lambda state, _: (state, 0), state, None, length=1)
-    optax.tree_utils.tree_get(state, "count")
-    jax.block_until_ready(state)
-    assert not store.checkpoints()
-    jax.tree_util.tree_flatten_with_path(state)
-    assert names(store) == ["program-1"]
-    two = step(run)
-    flax.serialization.to_bytes({"opt_state": two[1]})
-    assert names(store) == ["program-1", "program-2"]
-    three = step(two)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(place / "orbax", {"params": three[0], "state": three[1]})
-    assert names(store) == ["program-2", "program-3"]
-    store.wait(step(step(three))[1])
-    jax.tree_util.tree_flatten_with_path(three[1])  # of a step that is gone
-    assert names(store) == ["program-3", "program-5"]
-    with pytest.raises(ValueError, match="'program-5': the store gives such names"):
-        store.checkpoint("program-5")
-
-
-def test_a_saved_step_is_waited_for_and_committed(open_store):
+def test_a_step_that_the_program_keeps_beside_its_save(open_store):
     store, tx = again(open_store, durability="checkpoint")
     params, step = make_params(), stepper(tx)
-    run = step(step((params, tx.init(params))))
-    leaves, _ = jax.tree_util.tree_flatten_with_path(run[1])  # while it is under way
-    assert store._training.commit.step == 2
-    assert names(store) == ["program-2"]
-    assert leaves
-
-
-def test_a_kept_step_costs_space_and_no_traffic(open_store):
-    store, tx = again(open_store)
-    params, step = make_params(), stepper(tx)
     run = step((params, tx.init(params)))
-    run = step(run)
-    store.wait(run[1])
-    found = {}
-    for number in (3, 4, 5):
+    assert store.checkpoint(state=run[1]) == "1"
+    assert store.checkpoint(state=run[1]) == "1"  # as it is
+    kept = jax.tree.map(np.asarray, run)
+    for _ in range(3):
         run = step(run)
-        jax.block_until_ready(run)
-        found[number] = store.checkpoints()[0].own_bytes
-    assert found[3] == 0  # still a slot's
-    assert found[4] == found[5] > 0
-    costs = [store.metrics_of(number).traffic for number in (2, 3, 4, 5)]
-    assert all(cost == costs[0] for cost in costs)
+    store.wait(run[1])
+    assert names(store) == ["1"]
+    store.close()
+    store, tx = again(open_store)
+    tx.init(params)
+    rest = trained(tx, kept, 3)
+    assert_same(rest[-1], jax.tree.map(np.asarray, run))
 
 
-def test_a_run_that_comes_back_keeps_what_it_came_back_to(open_store):
-    """A look at `init`'s state, as of a restore, takes no kept step's place."""
+def test_a_kept_number_of_a_run_that_went_back_is_replaced(open_store):
     store, tx = again(open_store)
     params, step = make_params(), stepper(tx)
-    kept = [(params, tx.init(params))]
-    for _ in range(7):
-        kept.append(step(kept[-1]))
-        if len(kept) in (2, 4, 6):
-            store.wait(kept[-1][1])
+    two = step(step((params, tx.init(params))))
+    store.checkpoint(state=two[1])
+    three = step(two)
+    store.checkpoint(state=three[1])
+    before = store.checkpoints()[-1].committed_at
+    kept = jax.tree.map(np.asarray, two)
     store.close()
     store, tx = again(open_store)
-    jax.tree_util.tree_flatten_with_path(tx.init(params))
-    assert names(store) == ["program-3", "program-5", "program-7"]
-    step = stepper(tx)
-    four = step(kept[3])
-    store.wait(four[1])
-    assert names(store) == ["program-3", "program-4"]
-    assert_same(step(step(step(four))), kept[7])
-
-
-def test_no_saved_steps_without_room_or_where_they_are_not_wanted(
-    open_store, monkeypatch, caplog
-):
-    store, tx = again(open_store, keep_saved=0)
-    params = make_params()
-    run = trained(tx, (params, tx.init(params)), 1)[0]
-    store.wait(run[1])
-    assert not store.checkpoints()
-    store.close()
-    with pytest.raises(ValueError, match="keep_saved=-1: expected the number"):
-        open_store(keep_saved=-1)
-    store, tx = again(open_store)
-    step = stepper(tx)
-    run = step(run)
-    store.wait(run[1])
-    assert "keep_saved" not in caplog.text
-    monkeypatch.setattr("jaxinf.store.space.os.statvfs", lambda _: Full())
-    run = step(run)
-    store.wait(run[1])
-    assert "not all of the last 2 steps that the program's own" in caplog.text
-    assert names(store) == []
-    assert store.step == 3
-    store.close()
-    caplog.clear()
-    _, tx = again(open_store)
     tx.init(params)
-    assert "keep_saved=2: the steps of" in caplog.text
+    again_three = trained(tx, kept, 1)[0]
+    assert store.checkpoint(state=again_three[1]) == "3"
+    assert names(store) == ["2", "3"]
+    assert store.checkpoints()[-1].committed_at != before
+
+
+def test_a_look_at_a_state_keeps_nothing(open_store, place):
+    """Orbax, Flax and a flattening with keys commit no step and make no checkpoint."""
+    store, tx = again(open_store, durability="checkpoint")
+    params, step = make_params(), stepper(tx)
+    run = jax.block_until_ready(step((params, tx.init(params))))
+    jax.tree_util.tree_flatten_with_path(run[1])
+    flax.serialization.to_bytes({"opt_state": run[1]})
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(place / "orbax", {"params": run[0], "state": run[1]})
+    assert store._training.commit.step == 0
+    store.wait(run[1])
+    assert names(store) == []
 
 
 class Full:
@@ -434,15 +382,15 @@ def test_restart_and_a_state_restored_over_the_new_one(open_store, caplog):
     store, tx = again(open_store)
     params = make_params()
     two = trained(tx, (params, tx.init(params)), 2)[-1]
-    store.wait(two[1])
+    store.checkpoint(state=two[1])
     five = trained(tx, two, 3)[-1]
     store.close()
     store = open_store()
     tx = jaxinf.smart_update(optax.adam(1e-2), store, on_existing="restart")
     assert int(tx.init(params).step) == 0
     assert_same(trained(tx, two, 3)[-1], five)
-    assert "from step 0 to step 2 (checkpoints/program-2)" in caplog.text
-    assert names(store) == ["program-2", "step-5-before-restart"]
+    assert "from step 0 to step 2 (checkpoints/2)" in caplog.text
+    assert names(store) == ["2", "step-5-before-restart"]
 
 
 def test_restart_with_something_else_is_refused(open_store):

@@ -20,7 +20,7 @@ from public_styles import (
 
 import jaxinf
 
-LINES = {"imagenet": 1, "equinox_cnn": 2, "jax_flow": 2, "big_vision": 2}
+LINES = dict.fromkeys(("nanodo", "lm1b", "imagenet", "equinox_cnn", "big_vision"), 2)
 """Lines that are changed or added; one in each of the others."""
 
 RESUMING_LINES = {"purejaxrl": 4}

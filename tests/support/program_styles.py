@@ -42,15 +42,12 @@ class Run:
 
     Attributes:
       place: an empty directory, or one with a checkpoint.
-      save: called with the optimizer's state before it is copied to the host for a
-        checkpoint.
       mesh: the devices; None for one.
       kill: called with the number of a step before it begins.
       losses: the loss of each step, by its number.
     """
 
     place: Path
-    save: Callable[[Any], None] = lambda state: None
     mesh: Any = None
     kill: Callable[[int], None] = lambda number: None
     losses: dict[int, float] = field(default_factory=dict)
@@ -215,7 +212,6 @@ def haiku(tx: Any, run: Run) -> None:
         params, state, loss = update(params, state, run.batch(number))
         run.losses[number] = float(loss)
         if (number + 1) % EVERY == 0:
-            run.save(state)
             kept = jax.tree.map(np.asarray, (params, state))
             file.write_bytes(pickle.dumps((number + 1, kept)))
 
@@ -293,7 +289,6 @@ def mesh_step(tx: Any, run: Run) -> None:
         params, state, loss = step(params, state, run.batch(number))
         run.losses[number] = float(loss)
         if (number + 1) % EVERY == 0:
-            run.save(state)
             flat = {f"{n}": x for n, x in enumerate(jax.tree.leaves((params, state)))}
             np.savez(file, step=number + 1, **flat)
 
@@ -323,10 +318,13 @@ def run_plain(style: str, place: Path, mesh: Any = None) -> dict[int, float]:
 
 
 def run_changed(style: str, place: Path, **options: Any) -> dict[int, float]:
-    """The program with the optimizer's line changed; the losses up to its end."""
+    """The program with the optimizer's line changed; the losses up to its end.
+
+    The store keeps the steps that the program saves.
+    """
     (place / "own").mkdir(parents=True, exist_ok=True)
-    store = jaxinf.open_store(place / "store")
-    run = Run(place / "own", store.wait, **options)
+    store = jaxinf.open_store(place / "store", keep_steps=(EVERY, 2))
+    run = Run(place / "own", **options)
     try:
         STYLES[style](jaxinf.smart_update(make_tx(), store), run)
     except Killed:

@@ -476,9 +476,9 @@ def stored(transformation: str, options: str = "") -> str:
     return f"jaxinf.smart_update({transformation}, run.store{options})"
 
 
-def waited(line: str, state: str) -> dict[str, str]:
-    """A line that saves what the store cannot see, and the one before it."""
-    return {line: f"jaxinf.store_of(run.store).wait({state})\n{line}"}
+def kept(line: str, state: str) -> dict[str, str]:
+    """A line that saves, and the one before it that keeps the store's step."""
+    return {line: f"jaxinf.store_of(run.store).checkpoint(state={state})\n{line}"}
 
 
 def wrapped(transformation: str, options: str = "", to: str = "") -> dict[str, str]:
@@ -486,31 +486,39 @@ def wrapped(transformation: str, options: str = "", to: str = "") -> dict[str, s
     return {transformation: stored(to or transformation, options)}
 
 
+def keeping(transformation: str, to: str = "") -> dict[str, str]:
+    """As `wrapped`, with a store that keeps the steps that the program saves."""
+    store = f"jaxinf.open_store(run.store, keep_steps={EVERY})"
+    return {transformation: f"jaxinf.smart_update({to or transformation}, {store})"}
+
+
 CHANGES: dict[str, dict[str, str]] = {
-    "nanodo": wrapped("optax.MultiSteps(tx, every_k_schedule=1)", to="tx")
+    "nanodo": keeping("optax.MultiSteps(tx, every_k_schedule=1)", to="tx")
     | {"train.opt_state.acc_grads": "gradients"},
-    "lm1b": wrapped("optax.adamw(rate, b2=0.98)"),
-    "imagenet": wrapped(
-        "optax.sgd(0.1, momentum=0.9, nesterov=True)", ', nonfinite="skip"'
-    ),
+    "lm1b": {  # is killed right after a save
+        **wrapped("optax.adamw(rate, b2=0.98)"),
+        **kept("file.write_bytes(flax", "train.opt_state"),
+    },
+    "imagenet": {  # steps that are skipped are none of the store's
+        **wrapped("optax.sgd(0.1, momentum=0.9, nesterov=True)", ', nonfinite="skip"'),
+        **kept("file.write_bytes(flax", "train.opt_state"),
+    },
     "seq2seq": wrapped("optax.adam(3e-2)"),
     "haiku_transformer": wrapped("optax.chain(clip, optax.adam(1e-2, b2=0.99))"),
     "equinox_cnn": {
         **wrapped("optax.adamw(1e-2)"),
-        **waited("eqx.tree_serialise_leaves(file", "state"),
+        **kept("eqx.tree_serialise_leaves(file", "state"),
     },
     "equinox_rnn": wrapped("optax.adam(3e-2)"),
     "equinox_frozen": wrapped("optax.sgd(1e-1)"),
     "equinox_diffusion": wrapped("optax.adabelief(1e-2)"),
-    "jax_flow": {
-        **wrapped("optax.adamw(1e-2, b1=0.9, b2=0.99)"),
-        **waited("kept = jax.tree.map(np.asarray", "train.opt_state"),
-    },
+    # Its evaluation is a step of the store, too, until the next one discards it.
+    "jax_flow": keeping("optax.adamw(1e-2, b1=0.9, b2=0.99)"),
     "big_vision": {
         "opt, file = jax": f"tx = {stored('tx')}\nopt, file = jax",
-        **waited('flat = {f"{n}": x for', "opt"),
+        **kept('flat = {f"{n}": x for', "opt"),
     },
-    "nnx_scan": wrapped("optax.adamw(1e-2)"),
+    "nnx_scan": keeping("optax.adamw(1e-2)"),
     "purejaxrl": wrapped("optax.chain(clip, optax.adam(1e-2, eps=1e-5))"),
 }
 

@@ -41,7 +41,7 @@ def first_params() -> Any:
     return {n: 0.3 * jax.random.normal(k, shape) for (n, shape), k in pairs}
 
 
-def lm1b(tx: Any, own: Path, log: Any, *, background: bool) -> None:
+def lm1b(store: Any, tx: Any, own: Path, log: Any, *, background: bool) -> None:
     """A `TrainState`, saved after the step whose number divides, with Flax."""
     flax.config.update("flax_use_orbax_checkpointing", False)
     manager = checkpoints.AsyncManager() if background else None
@@ -57,6 +57,8 @@ def lm1b(tx: Any, own: Path, log: Any, *, background: bool) -> None:
         train, loss = step(train, number)
         log(number, loss)
         if number % EVERY == 0 or number == NUM_STEPS - 1:
+            store.checkpoint(state=train.opt_state)
+            store.prune_checkpoints(keep_last=2)
             checkpoints.save_checkpoint(
                 own, train, number, keep=2, overwrite=True, async_manager=manager
             )
@@ -64,7 +66,7 @@ def lm1b(tx: Any, own: Path, log: Any, *, background: bool) -> None:
         manager.wait_previous_save()
 
 
-def nanodo(tx: Any, own: Path, log: Any, *, background: bool) -> None:
+def nanodo(store: Any, tx: Any, own: Path, log: Any, *, background: bool) -> None:
     """A manager of Orbax's, which is asked at each step and saves some."""
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2,
@@ -91,6 +93,9 @@ def nanodo(tx: Any, own: Path, log: Any, *, background: bool) -> None:
         for number in range(first, NUM_STEPS):
             run, loss = step(run, number)
             log(number, loss)
+            if manager.should_save(number):
+                store.checkpoint(state=run["state"])
+                store.prune_checkpoints(keep_last=2)
             manager.save(number, args=ocp.args.StandardSave(run))
 
 
@@ -127,7 +132,7 @@ def run(place: Path, form: str, way: str, last: int | None) -> int:
 
         store = jaxinf.open_store(place / "store")
         tx = jaxinf.smart_update(optax.adam(1e-2), store, on_existing=existing)
-        FORMS[form](tx, own, log, background=way == "background")
+        FORMS[form](store, tx, own, log, background=way == "background")
         store.close()
     return num
 
