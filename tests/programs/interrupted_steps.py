@@ -23,6 +23,7 @@ import optax
 import pytest
 
 import jaxinf
+from jaxinf import interrupts
 from jaxinf.optimizer.host_side import HostSide
 
 PARAMS = {name: jnp.linspace(-1, 1, 3000).reshape(60, 50) for name in "abc"}
@@ -135,17 +136,25 @@ def storm(place, mode, seed):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-class Interrupted:
-    """A step is done; the commit of the next gets a number of interrupts."""
+def is_kept():
+    return bool(interrupts._KEPT)
 
-    def __init__(self, path, times, handler=None):
+
+class Interrupted:
+    """A step is done; the commit of the next is interrupted.
+
+    For each interrupt there is a function that tells when it was handled.
+    """
+
+    def __init__(self, path, handled, handler=None):
         self.num_calls = 0
 
         def commit(*arguments):
             self.num_calls += 1
-            for _ in range(times if self.num_calls == 2 else 0):
+            for is_handled in handled if self.num_calls == 2 else ():
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-                time.sleep(0.1)  # the main thread handles each
+                while not is_handled():
+                    time.sleep(0.001)
             return COMMIT(*arguments)
 
         HostSide.commit = commit
@@ -163,7 +172,7 @@ def own_handler(place):
     def handler(*one):
         received.append(one)
 
-    run = Interrupted(place + "/own", 1, handler)
+    run = Interrupted(place + "/own", [lambda: received], handler)
     run.step(run.params, run.state)
     run.store.wait()
     assert len(received) == 1
@@ -174,7 +183,7 @@ def own_handler(place):
 
 def first_waits(place):
     """An interrupt in a callback comes with the next call, and no result is lost."""
-    run = Interrupted(place + "/first", 1)
+    run = Interrupted(place + "/first", [is_kept])
     params, state = run.step(run.params, run.state)
     jax.block_until_ready(params)
     with pytest.raises(KeyboardInterrupt):
@@ -188,7 +197,8 @@ def first_waits(place):
 
 def second_ends_it(place):
     """A second one in the same callback fails it."""
-    run = Interrupted(place + "/second", 2)
+    failed = [lambda: run.store._training.failure is not None]
+    run = Interrupted(place + "/second", [is_kept, *failed])
     with pytest.raises(jax.errors.JaxRuntimeError, match="KeyboardInterrupt"):
         jax.block_until_ready(run.step(run.params, run.state))
     with pytest.raises(KeyboardInterrupt):
