@@ -39,6 +39,9 @@ needs_sphinx = "8.1"
 # Decisions are found by their list; scripts/check_site.py wants a link to every page.
 suppress_warnings = ["toc.not_included"]
 
+# "--mode" is a flag, also in text that is not marked as code.
+smartquotes = False
+
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

@@ -162,7 +162,8 @@ class Plan(TrainConfig):
     """Say what a training run would take: memory, disk, bytes, and time.
 
     Takes the trainer's flags. Nothing is trained or written. The time is that of a
-    simulated step on a machine, and without --machine unknown.
+    simulated step on a machine, and without --machine unknown. The exit status is 1 if
+    the run does not fit.
     """
 
     # Find the settings that are fastest on --machine, and print them as a command line.
@@ -224,7 +225,8 @@ class Plan(TrainConfig):
             print(json.dumps(plan.to_json(), indent=1, allow_nan=False))
         else:
             plan.print(make_console(soft_wrap=True))
-        return _SUCCESS
+        fits = not (isinstance(plan, RunPlan) and plan.misfits)
+        return _SUCCESS if fits else _FAILURE
 
     def _plan(self, say: Say) -> Fit | RunPlan | SeveralPlan:
         names = [one.name for one in dataclasses.fields(TrainConfig)]

@@ -6,6 +6,8 @@
 Invariant: nothing is written, and params are never made.
 """
 
+import os
+import shutil
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -30,7 +32,7 @@ from jaxinf.train.sizes import Sizes, sizes_of
 from jaxinf.train.work import PlannedStep, Rates, planned_step
 from jaxinf.typing import FLOAT32, JsonValue
 
-__all__ = ["Forecast", "RunPlan", "forecast", "on_drives", "plan"]
+__all__ = ["Forecast", "RunPlan", "forecast", "life_text", "on_drives", "plan"]
 
 _DAY_S = 86_400
 _MANY_FILES = 4  # written in a step, of those that a drive was measured with
@@ -178,6 +180,41 @@ class RunPlan:
     changed: Mapping[str, Forecast] = field(default_factory=dict)
 
     @property
+    def tiers(self) -> Mapping[str, tuple[int, int | None]]:
+        """Bytes that are needed and that there are, None if unknown, by tier.
+
+        Without a machine they are this one's, and the free space of the store's place.
+        """
+        config, sizes, found = self.config, self.sizes, self.found
+        memory, disk = sizes.memory_bytes, None
+        tiers: dict[str, tuple[int, int | None]] = {}
+        if self.machine is None or found is None:
+            there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            disk = _free_bytes(config)
+        else:
+            there = int(self.machine.memory.value)
+            device = self.machine.device
+            if device is not None and config.mode != "stream":
+                buffers = config.buffer_bytes if config.mode == "update" else 0
+                tiers["device"] = memory - buffers, int(device.memory.value)
+                memory = buffers
+            memory = max(memory, found.peak_bytes or 0)
+        tiers["memory"] = memory, there
+        if config.mode != "memory":
+            tiers["disk"] = sizes.disk_bytes, disk
+        return tiers
+
+    @property
+    def misfits(self) -> list[str]:
+        """What does not fit, as sentences."""
+        return [
+            f"does not fit: {'' if tier == 'memory' else 'the '}{tier} needs "
+            f"{format_bytes(needed)}, has {format_bytes(there)}"
+            for tier, (needed, there) in self.tiers.items()
+            if there is not None and needed > there
+        ]
+
+    @property
     def most(self) -> str:
         """What is said before bytes: a streamed step is not planned without rates."""
         is_most = self.config.mode == "stream" and self.found is None
@@ -186,6 +223,7 @@ class RunPlan:
     def to_json(self) -> dict[str, JsonValue]:
         """For ``--json``."""
         document: dict[str, JsonValue] = {"sizes": asdict(self.sizes)}
+        document["fits"] = not self.misfits
         if self.machine is not None and self.found is not None:
             document["machine"] = self.machine.name
             document["forecast"] = asdict(self.found)
@@ -195,12 +233,16 @@ class RunPlan:
     def print(self, console: Console) -> None:
         """Prints it."""
         sizes, lines = self.sizes, []
-        what = "of state or buffers, params, gradients, and updates"
+        what = " (state or buffers, params, gradients, and updates)"
         if self.config.mode == "stream":
-            what = "of a step at most"
-        lines.append(f"memory  {format_bytes(sizes.memory_bytes)} {what}")
+            what = " (of a step at most)"
+        for tier, (needed, there) in self.tiers.items():
+            line = f"{tier:8}needed {format_bytes(needed)}{what}"
+            if there is not None:
+                line += f", there is {format_bytes(there)}"
+            lines.append(line)
+            what = ""
         if self.config.mode != "memory":
-            lines.append(f"disk    {format_bytes(sizes.disk_bytes)}")
             lines.append(
                 f"drives  {self.most}{format_bytes(sizes.read_bytes)} read and "
                 f"{format_bytes(sizes.written_bytes)} written a step"
@@ -212,7 +254,7 @@ class RunPlan:
             )
         else:
             lines += _time_lines(self.config, self.machine, self.found, self.changed)
-        lines.append("nothing was trained or written")
+        lines += [*self.misfits, "nothing was trained or written"]
         console.print("\n".join(lines), markup=False, highlight=False)
 
 
@@ -240,12 +282,28 @@ def _time_lines(
     if found.device_updates is not None:
         lines.append(_device_line(found.device_updates))
     if found.years is not None:
-        days = found.years * 365
-        life = f"{days:.3g} days" if days < 365 else f"{found.years:.3g} years"
+        life = life_text(found.years)
         lines.append(f"wear    the drives last {life} of training without a pause")
     if found.guesses:
         lines.append(f"guess   rests on guesses: {', '.join(found.guesses)}")
     return lines
+
+
+def life_text(years: float) -> str:
+    """Formats the life of drives: as days within a year."""
+    return f"{years * 365:.3g} days" if years < 1 else f"{years:.3g} years"
+
+
+def _free_bytes(config: TrainConfig) -> int | None:
+    """Returns the free space where a new store would be; None if there is a store."""
+    if config.store is None or config.store.expanduser().exists():
+        return None
+    free = {}
+    for place in config.csd_root or (config.store,):
+        place = place.expanduser().absolute()
+        there = next(x for x in (place, *place.parents) if x.exists())
+        free[there.stat().st_dev] = shutil.disk_usage(there).free
+    return sum(free.values())
 
 
 def _files(machine: Machine, sizes: Sizes) -> tuple[int, int] | None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from jaxinf.plan import Machine
 from jaxinf.terminal import format_bytes, printable
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.forecast import Forecast
+from jaxinf.train.forecast import Forecast, life_text
 from jaxinf.train.run_file import words_of_run
 from jaxinf.typing import JsonValue
 
@@ -186,7 +186,7 @@ def _cost_text(candidate: Candidate) -> str:
     if candidate.device_bytes:
         text += f", {format_bytes(candidate.device_bytes)} of the device's"
     if found.years is not None:
-        text += f", drives for {found.years:.3g} years"
+        text += f", drives for {life_text(found.years)}"
     if candidate.config.mode == "memory":
         text += ", nothing kept"
     return text

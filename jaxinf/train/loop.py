@@ -115,7 +115,7 @@ def train(
         with planning(console) as say:
             planned = plan(config, batches[0], say=say)
         planned.print(console)
-        return 0
+        return 1 if planned.misfits else 0
     with (
         contextlib.closing(
             open_backend(config, make_optimizer(config), processes)

@@ -300,8 +300,9 @@ class StreamOptions:
     # many bytes of them, such as 2GiB, which are a part of --memory.
     resident: Annotated[str | None, _shown("{params,BYTES}", "none")] = None
 
-    # For --mode stream: parts of a batch that run one after another, so that
-    # activations take the memory of a part; their gradients are averaged.
+    # For --mode stream, gradient accumulation: parts of a batch that run one after
+    # another, so that activations take the memory of a part; their gradients are
+    # averaged.
     micro_batches: int = 1
 
     # For --micro-batches. parts: all segments of the model run for a part before the

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 from itertools import product
 
 import numpy as np
@@ -59,6 +60,22 @@ def test_settings_of_a_file_count_and_flags_win(planned, tmp_path, capsys):
     file.write_text("states = 3\n")
     assert main(["plan", "--config", str(file)]) == 2
     assert "did you mean state" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_said_and_fails(planned, text, tiny, tmp_path, capsys):
+    assert planned()["fits"]
+    workstation = read_machine("workstation")
+    device = dataclasses.replace(workstation.device, memory=of(2048))
+    few = dataclasses.replace(workstation, device=device, memory=of(1 << 20))
+    write_machine(tmp_path / "few.json", few)
+    words = ["--data", text, "--batch-size", 2, "--seq-len", 8, "--state", "int8"]
+    with tiny():
+        line = ["plan", *words, "--machine", tmp_path / "few.json"]
+        assert main([str(word) for word in line]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"does not fit: the device needs [\d.]+ KiB, has 2.00 KiB", out)
+    assert re.search(r"does not fit: memory needs [\d.]+ MiB, has 1.00 MiB", out)
+    assert re.search(r"(?m)^disk    needed [\d.]+ [KM]iB$", out)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
