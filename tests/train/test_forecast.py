@@ -286,7 +286,7 @@ def test_arrays_of_a_measured_program_count_once(planned, machine):
 
 
 def test_without_a_machine_times_are_unknown(planned, run, tmp_path, capsys):
-    assert set(planned()) == {"sizes"}
+    assert set(planned()) == {"sizes", "fits"}
     assert run("--store", tmp_path / "store", "--dry-run") == 0
     assert "time    unknown: give --machine FILE" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
