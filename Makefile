@@ -14,13 +14,13 @@ COMPILER := $(shell command -v c++ || command -v g++ || command -v clang++)
 comma := ,
 
 # Only these are collected by stages of few tests; importing all takes each process seconds.
-files-with = $(shell grep -rlE --include='test_*.py' '$1' tests)
+files-with = $(shell grep -rlE --include='test_*.py' --exclude-dir=repro '$1' tests)
 LONG := mark\.long|family\(
 # Tests that pytest has rewritten are kept for the next stage, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train big bigger policy test test-long test-long-all test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-object-store test-faults faults wheels test-wheels docs docs-check docs-links coverage lint clean
+.PHONY: help train big bigger policy test test-long test-long-all test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-object-store test-repro test-faults faults wheels test-wheels docs docs-check docs-links coverage lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -116,6 +116,9 @@ test-distributed: $(VENV)/installed  ## runs in several processes (JAXINF_FAULTS
 test-object-store: $(VENV)/installed  ## exports to an S3-compatible server of its own (installs moto)
 	$(BIN)/python -m pip install --quiet '.[test-object-store]'
 	$(BIN)/pytest -n 2 -rP tests/object_store
+
+test-repro: $(VENV)/installed  ## scripts that print figures of papers, each at its smallest
+	$(BIN)/pytest -n auto --dist worksteal tests/repro
 
 test-faults: $(VENV)/installed  ## crashes, kills, bad drives; mounts (SUDO=sudo)
 	$(SUDO) env JAXINF_REQUIRE_MOUNTS=1 $(BIN)/pytest -n auto tests/faults

@@ -28,7 +28,8 @@ os.environ["PYTHONSAFEPATH"] = "1"
 
 # They find shared test helpers like the tests, by `pythonpath` of pyproject.toml.
 ROOT = Path(__file__).parents[1]
-SHARED = [str(ROOT / place) for place in ("tests/support", "tests/xrt", "scripts")]
+PLACES = ("tests/support", "tests/xrt", "scripts", "scripts/repro")
+SHARED = [str(ROOT / place) for place in PLACES]
 os.environ["PYTHONPATH"] = os.pathsep.join(SHARED)
 
 

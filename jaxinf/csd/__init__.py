@@ -19,8 +19,6 @@ from jaxinf.csd.base import (
 )
 from jaxinf.csd.host import HostCsd
 from jaxinf.csd.kinds import CSD_KINDS, CsdSpec, open_csds, parse_csd
-from jaxinf.csd.rates import CsdRates
-from jaxinf.csd.throttled import DriveLimit, drive_limits
 
 __all__ = [
     "CSD_KINDS",
@@ -28,9 +26,7 @@ __all__ = [
     "CsdBuffer",
     "CsdFleet",
     "CsdInfo",
-    "CsdRates",
     "CsdSpec",
-    "DriveLimit",
     "Extent",
     "GradientForm",
     "HostCsd",
@@ -39,7 +35,6 @@ __all__ = [
     "ScalarInputs",
     "Transfer",
     "UpdateOutcome",
-    "drive_limits",
     "is_idle",
     "open_csds",
     "parse_csd",

@@ -6,13 +6,11 @@ that users without cards need no software for them.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinf.csd.base import CsdFleet
 from jaxinf.csd.host import HostFleet
-from jaxinf.csd.rates import CsdRates, parse_rates
-from jaxinf.csd.throttled import ThrottledFleet
 from jaxinf.errors import CsdError
 from jaxinf.io import ByteMeters
 
@@ -21,7 +19,8 @@ __all__ = ["CSD_KINDS", "CsdSpec", "open_csds", "parse_csd"]
 CSD_KINDS = ("host", "emulated", "smartssd")
 """The kinds that `jaxinf.open_store` takes."""
 
-_CARD_OPTIONS = {"xclbin": "JAXINF_XCLBIN", "devices": "JAXINF_XRT_DEVICES"}
+_VARIABLES = {"xclbin": "JAXINF_XCLBIN", "devices": "JAXINF_XRT_DEVICES"}
+_OPTIONS = {"host": (), "emulated": ("buffers",), "smartssd": tuple(_VARIABLES)}
 
 
 @dataclass(frozen=True)
@@ -30,17 +29,18 @@ class CsdSpec:
 
     Attributes:
       kind: one of `CSD_KINDS`.
-      rates: bandwidth limits of the CSDs.
       num_buffers: subgroups that an emulated card holds; None for as many as fit.
       xclbin: the file with the kernels of real cards.
       num_devices: number of XRT's devices, if they cannot be listed.
+      wrap: returns the fleet to use in place of the opened one, which it may call, for
+        example one that takes the time of other hardware; None for the opened one.
     """
 
     kind: str
-    rates: CsdRates = field(default_factory=CsdRates)
     num_buffers: int | None = None
     xclbin: Path | None = None
     num_devices: int | None = None
+    wrap: Callable[[CsdFleet], CsdFleet] | None = None
 
     @property
     def takes_params(self) -> bool:
@@ -64,10 +64,9 @@ class CsdSpec:
 def parse_csd(text: str, environ: Mapping[str, str] = os.environ) -> CsdSpec:
     """Parses ``kind`` or ``kind:name=value,name=value``.
 
-    Options of ``host`` and ``emulated`` are bandwidths, see `CsdRates`: for example
-    ``emulated:drive=1.5GB/s,link=3GB/s``. ``emulated`` also has ``buffers``, the number
-    of subgroups that a card holds at once. Options of ``smartssd`` are ``xclbin`` and
-    ``devices``; the environment variables are JAXINF_XCLBIN and JAXINF_XRT_DEVICES.
+    ``emulated`` has ``buffers``, the number of subgroups that a card holds at once.
+    ``smartssd`` has ``xclbin`` and ``devices``; the environment variables are
+    JAXINF_XCLBIN and JAXINF_XRT_DEVICES. ``host`` has no option.
 
     Raises:
       ValueError: there is no such kind or option.
@@ -82,21 +81,20 @@ def parse_csd(text: str, environ: Mapping[str, str] = os.environ) -> CsdSpec:
         name, _, value = option.partition("=")
         options[name.strip()] = value.strip()
     try:
-        if kind == "host":
-            return CsdSpec(kind, parse_rates(options))
-        if kind == "emulated":
-            num_buffers = _count(options.pop("buffers", ""), "buffers", "subgroups")
-            return CsdSpec(kind, parse_rates(options), num_buffers)
-        return _card_spec(options, environ)
+        for name in options:
+            if name not in _OPTIONS[kind]:
+                raise ValueError(
+                    f"{name}: expected {' or '.join(_OPTIONS[kind]) or 'no option'}"
+                )
+        if kind == "smartssd":
+            return _card_spec(options, environ)
+        return CsdSpec(kind, _count(options.get("buffers", ""), "buffers", "subgroups"))
     except ValueError as error:
         raise ValueError(f"csd={text!r}: {error}") from error
 
 
 def _card_spec(options: Mapping[str, str], environ: Mapping[str, str]) -> CsdSpec:
-    for name in options:
-        if name not in _CARD_OPTIONS:
-            raise ValueError(f"{name}: expected one of {', '.join(_CARD_OPTIONS)}")
-    values = {n: environ[v] for n, v in _CARD_OPTIONS.items() if environ.get(v)}
+    values = {n: environ[v] for n, v in _VARIABLES.items() if environ.get(v)}
     values |= options
     xclbin = values.get("xclbin")
     return CsdSpec(
@@ -129,14 +127,8 @@ def open_csds(
     Raises:
       CsdError: a CSD is missing or not set up; names it and the remedy.
     """
-    num_limits = len(spec.rates.drives)
-    if num_limits not in (0, len(roots)):
-        raise CsdError(
-            f"csd={spec.kind!r}: expected a rate of drives= for each drive, found "
-            f"{num_limits} for {len(roots)}; give as many, or drive= for all"
-        )
     fleet = _OPENERS[spec.kind](spec, roots, memory_bytes, meters)
-    return ThrottledFleet(fleet, spec.rates) if spec.rates.is_set else fleet
+    return spec.wrap(fleet) if spec.wrap else fleet
 
 
 def _open_host(

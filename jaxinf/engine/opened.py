@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from jaxinf.csd import Csd, CsdFleet, drive_limits
+from jaxinf.csd import Csd, CsdFleet
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.division import longest
 from jaxinf.engine.exports import Exports
@@ -99,7 +99,6 @@ class OpenStore(StoreShape):
       directory: the files.
       chunks: the newest version of each chunk.
       fleet, csds: the CSDs that update the chunks.
-      drive_limits: those of each CSD, for what moves beside state.
       handler: the workers.
       is_new: whether no step is committed yet; then every leaf must be initialised.
       commit: the last committed step's record. For a new store it says step 0, until
@@ -138,7 +137,6 @@ class OpenStore(StoreShape):
         )
         roots = [directory.csd_directory(c) for c in range(directory.num_csds)]
         self.csds: list[Csd] = list(self.fleet.attach(roots, *longest(self._layouts)))
-        self.drive_limits = drive_limits(self.csds)
         self.handler = TransferHandler(
             directory,
             self.chunks,

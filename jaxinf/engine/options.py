@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from jaxinf.csd import parse_csd
+from jaxinf.csd import CsdSpec, parse_csd
 from jaxinf.engine.chunks import VERIFY_MODES, VerifyMode
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore, least_memory
@@ -60,7 +60,7 @@ class StoreOptions:
         path: Path,
         *,
         csd_roots: Sequence[Path],
-        csd: str,
+        csd: str | CsdSpec,
         memory_bytes: int,
         num_workers: int | None,
         chunk_elements: int,
@@ -106,7 +106,7 @@ class StoreOptions:
         self.csd_shares = tuple(csd_shares)
         for root, share in zip(csd_roots, csd_shares, strict=False):
             check_share(root, share)
-        self.csd = parse_csd(csd)
+        self.csd = parse_csd(csd) if isinstance(csd, str) else csd
         self.memory_bytes = memory_bytes
         self.num_workers = num_workers
         self.chunk_elements = chunk_elements

@@ -3,9 +3,7 @@
 Invariant: memory holds no more of a leaf than the caller's own array and the ring.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -243,24 +241,14 @@ class ParamsReader:
         opened = self._opened
         state = opened.state_number(leaf, average=self._is_average)
         layouts = list(opened.layouts(leaf, origin, out.shape))
-        sizes: defaultdict[int, int] = defaultdict(int)
-        for layout in layouts:
-            sizes[layout.subgroup.chunk] += layout.extents[state].num_bytes
-        drives = {one.subgroup.chunk: one.subgroup.csd for one in layouts}
         slots = {
             layout.subgroup.chunk: opened.chunks.source(layout, state)
             for layout in layouts
         }
-
-        def moving(chunk: int) -> AbstractContextManager[None]:
-            limit = opened.drive_limits[drives[chunk]]
-            return limit.moving("read", sizes[chunk])
-
         for slot, reader in self._readers.items():
             numbers = [number for number, held in slots.items() if held == slot]
             if numbers:
-                box = out, origin
-                _read_chunks(opened, reader, leaf, *box, numbers, state, moving)
+                _read_chunks(opened, reader, leaf, out, origin, numbers, state)
 
     def close(self) -> None:
         """Frees the memory."""
@@ -276,7 +264,6 @@ def _read_chunks(
     origin: Sequence[int],
     chunks: Sequence[int],
     state: int = 0,
-    moving: Callable[[int], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Reads chunks of a state into the box `out` of the leaf, in place if it can be."""
 
@@ -288,7 +275,7 @@ def _read_chunks(
     def into(chunk: Chunk) -> Array | None:
         return target_view(out, chunk, tuple(origin), 0, chunk.num_elements)
 
-    _each_piece(opened, reader, leaf, out.dtype, chunks, visit, state, moving, into)
+    _each_piece(opened, reader, leaf, out.dtype, chunks, visit, state, into)
 
 
 def committed_reader(opened: OpenStore, memory_bytes: int) -> StepReader:
@@ -319,7 +306,6 @@ def _each_piece(
     chunks: Sequence[int],
     visit: Callable[[Piece], None],
     state: int = 0,
-    moving: Callable[[int], AbstractContextManager[None]] = nullcontext,
     into: Callable[[Chunk], Array | None] = lambda _: None,
 ) -> None:
     """Calls `visit`, from several threads, with the pieces of a committed state.
@@ -332,18 +318,16 @@ def _each_piece(
       chunks: numbers of the chunks to read.
       visit: called with each piece.
       state: number of the state in the leaf's record; the master params by default.
-      moving: returns what surrounds the read of a chunk.
       into: as for `StepReader.stored`, if the pieces are of the stored dtype.
     """
     record = opened.directory.manifest.leaves[leaf]
     chosen = record.states[state]
 
     def pieces(number: int) -> Iterator[Piece]:
-        with moving(number):
-            if dtype_of(chosen.dtype) == dtype:
-                yield from reader.stored(record, chosen, number, into=into)
-            else:
-                yield from reader.pieces(record, chosen, [number])
+        if dtype_of(chosen.dtype) == dtype:
+            yield from reader.stored(record, chosen, number, into=into)
+        else:
+            yield from reader.pieces(record, chosen, [number])
 
     def take(piece: Piece) -> None:
         visit(replace(piece, values=piece.values.astype(dtype, copy=False)))

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from jaxinf import compat
+from jaxinf.csd import CsdSpec
 from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.committed_state import CommittedState
 from jaxinf.engine.dispatched import check_thread, wait_for_dispatched
@@ -321,7 +322,7 @@ def open_store(
     path: PathLikeStr,
     *,
     csds: Sequence[PathLikeStr] | Mapping[PathLikeStr, float] | None = None,
-    csd: str | None = None,
+    csd: str | CsdSpec | None = None,
     memory_bytes: int | str | None = None,
     num_workers: int | None = None,
     chunk_elements: int | None = None,
@@ -354,7 +355,8 @@ def open_store(
         "/mnt/b": 1}``. No bit depends on them.
       csd: the processor that updates the chunks: ``"host"`` (the default), the CPU
         beside the drive; ``"smartssd"``, the card beside it; ``"emulated"``, an
-        emulated card. Options may follow: see `jaxinf.csd.parse_csd`.
+        emulated card. Options may follow: see `jaxinf.csd.parse_csd`. A
+        `jaxinf.csd.CsdSpec` may wrap the CSDs, for example to emulate another system.
       memory_bytes: all memory that state passes through: on the host; or for each card,
         its own memory and the host's for its gradients and results; in bytes, or as a
         text such as ``"512MiB"``, which is the default.

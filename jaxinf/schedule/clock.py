@@ -7,11 +7,11 @@ first.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
-__all__ = ["Clock", "Span", "Task", "run"]
+__all__ = ["Clock"]
 
 E = TypeVar("E")
 
@@ -79,65 +79,3 @@ class Clock(Generic[E]):
     def is_due(self, at_s: float) -> bool:
         """Whether a task ends at a time or before it."""
         return bool(self._ends) and self._ends[0][0] <= at_s
-
-
-class Task(NamedTuple):
-    """A piece of work for a server.
-
-    Attributes:
-      name: Its name.
-      server: Name of the server.
-      seconds: Time that it takes.
-      after: Numbers of the tasks that have to end before it can begin; each is less
-        than its own number.
-    """
-
-    name: str
-    server: str
-    seconds: float
-    after: tuple[int, ...] = ()
-
-
-class Span(NamedTuple):
-    """When a task was served, in seconds."""
-
-    begin_s: float
-    end_s: float
-
-
-def run(tasks: Sequence[Task]) -> list[Span]:
-    """Serves tasks; a server takes them as they become ready, in their order then.
-
-    Returns:
-      The span of each task, in the order of the tasks.
-
-    Raises:
-      ValueError: A task waits for itself or a later one, or its time is negative.
-    """
-    waits: list[list[int]] = [[] for _ in tasks]
-    num_before = [len(task.after) for task in tasks]
-    for number, task in enumerate(tasks):
-        if not task.seconds >= 0 or any(not 0 <= n < number for n in task.after):
-            raise ValueError(
-                f"task {number} ({task.name}): expected a time of at least 0 and "
-                f"tasks before it, found {task.seconds} s after {task.after}"
-            )
-        for before in task.after:
-            waits[before].append(number)
-    clock: Clock[int] = Clock()
-    spans: dict[int, Span] = {}
-
-    def start(number: int) -> None:
-        seconds = tasks[number].seconds
-        begin_s = clock.start(tasks[number].server, seconds, number)
-        spans[number] = Span(begin_s, begin_s + seconds)
-
-    for number, num in enumerate(num_before):
-        if not num:
-            start(number)
-    for _ in tasks:
-        for number in waits[clock.end()]:
-            num_before[number] -= 1
-            if not num_before[number]:
-                start(number)
-    return [spans[number] for number in range(len(tasks))]

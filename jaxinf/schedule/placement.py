@@ -240,9 +240,8 @@ def evictions(
     stays: Iterable[Stay],
     made: Mapping[Any, int],
     capacity: int,
-    chosen: Iterable[Stay] | None = None,
 ) -> dict[Any, Eviction]:
-    """Returns as few evictions as the device's capacity needs, or those chosen.
+    """Returns as few evictions as the device's capacity needs.
 
     Of the tensors in memory the one that is needed last leaves. They come back in the
     order of their use, as early as there is room. If all leave, the rest may still
@@ -254,13 +253,8 @@ def evictions(
       stays: Times that tensors may be away, each to the call before its use.
       made: The calls that make them.
       capacity: The most bytes of a call.
-      chosen: Those of the stays that are given up, each as early as possible.
     """
-    if chosen is None:
-        left = evict(occupied, stays, capacity)
-    else:
-        left = {stay: stay.start for stay in chosen}
-        occupied -= occupancy(len(occupied), left)
+    left = evict(occupied, stays, capacity)
     back = prefetch(occupied, left, capacity)
     return {
         stay.tensor: Eviction(

@@ -280,11 +280,11 @@ class StoreEnds(StoreParamsEnds):
     def folders(self) -> Folders:
         """As `Ends.folders`: drives have values by their shares of the chunks."""
         opened = self._training.opened
-        directory, limits = opened.directory, opened.drive_limits
+        directory = opened.directory
         if not directory.manifest.csds:
-            return [Folder(plans_folder(self._store.path), limit=limits[0])]
+            return [plans_folder(self._store.path)]
         shares = enumerate(csd_shares(directory.manifest))
-        return [Folder(directory.csd_directory(n), s, limits[n]) for n, s in shares]
+        return [Folder(directory.csd_directory(n), share) for n, share in shares]
 
     @property
     def steps_per_commit(self) -> float:

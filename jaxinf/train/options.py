@@ -218,7 +218,7 @@ class StoreOptions:
 
     # The processor that updates the chunks: host, the CPU; smartssd, the card beside
     # the drive; emulated, an emulated card. Options may follow, such as
-    # emulated:drive=1.5GB/s,link=3GB/s. See docs/cards.md.
+    # smartssd:xclbin=FILE. See docs/cards.md.
     csd: Annotated[str, _shown("host|smartssd|emulated", "host")] = "host"
 
     # Steps to commit: every step (step), every n-th one (a number), or checkpoints

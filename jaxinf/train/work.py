@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinf.csd import CsdRates, parse_csd
 from jaxinf.plan import Device, Machine, Rate
 from jaxinf.schedule.simulator import Trip, Trips
 from jaxinf.schedule.steps import HOST, PROCESSOR, StepWork, Update, drive_name
@@ -88,13 +87,7 @@ class Rates:
         A store without drives of its own is on all of them.
         """
         num_drives = max(1, len(self._config.csd_root))
-        pace = self._drives("mixed") / num_drives
-        own = [
-            min(pace, one.drive_read or pace, one.drive_write or pace)
-            for one in self._limits
-        ]
-        link = (parse_csd(self._config.csd).rates.link or math.inf) / num_drives
-        return [min(one, link) for one in own]
+        return [self._drives("mixed") / num_drives] * num_drives
 
     @property
     def computes_on_host(self) -> bool:
@@ -104,12 +97,12 @@ class Rates:
     @property
     def read(self) -> float:
         """Bytes a second of all drives for reads alone."""
-        return self._limited("read", [one.drive_read for one in self._limits])
+        return self._drives("read")
 
     @property
     def write(self) -> float:
         """Bytes a second of all drives for writes alone."""
-        return self._limited("write", [one.drive_write for one in self._limits])
+        return self._drives("write")
 
     @property
     def launch_s(self) -> float:
@@ -168,18 +161,6 @@ class Rates:
     @property
     def _num_drives(self) -> int:
         return sum(drive.count for drive in self._machine.drives)
-
-    @property
-    def _limits(self) -> Sequence[CsdRates]:
-        """The limits of each drive of the store."""
-        rates = parse_csd(self._config.csd).rates
-        return [rates.of_csd(n) for n in range(max(1, len(self._config.csd_root)))]
-
-    def _limited(self, field: str, limits: Sequence[float | None]) -> float:
-        """Returns a rate of drives, of which all have equal parts, within limits."""
-        link = parse_csd(self._config.csd).rates.link or math.inf
-        own = min(limit or math.inf for limit in limits)
-        return min(self._drives(field), len(limits) * own, link)
 
     def _drives(self, field: str) -> float:
         """Bytes a second of all drives; the slowest sets the pace, as all share."""

@@ -6,6 +6,6 @@ from csd_contract import *  # noqa: F403 (tests and fixtures)
 from jaxinf.csd import parse_csd
 
 
-@pytest.fixture(params=["host", "host:drive=1000GB/s,link=1000GB/s", "emulated"])
+@pytest.fixture(params=["host", "emulated"])
 def spec(request):
     return parse_csd(request.param)

@@ -258,5 +258,11 @@ def test_info(tmp_path):
 
 def test_kinds_have_names():
     assert all(parse_csd(kind).kind == kind for kind in CSD_KINDS)
-    with pytest.raises(ValueError, match="csd='gpu': expected one of 'host'"):
-        parse_csd("gpu")
+    for text, message in (
+        ("gpu", "csd='gpu': expected one of 'host'"),
+        ("host:buffers=1", "buffers: expected no option"),
+        ("emulated:drive=1GB/s", "drive: expected buffers"),
+        ("emulated:buffers=0", "buffers=0: expected a number of subgroups"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_csd(text)

@@ -283,7 +283,7 @@ def test_what_the_cards_cannot_do_is_refused(runtime, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("smartssd:drive=1GB/s", "drive: expected one of xclbin, devices"),
+        ("smartssd:drive=1GB/s", "drive: expected xclbin or devices"),
         ("smartssd:devices=0", "devices=0: expected a number of devices"),
         ("smartssd:devices=many", "devices=many: expected a number"),
     ],

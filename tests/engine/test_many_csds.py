@@ -6,8 +6,6 @@ import time
 import pytest
 
 import jaxinf.csd.cards.card as card
-from jaxinf.csd.rates import CsdRates
-from jaxinf.csd.throttled import Server, ThrottledCsd
 from jaxinf.engine.pipeline import drive_monitor
 from jaxinf.errors import CsdError, StoreIOError
 
@@ -91,10 +89,26 @@ def slow_warnings(caplog):
     return [r.getMessage() for r in caplog.records if "times as long" in r.getMessage()]
 
 
+class SlowWrites:
+    """A CSD whose drive writes a megabyte a second."""
+
+    def __init__(self, csd):
+        self._csd = csd
+        self._drive = threading.Lock()
+
+    def __getattr__(self, name):
+        return getattr(self._csd, name)
+
+    def write(self, transfers):
+        with self._drive:
+            time.sleep(sum(one.extent.num_bytes for one in transfers) / 1e6)
+        self._csd.write(transfers)
+
+
 def test_a_slow_drive_is_named_once(driver, caplog):
     driver.store.wait()
     csds = driver.opened.csds
-    csds[1] = ThrottledCsd(csds[1], CsdRates(drive_write=1e6), Server(), 1)
+    csds[1] = SlowWrites(csds[1])
     driver.steps(1).steps(1)
     driver.store.wait()
     assert slow_warnings(caplog) == []

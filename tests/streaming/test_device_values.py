@@ -4,6 +4,8 @@ memory and to drives."""
 import errno
 import gc
 import shutil
+import threading
+import time
 import weakref
 from dataclasses import replace
 
@@ -17,11 +19,10 @@ from streaming import assert_same_bits, prepared, streamed
 from zoo import ZOO, normal
 
 import jaxinf
-from jaxinf.csd import DriveLimit
 from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
 from jaxinf.io.pages import page_ceil
 from jaxinf.schedule.placement import NUM_COPIES
-from jaxinf.streaming.move.scratch import Folder, Scratch
+from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
 from jaxinf.streaming.plan.offload import least_offloaded_bytes, plan_tiers
@@ -30,6 +31,7 @@ from jaxinf.streaming.run import compiled_temp_bytes
 
 TX = optax.adam(1e-2)
 ENOUGH = 1 << 40
+DRIVE = threading.Lock()
 
 
 @pytest.fixture
@@ -126,16 +128,27 @@ def test_bits_are_those_of_keep(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def slow(move):
+    """A read or write of a drive that moves 100 kB a second."""
+
+    def moved(scratch, part, *arguments, **named):
+        with DRIVE:
+            time.sleep(part.num_bytes / 1e5)
+        return move(scratch, part, *arguments, **named)
+
+    return moved
+
+
 @pytest.mark.usefixtures("small_values_leave")
-def test_bits_do_not_depend_on_a_slow_drive(tmp_path):
+def test_bits_do_not_depend_on_a_slow_drive(tmp_path, monkeypatch):
     program = ZOO["l2_penalty"](depth=8)
     keep, plan, executables = plans(program)
     least = least_of(plan.calls)
     tiers = plan_tiers(plan.calls, least)
     assert tiers.on_drive
-    limit = DriveLimit(1e5, 1e5)
-    scratch = Scratch([Folder(tmp_path, limit=limit)])
-    values = Watched(plan.calls, scratch, tiers)
+    for name in ("write", "read"):
+        monkeypatch.setattr(Scratch, name, slow(getattr(Scratch, name)))
+    values = Watched(plan.calls, Scratch([tmp_path]), tiers)
     found = streamed(program, plan, executables, values=values)
     assert_same_bits(found, streamed(program, keep, executables))
     assert values.most_bytes <= least

@@ -3,11 +3,10 @@
 import jax
 import optax
 import pytest
-from streaming import CHUNKS, spill_beyond
+from streaming import CHUNKS
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.csd import DriveLimit
 from jaxinf.errors import BudgetError, StreamError
 
 PROGRAM = ZOO["stack_by_index"]()
@@ -87,26 +86,3 @@ def test_a_step_in_memory_has_one(tmp_path):
 def test_without_params_it_is_refused(made):
     with made("8MiB") as step, pytest.raises(StreamError, match="init or"):
         step.dry_run(PROGRAM.batch)
-
-
-def test_what_a_step_moves_passes_the_limit_of_its_drive(made, monkeypatch):
-    """Params that are read, and gradients that wait; state is another test's."""
-    spill_beyond(monkeypatch, 0)
-    passed = {"read": 0, "write": 0}
-    moving = DriveLimit.moving
-
-    def noted(limit, kind, num_bytes):
-        assert limit is step.store._training.opened.csds[0].drive_limit
-        passed[kind] += num_bytes
-        return moving(limit, kind, num_bytes)
-
-    with made("8MiB", csd="host:drive=100GB/s") as step:
-        step.load(PROGRAM.params, batch=PROGRAM.batch)
-        step(PROGRAM.batch)
-        monkeypatch.setattr(DriveLimit, "moving", noted)
-        step(PROGRAM.batch)
-        metrics = step.metrics
-    gradients = sum(leaf.nbytes for leaf in jax.tree.leaves(PROGRAM.params))
-    assert 0 < gradients == passed["write"] < metrics.spilled_drive_bytes
-    fetched = metrics.fetched_drive_bytes
-    assert 0 < fetched == passed["read"] - metrics.spilled_drive_bytes

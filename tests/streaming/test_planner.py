@@ -97,9 +97,8 @@ class World:
         return self.probes_s + sum(max(0.0, one - safe_s) for one in found)
 
     def safe_s(self):
-        rules = choose(self.problem, self.profile).rules
-        safe = (rules["keep"], rules["recompute"])
-        return min(map(self.seconds, filter(None, safe)))
+        safe = choose(self.problem, self.profile).without_drive
+        return min(map(self.seconds, safe))
 
 
 def world(share, rate, **options):

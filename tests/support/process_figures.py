@@ -1,6 +1,6 @@
-"""Prints what a second process brings and costs: rates of update, seconds of commits.
+"""Prints what a second process costs: seconds of commits.
 
-    python tests/support/process_figures.py [--drive 5MB/s] [--turns 3]
+    python tests/support/process_figures.py [--turns 3]
     python tests/support/process_figures.py --plans
 
 Each pair runs in turns. Commits need idle cores to mean anything; the load is printed.
@@ -118,7 +118,6 @@ def held_against_a_plan(place, count, *layout):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--drive", default="5MB/s")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--plans", action="store_true")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
@@ -130,15 +129,6 @@ def main():
     if given.plans:
         return
     with tempfile.TemporaryDirectory() as root:
-        options = f'{{"csd": "host:drive={given.drive}"}}'
-        for layout in ("fsdp", "replicated"):
-            words = ("--steps", 6, "--layout", layout, "--options", options)
-            pairs = compared(root, given.turns, "step_s", *words)
-            ratios = [one / two for one, two in pairs]
-            print(f"{layout}: a drive of {given.drive} each, of one process: {pairs}")
-            print(
-                f"{layout}: {statistics.median(ratios):.2f} times the rate", flush=True
-            )
         pairs = compared(root, given.turns, "commit_s", "--steps", 20)
         added = [1e3 * (two - one) for one, two in pairs]
         print(f"commits, s: {pairs}; {statistics.median(added):+.1f} ms with two")

@@ -27,13 +27,6 @@ def test_losses_are_the_hosts(run, losses, lines, tmp_path, dtype):
         assert line["link_up_bytes"] == item_bytes * num_params
 
 
-def test_bandwidths_change_no_number(run, losses, tmp_path):
-    rates = ("--csd", "emulated:drive=1GB/s,link=1GB/s,kernel=8.2GB/s", "--steps", 2)
-    assert run("--store", tmp_path / "slow", *rates) == 0
-    assert run("--store", tmp_path / "fast", "--steps", 2) == 0
-    assert losses(tmp_path / "slow-log") == losses(tmp_path / "fast-log")
-
-
 @pytest.mark.parametrize("options", ["", ",error_feedback=true,warmup_steps=1"])
 def test_compressed_gradients(run, losses, lines, tmp_path, options):
     words = ("--compress", f"top_k:0.02{options}", "--steps", 4)

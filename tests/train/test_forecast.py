@@ -256,15 +256,6 @@ def test_measured_programs_take_their_own_time(planned, machine):
         assert found["forecast"]["phases"]["programs"] > 1e-6
 
 
-def test_throttled_drives_count(planned, machine):
-    fast = dataclasses.replace(read_machine(machine).drives[0], mixed=of(1e12))
-    write_machine(machine, dataclasses.replace(read_machine(machine), drives=(fast,)))
-    found = planned("--machine", machine, "--csd", "host:drive=1MB/s")
-    forecast, sizes = found["forecast"], found["sizes"]
-    seconds = (sizes["read_bytes"] + sizes["written_bytes"]) / 1e6
-    assert forecast["step_s"] == pytest.approx(seconds, rel=1e-3)
-
-
 @pytest.mark.long
 def test_the_process_counts_where_its_memory_is_known(planned, machine):
     assert planned("--machine", machine)["forecast"]["peak_bytes"] is None

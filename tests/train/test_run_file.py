@@ -32,7 +32,7 @@ FULL = TrainConfig(
     replan=True,
     deterministic=False,
     csd_root=(Path("/d0"), Path("/d{process}")),
-    csd="emulated:drive=1.5GB/s",
+    csd="emulated:buffers=2",
     durability=1024,
     state_tier=StateTier(1 << 20, 1 << 19),
     state="int8",

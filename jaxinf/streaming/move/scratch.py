@@ -11,15 +11,14 @@ import errno
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxinf.csd import DriveLimit
 from jaxinf.io import ByteMeters, read_into, span, write_from
 from jaxinf.io.failures import translated
 from jaxinf.io.pages import page_ceil
@@ -43,16 +42,14 @@ class Folder(NamedTuple):
     Attributes:
       path: The folder.
       share: The drive's share of the values, beside that of others.
-      limit: The drive's limit, which others may share; None for none.
     """
 
     path: Path
     share: float = 1.0
-    limit: DriveLimit | None = None
 
 
 Folders: TypeAlias = Sequence[PathLikeStr | Folder]
-"""A folder on each drive; a path alone has a share of 1 and no limit."""
+"""A folder on each drive; a path alone has a share of 1."""
 
 _NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -120,7 +117,6 @@ class Scratch:
         self._meters = ByteMeters() if meters is None else meters
         self._content = content
         self._drives = [drive_of(folder) for folder in self._folders]
-        self._limits = [folder.limit or DriveLimit() for folder in given]
         self._files: list[int] = []
         self._ends = [0] * len(folders)
         self._reserved = [0] * len(folders)
@@ -274,19 +270,12 @@ class Scratch:
     def _shown(self, drive: int) -> str:
         return f"{self._folders[drive]} (a file of {self._content})"
 
-    @contextmanager
     def _request(
-        self,
-        kind: Literal["read", "write"],
-        drive: int,
-        num_bytes: int,
-        what: object,
-    ) -> Iterator[None]:
-        """Keeps the drive busy for as long as its limit says, and notes it."""
+        self, kind: Literal["read", "write"], drive: int, num_bytes: int, what: object
+    ) -> AbstractContextManager[None]:
+        """Notes that the drive is busy."""
         place = {"drive": self._drives[drive], "num_bytes": num_bytes}
-        busy = span(kind, (self._content, what), **place)
-        with busy, self._limits[drive].moving(kind, num_bytes):
-            yield
+        return span(kind, (self._content, what), **place)
 
 
 def raw_bytes(value: Array) -> Array:

@@ -7,7 +7,7 @@ value's memory is free from one given call to another.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import jax
@@ -56,12 +56,9 @@ def least_offloaded_bytes(
 
 
 def fitted(
-    calls: Calls,
-    budget_bytes: int,
-    memory: Callable[[Calls], Sequence[int]],
-    chosen: Collection[Stay] | None = None,
+    calls: Calls, budget_bytes: int, memory: Callable[[Calls], Sequence[int]]
 ) -> Calls:
-    """Returns the calls with as few evictions as the budget needs, or with given ones.
+    """Returns the calls with as few evictions as the budget needs.
 
     See `schedule.placement.evictions`.
 
@@ -69,15 +66,11 @@ def fitted(
       calls: Calls without evictions.
       budget_bytes: The most memory of a step.
       memory: Returns the memory during each call, such as `Calls.call_bytes`.
-      chosen: Of `candidates`, those that leave, each as soon as it can; None for as
-        few as the budget needs.
     """
     calls = calls.evicting({})
     made = {slot: life.made for slot, life in calls.lives.items()}
     used = np.array(memory(calls), np.int64)
-    return calls.evicting(
-        evictions(used, candidates(calls), made, budget_bytes, chosen)
-    )
+    return calls.evicting(evictions(used, candidates(calls), made, budget_bytes))
 
 
 def fitted_lending(

@@ -21,7 +21,7 @@ from itertools import cycle
 from typing import Any
 
 from jaxinf.streaming.plan.retrying import Moved, Retrying
-from jaxinf.streaming.plan.search import Choice, Problem, by_rule, choose
+from jaxinf.streaming.plan.search import Choice, Problem, choose, without_drive
 from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.terminal import format_bytes
 
@@ -214,7 +214,7 @@ class Planner:
                 self.choice,
                 expected_s=now_s,
                 bound_s=min(next_one.bound_s, now_s),
-                rules=next_one.rules,
+                without_drive=next_one.without_drive,
             )
             return False
         if self.choice.leaves and not next_one.leaves:
@@ -233,11 +233,11 @@ class Planner:
             best = choose(problem, profile)
             if best is None:
                 break
-            safe = _safe(best.rules)
+            safe = best.without_drive
             self._safe_s = min(map(self._found_s, safe), default=math.inf)
             found = min([best, *safe], key=self._found_s)
             if problem.admits(found.calls):
-                return replace(found, rules=best.rules)
+                return replace(found, without_drive=safe)
         return self.choice
 
     def _found_s(self, choice: Choice) -> float:
@@ -320,17 +320,12 @@ def _first(problem: Problem) -> Choice:
     profile = Profile(seconds, _ASSUMED, _ASSUMED)
     found = None
     for _ in range(_TRIES):
-        safe = _safe(by_rule(problem, profile))
+        safe = without_drive(problem, profile)
         found = next(iter(safe), None) or choose(problem, profile) or found
         if found is not None and problem.admits(found.calls):
             break
     assert found is not None, "the plan was cut to fit"
     return found
-
-
-def _safe(rules: Mapping[str, Choice | None]) -> list[Choice]:
-    """The rules that need no drive, of those that fit: all kept, all recomputed."""
-    return [one for name in ("keep", "recompute") if (one := rules[name])]
 
 
 def _window() -> deque[float]:

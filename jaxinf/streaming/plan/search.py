@@ -4,26 +4,22 @@ is kept or offloaded, so that a step takes the least time in the memory it has.
     which segments run again ─► calls ─► fitting evictions ─► simulated step ─► the best
 
 The segments that run again are searched; for each set of them Belady's rule gives the
-values that leave, and a step is simulated with measured times and bandwidths. Simple
-rules are simulated, too, and the best of all is chosen.
+values that leave, and a step is simulated with measured times and bandwidths.
 
 Invariant: a choice changes time, memory and traffic, never bits.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeAlias
 
-import numpy as np
-
-from jaxinf.schedule.placement import Eviction, Stay, Tiers, Waiting, occupancy
+from jaxinf.schedule.placement import Eviction, Tiers, Waiting
 from jaxinf.schedule.simulator import Trips
 from jaxinf.streaming.plan.calls import Calls, Slot
 from jaxinf.streaming.plan.forms import Form
-from jaxinf.streaming.plan.offload import candidates, fitted
+from jaxinf.streaming.plan.offload import fitted
 from jaxinf.streaming.plan.sequence import (
     Reach,
     Repeats,
@@ -35,7 +31,14 @@ from jaxinf.streaming.program.graph import Graph, Piece, num_bytes
 from jaxinf.streaming.program.programs import Programs
 from jaxinf.terminal import format_bytes
 
-__all__ = ["LEAST_TRIED", "MOST_EXHAUSTIVE", "Choice", "Problem", "by_rule", "choose"]
+__all__ = [
+    "LEAST_TRIED",
+    "MOST_EXHAUSTIVE",
+    "Choice",
+    "Problem",
+    "choose",
+    "without_drive",
+]
 
 MOST_EXHAUSTIVE = 128
 """No more choices of segments than these are searched completely."""
@@ -96,7 +99,7 @@ class Choice:
       peak_bytes: The step's peak memory.
       expected_s: The step's simulated time.
       bound_s: A time that no plan can beat: that of the programs, each run once.
-      rules: What simple rules choose; None for those that do not fit.
+      without_drive: The choices that need no drive, of those that fit.
     """
 
     repeats: Repeats
@@ -104,7 +107,7 @@ class Choice:
     peak_bytes: int
     expected_s: float
     bound_s: float
-    rules: Mapping[str, "Choice | None"] = field(default_factory=dict, repr=False)
+    without_drive: tuple["Choice", ...] = field(default=(), repr=False)
 
     @property
     def key(self) -> tuple[_Chosen, frozenset[tuple[Slot, Eviction]]]:
@@ -130,28 +133,24 @@ class Choice:
 
     def __str__(self) -> str:
         over = self.expected_s / self.bound_s - 1 if self.bound_s else 0.0
-        rules = ", ".join(
-            f"{name} {one.expected_s:.3f}" if one else f"{name} -"
-            for name, one in self.rules.items()
-        )
         return (
             f"{len(self.calls.evictions)} values of "
             f"{format_bytes(self.offloaded_bytes)} leave, {len(self.repeats)} "
             f"segments run forward again; expected {self.expected_s:.3f} s a step, at "
             f"most {over:.1%} above the best, {format_bytes(self.peak_bytes)} of "
-            f"memory and {format_bytes(self.value_bytes)} of values; by rules: {rules}"
+            f"memory and {format_bytes(self.value_bytes)} of values"
         )
 
 
 def choose(problem: Problem, profile: Profile) -> Choice | None:
-    """Returns the fastest plan that fits, beside what rules give; None if none fits.
+    """Returns the fastest plan that fits; None if none does.
 
     Few segments are searched completely. For more, the search tries sets that a rule
     would give (none, all, the first, the last or the cheapest n), and changes the best
     of them by one segment at a time as long as that helps.
     """
     search = _Search(problem, profile)
-    rules = search.by_rule()
+    safe = search.without_drive()
     options = search.options.values()
     if math.prod(1 + len(own) for own in options) <= MOST_EXHAUSTIVE:
         for chosen in product(*((None, *own) for own in options)):
@@ -162,12 +161,12 @@ def choose(problem: Problem, profile: Profile) -> Choice | None:
         tried = search.tried
         for chosen in sorted(tried, key=tried.__getitem__)[:_NUM_CLIMBS]:
             search.climb(chosen)
-    return search.best and replace(search.best, rules=rules)
+    return search.best and replace(search.best, without_drive=safe)
 
 
-def by_rule(problem: Problem, profile: Profile) -> Mapping[str, Choice | None]:
-    """Returns what simple rules give; None for those that do not fit."""
-    return _Search(problem, profile).by_rule()
+def without_drive(problem: Problem, profile: Profile) -> tuple[Choice, ...]:
+    """Returns those of two choices that fit: all values kept, all made again."""
+    return _Search(problem, profile).without_drive()
 
 
 class _Search:
@@ -227,56 +226,15 @@ class _Search:
             self.tried[chosen] = math.inf if found is None else found.expected_s
         return self.tried[chosen]
 
-    def by_rule(self) -> Mapping[str, Choice | None]:
-        """Simulates simple rules, which the search has to beat."""
-        once, every = self._once, all_repeats(self._problem.programs)
-        return {
-            "keep": self._consider({}, once),
-            "offload": self._consider({}, self._fitted(once)),
-            "greedy": self._consider({}, self._fitted(once, self._greedy())),
-            "SSDTrain": self._consider({}, self._fitted(once, self._adaptive())),
-            "recompute": self._consider(every, self._calls(every)),
-        }
+    def without_drive(self) -> tuple[Choice, ...]:
+        """Simulates what needs no drive, which the search has to beat."""
+        every = all_repeats(self._problem.programs)
+        kept = self._consider({}, self._once)
+        recomputed = self._consider(every, self._calls(every))
+        return tuple(filter(None, (kept, recomputed)))
 
-    def _greedy(self) -> list[Stay]:
-        """The values that free most bytes for most calls, until the rest fits."""
-        problem, once = self._problem, self._once
-        used = np.array(problem.memory(once), np.int64)
-        chosen: list[Stay] = []
-        stays = sorted(candidates(once), key=lambda s: s.num_bytes * (s.start - s.stop))
-        for stay in stays:
-            if used.max(initial=0) <= problem.budget_bytes:
-                break
-            used -= occupancy(len(used), [stay])
-            chosen.append(stay)
-        return chosen
-
-    def _adaptive(self) -> list[Stay]:
-        """SSDTrain's adaptive amount: values up to the bandwidth (FlashTrain code).
-
-        Segments are walked in order. Everything stays from the first one on with
-        (bytes before + 2 x its bytes) / (3 x forward - 2 x time before) > bandwidth.
-        """
-        calls, profile = self._once, self._profile
-        by_call: defaultdict[int, list[Stay]] = defaultdict(list)
-        for stay in candidates(calls):
-            by_call[calls.lives[stay.tensor].made].append(stay)
-        forward = calls.calls[: calls.num_forward]
-        seconds = [profile.seconds[call.program.key] for call in forward]
-        left_s, before_bytes = 3 * sum(seconds), 0
-        chosen: list[Stay] = []
-        for number, own_s in enumerate(seconds):
-            own = by_call[number]
-            own_bytes = sum(calls.stored_bytes(one.tensor, one.stop + 1) for one in own)
-            if before_bytes + 2 * own_bytes > profile.write * left_s:
-                break
-            chosen += own
-            before_bytes += own_bytes
-            left_s -= 2 * own_s
-        return chosen
-
-    def _fitted(self, calls: Calls, chosen: Sequence[Stay] | None = None) -> Calls:
-        return fitted(calls, self._problem.budget_bytes, self._problem.memory, chosen)
+    def _fitted(self, calls: Calls) -> Calls:
+        return fitted(calls, self._problem.budget_bytes, self._problem.memory)
 
     def _of(self, segment: int) -> list[tuple[int, Reach]]:
         """The ways in which a segment may run again, other than not at all."""

@@ -158,8 +158,7 @@ class Assigning:
         longest = max(layouts, key=lambda pair: pair[0].subgroup.num_elements)
         directory = self._store._training.opened.directory
         roots = [directory.csd_directory(n) for n in range(directory.num_csds)]
-        limits = self._store._training.options.csd.rates
-        drive_s = partial(moved_s, roots, limits, moves())
+        drive_s = partial(moved_s, roots, moves())
 
         def measure() -> UpdateRates:
             return measured_rates(self._updater, *longest, drive_s(), room_bytes)

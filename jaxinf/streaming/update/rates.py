@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinf.csd import CsdBuffer, CsdRates, Rounding, ScalarInputs
+from jaxinf.csd import CsdBuffer, Rounding, ScalarInputs
 from jaxinf.csd.host import HostCsd
 from jaxinf.engine import SubgroupLayout
 from jaxinf.io import BufferPool, ByteMeters
@@ -69,12 +69,11 @@ def measured_rates(
         pool.close()
 
 
-def moved_s(roots: Sequence[Path], limits: CsdRates, moves: StepMoves) -> float:
+def moved_s(roots: Sequence[Path], moves: StepMoves) -> float:
     """Measures drives; returns their seconds for a param's state. Blocks.
 
     Args:
       roots: A folder on each.
-      limits: What each is slowed down to.
       moves: What a step moves.
     """
     probed = probe(roots)
@@ -83,17 +82,11 @@ def moved_s(roots: Sequence[Path], limits: CsdRates, moves: StepMoves) -> float:
         num_params += one.layout.subgroup.num_elements
         read += one.read_bytes
         written += one.written_bytes
-    own = [limits.of_csd(number) for number in range(len(roots))]
     seconds = 0.0
-    for name, num_bytes, slowed in (
-        ("read", read, [one.drive_read for one in own]),
-        ("written", written, [one.drive_write for one in own]),
-    ):
+    for name, num_bytes in (("read", read), ("written", written)):
         if name not in probed:
             return math.inf  # it is full
-        rate = probed[name].num_bytes / probed[name].seconds
-        rate = min(rate, sum(one or math.inf for one in slowed))
-        seconds += num_bytes / rate
+        seconds += num_bytes / probed[name].num_bytes * probed[name].seconds
     return seconds / max(1, num_params)
 
 

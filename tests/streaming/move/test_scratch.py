@@ -1,4 +1,4 @@
-"""Files without names: bits, stripes, limits, room, and what is left behind."""
+"""Files without names: bits, stripes, room, and what is left behind."""
 
 import errno
 import os
@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxinf.csd import DriveLimit
 from jaxinf.errors import StoreIOError, StoreSpaceError
 from jaxinf.io import ByteMeters
 from jaxinf.io.buffers import aligned
@@ -138,16 +137,6 @@ def test_without_files_that_have_no_name(tmp_path, monkeypatch):
     value = np.arange(5000, dtype=np.uint8)
     np.testing.assert_array_equal(moved(scratch, place, value), value)
     assert not list(tmp_path.iterdir())
-    scratch.close()
-
-
-def test_a_limit_holds_a_drive_up(tmp_path):
-    scratch = Scratch([Folder(tmp_path, limit=DriveLimit(write=2.0**20))])
-    place = scratch.allocate(1 << 18)
-    scratch.reserve()
-    began_s = time.monotonic()
-    moved(scratch, place, np.zeros(1 << 18, np.uint8))
-    assert time.monotonic() - began_s >= 0.25
     scratch.close()
 
 

@@ -4,20 +4,20 @@ import dataclasses
 import statistics
 
 import pytest
-
-from jaxinf.plan import (
+from smart_infinity import (
     A5000,
     METHODS,
     TESTBED,
-    Rate,
     Workload,
-    compare_with_paper,
-    gflops_per_dollar,
     iteration_s,
     phases,
-    read_machine,
     update_s,
 )
+from smart_infinity_figures import compare_with_paper, gflops_per_dollar
+
+from jaxinf.plan import Rate, read_machine
+
+pytestmark = pytest.mark.long
 
 GPT2 = Workload(4e9)
 ROWS = compare_with_paper()

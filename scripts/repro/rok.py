@@ -1,14 +1,14 @@
-"""The ROK curve of scripts/repro_ssdtrain.py: table, published statements, plot.
+"""The ROK curve of scripts/repro/ssdtrain.py: table, published statements, plot.
 
 One point is one policy at one batch size: the peak of values between programs, and the
 throughput (2408.10013, section IV-C), over that of keep in the same rounds. Recomputed
 work does not count as throughput.
 
-    python scripts/repro_ssdtrain.py --store DIR --rok --json --plot rok.png
+    python scripts/repro/ssdtrain.py --store DIR --rok --json --plot rok.png
 
 takes some 20 minutes. The stacks may also run one by one (--stack gpt > gpt.txt), and
 
-    python scripts/ssdtrain_rok.py gpt.txt bert.txt t5.txt rok.png
+    python scripts/repro/rok.py gpt.txt bert.txt t5.txt rok.png
 
 puts what they printed together.
 """
@@ -18,8 +18,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-__all__ = ["plot", "show", "statements", "table"]
 
 PUBLISHED = (
     "offload has keep's throughput at an equal batch, a peak below that of layerwise "

@@ -6,10 +6,10 @@ Invariant: published numbers come from one data file, and nothing here changes t
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from jaxinf.plan.smart_infinity import (
+from smart_infinity import (
     A100,
     A5000,
     TESTBED,
@@ -20,8 +20,6 @@ from jaxinf.plan.smart_infinity import (
     iteration_s,
     update_s,
 )
-
-__all__ = ["Comparison", "compare_with_paper", "gflops_per_dollar"]
 
 _TOKENS = 4 * 1024
 _FLOPS_PER_PARAM = 8 * _TOKENS
@@ -89,7 +87,7 @@ def gflops_per_dollar(method: Method, num_csds: int) -> float:
 @functools.cache
 def published() -> Mapping[str, Any]:
     """The data file."""
-    file = resources.files("jaxinf.plan") / "smart_infinity_published.json"
+    file = Path(__file__).with_name("smart_infinity_published.json")
     return json.loads(file.read_text())
 
 

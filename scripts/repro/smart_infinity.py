@@ -15,28 +15,12 @@ in figures 9 and 10.
 Invariant: seconds are linear in the number of params; no rate depends on a method.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from jaxinf.plan.machine import Card, Drive, Machine, Rate, read_machine
-from jaxinf.schedule.clock import Task, run
-
-__all__ = [
-    "A100",
-    "A5000",
-    "BUFFERS_S",
-    "METHODS",
-    "TESTBED",
-    "Gpu",
-    "Method",
-    "Phase",
-    "Workload",
-    "gpus_of_figure_17",
-    "iteration_s",
-    "phases",
-    "update_s",
-]
+from jaxinf.plan import Card, Drive, Machine, Rate, read_machine
 
 Method = Literal["BASE", "SU", "SU+O", "SU+O+C"]
 """ZeRO-Infinity; update near storage; with the overlapping handler; compressed."""
@@ -204,11 +188,10 @@ def iteration_s(
 
 
 def _served_s(parts: Sequence[Phase], *, in_turn: bool = True) -> float:
-    tasks = [
-        Task(*part, after=(number - 1,) if in_turn and number else ())
-        for number, part in enumerate(parts)
-    ]
-    return max(span.end_s for span in run(tasks))
+    busy_s: defaultdict[str, float] = defaultdict(float)
+    for part in parts:
+        busy_s["all" if in_turn else part.server] += part.seconds
+    return max(busy_s.values())
 
 
 _BEFORE_UPDATE = ("forward", "backward", "write gradients", "select")

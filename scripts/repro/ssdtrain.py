@@ -40,13 +40,12 @@ if len(os.sched_getaffinity(0)) > 1 and __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ssdtrain_rok
-from ratios import interval
+import rok
+from throttled import Passage, Server, held_up
 
-from jaxinf.csd import DriveLimit
 from jaxinf.streaming.call_timer import Watch
 from jaxinf.streaming.move.params import MemoryParams
-from jaxinf.streaming.move.scratch import Folder, Scratch
+from jaxinf.streaming.move.scratch import Part, Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.forms import FORMS
@@ -57,6 +56,9 @@ from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.streaming.plan.wear import Wear
 from jaxinf.streaming.program.cut import choose_cuts, isolated
 from jaxinf.streaming.run import Executables, Runner, compiled_temp_bytes
+
+sys.path.append(str(Path(__file__).parents[1]))
+from ratios import interval
 
 PAPER_HIDDEN, SCALE, LAYERS, HEAD = 8192, 16, 4, 64
 SHARES = [0.40, 0.53]
@@ -176,6 +178,25 @@ class Policy:
         return self.runner.values.peak_bytes
 
 
+class SlowScratch(Scratch):
+    """Values wait on a drive that moves so many bytes a second, one after another."""
+
+    def __init__(self, folders: list[Path], drive: Server, bytes_per_s: float) -> None:
+        super().__init__(folders)
+        self._drive = drive
+        self._bytes_per_s = bytes_per_s if math.isfinite(bytes_per_s) else None
+
+    def write(self, part: Part, *arguments: Any, **named: Any) -> Part:
+        """As `Scratch.write`."""
+        with held_up(Passage(self._drive, part.num_bytes, self._bytes_per_s)):
+            return super().write(part, *arguments, **named)
+
+    def read(self, part: Part, *arguments: Any, **named: Any) -> None:
+        """As `Scratch.read`."""
+        with held_up(Passage(self._drive, part.num_bytes, self._bytes_per_s)):
+            super().read(part, *arguments, **named)
+
+
 class Stack:
     """One stack at one batch size, with a plan's programs for all policies."""
 
@@ -199,7 +220,7 @@ class Stack:
         self.temps = compiled_temp_bytes(self.plan, self.executables)
         self.keep = self.policy("keep", self.planned("keep"))
         self.profile = self._profiled(arguments.limit)
-        self.limit = DriveLimit(self.profile.read, self.profile.write)
+        self.drive = Server()
 
     def _cut(self) -> tuple[Plan, int]:
         """The cuts with which offloading saves most, and the lowest peak of keep.
@@ -233,8 +254,8 @@ class Stack:
 
     def with_calls(self, name: str, calls: Calls, choice: Any = None) -> Policy:
         """A policy whose values may leave for the drive."""
-        limit = self.limit if math.isfinite(self.profile.write) else None
-        values = Values(calls, Scratch([Folder(self.place, limit=limit)]))
+        scratch = SlowScratch([self.place], self.drive, self.profile.write)
+        values = Values(calls, scratch)
         return self.policy(name, replace(self.plan, calls=calls), values, choice)
 
     def chosen(self, share: float) -> Policy:
@@ -372,7 +393,7 @@ def curve(arguments: argparse.Namespace) -> dict[str, Any]:
             show(f"{name} x {batch}", found)
             for policy in policies:
                 policy.runner.values.close()
-    return {"points": points, "statements": ssdtrain_rok.statements(points)}
+    return {"points": points, "statements": rok.statements(points)}
 
 
 def all_policies(stack: Stack, shares: list[float]) -> list[Policy]:
@@ -432,7 +453,7 @@ def main() -> None:
         print(f"programs on core {DEVICE_CORE}, Python and transfers on {HOST_CORE}")
     if arguments.rok is not None:
         found = described(arguments) | {"rounds": arguments.rok} | curve(arguments)
-        ssdtrain_rok.show(found["points"], arguments.plot)
+        rok.show(found["points"], arguments.plot)
         if arguments.json:
             print(json.dumps(found))
         return

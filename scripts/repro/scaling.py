@@ -1,8 +1,10 @@
 """Smart-Infinity's scaling over CSDs: published, modelled, and run on emulated cards.
 
-The model (jaxinf.plan) has the testbed's rates. The emulation has the same rates, each
-divided by --slower, and really updates: steps of Adam by cards' kernels, which this
-machine's CPU runs, on files of this machine's drive.
+    python scripts/repro/scaling.py --store DIR
+
+The model (smart_infinity.py) has the testbed's rates. The emulation has the same rates,
+each divided by --slower, and really updates: steps of Adam by cards' kernels, which
+this machine's CPU runs, on files of this machine's drive.
   BASE      one array of all drives behind the link, gradients on it, Adam on the CPU
   SU        updates beside the drives, one subgroup at a time on each card
   SU+O      the same without the time for making buffers
@@ -17,6 +19,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,20 +29,16 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import track
-from update_rig import UpdateRig
+from smart_infinity import BUFFERS_S, METHODS, TESTBED, Method, Workload, update_s
+from smart_infinity_figures import Comparison, compare_with_paper
+from throttled import CsdRates, throttled
 
 import jaxinf
 from jaxinf.compress import SparseLeaf, compress_leaf
-from jaxinf.plan import (
-    BUFFERS_S,
-    METHODS,
-    TESTBED,
-    Comparison,
-    Method,
-    Workload,
-    compare_with_paper,
-    update_s,
-)
+from jaxinf.csd import CsdSpec
+
+sys.path.append(str(Path(__file__).parents[1]))
+from update_rig import UpdateRig
 
 CHUNK_ELEMENTS = 1 << 16
 WORKERS_PER_CSD = 3
@@ -50,7 +49,7 @@ PUBLISHED_PARAMS = 4e9
 
 
 def rates(method: str, count: int) -> dict[str, float]:
-    """Returns the testbed's rates, bytes a second, by the names of `csd=`'s options."""
+    """Returns the testbed's rates, bytes a second, by the names of `CsdRates`."""
     assert TESTBED.card is not None
     assert TESTBED.link is not None
     (drive,), card, link = TESTBED.drives, TESTBED.card, TESTBED.link.value
@@ -88,12 +87,14 @@ def compress(rig: UpdateRig, ratio: float) -> None:
         )
 
 
-def options(method: str, count: int, slower: float) -> str:
+def cards(method: str, count: int, slower: float) -> CsdSpec:
     """Returns the value of `csd=`."""
-    parts = [f"{n}={r / slower:.0f}B/s" for n, r in rates(method, count).items()]
-    if method != OVERLAP:
-        parts += ["buffers=1", "writes=joined"]
-    return "emulated:" + ",".join([*parts, "gradients=drive"])
+    own = {name: rate / slower for name, rate in rates(method, count).items()}
+    in_turn = method != OVERLAP
+    return throttled(
+        "emulated:buffers=1" if in_turn else "emulated",
+        CsdRates(**own, is_joined=in_turn, has_stored_gradients=True),
+    )
 
 
 def measure(
@@ -108,7 +109,7 @@ def measure(
         place / "store",
         arguments.params,
         csds=roots,
-        csd=options(method, count, arguments.slower),
+        csd=cards(method, count, arguments.slower),
         master="stored",
         verify="always",
         num_workers=WORKERS_PER_CSD * num_csds,

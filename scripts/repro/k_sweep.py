@@ -1,11 +1,11 @@
 """Deep Optimizer States' published iterations beside a model of its machines.
 
-The model's rates (jaxinf.plan) are fitted to the runs of 7 and 20 billion params. The
+The model's rates are fitted to the runs of 7 and 20 billion params. The
 error of an iteration is printed for each group of runs; then for runs that differ in
 nothing but the interval of subgroups that the device updates, the fastest interval, as
 published and as modelled, and what the model's choice costs in published seconds.
 
-    python scripts/repro_deep_optimizer_states.py
+    python scripts/repro/k_sweep.py
 """
 
 import argparse
@@ -14,16 +14,15 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass
 
-from rich.console import Console
-from rich.table import Table
-
-from jaxinf.plan.deep_optimizer_states import (
+from deep_optimizer_states import (
     FITTED_PARAMS,
     TrainingRun,
     fitted_rates,
     iteration,
     published_runs,
 )
+from rich.console import Console
+from rich.table import Table
 
 
 @dataclass(frozen=True)

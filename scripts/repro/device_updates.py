@@ -6,7 +6,7 @@ host's kernels, the device's, and each way of the link are token buckets; all el
 in a run. The model is `jaxinf.plan.device_updates`, whose choice is printed, too. It is
 of the updates alone, from the first gradient to the end of the step.
 
-    python scripts/bench_device_updates.py --store /mnt/nvme0/tmp
+    python scripts/repro/device_updates.py --store /mnt/nvme0/tmp
 """
 
 import argparse
@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from throttled import Server
 
 import jaxinf
-from jaxinf.csd.host import HostCsd
-from jaxinf.csd.throttled import Server
+from jaxinf.csd import HostCsd
 from jaxinf.plan.device_updates import UpdateRates, interval, update_s
 from jaxinf.streaming import near_storage
 from jaxinf.streaming.update.on_device import DeviceUpdater

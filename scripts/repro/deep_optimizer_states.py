@@ -18,24 +18,10 @@ none depends on the size of a model.
 import csv
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-
-from jaxinf.schedule.clock import Task, run
-
-__all__ = [
-    "FITTED_PARAMS",
-    "HostMachine",
-    "Rates",
-    "Seconds",
-    "TrainingRun",
-    "fit",
-    "fitted_rates",
-    "iteration",
-    "published_runs",
-]
 
 HostMachine: TypeAlias = Literal["h100", "a100", "a100 small"]
 """Four devices and their host; the last is slower, and has others on a network."""
@@ -44,7 +30,6 @@ FITTED_PARAMS = (7e9, 20e9)
 """Models whose runs the rates are fitted to."""
 
 _DEVICES = 4
-_SUBGROUP = 1e8
 
 
 class Seconds(NamedTuple):
@@ -113,7 +98,7 @@ class TrainingRun(NamedTuple):
 @functools.cache
 def published_runs() -> tuple[TrainingRun, ...]:
     """The 217 runs whose logs the authors have published."""
-    file = resources.files("jaxinf.plan") / "deep_optimizer_states_published.csv"
+    file = Path(__file__).with_name("deep_optimizer_states_published.csv")
     return tuple(map(_read, csv.DictReader(file.read_text().splitlines())))
 
 
@@ -166,47 +151,18 @@ class Rates(NamedTuple):
 
 
 def iteration(rates: Rates, one: TrainingRun) -> Seconds:
-    """Computes the seconds of a run's phases, on the virtual clock."""
-    tasks = _tasks(rates, one)
-    spans = run(tasks)
-    ends = {task.name: span.end_s for task, span in zip(tasks, spans, strict=True)}
-    forward_s, flushed_s = ends["forward"], ends["flush"]
-    return Seconds(forward_s, flushed_s - forward_s, spans[-1].end_s - flushed_s)
-
-
-def _tasks(rates: Rates, one: TrainingRun) -> list[Task]:
-    """Returns an iteration of one device; the devices do the same."""
+    """Computes the seconds of a run's phases, for one device; all do the same."""
     forward_s = float(np.dot(_forward(one), (rates.forward, rates.micro_batch)))
     backward_s = rates.backward * forward_s
     if one.num_devices > _DEVICES:
         network_s = rates.network * _network(one)[0]
         forward_s = max(forward_s, network_s)
         backward_s = max(backward_s, rates.network_backward * network_s)
-    flush = _flushed(one)
-    flush_s = float(np.dot(flush, (rates.flush, rates.flush_beside)))
-    tasks = [
-        Task("forward", "device", forward_s),
-        Task("backward", "device", backward_s, (0,)),
-        Task("flush", "link", flush_s, (1,)),
-    ]
+    flush_s = float(np.dot(_flushed(one), (rates.flush, rates.flush_beside)))
     host = (rates.host, rates.host_shared, rates.beside, rates.beside_shared)
     host_s = float(np.dot(_updated(one, 1 - one.device_share), host))
     device_s = rates.device * float(np.dot(_updated(one, one.device_share), host))
-    count = max(1, round(one.host_params / _SUBGROUP))
-    on_device = [
-        bool(one.interval) and n % one.interval == one.interval - 1
-        for n in range(count)
-    ]
-    # A model of few subgroups has no whole number of turns; its times are shared out.
-    num_device = sum(on_device)
-    if one.interval and not num_device:
-        on_device, num_device = [*on_device, True], 1
-    num_host = len(on_device) - num_device
-    parts = {True: device_s / max(1, num_device), False: host_s / num_host}
-    for is_device in on_device:
-        name = "device's subgroup" if is_device else "host's subgroup"
-        tasks.append(Task(name, "host's memory", parts[is_device], (2,)))
-    return tasks
+    return Seconds(forward_s, backward_s + flush_s, host_s + device_s)
 
 
 # --- what each rate is of, and the fit ---------------------------------------------

@@ -3,14 +3,15 @@
 import statistics
 
 import pytest
-
-from jaxinf.plan.deep_optimizer_states import (
+from deep_optimizer_states import (
     FITTED_PARAMS,
     fit,
     fitted_rates,
     iteration,
     published_runs,
 )
+
+pytestmark = pytest.mark.long
 
 RUNS = published_runs()
 RATES = fitted_rates()

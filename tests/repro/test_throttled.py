@@ -5,13 +5,15 @@ from pathlib import Path
 import numpy as np
 import optax
 import pytest
+from csd_contract import *  # noqa: F403 (tests and fixtures)
+from throttled import CsdRates, Server, ThrottledCsd, ThrottledFleet, throttled
 
 from jaxinf.compress import SparseGradient
-from jaxinf.csd import Extent, Rounding, ScalarInputs, Transfer, open_csds, parse_csd
-from jaxinf.csd.rates import CsdRates
-from jaxinf.csd.throttled import Server, ThrottledCsd, ThrottledFleet, drive_limits
+from jaxinf.csd import Extent, Rounding, ScalarInputs, Transfer, open_csds
 from jaxinf.io import ByteMeters
 from jaxinf.program import trace_update
+
+pytestmark = pytest.mark.long
 
 NUM_BYTES = 4000
 EXTENT = Extent(np.dtype(np.float32), NUM_BYTES // 4, 0, 0)
@@ -31,9 +33,15 @@ class Clock:
 
 
 @pytest.fixture
+def spec():
+    """That of the contract of CSDs, which holds for throttled ones, too."""
+    return throttled("host", CsdRates(1e12, 1e12, link=1e12))
+
+
+@pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("jaxinf.csd.throttled.time", clock)
+    monkeypatch.setattr("throttled.time", clock)
     return clock
 
 
@@ -52,7 +60,7 @@ class Inner:
         return call
 
 
-def throttled(clock, *, is_host, **rates):
+def slowed(clock, *, is_host, **rates):
     inner = Inner(is_host)
     csd = ThrottledCsd(inner, CsdRates(**rates), Server(), 1)
 
@@ -87,7 +95,7 @@ def test_a_server_takes_one_request_after_another(clock):
 
 @pytest.mark.parametrize("is_host", [True, False])
 def test_a_drive_is_one_server(clock, is_host):
-    csd, inner, seconds = throttled(
+    csd, inner, seconds = slowed(
         clock, is_host=is_host, drive_read=4000.0, drive_write=1000.0
     )
     assert seconds(lambda: csd.read(transfers(2))) == 2
@@ -99,65 +107,63 @@ def test_a_drive_is_one_server(clock, is_host):
 
 
 def test_the_slowest_on_the_way_counts(clock):
-    csd, _, seconds = throttled(clock, is_host=False, drive_read=4e3, internal=2e3)
+    csd, _, seconds = slowed(clock, is_host=False, drive_read=4e3, internal=2e3)
     assert seconds(lambda: csd.read(transfers(1))) == 2
-    csd, _, seconds = throttled(clock, is_host=True, drive_write=4e3, link=500.0)
+    csd, _, seconds = slowed(clock, is_host=True, drive_write=4e3, link=500.0)
     assert seconds(lambda: csd.write(transfers(1))) == 8
 
 
 def test_state_crosses_the_link_of_the_host_alone(clock):
     rates = {"link": 1000.0, "internal": 2000.0}
-    csd, _, seconds = throttled(clock, is_host=True, **rates)
+    csd, _, seconds = slowed(clock, is_host=True, **rates)
     assert seconds(lambda: csd.read(transfers(1))) == 4
     assert seconds(lambda: update(csd)) == 0
-    csd, _, seconds = throttled(clock, is_host=False, **rates)
+    csd, _, seconds = slowed(clock, is_host=False, **rates)
     assert seconds(lambda: csd.read(transfers(1))) == 2
     assert seconds(lambda: update(csd)) == 4 + 4  # the gradient, and the result
 
 
 def test_a_cards_kernel_takes_in_state_and_gradient(clock):
-    csd, inner, seconds = throttled(clock, is_host=False, kernel=1000.0)
+    csd, inner, seconds = slowed(clock, is_host=False, kernel=1000.0)
     assert seconds(lambda: update(csd)) == 4 + 4
     assert update(csd) == "update's"
     assert [name for name, _, _ in inner.calls] == ["update"] * 2
-    csd, _, seconds = throttled(clock, is_host=True, kernel=1000.0)
+    csd, _, seconds = slowed(clock, is_host=True, kernel=1000.0)
     assert seconds(lambda: update(csd)) == 0
 
 
 def test_a_compressed_gradient_is_expanded_on_the_card(clock):
     indices = np.arange(25, dtype=np.int32)
     sparse = SparseGradient(indices, np.ones(25, np.float32), NUM_BYTES // 4)
-    csd, _, seconds = throttled(clock, is_host=False, decompress=500.0, link=100.0)
+    csd, _, seconds = slowed(clock, is_host=False, decompress=500.0, link=100.0)
     assert seconds(lambda: update(csd, sparse)) == 2 + 8 + 40
-    csd, _, seconds = throttled(clock, is_host=False, kernel=1000.0)
+    csd, _, seconds = slowed(clock, is_host=False, kernel=1000.0)
     assert seconds(lambda: update(csd, sparse)) == 4 + 4
 
 
 def test_a_stored_gradient_comes_from_the_drive(clock):
     rates = {"drive_read": 2000.0, "link": 1000.0}
-    csd, _, seconds = throttled(clock, is_host=False, **rates)
+    csd, _, seconds = slowed(clock, is_host=False, **rates)
     assert seconds(lambda: update(csd)) == 4 + 4
-    csd, _, seconds = throttled(
-        clock, is_host=False, has_stored_gradients=True, **rates
-    )
+    csd, _, seconds = slowed(clock, is_host=False, has_stored_gradients=True, **rates)
     assert seconds(lambda: update(csd)) == 2 + 4
 
 
 def test_joined_csds_write_when_the_link_is_free(clock):
-    csd, _, seconds = throttled(clock, is_host=False, drive_write=4e3, is_joined=True)
+    csd, _, seconds = slowed(clock, is_host=False, drive_write=4e3, is_joined=True)
     csd._link.reserve(3000, 1000.0)
     assert seconds(lambda: csd.write(transfers(1))) == 3 + 1
     assert seconds(lambda: csd.write(transfers(1))) == 1
 
 
 def test_the_host_makes_buffers_for_one_csd_after_another(clock):
-    csd, _, seconds = throttled(clock, is_host=False, allocate=2000.0)
+    csd, _, seconds = slowed(clock, is_host=False, allocate=2000.0)
     csd._host.reserve(NUM_BYTES, 1000.0)
     assert seconds(lambda: csd.read(transfers(1))) == 4 + 2
 
 
 def test_an_update_that_changes_nothing_asks_no_card(clock):
-    csd, inner, seconds = throttled(clock, is_host=False, kernel=1.0, link=1.0)
+    csd, inner, seconds = slowed(clock, is_host=False, kernel=1.0, link=1.0)
     frozen = trace_update(optax.set_to_zero(), np.zeros(8, np.float32)).leaves[0].kernel
     array = np.zeros(8, np.float32)
     rest = (frozen, array, ScalarInputs(), array, Rounding(0, 0))
@@ -166,7 +172,7 @@ def test_an_update_that_changes_nothing_asks_no_card(clock):
 
 
 def test_initial_state_of_a_card_crosses_the_link(clock):
-    csd, inner, seconds = throttled(clock, is_host=False, link=1000.0)
+    csd, inner, seconds = slowed(clock, is_host=False, link=1000.0)
     rest = (None, None, ScalarInputs(), Rounding(0, 0))
     assert seconds(lambda: csd.initialise(None, [EXTENT, EXTENT], *rest)) == 8
     assert inner.calls[0][0] == "initialise"
@@ -176,37 +182,14 @@ def test_csds_share_the_link_alone(clock, tmp_path):
     roots = [tmp_path / "one", tmp_path / "two"]
     for root in roots:
         root.mkdir()
-    spec = parse_csd("host:drive=1kB/s,link=2kB/s")
-    fleet = open_csds(spec, roots, memory_bytes=1 << 20, meters=ByteMeters())
+    each = [CsdRates(1000, 1000, link=2000), CsdRates(500, 500, link=2000)]
+    fleet = open_csds(
+        throttled("host", each), roots, memory_bytes=1 << 20, meters=ByteMeters()
+    )
     assert isinstance(fleet, ThrottledFleet)
     one, two = fleet.attach(roots, 1 << 16, 1 << 14)
     assert one.info().root == roots[0]
     assert one._link is two._link
     assert one._drive is not two._drive
+    assert (one._rates, two._rates) == (each[0], each[1])
     fleet.close()
-
-
-def test_nothing_is_wrapped_without_rates(tmp_path):
-    fleet = open_csds(
-        parse_csd("host"), [tmp_path], memory_bytes=1 << 20, meters=ByteMeters()
-    )
-    assert not isinstance(fleet, ThrottledFleet)
-    fleet.close()
-
-
-def test_what_moves_beside_state_has_the_same_drive(clock):
-    csd, _, seconds = throttled(clock, is_host=True, drive_read=1000, drive_write=500)
-    limited, free = drive_limits([csd, Inner(is_host=True)])
-
-    def both():
-        with limited.moving("read", 2000):  # 2 s, and then 4
-            csd.read(transfers(1))
-
-    assert seconds(both) == pytest.approx(6)
-    with limited.moving("write", 1000):
-        pass
-    assert csd.drive_limit is limited
-    assert clock.now_s == pytest.approx(100 + 6 + 2)
-    with free.moving("read", 1 << 40):
-        pass
-    assert clock.now_s == pytest.approx(108)

@@ -1,0 +1,271 @@
+"""Slows any kind of CSD down to given bandwidths, to emulate another system.
+
+    store = jaxinf.open_store(path, csd=throttled("emulated", CsdRates(link=3e9)))
+
+Invariant: a throttled CSD only adds delays. Data, results and errors are those of the
+wrapped CSD.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxinf.compress import SparseGradient
+from jaxinf.csd import (
+    Csd,
+    CsdBuffer,
+    CsdFleet,
+    CsdSpec,
+    Extent,
+    Rounding,
+    ScalarInputs,
+    Transfer,
+    UpdateOutcome,
+    is_idle,
+    parse_csd,
+)
+from jaxinf.program import Kernel
+from jaxinf.typing import Array
+
+
+@dataclass(frozen=True)
+class CsdRates:
+    """Limits in bytes per second; None for no limit.
+
+    Attributes:
+      drive_read, drive_write: limits of each drive, which serves one request at a time.
+      internal: limit between a drive and its card, for both directions together.
+      kernel: limit of each card's kernel, by its input of state and dense gradient.
+      decompress: limit of each card's decompressor, by its output of dense gradient.
+      allocate: limit of the host's allocation of buffers, for all CSDs in turn.
+      link: limit of the host link, which all CSDs share.
+      has_stored_gradients: whether an update reads its gradient from the drive first.
+      is_joined: whether no CSD writes while results of another cross the link.
+    """
+
+    drive_read: float | None = None
+    drive_write: float | None = None
+    internal: float | None = None
+    kernel: float | None = None
+    decompress: float | None = None
+    allocate: float | None = None
+    link: float | None = None
+    has_stored_gradients: bool = False
+    is_joined: bool = False
+
+
+def throttled(csd: str, rates: CsdRates | Sequence[CsdRates]) -> CsdSpec:
+    """Returns a value of `csd=`: CSDs of a kind that are slowed down.
+
+    Args:
+      csd: the kind, with its options; see `jaxinf.csd.parse_csd`.
+      rates: limits of every CSD, or of each; all CSDs share one link.
+    """
+    return replace(parse_csd(csd), wrap=partial(ThrottledFleet, rates=rates))
+
+
+class Server:
+    """A resource that serves one request at a time: a drive, a link. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+
+    def reserve(self, num_bytes: int, bytes_per_s: float | None) -> float:
+        """Returns the time (`time.monotonic`) at which a request will be done.
+
+        Args:
+          num_bytes: bytes that it moves.
+          bytes_per_s: its rate; None for at once, without waiting for others.
+        """
+        now_s = time.monotonic()
+        if bytes_per_s is None:
+            return now_s
+        with self._lock:
+            begin_s = max(now_s, self._free_at_s)
+            self._free_at_s = begin_s + num_bytes / bytes_per_s
+            return self._free_at_s
+
+    @property
+    def free_at_s(self) -> float:
+        """The time at which all requests so far will be done."""
+        with self._lock:
+            return self._free_at_s
+
+
+class Passage(NamedTuple):
+    """Bytes that pass a server at a rate; None for no limit."""
+
+    server: Server
+    num_bytes: int
+    bytes_per_s: float | None
+
+
+@contextmanager
+def held_up(*passages: Passage) -> Iterator[None]:
+    """Starts all passages, runs the body, and waits for the slowest passage."""
+    ends_s = [server.reserve(num, rate) for server, num, rate in passages]
+    yield
+    delay_s = max(ends_s) - time.monotonic()
+    if delay_s > 0:
+        time.sleep(delay_s)
+
+
+class ThrottledFleet:
+    """See `jaxinf.csd.CsdFleet`: a fleet with throttled CSDs.
+
+    Args:
+      fleet: a fleet of any kind.
+      rates: as for `throttled`.
+    """
+
+    def __init__(self, fleet: CsdFleet, rates: CsdRates | Sequence[CsdRates]) -> None:
+        self._fleet = fleet
+        self._rates = rates
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fleet, name)
+
+    def attach(
+        self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
+    ) -> "Sequence[ThrottledCsd]":
+        """Returns the fleet's CSDs, throttled, behind one link."""
+        csds = self._fleet.attach(directories, buffer_bytes, num_elements)
+        link, num_csds, rates = Server(), len(csds), self._rates
+        each = [rates] * num_csds if isinstance(rates, CsdRates) else rates
+        return [
+            ThrottledCsd(csd, own, link, num_csds)
+            for csd, own in zip(csds, each, strict=True)
+        ]
+
+
+class ThrottledCsd:
+    """See `jaxinf.csd.Csd`. Thread-safe.
+
+    A drive is one server, so its reads and writes wait for each other. On a host all
+    state crosses the link. With cards state passes between drive and card, and only
+    gradients and results cross the link.
+
+    Args:
+      csd: the CSD that does the work.
+      rates: its limits.
+      link: the host's link, which the CSDs of a store share.
+      num_csds: number of the store's CSDs. The host allocates buffers for all of them
+        in turn before any of them reads.
+    """
+
+    def __init__(self, csd: Csd, rates: CsdRates, link: Server, num_csds: int) -> None:
+        self._csd = csd
+        self._rates = rates
+        self._link, self._host, self._num_csds = link, Server(), num_csds
+        self._drive, self._internal, self._kernel = Server(), Server(), Server()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._csd, name)
+
+    def read(self, transfers: Sequence[Transfer]) -> None:
+        """Drive → buffers; limited by allocation, then by the drive and the path."""
+        everywhere = self._num_csds * _num_bytes(transfers)
+        with held_up(Passage(self._host, everywhere, self._rates.allocate)):
+            pass
+        with self._moving(transfers, self._rates.drive_read):
+            self._csd.read(transfers)
+
+    def write(self, transfers: Sequence[Transfer]) -> None:
+        """Buffers → drive; limited by the drive and the path.
+
+        With `CsdRates.is_joined` the write starts when the link is free.
+        """
+        if self._rates.is_joined:
+            # Results of other CSDs may reach the link during the sleep.
+            while (delay_s := self._link.free_at_s - time.monotonic()) > 0:
+                time.sleep(delay_s)
+        with self._moving(transfers, self._rates.drive_write):
+            self._csd.write(transfers)
+
+    @contextmanager
+    def _moving(
+        self, transfers: Sequence[Transfer], drive_rate: float | None
+    ) -> Iterator[None]:
+        num_bytes = _num_bytes(transfers)
+        way = Passage(self._internal, num_bytes, self._rates.internal)
+        if self._csd.is_host:
+            way = self._crossing(num_bytes)
+        with held_up(Passage(self._drive, num_bytes, drive_rate), way):
+            yield
+
+    def _crossing(self, num_bytes: int) -> Passage:
+        return Passage(self._link, num_bytes, self._rates.link)
+
+    def update(
+        self,
+        buffer: CsdBuffer,
+        extents: Sequence[Extent],
+        kernel: Kernel,
+        gradient: Array | SparseGradient,
+        inputs: ScalarInputs,
+        out: Array,
+        rounding: Rounding,
+        **options: Any,
+    ) -> UpdateOutcome:
+        """Runs the kernel; on a card, between the transfers of gradient and result.
+
+        Only a card's kernel is slowed down; the host's has its own speed.
+        """
+        rest = (kernel, gradient, inputs, out, rounding)
+        if self._csd.is_host or is_idle(kernel):
+            return self._csd.update(buffer, extents, *rest, **options)
+        self._wait_for_gradient(gradient)
+        state_bytes = sum(extent.num_bytes for extent in extents)
+        kernel_bytes = state_bytes + _dense_bytes(gradient)
+        with held_up(Passage(self._kernel, kernel_bytes, self._rates.kernel)):
+            outcome = self._csd.update(buffer, extents, *rest, **options)
+        self._wait_for_link(out.nbytes)
+        return outcome
+
+    def _wait_for_gradient(self, gradient: Array | SparseGradient) -> None:
+        if self._rates.has_stored_gradients:
+            passage = Passage(self._drive, gradient.nbytes, self._rates.drive_read)
+        else:
+            passage = self._crossing(gradient.nbytes)
+        with held_up(passage):
+            pass
+        if isinstance(gradient, SparseGradient):
+            num_bytes = _dense_bytes(gradient)
+            with held_up(Passage(self._kernel, num_bytes, self._rates.decompress)):
+                pass
+
+    def _wait_for_link(self, num_bytes: int) -> None:
+        with held_up(self._crossing(num_bytes)):
+            pass
+
+    def initialise(
+        self, buffer: CsdBuffer, extents: Sequence[Extent], *rest: Any
+    ) -> None:
+        """Fills the buffer; for a card, the host's result crosses the link."""
+        self._csd.initialise(buffer, extents, *rest)
+        if not self._csd.is_host:
+            self._wait_for_link(sum(extent.num_bytes for extent in extents))
+
+    def put(
+        self, buffer: CsdBuffer, extent: Extent, values: Array, **options: Any
+    ) -> None:
+        """Copies values to the buffer; for a card, they cross the link."""
+        self._csd.put(buffer, extent, values, **options)
+        if not self._csd.is_host:
+            self._wait_for_link(extent.num_bytes)
+
+
+def _num_bytes(transfers: Sequence[Transfer]) -> int:
+    return sum(transfer.extent.num_bytes for transfer in transfers)
+
+
+def _dense_bytes(gradient: Array | SparseGradient) -> int:
+    if isinstance(gradient, SparseGradient):
+        return gradient.num_elements * gradient.values.itemsize
+    return gradient.nbytes
