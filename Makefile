@@ -20,7 +20,7 @@ LONG := mark\.long|family\(
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train big bigger policy test test-long test-long-all test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-object-store test-repro test-faults faults wheels test-wheels docs docs-check docs-links coverage lint clean
+.PHONY: help train big test test-long test-long-all test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-object-store test-repro test-faults faults wheels test-wheels docs docs-check docs-links coverage lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -53,13 +53,6 @@ train: $(if $(wildcard $(VENV)/installed),$(VENV)/installed,$(VENV)/package)  ##
 
 big: $(VENV)/installed  ## GPT-2 XL under a limit of 1.5 GiB: trained, killed, resumed (44 GB)
 	$(BIN)/python scripts/big.py --store runs/big
-
-bigger: $(VENV)/installed  ## 6.7 billion params under a limit of 6 GiB: trained, exported (54 GB)
-	$(BIN)/python scripts/bigger.py --store runs/bigger
-
-policy: $(VENV)/installed  ## 3.2 billion params in two towers under 2 GiB: trained, killed, resumed (52 GB)
-	$(BIN)/python scripts/two_tower.py --store runs/policy \
-	  --images 1 --patches 64 --memory 1200MiB
 
 test: $(VENV)/installed  ## the test suite, on the installed package
 	$(BIN)/pytest -n auto --dist loadfile -m 'not faults and not hls and not cards and not long' \

@@ -3,11 +3,9 @@
 Runs in this order, from what everything rests on to what takes long:
 
     contract, transform, streaming    tests, on the device
-    link, callbacks, overlap          rates of copies; calls of the host; their overlap
+    link                              rates of copies in GB/s
     update-PRESET, stream-PRESET      GPT-2 small, medium, xl: beside plain optax
-    bits                              of two runs, and of one that is resumed
-    memory                            the device's peak beside the plan
-    tiers                             updates on the device: rates, steps by k, losses
+    bits                              losses of two runs, and of one that is resumed
 
 Each part has processes of its own, one at a time; this one never touches the device.
 A part that fails or takes too long is noted, with the end of what it printed, and the
@@ -17,11 +15,13 @@ next one runs. The result is written after each part.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,6 +31,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinf import compat
+from jaxinf.io import BufferPool
+
 HERE = Path(__file__).parent
 PACKAGES = ("jaxinf", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
 PACKAGES += ("libtpu", "optax", "flax", "numpy")
@@ -39,7 +46,7 @@ TESTS = {
     "transform": ("optimizer/test_transform.py", "optimizer/test_restart.py"),
     "streaming": tuple(
         f"streaming/test_{name}.py"
-        for name in ("streamed", "running", "saved_plans", "refused", "function")
+        for name in ("streamed", "running", "refused", "function")
     ),
 }
 TAIL = 4000
@@ -101,28 +108,30 @@ def tests(files: Sequence[str]) -> Callable[[Runner], Any]:
     return run
 
 
-def bits(options: Sequence[Any]) -> Callable[[Runner], Any]:
+def bits(preset: str) -> Callable[[Runner], Any]:
     """Returns what compares two runs, and a third that is resumed after three steps."""
 
     def run(runner: Runner) -> Any:
-        found, whole = {}, runner.store
+        losses = {}
         for name, ends in (("first", [6]), ("second", [6]), ("resumed", [3, 6])):
-            runner.store = whole / name
+            place = runner.store / name
+            words = ["--mode", "stream", "--preset", preset, "--store", place / "store"]
+            words += ["--log-dir", place / "log", "--sample-bytes", 0]
             for steps in ends:
-                found[name] = runner.json("gpu_parts.py", *options, "--steps", steps)
-        digests = {one["params"] for one in found.values()}
-        return {"same": len(digests) == 1, "runs": found}
+                runner.output(["-m", "jaxinf.train", *words, "--steps", steps])
+            lines = (place / "log/metrics.jsonl").read_text().splitlines()
+            found = [json.loads(line) for line in lines]
+            losses[name] = [one["loss"] for one in found if "loss" in one]
+        return {"same": len(set(map(tuple, losses.values()))) == 1, "losses": losses}
 
     return run
 
 
 def parts(arguments: argparse.Namespace) -> Mapping[str, Callable[[Runner], Any]]:
     """Returns the parts in their order."""
-    copies = ("--megabytes", arguments.megabytes, "--reps", arguments.reps)
-    model = ("--preset", arguments.presets[0])
     found: dict[str, Callable[[Runner], Any]] = {k: tests(v) for k, v in TESTS.items()}
-    for name in ("link", "callbacks", "overlap"):
-        found[name] = lambda r, name=name: r.json("gpu_parts.py", name, *copies)
+    copies = ("--megabytes", arguments.megabytes, "--reps", arguments.reps)
+    found["link"] = lambda r: r.json("bench_gpu.py", "--link", *copies)
     for preset in arguments.presets:
         given = ("--preset", preset, "--json", "--reps", arguments.reps)
         found[f"update-{preset}"] = lambda r, given=given: r.json(
@@ -131,11 +140,86 @@ def parts(arguments: argparse.Namespace) -> Mapping[str, Callable[[Runner], Any]
         found[f"stream-{preset}"] = lambda r, given=given: r.json(
             "bench_stream.py", *given
         )
-    found["bits"] = bits(["steps", *model])
-    found["memory"] = lambda r: r.json("gpu_parts.py", "memory", *model)
-    reps = ("--reps", arguments.reps)
-    found["tiers"] = lambda r: r.json("gpu_parts.py", "tiers", *model, *reps)
+    found["bits"] = bits(arguments.presets[0])
     return found
+
+
+# --- inside a process of its own ----------------------------------------------------
+
+
+def seconds_of(function: Callable[[], Any], reps: int) -> float:
+    """Returns the median time of a call, until its arrays are ready."""
+    times = []
+    for _ in range(reps + 1):
+        began = time.perf_counter()
+        jax.block_until_ready(function())
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def both_ways(source: Any, values: Any, host: Any, reps: int) -> dict[str, float]:
+    """Seconds of copies: to the device, to the host, and both at once.
+
+    Args:
+      source: The array on the host.
+      values: That on the device.
+      host: The sharding on the host that it is copied to.
+      reps: Number of copies.
+    """
+    put, device = jax.device_put, values.sharding
+    return {
+        "to_device": seconds_of(lambda: put(source, device), reps),
+        "to_host": seconds_of(lambda: put(values, host), reps),
+        "both": seconds_of(lambda: put([source, values], [device, host]), reps),
+    }
+
+
+def registered(values: Any, pinned: Any, reps: int) -> dict[str, float]:
+    """Seconds to register memory and to copy from it; none where that is not possible.
+
+    JAX copies nothing into such memory: with `both`, what comes is in `pinned_host`.
+    """
+    registry = compat.memory_registry(jax.devices()[0])
+    if registry is None:
+        return {}
+    began = time.perf_counter()
+    pool = BufferPool(values.nbytes, registry=registry)
+    with contextlib.closing(pool), pool.acquire(values.nbytes) as buffer:
+        register_s = time.perf_counter() - began
+        source = buffer.array.view(np.float32)
+        source[...] = 1
+        found = both_ways(source, values, pinned, reps)
+        return {
+            "register": register_s,
+            "registered_to_device": found["to_device"],
+            "registered_both": found["both"],
+        }
+
+
+def link(arguments: argparse.Namespace) -> dict[str, float]:
+    """Rates of copies in GB/s: of pageable, pinned and registered memory."""
+    num_bytes, reps = arguments.megabytes << 20, arguments.reps
+    values = jnp.arange(num_bytes // 4, dtype=jnp.float32)
+    host = np.asarray(values)
+    add = jax.jit(lambda x: x + 1)  # an array that has no copy on the host yet
+    base_s = seconds_of(lambda: add(values), reps)
+    ways = {
+        "pageable_to_device": seconds_of(
+            lambda: jax.device_put(host, values.sharding), reps
+        ),
+        "pageable_to_host": seconds_of(lambda: np.asarray(add(values)), reps) - base_s,
+    }
+    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+    if "pinned_host" in kinds:
+        pinned = values.sharding.with_memory_kind("pinned_host")
+        there = jax.device_put(host, pinned)
+        found = both_ways(there, values, pinned, reps)
+        ways |= {f"pinned_{way}": seconds for way, seconds in found.items()}
+        ways |= registered(values, pinned, reps)
+    return {
+        name: round((1 + name.endswith("both")) * num_bytes / max(s, 1e-9) / 1e9, 3)
+        for name, s in ways.items()
+    }
 
 
 def version_of(package: str) -> str | None:
@@ -172,17 +256,13 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=256, help="of a copy")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds of a part")
-    parts_run = parser.add_mutually_exclusive_group()
-    parts_run.add_argument("--only", nargs="+", metavar="PART")
-    parts_run.add_argument(
-        "--tiers",
-        action="store_const",
-        const=["link", "tiers"],
-        dest="only",
-        help="as --only link tiers: what updates on the device rest on",
-    )
+    parser.add_argument("--only", nargs="+", metavar="PART")
     parser.add_argument("--list", action="store_true", help="the parts' names")
+    parser.add_argument("--link", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.link:
+        print(json.dumps(link(arguments)))
+        return
     known = parts(arguments)
     if arguments.list:
         print("\n".join(known))

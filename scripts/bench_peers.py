@@ -16,10 +16,6 @@ there.
     time, bytes,    a contender's over those of the first, the median of the turns' own
     memory          ratios; then an interval that has the median with 95 % confidence
 
---drive-limit slows the drive for all, reads and writes each: by the kernel, with a
-control group, which takes the rights to make one. Only direct I/O is slowed reliably,
-which jaxinf and DeepSpeed do.
-
 DeepSpeed compiles its C++ when it first runs, which takes minutes (TORCH_EXTENSIONS_DIR
 says where it is kept); it needs the headers of libaio.
 """
@@ -33,11 +29,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from jaxinf_models import PRESETS, num_params
 from ratios import interval, pairwise
@@ -45,75 +41,7 @@ from ratios import interval, pairwise
 from jaxinf.terminal import parse_bytes
 
 HERE = Path(__file__).resolve().parent
-MEGABYTE = 1e6
 FIGURES = ("step_s", "flush_s", "read_bytes", "written_bytes", "peak_bytes")
-
-
-class DriveLimit:
-    """A control group whose processes read and write a drive so fast at most.
-
-    Args:
-      place: a directory on the drive.
-      bytes_per_s: of reads, and of writes.
-      groups: where the system mounts control groups.
-
-    Raises:
-      OSError: the kernel does not offer it for this drive, or not to this user.
-    """
-
-    def __init__(
-        self, place: Path, bytes_per_s: float, groups: Path = Path("/sys/fs/cgroup")
-    ) -> None:
-        number, rate = drive_number(place), int(bytes_per_s)
-        first = groups / "blkio"  # version 1
-        parent = first if first.is_dir() else groups
-        self.group = parent / f"bench-peers-{os.getpid()}"
-        limits = {"io.max": f"{number} rbps={rate} wbps={rate}"}
-        if parent is first:
-            names = ("read", "write")
-            limits = {
-                f"blkio.throttle.{name}_bps_device": f"{number} {rate}"
-                for name in names
-            }
-        else:
-            (parent / "cgroup.subtree_control").write_text("+io")
-        self.group.mkdir()
-        try:
-            for name, text in limits.items():
-                (self.group / name).write_text(text)
-        except OSError:
-            self.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Removes the group, whose processes must have ended."""
-        self.group.rmdir()
-
-    def command(self, command: Sequence[str]) -> list[str]:
-        """Returns a command that runs another in the group."""
-        joins = 'echo $$ > "$0" && exec "$@"'
-        return ["sh", "-c", joins, str(self.group / "cgroup.procs"), *command]
-
-
-def drive_number(place: Path) -> str:
-    """Returns ``major:minor`` of the whole drive that a directory is on.
-
-    Raises:
-      OSError: it is not on a drive.
-    """
-    device = os.stat(place).st_dev
-    found = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    if not found.exists():
-        raise OSError(f"{place} is not on a drive of its own")
-    found = found.resolve()
-    whole = found.parent if (found / "partition").exists() else found
-    return (whole / "dev").read_text().strip()
 
 
 @dataclass(frozen=True)
@@ -124,22 +52,19 @@ class Case:
       what: ``"update"`` or ``"step"``.
       preset: the model's.
       micro_batches: parts of a batch.
-      limit: the drive's bytes a second; 0 for the drive as it is.
     """
 
     what: str
     preset: str
     micro_batches: int
-    limit: float
 
     def title(self, arguments: argparse.Namespace) -> str:
         """Names it for people."""
-        drive = f"{self.limit / MEGABYTE:g} MB/s" if self.limit else "as it is"
         batch = ""
         if self.what == "step":
             size = f"{arguments.batch_size} x {arguments.seq_len}"
             batch = f", {self.micro_batches} parts of {size}"
-        return f"{self.what}, GPT-2 {self.preset}{batch}, drive {drive}"
+        return f"{self.what}, GPT-2 {self.preset}{batch}"
 
 
 @dataclass(frozen=True)
@@ -157,17 +82,16 @@ class Running:
     Args:
       program: what it runs.
       place: an empty directory on the drive, for its files.
-      limit: slows its drive.
     """
 
-    def __init__(self, program: Program, place: Path, limit: DriveLimit | None) -> None:
+    def __init__(self, program: Program, place: Path) -> None:
         place.mkdir(exist_ok=True)
         given = json.dumps({**program.given, "place": str(place)})
         command = [program.python, str(HERE / program.script), given]
         self._log = place / "log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                command if limit is None else limit.command(command),
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -269,15 +193,12 @@ def measure(
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in found}
     about: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
-        limit = None
-        if case.limit:
-            limit = stack.enter_context(DriveLimit(place, case.limit))
         running: dict[str, Running] = {}
         for turn in range(arguments.turns):
             for number, (name, program) in enumerate(found.items()):
                 if name not in running:
                     folder = place / f"{number}-{turn}"
-                    running[name] = Running(program, folder, limit)
+                    running[name] = Running(program, folder)
                     stack.callback(running[name].close)
                     about[name] = running[name].about
                 turns[name].append(running[name].turn(arguments.steps))
@@ -342,8 +263,7 @@ def table(title: str, found: Mapping[str, dict[str, Any]]) -> Iterator[str]:
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
     """Returns all that is to be compared; an update has no parts of a batch."""
-    limits = [MEGABYTE * limit for limit in arguments.drive_limit]
-    axes = (arguments.what, arguments.preset, arguments.micro_batches, limits)
+    axes = (arguments.what, arguments.preset, arguments.micro_batches)
     found = itertools.starmap(Case, itertools.product(*axes))
     whole = (
         dataclasses.replace(c, micro_batches=1) if c.what == "update" else c
@@ -375,10 +295,6 @@ def main() -> None:
     parser.add_argument(
         "--memory", type=parse_bytes, default=4 << 30, help="of jaxinf's step"
     )
-    parser.add_argument(
-        "--drive-limit", nargs="+", type=float, default=[0.0], metavar="MB/s",
-        help="0: the drive as it is",
-    )  # fmt: skip
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--steps", type=int, default=1, help="counted in a turn")
     parser.add_argument(
@@ -388,11 +304,6 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="a line of each case")
     arguments = parser.parse_args()
     arguments.store.mkdir(parents=True, exist_ok=True)
-    if any(arguments.drive_limit):
-        try:
-            DriveLimit(arguments.store, 1e9).close()
-        except OSError as error:
-            parser.error(f"--drive-limit: this kernel does not slow the drive: {error}")
     for case in cases(arguments):
         with tempfile.TemporaryDirectory(
             dir=arguments.store, prefix="bench-peers-"

@@ -12,12 +12,6 @@ step of each turn does not count; it pays for work that another has left over.
                      interval that has the median with 95 % confidence
     bytes_ratio      the same of bytes read and written on the drive
     dispatch_share   of a step: the host's time in calls of compiled programs
-    clip_ratio       with --clip-norm: over a streamed step without clipping, in turns
-    layers_ratio     with --order parts layers: a step in layer order over one of one
-                     part after another, in turns
-    compile_s        of all programs, and of one jit of loss and gradient; without trace
-
-With --timeline FILE the spans of a step are kept, for scripts/plot_timeline.py.
 """
 
 import argparse
@@ -38,16 +32,12 @@ from jaxinf_models import GPT2, PRESETS, abstract_params, loss, split
 from ratios import interval, pairwise
 
 import jaxinf
-from jaxinf.io import timeline
 from jaxinf.streaming import StreamedStep
-from jaxinf.streaming.plan.calls import ORDERS, Order, Policy
-from jaxinf.streaming.plan.plan import prepare
-from jaxinf.streaming.run import compile_plan
+from jaxinf.streaming.plan.calls import ORDERS, Policy
 from jaxinf.terminal import parse_bytes
 
 DRAIN_S = 0.5
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-LAYERS = " in layer order"
 
 
 class Streamed:
@@ -56,17 +46,11 @@ class Streamed:
     Args:
       arguments: of the program.
       store: where it is; several may share one.
-      policy, order: of `jaxinf.stream`.
-      clip_norm: 0: none.
+      policy: of `jaxinf.stream`.
     """
 
     def __init__(
-        self,
-        arguments: argparse.Namespace,
-        store: jaxinf.Store,
-        policy: Policy,
-        order: Order,
-        clip_norm: float,
+        self, arguments: argparse.Namespace, store: jaxinf.Store, policy: Policy
     ) -> None:
         config = PRESETS[arguments.preset]
         graphdef, _ = abstract_params(config)
@@ -75,16 +59,15 @@ class Streamed:
             model = nnx.merge(graphdef, params)
             return loss(model, data["tokens"], data["targets"])
 
-        self.loss_fn = loss_fn
         self.step: StreamedStep = jaxinf.stream(
             loss_fn,
-            optimizer(clip_norm),
+            optimizer(arguments.clip_norm),
             store,
             memory_bytes=arguments.memory,
             policy=policy,
             resident=arguments.resident,
             micro_batches=arguments.micro_batches,
-            order=order,
+            order=arguments.order,
         )
         self.step.init(
             lambda: split(GPT2(config, rngs=nnx.Rngs(0)))[1], batch=batch(arguments, 0)
@@ -116,15 +99,15 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     tx = optimizer(arguments.clip_norm)
     update_store = jaxinf.open_store(place / "update", memory_bytes=arguments.ring)
     update = Trainer(arguments, jaxinf.smart_update(tx, update_store))
-    streamed = streamed_steps(arguments, place / "stream", arguments.clip_norm)
-    unclipped: dict[str, Streamed] = {}
-    if arguments.clip_norm:
-        unclipped = streamed_steps(arguments, place / "unclipped", 0.0)
+    store = jaxinf.open_store(place / "stream")  # of all policies
+    streamed = {
+        policy: Streamed(arguments, store, policy) for policy in arguments.policy
+    }
     for turn in range(arguments.reps):
         update.turn(arguments, 2 * turn)
         update_store.wait()
         time.sleep(DRAIN_S)  # what is read ahead would be in the other's time
-        for one in (*streamed.values(), *unclipped.values()):
+        for one in streamed.values():
             one.turn(arguments, 2 * turn)
             time.sleep(DRAIN_S)
         show_pair(turn, update, streamed)
@@ -139,61 +122,13 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         "pairs": arguments.reps,
         "update_step_s": round(statistics.median(update.seconds), 4),
         "update_drive_bytes": drive_bytes(update_store),
-        **compile_seconds(next(iter(streamed.values()))),
     }
     for name, one in streamed.items():
         found[name] = figures(one, update.seconds, found["update_drive_bytes"])
-        parts = streamed.get(name.removesuffix(LAYERS), one)
-        if parts is not one:
-            ratios = pairwise(one.seconds, parts.seconds)
-            found[name] |= {
-                "layers_ratio": round(statistics.median(ratios), 4),
-                "layers_interval": [round(one, 4) for one in interval(ratios)],
-            }
-    for name, one in unclipped.items():
-        clipped_ratios = pairwise(streamed[name].seconds, one.seconds)
-        found[name] |= {
-            "clip_ratio": round(statistics.median(clipped_ratios), 4),
-            "clip_interval": [round(one, 4) for one in interval(clipped_ratios)],
-            "unclipped_drive_bytes": one.drive_bytes,
-        }
-    if arguments.timeline:
-        keep_timeline(arguments, next(iter(streamed.values())))
-    for one in (*streamed.values(), *unclipped.values()):
+    for one in streamed.values():
         one.step.close()
     update_store.close()
     return found
-
-
-def streamed_steps(
-    arguments: argparse.Namespace, place: Path, clip_norm: float
-) -> dict[str, Streamed]:
-    """One for each policy and order, all on one store."""
-    store = jaxinf.open_store(place)
-    return {
-        policy + (LAYERS if order == "layers" else ""): Streamed(
-            arguments, store, policy, order, clip_norm
-        )
-        for policy in arguments.policy
-        for order in arguments.order
-    }
-
-
-def keep_timeline(arguments: argparse.Namespace, streamed: Streamed) -> None:
-    """Spans of the second of two steps, in seconds from its beginning."""
-    streamed.turn(arguments, 0)
-    timeline.start()
-    began_s = time.perf_counter()
-    streamed.step(batch(arguments, 0))
-    step_s = time.perf_counter() - began_s
-    streamed.step.store.wait()
-    time.sleep(DRAIN_S)
-    spans = [span._asdict() for span in timeline.stop()]
-    for span in spans:
-        span["began_s"] -= began_s
-        span["ended_s"] -= began_s
-    document = {"step_s": step_s, "spans": spans}
-    arguments.timeline.write_text(json.dumps(document, default=str) + "\n")
 
 
 def show_pair(turn: int, update: Trainer, streamed: Mapping[str, Streamed]) -> None:
@@ -202,26 +137,6 @@ def show_pair(turn: int, update: Trainer, streamed: Mapping[str, Streamed]) -> N
     times |= {name: one.seconds[-1] for name, one in streamed.items()}
     text = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
     print(f"pair {turn + 1}: {text}", file=sys.stderr)
-
-
-def compile_seconds(streamed: Streamed) -> dict[str, float]:
-    """Seconds to compile every program anew, and one jit of the whole."""
-    plan = streamed.step.plan
-    assert plan is not None
-    traced = plan.traced
-    params = traced.params_tree.unflatten(traced.params)
-    data = traced.batch_tree.unflatten(traced.batch)
-    anew = prepare(streamed.loss_fn, params, data).plan_of(plan.cuts, plan.policy)
-    began = time.perf_counter()
-    compile_plan(anew, {})
-    programs_s = time.perf_counter() - began
-    lowered = jax.jit(jax.value_and_grad(streamed.loss_fn)).lower(params, data)
-    began = time.perf_counter()
-    lowered.compile()
-    return {
-        "compile_s": round(programs_s, 2),
-        "one_jit_compile_s": round(time.perf_counter() - began, 2),
-    }
 
 
 def drive_bytes(store: jaxinf.Store) -> int:
@@ -277,12 +192,9 @@ def main() -> None:
         "--resident", metavar="{params,BYTES}", help="params that stay between steps"
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="parts of a batch")
-    parser.add_argument(
-        "--order", nargs="+", choices=ORDERS, default=["parts"], help="of the parts"
-    )
+    parser.add_argument("--order", choices=ORDERS, default="parts", help="of the parts")
     parser.add_argument("--clip-norm", type=float, default=0.0, help="0: none")
     parser.add_argument("--reps", type=int, default=10, help="pairs of steps")
-    parser.add_argument("--timeline", type=Path, metavar="FILE", help="of one step")
     parser.add_argument("--json", action="store_true", help="one line")
     arguments = parser.parse_args()
     arguments.steps = 1

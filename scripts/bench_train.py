@@ -9,11 +9,7 @@ is the median of the pairs of turns.
 
     python scripts/bench_train.py --store DIR --preset small --memory 268435456
 
-With --tier BYTES so much of the state stays in memory, beside --memory, and a third
-trainer, whose store has no tier, takes turns with the others (`ratio_to_plain`). Bytes
-are of drives, in a step; what `store.wait` writes after a turn is counted apart.
-
-With --timeline FILE the last step's spans are kept, for scripts/plot_timeline.py.
+Bytes are of drives, in a step; what `store.wait` writes after a turn is counted apart.
 """
 
 import argparse
@@ -33,7 +29,7 @@ from flax import nnx
 from jaxinf_models import GPT2, PRESETS, abstract_params, split
 
 import jaxinf
-from jaxinf.io import ByteCounts, timeline
+from jaxinf.io import ByteCounts
 from jaxinf.train.step import compile_train_step
 
 IDLE_S = 1.0
@@ -109,22 +105,12 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     tx = optimizer(arguments.clip_norm)
     memory = Trainer(arguments, tx, arguments.reference)
     options = {"memory_bytes": arguments.memory, "durability": arguments.durability}
-    others = []
-    if arguments.tier:
-        other = jaxinf.open_store(place / "plain", **options)
-        others.append((other, Trainer(arguments, jaxinf.smart_update(tx, other))))
-        options["memory_bytes"] += arguments.tier
-        options["tiers"] = {"host": arguments.tier}
     store = jaxinf.open_store(place / "store", **options)
     update = Trainer(arguments, jaxinf.smart_update(tx, store))
     commits, moved, before = [], [], moved_bytes(store)
     for turn in range(arguments.reps):
         first = turn * (arguments.steps + 1)
         memory.turn(arguments, first)
-        for other, plain in others:
-            plain.turn(arguments, first)
-            other.wait()
-            time.sleep(IDLE_S)
         update.turn(arguments, first)
         store._training.join()
         after = moved_bytes(store)
@@ -136,15 +122,6 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         commits.append(metrics.commit_s)
         time.sleep(IDLE_S)  # so that no prefetch falls into the other's time
     result = figures(arguments, memory, update) | traffic(arguments, moved)
-    for other, plain in others:
-        against = figures(arguments, plain, update)
-        result["plain_step_s"] = against["memory_step_s"]
-        result["ratio_to_plain"] = against["ratio"]
-        result["ratio_to_plain_spread"] = against["ratio_spread"]
-        result["losses_identical_to_plain"] = against["losses_identical"]
-        other.close()
-    if arguments.timeline:
-        keep_timeline(arguments, store, update)
     store.close()
     return result | {"commit_s": round(statistics.median(commits), 4)}
 
@@ -165,24 +142,6 @@ def traffic(
         "written_bytes_a_step": sum(own.drive_write_bytes for own, _ in moved) // steps,
         "written_bytes_by_wait": max(beside.drive_write_bytes for _, beside in moved),
     }
-
-
-def keep_timeline(arguments: argparse.Namespace, store: Any, update: Trainer) -> None:
-    """Writes the spans of the second of two steps, in seconds from its beginning."""
-    data = batch(arguments, 0)
-    update.step(data)
-    timeline.start()
-    began = time.perf_counter()
-    update.step(data)
-    ended = time.perf_counter()
-    store.wait()
-    time.sleep(IDLE_S)
-    spans = [span._asdict() for span in timeline.stop()]
-    for span in spans:
-        span["began_s"] -= began
-        span["ended_s"] -= began
-    document = {"step_s": ended - began, "spans": spans}
-    arguments.timeline.write_text(json.dumps(document, default=str) + "\n")
 
 
 def figures(
@@ -206,7 +165,6 @@ def figures(
         "clip_norm": arguments.clip_norm,
         "reference": arguments.reference,
         "memory_bytes": arguments.memory,
-        "tier_bytes": arguments.tier,
         "durability": arguments.durability,
         "load_average": round(os.getloadavg()[0], 2),
         "memory_step_s": round(statistics.median(memory_s), 4),
@@ -228,7 +186,6 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--memory", type=int, default=1 << 30)
-    parser.add_argument("--tier", type=int, default=0, metavar="BYTES")
     parser.add_argument("--durability", type=durability, default="step")
     parser.add_argument("--clip-norm", type=float, default=0.0, help="0: none")
     parser.add_argument(
@@ -236,7 +193,6 @@ def main() -> None:
     )
     parser.add_argument("--reps", type=int, default=4, help="turns of each")
     parser.add_argument("--steps", type=int, default=2, help="counted in a turn")
-    parser.add_argument("--timeline", type=Path, metavar="FILE")
     parser.add_argument("--json", action="store_true", help="one line")
     arguments = parser.parse_args()
     arguments.store.mkdir(parents=True, exist_ok=True)

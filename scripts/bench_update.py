@@ -1,24 +1,19 @@
 """Compares steps of adamw on a new store with the drive's floor, that is, bare I/O.
 
 Each repetition runs a few steps, then the floor: loops that move the same bytes of the
-same files, and fio with the same mix on the same file system; with --peer CMD also a
-command that prints one JSON line with `mparam_per_s`. A step ends when its new params
-are in the caller's arrays, its writes drained, its commit durable, and as much
+same files, and fio with the same mix on the same file system. A step ends when its new
+params are in the caller's arrays, its writes drained, its commit durable, and as much
 prefetched as before it. Medians are printed.
 
     ratio_to_floor         the floor's seconds over the step's; the median of the
                            repetitions' own ratios
     ratio_to_durable_floor the same to the best loop and a flush of the drive after it,
                            which a commit waits for and a bare loop does not
-    ratio_to_floor_beside_kernels  with --beside, the same to loops beside which the
-                           step's kernels run over other memory: each slows the other
     step_ms, commit_ms     the time of a step, and that from its last result to its
                            commit; also the commit's share of the step, and the step
                            without the commit's time above 2 ms
     cpu_user_ms, cpu_system_ms  CPU time of a step; it changes less than the step's time
                            when other programs run
-    ratio_to_plain         with --average, the step's seconds over those of a store
-                           without one; the median of the repetitions' own ratios
     rss_over_caller_bytes  peak RSS during steps, less gradients, params, new params
     rss_over_base_bytes    the same, less the process's memory after a store of as many
                            leaves with hardly any params: Python, JAX and its compiler
@@ -30,11 +25,8 @@ import gc
 import json
 import os
 import resource
-import shlex
 import statistics
-import subprocess
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -77,9 +69,6 @@ class Rep:
       peak_rss_bytes: peak RSS during the steps.
       floor_s: seconds to move a step's bytes, by method.
       durable_s: the same by loop, until they are durable.
-      beside_s: the same by loop, with the step's kernels beside it.
-      peer: the peer's own line.
-      plain_s: seconds per step without the average.
     """
 
     step_s: float
@@ -89,9 +78,6 @@ class Rep:
     peak_rss_bytes: int
     floor_s: dict[str, float] = field(default_factory=dict)
     durable_s: dict[str, float] = field(default_factory=dict)
-    beside_s: dict[str, float] = field(default_factory=dict)
-    peer: dict[str, Any] | None = None
-    plain_s: float | None = None
 
 
 def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
@@ -205,27 +191,6 @@ def measure_floor(rig: UpdateRig, rep: Rep, place: Path, fio: Fio) -> None:
     rep.floor_s |= fio.run()
 
 
-def measure_beside(
-    rig: UpdateRig, transfers: list[Transfer], floor_s: dict[str, float]
-) -> dict[str, float]:
-    """Measures the loops' seconds while a step's kernels run over other memory."""
-    workers, found = num_workers(rig), {}
-    for name, loop in LOOPS.items():
-        kernels = threading.Thread(target=rig.compute, args=(floor_s[name],))
-        kernels.start()
-        found[name] = loop(transfers, workers)
-        kernels.join()
-    return found
-
-
-def run_peer(command: str) -> dict[str, Any]:
-    """Runs a command and returns its last line, which is JSON."""
-    done = subprocess.run(
-        shlex.split(command), stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
 def spread(values: list[float]) -> list[float]:
     """Returns the least and the greatest value."""
     return [round(min(values), 4), round(max(values), 4)]
@@ -259,20 +224,7 @@ def summary(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, A
         "commit_s": round(
             statistics.median(seconds for rep in reps for seconds in rep.commit_s), 4
         ),
-        **_loops("floor_beside_kernels", reps, [rep.beside_s for rep in reps]),
         **_memory(rig, reps, base_rss_bytes),
-        **_peer(num_params, reps),
-        **_average(reps),
-    }
-
-
-def _average(reps: list[Rep]) -> dict[str, Any]:
-    ratios = [rep.step_s / rep.plain_s for rep in reps if rep.plain_s is not None]
-    if not ratios:
-        return {}
-    return {
-        "ratio_to_plain": round(statistics.median(ratios), 4),
-        "ratio_to_plain_spread": spread(ratios),
     }
 
 
@@ -328,23 +280,6 @@ def _loops(name: str, reps: list[Rep], found: list[dict[str, float]]) -> dict[st
     }
 
 
-def _peer(num_params: int, reps: list[Rep]) -> dict[str, Any]:
-    pairs = [(rep.step_s, rep.peer) for rep in reps if rep.peer is not None]
-    if not pairs:
-        return {}
-    rates = [float(peer["mparam_per_s"]) for _, peer in pairs]
-    ratios = [
-        num_params / step_s / 1e6 / rate
-        for (step_s, _), rate in zip(pairs, rates, strict=True)
-    ]
-    return {
-        "peer_mparam_per_s": round(statistics.median(rates), 2),
-        "peer_mparam_per_s_spread": spread(rates),
-        "ratio_to_peer": round(statistics.median(ratios), 4),
-        "ratio_to_peer_spread": spread(ratios),
-    }
-
-
 def made_csds(place: Path, shares: str) -> dict[Path, float]:
     """Makes a directory in the place of each drive; returns the drives' shares."""
     found = {place / f"csd{n}": float(s) for n, s in enumerate(shares.split(","))}
@@ -377,13 +312,9 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     del small  # XLA's memory for its programs is free for reuse, too
     gc.collect()
     num_params = int(arguments.params)
-    average, plain = None, None
+    average = None
     if arguments.average is not None:
         average = jaxinf.ema(0.999, form=arguments.average)
-        plain = UpdateRig(
-            place / "plain", num_params, num_leaves, dtype=dtype, **options
-        )
-        warm_up(plain)
     rig = UpdateRig(
         place / "store", num_params, num_leaves, dtype=dtype, average=average, **options
     )
@@ -393,14 +324,8 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         fio = Fio(place, transfers, arguments.fio_seconds)
         reps = []
         for _ in range(arguments.reps):
-            plain_s = plain and run_steps(plain, arguments.steps).step_s
             rep = run_steps(rig, arguments.steps)
-            rep.plain_s = plain_s
             measure_floor(rig, rep, place, fio)
-            if arguments.beside:
-                rep.beside_s = measure_beside(rig, rig.transfers(), rep.floor_s)
-            if arguments.peer:
-                rep.peer = run_peer(arguments.peer)
             reps.append(rep)
         read, written = moved_bytes(transfers)
         return {
@@ -418,8 +343,6 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         }
     finally:
         rig.close()
-        if plain is not None:
-            plain.close()
 
 
 def main() -> None:
@@ -433,16 +356,10 @@ def main() -> None:
     parser.add_argument("--state", choices=get_args(StateFormat), default="fp32")
     parser.add_argument("--master", choices=get_args(MasterChoice), default="auto")
     parser.add_argument(
-        "--average",
-        choices=get_args(AverageFormat),
-        help="keep an average of the params; a store without one runs in turns with it",
+        "--average", choices=get_args(AverageFormat), help="keep an average, too"
     )
     parser.add_argument("--params-dtype", choices=[*DTYPES], default="fp32")
-    parser.add_argument(
-        "--csd",
-        default="host",
-        help="also host:drive=500MB/s, drives=9MB/s+3MB/s; floors run unhindered",
-    )
+    parser.add_argument("--csd", default="host")
     parser.add_argument(
         "--shares", metavar="N,N", help="a CSD root for each, with that share of chunks"
     )
@@ -451,10 +368,6 @@ def main() -> None:
     parser.add_argument("--memory", type=int)
     parser.add_argument("--workers", type=int)
     parser.add_argument("--fio-seconds", type=float, default=2.0, help="0: no fio")
-    parser.add_argument(
-        "--beside", action="store_true", help="the loops also with kernels beside them"
-    )
-    parser.add_argument("--peer", metavar="CMD", help="run in every repetition")
     parser.add_argument("--json", action="store_true", help="one line")
     arguments = parser.parse_args()
     check_offered(parser, arguments)

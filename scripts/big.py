@@ -10,26 +10,24 @@ by one jit, and the losses are compared.
 The limit holds for all processes of the run.
 """
 
+import contextlib
+import json
+import os
+import resource
 import shutil
+import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from big_rig import (
-    BYTES,
-    Watcher,
-    check_disk,
-    check_losses,
-    killed_in_a_step,
-    losses,
-    trainer,
-)
 from jaxinf_models import PRESETS, num_params
 
-from jaxinf.terminal import format_bytes
+from jaxinf.terminal import format_bytes, parse_bytes
 
 # Two slots of params, mu and nu, and the gradients that wait for the norm.
 BYTES_A_PARAM = 2 * 12 + 4
@@ -37,6 +35,20 @@ BYTES_A_PARAM = 2 * 12 + 4
 OWN_BYTES = 768 << 20
 CHECKED_STEPS = 5
 TOLERANCE = 1e-4
+
+
+# RLIMIT_DATA counts stacks and arenas that nobody touches, too.
+UNTOUCHED_BYTES = 1 << 30
+_POLL_S = 0.05
+
+BYTES = tyro.constructors.PrimitiveConstructorSpec[int](
+    nargs=1,
+    metavar="BYTES",
+    instance_from_str=lambda words: parse_bytes(words[0]),
+    is_instance=lambda value: isinstance(value, int),
+    str_from_instance=lambda value: [format_bytes(value).replace(" ", "")],
+)
+"""An option of bytes, such as 2GiB."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +78,133 @@ class Options:
     keep: bool = False
 
 
+class Watcher:
+    """Runs a command in a process group whose resident memory stays below a limit.
+
+    RLIMIT_DATA stops an allocation that would exceed it, as far as it counts (private
+    writable memory, touched or not). In addition, the group is killed when its resident
+    memory passes the limit.
+
+    Args:
+      command: The command; its output is passed on.
+      limit_bytes: The limit.
+
+    Attributes:
+      peak_bytes: The most that was resident.
+    """
+
+    def __init__(self, command: Sequence[str], limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.peak_bytes = 0
+        self._process = subprocess.Popen(command, start_new_session=True)
+        data_bytes = limit_bytes + UNTOUCHED_BYTES
+        limits = (data_bytes, data_bytes)
+        resource.prlimit(self._process.pid, resource.RLIMIT_DATA, limits)
+
+    def wait(self, until: Callable[[], bool] = lambda: False) -> int | None:
+        """Waits until the command ends or `until` holds; returns its exit status.
+
+        Raises:
+          SystemExit: Resident memory passed the limit; the group was killed.
+        """
+        while (status := self._process.poll()) is None and not until():
+            resident = sum(_resident_bytes(self._process.pid))
+            self.peak_bytes = max(self.peak_bytes, resident)
+            if self.peak_bytes > self._limit_bytes:
+                self.kill()
+                raise SystemExit(
+                    f"{format_bytes(self.peak_bytes)} resident, expected at most "
+                    f"{format_bytes(self._limit_bytes)}; the run was killed"
+                )
+            time.sleep(_POLL_S)
+        return status
+
+    def kill(self) -> None:
+        """Kills the group, and waits for its end; idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def killed_in_a_step(
+    command: Sequence[str],
+    limit_bytes: int,
+    store: Path,
+    num_steps: int,
+    delay_s: float,
+) -> Watcher:
+    """Runs a command, and kills it so long after the commit of a step; returns it.
+
+    Raises:
+      SystemExit: The run ended before, or passed the limit.
+    """
+    watcher = Watcher(command, limit_bytes)
+    try:
+        watcher.wait(lambda: committed_step(store) >= num_steps)
+        late_s = time.monotonic() + delay_s
+        status = watcher.wait(lambda: time.monotonic() > late_s)
+        if status is not None:
+            raise SystemExit(f"the run ended with {status} before it was killed")
+    finally:
+        watcher.kill()
+    step = committed_step(store)
+    print(
+        f"killed  with SIGKILL in step {step + 1}; step {step} is committed", flush=True
+    )
+    return watcher
+
+
+def _resident_bytes(group: int) -> Iterator[int]:
+    """Resident memory of each process of a group; its peak, as the kernel keeps it."""
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError, ValueError, StopIteration):
+            if os.getpgid(int(folder.name)) != group:
+                continue
+            lines = (folder / "status").read_text().splitlines()
+            peak = next(line for line in lines if line.startswith("VmHWM"))
+            yield int(peak.split()[1]) << 10
+
+
+def check_disk(place: Path, needed_bytes: int) -> None:
+    """Prints what a drive needs and has; refuses one without room.
+
+    Raises:
+      SystemExit: Says how many bytes are missing.
+    """
+    free_bytes = shutil.disk_usage(place).free
+    needed, free = f"{needed_bytes / 1e9:.1f} GB", f"{free_bytes / 1e9:.1f} GB"
+    print(f"disk    {needed} needed, {free} free", flush=True)
+    if free_bytes < needed_bytes:
+        raise SystemExit(
+            f"{place}: expected {needed} free, found {free}; name a directory on a "
+            "larger drive with --store, or a smaller model with --preset"
+        )
+
+
+def losses(place: Path) -> list[float]:
+    """The losses of a run's steps; each step has one line."""
+    lines = (place / "log/metrics.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    assert [entry["step"] for entry in entries] == list(range(1, len(entries) + 1))
+    return [entry["loss"] for entry in entries]
+
+
+def committed_step(store: Path) -> int:
+    """The step that a store has committed; -1 if none."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((store / "current/commit.json").read_text())["step"]
+    return -1
+
+
 def adamw(options: Options, place: Path, *words: str) -> list[str]:
     """The command of a run whose log is in `place`."""
+    program = [sys.executable, "-m", "jaxinf.train", "--optimizer", "adamw"]
+    program += ["--batch-size", "1", "--seq-len", str(options.seq_len)]
     # At the preset's rate the losses of a few steps without warm-up go up and down.
-    clipped = ("--clip-norm", "1", "--learning-rate", "2e-5")
-    return trainer(place, options.seq_len, *clipped, *words)
+    program += ["--warmup-steps", "0", "--clip-norm", "1", "--learning-rate", "2e-5"]
+    return [*program, "--log-dir", str(place / "log"), *words]
 
 
 def streamed(options: Options, place: Path, preset: str, steps: int) -> list[str]:
@@ -95,7 +229,15 @@ def check_small(options: Options, root: Path) -> None:
     )
     for command in commands:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    check_losses(f"{options.small} and one jit", small, memory, TOLERANCE)
+    found, expected = losses(small), losses(memory)
+    difference = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
+    print(
+        f"check   {options.small} and one jit: losses of {len(found)} steps differ by "
+        f"at most {difference:.1e} of themselves",
+        flush=True,
+    )
+    if not difference <= TOLERANCE:
+        raise SystemExit(f"expected losses {expected}, found {found}")
 
 
 def train(options: Options, root: Path) -> int:

@@ -6,7 +6,6 @@ when a step returns.
 """
 
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,13 @@ from floor import Piece, Transfer
 
 import jaxinf
 from jaxinf.compress import SparseLeaf
-from jaxinf.csd import Rounding, ScalarInputs
-from jaxinf.csd.host import HostFleet
+from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     LeafDescription,
     StoreDescription,
     UpdateRequest,
 )
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.io import ByteMeters
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.optimizer.grouping import Member, grouped
 from jaxinf.program import Average, averaged, trace_init, trace_update
@@ -189,13 +186,9 @@ class UpdateRig:
 
     def transfers(self) -> list[Transfer]:
         """Returns the transfers of the next step, in order; nothing may be running."""
-        return [self._transfer(layout) for _, layout in self._layouts()]
-
-    def _layouts(self) -> list[tuple[int, SubgroupLayout]]:
-        """Returns every subgroup with its leaf."""
         opened = self.store._training.opened
         return [
-            (number, layout)
+            self._transfer(layout)
             for number, params in enumerate(self.params)
             for layout in opened.layouts(number, (0,), params.shape)
         ]
@@ -220,46 +213,6 @@ class UpdateRig:
             ),
             writes=tuple(piece(state, opened.chunks.target) for state in states),
         )
-
-    def compute(self, over_s: float, num_buffers: int = 4) -> None:
-        """Runs a step's kernels over separate memory, spread evenly over `over_s`.
-
-        It reads and writes no files: this is a step's load on the machine apart from
-        the drive.
-        """
-        inputs = self._inputs(self._prologue(self._scalar_state)[1])
-        layouts = self._layouts()
-        longest_bytes = max(layout.num_bytes for _, layout in layouts)
-        fleet = HostFleet(num_buffers * longest_bytes, ByteMeters())
-        directory = self.store._training.opened.directory
-        [csd] = fleet.attach([directory.path], longest_bytes, 0)
-        buffers = [csd.acquire(longest_bytes) for _ in range(num_buffers)]
-        began = time.perf_counter()
-        for number, (leaf, layout) in enumerate(layouts):
-            until = began + over_s * number / len(layouts)
-            time.sleep(max(0.0, until - time.perf_counter()))
-            buffer = buffers[number % num_buffers]
-            assert buffer is not None
-            chunk = directory.chunks[leaf][layout.subgroup.chunk]
-            first = chunk.start[0] + layout.subgroup.offset_elements
-            part = slice(first, first + layout.subgroup.num_elements)
-            gradient = self.gradients[leaf]
-            assert isinstance(gradient, np.ndarray)
-            csd.update(
-                buffer,
-                layout.kernel_extents,
-                self._description.leaves[leaf].kernel,
-                gradient[part],
-                inputs[leaf],
-                self._next_params[leaf][part],
-                Rounding(0, layout.subgroup.offset_elements),
-                given=self.params[leaf][part] if self._takes_params else None,
-                wants_params=True,
-            )
-        for buffer in buffers:
-            assert buffer is not None
-            buffer.release()
-        fleet.close()
 
     def close(self) -> None:
         """Closes the store."""

@@ -1,19 +1,15 @@
-"""`make big`, `bigger`, `policy`: limits of memory and disk, runs of small models."""
+"""`make big`: limits of memory and disk, a run of a small model."""
 
 import resource
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import big
-import bigger
 import pytest
-import two_tower
-from big_rig import UNTOUCHED_BYTES, Watcher, check_disk
-from jaxinf_models import MODELS, PRESETS, num_params
+from big import UNTOUCHED_BYTES, Watcher, check_disk
+from jaxinf_models import PRESETS, num_params
+from run_scripts import run_script
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
 MIB = 1 << 20
 
 
@@ -52,51 +48,13 @@ def test_a_small_drive_is_refused(tmp_path, monkeypatch):
             check_disk(tmp_path, needed)
 
 
-def test_the_bigger_model_has_6_7_billion_params():
-    count = num_params(MODELS["llama"].presets[bigger.Options(Path()).preset])
-    assert round(count / 1e9, 1) == 6.7
-    assert 54e9 < bigger.BYTES_A_PARAM * count < 54.5e9
-
-
-def test_the_policy_has_3_2_billion_params():
-    count = two_tower.num_params(two_tower.Options().sizes)
-    assert round(count / 1e9, 1) == 3.2
-    assert 39e9 < two_tower.BYTES_A_PARAM * count < 39.1e9
-
-
-def run(script, place, *words):
-    command = [sys.executable, str(SCRIPTS / script), "--store", str(place), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not [*place.iterdir()]
-    return done.stdout
-
-
 @pytest.mark.long
 def test_a_small_model_is_killed_and_trains_on(place):
     words = ["--preset", "nano", "--steps", "40", "--kill-after", "2"]
-    said = run("big.py", place, *words, "--kill-delay-s", "0")
+    done = run_script("big.py", "--store", place, *words, "--kill-delay-s", "0")
+    assert done.returncode == 0, done.stderr
+    assert not [*place.iterdir()]
+    said = done.stdout
     assert "resuming at step" in said
     assert "nano and one jit: losses of 5 steps differ by at most" in said
     assert "limit 1.50 GiB" in said
-
-
-@pytest.mark.long
-def test_a_small_model_of_few_bits_is_trained_and_exported(place):
-    said = run("bigger.py", place, "--preset", "nano", "--small", "nano")
-    assert "nano and params in memory: losses of 5 steps differ by at most" in said
-    assert "of 128 tokens in" in said
-    assert "trimmed " in said
-    assert "\nexport   " in said
-    assert "limit 6.00 GiB" in said
-
-
-@pytest.mark.long
-def test_a_small_policy_is_killed_and_its_average_exported(place):
-    words = ["--config", "small", "--memory", "20MiB", "--chunk-elements", "65536"]
-    said = run("two_tower.py", place, *words, "--kill-delay-s", "0.1")
-    assert "table in 32 blocks of 512 rows" in said
-    assert "committed: " in said
-    assert ", clean" in said
-    assert " of average" in said
-    assert "limit 2.00 GiB" in said

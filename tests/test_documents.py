@@ -79,15 +79,8 @@ NOT_RUN = {
     "make hw": "needs Vitis",
     "make generated/": "writes into the checkout; tests/hls runs it",
     "python scripts/bench_": "time: tests/test_benchmarks.py runs them small",
-    "python scripts/count_copies.py": "time: tests/test_benchmarks.py runs it",
-    "python scripts/convergence.py": "time: hours",
-    "python scripts/plot_timeline.py": "needs a benchmark's file",
+    "python tests/support/count_copies.py": "time: tests/test_benchmarks.py runs it",
     "python scripts/repro/": "time: hours",
-    "python scripts/predict_runs.py": "time: an hour",
-    "python scripts/longest_sequence.py": "time: minutes, and 2 GiB of memory",
-    "python scripts/activation_forms.py": "time: minutes",
-    "python scripts/training_curves.py": "time: an hour",
-    "python scripts/finetune_quality.py": "time: hours",
 }
 """Beginnings of commands that are not run, with the reason."""
 

@@ -4,17 +4,11 @@ One point is one policy at one batch size: the peak of values between programs, 
 throughput (2408.10013, section IV-C), over that of keep in the same rounds. Recomputed
 work does not count as throughput.
 
-    python scripts/repro/ssdtrain.py --store DIR --rok --json --plot rok.png
+    python scripts/repro/ssdtrain.py --store DIR --rok --plot rok.png
 
-takes some 20 minutes. The stacks may also run one by one (--stack gpt > gpt.txt), and
-
-    python scripts/repro/rok.py gpt.txt bert.txt t5.txt rok.png
-
-puts what they printed together.
+takes some 20 minutes.
 """
 
-import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -132,19 +126,3 @@ def plot(points: Points, path: Path) -> None:
     figure.supxlabel("peak of values, MiB (numbers: batch size)", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-
-
-def main() -> None:
-    """Puts outputs of several runs together."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, help="output with --rok --json")
-    parser.add_argument("picture", type=Path)
-    arguments = parser.parse_args()
-    points: dict[str, Any] = {}
-    for run in arguments.runs:
-        points |= json.loads(run.read_text().splitlines()[-1])["points"]
-    show(points, arguments.picture)
-
-
-if __name__ == "__main__":
-    main()

@@ -172,40 +172,6 @@ def results(
     return rows
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Writes the picture: seconds of an update, and its speedup over BASE."""
-    import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]: an extra
-
-    colours = ["#9a9a9a", "#2a78b5", "#3d9a50", "#d1662f", "#7b5ea7"]
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    titles = ["update, seconds", "update, speedup over BASE"]
-    keys = [("emulated_s", "model_s", "paper_s"),
-            ("speedup", "model_speedup", "paper_speedup")]  # fmt: skip
-    for axes, title, (run, model, paper) in zip(panels, titles, keys, strict=True):
-        for name, colour in zip(NAMES, colours, strict=True):
-            own = [row for row in rows if row["method"] == name]
-            csds = [row["csds"] for row in own]
-            axes.plot(csds, [r[run] for r in own], "o", color=colour, label=name)
-            axes.plot(csds, [r[model] for r in own], "-", color=colour, linewidth=1)
-            published = [row for row in own if paper in row]
-            axes.plot(
-                [row["csds"] for row in published],
-                [row[paper] for row in published],
-                "x", color=colour, markersize=8, markeredgewidth=2,
-            )  # fmt: skip
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("CSDs")
-        axes.set_xticks(sorted({row["csds"] for row in rows}))
-        axes.set_ylim(bottom=0)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    panels[0].plot([], [], "k-", linewidth=1, label="model")
-    panels[0].plot([], [], "kx", markersize=8, markeredgewidth=2, label="published")
-    panels[0].legend(frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
 def show(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """Prints the table of the emulation."""
     print(f"{arguments.params:,} params, bandwidths divided by {arguments.slower:g}")
@@ -274,14 +240,11 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=0.02, help="SmartComp's")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="rows, not tables")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="the picture")
     arguments = parser.parse_args()
     if not arguments.model_only and arguments.store is None:
         parser.error("expected --store DIR for the emulation, or --model-only")
     modelled = compare_with_paper()
     rows = [] if arguments.model_only else emulate(arguments)
-    if arguments.plot and rows:
-        plot(rows, arguments.plot)
     if arguments.json:
         comparisons = [{**r._asdict(), "error": r.error} for r in modelled]
         print(json.dumps({"model": comparisons, "emulation": rows}))

@@ -53,7 +53,6 @@ from jaxinf.streaming.plan.offload import fitted
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
 from jaxinf.streaming.plan.search import Choice, Problem, choose
 from jaxinf.streaming.plan.simulator import Profile
-from jaxinf.streaming.plan.wear import Wear
 from jaxinf.streaming.program.cut import choose_cuts, isolated
 from jaxinf.streaming.run import Executables, Runner, compiled_temp_bytes
 
@@ -372,15 +371,6 @@ def show(name: str, found: dict[str, Any]) -> None:
         )
 
 
-def tell_wear(policy: Policy, endurance_tbw: float | None) -> None:
-    """Prints what a policy writes, and how long drives last."""
-    step_s = statistics.median(policy.seconds)
-    wear = Wear(policy.runner.values.num_bytes, step_s, endurance_tbw)
-    print(f"{policy.name}: {wear}")
-    if wear.warning:
-        print(wear.warning)
-
-
 def curve(arguments: argparse.Namespace) -> dict[str, Any]:
     """The ROK curve: all policies at batch sizes 1 to 8."""
     points: dict[str, Any] = {}
@@ -430,7 +420,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=PAPER_HIDDEN // SCALE)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--stack", nargs="+", choices=STACKS, default=list(STACKS))
-    parser.add_argument("--endurance-tbw", type=float, help="of the drive, in TB")
     parser.add_argument("--activations", choices=FORMS, help="form on the drive")
     parser.add_argument("--share", type=float, nargs="+", default=SHARES)
     parser.add_argument(
@@ -468,8 +457,6 @@ def main() -> None:
         stacks[name] = measured(stack, policies)
         stacks[name]["drive_bytes_per_s"] = stack.profile.write
         show(name, {p.name: stacks[name][p.name] for p in policies})
-        for policy in policies[1:]:
-            tell_wear(policy, arguments.endurance_tbw)
         for policy in policies:
             policy.runner.values.close()
     found = described(arguments) | {"batch": arguments.batch}

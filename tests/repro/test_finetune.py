@@ -17,6 +17,8 @@ from jaxinf.command_line import UsageError
 from jaxinf.train.data.files import standard_library_files
 from jaxinf.train.data.tokenizers import open_tokenizer
 
+pytestmark = pytest.mark.long
+
 SIDES = ("train", "validation")
 
 
@@ -28,7 +30,6 @@ def few_files(monkeypatch):
     monkeypatch.setattr(tasks, "standard_library_files", lambda: few)
 
 
-@pytest.mark.long
 def test_tasks_are_divided_by_file_and_have_no_example_twice(few_files, tmp_path):
     tasks.make(tmp_path / "one")
     tasks.make(tmp_path / "two")
@@ -53,7 +54,6 @@ def test_tasks_are_divided_by_file_and_have_no_example_twice(few_files, tmp_path
     assert held.text not in text
 
 
-@pytest.mark.long
 def test_a_small_table(few_files, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(quality, "RATIOS", (0.02,))
     sizes = {"n_embd": 32}
@@ -223,7 +223,6 @@ def test_glue_as_saved(tmp_path):
         list(glue.records(tmp_path, "SST-2", None))
 
 
-@pytest.mark.long
 def test_glue_on_random_weights(tmp_path, capsys, monkeypatch):
     sizes = {"hidden_size": 32, "intermediate_size": 64}
     monkeypatch.setitem(quality.MODELS, "bert", quality.MODELS["bert"] | sizes)

@@ -6,10 +6,9 @@ size on one of them. GPT-2 is the usual one, because every token of its pretrain
 a target, not three in ten. This is no replication of the paper's table: models, data
 and tasks are ours.
 
-    python scripts/finetune_quality.py run runs/finetune --part pretraining-gpt2
-    python scripts/finetune_quality.py run runs/finetune --part contrast --minutes 80
-    python scripts/finetune_quality.py table runs/finetune
-    python scripts/finetune_quality.py plot runs/finetune docs/img/finetune.png
+    python scripts/repro/finetune_quality.py run runs/finetune --part pretraining-gpt2
+    python scripts/repro/finetune_quality.py run runs/finetune --part contrast
+    python scripts/repro/finetune_quality.py table runs/finetune
 
 Runs are in memory, through the transformation that tests hold to a store's bits. A run
 whose line is in PLACE/results.jsonl is not repeated. Tables: finetune_results.py.
@@ -37,7 +36,6 @@ from finetune_results import (
     STARTS,
     VERSION,
     Run,
-    plot,
     read,
     say,
 )
@@ -358,10 +356,6 @@ def main(words: Sequence[str] | None = None) -> None:
     table = commands.add_parser("table")
     table.add_argument("place", type=Path)
     table.set_defaults(call=say)
-    picture = commands.add_parser("plot")
-    picture.add_argument("place", type=Path)
-    picture.add_argument("picture", type=Path)
-    picture.set_defaults(call=plot)
     arguments = parser.parse_args(words)
     arguments.call(arguments)
 

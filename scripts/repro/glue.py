@@ -1,7 +1,7 @@
 """Fine-tunes the weights of a folder on GLUE, dense and with compressed gradients.
 
-    python scripts/glue.py GLUE --from bert-large-uncased --results RESULTS.jsonl
-    python scripts/glue.py GLUE --from gpt2-large --results RESULTS.jsonl --task SST-2
+    python scripts/repro/glue.py GLUE --from bert-large-uncased --results FILE
+    python scripts/repro/glue.py GLUE --from gpt2-large --results FILE --task SST-2
 
 GLUE is a folder with a folder for each task: TSV as distributed (SST-2/train.tsv), or
 as `save_to_disk` of `datasets` writes it (sst2). Tasks, ratios, no error feedback, and

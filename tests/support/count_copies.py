@@ -1,6 +1,6 @@
 """Counts the bytes that a training step copies on the host, by the sizes of the copies.
 
-    python scripts/count_copies.py --store DIR --mode update --clip-norm 1
+    python tests/support/count_copies.py --store DIR --mode update --clip-norm 1
 
 memcpy and memmove of 16 KiB and more are counted, by a library that is loaded before
 all others (so on Linux, with a C compiler). Copies that XLA compiles into loops are
@@ -125,15 +125,14 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     import jaxinf
 
     arguments.steps, arguments.resident, arguments.micro_batches = 1, None, 1
+    arguments.order = "parts"
     _, avals = abstract_params(PRESETS[arguments.preset])
     leaves = jax.tree_util.tree_leaves_with_path(avals)
     sizes = {4 * x.size: jax.tree_util.keystr(path) for path, x in leaves}
     compiled: Counter[int] = Counter()
     store = jaxinf.open_store(place / "store")
     if arguments.mode == "stream":
-        clip_norm = arguments.clip_norm
-        one = Streamed(arguments, store, arguments.policy, "parts", clip_norm)
-        step = one.step
+        step = Streamed(arguments, store, arguments.policy).step
     else:
         tx = jaxinf.smart_update(optimizer(arguments.clip_norm), store)
         trainer = Trainer(arguments, tx)

@@ -1,4 +1,4 @@
-"""The results of finetune_quality.py: their lines, tables and plot.
+"""The results of finetune_quality.py: their lines and tables.
 
 Differences to dense are paired by seeds and files; their intervals of 95 % are by
 bootstrap over both, since the examples of a file are not independent.
@@ -313,51 +313,3 @@ def verdict(low: float, high: float) -> str:
     if low > -LIMIT:
         return f"loses less than {LIMIT}"
     return f"loses more than {LIMIT}" if high < -LIMIT else "undecided"
-
-
-def plot(arguments: argparse.Namespace) -> None:
-    """Draws the differences to dense by ratio, with their intervals, task by task."""
-    import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]: an extra
-
-    found = grouped(read(arguments.place / "results.jsonl"))
-    panels: dict[str, list[tuple[str, str, Counts]]] = {}
-    for (task, model, _, start, factor, _), own in found.items():
-        if factor == 1 and len(own) > 1 and "dense" in own:
-            lines = panels.setdefault(f"{task}, {model}", [])
-            for variant, counts in own.items():
-                if variant != "dense":
-                    less = difference(counts, own["dense"])
-                    lines.append((start, variant, less))
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(1 + 3.6 * len(panels), 3.4), sharey=True, squeeze=False
-    )
-    colors = {STARTS[0]: "#2a78b5", STARTS[1]: "#d1662f"}
-    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
-        axis.axhline(0, color="0.4", linewidth=1)
-        axis.axhline(-LIMIT, color="0.4", linewidth=1, linestyle=":")
-        for start, variant, less in lines:
-            has_feedback = variant.endswith(FEEDBACK)
-            ratio = float(variant.removeprefix("top_k:").removesuffix(FEEDBACK))
-            at = RATIOS.index(ratio) + 0.2 * (start == STARTS[1]) - 0.1
-            mean, low, high = interval(less)
-            name = f"{start}, {'' if has_feedback else 'no '}error feedback"
-            axis.errorbar(
-                at + (0 if has_feedback else 0.07),
-                mean,
-                [[mean - low], [high - mean]],
-                marker="o",
-                color=colors[start],
-                markerfacecolor=colors[start] if has_feedback else "white",
-                capsize=3,
-                label=name,
-            )
-        axis.set_xticks(range(len(RATIOS)), [f"{100 * r:g} %" for r in RATIOS])
-        axis.set_xlim(-0.5, len(RATIOS) - 0.5)
-        axis.set_xlabel("link volume of the gradients")
-        axis.set_title(title)
-    axes[0, 0].set_ylabel("points of accuracy beside dense")
-    labelled = dict(zip(*axes[0, 0].get_legend_handles_labels()[::-1], strict=True))
-    where = {"loc": "lower center", "ncols": 2, "fontsize": "small"}
-    figure.legend(labelled.values(), labelled, **where)
-    figure.tight_layout(rect=(0, 0.14, 1, 1))
-    figure.savefig(arguments.picture, dpi=120)
