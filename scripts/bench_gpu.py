@@ -116,9 +116,9 @@ def bits(preset: str) -> Callable[[Runner], Any]:
         for name, ends in (("first", [6]), ("second", [6]), ("resumed", [3, 6])):
             place = runner.store / name
             words = ["--mode", "stream", "--preset", preset, "--store", place / "store"]
-            words += ["--log-dir", place / "log", "--sample-bytes", 0]
+            words += ["--log-dir", place / "log", "--sample-bytes", "0"]
             for steps in ends:
-                runner.output(["-m", "jaxinf.train", *words, "--steps", steps])
+                runner.output(["-m", "jaxinf.train", *words, "--steps", str(steps)])
             lines = (place / "log/metrics.jsonl").read_text().splitlines()
             found = [json.loads(line) for line in lines]
             losses[name] = [one["loss"] for one in found if "loss" in one]
