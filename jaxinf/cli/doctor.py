@@ -56,11 +56,7 @@ def run(
 ) -> bool:
     """Examines the machine and the directories, and prints the findings.
 
-    Args:
-      paths: directories to look at.
-      file_bytes: length of the temporary file to measure with; 0 for none.
-      as_json: print one JSON document.
-      machine_file: where to write the measured rates, for ``jaxinf plan``.
+    The temporary file has `file_bytes`; `machine_file` is for ``jaxinf plan``.
 
     Returns:
       Whether every directory can hold a store, and JAX has a device.

@@ -56,12 +56,7 @@ __all__ = ["run", "summary_of"]
 
 
 def run(store: str, *, leaf: str | None, as_json: bool) -> None:
-    """Prints what a store has, or a summary of one leaf.
-
-    Raises:
-      JaxinfError: there is no store, it is damaged, or a drive failed.
-      ValueError: the store has no such leaf.
-    """
+    """Prints what a store has, or a summary of one leaf."""
     path = Path(store).expanduser().absolute()
     errors = make_console(sys.stderr)
     with open_committed(path) as step:

@@ -8,7 +8,6 @@ digests: plotly's, and the one that draws.
 import base64
 import hashlib
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -48,7 +47,7 @@ p { margin: .2rem 0 .6rem; } section { break-inside: avoid; }
 div.table { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 td, th { border-bottom: 1px solid var(--line); padding: .25rem .8rem .25rem 0;
-  text-align: left; vertical-align: top; min-width: 4rem; overflow-wrap: anywhere; }
+  text-align: left; vertical-align: top; min-width: 5rem; overflow-wrap: anywhere; }
 @media print { :root { --ink: #000000; --ground: #ffffff; }
   div.table { overflow: visible; } }
 """
@@ -67,13 +66,7 @@ class _Figure(NamedTuple):
 
 
 def write_report(folders: Sequence[Path], output: Path) -> None:
-    """Writes the page about log directories, at most 16; blocks.
-
-    Raises:
-      UsageError: no such logs, or too many.
-      JaxinfError: the extra `report` is not installed, or the page cannot be written.
-      OSError: a log cannot be read.
-    """
+    """Writes the page about log directories, at most 16."""
     if len(folders) > _MOST_RUNS:
         raise UsageError(
             f"report: expected at most {_MOST_RUNS} log directories, got "
@@ -265,7 +258,7 @@ def _figures_of_run(logs: Logs) -> Iterator[_Figure]:
 
 
 def _timeline(spans: Sequence[Span]) -> tuple[list[Any], dict[str, Any]]:
-    tracks = sorted({span.track for span in spans}, key=_track_order)[:_MOST_TRACKS]
+    tracks = sorted({span.track for span in spans})[:_MOST_TRACKS]
     rows = {track: row for row, track in enumerate(tracks)}
     by_phase: defaultdict[str, list[Span]] = defaultdict(list)
     for span in spans:
@@ -290,7 +283,7 @@ def _timeline(spans: Sequence[Span]) -> tuple[list[Any], dict[str, Any]]:
     layout = _layout("ms", "")
     layout |= {"barmode": "overlay", "bargap": 0, "height": 200 + 22 * len(rows)}
     layout["hovermode"] = "closest"
-    shown = (re.sub("^(threads|drives): ", "", track) for track in rows)
+    shown = (track.partition(": ")[2] for track in rows)
     layout["yaxis"] |= {
         "tickvals": [*rows.values()],
         "ticktext": [escape(t if len(t) < 26 else "…" + t[-25:]) for t in shown],
@@ -298,12 +291,6 @@ def _timeline(spans: Sequence[Span]) -> tuple[list[Any], dict[str, Any]]:
         "tickfont": {"size": 10},
     }
     return traces, layout
-
-
-def _track_order(track: str) -> tuple[int, str]:
-    kinds = ("threads: steps", "JAX device", "drives", "threads")
-    number = (n for n, kind in enumerate(kinds) if track.startswith(kind))
-    return next(number, len(kinds)), track
 
 
 def _line(
@@ -330,7 +317,11 @@ def _line(
 
 
 def _layout(x: str, y: str) -> dict[str, Any]:
-    axis = {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": _GRID}
+    axis: dict[str, Any] = {
+        "gridcolor": _GRID,
+        "zerolinecolor": _GRID,
+        "linecolor": _GRID,
+    }
     axis["automargin"] = True
     return {
         "paper_bgcolor": "rgba(0,0,0,0)",

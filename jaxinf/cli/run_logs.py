@@ -77,12 +77,7 @@ class Span(NamedTuple):
 
 
 def read_logs(path: Path) -> Logs:
-    """Reads a log directory; blocks.
-
-    Raises:
-      UsageError: it has no `metrics.jsonl`, or that has no step.
-      OSError: a file cannot be read.
-    """
+    """Reads a log directory, which has to have a step."""
     metrics = path / "metrics.jsonl"
     if not metrics.is_file():
         raise UsageError(
@@ -243,12 +238,7 @@ def phase_rows(logs: Logs) -> list[list[str]]:
     """Returns what traced steps move and hold in forward, in backward, and after them.
 
     Backward begins with its first program; what runs forward again is a part of it. A
-    span's bytes are shared among phases by its time in each.
-
-    Returns:
-      Rows of phase, seconds of a step, share in which programs run, bytes a second that
-      drives read and write and that go over the link between host and device, and
-      memory (least, mean, most). None if the programs have no phases.
+    span's bytes are shared among phases by its time in each. Without phases: no rows.
     """
     backward = [s for s in logs.spans if s.name.startswith("program backward")]
     windows: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
