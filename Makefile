@@ -10,8 +10,8 @@ XRT_PACKAGES := libxrt1 libxrt-dev uuid-dev binutils g++
 SOURCES := pyproject.toml setup.py $(shell find jaxinf hls models -name '*.py' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 # A machine without a C++ compiler gets one from the package index.
-COMPILER := $(shell command -v c++ || command -v g++ || command -v clang++)
 comma := ,
+COMPILER := $(if $(shell command -v c++ || command -v g++ || command -v clang++),,$(comma)compiler)
 
 # Only these are collected by stages of few tests; importing all takes each process seconds.
 files-with = $(shell grep -rlE --include='test_*.py' --exclude-dir=repro '$1' tests)
@@ -33,12 +33,12 @@ $(VENV)/made:
 
 # A first run needs no more: it compiles the kernel that it uses, and what it imports.
 $(VENV)/package: $(SOURCES) $(VENV)/made
-	CXX=none $(BIN)/python -m pip install --quiet --no-compile '.[report]'
+	CXX=none $(BIN)/python -m pip install --quiet --no-compile '.[report$(COMPILER)]'
 	@touch $@
 
 # The dependencies change seldom and take minutes; the package itself takes seconds.
 $(VENV)/dependencies: pyproject.toml $(VENV)/made
-	$(BIN)/python -m pip install --quiet --upgrade '.[test$(if $(COMPILER),,$(comma)compiler)]'
+	$(BIN)/python -m pip install --quiet --upgrade '.[test$(COMPILER)]'
 	@touch $@
 
 # An earlier build must not bring back a module that is gone.
