@@ -3,7 +3,6 @@
 Invariant: host memory does not grow with the model; a step is all or nothing.
 """
 
-from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.compression import (
     check_compressed,
     check_compression,
@@ -73,7 +72,6 @@ __all__ = [
     "Training",
     "UpdateRequest",
     "Updater",
-    "VerifyMode",
     "assigned",
     "callers",
     "can_take",

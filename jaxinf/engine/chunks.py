@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -28,11 +28,7 @@ from jaxinf.store import (
 )
 from jaxinf.typing import Array
 
-__all__ = ["VERIFY_MODES", "ChunkTable", "VerifyMode"]
-
-VerifyMode = Literal["always", "never"]
-VERIFY_MODES: tuple[VerifyMode, ...] = ("always", "never")
-
+__all__ = ["ChunkTable"]
 
 _Parts: TypeAlias = dict[int, tuple[int, int]]
 """Parts of a chunk: offset in elements to checksum and length in bytes."""
@@ -45,7 +41,6 @@ class ChunkTable:
       directory: the store's files.
       target: the slot of the first commit.
       checksums: checksums of the committed step, by array name; empty for a new store.
-      verify: the chunks that `loaded` must verify when they are read.
 
     Raises:
       StoreFormatError: there is not one checksum for each chunk.
@@ -56,11 +51,9 @@ class ChunkTable:
         directory: StoreDirectory,
         target: Slot,
         checksums: Mapping[str, Array],
-        verify: VerifyMode,
     ) -> None:
         self._directory = directory
         self._target: Slot = target
-        self._verify = verify
         self._lock = threading.Lock()
         # Plain arrays, since NumPy's take several times as long to index, and every
         # step indexes them for thousands of leaves.
@@ -135,11 +128,6 @@ class ChunkTable:
         return all(self._is_working)
 
     # --- checksums -----------------------------------------------------------------
-
-    @property
-    def checks_reads(self) -> bool:
-        """Whether `loaded` needs the checksums of chunks that are read."""
-        return self._verify == "always"
 
     def loaded(
         self, layout: SubgroupLayout, state: int, slot: Slot, checksum: int

@@ -133,7 +133,6 @@ class OpenStore(StoreShape):
             directory,
             next_slot(directory.committed_slot()),
             self.commit.checksums,
-            self.options.verify,
         )
         roots = [directory.csd_directory(c) for c in range(directory.num_csds)]
         self.csds: list[Csd] = list(self.fleet.attach(roots, *longest(self._layouts)))

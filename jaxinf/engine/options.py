@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from jaxinf.csd import CsdSpec, parse_csd
-from jaxinf.engine.chunks import VERIFY_MODES, VerifyMode
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore, least_memory
 from jaxinf.layout import CHUNK_ALIGNMENT_ELEMENTS
@@ -65,7 +64,6 @@ class StoreOptions:
         num_workers: int | None,
         chunk_elements: int,
         durability: Durability = "step",
-        verify: VerifyMode = "always",
         restore: str | None = None,
         master: MasterChoice = "auto",
         state: StateFormat | None = None,
@@ -82,11 +80,6 @@ class StoreOptions:
             raise ValueError(
                 f"chunk_elements={chunk_elements}: expected at least "
                 f"{CHUNK_ALIGNMENT_ELEMENTS}"
-            )
-        if verify not in VERIFY_MODES:
-            raise ValueError(
-                f"verify={verify!r}: expected one of "
-                f"{', '.join(map(repr, VERIFY_MODES))}"
             )
         self.durability: Durability = durability
         self.keep_steps = keep_steps
@@ -110,7 +103,6 @@ class StoreOptions:
         self.memory_bytes = memory_bytes
         self.num_workers = num_workers
         self.chunk_elements = chunk_elements
-        self.verify: VerifyMode = verify
         if master not in get_args(MasterChoice):
             raise ValueError(f"master={master!r}: expected 'auto', 'stored' or 'none'")
         if state not in (None, "fp32", *CODECS):

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from jaxinf import compat
 from jaxinf.csd import CsdSpec
-from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.committed_state import CommittedState
 from jaxinf.engine.dispatched import check_thread, wait_for_dispatched
 from jaxinf.engine.exit_status import fail_at_exit
@@ -327,7 +326,6 @@ def open_store(
     num_workers: int | None = None,
     chunk_elements: int | None = None,
     durability: Durability | None = None,
-    verify: VerifyMode | None = None,
     restore: str | None = None,
     master: MasterChoice | None = None,
     state: StateFormat | None = None,
@@ -367,8 +365,6 @@ def open_store(
         each; a number k, every k-th; ``"checkpoint"``, none. `wait`, `close`,
         `checkpoint` and methods that read the store's state also commit. A crash or an
         error costs the steps since the last commit.
-      verify: whether chunks that are read are compared with their checksums:
-        ``"always"`` (the default) or ``"never"``.
       restore: a checkpoint to continue from: it becomes the committed step again, and
         is kept. Later steps are given up, unless a checkpoint keeps them.
       master: the form of the fp32 master params, and their source in a step. With
@@ -441,7 +437,6 @@ def open_store(
         "num_workers": num_workers,
         "chunk_elements": chunk_elements,
         "durability": durability,
-        "verify": verify,
         "restore": restore,
         "master": master,
         "state": state,

@@ -316,7 +316,6 @@ _OF_THE_STORE = (
     "csd",
     "memory",
     "durability",
-    "verify",
 )
 _OF_THE_STORE += (
     "state_tier",

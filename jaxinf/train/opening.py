@@ -58,7 +58,6 @@ def open_backend(
             csd=config.csd,
             memory_bytes=memory_bytes,
             durability=config.durability,
-            verify=config.verify,
             restore=config.restore,
             master=config.master,
             state=config.state,

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 import tyro
 
 from jaxinf.command_line import ByteSize, UsageError
-from jaxinf.engine import Durability, MasterChoice, StateFormat, VerifyMode
+from jaxinf.engine import Durability, MasterChoice, StateFormat
 from jaxinf.streaming import DeviceUpdates, Form, Order, Policy
 from jaxinf.terminal import parse_bytes
 from jaxinf.train.data.options import shown as _shown
@@ -233,9 +233,6 @@ class StoreOptions:
     state_tier: Annotated[
         StateTier | None, _STATE_TIER, _shown("host=BYTES,device=BYTES", "none")
     ] = None
-
-    # Whether the checksums of chunks are verified at each read: always or never.
-    verify: VerifyMode = "always"
 
     # Format of the optimizer's float32 state in a new store: fp32, bfloat16 with
     # stochastic rounding, or 8 bits with a scale for each 256 elements. The update

@@ -111,7 +111,6 @@ def measure(
         csds=roots,
         csd=cards(method, count, arguments.slower),
         master="stored",
-        verify="always",
         num_workers=WORKERS_PER_CSD * num_csds,
         chunk_elements=CHUNK_ELEMENTS,
     )

@@ -71,9 +71,11 @@ class Rig:
         host = HostCsd(self.directory.path, self.pool, ByteMeters())
         self.csd = WatchedCsd(host)
         self.failure = Failure()
+        chunks = ChunkTable(self.directory, "b", {})
+        chunks.loaded = lambda *_: None  # tasks here write without telling checksums
         self.handler = TransferHandler(
             self.directory,
-            ChunkTable(self.directory, "b", {}, "never"),
+            chunks,
             [self.csd],
             num_workers=num_workers,
             num_kernels=num_workers,

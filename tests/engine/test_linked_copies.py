@@ -29,9 +29,8 @@ def linked_copy(driver):
 
 
 @pytest.mark.parametrize("durability", ["step", 4, "checkpoint"])
-@pytest.mark.parametrize("verify", ["always", "never"])
-def test_a_copy_between_steps(drive, durability, verify):
-    driver = drive(durability=durability, verify=verify, **OPTIONS).init().steps(2)
+def test_a_copy_between_steps(drive, durability):
+    driver = drive(durability=durability, **OPTIONS).init().steps(2)
     driver.store._training.join()
     committed = driver.opened.commit.step
     copy, before = linked_copy(driver)

@@ -98,15 +98,10 @@ def test_from_the_drive_where_they_are_not_at_hand(place, how, monkeypatch):
 
 @pytest.mark.parametrize("element", [(0, 0), (299, 1024), (150, 500)])
 @pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 26])
-@pytest.mark.parametrize(
-    "verify", ["always", pytest.param("never", marks=pytest.mark.long)]
-)
-def test_other_params_are_caught_wherever_they_differ(
-    place, element, memory_bytes, verify
-):
+def test_other_params_are_caught_wherever_they_differ(place, element, memory_bytes):
     params = new_params()
     with jaxinf.open_store(
-        place / "store", memory_bytes=memory_bytes, num_workers=2, verify=verify
+        place / "store", memory_bytes=memory_bytes, num_workers=2
     ) as store:
         tx = jaxinf.smart_update(optax.adam(1e-2), store)
         state = tx.init(params)

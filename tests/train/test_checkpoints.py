@@ -46,7 +46,7 @@ def test_checkpoints_by_policy_and_back_to_one(config, tmp_path, capsys):
     assert kept == [4, 8, 10, 11]
     assert "step 10: checkpoint 10" in capsys.readouterr().out
     first = losses(tmp_path / "log")
-    train(config(steps=11, restore="4", durability=3, verify="never"))
+    train(config(steps=11, restore="4", durability=3))
     assert "resuming at step 4" in capsys.readouterr().out
     assert losses(tmp_path / "log") == first
     train(config(steps=13, **options))  # step 12 is new, checkpoint 10 is there already

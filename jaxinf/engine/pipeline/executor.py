@@ -85,13 +85,12 @@ class Executor:
         layout, csd = resident.task.layout, self._csds[resident.task.csd]
         unchecked: list[tuple[int, Slot]] = []
         for state, slot in states:
-            if self._chunks.checks_reads:
-                with span("checksum"):
-                    checksum = csd.checksum(resident.buffer, layout.extents[state])
-                if checksum is None:
-                    unchecked.append((state, slot))
-                else:
-                    self._chunks.loaded(layout, state, slot, checksum)
+            with span("checksum"):
+                checksum = csd.checksum(resident.buffer, layout.extents[state])
+            if checksum is None:
+                unchecked.append((state, slot))
+            else:
+                self._chunks.loaded(layout, state, slot, checksum)
         return tuple(unchecked)
 
     # --- compute -------------------------------------------------------------------
