@@ -224,12 +224,8 @@ class Exports:
     def _write(self, export: _Export, pinned: PinnedStep) -> None:
         manifest = pinned.directory.manifest
         step = StepFiles(pinned.path, manifest)
-        transit = Transit(
-            least_memory(manifest),
-            self._options.export_bandwidth,
-            export.note,
-            export.stop,
-        )
+        memory_bytes = least_memory(manifest)
+        transit = Transit(memory_bytes, progress=export.note, stop=export.stop)
         if self._members.is_alone:
             beside = files_beside(self._options.path)
             export_url(step, export.url, beside=beside, transit=transit)

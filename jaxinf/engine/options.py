@@ -72,7 +72,6 @@ class StoreOptions:
         csd_shares: Sequence[float] = (),
         export_every: int | None = None,
         export_to: str | None = None,
-        export_bandwidth: int = 0,
     ) -> None:
         if num_workers is not None and num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: expected at least 1")
@@ -112,8 +111,8 @@ class StoreOptions:
         self.master: MasterChoice = master
         tiers = {} if tiers is None else tiers
         self.host_tier_bytes, self.device_tier_bytes = self._tier_bytes(tiers)
-        _check_exports(export_every, export_to, export_bandwidth)
-        self.export_to, self.export_bandwidth = export_to, export_bandwidth
+        _check_exports(export_every, export_to)
+        self.export_to = export_to
         self.export_every = export_every or 0
 
     def exports(self, step: int) -> bool:
@@ -209,8 +208,8 @@ def _kept_steps(keep_steps: KeepSteps | None) -> tuple[int, int, int]:
     return every, num, offset
 
 
-def _check_exports(every: int | None, url: str | None, bandwidth: int) -> None:
-    if every is None and url is None and not bandwidth:
+def _check_exports(every: int | None, url: str | None) -> None:
+    if every is None and url is None:
         return
     if every is None or url is None:
         raise ValueError(

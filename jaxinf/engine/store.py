@@ -336,7 +336,6 @@ def open_store(
     shardings: PyTree | None = None,
     export_every: int | None = None,
     export_to: str | None = None,
-    export_bandwidth: int | str | None = None,
 ) -> Store:
     """Opens a store, or sets the place where `tx.init` will make one.
 
@@ -409,8 +408,6 @@ def open_store(
         to ``URL/STEP`` (``file://``, ``gs://``, ``s3://``) in a thread beside training;
         docs/checkpoints.md, "Exports beside training". `Store.exports` shows what came
         of it. Some five times the largest chunk of `memory_bytes` is theirs.
-      export_bandwidth: most bytes a second that each process writes there, such as
-        ``"50MiB"``; by default no limit. As many are read back.
 
     In a program of several processes (`jax.distributed.initialize`), all open one path,
     and each has its member of the run in it, ``path/process-00000`` and so on; or each
@@ -428,8 +425,6 @@ def open_store(
     path, members = _joined(_absolute(path), timeout_s, redivision)
     if memory_bytes is not None:
         memory_bytes = given_bytes("memory_bytes", memory_bytes)
-    if export_bandwidth is not None:
-        export_bandwidth = given_bytes("export_bandwidth", export_bandwidth, least=0)
     given = {
         "csd_roots": None if csds is None else [_of_process(root) for root in csds],
         "csd": csd,
@@ -444,7 +439,6 @@ def open_store(
         "tiers": tiers,
         "export_every": export_every,
         "export_to": export_to,
-        "export_bandwidth": export_bandwidth,
         "csd_shares": [*csds.values()] if isinstance(csds, Mapping) else None,
     }
     given = {name: value for name, value in given.items() if value is not None}

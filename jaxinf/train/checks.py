@@ -115,8 +115,6 @@ def _check_compression(config: TrainConfig) -> None:
 
 def _check_exports(config: TrainConfig) -> None:
     if not config.export_every and config.export_to is None:
-        if config.export_bandwidth:
-            raise UsageError("--export-bandwidth: expected with --export-every")
         return
     if not config.export_every or config.export_to is None:
         given = "--export-every" if config.export_every else "--export-to"
@@ -160,7 +158,6 @@ def _check_ranges(config: TrainConfig) -> None:
         ("keep_last", 0),
         ("keep_every", 0),
         ("export_every", 0),
-        ("export_bandwidth", 0),
         ("sample_bytes", 0),
         ("weight_decay", 0),
         ("momentum", 0),
@@ -327,7 +324,6 @@ _OF_THE_STORE += (
     "keep_every",
     "export_every",
     "export_to",
-    "export_bandwidth",
     "keep_best",
     "restore",
 )

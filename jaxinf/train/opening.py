@@ -66,7 +66,6 @@ def open_backend(
             shardings=shardings,
             export_every=config.export_every or None,
             export_to=config.export_to,
-            export_bandwidth=config.export_bandwidth,
         )
     except (ValueError, NotADirectoryError) as error:
         raise UsageError(str(error)) from error

@@ -265,9 +265,6 @@ class StoreOptions:
     # Where they go: a URL of file://, gs:// or s3://, with a folder for each step.
     export_to: Annotated[str | None, _shown("URL", "none")] = None
 
-    # Most bytes a second that each process writes there, such as 50MiB; 0 is no limit.
-    export_bandwidth: Annotated[int, ByteSize] = 0
-
     # Continue from this checkpoint of the store, given by name.
     restore: Annotated[str | None, _shown("NAME", "none: go on where the run is")] = (
         None

@@ -19,7 +19,7 @@ SMALL = ("--memory", "64MiB")
 def test_exported_steps_go_on_as_the_run_did(run, losses, tmp_path, capsys, mode):
     words = ("--store", tmp_path / "store", "--mode", mode, *SMALL)
     export = ("--export-every", 3, "--export-to", f"file://{tmp_path}/out/")
-    assert run(*words, *export, "--export-bandwidth", "1GiB", "--steps", 4) == 0
+    assert run(*words, *export, "--steps", 4) == 0
     assert f"step 3: exported to file://{tmp_path}/out/3\n" in capsys.readouterr().out
     assert not [*(tmp_path / "store/snapshots").iterdir()]
     made = tmp_path / "made"
@@ -47,7 +47,6 @@ def test_a_failed_export_is_in_the_exit_status(run, tmp_path, capsys, caplog):
     [
         (("--export-every", 2), "--export-every: expected --export-every K and"),
         (("--export-to", "file:///a"), "--export-to: expected --export-every K and"),
-        (("--export-bandwidth", "1MiB"), "--export-bandwidth: expected with"),
         (
             ("--export-every", 2, "--export-to", "ftp://h/a"),
             "--export-to: expected a URL of file://, gs://, s3://, found ftp://",
@@ -77,7 +76,7 @@ def test_no_pin_stays(text, tmp_path, number):
     """A signal gives a slow export up; after a kill the next run removes its pin."""
     program = Path(__file__).parents[1] / "support/paused_trainer.py"
     words = ["--data", text, "--batch-size", 2, "--seq-len", 8, "--steps", 9999]
-    words += ["--store", tmp_path / "store", "--export-bandwidth", 1]
+    words += ["--store", tmp_path / "store"]
     words += ["--export-every", 1, "--export-to", f"file://{tmp_path}/out"]
     words = [sys.executable, program, 3, tmp_path / "go", *words]
     pins = tmp_path / "store/snapshots"
