@@ -30,11 +30,11 @@ _GROUPS = {
     "model": "model preset model-config from task freeze lora param-dtype",
     "optimizer": "optimizer optimizer-args learning-rate weight-decay momentum "
     "schedule warmup-steps clip-norm compress ema eval-average reference",
-    "memory and drives": "memory device-memory csd-root csd state master verify "
+    "memory and drives": "memory device-memory csd-root csd state master "
     "state-tier resident policy activations micro-batches order device-updates replan "
     "deterministic endurance-tbw",
     "commits and checkpoints": "durability checkpoint-every keep-last keep-every "
-    "keep-best restore export-every export-to export-bandwidth",
+    "keep-best restore export-every export-to",
     "several processes": "distributed coordinator num-processes process-id elastic "
     "fsdp",
     "output": "log-dir eval-every eval-batches sample-bytes tensorboard wandb trace",
