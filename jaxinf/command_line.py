@@ -13,16 +13,6 @@ import tyro
 
 from jaxinf.terminal import format_bytes, parse_bytes
 
-__all__ = [
-    "ByteSize",
-    "Flag",
-    "UsageError",
-    "commands_of",
-    "did_you_mean",
-    "flags_of",
-    "parse",
-]
-
 ByteSize = tyro.constructors.PrimitiveConstructorSpec[int](
     nargs=1,
     metavar="BYTES",
@@ -122,9 +112,6 @@ def parse(command: Any, words: Sequence[str], *, prog: str, **options: Any) -> A
 
     Args:
       command: a dataclass, or a union of subcommands.
-      words: the command line, without the program.
-      prog: the program, for messages.
-      options: more of `tyro.cli`.
 
     Raises:
       SystemExit: after ``--help`` (0), or because the words do not parse (2).

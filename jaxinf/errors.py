@@ -7,30 +7,6 @@ drive or an optimizer are `JaxinfError`.
 
 from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "AssignmentError",
-    "BudgetError",
-    "CsdError",
-    "DeviceConfigurationError",
-    "DivergedParamsError",
-    "ExchangeError",
-    "JaxinfError",
-    "NonFiniteGradientError",
-    "NonFiniteScalarError",
-    "ProcessError",
-    "StaleStateError",
-    "StoreClosedError",
-    "StoreCorruptError",
-    "StoreError",
-    "StoreFormatError",
-    "StoreIOError",
-    "StoreLockedError",
-    "StoreMismatchError",
-    "StoreSpaceError",
-    "StreamError",
-    "UnsupportedTransformError",
-]
-
 
 class JaxinfError(Exception):
     """Root of the tree. Its text has no control characters."""
@@ -181,8 +157,6 @@ class AssignmentError(StreamError):
     """A run would share its updates with the JAX device otherwise than its last step.
 
     Args:
-      store: the store's path.
-      recorded: by argument, what its commit records.
       found: what the run was asked for.
     """
 
@@ -199,7 +173,6 @@ class AssignmentError(StreamError):
 
         Args:
           flags: what is before the value of each argument.
-          replan: how another choice is allowed.
         """
 
         def shown(values: Mapping[str, str]) -> str:

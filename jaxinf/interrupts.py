@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-__all__ = ["Ending", "raise_kept", "run_whole"]
-
 _WAIT_S = 0.1
 
 
@@ -25,9 +23,6 @@ class Ending:
 
     `threading.Thread.join` is not used: before Python 3.13 one that Ctrl-C has ended
     takes the thread for ended, and the next one does not wait.
-
-    Attributes:
-      is_reached: Whether the work has ended.
     """
 
     def __init__(self) -> None:
@@ -36,7 +31,6 @@ class Ending:
         self._lock.acquire()
 
     def reach(self) -> None:
-        """Notes the end, once."""
         self.is_reached = True
         self._lock.release()
 
@@ -77,7 +71,6 @@ def run_whole(
     In the main thread it is run by another one. An interrupt is kept for `raise_kept`.
 
     Args:
-      function: the function; what it raises is raised.
       give_up: gets a second interrupt, since the function may wait for a drive that
         never answers; should let it end soon.
     """

@@ -11,17 +11,6 @@ from typing import IO
 
 from rich.console import Console
 
-__all__ = [
-    "exact_bytes",
-    "format_bytes",
-    "format_count",
-    "format_rate",
-    "given_bytes",
-    "make_console",
-    "parse_bytes",
-    "printable",
-]
-
 _PIPE_WIDTH = 4096
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {
@@ -85,8 +74,6 @@ def given_bytes(name: str, value: int | str, *, least: int = 1) -> int:
 
     Args:
       name: the argument's name, for the error.
-      value: its value.
-      least: the least number of bytes.
 
     Raises:
       ValueError: it is not a size, or less than `least`.
@@ -108,7 +95,6 @@ def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Con
     """Makes a console that prints text as it is, on standard output or on `file`.
 
     Args:
-      file: the stream to print to.
       soft_wrap: whether the terminal wraps long lines. In a pipe lines are never
         wrapped.
     """
@@ -124,12 +110,7 @@ def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Con
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Escapes the control characters of a text from an untrusted source.
-
-    Args:
-      text: the text.
-      keep: control characters to leave as they are.
-    """
+    """Escapes the control characters of a text from an untrusted source."""
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape").decode()
         for c in text

@@ -11,21 +11,6 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-__all__ = [
-    "AVERAGE",
-    "BFLOAT16",
-    "FLOAT16",
-    "FLOAT32",
-    "FLOAT_DTYPES",
-    "Array",
-    "DeferredArray",
-    "JsonValue",
-    "KeyPath",
-    "PathLikeStr",
-    "ProgressCallback",
-    "PyTree",
-]
-
 Array: TypeAlias = np.ndarray[Any, Any]
 """A NumPy array; shapes and dtypes are given in the docstrings."""
 
@@ -53,10 +38,6 @@ class DeferredArray(abc.ABC):
 
     ``tx.init`` of `jaxinf.smart_update` takes trees of such leaves, and has one of them
     in memory at a time.
-
-    Attributes:
-      shape: () for a scalar.
-      dtype: dtype of its elements.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
@@ -65,7 +46,6 @@ class DeferredArray(abc.ABC):
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
         return len(self.shape)
 
     @abc.abstractmethod

@@ -3,14 +3,12 @@
 import ast
 import functools
 import importlib
-import pkgutil
+import inspect
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
-
-import jaxinf
 
 ROOT = Path(__file__).parents[1]
 
@@ -159,27 +157,40 @@ def test_every_package_is_installed():
     assert sorted(listed) == sorted(found)
 
 
-@functools.cache
-def module_names():
-    found = pkgutil.walk_packages(jaxinf.__path__, "jaxinf.")
-    return ["jaxinf", *(m.name for m in found if not m.name.endswith("__main__"))]
+FACES = sorted({part_of(p) or "" for p in SOURCES if p.stem == "__init__"})
+"""Rooms of the package, and the package itself, by the names that they show."""
 
 
-@pytest.mark.parametrize("part", sorted({"", *PARTS} - {"__main__"}))
-def test_public_names_exist(part):
-    names_of_part = [n for n in module_names() if [*n.split("."), ""][1] == part]
-    assert names_of_part
-    for name in names_of_part:
-        module = importlib.import_module(name)
-        names = getattr(module, "__all__", None)
-        if names is None:
-            body = ast.parse(Path(module.__file__ or "").read_bytes()).body
-            assert len(body) == 1, f"{name} has code and no __all__"
-            names = []
-        assert len(set(names)) == len(names), name
-        missing = [item for item in names if not hasattr(module, item)]
-        assert not missing, f"{name}: {', '.join(missing)}"
-        assert module.__doc__, name
+@pytest.mark.parametrize("part", FACES)
+def test_faces_are_documented(part):
+    module = importlib.import_module(f"jaxinf.{part}" if part else "jaxinf")
+    assert module.__doc__
+    names = getattr(module, "__all__", [])
+    assert len(set(names)) == len(names)
+    for name in names:
+        shown = getattr(module, name)
+        is_named = inspect.isfunction(shown) or inspect.isclass(shown)
+        if not is_named or not shown.__module__.startswith("jaxinf."):
+            continue  # a value, a type alias, or a name of another library
+        assert shown.__doc__, name
+        if inspect.isclass(shown):
+            own = [f for f in vars(shown).items() if inspect.isfunction(f[1])]
+            bare = [n for n, f in own if n[0] != "_" and not f.__doc__]
+            assert not bare, f"{name}: {', '.join(bare)}"
+
+
+def test_faces_alone_list_their_names():
+    for path in SOURCES:
+        listed = any(is_list(node) for node in ast.parse(path.read_bytes()).body)
+        assert path.stem == "__init__" or not listed, path
+
+
+def is_list(node):
+    """Returns whether a node assigns `__all__`."""
+    return isinstance(node, ast.Assign) and any(
+        isinstance(target, ast.Name) and target.id == "__all__"
+        for target in node.targets
+    )
 
 
 def test_the_architecture_has_every_module():

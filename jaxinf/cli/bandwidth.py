@@ -22,8 +22,6 @@ from jaxinf.io import BufferPool, allocate_file, fsync_file, read_into, write_fr
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array, ProgressCallback
 
-__all__ = ["BLOCK_BYTES", "NUM_THREADS", "Bandwidth", "measure_bandwidth"]
-
 NUM_THREADS = 4
 BLOCK_BYTES = 16 << 20
 _POLL_S = 0.1
@@ -37,8 +35,6 @@ class Bandwidth:
     """Bytes per second.
 
     Attributes:
-      file_bytes: length of the temporary file.
-      read: bandwidth of reading alone.
       write: bandwidth of writing alone, until durable.
       mixed: bandwidth of reads and writes in equal parts, until durable.
       taken_write, taken_mixed: the same until the drive has taken the writes, which may
@@ -75,10 +71,8 @@ def measure_bandwidth(
     """Measures by moving three times the file's length; blocks until done.
 
     Args:
-      scratch: a directory on the file system.
       file_bytes: length of the temporary file; cut to an even number of blocks, of
         which each thread has at least two.
-      progress: called from this thread.
 
     Raises:
       ValueError: the file is too short to measure with.
@@ -151,7 +145,6 @@ class _Run:
         num_blocks: int,
         finish: Callable[[], None] = lambda: None,
     ) -> _Phase:
-        """Runs one phase on all threads, then `finish`."""
         before = self._done_bytes
         blocks = iter(range(num_blocks))
         stop = threading.Event()

@@ -33,8 +33,6 @@ from jaxinf.store import (
 )
 from jaxinf.terminal import format_bytes, make_console, printable
 
-__all__ = ["list_all", "remove", "restore", "restore_export", "save"]
-
 _WAYS = {
     "current": "where the others were",
     "checkpoint": "to which the others went by their checkpoint",
@@ -159,8 +157,6 @@ def _check_kept(directory: StoreDirectory, name: str, store: Path) -> None:
 
     Args:
       directory: the store, or a member of the run.
-      name: the checkpoint to be restored.
-      store: the path that the user gave.
     """
     give_up = f"jaxinf checkpoint restore {store} {name} --discard-current"
     try:

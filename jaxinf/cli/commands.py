@@ -44,19 +44,6 @@ from jaxinf.train.progress import Say, planning
 from jaxinf.train.run_file import read_run
 from jaxinf.train.several import SeveralPlan
 
-__all__ = [
-    "COMMANDS",
-    "Checkpoint",
-    "Doctor",
-    "Inspect",
-    "Plan",
-    "Report",
-    "Store",
-    "Train",
-    "Verify",
-    "main",
-]
-
 _SUCCESS, _FAILURE, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 

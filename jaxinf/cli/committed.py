@@ -25,8 +25,6 @@ from jaxinf.store import (
     pinned_step,
 )
 
-__all__ = ["CommittedStep", "open_committed", "open_directory"]
-
 _CANNOT_PIN = {
     errno.EACCES,
     errno.EDQUOT,
@@ -46,9 +44,7 @@ class CommittedStep:
     """A committed step, ready to be read.
 
     Attributes:
-      directory: the store.
       path: a directory with a slot's layout: a snapshot, or the slot of `current`.
-      commit: the step's record.
       is_pinned: whether all data is certain to be of this step.
       warnings: lines for the user about this step.
     """
@@ -61,7 +57,6 @@ class CommittedStep:
 
     @property
     def manifest(self) -> Manifest:
-        """The store's manifest."""
         return self.directory.manifest
 
 

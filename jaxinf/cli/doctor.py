@@ -44,8 +44,6 @@ from jaxinf.terminal import (
     printable,
 )
 
-__all__ = ["run"]
-
 
 def run(
     paths: Sequence[str],

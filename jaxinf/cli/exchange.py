@@ -42,8 +42,6 @@ from jaxinf.exchange import (
 from jaxinf.store import Manifest, find_checkpoint, find_members, whole_step
 from jaxinf.terminal import format_bytes, make_console
 
-__all__ = ["Export", "Import", "Memory"]
-
 _MAX_SHOWN = 8
 Memory = Annotated[int, ByteSize, tyro.conf.arg(help="Memory for data in transit.")]
 

@@ -52,8 +52,6 @@ from jaxinf.store import (
 )
 from jaxinf.terminal import format_bytes, make_console, printable
 
-__all__ = ["run", "summary_of"]
-
 
 def run(store: str, *, leaf: str | None, as_json: bool) -> None:
     """Prints what a store has, or a summary of one leaf."""

@@ -15,8 +15,6 @@ from typing import Any
 
 from jaxinf.native import toolchain
 
-__all__ = ["Machine", "Problem", "isa_level", "look_at_machine"]
-
 _V2 = {"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"}
 _CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _CUDA_DRIVER = "libcuda.so.1"
@@ -25,13 +23,7 @@ _PACKAGES = ("jaxinf", "jax", "jaxlib", "optax", "flax", "tensorstore", "numpy")
 
 @dataclass(frozen=True)
 class Problem:
-    """A missing part or feature.
-
-    Attributes:
-      what: the problem, with expected and found.
-      remedy: instructions for the user.
-      is_fatal: whether jaxinf cannot be used without it.
-    """
+    """A missing part or feature."""
 
     what: str
     remedy: str

@@ -19,8 +19,6 @@ from jaxinf.store import (
 )
 from jaxinf.terminal import make_console, printable
 
-__all__ = ["is_run", "lost_chunks", "over_members", "title_of"]
-
 
 def is_run(path: Path) -> bool:
     """Whether a path has the members of a run, and is not a store itself."""
@@ -32,7 +30,6 @@ def over_members(path: Path, action: Callable[[str], bool], *, as_json: bool) ->
     """Does something for each member that can be seen; returns the exit status.
 
     Args:
-      path: the run's path.
       action: does it for a member's path; whether that went well.
       as_json: print no lines of text around its output, which is a JSON document for
         each member.

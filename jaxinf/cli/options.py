@@ -7,8 +7,6 @@ from typing import Annotated, Any
 
 import tyro
 
-__all__ = ["StorePath", "option"]
-
 
 def option(text: str, metavar: str | None = None) -> Any:
     """Describes an argument in ``--help``, without showing its default."""

@@ -24,8 +24,6 @@ from jaxinf.layout import PAGE_BYTES
 from jaxinf.terminal import format_bytes
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["ADAM_STEP_BYTES", "ADAM_STORED_BYTES", "Place", "look_at_place"]
-
 ADAM_STORED_BYTES = 24
 """Bytes of a param with Adam in fp32: three states of 4 bytes in two slots."""
 
@@ -101,9 +99,7 @@ def look_at_place(path: Path, file_bytes: int, progress: ProgressCallback) -> Pl
     """Examines and measures a directory; blocks.
 
     Args:
-      path: the directory.
       file_bytes: length of the temporary file; 0 for no measurement.
-      progress: called during the measurement.
     """
     place = Place(path)
 

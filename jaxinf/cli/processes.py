@@ -40,8 +40,6 @@ from jaxinf.train.options import LaunchOptions
 from jaxinf.train.processes import connect
 from jaxinf.typing import JsonValue
 
-__all__ = ["TogetherOptions", "over_processes", "redivide_together"]
-
 _SILENCE_S = 60.0
 
 _LEAVE_S = 1.5
@@ -69,7 +67,6 @@ def redivide_together(
 
     Args:
       path: the store or the run, which all processes see.
-      launch: who they are.
       divide: leads the division, in process 0.
 
     Returns:
@@ -114,9 +111,6 @@ def over_processes(
     Args:
       path: the run's path, the same in all processes.
       action: does it for a member's path, and prints; whether that went well.
-      launch: who the processes are.
-      as_json: as for `over_members`.
-      timeout_s: the longest silence of a process.
 
     Returns:
       In all processes 2 if one has no member or is silent, 1 if the action failed for

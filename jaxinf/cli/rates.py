@@ -21,8 +21,6 @@ from jaxinf.layout import CodedSlot
 from jaxinf.plan import Device, Drive, Machine, Rate
 from jaxinf.program import trace_update
 
-__all__ = ["least_s", "measure_machine", "update_int8", "update_state"]
-
 _SOURCE = "jaxinf doctor"
 _COPIED_BYTES = 256 << 20
 _WIDTH = 2048
@@ -35,8 +33,6 @@ def measure_machine(name: str, facts: Facts, places: Sequence[Place]) -> Machine
     """Measures processor and device; blocks for half a minute.
 
     Args:
-      name: the machine's name.
-      facts: what is known of it.
       places: directories with a measured bandwidth. Of several on one drive the first
         counts.
 
@@ -121,7 +117,6 @@ def update_state(kernel: CompiledKernel, num: int) -> Callable[[], object]:
 
 
 def update_int8(kernel: CompiledKernel, num: int) -> Callable[[], object]:
-    """As `update_state`, with int8 moments."""
     gradient, params, mu = _random(num)
     slots = []
     for values in (mu, mu * mu):

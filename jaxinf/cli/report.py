@@ -23,8 +23,6 @@ from jaxinf.errors import JaxinfError
 from jaxinf.io import write_bytes_atomically
 from jaxinf.terminal import format_bytes
 
-__all__ = ["write_report"]
-
 _MOST_RUNS = 16
 _MOST_SPANS = 6000
 _MOST_TRACKS = 40

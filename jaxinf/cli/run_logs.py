@@ -16,8 +16,6 @@ from jaxinf.command_line import UsageError
 from jaxinf.terminal import format_bytes
 from jaxinf.typing import Array
 
-__all__ = ["MOST_POINTS", "Columns", "Logs", "Span", "phase_rows", "read_logs"]
-
 MOST_POINTS = 2000
 _MOST_READ = 16
 _MOST_COLUMNS = 64
@@ -68,7 +66,6 @@ class Span(NamedTuple):
 
     @property
     def ended_ms(self) -> float:
-        """The time of its end."""
         return self.began_ms + self.took_ms
 
     def within(self, began_ms: float, ended_ms: float) -> float:
@@ -77,7 +74,6 @@ class Span(NamedTuple):
 
 
 def read_logs(path: Path) -> Logs:
-    """Reads a log directory, which has to have a step."""
     metrics = path / "metrics.jsonl"
     if not metrics.is_file():
         raise UsageError(

@@ -23,8 +23,6 @@ from jaxinf.store import (
 )
 from jaxinf.terminal import format_bytes, printable
 
-__all__ = ["Store"]
-
 
 @dataclass(frozen=True)
 class _Convert:

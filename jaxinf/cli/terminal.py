@@ -22,13 +22,6 @@ from rich.text import Text
 from jaxinf.terminal import make_console
 from jaxinf.typing import ProgressCallback
 
-__all__ = [
-    "facts_table",
-    "heading",
-    "make_table",
-    "show_progress",
-]
-
 
 def heading(text: str) -> Text:
     """Makes a section's heading, after an empty line."""
@@ -36,12 +29,7 @@ def heading(text: str) -> Text:
 
 
 def make_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """Makes an empty table; long cells fold, so that names can be copied whole.
-
-    Args:
-      *columns: headers.
-      right: headers of the columns with numbers.
-    """
+    """Makes an empty table; long cells fold, so that names can be copied whole."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
         justify = "right" if column in right else "left"
@@ -51,7 +39,6 @@ def make_table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def facts_table(rows: Sequence[tuple[str, str | Text]]) -> Table:
-    """Makes a table of two columns, names and values."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -24,8 +24,6 @@ from jaxinf_models import PRESETS, abstract_params
 from jaxinf.streaming import CallTime, usual_call, usual_s
 from jaxinf.train.step import loss_of
 
-__all__ = ["Training", "measure_call", "measure_programs", "measure_training"]
-
 _SEQ_LEN = 128
 _BATCH_SIZE = 2
 _HEADS = (8, 12)
@@ -57,9 +55,6 @@ def measure_call(device: Any) -> CallTime:
     """Returns the usual time of a call with next to nothing to compute; blocks.
 
     Its operands and operations are as many as those of a block of a model.
-
-    Args:
-      device: The JAX device.
     """
     graphdef, params = abstract_params(_SMALLEST)
     tokens = jax.ShapeDtypeStruct((1, _TINY["n_positions"]), jnp.int32)
@@ -89,10 +84,6 @@ def measure_programs(device: Any, dtype: str) -> float:
 
     The usual ones, not the most: others may use the processor, as they will in a run.
     Each width counts alike.
-
-    Args:
-      device: The JAX device.
-      dtype: Of activations and products.
     """
     with jax.default_device(device):
         return statistics.harmonic_mean(_programs(n, dtype) for n in _HEADS)

@@ -24,8 +24,6 @@ from jaxinf.store import (
 )
 from jaxinf.terminal import format_bytes, make_console, printable
 
-__all__ = ["run"]
-
 _Reports: TypeAlias = list[tuple[str, list[Damage]]]
 
 
@@ -33,9 +31,7 @@ def run(store: str, *, name: str | None, as_json: bool) -> bool:
     """Verifies the committed step and all checkpoints; blocks.
 
     Args:
-      store: the store's directory.
       name: the only checkpoint to verify; None for the whole store.
-      as_json: print one JSON document.
 
     Returns:
       Whether there is no damage.

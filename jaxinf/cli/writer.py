@@ -14,21 +14,12 @@ from jaxinf.io import read_beneath
 from jaxinf.schema import SchemaError, check_json
 from jaxinf.store import LOCK
 
-__all__ = ["Writer", "find_writer"]
-
-
 _MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Writer:
-    """The process that has a store open.
-
-    Attributes:
-      pid: its process id.
-      host: the name of its machine.
-      command: its command line.
-    """
+    """The process that has a store open."""
 
     pid: int
     host: str

@@ -79,6 +79,8 @@ Beyond names: `jaxinf.kernels.lowering` follows what XLA's CPU compiler does wit
 update. Another XLA may round otherwise; ``tests/kernels/test_bits.py`` compares.
 """
 
+from jax.extend.core import Literal
+
 from jaxinf.compat.callbacks import (
     CALLBACK_LOGGER,
     call_with_buffers,
@@ -91,7 +93,6 @@ from jaxinf.compat.jaxprs import (
     IDENTITIES,
     ClosedJaxpr,
     Jaxpr,
-    Literal,
     Primitive,
     all_equations,
     bind,

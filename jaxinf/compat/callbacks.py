@@ -14,14 +14,6 @@ try:
 except ImportError:
     buffer_callback = None
 
-__all__ = [
-    "CALLBACK_LOGGER",
-    "call_with_buffers",
-    "call_with_copies",
-    "has_buffer_callback",
-    "raise_in_callback",
-]
-
 CALLBACK_LOGGER = "jax._src.callback"
 """Logs an exception of a callback, with a traceback."""
 

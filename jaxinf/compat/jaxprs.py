@@ -8,25 +8,7 @@ from typing import Any
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
-
-__all__ = [
-    "ELEMENTWISE",
-    "IDENTITIES",
-    "ClosedJaxpr",
-    "Jaxpr",
-    "Literal",
-    "Primitive",
-    "all_equations",
-    "bind",
-    "branches",
-    "called_jaxpr",
-    "inner_jaxprs",
-    "select_primitive",
-    "source_frames",
-    "source_line",
-    "static_params",
-]
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
 ELEMENTWISE = frozenset(
     """

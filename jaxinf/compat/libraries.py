@@ -11,18 +11,6 @@ from typing import Any
 
 import optax
 
-__all__ = [
-    "ORBAX_DICT_KEY",
-    "ORBAX_HANDLER",
-    "is_inside_lookahead",
-    "is_inside_multi_steps",
-    "is_params_placeholder",
-    "is_single_step",
-    "multi_steps_of",
-    "register_with_flax",
-]
-
-
 # ---- optax
 
 

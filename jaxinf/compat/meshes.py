@@ -12,14 +12,6 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh
 
-__all__ = [
-    "call_by_num_devices",
-    "has_explicit_axes_only",
-    "manual_axes",
-    "mesh_in_use",
-    "shard_map",
-]
-
 
 def shard_map(
     function: Callable[..., Any], *, mesh: Any, in_specs: Any, out_specs: Any

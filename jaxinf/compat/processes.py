@@ -20,13 +20,6 @@ try:
 except ImportError:
     _distributed = None
 
-__all__ = [
-    "Coordination",
-    "coordination",
-    "has_backend",
-    "missing_tasks",
-]
-
 
 class Coordination:
     """The coordination service that `jax.distributed.initialize` has connected to.

@@ -18,15 +18,6 @@ try:
 except ImportError:
     trace_state_clean = None
 
-__all__ = [
-    "Tracer",
-    "counts_elements",
-    "is_in_transformation",
-    "is_tracing",
-    "without_examples",
-    "x64",
-]
-
 
 def is_tracing() -> bool:
     """Whether JAX is tracing a function, so that even constants become tracers."""

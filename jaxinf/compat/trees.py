@@ -15,14 +15,6 @@ from jax.tree_util import (
     keystr,
 )
 
-__all__ = [
-    "attribute_of",
-    "key_name",
-    "path_keys",
-    "path_text",
-    "register_checked",
-]
-
 
 def key_name(key: Any) -> str:
     """Returns one entry of a key path as a string."""

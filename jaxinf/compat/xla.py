@@ -10,18 +10,6 @@ from typing import Any
 
 import jax
 
-__all__ = [
-    "CPU_THREADS_VARIABLE",
-    "DETERMINISTIC",
-    "LIBRARY_FUSIONS",
-    "compile_lowered",
-    "cpu_client_threads",
-    "deterministic_options",
-    "memory_registry",
-    "varies_between_runs",
-    "without_library_reductions",
-]
-
 CPU_THREADS_VARIABLE = "PJRT_NPROC"
 """The environment variable with the number of threads of XLA's CPU client."""
 

@@ -17,8 +17,6 @@ from jaxinf.compress.select import select
 from jaxinf.compress.topk import TopK
 from jaxinf.layout import Chunk, LeafGrid
 
-__all__ = ["Compressed", "compress_leaf", "dense_leaf"]
-
 
 class Compressed(NamedTuple):
     """The elements to send of a leaf, chunk after chunk; a pytree.
@@ -130,7 +128,6 @@ def _block(leaf: jax.Array, chunk: Chunk) -> jax.Array:
 def _assembled(
     leaf: jax.Array, chunks: Sequence[Chunk], blocks: Sequence[jax.Array]
 ) -> jax.Array:
-    """Returns the leaf with every chunk replaced."""
     if len(chunks) == 1:
         return blocks[0].reshape(leaf.shape)
     for chunk, block in zip(chunks, blocks, strict=True):

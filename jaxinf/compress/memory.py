@@ -17,8 +17,6 @@ from jaxinf.compress.topk import TopK
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, choose_grid
 from jaxinf.typing import PyTree
 
-__all__ = ["SparsifyState", "sparsify"]
-
 
 class SparsifyState(NamedTuple):
     """State of `sparsify`.

@@ -16,8 +16,6 @@ from jax import lax
 
 from jaxinf.compress.topk import Selection
 
-__all__ = ["select"]
-
 # Low bits of the threshold that stay undecided: 2**15 of 2**23 is 0.4 %.
 _TOLERANCE = 1 << 15
 # Shorter blocks are sorted, because a threshold would be no faster.
@@ -32,8 +30,6 @@ def select(block: jax.Array, k: int, selection: Selection) -> jax.Array:
 
     Args:
       block: ``(n,)`` float32.
-      k: at most n; static.
-      selection: see `jaxinf.top_k`.
 
     Returns:
       ``(k,)`` int32, rising.
@@ -99,7 +95,6 @@ def _first_bits(words: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def _set_bits(words: jax.Array, k: int) -> jax.Array:
-    """Returns the positions of the `k` set bits."""
     return _positions(words, jnp.arange(k, dtype=jnp.int32))
 
 

@@ -11,9 +11,6 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["INDEX_BYTES", "Selection", "TopK", "ValueDType", "parse_compression",
-           "top_k"]  # fmt: skip
-
 Selection: TypeAlias = Literal["threshold", "exact"]
 """The method to find the largest elements; see `top_k`."""
 

@@ -16,8 +16,6 @@ import numpy as np
 
 from jaxinf.typing import Array
 
-__all__ = ["SparseGradient", "SparseLeaf"]
-
 
 @dataclass(frozen=True)
 class SparseGradient:

@@ -18,21 +18,6 @@ from jaxinf.compress import SparseGradient
 from jaxinf.program import InitKernel, Kernel
 from jaxinf.typing import Array
 
-__all__ = [
-    "Csd",
-    "CsdBuffer",
-    "CsdFleet",
-    "CsdInfo",
-    "Extent",
-    "GradientForm",
-    "KernelNeed",
-    "Rounding",
-    "ScalarInputs",
-    "Transfer",
-    "UpdateOutcome",
-    "is_idle",
-]
-
 
 @dataclass(frozen=True)
 class CsdInfo:

@@ -33,16 +33,9 @@ from jaxinf.kernels import Call, Passage, compiled
 from jaxinf.program import InitKernel, Kernel
 from jaxinf.typing import Array
 
-__all__ = ["HostCsd", "HostFleet"]
-
 
 class HostFleet:
-    """See `jaxinf.csd.CsdFleet`: CSDs that share one budget of host memory.
-
-    Args:
-      memory_bytes: for all buffers together.
-      meters: counts the drives' bytes.
-    """
+    """See `jaxinf.csd.CsdFleet`: CSDs that share one budget of host memory."""
 
     def __init__(self, memory_bytes: int, meters: ByteMeters) -> None:
         self._pool = BufferPool(memory_bytes)
@@ -50,7 +43,6 @@ class HostFleet:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak host memory of buffers."""
         return self._pool.peak_bytes
 
     @property
@@ -64,7 +56,6 @@ class HostFleet:
 
     @property
     def num_kernels(self) -> int:
-        """One for each core."""
         return len(os.sched_getaffinity(0))
 
     def check(self, needs: Sequence[KernelNeed]) -> None:
@@ -86,7 +77,6 @@ class HostFleet:
     def attach(
         self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
     ) -> "Sequence[HostCsd]":
-        """Makes one CSD for each directory."""
         del buffer_bytes, num_elements
         return [HostCsd(root, self._pool, self._meters) for root in directories]
 
@@ -100,7 +90,6 @@ class _HostBuffer:
     """Memory, with the known checksums of the extents in it.
 
     Attributes:
-      memory: memory of the pool.
       known: by offset, the checksum from the last update; None for state read since.
     """
 
@@ -120,8 +109,6 @@ class _Repeated(NamedTuple):
 
     Attributes:
       extents: held here, so that no others have their identity.
-      kernel: the kernel.
-      call: its call.
       writes: for each extent whether the kernel changes it.
     """
 
@@ -330,7 +317,6 @@ class HostCsd:
 
 
 def _written(extents: Sequence[Extent], kernel: Kernel) -> list[bool]:
-    """Returns for each extent whether the kernel changes it."""
     names = iter(("params", *kernel.slots))
     result: list[bool] = []
     for extent in extents:

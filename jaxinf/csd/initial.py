@@ -13,8 +13,6 @@ from jaxinf.layout import CodedSlot
 from jaxinf.program import InitKernel
 from jaxinf.typing import Array
 
-__all__ = ["initialise_states", "slot_part", "states_as_slots"]
-
 _PIECE_ELEMENTS = 1 << 16
 
 
@@ -30,7 +28,6 @@ def initialise_states(
 
     Args:
       views: the memory of each extent, of its dtype; written.
-      extents, kernel, params, inputs, rounding: as `Csd.initialise`.
     """
     states = states_as_slots(views, extents, rounding)
     for start in range(0, params.size, _PIECE_ELEMENTS):

@@ -14,8 +14,6 @@ from jaxinf.csd.host import HostFleet
 from jaxinf.errors import CsdError
 from jaxinf.io import ByteMeters
 
-__all__ = ["CSD_KINDS", "CsdSpec", "open_csds", "parse_csd"]
-
 CSD_KINDS = ("host", "emulated", "smartssd")
 """The kinds that `jaxinf.open_store` takes."""
 

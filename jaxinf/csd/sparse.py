@@ -17,8 +17,6 @@ from jaxinf.kernels.passage import stored_arrays
 from jaxinf.layout import CodedSlot
 from jaxinf.typing import Array
 
-__all__ = ["run_sparse"]
-
 # Size of the dense scratch: 1 MiB in float32 stays in a core's cache. Only written
 # elements are cleared.
 _PIECE_ELEMENTS = 1 << 18
@@ -39,7 +37,6 @@ def run_sparse(
 
     Args:
       run: `jaxinf.kernels.CompiledKernel.run`; see there for the others.
-      gradient: a gradient as long as `params`.
 
     Returns:
       Whether every value is finite.

@@ -13,8 +13,6 @@ from jaxinf.io import Buffer, ByteMeters, DirectIO
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.native import transfers as native
 
-__all__ = ["Piece", "Transfers"]
-
 
 class Piece(NamedTuple):
     """A part of a file and of a buffer.
@@ -34,12 +32,7 @@ class Piece(NamedTuple):
 
 
 class Transfers:
-    """Moves pieces of the files under one directory. Thread-safe.
-
-    Args:
-      root: the directory.
-      meters: counts the bytes moved.
-    """
+    """Moves pieces of the files under one directory. Thread-safe."""
 
     def __init__(self, root: Path, meters: ByteMeters) -> None:
         self._io = DirectIO(root, meters)
@@ -91,7 +84,6 @@ class Transfers:
 
 
 def _request(piece: Piece) -> tuple[Any, ...]:
-    """Makes the request for `DirectIO`."""
     first = piece.buffer_offset_bytes
     num_pages = -(-piece.num_bytes // PAGE_BYTES)
     memory = piece.buffer.array[first : first + num_pages * PAGE_BYTES]

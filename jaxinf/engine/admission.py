@@ -30,8 +30,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import AVERAGE
 
-__all__ = ["check_division", "check_format", "check_place", "check_roots", "check_same"]
-
 _LOG = logging.getLogger("jaxinf")
 
 # Files that may be in the directory of a new store.

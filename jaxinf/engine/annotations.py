@@ -10,8 +10,6 @@ from pathlib import Path
 from jaxinf.schema import ANYTHING, parse_json
 from jaxinf.typing import JsonValue
 
-__all__ = ["Annotations"]
-
 _MOST_BYTES = 16 << 20  # the record must stay within the limit of a document
 
 
@@ -33,7 +31,6 @@ class Annotations:
 
         Args:
           step: a step that has not finished.
-          payload: JSON.
           finished: the last finished step; -1 if there is none.
 
         Raises:
@@ -65,7 +62,6 @@ class Annotations:
         """Notes that the store is at an earlier step again.
 
         Args:
-          step: the step.
           payload: the payload of the step after it, which was given up and is likely to
             be run again; it does not replace a newer one.
         """

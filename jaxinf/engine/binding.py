@@ -35,8 +35,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import Array
 
-__all__ = ["Binding"]
-
 _LOG = logging.getLogger("jaxinf")
 
 _State: TypeAlias = tuple[int, int]
@@ -70,8 +68,6 @@ class _Candidate:
 
     Attributes:
       place: its slot, or ``checkpoints/NAME``.
-      record: its commit.
-      reader: reader of its chunks.
       differing: a leaf whose params differ from the run's; empty if none was found.
     """
 
@@ -85,7 +81,6 @@ class Binding:
     """Binds a run to the open store. Thread-safe.
 
     Args:
-      opened: the open store.
       roll_back: makes another step the committed one, and opens the store anew.
 
     Attributes:
@@ -126,10 +121,6 @@ class Binding:
     def begin(self, step: int, origin: int = UPDATE) -> None:
         """Looks for the step of the run's state; no step may be under way.
 
-        Args:
-          step: the state's step.
-          origin: its origin.
-
         Raises:
           StaleStateError: the store has no such step, and lists the existing ones; or
             the run may not go back to it.
@@ -168,7 +159,6 @@ class Binding:
         """Compares a leaf, or a shard of it, with the step; blocks.
 
         Args:
-          leaf: number of the leaf.
           params: params on the JAX device, in their own dtype; only read.
           origin: index in the leaf of the array's first element.
         """

@@ -18,8 +18,6 @@ from jaxinf import compat
 from jaxinf.errors import ProcessError
 from jaxinf.typing import JsonValue
 
-__all__ = ["SLICE_S", "Channel", "failed_error"]
-
 SLICE_S = 1.0
 """Time between looks at whether a process is gone."""
 
@@ -32,15 +30,10 @@ class Channel:
     Without a service nothing is said, and nobody hears. Names are used once.
 
     Args:
-      service: the service.
       path: the path of the run, for messages.
-      place: where the keys are.
       has_failed: whether the run has, so that no more will be said.
       silence_s: the longest silence of a process, all of which call `living`; None for
         no limit.
-
-    Attributes:
-      number: number of this process.
     """
 
     def __init__(
@@ -138,10 +131,7 @@ def failed_error(
     """Returns the error of processes that have failed.
 
     Args:
-      path: the path of the run.
-      failed: what they said, by number.
       step: the step in which they failed, if there is one.
-      what: the call in which they failed.
     """
     where = f"step {step}: " if step is not None else f"{what}: " if what else ""
     listed = "; ".join(f"process {n}: {text}" for n, text in sorted(failed.items()))

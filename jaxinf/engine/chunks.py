@@ -28,8 +28,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import Array
 
-__all__ = ["ChunkTable"]
-
 _Parts: TypeAlias = dict[int, tuple[int, int]]
 """Parts of a chunk: offset in elements to checksum and length in bytes."""
 
@@ -38,8 +36,6 @@ class ChunkTable:
     """The chunk files of a store, an entry for each leaf, state and chunk. Thread-safe.
 
     Args:
-      directory: the store's files.
-      target: the slot of the first commit.
       checksums: checksums of the committed step, by array name; empty for a new store.
 
     Raises:
@@ -113,7 +109,6 @@ class ChunkTable:
     def sources(
         self, layout: SubgroupLayout, states: Sequence[int]
     ) -> tuple[tuple[int, Slot], ...]:
-        """Returns several states, each with its slot, as `source`."""
         found = tuple([self.source(layout, state) for state in states])
         return _paired(tuple(states), found)
 

@@ -35,15 +35,9 @@ from jaxinf.store import (
 )
 from jaxinf.typing import Array, JsonValue, PyTree
 
-__all__ = ["CommittedState"]
-
 
 class CommittedState:
-    """The part of `Store` that shows committed state. Thread-safe.
-
-    Args:
-      training: the store's run.
-    """
+    """The part of `Store` that shows committed state. Thread-safe."""
 
     def __init__(self, training: Training) -> None:
         self._run = training
@@ -183,9 +177,7 @@ class CommittedState:
         """Reads a leaf's committed master, or other state, onto JAX devices; blocks.
 
         Args:
-          number: number of the leaf.
           like: the leaf's shape, the wanted dtype and, optionally, a sharding.
-          state: number of the state in the manifest.
         """
         shape, dtype = tuple(like.shape), np.dtype(like.dtype)
         opened = self._training.opened

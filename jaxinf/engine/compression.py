@@ -11,8 +11,6 @@ from jaxinf.engine.store import Store
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program import UpdateProgram
 
-__all__ = ["check_compressed", "check_compression", "gradient_forms", "keeps_feedback"]
-
 
 def keeps_feedback(compression: TopK | None) -> bool:
     """Whether elements that are not sent are added to the next gradient."""

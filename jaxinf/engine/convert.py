@@ -38,8 +38,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import AVERAGE, Array, ProgressCallback
 
-__all__ = ["convert_store"]
-
 
 def convert_store(
     source: Path,
@@ -109,7 +107,6 @@ def convert_store(
 def _laid_out(
     held: StoreDirectory, codecs: Codecs, csds: Sequence[Path], *, has_average: bool
 ) -> Manifest:
-    """Returns the manifest of the new store."""
     states = _with_average if has_average else _without_average
     leaves = [
         coded_leaf(replace(leaf, states=states(leaf.slots)), codecs)
@@ -126,7 +123,6 @@ def _codecs(
     master: MasterFormat | None,
     average: AverageChoice | None,
 ) -> Codecs:
-    """Returns the codecs of the new store."""
     codecs = store_codecs(held.manifest)
     if state is not None:
         codecs = replace(codecs, state="" if state == "fp32" else state)
@@ -144,7 +140,6 @@ def _codecs(
 
 
 def _keeps(held: StoreDirectory, average: AverageChoice | None) -> bool:
-    """Whether the new store has an average."""
     has_one = AVERAGE in held.manifest.state_names
     if average == "none" and not has_one:
         raise ValueError(
@@ -249,7 +244,6 @@ class _SlotWriter:
             yield others[0], beside, others[0].num_elements(start)
 
     def checksums(self, record: LeafRecord) -> dict[str, Array]:
-        """Checksums of all chunks written, by array name."""
         return {
             record.array_name(state.name): np.array(
                 [

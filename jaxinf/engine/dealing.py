@@ -9,8 +9,6 @@ import os
 from jaxinf.engine.options import StoreOptions
 from jaxinf.store import Manifest, csd_bytes, deal_by_shares, is_dealt_by
 
-__all__ = ["deal_new_store", "tell_shares"]
-
 _LOG = logging.getLogger("jaxinf")
 
 

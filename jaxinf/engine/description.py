@@ -35,16 +35,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import AVERAGE
 
-__all__ = [
-    "Codecs",
-    "LeafDescription",
-    "StoreDescription",
-    "coded_leaf",
-    "describe",
-    "kernel_needs",
-    "store_codecs",
-]
-
 _Leaf = TypeVar("_Leaf", bound=LeafContents)
 
 _MIN_CODED_ELEMENTS = 4096
@@ -70,7 +60,6 @@ class Codecs:
     average: str = ""
 
     def of(self, state: StateRecord) -> str:
-        """Returns the codec of a state."""
         if state.name == MASTER_PARAMS:
             return self.master
         return self.average if state.name == AVERAGE else self.state
@@ -264,7 +253,6 @@ def _may_be_coded(state: StateRecord) -> bool:
 
 
 def store_codecs(held: Manifest) -> Codecs:
-    """Returns the codecs of a store."""
     masters = {leaf.states[0].codec for leaf in held.leaves}
     others = [state for leaf in held.leaves for state in leaf.states[1:]]
     states = {state.codec for state in others if state.name != AVERAGE}

@@ -14,21 +14,11 @@ import jax
 from jaxinf import compat
 from jaxinf.errors import StoreError
 
-__all__ = [
-    "check_thread",
-    "has_unread_failure",
-    "wait_for_callbacks",
-    "wait_for_dispatched",
-]
-
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.02
 
 
 def check_thread(what: str) -> None:
     """Refuses to wait on a thread of JAX's, whose computation would wait for itself.
-
-    Args:
-      what: the requested operation, with the store's path.
 
     Raises:
       StoreError: the caller is a callback.

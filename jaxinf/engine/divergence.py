@@ -16,17 +16,6 @@ from jaxinf.layout import gather
 from jaxinf.store import CommitRecord, StepReader, StoreDirectory
 from jaxinf.typing import Array
 
-__all__ = [
-    "INIT_WITH_OTHERS",
-    "RESTART",
-    "UPDATE",
-    "check_known",
-    "compare_chunk",
-    "diverged_error",
-    "same_values",
-    "stale_state",
-]
-
 _LOG = logging.getLogger("jaxinf")
 
 UPDATE, INIT_WITH_OTHERS = 0, 1
@@ -51,9 +40,6 @@ def compare_chunk(
     Reads the chunk again. It is called when a checksum has shown a difference.
 
     Args:
-      directory: the store's files.
-      chunks: the newest version of each chunk.
-      layout: a subgroup of the chunk.
       params: the leaf or a shard of it, in the dtype of the store's params.
       origin: index in the leaf of the array's first element.
 
@@ -85,7 +71,6 @@ def same_values(a: Array, b: Array, *, bound: float = 0.0) -> bool:
     JAX on a CPU flushes denormals and NumPy does not, so that is no difference.
 
     Args:
-      a, b: arrays of one shape.
       bound: a difference that does not count.
     """
     wide_a, wide_b = a.astype(np.float32), b.astype(np.float32)
@@ -114,8 +99,6 @@ def check_known(path: Path, step: int, origin: int, *, warns: bool) -> None:
     """Refuses to go on without params where `init` saw others than the step's.
 
     Args:
-      path: the store's path.
-      step, origin: of the state.
       warns: whether to warn of a state that may have been restored beside other params.
 
     Raises:
@@ -140,13 +123,7 @@ def check_known(path: Path, step: int, origin: int, *, warns: bool) -> None:
 
 
 def stale_state(path: Path, step: int, at: int) -> StaleStateError:
-    """Makes the error for a state that is not the one of the store's last step.
-
-    Args:
-      path: the store's path.
-      step: the state's step.
-      at: the store's step.
-    """
+    """Makes the error for a state that is not the one of the store's last step."""
     if step == at:
         return StaleStateError(
             f"{path}: the optimizer state given to update is of a step {step} that was "

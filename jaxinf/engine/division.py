@@ -17,15 +17,6 @@ from jaxinf.layout import (
 )
 from jaxinf.store import LeafRecord, Manifest
 
-__all__ = [
-    "check_host_tier",
-    "check_memory",
-    "cut_subgroups",
-    "longest",
-    "staying",
-    "subgroup_elements",
-]
-
 _LEAST_SHARE = 4  # workers at one of several cards
 
 
@@ -82,7 +73,6 @@ def _least_buffers(options: StoreOptions, manifest: Manifest) -> tuple[int, int]
 def cut_subgroups(
     manifest: Manifest, max_elements: int
 ) -> list[list[list[SubgroupLayout]]]:
-    """Returns the subgroups by leaf and chunk."""
     result = []
     for leaf, record in enumerate(manifest.leaves):
         per_chunk: list[list[SubgroupLayout]] = [[] for _ in record.csds]
@@ -105,7 +95,6 @@ def staying(
 
     Args:
       chunks: those that may stay, by subgroups.
-      num_bytes: the memory.
     """
     found: list[Subgroup] = []
     for chunk in sorted(chunks, key=_held_bytes):

@@ -5,8 +5,6 @@ Invariant: everything that Python does at exit is done before the status is set.
 
 import ctypes
 
-__all__ = ["fail_at_exit"]
-
 
 def fail_at_exit() -> None:
     """Makes the process end with status 1; called while the interpreter exits.

@@ -46,8 +46,6 @@ from jaxinf.store import (
 from jaxinf.terminal import format_bytes
 from jaxinf.typing import JsonValue, ProgressCallback
 
-__all__ = ["ExportInfo", "Exports"]
-
 _LOG = logging.getLogger("jaxinf")
 _LOOK_S = 0.2
 _PATIENCE_LOOKS = 5
@@ -87,12 +85,7 @@ class _Export:
 
 
 class Exports:
-    """The exports of a store. Thread-safe.
-
-    Args:
-      options: the options of the store.
-      members: the processes that have it together.
-    """
+    """The exports of a store. Thread-safe."""
 
     def __init__(self, options: StoreOptions, members: Members) -> None:
         self._options, self._members = options, members

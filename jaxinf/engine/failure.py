@@ -13,8 +13,6 @@ from types import TracebackType
 from jaxinf.engine.dispatched import has_unread_failure
 from jaxinf.errors import StoreClosedError
 
-__all__ = ["Failure", "StoreHealth", "check_announced", "closed_error"]
-
 _LOG = logging.getLogger("jaxinf")
 
 
@@ -66,8 +64,6 @@ class StoreHealth:
 
     Attributes:
       failure: the failure that stopped the store; workers listen to it.
-      is_closed: whether `close` was called.
-      is_known: whether `tell` has raised the failure.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +76,6 @@ class StoreHealth:
         self.is_known = False
 
     def tell(self) -> None:
-        """As `check`, for the program itself, which knows of the failure then."""
         self.is_known = self.failure.error is not None
         self.check()
 
@@ -161,7 +156,6 @@ def check_announced() -> None:
 
 
 def closed_error(path: Path) -> StoreClosedError:
-    """Makes the error for calls on a closed store."""
     return StoreClosedError(
         f"{path}: the store is closed; open it again with jaxinf.open_store to go on "
         "at its last committed step"

@@ -20,16 +20,12 @@ from jaxinf.engine.updaters import Updater
 from jaxinf.io import ByteMeters
 from jaxinf.layout import Subgroup
 
-__all__ = ["Held", "HeldStates"]
-
 
 @dataclass(eq=False)
 class Held:
     """A subgroup's states with an updater.
 
     Attributes:
-      layout: the subgroup.
-      states: by number, as the updater has them.
       unwritten: those whose newest version is not on the drive.
     """
 
@@ -39,11 +35,7 @@ class Held:
 
 
 class HeldStates:
-    """The subgroups whose states an updater has. One task at a time has each of them.
-
-    Args:
-      meters: counts what leaves the updater.
-    """
+    """The subgroups whose states an updater has, each for one task at a time."""
 
     def __init__(self, meters: ByteMeters) -> None:
         self._meters = meters
@@ -62,7 +54,6 @@ class HeldStates:
         return self._held.setdefault(subgroup, Held(layout))
 
     def states(self, subgroup: Subgroup) -> Collection[int]:
-        """Returns the numbers of a subgroup's states that are held."""
         held = self._held.get(subgroup)
         return () if held is None else held.states.keys()
 

@@ -16,8 +16,6 @@ from jaxinf.store import (
     save_checkpoint,
 )
 
-__all__ = ["archive", "check_room", "keep_number", "keep_step"]
-
 
 def keep_step(opened: OpenStore) -> None:
     """Keeps the committed step as a checkpoint, and removes the oldest kept one."""
@@ -74,7 +72,6 @@ def check_room(options: StoreOptions, directory: StoreDirectory) -> None:
 
 
 def _kept(directory: StoreDirectory, options: StoreOptions) -> list[int]:
-    """Returns the steps that `keep_step` has kept."""
     names = checkpoint_names(directory)
     steps = [int(n) for n in names if n.isdecimal() and n == str(int(n))]
     return sorted(step for step in steps if step and options.keeps(step))

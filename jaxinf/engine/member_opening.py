@@ -27,15 +27,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import JsonValue
 
-__all__ = [
-    "check_alone",
-    "check_members",
-    "check_plans",
-    "go_on_from",
-    "held_summary",
-    "planned_summary",
-]
-
 _ASIDE = "move the run's directory aside, in all places where it lies, and start anew"
 
 
@@ -43,8 +34,6 @@ def held_summary(path: Path, members: Members, restore: str | None) -> JsonValue
     """Describes an existing member to the others.
 
     Args:
-      path: the member's directory.
-      members: the processes.
       restore: the checkpoint that the run is to go on from.
 
     Raises:
@@ -77,7 +66,6 @@ def check_members(path: Path, found: Sequence[Any]) -> StepId | None:
     With a checkpoint to restore they need none in common.
 
     Args:
-      path: the path of this process's member.
       found: a `held_summary` of each process, or None where there is no member.
 
     Raises:

@@ -28,15 +28,6 @@ from jaxinf.errors import ProcessError, StoreFormatError
 from jaxinf.store import Member, member_name
 from jaxinf.typing import JsonValue
 
-__all__ = [
-    "DEFAULT_TIMEOUT_S",
-    "Members",
-    "division_advice",
-    "join_members",
-    "meet_members",
-    "member_path",
-]
-
 _T = TypeVar("_T")
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -58,9 +49,7 @@ class Members:
       timeout_s: the longest wait for another process.
 
     Attributes:
-      path: as given.
       number: number of this process, 0 if it is alone.
-      count: number of processes.
       may_hang: whether the program may wait for another process in a collective
         without end, so that a failure must end this process.
     """
@@ -133,10 +122,6 @@ class Members:
 
         So no process fails where the others wait for it in a collective.
 
-        Args:
-          what: what it makes, for messages.
-          action: meets no other process.
-
         Raises:
           ProcessError: as `agree`.
         """
@@ -145,12 +130,7 @@ class Members:
         return found[0]
 
     def channel(self, name: str, silence_s: float | None = None) -> Channel:
-        """What the processes say to each other beside their calls, by a new name.
-
-        Args:
-          name: the name.
-          silence_s: as for `Channel`.
-        """
+        """What the processes say to each other beside their calls, by a new name."""
         place = f"jaxinf/{self._session}/{name}"
         return Channel(
             self._service,
@@ -170,9 +150,6 @@ class Members:
 
     def meet(self, step: int) -> None:
         """Waits until every process has its part of a step durable.
-
-        Args:
-          step: the step.
 
         Raises:
           ProcessError: a process failed, or did not come in time; nothing may be
@@ -293,10 +270,6 @@ class Members:
         JAX cannot end that wait. The exit status is 1. JAX aborts a process that finds
         another one or the service gone, so all leave together; the one with the service
         waits longest.
-
-        Args:
-          is_known: whether the program knows of it.
-          error: the failure.
         """
         service = self._service
         if service is None or not self.may_hang:

@@ -14,8 +14,6 @@ from jaxinf.errors import NonFiniteScalarError
 from jaxinf.kernels.specialise import scalars_used
 from jaxinf.store import ScalarState
 
-__all__ = ["nan_scalar_error", "nan_scalars"]
-
 
 def nan_scalars(
     opened: OpenStore, requests: Sequence[UpdateRequest]
@@ -42,9 +40,6 @@ def nan_scalar_error(
     """Makes the error for a step that would compute with NaN.
 
     Args:
-      opened: the store.
-      step: the refused step.
-      found: a result of `nan_scalars`.
       scalars: the optimizer's scalars, which may name the value.
     """
     held = [

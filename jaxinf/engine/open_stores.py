@@ -13,8 +13,6 @@ from jaxinf.engine.members import Members
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.training import Training
 
-__all__ = ["OpenStores", "Opened"]
-
 _LOG = logging.getLogger("jaxinf")
 
 
@@ -22,7 +20,6 @@ class Opened:
     """An open store and its handles.
 
     Attributes:
-      training: the store's run.
       holders: handles that are not closed, the oldest first.
     """
 
@@ -58,7 +55,6 @@ class OpenStores:
         A store that a failure has stopped is closed and opened anew.
 
         Args:
-          options: the options for opening it.
           given: the options that the caller has set, by name.
           members: the processes that have the store together; by default this one.
 
@@ -95,7 +91,6 @@ class OpenStores:
             self._by_path = {p: h for p, h in self._by_path.items() if h is not held}
 
     def all(self) -> list[Opened]:
-        """Returns all open stores, the oldest first."""
         with self.guard:
             held = self._by_path.values()
             return [one for one in held if not one.training.is_closed]

@@ -30,8 +30,6 @@ from jaxinf.store import (
     stock_documents,
 )
 
-__all__ = ["OpenStore", "OpenedCsds", "StoreRun"]
-
 _SPANS = {
     CommitAction.SYNC: "sync",
     CommitAction.RECORD: "publish",
@@ -45,12 +43,7 @@ class StoreRun:
     """Data that lives as long as the user's `Store`, with or without files.
 
     Attributes:
-      options: the options of `open_store`.
-      health: whether the store can be used.
-      meters: counters of bytes on drives and link.
       new_id: the id of the store that this run makes, if there is none.
-      members: the processes that have the store together.
-      exports: of steps to a URL.
     """
 
     options: StoreOptions
@@ -62,7 +55,6 @@ class StoreRun:
 
     @classmethod
     def of(cls, options: StoreOptions, members: Members) -> "StoreRun":
-        """Makes the run of a store about to be opened."""
         health = StoreHealth(options.path)
         new_id = uuid.uuid4().hex
         exports = Exports(options, members)
@@ -74,7 +66,6 @@ class OpenedCsds:
     """The CSDs of an existing or future store; nothing is written yet.
 
     Attributes:
-      fleet: the CSDs.
       layouts: the store's subgroups by leaf and chunk, of a length they can hold.
     """
 

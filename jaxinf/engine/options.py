@@ -16,18 +16,6 @@ from jaxinf.layout import CHUNK_ALIGNMENT_ELEMENTS
 from jaxinf.store import CODECS, Manifest
 from jaxinf.terminal import given_bytes
 
-__all__ = [
-    "AverageChoice",
-    "Durability",
-    "KeepSteps",
-    "MasterChoice",
-    "MasterFormat",
-    "StateFormat",
-    "StoreOptions",
-    "check_share",
-    "check_writable",
-]
-
 Durability: TypeAlias = Literal["step", "checkpoint"] | int
 """The steps after which to commit; see `jaxinf.open_store`."""
 

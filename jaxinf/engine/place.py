@@ -55,8 +55,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import JsonValue
 
-__all__ = ["StorePlace"]
-
 _LOG = logging.getLogger("jaxinf")
 
 
@@ -65,9 +63,6 @@ class StorePlace:
 
     Args:
       run: the run of the `Store`, with its options.
-
-    Attributes:
-      path: the store's directory.
 
     Raises:
       NotADirectoryError, PermissionError: the path cannot be a store.
@@ -117,7 +112,6 @@ class StorePlace:
         return self._open_locked(self._lock)
 
     def _open_member(self) -> OpenStore | None:
-        """As `open`, in all processes of a run, at the step that they agree on."""
         members, path = self._run.members, self.path
         opened: OpenStore | None = None
 
@@ -193,7 +187,6 @@ class StorePlace:
         """Makes another step the committed one; under the lock, between two steps.
 
         Args:
-          opened: the store, which is closed first.
           place: the other slot, just verified, or ``checkpoints/NAME``.
 
         Returns:
@@ -258,7 +251,6 @@ class StorePlace:
         If another process has made and closed a store in the meantime, that is opened.
 
         Args:
-          description: its content.
           uses_budget: whether its own memory budget will be used.
 
         Raises:
@@ -313,7 +305,6 @@ class StorePlace:
         return self._attach(directory, csds, None)
 
     def _new_manifest(self, description: StoreDescription) -> Manifest:
-        """Makes the manifest of the new store; removes an unfinished one."""
         roots: list[str] = []
         self._master_codec(description)  # before something is removed
         if self._lock is not None and self.is_there():
@@ -328,7 +319,6 @@ class StorePlace:
         """Returns the shape of a store to be made; writes nothing.
 
         Args:
-          description: the store's.
           member: its part in a run; by default this process's.
         """
         manifest = self._manifest(description, [], member)

@@ -14,8 +14,6 @@ from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.layout import scatter
 from jaxinf.typing import Array
 
-__all__ = ["SlotRequest", "recall_tasks"]
-
 
 @dataclass(frozen=True)
 class SlotRequest:
@@ -35,7 +33,6 @@ class SlotRequest:
 
 
 def recall_tasks(opened: OpenStore, request: SlotRequest) -> list[Task]:
-    """Makes the tasks of a request, one for each subgroup."""
     layouts = opened.layouts(request.leaf, request.origin, request.out.shape)
     return [_task(opened, request, layout) for layout in layouts]
 

@@ -27,8 +27,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import PyTree
 
-__all__ = ["Redivision", "redivision_for"]
-
 _LOG = logging.getLogger("jaxinf")
 
 
@@ -110,7 +108,6 @@ def _by_path(shardings: PyTree) -> dict[tuple[str, ...], NamedSharding]:
 def _shards(
     by_path: Mapping[tuple[str, ...], NamedSharding], leaf: LeafRecord
 ) -> Shards:
-    """Returns a leaf's shards by its sharding."""
     sharding = by_path.get(leaf.path)
     if sharding is None:
         raise ValueError(

@@ -21,15 +21,6 @@ from jaxinf import compat
 from jaxinf.engine.sharding import callers
 from jaxinf.typing import Array
 
-__all__ = [
-    "gathered_replicas",
-    "gathered_whole",
-    "own_parts",
-    "put_together",
-    "replicas_differ",
-    "sum_bits",
-]
-
 _ReadBox: TypeAlias = Callable[[Sequence[int], Sequence[int]], Array]
 """Reads a box, by its origin and extent, with zeros in place of what others hold."""
 
@@ -52,8 +43,6 @@ def own_parts(
 
     Args:
       sharding: the array's, on a mesh of all processes.
-      shape, dtype: the array's.
-      read: reads this process's part of a shard.
     """
     seen, own = set(), []
     for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
@@ -131,7 +120,6 @@ def replicas_differ(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 @cache
 def _one_device_each() -> Mesh:
-    """A mesh with the first device of each process."""
     first: dict[int, Any] = {}
     for device in jax.devices():
         first.setdefault(device.process_index, device)

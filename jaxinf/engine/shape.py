@@ -15,8 +15,6 @@ from jaxinf.layout import Subgroup, covers
 from jaxinf.store import StoreDirectory
 from jaxinf.typing import AVERAGE
 
-__all__ = ["StoreShape"]
-
 
 class StoreShape:
     """The chunks and subgroups of an existing or future store.

@@ -14,17 +14,6 @@ from jaxinf.engine.members import Members
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.typing import Array
 
-__all__ = [
-    "callers",
-    "check_processes",
-    "distinct_shards",
-    "has_shared_parts",
-    "local_shards",
-    "part_holders",
-    "shard_counts",
-    "shard_holders",
-]
-
 
 def shard_counts(
     sharding: NamedSharding | None, shape: Sequence[int]
@@ -139,12 +128,7 @@ def _processes(mesh: Any) -> set[int]:
 def boxes_with_holders(
     sharding: NamedSharding, shape: Sequence[int]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], set[int]]]:
-    """Returns origin and extent of each shard, and the processes that have it.
-
-    Args:
-      sharding: on a mesh of devices.
-      shape: the array's.
-    """
+    """Returns origin and extent of each shard, and the processes that have it."""
     found: dict[tuple[int, ...], tuple[tuple[int, ...], set[int]]] = {}
     for device, index in sharding.devices_indices_map(tuple(shape)).items():
         bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]

@@ -30,17 +30,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import Array, JsonValue
 
-__all__ = [
-    "ParamsReader",
-    "committed_reader",
-    "committed_step",
-    "finish_initialisation",
-    "has_params",
-    "initialise",
-    "read_state",
-    "same_params",
-]
-
 
 def initialise(
     opened: OpenStore,
@@ -113,10 +102,6 @@ def same_params(
     leaf that the record calls inexact may differ by as much as it says.
 
     Args:
-      opened: the store.
-      commit: the step's record.
-      reader: reader of the step.
-      leaf: number of the leaf.
       params: the leaf or one shard of it, in its own dtype; only read.
       origin: index in the leaf of the array's first element.
     """
@@ -144,8 +129,6 @@ def has_params(
     """Whether params have exactly the bits of the last committed step's; reads nothing.
 
     Args:
-      opened: the store, without a step in flight.
-      leaf: number of the leaf.
       params: the leaf or one shard of it, in the dtype of the store's params.
       origin: index in the leaf of the array's first element.
     """
@@ -183,11 +166,8 @@ def read_state(
     these, otherwise to nearest even.
 
     Args:
-      opened: the store, without a step in flight.
-      leaf: number of the leaf.
       out: the leaf or one shard of it; written.
       origin: index in the leaf of the array's first element.
-      state: number of the state.
     """
     with committed_reader(opened, opened.options.memory_bytes) as reader:
         chunks = opened.chunks_of(leaf, origin, out.shape)
@@ -311,12 +291,6 @@ def _each_piece(
     """Calls `visit`, from several threads, with the pieces of a committed state.
 
     Args:
-      opened: the store.
-      reader: reader of a committed step.
-      leaf: number of the leaf.
-      dtype: dtype of the pieces.
-      chunks: numbers of the chunks to read.
-      visit: called with each piece.
       state: number of the state in the leaf's record; the master params by default.
       into: as for `StepReader.stored`, if the pieces are of the stored dtype.
     """

@@ -34,9 +34,6 @@ from jaxinf.io import ByteCounts, span, timeline
 from jaxinf.layout import Subgroup
 from jaxinf.store import CommitRecord, ScalarState
 
-__all__ = ["StepEngine", "StepMetrics"]
-
-
 _LOG = logging.getLogger("jaxinf")
 
 _NUM_METRICS_KEPT = 8
@@ -161,7 +158,6 @@ class StepEngine:
 
         Args:
           step: the step of the caller's state.
-          requests: the slots.
           repeats: whether the next step will do the same, so that nothing is to be
             read ahead for its updates.
 
@@ -193,8 +189,6 @@ class StepEngine:
 
         Args:
           step: the step of the caller's state.
-          scalars: the optimizer's new scalar state.
-          skipped_steps: number of steps skipped so far.
           inexact: leaves whose 16-bit params at the caller differ in bits from
             `UpdateRequest.out`, and the greatest difference. The next step does not
             use the caller's.
@@ -292,7 +286,6 @@ class StepEngine:
 
     @property
     def metrics(self) -> StepMetrics | None:
-        """Metrics of the last committed step."""
         return self._metrics[-1] if self._metrics else None
 
     def metrics_of(self, step: int) -> StepMetrics | None:
@@ -331,7 +324,6 @@ class StepEngine:
     # --- inside --------------------------------------------------------------------
 
     def _begin(self, step: int) -> None:
-        """Opens the step unless it is open."""
         opened = self._opened
         opened.check()
         with self._guard:
@@ -455,7 +447,6 @@ def _prefetch(
     """Prefetches the next step's states, in the order in which gradients came.
 
     Args:
-      opened: the store.
       arrivals: the subgroups that the last step has updated.
       given_up: those whose updates do not count.
     """

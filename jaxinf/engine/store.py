@@ -52,15 +52,6 @@ from jaxinf.store import (
 from jaxinf.terminal import given_bytes
 from jaxinf.typing import JsonValue, PathLikeStr, ProgressCallback, PyTree
 
-__all__ = [
-    "DEFAULT_MEMORY_BYTES",
-    "Store",
-    "close",
-    "open_store",
-    "store_of",
-    "store_with_id",
-]
-
 DEFAULT_MEMORY_BYTES = 512 << 20
 _DEFAULTS: dict[str, Any] = {
     "csd_roots": (),

@@ -13,14 +13,6 @@ from jaxinf.layout import covers, gather
 from jaxinf.store import StoreDirectory
 from jaxinf.typing import Array
 
-__all__ = [
-    "gather_gradient",
-    "gather_inputs",
-    "gather_run",
-    "rounding_of",
-    "rounding_of_chunk",
-]
-
 
 def gather_run(
     directory: StoreDirectory,

@@ -10,8 +10,6 @@ from jaxinf.csd import Extent
 from jaxinf.layout import PAGE_BYTES, Subgroup
 from jaxinf.store import ERROR_FEEDBACK, LeafRecord, dtype_of
 
-__all__ = ["SubgroupLayout"]
-
 
 @dataclass(frozen=True)
 class SubgroupLayout:

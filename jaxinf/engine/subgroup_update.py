@@ -21,20 +21,14 @@ from jaxinf.program import Kernel
 from jaxinf.store import StoreDirectory
 from jaxinf.typing import Array
 
-__all__ = ["SubgroupUpdate"]
-
 
 @dataclass(eq=False, slots=True)
 class SubgroupUpdate:
     """The computation of one task of a step.
 
     Attributes:
-      directory: the store's files.
       chunks: the checksums of the files.
-      request: the request for the leaf.
-      layout: the subgroup.
       kernel: the update, for the request's scalars.
-      rounding: the seed of stochastic rounding.
       given: the caller's params, if they are used instead of the stored ones.
       compared: the caller's params, if they are compared with the stored ones.
       is_probed: whether to compare the stored params with the request's probe.
@@ -42,7 +36,6 @@ class SubgroupUpdate:
       is_whole: whether the chunk's file is unchanged since the last step.
       updater: what computes it in place of the CSD; None if the CSD does.
       held: the states that stay with the updater; None if none stays.
-      stores: states that the step writes.
       defers: those that it would write, and that stay with the updater until a commit.
       is_finite: whether the gradient is finite; known after `run`.
     """
@@ -70,7 +63,6 @@ class SubgroupUpdate:
         """Updates the buffer, and writes the result to the request's `out`.
 
         Args:
-          csd, buffer: the subgroup's CSD and buffer.
           tells: states whose checksum as read is requested.
 
         Returns:

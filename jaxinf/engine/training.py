@@ -44,8 +44,6 @@ from jaxinf.layout import LeafGrid, choose_grid
 from jaxinf.store import CommitRecord, Member, ScalarState
 from jaxinf.typing import Array, JsonValue
 
-__all__ = ["Training"]
-
 _LOG = logging.getLogger("jaxinf")
 
 

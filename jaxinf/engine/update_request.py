@@ -13,8 +13,6 @@ from jaxinf.csd import ScalarInputs
 from jaxinf.program import Kernel
 from jaxinf.typing import Array
 
-__all__ = ["KeptLeaf", "UpdateRequest"]
-
 
 @dataclass(frozen=True)
 class KeptLeaf:

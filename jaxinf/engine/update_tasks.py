@@ -25,18 +25,6 @@ from jaxinf.program import Kernel
 from jaxinf.store import ERROR_FEEDBACK, dtype_of
 from jaxinf.typing import Array
 
-__all__ = [
-    "AT_ONCE",
-    "RequestTasks",
-    "can_take",
-    "changes_params",
-    "compute_nothing",
-    "kept_tasks",
-    "moved_states",
-    "request_tasks",
-]
-
-
 AT_ONCE = frozenset({0})
 """States that streamed steps write in any case: programs read params from the drive."""
 
@@ -46,8 +34,6 @@ class RequestTasks:
     """The tasks of a request.
 
     Attributes:
-      tasks: one for each subgroup.
-      updates: their computations.
       link_down_bytes: bytes from the caller, including params that are used; where
         other processes hold a part, in proportion. And new state from an updater.
       link_up_bytes: bytes of results, likewise; and state and gradients to an updater.
@@ -71,7 +57,6 @@ def kept_tasks(opened: OpenStore, kept: KeptLeaf) -> RequestTasks:
 
 
 def compute_nothing(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None:
-    """The computation of a task that has none."""
     del csd, buffer, tells
 
 
@@ -81,8 +66,6 @@ def request_tasks(
     """Makes the tasks of an update; they raise the errors of `SubgroupUpdate.run`.
 
     Args:
-      opened: the store.
-      request: the request.
       step: the step after the update.
       inexact: the greatest difference of the caller's 16-bit params from the store's;
         None if they must be equal to the bit.

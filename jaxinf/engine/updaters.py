@@ -20,8 +20,6 @@ from jaxinf.layout import Subgroup
 from jaxinf.program import Kernel
 from jaxinf.typing import Array
 
-__all__ = ["LEAST_ELEMENTS", "Assignment", "Updater", "assigned"]
-
 LEAST_ELEMENTS = 1 << 16
 """Shorter subgroups stay with the CSDs: an update of theirs is over before a call of
 another processor has begun."""

@@ -14,8 +14,6 @@ from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, Portion
 from jaxinf.store import MASTER_PARAMS
 from jaxinf.typing import Array
 
-__all__ = ["LORA_A", "LORA_B", "Adapters", "Change"]
-
 LORA_A, LORA_B = "lora_a", "lora_b"
 """Names of the leaves beside a matrix: [in, rank] and [rank, out]."""
 
@@ -25,9 +23,6 @@ Change = Callable[[Portion, Array], Array]
 
 class Adapters:
     """The adapters of a step of jaxinf.train; nothing is read yet.
-
-    Args:
-      step: the step.
 
     Attributes:
       alpha: by which their product is multiplied, over the rank; None if the commit
@@ -45,7 +40,6 @@ class Adapters:
                 self.arrays.setdefault(tuple(owner), {})[name] = array
 
     def has(self, array: StoredArray) -> bool:
-        """Whether an array is a part of an adapter."""
         return self.alpha is not None and array.leaf.path[-1:] in ((LORA_A,), (LORA_B,))
 
     def change_of(self, array: StoredArray) -> Change | None:

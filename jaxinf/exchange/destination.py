@@ -14,8 +14,6 @@ from jaxinf.io import fsync_directory, sync_filesystem
 from jaxinf.io.failures import translated
 from jaxinf.store.space import check_free_space
 
-__all__ = ["new_directory"]
-
 _SLACK_BYTES = 1 << 20
 
 
@@ -28,7 +26,6 @@ def new_directory(destination: Path, num_bytes: int) -> Iterator[Path]:
 
     Args:
       destination: must not exist; directories above it are made.
-      num_bytes: most bytes that will be written.
 
     Raises:
       FileExistsError: the name exists already.

@@ -23,8 +23,6 @@ from jaxinf.schema import (
 )
 from jaxinf.typing import JsonValue
 
-__all__ = ["Architecture", "read_config", "write_config"]
-
 _EXTRA = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 _LABELS = ("id2label", "label2id")
@@ -99,12 +97,8 @@ class _ConfigTable:
     """The rules for reading and writing one `model_type`.
 
     Attributes:
-      model: our name.
       names: our field → theirs; a missing one is an error.
-      defaults: their field → its default.
       fixed: their field → its permitted values; the first is the default.
-      read: completes our fields from their document.
-      write: the same back.
       classes: Hugging Face's class for each task.
     """
 
@@ -421,10 +415,6 @@ _CONFIGS: Mapping[str, _ConfigTable] = {
 
 def read_config(document: Any, *, where: str) -> Architecture:
     """Reads a config.json as the fields of one of our configs.
-
-    Args:
-      document: the JSON.
-      where: names the file in messages.
 
     Raises:
       ExchangeError: the architecture or its settings are not supported; lists them.

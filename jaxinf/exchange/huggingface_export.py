@@ -24,8 +24,6 @@ from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
 from jaxinf.store import MASTER_PARAMS, dtype_of
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["export_adapters", "export_huggingface"]
-
 _ADAPTERS_NAME = "adapter_model.safetensors"
 _PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 _PEFT_TASKS |= {"classification": "SEQ_CLS"}

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["TABLES", "TensorName", "WeightTable"]
-
 _LINEAR = (1, 0)  # torch has [out, in], ours is [in, out]
 
 
@@ -19,7 +17,6 @@ class TensorName:
 
     Attributes:
       ours: the leaf's path, keys joined by ``/``.
-      theirs: the tensor's name.
       axes: order of their axes in ours; empty for no change.
     """
 

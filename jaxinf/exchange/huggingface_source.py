@@ -26,8 +26,6 @@ from jaxinf.io.buffers import aligned_array
 from jaxinf.store import read_foreign
 from jaxinf.typing import FLOAT_DTYPES, Array, DeferredArray
 
-__all__ = ["HuggingFaceFolder", "TensorLeaf", "read_config_file"]
-
 _PIECE_BYTES = 1 << 18
 _MAX_LINES = 20
 _LAYERS = ("num_layers", "num_decoder_layers")

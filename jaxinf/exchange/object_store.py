@@ -20,8 +20,6 @@ from jaxinf.io import crc32c
 from jaxinf.store import check_free_space
 from jaxinf.terminal import format_bytes
 
-__all__ = ["ObjectStore", "is_url"]
-
 _SCHEMES = ("file", "gs", "s3")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 _PAUSES_S = (0, 0.1, 0.4, 1)  # before each attempt, but on a file system

@@ -20,8 +20,6 @@ from jaxinf.exchange.sources import SourceArray, TensorstoreArray
 from jaxinf.store import read_foreign
 from jaxinf.store.names import encode_key
 
-__all__ = ["METADATA_NAME", "is_orbax", "read_orbax"]
-
 METADATA_NAME = "_METADATA"
 
 _WHAT = "the tree of an Orbax checkpoint"
@@ -78,7 +76,6 @@ def read_orbax(path: Path) -> dict[str, SourceArray]:
 
 
 def _entries(tree: Mapping[str, Any], encode: Callable[[str], str]) -> dict[str, str]:
-    """Returns the folder of each array, by name."""
     paths = [
         tuple(str(part["key"]) for part in entry["key_metadata"])
         for entry in tree.values()

@@ -28,8 +28,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import Array, ProgressCallback
 
-__all__ = ["import_export", "is_own_export", "make_of", "own_step"]
-
 _COPIES = 4
 
 
@@ -78,9 +76,6 @@ def make_of(
     """Makes a new store of a whole step; blocks.
 
     Args:
-      step: the step.
-      store: path of the new store.
-      csds: absolute CSD roots.
       beside: writes what belongs to the store beside its steps.
     """
     shapes = [leaf.chunk_shape for leaf in step.manifest.leaves]
@@ -158,7 +153,6 @@ def _wanted(
 def _check_sums(
     written: Mapping[str, Array], exported: Mapping[str, Array], source: Path
 ) -> None:
-    """Compares the written chunks with the exported ones."""
     for name, found in written.items():
         expected = exported[name]
         if not np.array_equal(expected, found):

@@ -14,8 +14,6 @@ from jaxinf.exchange.url_manifest import export_url_at
 from jaxinf.store import Rebuilt, rebuild_members
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["import_into_run"]
-
 
 def import_into_run(
     source: str,

@@ -12,8 +12,6 @@ from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
 from jaxinf.store import MASTER_PARAMS
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["export_safetensors"]
-
 
 def export_safetensors(
     step: StepFiles,

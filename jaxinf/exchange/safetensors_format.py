@@ -25,8 +25,6 @@ from jaxinf.io import check_regular
 from jaxinf.io.failures import translated
 from jaxinf.schema import SchemaError, parse_json, shown
 
-__all__ = ["TensorInfo", "TensorsHeader", "encode_header", "read_header"]
-
 _MAX_HEADER_BYTES = 100_000_000
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -49,13 +47,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file.
-
-    Attributes:
-      shape: () for a scalar.
-      dtype: dtype of its elements.
-      offset_bytes: offset from the beginning of the data.
-    """
+    """One tensor of a file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -63,19 +55,12 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class TensorsHeader:
-    """A file's header.
-
-    Attributes:
-      tensors: tensors by name.
-      data_offset_bytes: offset of the data in the file.
-      metadata: texts from the writer.
-    """
+    """A file's header."""
 
     tensors: Mapping[str, TensorInfo]
     data_offset_bytes: int
@@ -90,7 +75,6 @@ def encode_header(
 
     Args:
       tensors: name, shape and dtype, in the order of their data.
-      metadata: content of ``__metadata__``.
     """
     document: dict[str, Any] = {"__metadata__": dict(metadata)}
     infos: dict[str, TensorInfo] = {}

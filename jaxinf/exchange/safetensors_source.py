@@ -12,8 +12,6 @@ from jaxinf.exchange.schemas import INDEX
 from jaxinf.exchange.sources import FileArray, SourceArray, within
 from jaxinf.store import read_foreign
 
-__all__ = ["index_places", "is_safetensors", "read_safetensors"]
-
 _SUFFIX = ".safetensors"
 
 

@@ -21,14 +21,6 @@ from jaxinf.io.failures import translated
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, box_runs
 from jaxinf.typing import JsonValue, ProgressCallback
 
-__all__ = [
-    "DEFAULT_FILE_BYTES",
-    "INDEX_NAME",
-    "WEIGHTS_NAME",
-    "Tensor",
-    "write_tensors",
-]
-
 DEFAULT_FILE_BYTES = 4 << 30
 INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -44,7 +36,6 @@ class Tensor:
 
     Attributes:
       name: the tensor's name in the file.
-      array: the array.
       dtype: dtype that its elements are rounded to, to nearest even.
       axes: order of the array's axes in the tensor; empty for no change.
       change: what adds an adapter to its elements, if anything does.
@@ -58,13 +49,11 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
         shape = self.array.leaf.shape
         return tuple(shape[a] for a in self.axes) if self.axes else tuple(shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
         return self.array.leaf.grid.num_elements * self.dtype.itemsize
 
 
@@ -83,7 +72,6 @@ def write_tensors(
     """Makes a directory of safetensors files; blocks until it is durable.
 
     Args:
-      step: the step that the tensors belong to.
       destination: a directory that does not exist yet.
       tensors: the tensors in the order of the files.
       metadata: texts for each file's header.
@@ -135,7 +123,6 @@ def _index(files: Mapping[str, Sequence[Tensor]], total_bytes: int) -> JsonValue
 def _divide(
     tensors: Sequence[Tensor], max_file_bytes: int, file_name: str
 ) -> dict[str, list[Tensor]]:
-    """Assigns tensors to files, in order."""
     files: list[list[Tensor]] = [[]]
     held_bytes = 0
     for tensor in tensors:

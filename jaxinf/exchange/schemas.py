@@ -20,8 +20,6 @@ from jaxinf.schema import (
     Whole,
 )
 
-__all__ = ["ANY_OBJECT", "EXPORT", "INDEX", "ORBAX_TREE", "tensors_header"]
-
 _WHOLE = Whole(0, 2**62)
 
 INDEX = Record(

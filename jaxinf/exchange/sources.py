@@ -20,8 +20,6 @@ from jaxinf.io.failures import translated
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid, portions
 from jaxinf.typing import Array
 
-__all__ = ["FileArray", "SourceArray", "TensorstoreArray", "read_whole", "within"]
-
 _MAX_READS_IN_FLIGHT = 4
 
 
@@ -30,8 +28,6 @@ class SourceArray(abc.ABC):
 
     Attributes:
       name: keys joined by ``.``, percent-encoded as in a store.
-      shape: () for a scalar.
-      dtype: dtype of its elements.
     """
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -41,7 +37,6 @@ class SourceArray(abc.ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @abc.abstractmethod
@@ -60,12 +55,7 @@ class SourceArray(abc.ABC):
 
 
 class FileArray(SourceArray):
-    """Raw elements in C order in a part of a file.
-
-    Attributes:
-      path: the file.
-      offset_bytes: offset of the elements in the file.
-    """
+    """Raw elements in C order in a part of a file."""
 
     def __init__(
         self,
@@ -80,7 +70,6 @@ class FileArray(SourceArray):
         self.offset_bytes = offset_bytes
 
     def blocks(self, memory_bytes: int) -> Iterator[tuple[tuple[int, ...], Array]]:
-        """See `SourceArray`."""
         grid = LeafGrid(self.shape, tuple(max(1, n) for n in self.shape))
         max_elements = max(1, memory_bytes // self.dtype.itemsize)
         max_elements = min(max_elements, DEFAULT_CHUNK_ELEMENTS)
@@ -101,11 +90,7 @@ class FileArray(SourceArray):
 
 
 class TensorstoreArray(SourceArray):
-    """An array that tensorstore has opened.
-
-    Attributes:
-      where: the checkpoint's name in messages.
-    """
+    """An array that tensorstore has opened."""
 
     def __init__(self, name: str, store: Any, where: Path) -> None:
         super().__init__(name, tuple(store.shape), np.dtype(store.dtype.numpy_dtype))
@@ -113,7 +98,6 @@ class TensorstoreArray(SourceArray):
         self.where = where
 
     def blocks(self, memory_bytes: int) -> Iterator[tuple[tuple[int, ...], Array]]:
-        """See `SourceArray`."""
         max_elements = max(1, memory_bytes // self.dtype.itemsize)
         layout = self._store.chunk_layout
         extent = _block_shape(
@@ -196,7 +180,6 @@ def within(folder: Path, name: str) -> Path:
 
 
 def read_whole(array: SourceArray) -> Array:
-    """Returns all of a small array."""
     values = np.empty(array.shape, array.dtype)
     for start, block in array.blocks(max(1, array.num_bytes)):
         box = tuple(slice(s, s + n) for s, n in zip(start, block.shape, strict=True))

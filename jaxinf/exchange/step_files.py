@@ -27,8 +27,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import AVERAGE, Array
 
-__all__ = ["DEFAULT_MEMORY_BYTES", "StepFiles", "StoredArray"]
-
 DEFAULT_MEMORY_BYTES = 256 << 20
 """Default memory for data in transit in an export or an import."""
 

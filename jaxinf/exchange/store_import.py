@@ -30,8 +30,6 @@ from jaxinf.store import (
 from jaxinf.store.names import encode_key
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["ImportReport", "import_params", "read_source"]
-
 # Copies of a block: as read, decoded, cast, and laid out for a chunk.
 _COPIES = 4
 _CHECKED_ELEMENTS = 1 << 20
@@ -210,7 +208,6 @@ def _write(
     memory_bytes: int,
     progress: ProgressCallback | None,
 ) -> ChunkWriter:
-    """Fills a slot, durably."""
     directory.unpublish(slot)
     committed = other_slot(slot)
     writer = ChunkWriter(directory, slot)

@@ -14,8 +14,6 @@ from jaxinf.errors import ExchangeError
 from jaxinf.io import read_beneath, read_bounded, write_bytes_atomically
 from jaxinf.schema import MOST_BYTES
 
-__all__ = ["keep_tokenizer", "kept_tokenizer", "tokenizer_files"]
-
 _OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _OF_TOKENIZERS += ("added_tokens.json", "chat_template.jinja", "tokenizer.model")
 _OF_TOKENIZERS += ("spiece.model", "vocab.json", "merges.txt", "vocab.txt")

@@ -36,20 +36,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import ProgressCallback
 
-__all__ = [
-    "ChunkObject",
-    "Transit",
-    "UrlExport",
-    "UrlReport",
-    "check_memory",
-    "chunk_objects",
-    "copy_chunks",
-    "export_url",
-    "files_beside",
-    "least_memory",
-    "over",
-]
-
 _COPIES = 4  # of an object: as read, as bytes, in tensorstore, on its way
 _MOST_THREADS = 8
 _LEAST_BYTES = 1 << 20
@@ -81,9 +67,6 @@ class ChunkObject:
 
     Attributes:
       leaf, state, number: the array, and the chunk's number in its grid.
-      name: the object's name.
-      num_elements_bytes: bytes of its elements.
-      num_bytes: bytes of the object.
       elements_sum: CRC-32C of the elements, as the commit has it.
     """
 
@@ -366,7 +349,6 @@ def check_memory(chunks: Iterable[ChunkObject], memory_bytes: int) -> int:
 def _documents(
     manifest: Manifest, commit: CommitRecord, beside: Mapping[str, bytes]
 ) -> dict[str, bytes]:
-    """Returns the documents by name; no place of a drive is in them."""
     leaves = [replace(n, csds=(0,) * len(n.csds)) for n in manifest.leaves]
     manifest = replace(manifest, csds=(), leaves=tuple(leaves))
     found = dict(step_documents(manifest, time.time_ns()))

@@ -36,8 +36,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["import_url", "url_step"]
-
 _BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+\.[a-z]+")
 _AGAIN = "export to this URL again, which writes what is missing or differs"
 
@@ -47,10 +45,7 @@ class _UrlSource:
     """An export at a URL whose objects are all there.
 
     Attributes:
-      place: the objects.
       listed: bytes and CRC-32C of each object, by name.
-      manifest: that of the store.
-      commit: the step's record.
     """
 
     place: ObjectStore
@@ -102,7 +97,6 @@ class _UrlSource:
 
     @property
     def chunks(self) -> list[ChunkObject]:
-        """All chunks."""
         return list(chunk_objects(self.manifest, self.commit))
 
     def content(self, chunk: ChunkObject) -> bytes:

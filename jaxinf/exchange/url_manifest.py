@@ -17,15 +17,6 @@ from jaxinf.exchange.schemas import EXPORT
 from jaxinf.schema import SchemaError, parse_json, shown
 from jaxinf.store import check_seal, seal
 
-__all__ = [
-    "BEGUN",
-    "MANIFEST",
-    "ExportManifest",
-    "check_exports",
-    "export_url_at",
-    "url_of_step",
-]
-
 BEGUN = "export-begun.json"
 """The first object: whose export lies here."""
 
@@ -53,8 +44,6 @@ class ExportManifest:
     """What an export has.
 
     Attributes:
-      store_id: id of the store.
-      step: number of the step.
       commit: CRC-32C of the step's ``commit.json``, 8 hex digits.
       objects: bytes and CRC-32C of each object by name, but for the two of the export
         itself; not part of comparisons.
@@ -66,7 +55,6 @@ class ExportManifest:
     objects: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
 
     def to_bytes(self) -> bytes:
-        """Returns its form at the URL."""
         document: dict[str, Any] = {
             "format": "jaxinf export",
             "format_version": _VERSION,

@@ -12,14 +12,6 @@ from jaxinf.errors import StoreFormatError, StoreIOError
 from jaxinf.io.failures import translated
 from jaxinf.typing import PathLikeStr
 
-__all__ = [
-    "check_holds",
-    "check_regular",
-    "open_beneath",
-    "read_beneath",
-    "read_bounded",
-]
-
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _SAFELY = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 

@@ -22,9 +22,6 @@ from jaxinf.errors import StoreClosedError
 from jaxinf.io.pages import PAGE_BYTES, page_ceil, page_floor
 from jaxinf.typing import Array
 
-__all__ = ["Buffer", "BufferPool", "Registry", "aligned", "aligned_array"]
-
-
 _HUGE_BYTES = 2 << 20
 """A huge page, on x86-64 and most of AArch64; elsewhere the hint has no effect."""
 
@@ -297,7 +294,6 @@ class _Mapping:
 
     Attributes:
       array: `uint8[num_bytes]`, page-aligned.
-      address: its address in the process's memory.
     """
 
     __slots__ = ("_memory", "_registry", "_start", "address", "array")

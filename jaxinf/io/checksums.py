@@ -10,8 +10,6 @@ import crc32c as _crc32c
 
 from jaxinf.typing import Array
 
-__all__ = ["crc32c", "crc32c_combine"]
-
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reversed
 _BITS = range(32)
 

@@ -22,9 +22,6 @@ from jaxinf.io.pages import PAGE_BYTES, page_ceil, page_floor
 from jaxinf.io.support import REFUSALS, probed_refusal, warn_once
 from jaxinf.typing import Array, PathLikeStr
 
-__all__ = ["DirectIO", "read_into", "write_from"]
-
-
 # Paths of open files that may have no other name.
 _OWN_DESCRIPTORS = "/proc/self/fd/"
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from jaxinf.errors import StoreError, StoreIOError, StoreSpaceError
 from jaxinf.typing import PathLikeStr
 
-__all__ = ["store_error", "translated"]
-
 _INODES_REMEDY = (
     "no inodes are left there: remove files, or make the file system with more of them"
 )
@@ -41,9 +39,6 @@ def store_error(
     """Translates an `OSError` into a `StoreError`.
 
     Args:
-      action: the attempted action, such as "write".
-      path: the file or directory.
-      error: the system call's exception.
       offset_bytes: offset in the file, if known.
 
     Returns:

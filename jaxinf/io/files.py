@@ -16,16 +16,6 @@ from jaxinf.io.failures import translated
 from jaxinf.io.pages import page_ceil
 from jaxinf.typing import JsonValue, PathLikeStr
 
-__all__ = [
-    "allocate_file",
-    "fsync_directory",
-    "fsync_file",
-    "opened_to_write",
-    "sync_filesystem",
-    "write_bytes_atomically",
-    "write_json_atomically",
-]
-
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 

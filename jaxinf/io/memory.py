@@ -8,8 +8,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["MACHINE_MEMORY_BYTES", "free_memory"]
-
 MACHINE_MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 """Limit of an array that is read as a whole."""
 

@@ -6,8 +6,6 @@ Invariant: a counter only grows; a step's bytes are the difference of two snapsh
 import threading
 from dataclasses import dataclass, fields
 
-__all__ = ["ByteCounts", "ByteMeters"]
-
 
 @dataclass(frozen=True)
 class ByteCounts:

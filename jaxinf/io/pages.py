@@ -3,8 +3,6 @@
 Invariant: file offsets, buffer addresses and lengths of direct I/O are whole pages.
 """
 
-__all__ = ["PAGE_BYTES", "page_ceil", "page_floor"]
-
 PAGE_BYTES = 4096
 
 

@@ -16,17 +16,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = [
-    "PHASES",
-    "Busy",
-    "Clock",
-    "Span",
-    "Timeline",
-    "add_span",
-    "span",
-    "timeline",
-]
-
 PHASES: Mapping[str, str] = MappingProxyType(
     {
         "read": "read",
@@ -54,10 +43,7 @@ class Span(NamedTuple):
     Attributes:
       kind: one of `PHASES`, or ``"fetch"`` (params of a streamed step), ``"checksum"``.
       what: the leaf, program or value that it was about; shown by `str`.
-      thread: name and number of the thread.
-      began_s, ended_s: beginning and end by `time.perf_counter`.
       drive: the drive that was busy, by its directory; None if none was.
-      num_bytes: bytes that it moved.
     """
 
     kind: str
@@ -126,7 +112,6 @@ class Timeline:
         self._spans = []
 
     def stop(self) -> list[Span]:
-        """Stops recording, and returns the recorded spans."""
         spans, self._spans, self._annotate = self._spans or [], None, None
         return spans
 

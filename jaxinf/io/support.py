@@ -15,8 +15,6 @@ from jaxinf.io.failures import translated
 from jaxinf.io.pages import PAGE_BYTES
 from jaxinf.typing import PathLikeStr
 
-__all__ = ["REFUSALS", "probed_refusal", "supports_direct", "warn_once"]
-
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 """Errors of a file system without direct I/O, at opening or at the first request."""
 

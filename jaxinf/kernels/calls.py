@@ -18,8 +18,6 @@ from jaxinf.kernels.passage import Passage
 from jaxinf.layout import CodedSlot
 from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32, Array
 
-__all__ = ["Call", "EntryPoint", "array_fields", "scalar_word"]
-
 _SHORT_ELEMENTS = 1 << 13
 """A kernel over at most so many elements takes some 10 us and holds the GIL."""
 
@@ -45,10 +43,6 @@ class EntryPoint:
 
     Another thread may take a released GIL, and a short kernel then waits for it longer
     than it runs. So there are two ways to call it.
-
-    Attributes:
-      releasing: releases the GIL.
-      holding: does not.
     """
 
     def __init__(self, function: Any) -> None:
@@ -68,13 +62,8 @@ class _Block:
     It has arrays, passage, words (scalars, constants, sums), and the wanted flags.
 
     Attributes:
-      packer: packs the whole block.
-      num_bytes: length of the block.
       offsets: offsets of gradient, params, out, slots, arrays, scalars, constants,
         passage.
-      sums: offset of the sums.
-      sums_unpacker: unpacks the sums.
-      wanted: offset of the wanted flags.
     """
 
     packer: struct.Struct
@@ -304,7 +293,6 @@ class Call:
 
 
 def array_fields(array: Array | CodedSlot) -> tuple[int, int, int, int, int]:
-    """The fields of `_ARRAY`."""
     if not isinstance(array, CodedSlot):
         return array.ctypes.data, 0, _CODES[array.dtype], 0, 0
     codes, scales, rest = array.codes.ctypes.data, array.scales, array.remainders

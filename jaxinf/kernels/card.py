@@ -28,16 +28,6 @@ from jaxinf.layout import CODE_BLOCK
 from jaxinf.program.kernel import Kernel
 from jaxinf.typing import FLOAT32, Array
 
-__all__ = [
-    "CARD_ALIGNMENT_BYTES",
-    "STATUS_BYTES",
-    "CardArgument",
-    "CardKernel",
-    "CardStatus",
-    "card_kernel",
-    "named_card_kernel",
-]
-
 CARD_ALIGNMENT_BYTES = 64
 """Alignment of pointers and their memory: the bytes a port moves in one cycle."""
 

@@ -18,8 +18,6 @@ from jaxinf.kernels.card_source import card_source
 from jaxinf.native import toolchain
 from jaxinf.native.libraries import cached_library, load_library
 
-__all__ = ["card_function", "card_library", "hls_directory"]
-
 _FLAGS = (
     "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden",
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from jaxinf.kernels.card import CARD_ALIGNMENT_BYTES, CardArgument, CardKernel
 
-__all__ = ["card_ports", "card_source"]
-
 _COSIM_ELEMENTS = 4096  # longest subgroup of a cosimulation, which needs depth=
 
 _FORMATS = {"float32": "F32", "bfloat16": "Bf16", "float16": "F16", "uint8": "Codes"}

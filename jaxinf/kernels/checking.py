@@ -12,8 +12,6 @@ from jaxinf.layout import CODE_BLOCK, CodedSlot
 from jaxinf.program.kernel import Kernel
 from jaxinf.typing import BFLOAT16, FLOAT32, FLOAT_DTYPES, Array
 
-__all__ = ["check_arguments"]
-
 _INT16, _UINT8 = np.dtype(np.int16), np.dtype(np.uint8)
 
 _Need = tuple[str, Array, int, Sequence[np.dtype]]

@@ -24,14 +24,6 @@ from jaxinf.program.ir import Constant, Result
 from jaxinf.program.kernel import InitKernel, Kernel
 from jaxinf.typing import Array
 
-__all__ = [
-    "CompiledKernel",
-    "compile_kernel",
-    "compiled",
-    "initialise",
-    "source_of",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class CompiledKernel:
@@ -209,8 +201,6 @@ def source_of(
     """Returns the C++ of a kernel with its header comment.
 
     Args:
-      kernel: the kernel.
-      title: the comment's first line.
       versions: versions of the libraries behind the equations, by name.
 
     Raises:

@@ -15,8 +15,6 @@ from jaxinf.kernels.lowering import LoweredBody, uniform_results
 from jaxinf.program.ir import Constant, Equation, Input, Operand, Result
 from jaxinf.typing import FLOAT32
 
-__all__ = ["Source", "UnsupportedKernelError", "emit"]
-
 _TYPES = {"float32": "F32", "int32": "I32", "uint32": "U32", "bool": "I32"}
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _BITWISE = {"and": "&", "or": "|", "xor": "^"}

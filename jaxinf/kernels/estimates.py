@@ -14,8 +14,6 @@ import numpy as np
 from jaxinf.native import libraries, toolchain
 from jaxinf.typing import Array
 
-__all__ = ["ESTIMATES_BYTES", "estimating_function", "rsqrt_estimates"]
-
 ESTIMATES_BYTES = 64 + 2 * 8192
 """Length of the table: a block of 64 bytes, then 8,192 entries of 16 bits."""
 

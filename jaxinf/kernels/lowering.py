@@ -47,8 +47,6 @@ from jaxinf.program.ir import Constant, Equation, Input, Operand, Result
 from jaxinf.program.kernel import Kernel
 from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32
 
-__all__ = ["LoweredBody", "lower", "uniform_results"]
-
 
 @dataclass(frozen=True)
 class LoweredBody:
@@ -98,7 +96,6 @@ def lower(kernel: Kernel) -> LoweredBody:
 
 
 def uniform_results(equations: Sequence[Equation]) -> list[bool]:
-    """Returns for each equation whether its result is one value for the whole chunk."""
     uniform: list[bool] = []
     for equation in equations:
         uniform.append(all(_is_uniform(o, uniform) for o in equation.inputs))
@@ -350,7 +347,6 @@ class _Loop:
         self._rank(root)
 
     def computes(self, result: Result) -> bool:
-        """Whether the loop computes a value instead of reading it."""
         return result in self._ranks and result not in self.reads
 
     def contracted(self, result: Result) -> Equation:

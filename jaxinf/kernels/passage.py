@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from jaxinf.layout import CodedSlot
 from jaxinf.typing import Array
 
-__all__ = ["Passage", "stored_arrays"]
-
 
 @dataclass(eq=False)
 class Passage:
@@ -43,7 +41,6 @@ class Passage:
 def stored_arrays(
     params: Array | CodedSlot, slots: Sequence[Array | CodedSlot]
 ) -> list[Array]:
-    """Returns the arrays that have checksums, in order."""
     result = []
     for state in (params, *slots):
         if not isinstance(state, CodedSlot):

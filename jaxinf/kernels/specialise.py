@@ -24,8 +24,6 @@ from jaxinf.program.ir import (
 from jaxinf.program.kernel import Kernel
 from jaxinf.typing import Array
 
-__all__ = ["specialise", "state_read"]
-
 _Known = tuple[bool | None, ...]
 
 # Operations that map zero to zero. Products with zero count as zero, too, which is
@@ -37,7 +35,6 @@ def specialise(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> Kernel:
     """Returns the kernel for a step with these scalars.
 
     Args:
-      kernel: any kernel.
       scalars: the results of the step's prologue, as a run takes them.
 
     Returns:

@@ -12,8 +12,6 @@ from jaxinf.kernels.lowering import lower
 from jaxinf.program.kernel import Kernel
 from jaxinf.program.standard import traced_kernels
 
-__all__ = ["standard_kernels"]
-
 
 @functools.cache
 def standard_kernels() -> Mapping[str, Kernel]:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from jaxinf.layout.grid import Chunk, LeafGrid
 
-__all__ = ["CODE_BLOCK", "SCALES_ALIGNMENT_ELEMENTS", "scale_chunks", "scales_length"]
-
 CODE_BLOCK = 256
 """Elements that share a scale."""
 

@@ -16,8 +16,6 @@ from jaxinf.layout.grid import (
     LeafGrid,
 )
 
-__all__ = ["choose_grid"]
-
 # Costs are in elements moved. A file costs its opening and its requests, about what
 # moving 16 Ki elements does. An unaligned file has a buffered tail to flush, the more
 # likely the fewer factors of two its length has. Padding is a hole: only foreign

@@ -12,16 +12,6 @@ import numpy as np
 from jaxinf.layout.blocks import CODE_BLOCK
 from jaxinf.typing import BFLOAT16, Array
 
-__all__ = [
-    "CodedSlot",
-    "decode_int8",
-    "decode_split",
-    "encode_bf16",
-    "encode_int8",
-    "encode_split",
-    "random_bits",
-]
-
 _LARGEST = np.float32(2.0**126)  # beyond, the inverse is denormal
 _TINY = np.finfo(np.float32).tiny
 
@@ -97,8 +87,6 @@ def encode_int8(
       codes: ``(n,)`` uint8, written.
       scales: ``(ceil(n / 256),)`` float32, written: the largest magnitude, negative
         where a value of the block is; NaN where one is not finite or above 2^126.
-      key: of the random bits.
-      first: number of the first element.
     """
     if not values.any():
         codes[...] = 0
@@ -140,8 +128,6 @@ def encode_bf16(values: Array, key: int, first: int) -> Array:
 
     Args:
       values: ``(n,)`` float32.
-      key: of the random bits.
-      first: number of the first element.
     """
     bits = values.view(np.uint32)
     random = random_bits(_counters(first, values.size), key)

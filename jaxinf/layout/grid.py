@@ -9,15 +9,6 @@ import math
 import operator
 from dataclasses import dataclass
 
-__all__ = [
-    "CHUNK_ALIGNMENT_ELEMENTS",
-    "DEFAULT_CHUNK_ELEMENTS",
-    "PAGE_BYTES",
-    "Chunk",
-    "LeafGrid",
-    "covers",
-]
-
 PAGE_BYTES = 4096
 """The unit in which direct I/O addresses files and buffers."""
 

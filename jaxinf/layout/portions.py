@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from jaxinf.layout.grid import LeafGrid
 
-__all__ = ["Portion", "box_runs", "portion_shape", "portions"]
-
 
 @dataclass(frozen=True)
 class Portion:
@@ -69,7 +67,6 @@ def portion_shape(grid: LeafGrid, max_elements: int) -> tuple[int, ...]:
 
 
 def _divisor(length: int, limit: int) -> int:
-    """Returns the largest divisor of a length that is at most `limit`."""
     small = [n for n in range(1, math.isqrt(length) + 1) if length % n == 0]
     return max(n for n in (*small, *(length // n for n in small)) if n <= limit)
 

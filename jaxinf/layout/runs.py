@@ -12,8 +12,6 @@ import numpy as np
 from jaxinf.layout.grid import Chunk
 from jaxinf.typing import Array
 
-__all__ = ["gather", "scatter", "target_view"]
-
 
 def gather(
     block_source: Array,

@@ -11,14 +11,6 @@ from itertools import groupby
 
 from jaxinf.layout.grid import CHUNK_ALIGNMENT_ELEMENTS, LeafGrid
 
-__all__ = [
-    "Subgroup",
-    "assign_csds",
-    "assign_owners",
-    "reassign_csds",
-    "subgroups",
-]
-
 
 @dataclass(frozen=True)
 class Subgroup:
@@ -91,13 +83,7 @@ def _cut(num_elements: int, max_units: int, unit: int) -> list[tuple[int, int]]:
 
 
 class _Loads:
-    """Bytes of each CSD, and the CSD that the next chunk takes least time on.
-
-    Args:
-      num_csds: number of CSDs.
-      shares: as for `assign_csds`.
-      room: as for `assign_csds`.
-    """
+    """Bytes of each CSD, and the CSD that the next chunk takes least time on."""
 
     def __init__(
         self, num_csds: int, shares: Sequence[float], room: Sequence[int]
@@ -121,7 +107,6 @@ class _Loads:
         return csd
 
     def wanted(self, total_bytes: int) -> list[int]:
-        """Returns the bytes of each CSD by its share."""
         whole = sum(self._shares)
         return [int(total_bytes * share / whole) for share in self._shares]
 
@@ -251,7 +236,6 @@ def reassign_csds(
 def _by_csd(
     held: Sequence[int | None], positions: Iterable[int]
 ) -> dict[int, list[int]]:
-    """Returns the positions of chunks by the CSD that has them."""
     found: dict[int, list[int]] = {}
     for position in positions:
         csd = held[position]

@@ -11,8 +11,6 @@ from typing import Any
 from jaxinf.native import libraries, toolchain
 from jaxinf.typing import Array
 
-__all__ = ["function", "run"]
-
 _LOGGER = logging.getLogger("jaxinf.native")
 
 
@@ -26,7 +24,6 @@ def run(
       codes: ``(n,)`` uint8.
       scales: ``(ceil(n / 256),)`` float32.
       key: seed of the random bits that decide the rounding.
-      first: number of the first element.
       decodes: whether to write `values`; otherwise `codes` and `scales` are written.
 
     Returns:

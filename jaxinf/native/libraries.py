@@ -18,15 +18,6 @@ from typing import Any
 
 from jaxinf.native import toolchain
 
-__all__ = [
-    "cached_library",
-    "load_cached",
-    "load_helper",
-    "load_library",
-    "load_prebuilt",
-    "open_prebuilt",
-]
-
 _LOGGER = logging.getLogger("jaxinf")
 
 _DIGEST_BYTES = hashlib.sha256().digest_size

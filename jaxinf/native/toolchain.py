@@ -14,36 +14,6 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = [
-    "BLOCK_CODES",
-    "COMPILERS",
-    "GENERATED",
-    "HELPERS",
-    "LEVELS",
-    "NO_COMPILER",
-    "PREBUILT",
-    "REINSTALL",
-    "RSQRT_ESTIMATES",
-    "TRANSFERS",
-    "CompilerError",
-    "cache_directory",
-    "command",
-    "compile_package",
-    "compile_source",
-    "content_hash",
-    "entry_point",
-    "find_compiler",
-    "foreign_package",
-    "is_zig",
-    "key_of_library",
-    "levels",
-    "levels_of",
-    "levels_of_machine",
-    "prebuilt_library",
-    "run_compiler",
-    "words",
-]
-
 COMPILERS = ("c++", "g++", "clang++")
 """Compilers to look for if ``CXX`` names none; then that of the package ziglang."""
 
@@ -203,7 +173,6 @@ def words(compiler: str, level: str | None, target: str | None = None) -> list[s
     """Returns the beginning of a command line: the compiler, for a processor.
 
     Args:
-      compiler: a path.
       level: one of `LEVELS`, or None for what the compiler takes by itself.
       target: another machine for Zig to compile for, as in `compile_package`.
     """
@@ -224,14 +193,6 @@ def compile_source(
     headers: Path | None = None,
 ) -> None:
     """Compiles one file, whose entry point is then ``jaxinf_entry``.
-
-    Args:
-      source: the file.
-      output: the library.
-      compiler: a path.
-      level: one of `LEVELS`.
-      target: as for `compile_package`.
-      headers: a folder of other headers.
 
     Raises:
       CompilerError: The compiler failed.
@@ -256,9 +217,6 @@ def compile_package(
     """Compiles `GENERATED` and `HELPERS` into one library, for a wheel.
 
     Args:
-      output: the library.
-      compiler: a path.
-      level: one of `LEVELS`.
       target: another machine for Zig to compile for, e.g. ``aarch64-linux-gnu.2.28``,
         where the number is the oldest version of glibc.
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from jaxinf.native import libraries, toolchain
 
-__all__ = ["function", "move"]
-
 _LOGGER = logging.getLogger("jaxinf.native")
 
 
@@ -26,7 +24,6 @@ def move(
     """Moves bytes between files and memory by direct I/O; releases the GIL; blocks.
 
     Args:
-      files: one for each transfer.
       places: for each transfer the address in memory, the offset in the file and the
         number of bytes; the first two are multiples of the page.
       writes: whether to write to the files, with zeros up to the end of the last page.

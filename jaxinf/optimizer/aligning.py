@@ -14,31 +14,22 @@ import jax.numpy as jnp
 from jaxinf.program import is_trained, trained
 from jaxinf.typing import PyTree
 
-__all__ = ["Aligned", "Shapes", "align"]
-
 
 @dataclass(frozen=True)
 class Shapes:
-    """A tree of shapes and dtypes, which can be hashed.
-
-    Attributes:
-      treedef: the tree's structure.
-      leaves: its leaves.
-    """
+    """A tree of shapes and dtypes, which can be hashed."""
 
     treedef: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
 
     @classmethod
     def of(cls, tree: PyTree) -> "Shapes":
-        """Returns those of a tree of arrays."""
         leaves, treedef = jax.tree.flatten(tree)
         avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         return cls(treedef, tuple(avals))
 
     @property
     def tree(self) -> PyTree:
-        """The tree."""
         return self.treedef.unflatten(self.leaves)
 
 
@@ -60,11 +51,7 @@ class Aligned:
     _parts: Sequence[tuple[Any, Sequence[Any]]]
 
     def updates(self, made: PyTree) -> PyTree:
-        """Returns the updates in the tree of the program's gradients.
-
-        Args:
-          made: a tree like `gradients`.
-        """
+        """Returns the updates in the tree of the program's gradients."""
         updates = iter(jax.tree.leaves(made))
         found = []
         for gradient, leaves in self._parts:

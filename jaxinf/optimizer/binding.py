@@ -32,8 +32,6 @@ from jaxinf.optimizer.meeting import once_for_all
 from jaxinf.optimizer.sharding import axis_indices, mesh_of, unused_axes
 from jaxinf.optimizer.state import SmartUpdateState
 
-__all__ = ["bind"]
-
 _RESULT = jax.ShapeDtypeStruct((2,), np.int32)
 
 
@@ -71,7 +69,6 @@ def _bind_in_turn(
     state: SmartUpdateState,
     groups: Sequence[tuple[LeafCall, ...]],
 ) -> tuple[jax.Array, jax.Array]:
-    """As `bind`; of several processes each compares what it has."""
     mesh = mesh_of(shardings)
     must_bind = host.guarded(partial(host.must_bind, description))
     found = call_once(must_bind, mesh, (state.step, state.origin), _RESULT)
@@ -104,7 +101,6 @@ def _bind_together(
     state: SmartUpdateState,
     groups: Sequence[tuple[LeafCall, ...]],
 ) -> tuple[jax.Array, jax.Array]:
-    """As `bind`; the devices of a mesh meet on the host, where they wait for it."""
     must_bind, compare, finish = (
         host.guarded(partial(host.must_bind, description)),
         host.guarded(host.compare),

@@ -29,17 +29,6 @@ from jaxinf.optimizer.forms import shares_memory
 from jaxinf.optimizer.packing import Packing
 from jaxinf.typing import PyTree
 
-__all__ = [
-    "FAILED",
-    "AnyMesh",
-    "GuardedHost",
-    "Host",
-    "call_host",
-    "call_once",
-    "call_owner",
-    "check_device_configuration",
-]
-
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 Host: TypeAlias = Callable[[PyTree, PyTree], None]
@@ -89,7 +78,6 @@ class GuardedHost:
 
     Attributes:
       host: fills its first argument's arrays from the second's.
-      stop: gets an exception that fails the computation.
       report: gets one that the program learns of by other means.
       warn: gets the number of devices on which its whole arguments are gathered,
         because their shardings are not known.
@@ -141,10 +129,7 @@ def call_host(
     and the first one calls.
 
     Args:
-      host: the function.
       avals: shapes and dtypes of the results.
-      arguments: arrays.
-      is_local: as for `shares_memory`.
 
     Returns:
       The results, a tree like `avals`.
@@ -240,9 +225,7 @@ def call_once(
     Results in int32 are the greatest of all processes, others those of the first.
 
     Args:
-      host: the function.
       mesh: the run's mesh; None for one JAX device.
-      arguments: small arrays.
       avals: shapes and dtypes of the results.
     """
     if mesh is None:

@@ -11,8 +11,6 @@ from jax.typing import DTypeLike
 
 from jaxinf.optimizer.host_side import EXACT
 
-__all__ = ["change"]
-
 
 def change(
     result: jax.Array | None, params: jax.Array | None, dtype: DTypeLike

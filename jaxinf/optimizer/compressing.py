@@ -13,18 +13,11 @@ from jaxinf.compress import SparseLeaf, TopK, compress_leaf
 from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.leaf_call import Compress, LeafCall
 
-__all__ = ["compressor"]
-
 
 def compressor(
     compression: TopK, chunk_shapes: Mapping[int, tuple[int, ...]]
 ) -> Compress:
-    """Returns a function that compresses a leaf's call.
-
-    Args:
-      compression: the compression.
-      chunk_shapes: chunk shapes of the leaves, by number.
-    """
+    """Returns a function that compresses a leaf's call."""
 
     def compress(call: LeafCall) -> LeafCall:
         gradient = call.gradient

@@ -14,8 +14,6 @@ import numpy as np
 from jaxinf.program import InitProgram, LeafInputs
 from jaxinf.typing import DeferredArray
 
-__all__ = ["run_prologue"]
-
 
 def run_prologue(
     program: InitProgram, leaves: Sequence[Any]
@@ -23,7 +21,6 @@ def run_prologue(
     """`InitProgram.prologue`, compiled; reads only the deferred leaves that it needs.
 
     Args:
-      program: the optimizer's init.
       leaves: the params' leaves, deferred or not.
     """
     if not any(isinstance(leaf, DeferredArray) for leaf in leaves):

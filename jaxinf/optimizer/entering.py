@@ -13,8 +13,6 @@ import jax
 from jaxinf import compat
 from jaxinf.typing import PyTree
 
-__all__ = ["entering"]
-
 _Tree = TypeVar("_Tree", bound=PyTree)
 
 

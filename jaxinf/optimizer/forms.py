@@ -11,8 +11,6 @@ import jax
 
 from jaxinf import compat
 
-__all__ = ["by_backend", "shares_memory", "waits_for_updates"]
-
 
 def by_backend() -> str:
     """Returns the form on JAX's default backend."""

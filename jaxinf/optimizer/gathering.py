@@ -17,8 +17,6 @@ from jaxinf.engine import Store, shard_counts
 from jaxinf.optimizer.host_side import HostSide
 from jaxinf.optimizer.sharding import traced_shardings
 
-__all__ = ["Resharding"]
-
 _Shardings = tuple[NamedSharding, ...]
 
 
@@ -41,9 +39,7 @@ class Resharding:
         """Finds both shardings; warns if leaves have to be gathered.
 
         Args:
-          host: the store's host functions.
           given: the leaves' shardings if the caller knows them, or empty.
-          leaves: the params' leaves.
         """
         if given:
             return cls(given, given)
@@ -58,7 +54,6 @@ class Resharding:
         return _moved(values, self.own, self.stored)
 
     def to_program(self, values: Sequence[Any]) -> list[Any]:
-        """The reverse of `to_store`."""
         return _moved(values, self.stored, self.own)
 
 
@@ -70,7 +65,6 @@ def _stored_shardings(
     Args:
       store: the store; one that is not made yet divides as needed.
       shardings: the leaves' own; empty for one JAX device.
-      leaves: the params' leaves.
 
     Returns:
       The same, with replicated leaves where the chunks do not divide at the shards.

@@ -11,8 +11,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Member", "grouped"]
-
 SMALL_BYTES = 1 << 20
 """A leaf that is shorter, on each JAX device, shares a call."""
 
@@ -43,8 +41,6 @@ class _Group:
 
     Attributes:
       began: bytes that arrived before its first leaf.
-      num_bytes: bytes of its leaves.
-      numbers: numbers of its leaves.
     """
 
     began: int

@@ -20,8 +20,6 @@ from jaxinf.optimizer.leaf_call import FINITE, HostCall, HostResult
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array
 
-__all__ = ["HostInit", "OnExisting"]
-
 OnExisting = Literal["resume", "restart", "error"]
 """The action of `init` on a store that has steps; see `jaxinf.smart_update`."""
 
@@ -31,7 +29,6 @@ class HostInit:
 
     Args:
       store: the store that `init` makes or resumes.
-      description: its contents.
       on_existing: the action on a store that has steps.
     """
 
@@ -121,7 +118,6 @@ class HostInit:
         """Compares a shard with the store's step, until the first difference.
 
         Args:
-          number: number of the leaf.
           shard: its params; None if they are not known.
           origin: index in the leaf of the shard's first element.
         """
@@ -146,9 +142,6 @@ class HostInit:
 
     def held_state(self, scalars: Sequence[Array]) -> list[Array]:
         """Commits step 0 of a new store; returns the beginning of the run's state.
-
-        Args:
-          scalars: the initial scalar state.
 
         Returns:
           Step, skipped steps, origin (see `SmartUpdateState`) and scalar state.

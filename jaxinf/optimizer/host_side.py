@@ -29,16 +29,6 @@ from jaxinf.program import NonFinitePolicy, UpdateProgram, effect_of_nonfinite
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array
 
-__all__ = [
-    "BOUND",
-    "COMMITTED",
-    "EXACT",
-    "SKIPPED",
-    "UNBOUND",
-    "HostSide",
-    "named_scalars",
-]
-
 BOUND, UNBOUND = 0, 1
 """Whether the run's params were compared with the store's; or `callback.FAILED`."""
 
@@ -55,7 +45,6 @@ class HostSide:
     """Host functions over one store.
 
     Args:
-      store: the store.
       nonfinite: the effect of a non-finite gradient; None for that of the optimizer.
     """
 
@@ -98,7 +87,6 @@ class HostSide:
         """Wraps a host function for a callback: its exception stops the store.
 
         Args:
-          host: the function.
           is_last: whether no later call of the step tells other processes of it.
         """
         training, report = self.store._training, self.store._training.fail_beside_others
@@ -141,9 +129,7 @@ class HostSide:
         """Callback before a step: tells whether params must be compared with the store.
 
         Args:
-          description: the description of the store.
           out: the result and, unless that is `UNBOUND`, the new state's origin.
-          state: the state's step and origin.
         """
         training, (step, origin) = self.store._training, map(int, state)
         training.bind(description)
@@ -284,8 +270,6 @@ class HostSide:
         """Callback: ends the step when every leaf has been updated.
 
         Args:
-          description: the description of the store.
-          verdict: the result.
           arguments: step and skipped steps of the state; for each leaf the status, and
             the greatest difference of its updated 16-bit params from the store's, or
             `EXACT`; the new scalar state.

@@ -37,15 +37,11 @@ from jaxinf.optimizer.wrapped import Wrapped
 from jaxinf.program import InitProgram, key_data, trained
 from jaxinf.typing import DeferredArray, PyTree
 
-__all__ = ["init_state"]
-
 
 class _Initialised(NamedTuple):
     """The results of `init`.
 
     Attributes:
-      initial: the optimizer's first scalar state.
-      held: step, skipped steps, origin and scalar state.
       feedback: error feedback of each leaf; empty without.
     """
 
@@ -55,7 +51,6 @@ class _Initialised(NamedTuple):
 
 
 def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
-    """See `smart_update`."""
     params = entering("init", trained(params))
     leaves = jax.tree.leaves(params)
     is_known = all(
@@ -133,7 +128,6 @@ def _init_eagerly(
 
 
 def _part_of(array: jax.Array, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns a part of an array that a device of this process has."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)[index]
     for shard in local_shards(array):

@@ -35,23 +35,6 @@ from jaxinf.optimizer.sharding import (
 )
 from jaxinf.program import LeafInputs
 
-__all__ = [
-    "FINITE",
-    "GO",
-    "HOLD",
-    "HOLD_NON_FINITE",
-    "NON_FINITE",
-    "Compress",
-    "HostCall",
-    "HostResult",
-    "LeafCall",
-    "LeafResult",
-    "call_specs",
-    "first_elements",
-    "leaf_call",
-    "send",
-]
-
 FINITE, NON_FINITE = 0, 1
 """Status of a leaf's call; or `callback.FAILED`."""
 
@@ -73,7 +56,6 @@ class LeafCall:
     """The data of a leaf for the host; on a mesh, each JAX device sends its shard's.
 
     Attributes:
-      number: number of the leaf.
       split: its division by the mesh; empty axes without a mesh.
       scalars: indices of the call's scalars for its kernel.
       kept: for a leaf without a gradient, which stays as it is, the shape of the leaf
@@ -99,7 +81,6 @@ class LeafCall:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the leaf, or of the shard."""
         if self.kept is not None:
             return self.kept
         array = self.params if self.gradient is None else self.gradient
@@ -116,9 +97,6 @@ class LeafCall:
         """On the host: makes the request for the engine.
 
         Args:
-          call: the call with this leaf.
-          leaf: the leaf's description in the store.
-          origin: see `HostCall.origin`.
           out: receives the update or the new 16-bit params.
         """
         if self.kept is not None:
@@ -148,7 +126,6 @@ class HostCall(NamedTuple):
     """One call of the host.
 
     Attributes:
-      leaves: the leaves' data.
       scalars: the prologue's scalars for the kernels.
       step: int32, the state's step; None in `init`.
       device: int32, position of the JAX device along each axis of the mesh; None
@@ -190,7 +167,6 @@ class HostCall(NamedTuple):
         return shard_origin(leaf.split, self.device, leaf.shape)
 
     def inputs(self, leaf: LeafCall) -> ScalarInputs:
-        """On the host: the inputs of the leaf's kernel."""
         return ScalarInputs(
             tuple(self.scalars[place] for place in leaf.scalars), leaf.inputs
         )
@@ -215,7 +191,6 @@ class HostCall(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """On the host: bytes of all arrays."""
         return sum(array.nbytes for array in jax.tree.leaves(self))
 
 
@@ -236,7 +211,6 @@ class LeafResult(NamedTuple):
     """The results of a call for one leaf.
 
     Attributes:
-      array: see `HostResult`.
       status: int32, the maximum over all shards.
       feedback: the new error feedback; None without.
     """
@@ -268,7 +242,6 @@ def send(
       call: whole leaves, all sharded over the same axes.
       results: shape and dtype of each leaf's result; None for no result.
       shardings: the leaves' shardings; empty for one JAX device.
-      compress: compresses a leaf's call.
 
     Returns:
       The result of each leaf; arrays are sharded like the leaf.
@@ -309,7 +282,6 @@ def send(
 def leaf_call(
     number: int, ndim: int, sharding: NamedSharding | None = None, **arrays: Any
 ) -> LeafCall:
-    """Makes a call with arrays of the leaf; see `LeafCall`."""
     split = ((),) * ndim if sharding is None else split_of(sharding, ndim)
     return LeafCall(number, split, **arrays)
 

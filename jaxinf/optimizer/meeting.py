@@ -19,8 +19,6 @@ import numpy as np
 from jaxinf.optimizer.callback import GuardedHost
 from jaxinf.typing import PyTree
 
-__all__ = ["once_for_all"]
-
 
 def once_for_all(host: GuardedHost, num_devices: int) -> GuardedHost:
     """Returns a host function that the last of the devices to call it runs.
@@ -29,7 +27,6 @@ def once_for_all(host: GuardedHost, num_devices: int) -> GuardedHost:
     get its results. It runs beside other devices, so it reports what it raises.
 
     Args:
-      host: the function.
       num_devices: number of devices of this process, each of which calls it.
     """
     return replace(host, host=_Meeting(host, num_devices))

@@ -18,8 +18,6 @@ from jax import lax
 
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["PACKED_BYTES", "Packing"]
-
 PACKED_BYTES = 1024
 """Shorter arrays are packed."""
 
@@ -31,9 +29,7 @@ class Packing:
     """Where the arrays of a tree are: in the words, or by themselves.
 
     Attributes:
-      treedef: the tree's structure.
       shapes: shape and dtype of each array.
-      packed: whether each is in the words.
     """
 
     treedef: Any

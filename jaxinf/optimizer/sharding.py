@@ -16,19 +16,6 @@ from jaxinf.engine import local_shards
 from jaxinf.optimizer.callback import AnyMesh
 from jaxinf.typing import Array
 
-__all__ = [
-    "Axis",
-    "Split",
-    "axis_indices",
-    "mesh_of",
-    "on_one_mesh",
-    "shard_indices",
-    "shard_origin",
-    "split_of",
-    "traced_shardings",
-    "unused_axes",
-]
-
 
 class Axis(NamedTuple):
     """An axis of a mesh: its position, and its number of devices."""
@@ -108,13 +95,7 @@ def axis_indices(mesh: AnyMesh) -> jax.Array:
 
 
 def shard_origin(split: Split, device: Array, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the index in an array of the first element of a device's shard.
-
-    Args:
-      split: the array's division.
-      device: a result of `axis_indices`.
-      shape: shape of the shard.
-    """
+    """Returns the index in an array of the first element of a device's shard."""
     origin = []
     for axes, length in zip(split, shape, strict=True):
         position = 0

@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 
 from jaxinf.engine import Store
 
-__all__ = ["StartedUpdates"]
-
 _Key: TypeAlias = tuple[int, ...]
 
 
@@ -41,7 +39,6 @@ class StartedUpdates:
 
         Args:
           key: key of the call; an unfetched update of the same key is forgotten.
-          results: the arrays that `update` fills.
           update: fills the results; blocks until done.
           num_bytes: bytes that it holds until then.
 

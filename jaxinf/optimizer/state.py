@@ -25,16 +25,6 @@ from jaxinf.program import InitProgram
 from jaxinf.store import leaf_name
 from jaxinf.typing import Array, PyTree
 
-__all__ = [
-    "SmartUpdateState",
-    "Stored",
-    "StoredArray",
-    "check_state",
-    "first_state",
-    "next_state",
-    "placeholder_state",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class StoredArray:
@@ -162,11 +152,7 @@ def first_state(
     """Makes the state that `init` returns.
 
     Args:
-      program: the optimizer's program.
       initial: its scalar state, for the types.
-      held: step, skipped steps, origin and scalar state.
-      feedback: error feedback, or empty.
-      store_id: the id of the store of the rest.
     """
     compat.register_with_flax(Stored)
     step, skipped, origin, *scalars = held
@@ -199,8 +185,6 @@ def next_state(
 
     Args:
       state: the state before the step.
-      verdict: the verdict on the step.
-      origin: the new state's origin.
       old: leaves of the optimizer's state, then of the error feedback.
       new: the same leaves for a committed step.
     """
@@ -229,8 +213,6 @@ def check_state(
     """Refuses the state of another optimizer.
 
     Args:
-      state: the state given to `update`.
-      description: the optimizer's description.
       num_feedback: expected number of leaves of error feedback.
 
     Raises:

@@ -48,15 +48,11 @@ from jaxinf.optimizer.state import SmartUpdateState
 from jaxinf.optimizer.wrapped import Wrapped
 from jaxinf.program import StateSlot, key_data
 
-__all__ = ["StepCalls"]
-
 
 class StepCalls:
     """The calls of one step; traceable.
 
     Args:
-      wrapped: the optimizer and its store.
-      description: the store's description.
       shardings: the leaves' shardings; empty for one JAX device.
       state: the state at the beginning of the step.
     """
@@ -137,12 +133,6 @@ class StepCalls:
     ) -> tuple[list[jax.Array], jax.Array]:
         """Reads a slot of each leaf before any update, if it is due.
 
-        Args:
-          slots: one of each leaf.
-          leaves: the calls of the updates.
-          is_due: whether the values are needed.
-          bound: see `bind`.
-
         Returns:
           The values, or zeros, and the int32 for which updates are to wait.
         """
@@ -175,7 +165,6 @@ class StepCalls:
         return lax.cond(is_due, read, skip)
 
     def groups(self, leaves: Sequence[LeafCall]) -> list[list[int]]:
-        """Returns the leaves of each call; see `grouping`."""
         members = []
         for leaf in leaves:
             _, local = self._shapes(leaf.number)
@@ -208,9 +197,7 @@ class StepCalls:
         """Ends the step; returns an int32: committed, skipped or failed.
 
         Args:
-          results: results of all leaves.
           inexact: for each leaf, see `HostSide.commit`.
-          scalars: the new scalar state.
         """
         state = self._state
         statuses = jnp.stack([result.status for result in results])
@@ -285,7 +272,6 @@ class StepCalls:
         calls: Sequence[HostCall],
         started: Sequence[Sequence[LeafResult]],
     ) -> list[list[LeafResult]]:
-        """Fetches the results of started updates, after all have been started."""
         tokens = jnp.stack([leaf.status for results in started for leaf in results])
         host, found = self._guarded(self._host.finish), []
         for call, kept in zip(calls, started, strict=True):

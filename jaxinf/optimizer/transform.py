@@ -27,8 +27,6 @@ from jaxinf.optimizer.wrapped import UpdateDtype, Wrapped
 from jaxinf.program import Average, NonFinitePolicy, averaged, check_nonfinite
 from jaxinf.typing import PathLikeStr, PyTree
 
-__all__ = ["smart_update", "warn_of_varying_bits"]
-
 
 def smart_update(
     tx: optax.GradientTransformation | optax.MultiSteps,

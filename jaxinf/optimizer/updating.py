@@ -31,8 +31,6 @@ from jaxinf.optimizer.wrapped import Wrapped
 from jaxinf.program import LeafInputs
 from jaxinf.typing import PyTree
 
-__all__ = ["run_update"]
-
 
 def run_update(
     wrapped: Wrapped,
@@ -46,13 +44,10 @@ def run_update(
     """See `smart_update`; traceable.
 
     Args:
-      wrapped: the optimizer and its store.
       updates: a tree like the params, with None for a leaf that stays as it is.
       state: the state of `init`, or of the last step.
       params: the params, all of them trained; None if they are not available.
-      extra_args: other arguments of the optimizer's update.
       shardings: of the params' leaves; empty for one JAX device.
-      shapes: see `Aligned`.
     """
     updates, state, params, extra_args = entering(
         "update", (updates, state, params, dict(extra_args))

@@ -37,8 +37,6 @@ from jaxinf.program import (
 )
 from jaxinf.typing import PyTree
 
-__all__ = ["UpdateDtype", "Wrapped"]
-
 UpdateDtype: TypeAlias = Literal["gradient", "float32"]
 """The dtype of updates of 16-bit params; see `jaxinf.smart_update`."""
 
@@ -48,14 +46,11 @@ class Wrapped:
     """An optimizer and the store of its state.
 
     Attributes:
-      tx: the optimizer.
-      host: the store's host functions.
       compression: compression of its gradients; None for dense ones.
       given_shardings: shardings of the params' leaves from the caller; may be empty.
       example_args: examples of other arguments of the optimizer's update.
       on_existing: the action of `init` on a store that has steps.
       updates: the dtype of updates of 16-bit params.
-      average: the average that `tx` keeps.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -69,12 +64,10 @@ class Wrapped:
 
     @property
     def store(self) -> Store:
-        """The store of the state."""
         return self.host.store
 
     @property
     def has_feedback(self) -> bool:
-        """Whether there is error feedback."""
         return keeps_feedback(self.compression)
 
     @property

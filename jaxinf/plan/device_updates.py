@@ -11,8 +11,6 @@ Invariant: a choice is a pure function of the rates.
 import math
 from typing import NamedTuple
 
-__all__ = ["UpdateRates", "interval", "least_drive_bytes_per_s", "update_s"]
-
 _LEAST_GAIN = 0.05
 
 
@@ -36,7 +34,6 @@ def update_s(rates: UpdateRates, every: int) -> float:
     """Returns the seconds of a param's update, on average.
 
     Args:
-      rates: The rates.
       every: The device computes every so many subgroups; 0 for none.
     """
     share = 1 / every if every else 0.0
@@ -64,7 +61,6 @@ def least_drive_bytes_per_s(host: float, moved_bytes: float) -> float:
     """Returns the bandwidth of drives below which the device cannot help.
 
     Args:
-      host: As for `UpdateRates`.
       moved_bytes: Bytes that drives read and write for a param.
     """
     return moved_bytes / host

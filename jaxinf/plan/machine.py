@@ -29,19 +29,6 @@ from jaxinf.schema import (
     check_json,
 )
 
-__all__ = [
-    "MACHINES",
-    "Basis",
-    "Card",
-    "Device",
-    "Drive",
-    "Machine",
-    "MachineError",
-    "Rate",
-    "read_machine",
-    "write_machine",
-]
-
 Basis: TypeAlias = Literal["measured", "published", "fitted", "guessed"]
 
 _VERSION = 1

@@ -11,18 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["ExtraArgs", "missing_arguments"]
-
 
 @dataclass(frozen=True, eq=False)
 class ExtraArgs:
     """The structure of the extra args.
 
     Attributes:
-      treedef: Structure of the whole mapping.
-      avals: Avals of the leaves that are inputs.
       static: Per leaf, the fixed value in a 1-tuple; None for an input.
-      dynamic_names: The argument that each input belongs to.
     """
 
     treedef: Any
@@ -32,7 +27,6 @@ class ExtraArgs:
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any]) -> "ExtraArgs":
-        """Returns the structure of `extra_args`."""
         leaves, treedef = jax.tree.flatten(dict(extra_args))
         avals = tuple(_aval(leaf) for leaf in leaves if _is_dynamic(leaf))
         static = tuple(None if _is_dynamic(leaf) else (leaf,) for leaf in leaves)
@@ -45,7 +39,6 @@ class ExtraArgs:
         return cls(treedef, avals, static, names)
 
     def rebuild(self, dynamic: Sequence[jax.Array]) -> dict[str, Any]:
-        """Returns the mapping with `dynamic` as its inputs."""
         values = iter(dynamic)
         leaves = [next(values) if s is None else s[0] for s in self.static]
         return self.treedef.unflatten(leaves)

@@ -15,16 +15,6 @@ import optax
 
 from jaxinf.typing import FLOAT32, PyTree
 
-__all__ = [
-    "AVERAGE_SCALARS",
-    "Average",
-    "AverageFormat",
-    "AveragedState",
-    "averaged",
-    "ema",
-    "parse_ema",
-]
-
 AverageFormat: TypeAlias = Literal["fp32", "bf16"]
 """The form of an average on storage; see `jaxinf.ema`."""
 
@@ -55,7 +45,6 @@ class AveragedState(NamedTuple):
 
     Attributes:
       inner: The optimizer's own state; its attributes are this state's, too.
-      average: Like the params.
       average_count: int32, the updates since the average exists.
       average_weight: float32, the part of a debiased average that does not come from
         the first params; 0 in others.
@@ -230,7 +219,6 @@ def _applied(update: Any, params: jax.Array) -> jax.Array:
 def _step_size(
     average: Average, count: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, jax.Array | float]:
-    """Returns the new weight, and the weight of the new params in the average."""
     decay = average.decay
     if callable(decay):
         value = decay(jnp.maximum(count - average.start - 1, 0))

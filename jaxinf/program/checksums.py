@@ -15,8 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["crc32c"]
-
 _POLYNOMIAL = 0x82F63B78
 _BITS = 32
 _ALL = np.uint32(0xFFFFFFFF)

@@ -13,8 +13,6 @@ from jaxinf.program.graph import Node, Value
 from jaxinf.program.parts import TOTALS
 from jaxinf.program.split import is_elementwise, origin_of
 
-__all__ = ["Flow", "flow_of", "is_light", "is_one", "too_much"]
-
 
 @dataclass(frozen=True)
 class Flow:
@@ -60,11 +58,8 @@ def flow_of(
     """Follows values through a prologue.
 
     Args:
-      nodes, inputs: The prologue.
       owners: The leaf of each input that is a leaf's own.
-      gradients: The inputs that are gradients, by leaf.
       late: Numbers that are known after the first pass only.
-      sliced: Leaves whose gradients arrive in slices.
 
     Raises:
       UnsupportedTransformError: Arrays of several leaves meet.
@@ -100,12 +95,10 @@ def flow_of(
 
 
 def is_one(value: Value) -> bool:
-    """Whether a value is a single number."""
     return math.prod(value.shape) == 1
 
 
 def is_light(node: Node) -> bool:
-    """Whether a node computes numbers from numbers."""
     return not any(value.shape for value in (*node.inputs, *node.outputs))
 
 

@@ -14,19 +14,6 @@ import numpy as np
 
 from jaxinf import compat
 
-__all__ = [
-    "Compute",
-    "Graph",
-    "Inliner",
-    "Node",
-    "Value",
-    "bind",
-    "build_graph",
-    "evaluate",
-    "local_owners",
-    "prune",
-]
-
 
 @dataclass(eq=False, slots=True, repr=False)
 class Value:
@@ -34,7 +21,6 @@ class Value:
 
     Attributes:
       aval: Its abstract value: shape, dtype, weak type.
-      stored: Whether it depends on state on storage.
       node: The node that computes it; None for inputs and constants.
       constant: The array of a constant, or the NumPy scalar of a literal.
       origin: The identity of an input, if the maker of the graph sets it.
@@ -58,7 +44,6 @@ class Value:
 
     @property
     def is_literal(self) -> bool:
-        """Whether its number is part of the program."""
         return isinstance(self.constant, np.generic)
 
 
@@ -75,7 +60,6 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The primitive's name."""
         return self.primitive.name
 
     @property
@@ -110,11 +94,6 @@ def local_owners(
     """Returns values that one owner's inputs reach through elementwise nodes.
 
     Their other operands have no owner, or are reduced over several.
-
-    Args:
-      graph: The graph.
-      owners: Some of its inputs, with their owners.
-      is_elementwise: Whether a node keeps a value local.
     """
     mixed = -1
     found = dict(owners)
@@ -128,7 +107,6 @@ def local_owners(
 
 
 def prune(nodes: Iterable[Node], outputs: Iterable[Value]) -> tuple[Node, ...]:
-    """Returns the `nodes` that `outputs` depend on, in order."""
     needed = {value.node for value in outputs}
     kept: list[Node] = []
     for node in reversed(list(nodes)):
@@ -157,10 +135,8 @@ def evaluate(
 
     Args:
       nodes: The result of `prune` for `outputs`.
-      outputs: The values to compute.
       env: Arrays of the graph's inputs; inputs of another floating dtype than the
         graph's are converted at their first use, so that unused ones cost nothing.
-      compute: Computes a node.
     """
     converted: set[Value] = set()
 

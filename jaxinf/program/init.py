@@ -24,8 +24,6 @@ from jaxinf.program.state import (
 from jaxinf.program.tree import LeafInfo, leaf_infos
 from jaxinf.typing import FLOAT32, PyTree
 
-__all__ = ["InitProgram", "LeafInit", "trace_init"]
-
 
 @dataclass(frozen=True)
 class LeafInit:

@@ -11,18 +11,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-__all__ = [
-    "Constant",
-    "Equation",
-    "Input",
-    "Operand",
-    "Result",
-    "describe_body",
-    "inputs_of",
-    "is_supported_dtype",
-    "scalar_dtype",
-]
-
 _DTYPE_NAMES = frozenset(
     """
     float32 bfloat16 float16 int8 uint8 int16 uint16 int32 uint32 bool
@@ -57,7 +45,6 @@ class Constant:
 
     @classmethod
     def of(cls, value: Any, dtype: np.dtype) -> "Constant":
-        """The literal `value` as a `dtype`."""
         return cls(dtype, np.asarray(value, dtype).tobytes())
 
     @property
@@ -82,7 +69,6 @@ class Equation:
     """``result = op(*inputs)``, elementwise; `inputs` that are scalars broadcast.
 
     Attributes:
-      op: A name in `jaxinf.compat.ELEMENTWISE`.
       inputs: Operands, in the jaxpr's order.
       params: Static parameters, sorted by name (e.g. ``("y", 3)``).
       dtype: Of the result; 16-bit floats are computed in float32 and rounded.

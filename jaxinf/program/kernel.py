@@ -19,8 +19,6 @@ from jaxinf.program.ir import (
 )
 from jaxinf.typing import AVERAGE
 
-__all__ = ["InitKernel", "Kernel"]
-
 
 @dataclass(frozen=True)
 class Kernel:

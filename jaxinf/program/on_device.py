@@ -16,8 +16,6 @@ from jaxinf.program.ir import Constant, Equation, Input, Operand, Result
 from jaxinf.program.kernel import Kernel
 from jaxinf.typing import AVERAGE, BFLOAT16
 
-__all__ = ["is_computable", "joined_params", "kernel_function", "split_params"]
-
 _NAMES = {name: f"bitwise_{name}" for name in ("and", "not", "or", "xor")}
 
 

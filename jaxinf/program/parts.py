@@ -14,8 +14,6 @@ from jax import lax
 from jaxinf.program.graph import Node, Value, bind, evaluate
 from jaxinf.program.prologue import as_array, as_scalar
 
-__all__ = ["TOTALS", "Combination", "LeafPart"]
-
 TOTALS: Mapping[str, Callable[..., jax.Array]] = {
     "reduce_sum": jnp.add,
     "reduce_max": jnp.maximum,
@@ -91,14 +89,7 @@ class LeafPart:
 
 @dataclass(frozen=True, eq=False)
 class Combination:
-    """The computation between two passes, on numbers alone.
-
-    Attributes:
-      inputs: Numbers that are known.
-      nodes: The computation.
-      numbers: Its results as they are.
-      scalars: Its results as kernels take them.
-    """
+    """The computation between two passes, on numbers alone."""
 
     inputs: tuple[Value, ...]
     nodes: tuple[Node, ...]

@@ -23,8 +23,6 @@ from jaxinf.program.prologue import Prologue
 from jaxinf.program.split import origin_of
 from jaxinf.program.state import StateSlot
 
-__all__ = ["MAX_PASSES", "Passes"]
-
 MAX_PASSES = 3
 """Passes over the gradients, of which the last one updates."""
 

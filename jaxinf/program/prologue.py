@@ -14,8 +14,6 @@ from jaxinf.program.graph import Node, Value, evaluate, prune
 from jaxinf.program.ir import scalar_dtype
 from jaxinf.program.split import BodyBuilder
 
-__all__ = ["LeafInputs", "Prologue", "as_array", "as_scalar", "key_data"]
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -118,7 +116,6 @@ def as_scalar(found: Any, value: Value) -> jax.Array:
 
 
 def as_array(value: Any) -> jax.Array:
-    """Returns an array for an array or a number."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 

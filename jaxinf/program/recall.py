@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from jaxinf.program.state import StateLayout, StateSlot
 from jaxinf.typing import AVERAGE, KeyPath
 
-__all__ = ["Recall", "find_recall", "recall_all"]
-
 
 @dataclass(frozen=True)
 class Recall:

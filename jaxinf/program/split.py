@@ -26,14 +26,6 @@ from jaxinf.program.ir import (
 )
 from jaxinf.program.tree import LeafInfo
 
-__all__ = [
-    "BodyBuilder",
-    "is_elementwise",
-    "origin_of",
-    "refusal",
-    "stored_culprit",
-]
-
 _REMEDY = (
     "near storage an update must be elementwise in stored state; use an optimizer "
     "without it (docs/optimizers.md lists them), or keep this one's state in memory"
@@ -50,10 +42,8 @@ class BodyBuilder:
     """Collects the equations of one leaf's body, in a canonical order.
 
     Attributes:
-      info: The leaf.
       inputs: Graph inputs that the body itself reads (gradient, params, slots).
       local: Scalars that belong in the body of a 0-d leaf.
-      equations: The body so far.
       scalars, arrays: Values that the prologue has to compute, in order of use.
     """
 
@@ -68,16 +58,13 @@ class BodyBuilder:
 
     @property
     def scalar_dtypes(self) -> tuple[np.dtype, ...]:
-        """The dtypes in which the scalars are handed over."""
         return tuple(scalar_dtype(value.dtype) for value in self.scalars)
 
     @property
     def array_dtypes(self) -> tuple[np.dtype, ...]:
-        """The dtypes of the arrays."""
         return tuple(np.dtype(value.dtype) for value in self.arrays)
 
     def scalar(self, index: int) -> Input:
-        """The operand of the scalar of that number."""
         return Input("scalar", index, np.dtype(self.scalars[index].dtype))
 
     def operand(self, root: Value) -> Operand:

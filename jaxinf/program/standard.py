@@ -15,8 +15,6 @@ from jaxinf.program.average import averaged, ema
 from jaxinf.program.kernel import Kernel
 from jaxinf.program.update import trace_update
 
-__all__ = ["traced_kernels"]
-
 
 def traced_kernels() -> Mapping[str, Kernel]:
     """Traces kernels by name, for several leaves and for one; some share their C++.

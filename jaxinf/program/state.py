@@ -21,8 +21,6 @@ from jaxinf.program.tree import LeafInfo, leaf_infos
 from jaxinf.program.wrappers import is_guarded, refuse_lookahead
 from jaxinf.typing import AVERAGE, FLOAT32, FLOAT_DTYPES, KeyPath, PyTree
 
-__all__ = ["StateLayout", "StateSlot", "state_layout"]
-
 SCALAR_STATE_LIMIT_BYTES = 64 << 10
 _SLOT_DTYPES = (*FLOAT_DTYPES, *map(np.dtype, ("int32", "uint32", "bool")))
 
@@ -106,7 +104,6 @@ def state_layout(
 
 
 def layout_of(state: PyTree, params: PyTree) -> StateLayout:
-    """`state_layout` for a tree of state avals."""
     infos = leaf_infos(params)
     refuse_lookahead(state)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
@@ -134,7 +131,6 @@ def layout_of(state: PyTree, params: PyTree) -> StateLayout:
 
 
 def _without_average(keys: KeyPath, state: PyTree) -> KeyPath:
-    """Returns a path in the state as it is without an average around it."""
     is_inner = isinstance(state, AveragedState) and keys[0] == ("field", "inner")
     return keys[1:] if is_inner else keys
 

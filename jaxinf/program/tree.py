@@ -14,8 +14,6 @@ import numpy as np
 from jaxinf import compat
 from jaxinf.typing import FLOAT_DTYPES, PyTree
 
-__all__ = ["LeafInfo", "is_trained", "leaf_infos", "leaf_path", "path_name", "trained"]
-
 
 @dataclass(frozen=True)
 class LeafInfo:

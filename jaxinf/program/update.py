@@ -43,8 +43,6 @@ from jaxinf.program.state import (
 from jaxinf.program.tree import LeafInfo, leaf_infos
 from jaxinf.typing import AVERAGE, FLOAT32, PyTree
 
-__all__ = ["LeafUpdate", "UpdateProgram", "trace_update"]
-
 
 @dataclass(frozen=True)
 class LeafUpdate:
@@ -437,7 +435,6 @@ def _leaf_kernel(
 
 
 def _reciprocals(builder: BodyBuilder, uses: Mapping[Value, int]) -> tuple[bool, ...]:
-    """See `Kernel.reciprocals`."""
     if math.prod(builder.info.shape) == 1:
         return ()
     divisors = {e.inputs[1] for e in builder.equations if e.op == "div"}

@@ -12,14 +12,6 @@ from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.average import AveragedState
 from jaxinf.typing import PyTree
 
-__all__ = [
-    "NonFinitePolicy",
-    "check_nonfinite",
-    "effect_of_nonfinite",
-    "is_guarded",
-    "refuse_lookahead",
-]
-
 NonFinitePolicy: TypeAlias = Literal["error", "skip", "allow"]
 """The effect of a gradient with NaN or Inf; see `jaxinf.smart_update`."""
 

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-__all__ = ["Clock"]
-
 E = TypeVar("E")
 
 
@@ -20,7 +18,6 @@ class Clock(Generic[E]):
     """Servers that serve one task after another, and the time.
 
     Attributes:
-      now_s: The present, in seconds.
       busy_s: Time that each server has taken for its tasks so far.
     """
 
@@ -39,8 +36,6 @@ class Clock(Generic[E]):
         """Puts a task into a server's queue; returns when it begins.
 
         Args:
-          server: Name of the server.
-          seconds: Time that it serves the task.
           event: What `end` returns when the task has ended.
           ready_s: When the task can begin at the earliest.
         """

@@ -17,8 +17,6 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
-__all__ = ["Executor", "Kind", "Moves", "Tensor"]
-
 Kind: TypeAlias = Literal["out", "write", "read", "back"]
 """A hop: device to host, host to drive, drive to host, host to device."""
 
@@ -28,7 +26,6 @@ class Tensor:
     """A tensor that is leaving, away, or on its way back.
 
     Attributes:
-      key: Its name among all that move.
       num_parts: Number of moves that write it to drives, or read it; 0 if it stays on
         the host.
       host_bytes: Memory of the host for it when it has been read.
@@ -37,16 +34,12 @@ class Tensor:
         that only comes when the caller has the memory.
       value: On the device, until it is on the host and when it is back.
       host: On the host, until it is written, and back if it is kept.
-      memory: What it is read into.
       num_written: Number of its parts that are on drives.
       num_moves: Number of its moves that have not ended.
       is_forwarded: Whether it comes back from `host`, although a drive will have it.
       is_due: Whether the device has memory for it, and its way back has not begun.
-      is_back: Whether it is on the device again.
       is_held: Whether someone uses it on the host, until `free`.
-      is_over: Whether it was released.
       has_room: Whether it has taken room on the device for itself.
-      error: What prevented it from coming back.
     """
 
     key: Hashable
@@ -102,7 +95,6 @@ class Moves(Generic[_T]):
     """The tensors that move, and the memory that they may take. Has no threads.
 
     Args:
-      executor: Runs the moves.
       has_link: Whether the device has memory of its own.
       way_bytes: Memory of the host for tensors on their way to drives.
       read_bytes: Memory of the host for those read ahead.

@@ -21,23 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = [
-    "NUM_COPIES",
-    "Candidate",
-    "Eviction",
-    "Stay",
-    "Tiers",
-    "Waiting",
-    "evict",
-    "evictions",
-    "fill",
-    "host_tier",
-    "occupancy",
-    "prefetch",
-    "reside",
-    "waiting",
-]
-
 NUM_COPIES = 2
 """Times that a tensor is on the host on its way to a drive, or back: pinned for the
 device, and pageable for the drive. JAX may read pinned memory in place, or copy it."""
@@ -51,7 +34,6 @@ class Stay(NamedTuple):
     """Successive calls during which a tensor is in memory, or may be.
 
     Attributes:
-      start: The first call.
       stop: The call after the last.
       num_bytes: The tensor's bytes; negative ones count as freed.
       tensor: The tensor, as the caller knows it; hashable.
@@ -68,7 +50,6 @@ class Candidate(NamedTuple):
 
     Attributes:
       tensor: The tensor, as the caller knows it.
-      num_bytes: Memory for it.
       saved_bytes: Bytes that do not move in a step if it stays.
       apart: Calls between its first use and its last.
     """
@@ -86,7 +67,6 @@ class Eviction(NamedTuple):
       written: The call that makes it, after which it leaves.
       gone: The first call before which its memory must be free.
       back: The first call before which its memory is taken again, to read it.
-      needed: The next call that reads it.
     """
 
     written: int
@@ -101,7 +81,6 @@ class Tiers:
 
     Attributes:
       on_drive: Tensors that go on to drives, in the order in which they are needed.
-      host_bytes: Memory of the host for all of them.
       leaving_bytes: The part for tensors on their way to drives.
       room: Before each call, bytes for tensors that are read ahead; empty if none are.
       least_bytes: The smallest memory that would do, if this does not; else 0.
@@ -154,13 +133,7 @@ def fill(occupied: np.ndarray, stays: Iterable[Stay], capacity: int) -> list[Sta
 
 
 def waiting(sizes: Mapping[Any, int], capacity: int, num_reads: int = 1) -> Waiting:
-    """Chooses the tensors that wait in memory: in the order given, as there is room.
-
-    Args:
-      sizes: The tensors and their bytes.
-      capacity: Memory for them.
-      num_reads: As for `Waiting`.
-    """
+    """Chooses the tensors that wait in memory: in the order given, as there is room."""
     held = set(_together(sizes.items(), capacity))
     others = {one: num_bytes for one, num_bytes in sizes.items() if one not in held}
     return Waiting(capacity, others, num_reads)
@@ -170,10 +143,6 @@ def reside(candidates: Iterable[Candidate], capacity: int) -> list[Any]:
     """Returns tensors that stay: those first that save most for a byte of memory.
 
     Of equal ones those that are used far apart stay, as others may be read once.
-
-    Args:
-      candidates: The tensors.
-      capacity: Memory for them.
     """
     ranked = sorted(
         candidates, key=lambda one: (-one.saved_bytes / one.num_bytes, -one.apart)
@@ -251,8 +220,6 @@ def evictions(
       occupied: Bytes of each call with all tensors in memory; updated. While a call
         runs, the one after it waits: what it needs is there.
       stays: Times that tensors may be away, each to the call before its use.
-      made: The calls that make them.
-      capacity: The most bytes of a call.
     """
     left = evict(occupied, stays, capacity)
     back = prefetch(occupied, left, capacity)
@@ -276,10 +243,8 @@ def host_tier(
     as it is made.
 
     Args:
-      num_calls: Number of calls in a step.
       away: Tensors that leave, and their bytes in whole pages.
       capacity: The most memory of the host for them.
-      page_bytes: Bytes of a page.
     """
     stays = [
         Stay(one.written, one.needed, num_bytes, tensor)

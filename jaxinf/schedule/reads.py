@@ -15,14 +15,11 @@ import numpy as np
 
 from jaxinf.schedule.placement import Stay, fill, occupancy
 
-__all__ = ["Fetch", "fetches_of", "hand_over", "held_bytes", "keep_between"]
-
 
 class Fetch(NamedTuple):
     """One read of a unit, and the calls that it serves.
 
     Attributes:
-      unit: The unit to read.
       first, last: Numbers of the first and the last call that use it.
       gradient: Number of the call that completes its gradient, if the update takes the
         params from this read; None if it reads them again.
@@ -35,7 +32,6 @@ class Fetch(NamedTuple):
 
     @property
     def calls(self) -> tuple[int, int, int | None]:
-        """The calls that it serves."""
         return self.first, self.last, self.gradient
 
     @property
@@ -80,7 +76,6 @@ def keep_between(
 
     Args:
       fetches: The reads of a step, in order.
-      held: Their `held_bytes`; updated.
       limit_bytes: Memory for units; at least the most of `held`.
     """
     between = sorted(_between(fetches), key=lambda stay: stay.stop - stay.start)
@@ -116,7 +111,6 @@ def hand_over(
 
     Args:
       fetches: The reads of a step, in order.
-      gradients: From `completions`.
       can_take: Whether the update of a unit can take its params from a read.
       held: Memory for units during each call, at least; updated.
       limit_bytes: Memory for units; at least the most of `held`.

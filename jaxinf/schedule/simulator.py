@@ -18,17 +18,6 @@ from jaxinf.schedule.clock import Clock
 from jaxinf.schedule.moves import Kind, Moves, Tensor
 from jaxinf.schedule.placement import Eviction
 
-__all__ = [
-    "Beside",
-    "Event",
-    "Moving",
-    "Trip",
-    "Trips",
-    "nothing",
-    "run_calls",
-    "simulate",
-]
-
 Event: TypeAlias = Callable[[], object]
 """What happens at the end of a task."""
 
@@ -78,7 +67,6 @@ class Trips(NamedTuple):
       device_bytes: Memory of such a device for those without an eviction.
       room: Before each call, `read_bytes` from then on; empty if it stays the same.
       move_s: Time of each read or write on drives beside that of its bytes.
-      drives: Names of the drives' queues.
       in_turn: Hops on which a tensor waits for the one before, whatever drive has it.
     """
 
@@ -117,7 +105,6 @@ def simulate(call_s: Sequence[float], *moved: Trips) -> float:
     what it reads is there. What is needed after the last call comes back then.
 
     Args:
-      call_s: Times of the calls.
       moved: Tensors that move, those with queues of their own apart.
     """
     beside = [Moving(one, Clock()) for one in moved if one.trips]
@@ -133,8 +120,6 @@ def run_calls(
     """Returns when the last call has ended, and what is needed after it is there.
 
     Args:
-      call_s: As for `simulate`.
-      beside: What happens beside the calls.
       run: Takes the time at which a call can start, and its own time; returns its end.
       begin_s: When the first call may start.
     """
@@ -167,12 +152,7 @@ _ByCall: TypeAlias = defaultdict[int, list[_Tensor]]
 
 
 class Moving:
-    """Runs moves in virtual time: each queue one at a time.
-
-    Args:
-      moved: The tensors.
-      clock: The time, and the queues.
-    """
+    """Runs moves in virtual time: each queue one at a time."""
 
     def __init__(self, moved: Trips, clock: Clock[Event]) -> None:
         self._clock, self._drives = clock, moved.drives
@@ -208,7 +188,6 @@ class Moving:
         self._moves.load(tensor for one, tensor in pairs if not one.eviction)
 
     def end(self, number: int, at_s: float) -> float:
-        """As `Beside.end`: when what the call was the last to read is free."""
         self._clock.run_until(at_s)
         for tensor in self._last.get(number, ()):
             while tensor.num_moves:
@@ -219,7 +198,6 @@ class Moving:
         return self._clock.now_s
 
     def before(self, number: int, at_s: float) -> float:
-        """As `Beside.before`."""
         if number < len(self._room):
             self._moves.read_bytes = self._room[number]
             self._moves.advance()
@@ -234,14 +212,12 @@ class Moving:
         return max(at_s, self._clock.now_s)
 
     def made(self, number: int, at_s: float) -> None:
-        """As `Beside.made`: lets tensors leave that the call makes."""
         for tensor in self._made.get(number, ()):
             self._clock.at(at_s, partial(self._moves.evict, tensor))
 
     # --- as the executor of `Moves` --------------------------------------------------
 
     def start(self, tensor: _Tensor, kind: Kind, part: int) -> None:
-        """As `Executor.start`."""
         seconds = tensor.seconds[kind]
         ended = partial(self._moves.ended, tensor, kind, True, None)
         if kind in _QUEUES:
@@ -274,7 +250,6 @@ class Moving:
             self._start_parts(*self._line[0], self._next_in_turn)
 
     def allocate(self, tensor: _Tensor) -> Any:
-        """As `Executor.allocate`."""
         return True
 
     def free_memory(self, memory: Any) -> None:

@@ -19,8 +19,6 @@ from typing import NamedTuple
 from jaxinf.schedule.clock import Clock
 from jaxinf.schedule.simulator import Event, Moving, Trips, nothing, run_calls
 
-__all__ = ["HOST", "PROCESSOR", "StepTime", "StepWork", "Update", "drive_name"]
-
 PROCESSOR, HOST = "processor", "host"
 """Names of servers: what programs run on, and the host's cores."""
 
@@ -28,7 +26,6 @@ _NUM_STEPS = 4
 
 
 def drive_name(number: int) -> str:
-    """Returns the name of a drive's server."""
     return f"drives {number}" if number else "drives"
 
 
@@ -38,10 +35,7 @@ class Update(NamedTuple):
     Attributes:
       made: Number of the call that completes its gradient; the number of calls if it
         waits for the last one.
-      seconds: Time of its kernel.
       read_bytes, written_bytes: State that is read for it and written after it.
-      memory_bytes: Memory for it, from its read to its write.
-      drive: Number of its drive.
     """
 
     made: int
@@ -53,12 +47,7 @@ class Update(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """The time of a step in a run of many.
-
-    Attributes:
-      step_s: Its seconds.
-      busy_s: Seconds in which each server is busy.
-    """
+    """The time of a step in a run of many."""
 
     step_s: float
     busy_s: Mapping[str, float]
@@ -72,7 +61,6 @@ class StepWork:
       call_s: Times of the calls in one run of them.
       moved: Tensors that move beside each run of the calls.
       last: Tensors that move beside the last run alone.
-      num_parts: Runs of the calls in a step.
       updates: In the order of their gradients.
       kernels: What updates run on: `PROCESSOR` or `HOST`.
       rates: Of each drive, for state, in bytes a second.
@@ -152,16 +140,13 @@ class _State:
         self._is_open = True
 
     def end(self, number: int, at_s: float) -> float:
-        """As `Beside.end`."""
         self._clock.run_until(at_s)
         return at_s
 
     def before(self, number: int, at_s: float) -> float:
-        """As `Beside.before`: no call waits for an update."""
         return at_s
 
     def made(self, number: int, at_s: float) -> None:
-        """As `Beside.made`."""
         self._clock.at(at_s, partial(self._give, self._by_call.get(number, ())))
 
     def ended(self, *, joins: bool) -> float:

@@ -12,25 +12,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, final
 
-__all__ = [
-    "ANYTHING",
-    "Const",
-    "Either",
-    "Flag",
-    "Json",
-    "Kind",
-    "Listed",
-    "Mapped",
-    "Number",
-    "OneOf",
-    "Record",
-    "Row",
-    "SchemaError",
-    "Text",
-    "Whole",
-    "shown",
-]
-
 _SHOWN_CHARS = 60
 
 

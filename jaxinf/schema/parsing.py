@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 
 from jaxinf.schema.kinds import Kind, SchemaError
 
-__all__ = ["MOST_BYTES", "MOST_NESTING", "check_json", "json_problem", "parse_json"]
-
 MOST_BYTES = 64 << 20
 """Limit of a document; a record of 2 million chunks takes a third of it."""
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["COMMIT", "CommitAction", "HeldSteps", "StepId", "agreed_step"]
-
 
 class CommitAction(Enum):
     """An action of a commit; each is over, and durable, before the next begins.

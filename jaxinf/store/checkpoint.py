@@ -42,22 +42,6 @@ from jaxinf.store.zarr_metadata import (
     orbax_checkpoint_metadata,
 )
 
-__all__ = [
-    "CheckpointInfo",
-    "add_documents",
-    "check_checkpoint",
-    "check_pinnable",
-    "checkpoint_names",
-    "checkpoints_to_prune",
-    "find_checkpoint",
-    "list_checkpoints",
-    "prune_leftovers",
-    "remove_checkpoint",
-    "restore_checkpoint",
-    "save_checkpoint",
-    "save_held",
-]
-
 _DOCUMENTS = ("zarr.json", "_METADATA", "commit_success.txt")
 _MAX_NAME_BYTES = 200
 _STRAY = (
@@ -113,10 +97,6 @@ def save_checkpoint(directory: StoreDirectory, name: str | None = None) -> str:
 
 
 def save_held(directory: StoreDirectory, name: str | None) -> str:
-    """As `save_checkpoint`, with a name that is valid.
-
-    The caller holds the lock of the checkpoints, or has just made the store.
-    """
     root = directory.path / "checkpoints"
     root.mkdir(exist_ok=True)
     temporary = root / f".new-{uuid.uuid4().hex}"
@@ -427,7 +407,6 @@ def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
     """Refuses if later steps would have no room to replace the linked files.
 
     Args:
-      directory: the store.
       pinned: the slot whose files are about to be linked to.
     """
     needs: dict[Path, int] = defaultdict(int)

@@ -20,8 +20,6 @@ from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.run_sums import RunSums
 from jaxinf.typing import Array
 
-__all__ = ["ChunkWriter"]
-
 _File: TypeAlias = tuple[int, int, str]
 """A chunk's file: leaf, chunk and state."""
 
@@ -139,7 +137,6 @@ def _write_part(
     start: Sequence[int],
     values: Array,
 ) -> None:
-    """Writes the intersection of a box and a chunk."""
     first = [max(s, c) for s, c in zip(start, chunk.start, strict=True)]
     last = [
         min(s + n, c + e)

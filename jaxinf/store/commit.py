@@ -31,8 +31,6 @@ from jaxinf.store.manifest import (
 from jaxinf.store.schemas import RECORD
 from jaxinf.typing import Array, JsonValue
 
-__all__ = ["CommitRecord", "ScalarState"]
-
 _WHAT = "the record of a committed step"
 _REMEDY = (
     "undo the edit, restore the file from a backup, or go back to a checkpoint (jaxinf "

@@ -15,16 +15,6 @@ import numpy as np
 from jaxinf.layout import CODE_BLOCK
 from jaxinf.store.names import leaf_name
 
-__all__ = [
-    "BESIDE",
-    "CODECS",
-    "MASTER_CODECS",
-    "LeafContents",
-    "StateRecord",
-    "StoreContents",
-    "dtype_of",
-]
-
 CODECS = ("bf16", "int8")
 """Codecs of the optimizer's state."""
 

@@ -29,16 +29,6 @@ from jaxinf.store.zarr_metadata import (
     orbax_tree_metadata,
 )
 
-__all__ = [
-    "check_never_committed",
-    "check_space",
-    "create_documents",
-    "create_store",
-    "discard_store",
-    "required_bytes",
-    "step_documents",
-]
-
 
 def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
     """Returns the bytes of a new store on each CSD, with both slots."""
@@ -163,7 +153,6 @@ def step_documents(
 
 
 def create_documents(directory: StoreDirectory, slot: Slot, timestamp_ns: int) -> None:
-    """Makes a slot's directory, and the documents in it."""
     root = directory.step_path(slot)
     for name, content in step_documents(directory.manifest, timestamp_ns):
         (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,6 @@ from pathlib import Path
 from jaxinf.errors import StoreCorruptError
 from jaxinf.store.manifest import LeafRecord
 
-__all__ = ["Damage", "corrupt_chunk"]
-
 
 @dataclass(frozen=True)
 class Damage:

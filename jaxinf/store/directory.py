@@ -35,16 +35,6 @@ from jaxinf.store.links import copy_file, link_or_copy
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest
 
-__all__ = [
-    "SLOTS",
-    "Slot",
-    "StoreDirectory",
-    "check_there",
-    "link_problem",
-    "next_slot",
-    "other_slot",
-]
-
 Slot: TypeAlias = Literal["a", "b"]
 SLOTS: tuple[Slot, Slot] = ("a", "b")
 

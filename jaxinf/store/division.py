@@ -39,8 +39,6 @@ from jaxinf.store.whole import (
 )
 from jaxinf.store.whole_step import WholeStep, joined_step
 
-__all__ = ["Division", "Source", "division_for", "held_source", "is_divided_for"]
-
 _NOBODY = -1
 
 
@@ -49,7 +47,6 @@ class Source:
     """A store or a run as it is, held by this process.
 
     Attributes:
-      path: as given.
       parts: the members by number, or the store alone.
       steps: the committed step as slot ``a``, and the checkpoints, by place.
       spares: directories of the other slot's chunks, as `WholeStep.places`.
@@ -69,12 +66,10 @@ class Source:
 
     @property
     def whole(self) -> Manifest:
-        """The leaves, each with all chunks."""
         return self.steps["a"].manifest
 
     @property
     def owners(self) -> list[Sequence[int]]:
-        """The owner of each chunk, by leaf."""
         leaves = self.parts[0].manifest.leaves
         return [leaf.owners or (0,) * len(leaf.csds) for leaf in leaves]
 

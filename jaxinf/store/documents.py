@@ -17,15 +17,6 @@ from jaxinf.io import crc32c, read_beneath, read_bounded, write_bytes_atomically
 from jaxinf.schema import MOST_BYTES, Kind, SchemaError, check_json, parse_json
 from jaxinf.typing import JsonValue, PathLikeStr
 
-__all__ = [
-    "check_seal",
-    "no_document",
-    "read_document",
-    "read_foreign",
-    "seal",
-    "write_document",
-]
-
 _BLANK = "00000000"
 _END = re.compile(rb'"crc32c": "([0-9a-f]{8})"\n}\n\Z')
 
@@ -63,7 +54,6 @@ def read_document(path: Path, what: str, remedy: str) -> tuple[bytes, Any]:
     Args:
       path: path of the file; a link is not followed.
       what: the expected document, for the error.
-      remedy: the remedy, for the error.
 
     Raises:
       StoreFormatError: the document is missing, not a file, too large, or not JSON.

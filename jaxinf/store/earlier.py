@@ -11,8 +11,6 @@ from jaxinf.store.damage import Damage
 from jaxinf.store.directory import Slot, StoreDirectory, other_slot
 from jaxinf.store.verify import Verifier
 
-__all__ = ["read_spare", "restore_spare", "verify_spare"]
-
 
 def read_spare(directory: StoreDirectory) -> tuple[Slot, CommitRecord] | None:
     """Returns the spare slot and its record, not verified; None without a record."""

@@ -20,8 +20,6 @@ from jaxinf.store.documents import (
 from jaxinf.store.manifest import Manifest
 from jaxinf.typing import JsonValue
 
-__all__ = ["JOURNAL", "read_journal", "write_journal"]
-
 JOURNAL = "rebalance.json"
 """The journal's name in the store."""
 

@@ -10,8 +10,6 @@ another library's text. docs/format.md, "Paths in the optimizer's state", define
 from jaxinf.store.names import encode_key
 from jaxinf.typing import KeyPath
 
-__all__ = ["encode_path"]
-
 _MARKS = ".#="
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from jaxinf.io import check_regular
 from jaxinf.io.failures import translated
 
-__all__ = ["can_link", "copy_file", "link_or_copy"]
-
 _LOG = logging.getLogger("jaxinf")
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -27,7 +25,6 @@ def link_or_copy(source: Path, target: Path) -> None:
     """Gives a file a second name: a hard link, else a reflink, else a copy.
 
     Args:
-      source: the real file.
       target: the new name, on the same file system; must not exist.
 
     Raises:
@@ -65,7 +62,6 @@ def copy_file(source: Path, target: Path) -> bool:
     """Copies a file, by a reflink if the file system supports it.
 
     Args:
-      source: the real file.
       target: the copy; must not exist, and does not exist after an error.
 
     Returns:

@@ -22,8 +22,6 @@ from jaxinf.io.failures import store_error, translated
 from jaxinf.schema import SchemaError, check_json
 from jaxinf.store.schemas import LOCK
 
-__all__ = ["LockFile", "StoreLock", "lock_exclusively"]
-
 _NUM_ATTEMPTS = 1000
 """Attempts to lock a file that others keep removing before it is locked."""
 
@@ -40,9 +38,6 @@ class LockFile:
 
     A forked child closes it: all descriptors of one opening share a lock, so with the
     child's copy the lock would outlive the parent.
-
-    Args:
-      path: path of the file.
 
     Raises:
       StoreFormatError: the path is not a regular file; it was left unchanged.

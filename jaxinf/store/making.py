@@ -22,22 +22,6 @@ from jaxinf.store.owned import read_owned
 from jaxinf.store.space import stored_bytes
 from jaxinf.terminal import format_bytes
 
-__all__ = [
-    "check_unused",
-    "chunk_holders",
-    "copy_beside",
-    "csd_bytes",
-    "csd_shares",
-    "deal_by_shares",
-    "deal_to_members",
-    "is_dealt_by",
-    "is_unfinished",
-    "lay_out",
-    "making_store",
-    "member_of",
-    "process_roots",
-]
-
 _LOCKS = ("lock", "publish.lock")
 _BESIDE = ("stream", "tokenizer")
 
@@ -108,11 +92,7 @@ def deal_by_shares(
 
 
 def copy_beside(source: Path, target: Path) -> None:
-    """Copies what a run goes on with beside its steps: cuts of programs, a tokenizer.
-
-    Args:
-      source, target: stores.
-    """
+    """Copies what a run needs beside its steps: cuts of programs, a tokenizer."""
     for name in _BESIDE:
         if (source / name).is_dir():
             shutil.copytree(source / name, target / name, dirs_exist_ok=True)
@@ -152,7 +132,6 @@ def _held_bytes(manifest: Manifest) -> list[tuple[int, int]]:
 
 
 def _chunk_bytes(leaf: LeafRecord) -> list[int]:
-    """Returns the bytes of all states of each chunk."""
     return [
         sum(stored_bytes(chunk, state) for state in leaf.states)
         for chunk in leaf.grid.chunks()
@@ -185,8 +164,6 @@ def member_of(
     """Returns a new store's manifest as a member's, its chunks dealt to its CSDs.
 
     Args:
-      manifest: a result of `lay_out`.
-      member: the member.
       owners: by leaf, the number of the member that holds each chunk.
     """
     held, sizes = [], []
@@ -213,7 +190,6 @@ def process_roots(
     """Returns the CSD roots of a process, from a template.
 
     Args:
-      number: its number.
       given: roots in which ``{process}`` stands for it.
       is_needed: whether it must have some.
 
@@ -283,7 +259,6 @@ def _csds(
     shares: Sequence[float],
     room: Sequence[int],
 ) -> Sequence[int]:
-    """Returns the CSD of each chunk."""
     num_csds = max(1, len(csd_roots))
     if held is None:
         return assign_csds(chunk_bytes, num_csds, shares, room)

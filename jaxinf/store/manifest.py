@@ -36,16 +36,6 @@ from jaxinf.store.names import (
 )
 from jaxinf.store.schemas import MANIFEST
 
-__all__ = [
-    "FORMAT_VERSION",
-    "MEMBER_VERSION",
-    "VERSIONS",
-    "LeafRecord",
-    "Manifest",
-    "Member",
-    "version_of",
-]
-
 FORMAT_VERSION = 3
 """Version of a store; the first that a release of jaxinf writes."""
 

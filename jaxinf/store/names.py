@@ -6,15 +6,6 @@ single path component that any POSIX file system takes.
 
 from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "ERROR_FEEDBACK",
-    "MASTER_PARAMS",
-    "array_name",
-    "check_leaf_paths",
-    "encode_key",
-    "leaf_name",
-]
-
 MASTER_PARAMS = "params"
 """The state that holds the fp32 master params."""
 

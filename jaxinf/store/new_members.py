@@ -51,8 +51,6 @@ from jaxinf.store.whole import (
 from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE
 from jaxinf.typing import JsonValue, ProgressCallback
 
-__all__ = ["NEW", "WHOLE", "Team", "build", "build_part", "give_up_csds", "targets_of"]
-
 NEW = ".jaxinf-new"
 WHOLE = "whole"  # below NEW, the store of one process
 
@@ -201,7 +199,6 @@ def _make(
     """Fills new stores, durably.
 
     Args:
-      source: the old ones.
       targets: the new ones, or some of them, which have their manifests.
       ids: the id of each step's new commit, by place.
       progress: called with the bytes of files done and in all.
@@ -286,15 +283,7 @@ def _moves(source: Source, target: StoreDirectory) -> Iterator[Move]:
 
 @dataclass(frozen=True)
 class _ChunkAnew:
-    """A chunk file of a new grid.
-
-    Attributes:
-      place, leaf, chunk, state: what it is.
-      csd: the CSD that has it.
-      target: the file.
-      link: its name in the store.
-      num_bytes: bytes on the drive.
-    """
+    """A chunk file of a new grid."""
 
     place: str
     leaf: int

@@ -24,16 +24,6 @@ DIVISION = "divide.json"
 DIVISION_LOCK = ".jaxinf-divide.lock"
 """Locked in the path of a run while its members are divided anew, or made again."""
 
-__all__ = [
-    "DIVISION",
-    "DIVISION_LOCK",
-    "check_undivided",
-    "current_store",
-    "hold_store",
-    "look_at_store",
-    "read_owned",
-]
-
 
 def look_at_store(path: Path) -> StoreDirectory:
     """Opens a store for reading; checks its layout and the presence of CSDs; blocks.

@@ -18,14 +18,6 @@ from jaxinf.io.failures import translated
 from jaxinf.schema import MOST_BYTES, parse_json
 from jaxinf.store.directory import SLOTS, StoreDirectory
 
-__all__ = [
-    "check_owners",
-    "check_places",
-    "check_present",
-    "claim_csds",
-    "make_csds",
-]
-
 _NOTE = "store.json"
 _NOTE_BYTES = 1 << 16
 _MOST_STEPS = 4096
@@ -55,7 +47,6 @@ def check_owners(
     note is accepted.
 
     Args:
-      directory: the store.
       named: CSD roots that the user has named, which are accepted without a note.
       unmade: whether a directory may be missing or empty, because the store's creation
         was interrupted or the CSD is being removed.

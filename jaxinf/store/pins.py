@@ -11,14 +11,11 @@ from pathlib import Path
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.links import link_or_copy
 
-__all__ = ["link_arrays", "remove_step"]
-
 
 def link_arrays(directory: StoreDirectory, source: str, place: str, root: Path) -> None:
     """Links every array of a step.
 
     Args:
-      directory: the store.
       source: the place of the step: a slot or a checkpoint.
       place: the new place, which decides the directories on CSDs.
       root: existing directory in the store that receives the arrays.

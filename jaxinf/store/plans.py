@@ -16,14 +16,6 @@ from jaxinf.store.damage import Damage
 from jaxinf.store.documents import check_seal, no_document, read_document
 from jaxinf.store.schemas import PLAN
 
-__all__ = [
-    "check_plans_folder",
-    "drive_of",
-    "plan_damages",
-    "plans_folder",
-    "read_plan",
-]
-
 _FOLDER = "stream"
 _WHAT = "a plan of a streamed program"
 _REMEDY = "remove the file, and the program is planned anew (its bits may differ then)"

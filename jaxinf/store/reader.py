@@ -40,15 +40,6 @@ from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.manifest import LeafRecord
 from jaxinf.typing import Array
 
-__all__ = [
-    "PIECE_BYTES",
-    "Piece",
-    "PieceRuns",
-    "StepReader",
-    "file_checksum",
-    "stored_pieces",
-]
-
 PIECE_BYTES = 4 << 20
 """Most bytes of a file that are in memory at a time."""
 
@@ -88,16 +79,12 @@ def stored_pieces(
     """Yields the first bytes of a file, piece by piece; blocks.
 
     Args:
-      root: a directory.
       name: a chunk's file below it, to which no link leads.
-      num_bytes: number of bytes to read.
       pool: pool with room for one buffer of a piece.
       check: called with the CRC-32C of all bytes before the last piece is yielded;
         raises if it is wrong.
       piece_bytes: length of a piece, a multiple of the page.
-      meters: counts the bytes read.
       drive: the drive that is busy meanwhile.
-      what: names the chunk in a timeline.
       target: uint8, of all these bytes, for those pieces that it can have in place:
         where it starts on a page, all of whole pages.
 

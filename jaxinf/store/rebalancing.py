@@ -40,17 +40,6 @@ from jaxinf.store.reader import PIECE_BYTES, file_checksum, stored_pieces
 from jaxinf.store.space import check_free_space
 from jaxinf.typing import ProgressCallback
 
-__all__ = [
-    "Move",
-    "Rebalanced",
-    "bring_all",
-    "finish_rebalance",
-    "point",
-    "rebalance",
-    "remove_csds",
-    "space_needs",
-]
-
 
 @dataclass(frozen=True)
 class Rebalanced:
@@ -71,10 +60,8 @@ class Move:
 
     Attributes:
       place: a slot or a checkpoint.
-      source, target: the old and the new file.
       num_bytes: bytes of its elements; the rest is padding.
       expected: its checksum; None in a slot without a step.
-      link: its name in the store.
     """
 
     place: str

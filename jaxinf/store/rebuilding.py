@@ -49,8 +49,6 @@ from jaxinf.store.whole import (
     to_step,
 )
 
-__all__ = ["GivenStep", "Rebuilt", "rebuild_members"]
-
 _LOG = logging.getLogger("jaxinf")
 _CHECKPOINTS = "checkpoints/"
 
@@ -210,7 +208,6 @@ def _check_run(held: Manifest, step: GivenStep) -> None:
 def _lost_member(
     path: Path, rest: Sequence[StoreDirectory], number: int, csd_roots: Sequence[str]
 ) -> StoreDirectory:
-    """Returns the store that a lost member will be."""
     place, held = path / member_name(number), rest[0].manifest
     check_unused(
         place,

@@ -51,8 +51,6 @@ from jaxinf.store.whole import (
 )
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["Redivided", "num_processes", "redivide"]
-
 _OLD = ".jaxinf-old"
 _LOCKS = ("lock", "publish.lock", "checkpoints.lock")
 _PARTS = ("jaxinf.json", "current", "slots", "checkpoints", "snapshots", "stream")
@@ -204,7 +202,6 @@ def _finish(path: Path) -> None:
 
 
 def _roots(source: Source, number: int, given: Sequence[str]) -> list[str]:
-    """Returns the CSD roots of a process."""
     if not given and number < len(source.parts):
         return list(source.parts[number].manifest.csds)
     is_needed = any(part.manifest.csds for part in source.parts)

@@ -25,16 +25,6 @@ from jaxinf.store.manifest import LeafRecord
 from jaxinf.store.reader import PIECE_BYTES, PieceRuns, StepReader, file_checksum
 from jaxinf.typing import Array
 
-__all__ = [
-    "Shards",
-    "ShardsOf",
-    "check_blocks",
-    "fits",
-    "in_line",
-    "regrid",
-    "with_grid",
-]
-
 _PORTION_ELEMENTS = PIECE_BYTES // 4
 
 
@@ -83,12 +73,7 @@ def in_line(leaf: LeafRecord, count: int, num_devices: int | None = None) -> Sha
 
 
 def fits(leaf: LeafRecord, counts: Sequence[int]) -> bool:
-    """Whether no chunk of a leaf has a part in two of its shards.
-
-    Args:
-      leaf: the leaf.
-      counts: number of equal shards along each dimension.
-    """
+    """Whether no chunk of a leaf has a part in two of its shards."""
     return all(
         number == 1 or length // number % chunk == 0
         for length, number, chunk in zip(
@@ -100,13 +85,7 @@ def fits(leaf: LeafRecord, counts: Sequence[int]) -> bool:
 def with_grid(
     leaf: LeafRecord, counts: Sequence[int], most_elements: int
 ) -> LeafRecord:
-    """Returns a leaf with a grid for these shards: its own, if that divides at them.
-
-    Args:
-      leaf: the leaf.
-      counts: number of shards along each dimension.
-      most_elements: largest chunk of a new grid.
-    """
+    """Returns a leaf with a grid for these shards: its own, if that divides at them."""
     if fits(leaf, counts):
         return leaf
     counts = tuple(counts)
@@ -150,9 +129,6 @@ def regrid(
     """Writes a leaf's chunks anew, and reads them again; blocks.
 
     Args:
-      reader: reads the step.
-      number: number of the leaf.
-      old: the leaf in the step.
       writers: write the step in the stores that have it in the new grid, together all
         chunks.
 

@@ -7,8 +7,6 @@ from jaxinf.errors import ExchangeError
 from jaxinf.io import crc32c, crc32c_combine
 from jaxinf.typing import Array
 
-__all__ = ["RunSums"]
-
 
 class RunSums:
     """Checksums of a file's runs; those of adjacent runs are combined."""
@@ -17,7 +15,6 @@ class RunSums:
         self._by_end: dict[int, tuple[int, int]] = {}  # start and checksum, by end
 
     def add(self, offset_bytes: int, data: Array) -> None:
-        """Adds a run; no byte may be added twice."""
         start, checksum = offset_bytes, crc32c(data)
         before = self._by_end.pop(offset_bytes, None)
         if before is not None:

@@ -19,8 +19,6 @@ from jaxinf.schema import (
     Whole,
 )
 
-__all__ = ["DIVISION", "JOURNAL", "LOCK", "MANIFEST", "MOST_STEP", "PLAN", "RECORD"]
-
 MOST_STEP = 2**31 - 1
 """The largest step: the state's step is an int32."""
 

@@ -18,8 +18,6 @@ from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.owned import current_store
 from jaxinf.store.pins import link_arrays, remove_step
 
-__all__ = ["PinnedStep", "pinned_step", "prune_snapshots", "snapshot"]
-
 _OWNER_LOCK = "owner.lock"
 
 _DOCUMENTS = (

@@ -13,8 +13,6 @@ from jaxinf.layout import PAGE_BYTES, Chunk
 from jaxinf.store.contents import StateRecord
 from jaxinf.terminal import format_bytes
 
-__all__ = ["check_free_space", "stored_bytes"]
-
 
 def stored_bytes(chunk: Chunk, state: StateRecord) -> int:
     """Returns the bytes of a chunk's file in one slot on the drive: whole pages."""

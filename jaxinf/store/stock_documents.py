@@ -13,8 +13,6 @@ from jaxinf.io import crc32c, read_beneath
 from jaxinf.schema import MOST_BYTES
 from jaxinf.store.manifest import Manifest
 
-__all__ = ["ARRAYS", "STOCK_DOCUMENTS", "document_checksum", "stock_documents"]
-
 ARRAYS = "*/zarr.json"
 """The common name of all arrays' metadata."""
 
@@ -41,7 +39,6 @@ def stock_documents(step: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def document_checksum(step: Path, manifest: Manifest, name: str) -> str:
-    """Returns the checksum of one of `stock_documents`."""
     names = _arrays(manifest) if name == ARRAYS else [name]
     raw = b"".join(read_beneath(step, name, MOST_BYTES) for name in names)
     return f"{crc32c(np.frombuffer(raw, np.uint8)):08x}"

@@ -13,8 +13,6 @@ from jaxinf.store.directory import other_slot
 from jaxinf.store.owned import hold_store
 from jaxinf.store.rebalancing import finish_rebalance
 
-__all__ = ["trim_store"]
-
 _BLOCK_BYTES = 512  # of st_blocks, on every file system
 
 

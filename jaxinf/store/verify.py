@@ -31,8 +31,6 @@ from jaxinf.store.stock_documents import (
 from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE, array_metadata
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["Verifier", "step_bytes"]
-
 
 @dataclass(frozen=True)
 class _ChunkFile:
@@ -40,9 +38,6 @@ class _ChunkFile:
 
     Attributes:
       root: the directory of the step's chunks on its CSD.
-      name: its name below that.
-      what: leaf, state, chunk and CSD.
-      num_bytes: bytes of its elements.
       file_bytes: its length with padding, since stock readers refuse shorter files.
       expected: CRC-32C of the elements.
     """
@@ -56,7 +51,6 @@ class _ChunkFile:
 
     @property
     def file(self) -> Path:
-        """The real file."""
         return self.root / self.name
 
 

@@ -11,8 +11,6 @@ import tensorstore
 from jaxinf.store.manifest import LeafRecord, Manifest
 from jaxinf.store.names import MASTER_PARAMS
 
-__all__ = ["find_leaf", "open_array"]
-
 
 def find_leaf(manifest: Manifest, state: str, leaf: str) -> LeafRecord:
     """Returns the record of a leaf by its name as `jaxinf inspect` prints it.

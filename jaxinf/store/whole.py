@@ -35,23 +35,6 @@ from jaxinf.store.directory import StoreDirectory, next_slot
 from jaxinf.store.owned import check_undivided, hold_store, look_at_store
 from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE
 
-__all__ = [
-    "agreed_of",
-    "all_members",
-    "find_members",
-    "find_whole",
-    "held_steps",
-    "hold_members",
-    "link_whole",
-    "list_whole",
-    "member_name",
-    "missing_members",
-    "remove_whole",
-    "restore_whole",
-    "save_whole",
-    "to_step",
-]
-
 _T = TypeVar("_T")
 _MEMBER = re.compile(r"process-\d{5,}")
 _NUM_ATTEMPTS = 20
@@ -274,7 +257,6 @@ def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:
     """Makes a step the committed one in all members, as the start of their run does.
 
     Args:
-      members: all members, held by this process.
       step: the result of `agreed_of`; each has it in a slot.
     """
     for one in members:
@@ -283,7 +265,6 @@ def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:
 
 
 def not_at_one_step(path: Path, steps: str) -> ProcessError:
-    """Returns the error of members that are at different steps."""
     return ProcessError(
         f"{path}: expected all members at one step, found {steps}; a run that was "
         "killed gets there when it is started again"
@@ -315,8 +296,6 @@ def of_one_commit(
     """Takes a step of one commit from all members, also while the run goes on; blocks.
 
     Args:
-      path: the run's path.
-      members: all members.
       take: takes a member's step; returns it and its record. What it gives the stack
         is undone if the steps are not of one commit.
 

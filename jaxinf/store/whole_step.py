@@ -20,14 +20,6 @@ from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest
 from jaxinf.store.snapshot import PinnedStep, pinned_step
 from jaxinf.store.whole import all_members, find_whole, of_one_commit
 
-__all__ = [
-    "WholeStep",
-    "joined_step",
-    "whole_manifest",
-    "whole_record",
-    "whole_step",
-]
-
 
 @dataclass(frozen=True)
 class WholeStep:

@@ -11,16 +11,6 @@ from jaxinf.compat import ORBAX_DICT_KEY, ORBAX_HANDLER
 from jaxinf.store.contents import dtype_of
 from jaxinf.store.names import encode_key
 
-__all__ = [
-    "COMMIT_SUCCESS_TEXT",
-    "ORBAX_ITEM",
-    "ORBAX_STATE",
-    "array_metadata",
-    "group_metadata",
-    "orbax_checkpoint_metadata",
-    "orbax_tree_metadata",
-]
-
 COMMIT_SUCCESS_TEXT = "Checkpoint commit was successful.\n"
 
 ORBAX_ITEM = "default"
@@ -41,7 +31,6 @@ def array_metadata(
     """Returns ``zarr.json`` of one array.
 
     Args:
-      shape: the leaf's natural shape.
       chunk_shape: the chunk shape; every entry is at least 1.
       dtype: NumPy's name of the dtype; zarr has the same name for all stored dtypes.
     """
@@ -89,7 +78,6 @@ def orbax_checkpoint_metadata(
     """Returns ``_CHECKPOINT_METADATA``, which marks a directory as a checkpoint.
 
     Args:
-      timestamp_ns: time of its creation.
       is_item: whether the tree is the item `ORBAX_ITEM` of a checkpoint, as
         CheckpointManager expects, rather than the checkpoint itself.
     """

@@ -27,8 +27,6 @@ from jaxinf.streaming.update.assigning import DeviceUpdates, check_device_update
 from jaxinf.terminal import given_bytes
 from jaxinf.typing import PathLikeStr
 
-__all__ = ["stream", "stream_function", "stream_in_memory"]
-
 
 def stream(
     loss_fn: Callable[..., Any],

@@ -20,8 +20,6 @@ from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.replanning import Replanner, make_runner, offload_planned
 from jaxinf.streaming.update.sink import Sink
 
-__all__ = ["Planned", "bind", "fitting", "planned", "rebind"]
-
 
 class Planned(NamedTuple):
     """What a step was planned for.
@@ -29,8 +27,6 @@ class Planned(NamedTuple):
     Attributes:
       ready: The loss function, for the parts of a batch that a run is of.
       ends: Its params source and gradient sink, of the order that was chosen.
-      fitted: The plan, with its graph.
-      is_saved: Whether the store keeps these cuts.
     """
 
     ready: Prepared
@@ -46,7 +42,6 @@ def planned(ends: Ends, ready: Prepared, *, searches: bool = True) -> Planned:
     moves fewer bytes on drives; of several processes none chooses. Nothing is written.
 
     Args:
-      ends: Its params source and gradient sink.
       ready: The loss function, traced for a part of the batch.
       searches: Whether to look for a budget that works where one is too small.
 
@@ -98,7 +93,6 @@ def fitting(ends: Ends, ready: Prepared) -> Callable[[Mapping[str, int]], Planne
 
 
 def _moved_bytes(found: Planned) -> int:
-    """Bytes that a step moves on drives."""
     ready, ends, fitted, _ = found
     options, executables = ends.setup.options, ends.setup.executables
     graph = ready.lifetimes.graph

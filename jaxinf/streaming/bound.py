@@ -47,17 +47,12 @@ from jaxinf.streaming.update.sink import Sink
 from jaxinf.streaming.update.traffic import StepMoves
 from jaxinf.typing import JsonValue
 
-__all__ = ["Bound", "Ends", "Setup"]
-
 
 @dataclass(frozen=True)
 class Setup:
     """What batches of all shapes have in common.
 
     Attributes:
-      options: Memory, policy and so on.
-      together: The processes that run the programs.
-      executables: As for `compile_plan`.
       other_limit: The limit of another device than JAX's, to plan for.
     """
 
@@ -85,7 +80,6 @@ class Setup:
     def limit_within(
         self, budgets: Mapping[str, int], mesh: Mesh | None = None
     ) -> DeviceLimit:
-        """Returns the limit with other budgets; on a mesh, that of each device."""
         limit = self.limit
         if mesh is not None and self.other_limit is None:
             limit = mesh_limit(mesh.local_devices, self.options.device_memory_bytes)
@@ -102,9 +96,6 @@ class _Kept(NamedTuple):
 
 class Ends(ABC):
     """Where params of batches of one shape come from, and where gradients go.
-
-    Args:
-      setup: Memory, policy and so on.
 
     Attributes:
       zeros: Gradients that are zero in any case, and stay on the device.
@@ -130,13 +121,7 @@ class Ends(ABC):
     def residents(
         self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
     ) -> Callable[[Plan], ResidentUnits]:
-        """Returns what chooses the params that stay beside a plan.
-
-        Args:
-          ready: What was traced.
-          division: Memory.
-          measure: Returns the memory of a plan's programs.
-        """
+        """Returns what chooses the params that stay beside a plan."""
 
     def passing_bytes(self, plan: Plan, stays: Set[Unit]) -> int:
         """Memory of the host that params take on their way to a device with its own."""
@@ -165,8 +150,6 @@ class Ends(ABC):
         Nothing is written, and `ready` is not kept.
 
         Args:
-          ready: What was traced.
-          budgets: As for `divided`.
           cuts: Of another order, which this one has to have; by default those that the
             store has kept, or that fit.
 
@@ -292,8 +275,6 @@ class Ends(ABC):
         And those that a commit writes beside, if steps do not say when. By default 0.
 
         Args:
-          fitted: What the plan was made of.
-          plan: The plan of the step.
           value_bytes: Bytes of values on drives in one run of its calls.
         """
         return ByteCounts(), 0, 0
@@ -338,15 +319,10 @@ class Bound:
     """Programs for batches of one shape, and what they run with.
 
     Attributes:
-      ends: What they were bound with.
       fitted: The plan and the memory that they were fitted to.
-      runner: Runs them.
-      params: Their params.
-      sink: Takes their gradients.
       replanner: With ``"plan"``, what plans the step.
       step_traffic: Bytes that a step moves on the drive.
       commit_bytes: Bytes that a commit writes beside, see `Ends.moved`.
-      reused_bytes: See `plan.reads.reused_bytes`.
       store_bytes: Memory for the store's buffers.
     """
 
@@ -374,7 +350,6 @@ class Bound:
         return replace(self.step_traffic, drive_write_bytes=written)
 
     def begin(self) -> None:
-        """Begins to measure a run."""
         self.params.counts = MoverCounts()
         self.runner.values.counts()
         if self.replanner is not None:

@@ -14,8 +14,6 @@ from typing import TypeVar
 from jaxinf.errors import BudgetError
 from jaxinf.terminal import exact_bytes
 
-__all__ = ["MOST_PLANS", "planned_within"]
-
 _Plan = TypeVar("_Plan")
 
 MOST_PLANS = 12
@@ -38,8 +36,6 @@ def planned_within(
     """Returns what `plan` makes of budgets, or refuses them and names some that work.
 
     Args:
-      limits: Budgets in bytes by argument.
-      plan: Plans with other budgets, and writes nothing.
       searches: Whether to look for those that work; several processes plan once.
 
     Raises:
@@ -58,12 +54,7 @@ def _advised(
     limits: Mapping[str, int],
     plan: Callable[[Mapping[str, int]], object],
 ) -> BudgetError:
-    """Returns the refusal with budgets that work; blocks while it plans.
-
-    Args:
-      error: The refusal.
-      limits, plan: As for `planned_within`.
-    """
+    """Returns the refusal with budgets that work; blocks while it plans."""
     if error.limit not in limits:
         return error
     tried, last, began_s = dict(limits), error, time.monotonic()

@@ -15,8 +15,6 @@ from typing import Any
 
 import jax
 
-__all__ = ["Watch"]
-
 
 class Watch:
     """Waits for the calls of a step, in order. All methods are of one thread."""
@@ -31,7 +29,6 @@ class Watch:
         """Notes that a call has been handed to the device.
 
         Args:
-          began_s: Time of that, by `time.perf_counter`.
           output: One of its outputs; None if it has ended.
         """
         if self._thread is None:

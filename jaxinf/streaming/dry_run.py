@@ -36,8 +36,6 @@ from jaxinf.streaming.work import Speeds, measured_s, num_operations, step_work
 from jaxinf.terminal import exact_bytes, format_bytes, parse_bytes
 from jaxinf.typing import PyTree
 
-__all__ = ["Dry", "DryRun", "Known", "LeastMemory", "dry_run"]
-
 _MIB = 1 << 20
 # Compiled programs take more than is estimated before: at most 1.5 times for streamed
 # ones, and 2.4 times where one program does all, of GPT-2 nano in two sizes of batch.
@@ -50,11 +48,6 @@ class Dry(NamedTuple):
 
     Attributes:
       ready: The loss function, traced for the batch.
-      ends: Its params source and gradient sink.
-      store_bytes: Bytes of its store with both slots.
-      is_there: Whether there is the store.
-      update: Its optimizer, traced.
-      description: Its store.
     """
 
     ready: Prepared
@@ -189,7 +182,6 @@ def dry_run(dry: Dry, *, searches: bool = True) -> DryRun:
     """Plans a step and compiles its programs; blocks.
 
     Args:
-      dry: What it is of.
       searches: Whether to look for a budget that works where one is too small.
 
     Raises:

@@ -19,8 +19,6 @@ from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import JsonValue
 
-__all__ = ["Fitted", "Reads"]
-
 Reads: TypeAlias = Callable[[Plan, Division, Set[Unit]], Reading]
 """Returns the reads of a plan with given memory, beside units that stay."""
 
@@ -30,13 +28,9 @@ class Fitted:
     """A plan that fits, and what follows from it whatever the order of its calls.
 
     Attributes:
-      plan: The plan, without what stays.
-      units: What stays.
-      division: Memory, without that of what stays.
       host_bytes: Memory of the host for values that leave a device with memory of its
         own, without what a pool takes beside it.
       reads: Returns the reads of params; None if all are in memory.
-      is_saved: Whether the store has the plan already.
     """
 
     plan: Plan
@@ -76,7 +70,6 @@ class Fitted:
         return self.reads(plan, division, self.units.units), division
 
     def loads(self, calls: Calls, peak_bytes: int) -> Trips:
-        """Returns the reads of a run, for its simulation."""
         plan = replace(self.plan, calls=calls, peak_bytes=peak_bytes)
         reading, division = self.reading(plan)
         return reading.trips(division)

@@ -31,8 +31,6 @@ from jaxinf.streaming.step import Step
 from jaxinf.streaming.update.sink import NoGradients, Sink
 from jaxinf.typing import PyTree
 
-__all__ = ["Beside", "StreamedFunction"]
-
 # A function of a step reads so much less ahead, for what its compilation takes.
 _OWN_SHARE = 6
 
@@ -42,7 +40,6 @@ class Beside:
     """The step whose memory a function has.
 
     Attributes:
-      shared: What it shares with the function.
       left: Returns what the step leaves of budgets, by argument.
       stays: Units that stay for the step.
     """
@@ -56,12 +53,8 @@ class FunctionEnds(StoreParamsEnds):
     """A store as params source; there are no gradients.
 
     Args:
-      store: The store.
       ready: The function, traced for the batch.
-      setup: Memory.
-      resident: Params that stay.
       step: The step whose memory it has, if there is one.
-      average: Whether its params are the store's average.
     """
 
     def __init__(
@@ -82,7 +75,6 @@ class FunctionEnds(StoreParamsEnds):
         self._step, self._average = step, average
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
-        """As `Ends.divided`."""
         left = budgets if self._step is None else self._step.left(budgets)
         limit = self.setup.limit_within(left, ready.traced.mesh)
         memory_bytes = left["memory_bytes"] - self._training.opened.export_bytes
@@ -98,7 +90,6 @@ class FunctionEnds(StoreParamsEnds):
         budgets: Mapping[str, int],
         cuts: Sequence[int] | None = None,
     ) -> Fitted:
-        """As `Ends.fitted`; what stays for a step stays for its function."""
         fitted = super().fitted(ready, budgets, cuts)
         if self._step is None:
             return fitted
@@ -113,7 +104,6 @@ class FunctionEnds(StoreParamsEnds):
         return replace(fitted, division=division, units=units)
 
     def in_rows(self, ready: Prepared) -> "tuple[Ends, Prepared] | None":
-        """As `Ends.in_rows`."""
         made = tables_in_rows(ready, self._training.opened.chunk_rows)
         if made is None or not self.setup.together.is_alone:
             return None
@@ -121,11 +111,9 @@ class FunctionEnds(StoreParamsEnds):
         return FunctionEnds(self._store, made, *given, average=self._average), made
 
     def sink(self, fitted: Fitted) -> Sink:
-        """As `Ends.sink`."""
         return NoGradients(self.setup.together)
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
-        """As `Ends.bound`."""
         params, _, _ = self._source(
             runner,
             fitted,

@@ -37,16 +37,11 @@ from jaxinf.streaming.update.optax_sink import OptaxSink, PlainOptax
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import PathLikeStr, PyTree
 
-__all__ = ["InMemoryStep"]
-
 
 class MemoryEnds(Ends):
     """Memory as params source and gradient sink.
 
     Args:
-      optimizer: Params and state.
-      traced: The loss function.
-      setup: Memory, policy and so on.
       scratch: A folder on a drive for values.
     """
 
@@ -63,18 +58,15 @@ class MemoryEnds(Ends):
 
     @property
     def folders(self) -> Sequence[PathLikeStr]:
-        """As `Ends.folders`."""
         return [self._scratch]
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
-        """As `Ends.divided`."""
         limit = self.setup.limit_within(budgets)
         return divide_rest(budgets["memory_bytes"], limit)
 
     def residents(
         self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
     ) -> Callable[[Plan], ResidentUnits]:
-        """As `Ends.residents`: all params, gradients and optax's state."""
         traced = ready.traced
         params_bytes = sum(map(aval_bytes, traced.params))
         params = traced.params_tree.unflatten(traced.params)
@@ -102,20 +94,17 @@ class MemoryEnds(Ends):
     def moved(
         self, fitted: Fitted, plan: Plan, value_bytes: int
     ) -> tuple[ByteCounts, int, int]:
-        """As `Ends.moved`."""
         moved = value_bytes * self.setup.options.num_runs
         traffic = ByteCounts(drive_read_bytes=moved, drive_write_bytes=moved)
         return traffic, value_bytes, 0
 
     def sink(self, fitted: Fitted) -> OptaxSink:
-        """As `Ends.sink`."""
         options = self.setup.options
         return OptaxSink(
             self._optimizer, self._traced, options.num_runs, options.nonfinite
         )
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
-        """As `Ends.bound`."""
         optimizer = self._optimizer
         return Bound(
             ends=self,

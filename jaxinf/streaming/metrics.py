@@ -9,15 +9,12 @@ from typing import Self
 from jaxinf.streaming.bound import Bound
 from jaxinf.streaming.move.mover import MoverCounts
 
-__all__ = ["StreamMetrics"]
-
 
 @dataclass(frozen=True)
 class StreamMetrics:
     """Traffic and waiting times of a step.
 
     Attributes:
-      fetched_drive_bytes: Bytes of params read from drives.
       fetched_memory_bytes: Bytes of params that a program found in memory, because a
         program before it had used them.
       spilled_memory_bytes, spilled_drive_bytes: Bytes of gradients that waited for the

@@ -52,19 +52,9 @@ from jaxinf.streaming.update.traffic import (
     update_moves,
 )
 
-__all__ = ["StoreEnds", "StoreParamsEnds"]
-
 
 class StoreParamsEnds(Ends):
-    """A store as params source.
-
-    Args:
-      store: The store.
-      store_units: Its units.
-      units: Those that may stay.
-      setup: Memory, policy and so on.
-      resident: Params that stay between steps.
-    """
+    """A store as params source."""
 
     def __init__(
         self,
@@ -82,7 +72,6 @@ class StoreParamsEnds(Ends):
     def residents(
         self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
     ) -> Callable[[Plan], ResidentUnits]:
-        """As `Ends.residents`."""
         return ResidentChooser(
             self.setup.options.resident,
             self._store_units,
@@ -94,7 +83,6 @@ class StoreParamsEnds(Ends):
         ).choose
 
     def passing_bytes(self, plan: Plan, stays: Set[Unit]) -> int:
-        """As `Ends.passing_bytes`."""
         return staged_bytes(self._store_units, plan, stays)
 
     def _reads(self, plan: Plan, division: Division, stays: Set[Unit]) -> Reading:
@@ -151,9 +139,7 @@ class StoreEnds(StoreParamsEnds):
     Args:
       store: The store; its training is bound to the optimizer when it is used.
       ready: The loss function, traced for the batch.
-      program: The optimizer, traced.
       shape: The store's chunks; it need not be there.
-      setup, resident: As for `StoreParamsEnds`.
       like: Those of the same loss function and optimizer, whose programs are used, too.
     """
 
@@ -207,11 +193,9 @@ class StoreEnds(StoreParamsEnds):
     # --- planned -------------------------------------------------------------------
 
     def save(self, ready: Prepared, plan: Plan) -> None:
-        """As `Ends.save`."""
         save_plan(self._store.path, ready, plan)
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
-        """As `Ends.divided`."""
         division = divide(
             budgets["memory_bytes"] - self._shape.export_bytes,
             self._shape.least_memory_bytes,
@@ -257,7 +241,6 @@ class StoreEnds(StoreParamsEnds):
         return unit.is_divided and not is_hidden and self._rereads(unit)
 
     def in_rows(self, ready: Prepared) -> "tuple[Ends, Prepared] | None":
-        """As `Ends.in_rows`."""
         if self.setup.options.compress or not self.setup.together.is_alone:
             return None
         program, shape = self._program, self._shape
@@ -269,7 +252,6 @@ class StoreEnds(StoreParamsEnds):
         return StoreEnds(self._store, self._resident, made, *like), made
 
     def in_layers(self) -> "StoreEnds":
-        """As `Ends.in_layers`."""
         made = copy(self)
         made.setup, made.reads = self.setup.in_layers(), made._reads
         return made
@@ -278,7 +260,6 @@ class StoreEnds(StoreParamsEnds):
 
     @property
     def folders(self) -> Folders:
-        """As `Ends.folders`: drives have values by their shares of the chunks."""
         opened = self._training.opened
         directory = opened.directory
         if not directory.manifest.csds:
@@ -288,16 +269,13 @@ class StoreEnds(StoreParamsEnds):
 
     @property
     def steps_per_commit(self) -> float:
-        """As `Ends.steps_per_commit`."""
         return self._training.opened.steps_per_commit
 
     @property
     def meters(self) -> ByteMeters:
-        """As `Ends.meters`."""
         return self._training.opened.meters
 
     def sink(self, fitted: Fitted) -> StoreSink:
-        """As `Ends.sink`: gradients wait in half of their memory, or are summed."""
         options, division = self.setup.options, fitted.division
         spill = partial(Spill, self.folders, meters=self.meters)
         planned = self._waiting(fitted)
@@ -336,7 +314,6 @@ class StoreEnds(StoreParamsEnds):
         return last, sums
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
-        """As `Ends.bound`."""
         calls = runner.plan.calls.calls
         given = frozenset(filter(self._takes_resident, fitted.units.units))
         params, reading, unused_bytes = self._source(runner, fitted, given)
@@ -358,7 +335,6 @@ class StoreEnds(StoreParamsEnds):
     def moved(
         self, fitted: Fitted, plan: Plan, value_bytes: int
     ) -> tuple[ByteCounts, int, int]:
-        """As `Ends.moved`."""
         moves, sums = self.moves(fitted, plan), self._waiting(fitted)[1]
         num_early = self.setup.options.num_runs - 1
         waiting_bytes = value_bytes
@@ -380,7 +356,6 @@ class StoreEnds(StoreParamsEnds):
         return moved, waiting_bytes, by_commits
 
     def moves(self, fitted: Fitted, plan: Plan) -> StepMoves:
-        """As `Ends.moves`."""
         fetches, num_calls = fitted.reading(plan)[0].fetches, len(plan.calls.calls)
         made = completions(plan.calls.calls, self._store_units)
         given = {one.unit for one in fetches if one.gradient is not None}

@@ -14,8 +14,6 @@ from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.resident import Resident
 from jaxinf.streaming.update.assigning import DeviceUpdates
 
-__all__ = ["Options"]
-
 
 @dataclass(frozen=True)
 class Options:
@@ -70,7 +68,6 @@ class Options:
 
     @property
     def budgets(self) -> Mapping[str, int]:
-        """The budgets that are given, by argument."""
         budgets = {"memory_bytes": self.memory_bytes}
         if self.device_memory_bytes is not None:
             budgets["device_memory_bytes"] = self.device_memory_bytes

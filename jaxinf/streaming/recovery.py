@@ -18,8 +18,6 @@ from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Calls, Slot
 from jaxinf.streaming.program.graph import Origin
 
-__all__ = ["computed_again"]
-
 
 def computed_again(
     slot: Slot,
@@ -31,10 +29,6 @@ def computed_again(
     """Returns a value, computed again; None if backward has made it. Blocks.
 
     Args:
-      slot: The value.
-      calls: The calls of the step.
-      executables: Their programs, one a call.
-      values: The step's other values.
       read: Returns an input of the whole program, such as a part of the params.
 
     Raises:

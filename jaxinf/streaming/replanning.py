@@ -23,8 +23,6 @@ from jaxinf.streaming.plan.wear import Wear
 from jaxinf.streaming.program.graph import Graph
 from jaxinf.streaming.run import CompiledMemory, Executables, Runner
 
-__all__ = ["Replanner", "make_runner", "offload_planned"]
-
 
 def offload_planned(
     fitted: Fitted,
@@ -37,11 +35,6 @@ def offload_planned(
     """Plans which values leave, if any may; with ``"plan"`` by measures. Blocks.
 
     Args:
-      fitted: The plan, with its graph.
-      graph: The whole program.
-      executables: As for `compile_plan`.
-      options: The step's.
-      folders: As for `Replanner`.
       waiting: Gradients that wait for the last one; None if none does.
     """
     plan, budget_bytes = fitted.plan, fitted.division.programs
@@ -78,12 +71,7 @@ def make_runner(
     """Returns what runs a plan that was fitted; takes room on drives, blocks.
 
     Args:
-      fitted: Its memory.
-      plan: The plan, with the values that leave.
-      executables: As for `Runner`.
-      folders: As for `Replanner`.
       replanner: What measures the calls; None if no one asks.
-      meters: Counters of the bytes on drives.
 
     Raises:
       BudgetError: The host has no room for values on their way.
@@ -102,12 +90,10 @@ class Replanner(Planner):
 
     Args:
       plan: The step's programs; their graph stays in memory.
-      problem: What there is to choose.
       num_parts: Number of times that the calls run in a step.
       folders: A folder on each drive that values may leave for.
 
     Attributes:
-      watch: Measures the step's calls.
       is_changed: Whether the next step has to be bound to another choice.
     """
 
@@ -141,14 +127,7 @@ class Replanner(Planner):
     def ended(
         self, step_s: float, values: MoverCounts, peak_bytes: int, params: MoverCounts
     ) -> None:
-        """Takes the measures of a step, and plans again if that is due.
-
-        Args:
-          step_s: Time of the step.
-          values: Traffic of values.
-          peak_bytes: The most bytes of values in memory.
-          params: Reads of params.
-        """
+        """Takes the measures of a step, and plans again if that is due."""
         moved = {
             "written": Moved(values.num_written_bytes, values.write_s),
             "read": Moved(values.num_read_bytes, values.read_s),

@@ -34,16 +34,6 @@ from jaxinf.streaming.recovery import computed_again
 from jaxinf.streaming.update.micro_batches import parts_of, together
 from jaxinf.typing import PyTree
 
-__all__ = [
-    "CompiledMemory",
-    "Estimates",
-    "Executables",
-    "Runner",
-    "compile_plan",
-    "compiled_bytes",
-    "compiled_temp_bytes",
-]
-
 MAX_IN_FLIGHT = 2
 
 
@@ -73,7 +63,6 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
     those of its inputs, so that equal blocks share one as soon as their inputs' agree.
 
     Args:
-      plan: The plan.
       executables: Programs compiled before; new ones are added.
     """
     found = []
@@ -129,12 +118,6 @@ class CompiledMemory:
 
     A program is compiled anew where its outputs may reuse other values' memory, and may
     then take other temporaries. Those of the largest variant count.
-
-    Args:
-      plan: The plan, with its graph.
-      executables: As for `compile_plan`.
-      budget_bytes: Memory of a step's programs.
-      form: Form of values on drives; see `Calls`.
     """
 
     def __init__(
@@ -181,7 +164,6 @@ class Runner:
 
     Args:
       plan: The plan; the runner keeps it without its graph.
-      executables: As for `compile_plan`.
       values: Holds values between calls; by default in memory.
       watch: Measures the calls; None if no one asks.
 
@@ -225,7 +207,6 @@ class Runner:
 
         Args:
           batch: A batch of the traced shapes, or of as many parts as the plan has.
-          params: The source of params, which has begun.
           hand_out: Takes a complete gradient; called in the order of completion.
           check: Called where the step can be given up; raises if it must be.
 

@@ -8,14 +8,9 @@ from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.turns import Turns
 
-__all__ = ["Shared"]
-
 
 class Shared:
     """What a step and its functions have together.
-
-    Args:
-      setup: The step's.
 
     Attributes:
       turns: The thread that they run on.

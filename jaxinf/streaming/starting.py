@@ -32,8 +32,6 @@ from jaxinf.streaming.program.units import part_counts
 from jaxinf.streaming.update.optimizer import passes_for
 from jaxinf.typing import PyTree
 
-__all__ = ["INIT_SHARE", "MakeLeaves", "described", "planned_leaves", "write_leaf"]
-
 # Part of the memory that the store's buffers take while the first step is made.
 INIT_SHARE = 4
 
@@ -53,12 +51,7 @@ def described(
     """Returns the optimizer's first state, traced, and the store that suits a program.
 
     Args:
-      tx: The optimizer.
-      options: The step's.
-      together: The processes that make the store.
-      update: The optimizer, traced.
       avals: Shapes, dtypes and shardings of the params.
-      pieces: The parts of params whose gradients arrive.
 
     Raises:
       UnsupportedTransformError: The optimizer needs too much of all leaves.
@@ -101,10 +94,7 @@ def planned_leaves(
     """Returns the leaves to be made, if they and the program fit in memory.
 
     Args:
-      budgets: Memory, by argument.
-      leaves, lengths: See `MakeLeaves`.
       check: Plans the program within budgets, or raises; None if it is not known.
-      together: The processes that make the store.
 
     Raises:
       BudgetError: Memory does not suffice; names a budget that does.

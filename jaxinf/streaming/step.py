@@ -37,8 +37,6 @@ from jaxinf.streaming.turns import Check, check_not_traced
 from jaxinf.streaming.update.micro_batches import parts_of, together
 from jaxinf.typing import PyTree
 
-__all__ = ["Results", "Step", "TrainingStep"]
-
 Results: TypeAlias = tuple[Any, PyTree]
 """The loss, None for a function, and aux."""
 
@@ -137,7 +135,6 @@ class Step(ABC):
 
     @property
     def _named(self) -> str:
-        """What it is, for messages."""
         return "a step"
 
     def _take_turn(self, key: Any) -> Bound:
@@ -230,7 +227,6 @@ class Step(ABC):
 
 
 def _form(batch: PyTree) -> str:
-    """Describes the shapes of a batch."""
     leaves, tree = jax.tree.flatten(batch)
     shapes = [(str(result_type(leaf)), np.shape(leaf)) for leaf in leaves]
     return f"{tree} {shapes}"
@@ -285,8 +281,6 @@ class TrainingStep(Step):
         A step may be planned otherwise when they are known.
 
         Args:
-          batch, params: As for `dry_run`.
-          limit: The memory of another device than JAX's.
           searches: Whether to look for a budget that works where one is too small.
           known: What need not be traced again.
         """

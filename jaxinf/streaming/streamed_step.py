@@ -53,8 +53,6 @@ from jaxinf.streaming.update.micro_batches import first_part
 from jaxinf.streaming.update.optimizer import trace_optimizer
 from jaxinf.typing import JsonValue, PyTree
 
-__all__ = ["StreamedStep"]
-
 
 class StreamedStep(TrainingStep):
     """Made by `jaxinf.stream`; also a context manager. Not thread-safe.

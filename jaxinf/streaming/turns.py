@@ -23,8 +23,6 @@ from jaxinf.errors import StreamError
 from jaxinf.interrupts import Ending
 from jaxinf.typing import PyTree
 
-__all__ = ["Check", "Turns", "check_not_traced"]
-
 Check: TypeAlias = Callable[[], None]
 """Called where a step can be given up; raises if it is."""
 
@@ -103,7 +101,6 @@ class _Turn:
         return not is_over and self._caller != threading.get_ident()
 
     def run(self) -> None:
-        """Runs the body, unless it has run."""
         body, self._body = self._body, None
         if body is None:
             return

@@ -30,16 +30,6 @@ from jaxinf.streaming.program.programs import Program, lowered
 from jaxinf.streaming.run import Executables, Runner, compile_plan
 from jaxinf.typing import PyTree
 
-__all__ = [
-    "CallTime",
-    "Speeds",
-    "measured_s",
-    "num_operations",
-    "step_work",
-    "usual_call",
-    "usual_s",
-]
-
 _MOST_RUNS, _LONG_ENOUGH_S = 10, 2.0
 
 
@@ -68,9 +58,6 @@ def step_work(ends: Ends, fitted: Fitted, plan: Plan, speeds: Speeds) -> StepWor
 
     Args:
       ends: Where params come from, and where gradients go.
-      fitted: What the plan was made of.
-      plan: The plan of the step.
-      speeds: Speeds of the machine.
     """
     calls, profile = plan.calls, speeds.profile
     moves, tiers = ends.moves(fitted, plan), fitted.tiers(calls)
@@ -135,7 +122,6 @@ def num_operations(plan: Plan, keys: Keys) -> Mapping[str, float]:
     """Counts the operations of a plan's programs by key; nothing is compiled.
 
     Args:
-      plan: The plan, with its graph.
       keys: Of the graph before tables were divided; they keep what was counted.
     """
 
@@ -158,8 +144,6 @@ def measured_s(
 
     Args:
       plan: The plan, with its graph unless the programs are compiled.
-      executables: As for `compile_plan`.
-      usual: Returns the usual one of some times.
     """
     found: dict[str, float] = {}
     compiled = compile_plan(plan, executables)

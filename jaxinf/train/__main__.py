@@ -20,8 +20,6 @@ from jaxinf.train.help import PROGRAM, check_names, help_of
 from jaxinf.train.loop import train
 from jaxinf.train.run_file import read_run
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the trainer; returns the exit status.

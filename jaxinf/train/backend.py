@@ -16,8 +16,6 @@ from jaxinf.train.data.loader import Batch
 from jaxinf.train.step import TrainStep
 from jaxinf.typing import JsonValue, PyTree
 
-__all__ = ["NO_TRAFFIC", "Backend", "Costs"]
-
 Costs = Callable[[], dict[str, Any]]
 """Blocks until a step is durable, then returns the fields of its `StepLine` that only
 the store knows."""
@@ -75,9 +73,7 @@ class Backend(Protocol):
         """
         ...
 
-    def average(self, params: PyTree, state: Any) -> PyTree:
-        """Returns the average of the params, which the store keeps."""
-        ...
+    def average(self, params: PyTree, state: Any) -> PyTree: ...
 
     def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
         """Sets the payload of the next commit: its position in the data."""
@@ -99,13 +95,9 @@ class Backend(Protocol):
         """
         ...
 
-    def checkpoint_steps(self) -> dict[str, int]:
-        """The names of all checkpoints, with the commit that each keeps."""
-        ...
+    def checkpoint_steps(self) -> dict[str, int]: ...
 
-    def committed_step(self, state: Any) -> int:
-        """The number of a state's commit."""
-        ...
+    def committed_step(self, state: Any) -> int: ...
 
     def replace_checkpoint(self, state: Any, name: str) -> bool:
         """Keeps the step of a state under a name, in place of the old checkpoint.

@@ -12,8 +12,6 @@ from typing import Any
 from jaxinf.train.backend import Backend
 from jaxinf.train.evaluate import Evaluation
 
-__all__ = ["BEST", "Best", "evaluation_line"]
-
 BEST = "best"
 
 
@@ -21,7 +19,6 @@ class Best:
     """Keeps the checkpoint named best.
 
     Args:
-      backend: the owner of the checkpoints.
       log: `validation.jsonl`, with the loss of each evaluated step.
     """
 
@@ -44,9 +41,7 @@ def evaluation_line(step: int, committed: int, found: Evaluation) -> str:
     """Makes a line of `validation.jsonl`.
 
     Args:
-      step: number of batches trained on.
       committed: number of the commit; less than `step` if batches were skipped.
-      found: the evaluation.
     """
     return json.dumps(
         {

@@ -21,8 +21,6 @@ from jaxinf.train.freezing import check_frozen
 from jaxinf.train.lora import check_lora
 from jaxinf.train.pretrained import ModelFiles
 
-__all__ = ["check"]
-
 
 def check(config: TrainConfig) -> TrainConfig:
     """Refuses a config with invalid or contradictory fields; reads the model's files.

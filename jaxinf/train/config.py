@@ -36,8 +36,6 @@ from jaxinf.train.options import (
 from jaxinf.train.pretrained import ModelFiles
 from jaxinf.typing import JsonValue, PyTree
 
-__all__ = ["TrainConfig"]
-
 ModelName: TypeAlias = Literal["gpt2", "bert", "t5", "vit", "bloom", "llama"]
 DTypeName: TypeAlias = Literal["float32", "bfloat16"]
 ScheduleName: TypeAlias = Literal["constant", "cosine", "linear", "wsd"]
@@ -244,7 +242,6 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
 
     @property
     def family(self) -> ModelFamily:
-        """The architecture."""
         return family_of(self._size)
 
     @property
@@ -319,7 +316,6 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
 
     @property
     def logs(self) -> Path:
-        """The log directory, absolute."""
         if self.log_dir is not None:
             return self.log_dir.expanduser().absolute()
         if self.store is None:

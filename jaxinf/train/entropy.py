@@ -8,16 +8,12 @@ import numpy as np
 
 from jaxinf.typing import Array
 
-__all__ = ["bigram_entropy", "unigram_entropy"]
-
 _NUM_BYTES = 256
 _SLICE = 1 << 22  # np.bincount makes a 64-bit copy of what it counts
 
 
 def unigram_entropy(data: Array) -> float:
     """Empirical entropy H(x) of single bytes, in nats per byte.
-
-    Args:
         data: uint8 [n], n at least 1.
 
     Raises:
@@ -35,8 +31,6 @@ def bigram_entropy(data: Array) -> float:
     """Empirical conditional entropy H(x_t | x_{t-1}), in nats per byte.
 
     A loss below it is proof that a model uses more than the previous byte.
-
-    Args:
         data: uint8 [n], n at least 2.
 
     Raises:

@@ -21,8 +21,6 @@ from jaxinf.train.entropy import bigram_entropy, unigram_entropy
 from jaxinf.train.lora import model_of
 from jaxinf.typing import PyTree
 
-__all__ = ["Evaluation", "Evaluator", "TextEntropy", "num_tokens"]
-
 # Params x tokens: nano evaluates 64 batches of 512, some 2 s on two cores.
 _LOSS_BUDGET = 3e10
 _MIN_BATCHES, _MAX_BATCHES = 4, 64
@@ -47,7 +45,6 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss."""
         return math.exp(min(self.loss, 700.0))
 
 
@@ -56,7 +53,6 @@ class TextEntropy:
     """The losses that byte statistics alone can reach, in nats per byte.
 
     Attributes:
-      unigram: entropy of the text's bytes.
       bigram: entropy of a byte given the one before it.
     """
 

@@ -10,8 +10,6 @@ from jaxinf.terminal import format_bytes
 from jaxinf.train.backend import Backend
 from jaxinf.train.on_store import KeptInStore
 
-__all__ = ["ExportsOfRun"]
-
 _FAILED = 3  # the exit status of a complete run
 
 
@@ -19,7 +17,6 @@ class ExportsOfRun:
     """The exports of a run; none without a store.
 
     Args:
-      backend: the run's.
       console: where exported steps are said; the store logs the others.
     """
 

@@ -35,12 +35,6 @@ from jaxinf.train.sizes import describe_store, optimizer_of, sizes_of
 from jaxinf.train.step import loss_of
 from jaxinf.train.work import Sketch, num_operations, planned_step
 
-__all__ = [
-    "Search",
-    "first_way",
-    "limits_of",
-]
-
 _COMPRESSION = "top_k:0.02"  # as Smart-Infinity's own runs
 _PARTS = (2, 4, 8)
 _RESIDENT = (1 / 4, 1 / 2)  # of params, beside all and none
@@ -60,7 +54,6 @@ def limits_of(
     Args:
       config: Its ``memory`` and ``device_memory`` are limits; by default nine tenths of
         what the machine has.
-      years, allowed: As for `Limits`.
 
     Raises:
       UsageError: There is no machine, or a limit has no meaning for it.
@@ -129,7 +122,6 @@ class Search:
       asked: The run as the user asks for it, without limits; see `limits_of`.
       batch: A batch of it; only its shapes count.
       machine: Where it shall run; by default the user's ``--machine``.
-      say: Takes what is planned now.
 
     Raises:
       UsageError: ``--machine`` names none.
@@ -153,7 +145,6 @@ class Search:
         """Finds the fastest settings within limits; blocks, for a minute or so.
 
         Args:
-          limits: The limits.
           measures: Whether the programs of the fastest are compiled and run, and their
             times decide between these.
 
@@ -351,12 +342,7 @@ class Search:
     def _changes(
         self, limits: Limits, found: Sequence[Candidate]
     ) -> Iterator[tuple[str, Candidate]]:
-        """Yields changes with which something fits, each alone.
-
-        Args:
-          limits: Within which nothing does.
-          found: All candidates there.
-        """
+        """Yields changes with which something fits, each alone."""
         for name, more in _relaxed(limits, found):
             if (best := self._best(more)) is not None:
                 yield name, best
@@ -434,8 +420,6 @@ def _ways(
     """Yields changes of a run that its flags leave open.
 
     Args:
-      asked: The run.
-      limits: Its limits.
       params_bytes: Its params, if a part of them may stay.
     """
     default = {f.name: f.default for f in fields(TrainConfig)}

@@ -32,8 +32,6 @@ from jaxinf.train.sizes import Sizes, sizes_of
 from jaxinf.train.work import PlannedStep, Rates, planned_step
 from jaxinf.typing import FLOAT32, JsonValue
 
-__all__ = ["Forecast", "RunPlan", "forecast", "life_text", "on_drives", "plan"]
-
 _DAY_S = 86_400
 _MANY_FILES = 4  # written in a step, of those that a drive was measured with
 
@@ -85,11 +83,6 @@ class DeviceHelp:
 
 def forecast(step: PlannedStep, config: TrainConfig, machine: Machine) -> Forecast:
     """Forecasts a step of a run on a machine.
-
-    Args:
-      step: The step, as planned.
-      config: The run.
-      machine: Where it shall run.
 
     Raises:
       ValueError: The machine has no rate that the run needs.
@@ -166,10 +159,7 @@ class RunPlan:
     """A run, what it takes, and what a change of it would.
 
     Attributes:
-      config: The run.
-      sizes: Memory, disk, and bytes of a step.
       machine: Where it shall run; None if that is not said, and times are unknown.
-      found: Its forecast there.
       changed: The same after one change, by the change.
     """
 
@@ -231,7 +221,6 @@ class RunPlan:
         return document
 
     def print(self, console: Console) -> None:
-        """Prints it."""
         sizes, lines = self.sizes, []
         what = " (state or buffers, params, gradients, and updates)"
         if self.config.mode == "stream":
@@ -333,7 +322,6 @@ def plan(
       config: A run that `check` has returned, and whose data is loaded.
       batch: A batch of it; only its shapes count.
       measures: Whether programs are compiled and run, and their times used.
-      say: Takes what is planned now.
 
     Raises:
       UsageError: ``--machine`` names none, or one that lacks a rate.

@@ -17,18 +17,6 @@ from jaxinf import compat
 from jaxinf.command_line import UsageError
 from jaxinf.typing import DeferredArray, PyTree
 
-__all__ = [
-    "Frozen",
-    "check_frozen",
-    "check_source",
-    "names_of",
-    "shown_names",
-    "train_others",
-    "trained",
-    "with_zeros",
-    "without_gradients",
-]
-
 _MOST_NAMES = 8
 
 
@@ -37,7 +25,6 @@ class Frozen:
     """The leaves that stay as they are; false if there are none.
 
     Attributes:
-      patterns: of paths.
       all_but: whether the leaves that they match are those that are trained.
     """
 
@@ -53,11 +40,6 @@ class Frozen:
 
 def check_frozen(patterns: tuple[str, ...], params: PyTree, model: str) -> None:
     """Refuses patterns that match no leaf of the model, or all together.
-
-    Args:
-      patterns: of --freeze.
-      params: of the model.
-      model: its name.
 
     Raises:
       UsageError: names the pattern, and leaves that there are.
@@ -81,11 +63,6 @@ def check_frozen(patterns: tuple[str, ...], params: PyTree, model: str) -> None:
 def check_source(frozen: Frozen, params: PyTree, source: Any) -> None:
     """Refuses to freeze leaves that a checkpoint lacks, as they stay random.
 
-    Args:
-      frozen: the leaves that stay as they are.
-      params: those of the checkpoint deferred, others new.
-      source: the checkpoint, for messages.
-
     Raises:
       UsageError: names the leaves.
     """
@@ -99,7 +76,6 @@ def check_source(frozen: Frozen, params: PyTree, source: Any) -> None:
 
 
 def names_of(params: PyTree) -> list[str]:
-    """Returns the paths of all leaves."""
     return [_name(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 

@@ -14,8 +14,6 @@ import tyro
 from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
 
-__all__ = ["PROGRAM", "check_names", "help_of", "make_parser"]
-
 PROGRAM = "python -m jaxinf.train"
 
 _COMMON = (

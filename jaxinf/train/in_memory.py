@@ -24,8 +24,6 @@ from jaxinf.train.processes import placed
 from jaxinf.train.step import TrainStep, compile_train_step
 from jaxinf.typing import JsonValue, PyTree
 
-__all__ = ["InMemory"]
-
 
 class _WatchState(NamedTuple):
     """State of `_watch`."""
@@ -51,7 +49,6 @@ class InMemory:
         self._tx = with_zeros(tx) if config.frozen else tx
 
     def committed(self) -> JsonValue:
-        """See `Backend`: always None."""
         return None
 
     def init(
@@ -61,7 +58,6 @@ class InMemory:
         first: Mapping[str, JsonValue],
         batch: Batch,
     ) -> tuple[Any, Any]:
-        """See `Backend`."""
         params = placed(new_params(), like)
         params = held_params(params) if is_deferred(params) else params
         return params, jax.jit(self._tx.init, out_shardings=_beside(params, self._tx))(
@@ -71,7 +67,6 @@ class InMemory:
     def compile_step(
         self, graphdef: Any, params: PyTree, state: Any, batch: Batch
     ) -> TrainStep:
-        """See `Backend`."""
         return compile_train_step(
             graphdef,
             self._tx,
@@ -85,22 +80,18 @@ class InMemory:
     def function(
         self, fn: Callable[[PyTree, Any], Any], *, average: bool = False
     ) -> Callable[[PyTree, Any], Any]:
-        """See `Backend`."""
         return jax.jit(fn)
 
     def average(self, params: PyTree, state: Any) -> PyTree:
-        """See `Backend`: there is none."""
         raise AssertionError("check refuses --ema in memory")
 
     def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
         """See `Backend`: does nothing."""
 
     def costs(self, state: Any, *, is_skipped: bool) -> Costs:
-        """See `Backend`: no traffic."""
         return lambda: NO_TRAFFIC
 
     def num_skipped(self, state: Any) -> int:
-        """See `Backend`."""
         if not self._is_error:
             return int(state.total_notfinite)
         if int(state.num_nonfinite):
@@ -115,15 +106,12 @@ class InMemory:
         """See `Backend`: keeps none."""
 
     def checkpoint_steps(self) -> dict[str, int]:
-        """See `Backend`: none."""
         return {}
 
     def committed_step(self, state: Any) -> int:
-        """See `Backend`: there are no commits."""
         return 0
 
     def replace_checkpoint(self, state: Any, name: str) -> bool:
-        """See `Backend`: keeps none."""
         return False
 
     def raise_failure(self) -> None:

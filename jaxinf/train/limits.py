@@ -18,8 +18,6 @@ from jaxinf.train.forecast import Forecast, life_text
 from jaxinf.train.run_file import words_of_run
 from jaxinf.typing import JsonValue
 
-__all__ = ["Candidate", "Fit", "Limits", "LossyFlag", "difference"]
-
 LossyFlag: TypeAlias = Literal[
     "state", "compress", "param-dtype", "master", "dtype", "activations"
 ]
@@ -31,7 +29,6 @@ class Limits:
     """What a run may take.
 
     Attributes:
-      memory_bytes: Of the host.
       device_bytes: Of the JAX device; None if it computes in the host's memory.
       years: The least life of the drives, if the run trained without a pause.
       allowed: Flags that may be chosen though they may lose bits.
@@ -49,7 +46,6 @@ class Candidate:
 
     Attributes:
       config: The run, as its command line says it.
-      found: Its forecast.
       host_bytes: The least memory of the host; without the process.
       device_bytes: The least memory of the JAX device; 0 if that is the host's.
     """
@@ -61,7 +57,6 @@ class Candidate:
 
     @property
     def command(self) -> str:
-        """The command line that trains with it."""
         return shlex.join(["python", "-m", "jaxinf.train", *words_of_run(self.config)])
 
     def excess(self, limits: Limits) -> dict[str, float]:
@@ -90,10 +85,7 @@ class Fit:
     """The fastest settings within limits, or what is missing.
 
     Attributes:
-      limits: The limits.
-      machine: Where the run shall be.
       best: The fastest; None if nothing fits.
-      others: The next best that differ in time.
       nearest: If nothing fits, the settings that are over by least, if any runs at all.
       changes: If nothing fits, changes with which something does, each alone, and the
         fastest settings then.

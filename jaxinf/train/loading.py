@@ -15,8 +15,6 @@ from jaxinf.train.data.load import TrainingData, load_data
 from jaxinf.train.data.loader import Batches
 from jaxinf.train.data.tokenizers import tokenizer_in
 
-__all__ = ["load", "make_batches", "with_tokenizer"]
-
 _SEQ_LEN = 64
 
 

@@ -68,8 +68,6 @@ from jaxinf.train.step import TrainStep
 from jaxinf.train.trackers import Trackers, check_trackers
 from jaxinf.typing import PyTree
 
-__all__ = ["fit_run", "plan_processes", "plan_run", "train"]
-
 # Share of the budget for pieces read and traced programs during an import.
 _IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
 
@@ -80,7 +78,6 @@ def train(
     """Trains, or resumes training, until `config.steps`; blocks.
 
     Args:
-      config: the run's configuration.
       command: the command to show the user for resuming the run.
       console: the console to print to; by default standard output.
 
@@ -144,9 +141,7 @@ def plan_run(
     """Plans a run; reads its data, and writes nothing. Blocks for some seconds.
 
     Args:
-      config: the run.
       measures: whether programs are compiled and run, and their times used.
-      say: takes what is planned now.
 
     Raises:
       UsageError: the config asks for something impossible.
@@ -168,8 +163,6 @@ def plan_processes(
 
     Args:
       config: the run; of the flags of several processes only ``--fsdp`` counts.
-      count: number of processes.
-      failures, restart_s: as for `plan_several`.
 
     Raises:
       UsageError: as `plan_run`; or it is no run of so many processes.
@@ -220,11 +213,9 @@ def fit_run(
     Args:
       config: flags that are to stay. Its ``memory`` and ``device_memory`` are limits;
         by default nine tenths of what the machine has.
-      years: the least life of the drives.
       allowed: flags that may be chosen though they may lose bits.
       measures: whether the programs of the fastest are compiled and run, and their
         times decide between these.
-      say: takes what is planned now.
 
     Raises:
       UsageError: there is no machine, or the flags contradict each other.
@@ -292,7 +283,6 @@ def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:
     """Writes config.json and config.toml, or those of a resumed run beside them.
 
     Args:
-      step: the first step of this start.
       config: the run with what its data and its process have decided.
       run_file: the run as it was asked for.
     """

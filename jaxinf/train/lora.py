@@ -25,8 +25,6 @@ from jaxinf.exchange import LORA_A, LORA_B
 from jaxinf.train.freezing import Frozen, names_of, shown_names
 from jaxinf.typing import PyTree
 
-__all__ = ["ALPHA", "Lora", "check_lora", "model_of", "parse_lora", "with_new"]
-
 ALPHA = 16.0
 """Adapters are scaled by this over their rank, so that one rate suits all ranks."""
 
@@ -40,7 +38,6 @@ class Lora:
     """Which matrices have adapters, and of which rank.
 
     Attributes:
-      rank: columns of A and rows of B.
       patterns: of the matrices' paths; by default those of attention.
     """
 
@@ -106,11 +103,6 @@ def parse_lora(text: str) -> Lora:
 def check_lora(lora: Lora, params: PyTree, model: str) -> None:
     """Refuses a pattern that matches no matrix, and a rank above a matrix's own.
 
-    Args:
-      lora: of --lora.
-      params: of the model.
-      model: its name.
-
     Raises:
       UsageError: names the pattern or the rank, and matrices that there are.
     """
@@ -138,9 +130,7 @@ def with_new(lora: Lora, params: PyTree, seed: int) -> PyTree:
     """Returns params with new adapters.
 
     Args:
-      lora: which they are.
       params: those of the model; leaves may be deferred.
-      seed: of the adapters.
     """
     key = jax.random.key(seed)
 
@@ -159,7 +149,6 @@ def model_of(graphdef: Any, params: PyTree) -> Any:
 
     Args:
       graphdef: the model's graph, which knows nothing of adapters.
-      params: the run's params.
     """
     adapters: dict[tuple[str, ...], tuple[Any, Any]] = {}
     model = nnx.merge(graphdef, _without_adapters(params, (), adapters))

@@ -16,8 +16,6 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.memory import device_bytes, rss_bytes
 from jaxinf.train.trace import NUM_BEFORE, TraceRecorder
 
-__all__ = ["StepTimer"]
-
 _NUM_TRACED = 3
 
 
@@ -25,7 +23,6 @@ class StepTimer:
     """Measures the steps of a run, and traces those that the user has named.
 
     Args:
-      config: the run.
       step: number of steps done before.
     """
 
@@ -45,7 +42,6 @@ class StepTimer:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Measures the body, which is the step of that number."""
         if self._since_s is None:
             timeline.take_busy()
             self._since_s = time.monotonic()

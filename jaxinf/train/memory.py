@@ -11,8 +11,6 @@ from pathlib import Path
 
 import jax
 
-__all__ = ["device_bytes", "peak_rss_bytes", "rss_bytes"]
-
 
 def rss_bytes() -> int:
     """Resident memory of this process now."""

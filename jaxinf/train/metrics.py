@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JsonLines", "MetricsLog", "StepLine", "read_lines"]
-
 
 @dataclasses.dataclass(frozen=True)
 class StepLine:
@@ -38,11 +36,9 @@ class StepLine:
       drive_read_bytes: bytes read from drives since the previous step. This and the
         next three are 0 in mode memory; a skipped step's traffic counts for the next
         commit.
-      drive_write_bytes: bytes written to drives.
       link_down_bytes: bytes over the host link to the CSDs: gradients.
       link_up_bytes: bytes over the host link from the CSDs: updates or new params.
       rss_bytes: resident memory of the process after the step.
-      learning_rate: the rate of the step's update.
       gradient_norm: global norm of the gradients, before clipping; null if it is not
         finite, and in mode stream, where the gradients never exist at once.
       phases: seconds since the step before, or since an evaluation after it, in which
@@ -139,7 +135,6 @@ class MetricsLog:
       log_dir: the log directory; made if it does not exist.
       step: the last committed step; the file is continued after it.
       begin: called with the file and its last step, before a line is written.
-      wrote: called with each line that is written.
     """
 
     def __init__(
@@ -172,7 +167,6 @@ class MetricsLog:
         self._last.write_text(line.to_json())
 
     def write(self, line: StepLine) -> None:
-        """Appends a complete line."""
         self._lines.write(line.step, line.to_json())
         self._wrote(line)
 

@@ -27,8 +27,6 @@ from jaxinf.train.processes import placed
 from jaxinf.train.step import Boundaries, TrainStep, compile_train_step
 from jaxinf.typing import JsonValue, PyTree
 
-__all__ = ["KeptInStore", "OnStore", "refused_as_usage"]
-
 
 @contextlib.contextmanager
 def refused_as_usage() -> Iterator[None]:
@@ -49,7 +47,6 @@ class KeptInStore(abc.ABC):
         self.store = store
 
     def committed(self) -> JsonValue:
-        """See `Backend`."""
         if self.store.step == 0:
             return None
         return self.store.payload or {}
@@ -80,7 +77,6 @@ class KeptInStore(abc.ABC):
         )
 
     def _tokenizer_files(self) -> dict[str, bytes]:
-        """Reads the files that a new store keeps for exports."""
         tokenizer, weights = self._config.tokenizer, self._config.source
         return tokenizer_files(
             tokenizer=tokenizer and tokenizer.expanduser(),
@@ -88,7 +84,6 @@ class KeptInStore(abc.ABC):
         )
 
     def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
-        """See `Backend`."""
         self.store.annotate(self.committed_step(state) + 1, position)
 
     def _costs_of(self, step: int) -> dict[str, Any]:
@@ -110,7 +105,6 @@ class KeptInStore(abc.ABC):
         return sum(required_bytes(self.store._training.opened.directory).values())
 
     def checkpoint(self, state: Any, *, keep_last: int, keep_every: int) -> str | None:
-        """See `Backend`."""
         name = str(self.committed_step(state))
         self.store.wait(state)
         held = next((c for c in self.store.checkpoints() if c.name == name), None)
@@ -123,13 +117,11 @@ class KeptInStore(abc.ABC):
         return name
 
     def checkpoint_steps(self) -> dict[str, int]:
-        """See `Backend`."""
         if not self.store.exists:
             return {}
         return {held.name: held.step for held in self.store.checkpoints()}
 
     def replace_checkpoint(self, state: Any, name: str) -> bool:
-        """See `Backend`."""
         self.store.wait(state)
         if name in self.checkpoint_steps():
             self.store.remove_checkpoint(name)
@@ -137,7 +129,6 @@ class KeptInStore(abc.ABC):
         return True
 
     def raise_failure(self) -> None:
-        """See `Backend`."""
         self.store.check()
 
     def close(self) -> None:
@@ -164,7 +155,6 @@ class OnStore(KeptInStore):
         first: Mapping[str, JsonValue],
         batch: Batch,
     ) -> tuple[Any, Any]:
-        """See `Backend`."""
         if self.store.exists and self.store.step > 0:
             params = self.store.params(like=like)
             return params, self._tx.init(params)
@@ -185,7 +175,6 @@ class OnStore(KeptInStore):
     def compile_step(
         self, graphdef: Any, params: PyTree, state: Any, batch: Batch
     ) -> TrainStep:
-        """See `Backend`."""
         return compile_train_step(
             graphdef,
             self._tx,
@@ -199,11 +188,9 @@ class OnStore(KeptInStore):
     def function(
         self, fn: Callable[[PyTree, Any], Any], *, average: bool = False
     ) -> Callable[[PyTree, Any], Any]:
-        """See `Backend`."""
         return jax.jit(fn)
 
     def average(self, params: PyTree, state: Any) -> PyTree:
-        """See `Backend`."""
         return self.store.params(params, state=state, average=True)
 
     @property
@@ -217,16 +204,13 @@ class OnStore(KeptInStore):
         return "halves" if needs_all else "fused"
 
     def costs(self, state: SmartUpdateState, *, is_skipped: bool) -> Costs:
-        """See `Backend`."""
         if is_skipped:
             return lambda: NO_TRAFFIC
         step = self.committed_step(state)
         return lambda: self._costs_of(step)
 
     def num_skipped(self, state: SmartUpdateState) -> int:
-        """See `Backend`."""
         return int(state.skipped_steps)
 
     def committed_step(self, state: SmartUpdateState) -> int:
-        """See `Backend`."""
         return int(state.step)

@@ -18,8 +18,6 @@ from jaxinf.train.optimizers import behind_clipping
 from jaxinf.train.processes import Processes
 from jaxinf.train.streamed import Streamed
 
-__all__ = ["open_backend"]
-
 
 def open_backend(
     config: TrainConfig,
@@ -29,8 +27,6 @@ def open_backend(
     """Makes the backend of the config's mode; opens the store without writing to it.
 
     Args:
-      config: the run's configuration.
-      optimizer: its optimizer.
       processes: those of the run; by default this one.
 
     Raises:

@@ -29,14 +29,6 @@ from jaxinf.train.schedules import (
 )
 from jaxinf.typing import PyTree
 
-__all__ = [
-    "behind_clipping",
-    "check_optimizer",
-    "make_clipping",
-    "make_optimizer",
-    "optax_optimizers",
-]
-
 _MOMENTUM = 0.9
 
 _NUMBERS = {"none": None, "true": True, "false": False}

@@ -16,14 +16,6 @@ from jaxinf.streaming import DeviceUpdates, Form, Order, Policy
 from jaxinf.terminal import parse_bytes
 from jaxinf.train.data.options import shown as _shown
 
-__all__ = [
-    "LaunchOptions",
-    "ProcessOptions",
-    "RunOptions",
-    "StoreOptions",
-    "StreamOptions",
-]
-
 ReferenceName: TypeAlias = Literal["fused", "split"]
 
 
@@ -49,7 +41,6 @@ class StateTier:
     """Memory for state that stays from step to step, in bytes.
 
     Attributes:
-      host: of the host.
       device: of the JAX device; None for as much as in the store's last step.
     """
 

@@ -23,8 +23,6 @@ from jaxinf.train.memory import peak_rss_bytes
 from jaxinf.train.metrics import StepLine
 from jaxinf.train.sizes import Sizes
 
-__all__ = ["Prediction"]
-
 _LOG = logging.getLogger("jaxinf")
 
 _TOLERANCE = 1.3

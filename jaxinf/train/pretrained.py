@@ -28,15 +28,6 @@ from jaxinf.errors import ExchangeError
 from jaxinf.exchange import Architecture, HuggingFaceFolder
 from jaxinf.typing import DeferredArray, JsonValue, PyTree
 
-__all__ = [
-    "ModelFiles",
-    "architecture_of",
-    "deferred_params",
-    "describe_architecture",
-    "held_params",
-    "is_deferred",
-]
-
 _MOST_LAYERS = 1000
 
 
@@ -127,7 +118,6 @@ def deferred_params(files: ModelFiles, config: ModelConfig, seed: int) -> PyTree
     """Returns the params of a checkpoint as leaves that are read on demand.
 
     Args:
-      files: the checkpoint.
       config: the model's configuration, with the head for the task.
       seed: seed of a head that the checkpoint lacks.
 

@@ -34,15 +34,6 @@ from jaxinf.train.options import LaunchOptions
 from jaxinf.train.trackers import Trackers
 from jaxinf.typing import JsonValue, PyTree
 
-__all__ = [
-    "Processes",
-    "SumLog",
-    "connect",
-    "placed",
-    "sharded_dimension",
-    "start",
-]
-
 _AXIS = "data"
 _TIMEOUT_S = 600.0  # for an evaluation by the first process
 _PATIENCE_S = 300.0  # for the coordinator, as JAX's own
@@ -155,7 +146,6 @@ class Processes:
     # --- words ---------------------------------------------------------------------
 
     def from_first(self, make: Callable[[], JsonValue]) -> Any:
-        """Returns what the first process makes, in all of them."""
         if self._service is None:
             return make()
         self._num_told += 1
@@ -282,7 +272,6 @@ def connect(given: LaunchOptions, timeout_s: float | None = None) -> None:
     """Connects processes; blocks until all are there.
 
     Args:
-      given: who they are.
       timeout_s: this process ends, with status 1 and a line that says so, if not all
         are there after so long; by default after JAX's time, as JAX does.
 

@@ -18,8 +18,6 @@ from rich.text import Text
 from jaxinf.terminal import format_bytes, printable
 from jaxinf.train.metrics import StepLine
 
-__all__ = ["Progress", "Say", "planning", "unsaid"]
-
 Say: TypeAlias = Callable[[str], object]
 """Takes what is done now, for who waits."""
 
@@ -44,9 +42,7 @@ class Progress:
     """Shows each step when it is done.
 
     Args:
-      console: the console to print to.
       first: number of steps done before.
-      last: the last step.
       unit: the unit of a line's `tokens`.
     """
 

@@ -11,8 +11,6 @@ from jaxinf.train.prediction import Prediction
 from jaxinf.train.processes import SumLog
 from jaxinf.train.progress import Progress
 
-__all__ = ["Recorder"]
-
 
 class Recorder:
     """Takes each step at its end and completes its line one step later."""
@@ -50,7 +48,6 @@ class Recorder:
         """Takes a step with its results; its commit may still be in flight.
 
         Args:
-          line: the step's line without its traffic.
           costs: returns the traffic; blocks at most until the next step's end.
         """
         self._complete()

@@ -31,14 +31,6 @@ from jaxinf.train.schedules import (
 from jaxinf.train.streamed import Streamed
 from jaxinf.typing import PyTree
 
-__all__ = [
-    "describe",
-    "say_config",
-    "say_evaluation",
-    "say_results",
-    "say_stopped",
-]
-
 _WIDTH = 48
 _LEVELS = "▁▂▃▄▅▆▇█"
 

@@ -17,8 +17,6 @@ from jaxinf.train.pretrained import architecture_of
 from jaxinf.train.schedules import resolved_settings
 from jaxinf.typing import JsonValue
 
-__all__ = ["Identity", "first_payload"]
-
 _MADE_BY = "jaxinf.train"
 _LOADER = "grain"
 
@@ -61,13 +59,7 @@ class Identity:
     def position(
         self, step: int, batch: Batch, shard: tuple[int, int]
     ) -> dict[str, JsonValue]:
-        """Returns the payload of the commit of batch `step` (1 is the first).
-
-        Args:
-          step: its number.
-          batch: this process's part of it.
-          shard: as `Batches.shard`.
-        """
+        """Returns the payload of the commit of batch `step` (1 is the first)."""
         loader: dict[str, JsonValue] = {
             "name": _LOADER,
             "version": self._version,
@@ -89,7 +81,6 @@ class Identity:
         """Returns the number of batches that the run of a commit has done.
 
         Args:
-          payload: the commit's payload.
           batches: this command's batches; the last one of the run is compared.
 
         Raises:

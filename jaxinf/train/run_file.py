@@ -25,8 +25,6 @@ from jaxinf.terminal import exact_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.typing import JsonValue
 
-__all__ = ["NOT_IN_FILES", "read_run", "text_of_run", "words_of_run", "write_run"]
-
 NOT_IN_FILES = (*("config", "write-config", "restore", "dry-run", "machine", "trace"),)
 """Flags of one start of a run, not of the run."""
 
@@ -40,7 +38,6 @@ def read_run(path: Path, *, given: TrainConfig | None = None) -> TrainConfig:
     """Reads a run's file; blocks.
 
     Args:
-      path: the file.
       given: what the command line says by itself. A list of it replaces the file's.
 
     Raises:
@@ -258,7 +255,6 @@ def words_of_run(config: TrainConfig, base: TrainConfig | None = None) -> list[s
     A start's own flags are left out, but for ``--machine``.
 
     Args:
-      config: the run.
       base: the other; by default one without flags.
     """
     words: list[str] = []
@@ -289,7 +285,6 @@ def _plain(flag: Flag, value: Any) -> JsonValue:
 
 
 def _formed(flag: Flag, value: Any) -> Any:
-    """Returns a value in the form that its flag takes."""
     if flag.constructor is None or isinstance(value, str | None):
         return value
     if flag.constructor.metavar == "BYTES":

@@ -14,15 +14,6 @@ from jaxinf_models import num_params
 from jaxinf.train.config import TrainConfig
 from jaxinf.typing import JsonValue
 
-__all__ = [
-    "learning_rates",
-    "make_schedule",
-    "num_warmup_steps",
-    "peak_learning_rate",
-    "resolved_settings",
-    "weight_decay",
-]
-
 # nano: measured over 1,000 steps of the default run, 2e-3 ends at 1.97, 3e-3 at 1.99
 # and 5e-3 at 2.43. The others: Brown et al. 2020 (GPT-3), table 2.1, at the sizes that
 # lie between these bounds.

@@ -26,8 +26,6 @@ from jaxinf.train.sizes import LeafUpdate, Sizes, member_sizes, steps_per_commit
 from jaxinf.train.work import Rates, Sketch, num_operations
 from jaxinf.typing import FLOAT32, JsonValue
 
-__all__ = ["Failures", "Links", "SeveralPlan", "plan_several"]
-
 _ROUND_TRIPS = 2
 """Of a commit: to the meeting of all, and to hear that none has failed."""
 
@@ -36,12 +34,7 @@ _YEAR_S = 365.25 * 86_400
 
 @dataclass(frozen=True)
 class Host:
-    """What a process moves in a step, and keeps.
-
-    Attributes:
-      disk_bytes: Both slots.
-      read_bytes, written_bytes: By each of its drives.
-    """
+    """What a process moves in a step, and keeps."""
 
     disk_bytes: int
     read_bytes: tuple[int, ...]
@@ -77,10 +70,7 @@ class Failures:
     """What failures take, each of which stops all processes.
 
     Attributes:
-      per_day: Failures of all hosts a day.
-      lost_steps: Steps that one takes, on average.
       lost_s: Seconds that one takes, on average, with the restart.
-      share: Of all time, what is lost.
     """
 
     per_day: float
@@ -106,11 +96,6 @@ class Failures:
         average, and as much more as is done while a commit is under way.
 
         Args:
-          per_year: Failures of one host in a year.
-          count: Number of hosts.
-          step_s: Time of a step.
-          commit_s: Time of a commit.
-          steps_per_commit: Steps from commit to commit.
           restart_s: Time from a failure to the next step.
         """
         lost_steps = steps_per_commit / 2 + commit_s / step_s
@@ -125,9 +110,6 @@ class SeveralPlan:
     """A run in several processes, one on each host, and what it takes.
 
     Attributes:
-      hosts: What each process moves.
-      links: What collectives move.
-      memory_bytes: As `Sizes`, of each process.
       machine: What each host is; None if that is not said, and times are unknown.
       found: The forecast of the process that moves most, with links and round trips.
       link_s: Seconds of collectives in a step, beside which nothing else is counted.
@@ -163,7 +145,6 @@ class SeveralPlan:
         return document
 
     def print(self, console: Console) -> None:
-        """Prints it."""
         links = self.links
         lines = [
             f"hosts   {len(self.hosts)}, with a process each",
@@ -219,8 +200,6 @@ def plan_several(
       config: A run in ``--mode update`` that `check` has returned; its `machine` is
         each host.
       batch: The batch of one process; only its shapes count.
-      count: Number of processes.
-      is_sharded: As ``--fsdp``.
       failures: Failures of one host in a year; None for none.
       restart_s: Time from a failure to the next step.
 
@@ -311,7 +290,6 @@ def _links(config: TrainConfig, count: int, *, is_sharded: bool) -> Links:
 
 
 def _with_round_trips(machine: Machine) -> Machine:
-    """Returns a machine whose commits have the round trips in them."""
     trip = _needed(machine, "round_trips")
     commit_s = _ROUND_TRIPS / trip.value
     if machine.commits is not None:

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-__all__ = ["StopRequest"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -37,7 +35,6 @@ class StopRequest:
 
     @property
     def is_requested(self) -> bool:
-        """Whether a signal has arrived."""
         return self.number != 0
 
     def __enter__(self) -> "StopRequest":

@@ -38,24 +38,12 @@ from jaxinf.train.optimizers import make_optimizer
 from jaxinf.train.processes import sharded_dimension
 from jaxinf.typing import PyTree
 
-__all__ = [
-    "LeafUpdate",
-    "Sizes",
-    "describe_store",
-    "member_sizes",
-    "optimizer_of",
-    "sizes_of",
-    "steps_per_commit",
-    "streamed_sizes",
-]
-
 
 @dataclass(frozen=True)
 class Sizes:
     """What a run takes.
 
     Attributes:
-      num_params: Params of the model.
       memory_bytes: Of a streamed step; else of buffers, or of plain optax's state, and
         of JAX's params, gradients, updates and new params. Activations and the process
         are not in it.
@@ -99,7 +87,6 @@ def sizes_of(
     Those of a streamed step are at most so many: what memory saves is not counted.
 
     Args:
-      config: A run that `check` has returned.
       description: What `describe_store` returns for it, or for a run with the same
         model and optimizer; by default it is computed.
 
@@ -146,9 +133,7 @@ def member_sizes(
     """Computes what each process of a run would take, in ``--mode update``.
 
     Args:
-      config: A run that `check` has returned.
       count: Number of processes, each with one JAX device.
-      is_sharded: As ``--fsdp``.
 
     Raises:
       JaxinfError: As `sizes_of`.
@@ -273,9 +258,7 @@ def describe_store(
     """Describes the store of a run; traces its optimizer, which takes seconds.
 
     Args:
-      config: The run.
       update: What `optimizer_of` returns for it; by default it is traced.
-      count, is_sharded: As for `member_sizes`.
     """
     params = config.abstract[1]
     shards, holders = [], []

@@ -26,8 +26,6 @@ from jaxinf.train.freezing import Frozen, trained, without_gradients
 from jaxinf.train.lora import model_of
 from jaxinf.typing import PyTree
 
-__all__ = ["Boundaries", "TrainStep", "compile_train_step", "loss_of"]
-
 Boundaries: TypeAlias = Literal["fused", "halves", "split"]
 
 TrainStep: TypeAlias = Callable[..., tuple[PyTree, Any, tuple[jax.Array, Any]]]
@@ -41,13 +39,7 @@ _NOTHING = Frozen()
 def loss_of(
     graphdef: Any, task: TaskName = "causal-lm", frozen: Frozen = _NOTHING
 ) -> Callable[[PyTree, Any], jax.Array]:
-    """Returns the loss of params and a batch.
-
-    Args:
-      graphdef: The model's graph.
-      task: The task, which decides the loss.
-      frozen: Leaves without a gradient.
-    """
+    """Returns the loss of params and a batch."""
 
     def loss_fn(params: PyTree, batch: Any) -> jax.Array:
         params = without_gradients(frozen, params)
@@ -68,11 +60,8 @@ def compile_train_step(
     """Compiles the step.
 
     Args:
-      graphdef: The model's graph.
       tx: The optimizer, in memory or near storage.
-      boundaries: The division into jits; see the module.
       example: Params, state and a batch; only their shapes count.
-      task: The task, which decides the loss.
       is_clipped: Whether the optimizer computes the norm of the gradients.
       frozen: As in `loss_of`; the optimizer is given None for their gradients.
     """

@@ -26,8 +26,6 @@ from jaxinf.train.processes import Processes
 from jaxinf.train.step import TrainStep, loss_of
 from jaxinf.typing import JsonValue, PyTree
 
-__all__ = ["Streamed"]
-
 _FLAGS = {"memory_bytes": "--memory", "device_memory_bytes": "--device-memory"}
 _OF_ASSIGNMENTS = {
     "device_updates": "--device-updates ",
@@ -69,7 +67,6 @@ class Streamed(KeptInStore):
         first: Mapping[str, JsonValue],
         batch: Batch,
     ) -> tuple[Any, Any]:
-        """See `Backend`."""
         shardings = _shardings(like)
         with refused_as_usage(), _named_flags():
             if self.store.exists and self.store.step > 0:
@@ -88,7 +85,6 @@ class Streamed(KeptInStore):
     def compile_step(
         self, graphdef: Any, params: PyTree, state: Any, batch: Batch
     ) -> TrainStep:
-        """See `Backend`."""
         with _named_flags():
             self._step.compile(batch)
 
@@ -114,11 +110,8 @@ class Streamed(KeptInStore):
         """Says what a step takes, as `StreamedStep.dry_run`.
 
         Args:
-          batch, params: See there.
-          limit: The memory of another device than JAX's.
           compiles: Whether programs are compiled; otherwise their memory is estimated,
             and they are compiled only if they do not fit by that.
-          known: As for `StreamedStep._estimated`.
           is_tried: Whether a step that does not fit by estimates is refused at once.
         """
         with _named_flags():
@@ -141,7 +134,6 @@ class Streamed(KeptInStore):
     def function(
         self, fn: Callable[[PyTree, Any], Any], *, average: bool = False
     ) -> Callable[[PyTree, Any], Any]:
-        """See `Backend`: the params are those of the store."""
         made = self._step.function(fn, average=average)
 
         def call(params: PyTree, batch: Any) -> Any:
@@ -151,11 +143,9 @@ class Streamed(KeptInStore):
         return call
 
     def average(self, params: PyTree, state: Any) -> PyTree:
-        """See `Backend`: the store has it."""
         return None
 
     def costs(self, state: Any, *, is_skipped: bool) -> Costs:
-        """See `Backend`."""
         metrics = self._step.metrics
         assert metrics is not None
         waited_s = metrics.waited_params_s + metrics.waited_values_s
@@ -194,11 +184,9 @@ class Streamed(KeptInStore):
         return lines
 
     def num_skipped(self, state: Any) -> int:
-        """See `Backend`."""
         return self._num_skipped
 
     def committed_step(self, state: Any) -> int:
-        """See `Backend`."""
         return self._number
 
     def close(self) -> None:

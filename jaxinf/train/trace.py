@@ -24,8 +24,6 @@ from jaxinf.train.backend import Costs
 from jaxinf.train.memory import device_bytes, rss_bytes
 from jaxinf.typing import JsonValue
 
-__all__ = ["NUM_BEFORE", "TraceRecorder", "TracedStep", "trace_document"]
-
 NUM_BEFORE = 2
 """Steps that a run makes first, if no steps are named: they compile and read anew."""
 
@@ -52,12 +50,7 @@ class _Sample(NamedTuple):
 
 
 class TraceRecorder:
-    """Records steps, and writes them when the last of them is committed.
-
-    Args:
-      path: the file, which is replaced.
-      first, last: numbers of the first and the last step.
-    """
+    """Records steps, and writes them when the last of them is committed."""
 
     def __init__(self, path: Path, first: int, last: int) -> None:
         self._path, self._first, self._last = path, first, last
@@ -128,8 +121,6 @@ def trace_document(
     """Returns a trace in Chrome's form, with times in us from the first step's begin.
 
     Args:
-      spans: what was recorded.
-      steps: the steps, at least one.
       samples: bytes of memory by tier, now and then.
     """
     spans = [span for span in spans if not _is_nothing(span)]

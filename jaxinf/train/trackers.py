@@ -18,8 +18,6 @@ from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.metrics import StepLine, read_lines
 
-__all__ = ["Trackers", "check_trackers", "scalars_of"]
-
 _NUM_AGAIN = 1000  # steps that a resumed run writes again
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
@@ -83,12 +81,7 @@ class Trackers:
         self._trackers: list[_Tracker] = []
 
     def begin(self, path: Path, step: int) -> None:
-        """Opens them after the last step whose line is in ``metrics.jsonl``; blocks.
-
-        Args:
-          path: that file.
-          step: the step.
-        """
+        """Opens them after the last step whose line is in ``metrics.jsonl``; blocks."""
         if self._config.wandb is not None:
             self._trackers.append(_Wandb(self._config.wandb, self._config))
             self._evaluated_after(step)
@@ -111,7 +104,6 @@ class Trackers:
                 self.evaluated(line["step"], line)
 
     def wrote(self, line: StepLine) -> None:
-        """Takes a complete line."""
         for tracker in self._trackers:
             tracker.send(line.step, scalars_of(line))
 

@@ -34,23 +34,11 @@ from jaxinf.train.step import loss_of
 from jaxinf.train.streamed import Streamed
 from jaxinf.typing import PyTree
 
-__all__ = [
-    "PlannedStep",
-    "Rates",
-    "Sketch",
-    "num_operations",
-    "planned_step",
-]
-
 _SHARE = 0.9  # of a device's memory, where no limit is given
 
 
 class Rates:
     """The rates of a machine for a run; notes which of them are used.
-
-    Args:
-      config: The run.
-      machine: Where it shall run.
 
     Attributes:
       used: Rates that were asked for, by their place.
@@ -65,7 +53,6 @@ class Rates:
 
     @property
     def programs(self) -> float:
-        """Operations a second of programs."""
         machine, dtype = self._machine, self._config.dtype
         field = "programs" if machine.programs else "products"
         return self._rate(field, [dtype])
@@ -115,7 +102,6 @@ class Rates:
         return self._seconds("moves")
 
     def commit_s(self, updates: Sequence[Update]) -> float:
-        """Seconds of a commit of what updates have written."""
         return self._seconds("commits") + self.flush_s(updates)
 
     def flush_s(self, updates: Sequence[Update]) -> float:
@@ -148,7 +134,6 @@ class Rates:
         )
 
     def speeds(self, seconds: Mapping[str, float]) -> Speeds:
-        """Returns the speeds of a streamed step."""
         return Speeds(
             self.profile(seconds),
             self.state,
@@ -205,11 +190,9 @@ class PlannedStep(ABC):
     """A step of a run, before the run.
 
     Args:
-      config: A run that `check` has returned.
       batch: A batch of it; only its shapes count.
 
     Attributes:
-      sizes: Memory, disk, and bytes of a step.
       seconds: Measured times of programs by key; None if they are not measured.
     """
 
@@ -265,7 +248,6 @@ def planned_step(
     """Plans a step; takes some seconds.
 
     Args:
-      config: A run that `check` has returned.
       batch: A batch of it; only its shapes count.
       machine: Where it shall run; by default one that computes in the host's memory.
       measures: Whether programs are compiled and run, and their times used.
@@ -289,7 +271,6 @@ def num_operations(config: TrainConfig, batch: Batch) -> float:
     """Counts the operations of loss and gradient from what JAX lowers; some seconds.
 
     Args:
-      config: A run that `check` has returned.
       batch: A batch of the run; only its shapes count.
     """
     costs: Any = _gradients_of(config, batch).cost_analysis()
@@ -318,12 +299,10 @@ class _WholeStep(PlannedStep):
 
     @cached_property
     def operations(self) -> Mapping[str, float]:
-        """As `PlannedStep.operations`."""
         return {"": num_operations(self._config, self._batch)}
 
     @property
     def used_bytes(self) -> int:
-        """As `PlannedStep.used_bytes`."""
         config, held, buffers = self._config, self.sizes.memory_bytes, 0
         leaves = jax.tree.leaves(config.abstract[1])
         if config.mode == "update":
@@ -406,11 +385,6 @@ class Sketch(PlannedStep):
     """A step by its sizes and operations alone: what a search begins with.
 
     A streamed one is at most so slow, as nothing that memory saves is known.
-
-    Args:
-      config, batch: As for `PlannedStep`.
-      operations: Operations of loss and gradient.
-      sizes: What `sizes_of` returns.
     """
 
     def __init__(
@@ -426,12 +400,10 @@ class Sketch(PlannedStep):
 
     @cached_property
     def operations(self) -> Mapping[str, float]:
-        """As `PlannedStep.operations`."""
         return {"": self._operations}
 
     @property
     def used_bytes(self) -> int:
-        """As `PlannedStep.used_bytes`."""
         return self.sizes.memory_bytes
 
     def _work(self, rates: Rates, seconds: Mapping[str, float]) -> StepWork:
@@ -484,17 +456,14 @@ class _StreamedStep(PlannedStep):
 
     @property
     def known(self) -> Known:
-        """As `PlannedStep.known`."""
         return self._dry._known
 
     @cached_property
     def operations(self) -> Mapping[str, float]:
-        """As `PlannedStep.operations`."""
         return self._dry._operations()
 
     @property
     def used_bytes(self) -> int:
-        """As `PlannedStep.used_bytes`."""
         return self._dry.used_bytes
 
     def _work(self, rates: Rates, seconds: Mapping[str, float]) -> StepWork:

@@ -41,8 +41,6 @@ from jaxinf.layout import PAGE_BYTES
 from jaxinf.program import InitKernel, Kernel
 from jaxinf.typing import Array, PathLikeStr
 
-__all__ = ["RESULTS", "RUN_TIMEOUT_S", "CardCsd", "FileIO"]
-
 RESULTS = {"bfloat16": ("bf16",), "float16": ("f16",), "float32": ("update", "params")}
 """Forms of a kernel's result, by the dtype of the params on the JAX device."""
 
@@ -59,24 +57,17 @@ class FileIO(Protocol):
 
     def read(
         self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
-    ) -> None:
-        """File → memory."""
-        ...
+    ) -> None: ...
 
     def write(
         self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
-    ) -> None:
-        """Memory → file."""
-        ...
+    ) -> None: ...
 
 
 class CardCsd:
     """See `jaxinf.csd.Csd`. Thread-safe.
 
     Args:
-      kind: its name for users.
-      card: the card, with the xclbin loaded.
-      memory: the memory of its buffers.
       root: directory of the chunk files; must exist.
       io: moves bytes between files and the card's memory.
       meters: counts the bytes that go between files and the host's memory.
@@ -103,7 +94,6 @@ class CardCsd:
 
     @property
     def memory(self) -> object:
-        """The card's own memory."""
         return self._memory
 
     @property
@@ -112,7 +102,6 @@ class CardCsd:
         return False
 
     def info(self) -> CsdInfo:
-        """Its present description."""
         usage = shutil.disk_usage(self._root)
         direct = self._io.direct
         return CsdInfo(self._kind, self._root, usage.total, usage.free, direct)
@@ -124,12 +113,10 @@ class CardCsd:
     # --- drive and card ------------------------------------------------------------
 
     def read(self, transfers: Sequence[Transfer]) -> None:
-        """Drive → card; for the host: drive → host."""
         for transfer in transfers:
             self._read(transfer)
 
     def write(self, transfers: Sequence[Transfer]) -> None:
-        """Card → drive."""
         for buffer, extent, file, _ in transfers:
             self._write(buffer, extent, file)
 

@@ -14,8 +14,6 @@ from jaxinf.io import ByteMeters
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array, PathLikeStr
 
-__all__ = ["EmulatedFleet", "open_emulated"]
-
 
 def open_emulated(
     roots: Sequence[Path],
@@ -48,14 +46,12 @@ class _PagesIO:
     def read(
         self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
     ) -> None:
-        """File → card."""
         _check_pages(array, offset_bytes)
         self._io.read(path, array, offset_bytes, num_bytes)
 
     def write(
         self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
     ) -> None:
-        """Card → file."""
         _check_pages(array, offset_bytes)
         self._io.write(path, array, offset_bytes, num_bytes)
 

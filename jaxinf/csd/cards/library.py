@@ -18,8 +18,6 @@ from typing import Any
 
 from jaxinf.csd.cards.xclbin import kernel_names
 
-__all__ = ["XrtLibrary", "close_all"]
-
 _HANDLE, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _UUID_BYTES = 16
 

@@ -25,8 +25,6 @@ from jaxinf.kernels.estimates import ESTIMATES_BYTES, rsqrt_estimates
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array
 
-__all__ = ["BUFFERS_BYTES", "CardBuffer", "CardMemory", "set_bytes"]
-
 _TABLE_BYTES = -(-ESTIMATES_BYTES // PAGE_BYTES) * PAGE_BYTES
 BUFFERS_BYTES = DEVICE_BYTES - _TABLE_BYTES
 """The part of a card's memory that the table of estimates leaves for buffers."""
@@ -44,8 +42,6 @@ class CardMemory:
     the card gives no more memory, the existing buffers must suffice.
 
     Args:
-      card: the card.
-      state_bytes, num_elements: size of the longest subgroup.
       limit_bytes: limit for all buffers, with the host's memory beside them: state that
         it reads, gradients and results.
     """
@@ -174,14 +170,11 @@ class CardBuffer:
     """Memory of a card for one subgroup in flight.
 
     Attributes:
-      memory: its owner.
       state: P2P memory for the extents.
       gradient, indices, out, status: other memory of a kernel; indices only with sparse
         gradients.
-      parts: arguments by offset and length in `state`.
       sums: known checksums, by offset in `state`.
       host: state read for the host, in its own memory, by offset in `state`.
-      is_lent: whether it is lent.
     """
 
     memory: CardMemory
@@ -201,11 +194,9 @@ class CardBuffer:
         return self.state.array.size
 
     def release(self) -> None:
-        """Returns the buffer to its owner."""
         self.memory.take_back(self)
 
     def host_pages(self, extent: Extent) -> Array:
-        """Returns host memory of as many pages as the extent has."""
         memory = mmap.mmap(-1, max(PAGE_BYTES, _page_ceil(extent.num_bytes)))
         pages = np.frombuffer(memory, np.uint8)
         self.host[extent.buffer_offset_bytes] = pages
@@ -217,7 +208,6 @@ class CardBuffer:
         return self.state.array[start : start + _page_ceil(extent.num_bytes)]
 
     def part(self, card: XrtCard, extent: Extent) -> Any:
-        """Returns an extent as an argument of a kernel."""
         key = (extent.buffer_offset_bytes, _page_ceil(extent.num_bytes))
         if key not in self.parts:
             self.parts[key] = card.part(self.state, *key)

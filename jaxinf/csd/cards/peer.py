@@ -17,8 +17,6 @@ from jaxinf.io.support import REFUSALS
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array, PathLikeStr
 
-__all__ = ["PeerIO", "probe_peer"]
-
 _REMEDY = (
     "the drive cannot reach the card's memory: P2P must be on (`xbutil examine`), the "
     "IOMMU off or passing through (iommu=pt), and the kernel built with "
@@ -27,12 +25,7 @@ _REMEDY = (
 
 
 class PeerIO(DirectIO):
-    """Direct I/O between the files of a directory and a card's memory. Thread-safe.
-
-    Args:
-      root_directory: relative paths start here.
-      meters: counts the bytes moved.
-    """
+    """Direct I/O between the files of a directory and a card's memory. Thread-safe."""
 
     def __init__(
         self, root_directory: PathLikeStr, meters: ByteMeters | None = None
@@ -78,11 +71,6 @@ def probe_peer(card: XrtCard, root: Path, io: DirectIO) -> None:
 
     Leaves nothing behind. This also detects a switch or an IOMMU that drops transfers:
     the page then reads as ones.
-
-    Args:
-      card: the card, with an xclbin loaded.
-      root: a directory of the drive.
-      io: the transfers of that directory.
 
     Raises:
       CsdError: the drive does not reach the card's memory, or other bytes arrive.

@@ -4,8 +4,6 @@ Invariant: every line was read in XRT's public history, ``pyxrt.cpp`` below
 ``src/python/pybind11`` at the tags that `TAGS` names; nothing here is from memory.
 """
 
-__all__ = ["CALLS", "RELEASES", "TAGS", "has_call"]
-
 TAGS = {
     "2.8": "202020.2.8.832",
     "2.11": "202110.2.11.722",
@@ -63,7 +61,6 @@ _ORDER = list(TAGS)
 
 
 def has_call(release: str, call: str) -> bool:
-    """Whether a release has a call of `CALLS`."""
     return _ORDER.index(CALLS[call]) <= _ORDER.index(release)
 
 

@@ -12,8 +12,6 @@ from typing import Any
 from jaxinf.csd.cards.library import XrtLibrary
 from jaxinf.errors import CsdError
 
-__all__ = ["LIBRARY", "has_runtime", "load_runtime"]
-
 LIBRARY = "libxrt_coreutil.so.2"
 """XRT's library, in ``lib`` below XILINX_XRT, or on the loader's path."""
 

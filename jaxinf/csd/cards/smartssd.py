@@ -22,8 +22,6 @@ from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.io import ByteMeters, DirectIO
 from jaxinf.kernels import card_kernel
 
-__all__ = ["CardFleet", "open_smartssd"]
-
 
 def open_smartssd(
     roots: Sequence[Path],
@@ -36,10 +34,6 @@ def open_smartssd(
     """Opens the cards beside the drives that the roots are on.
 
     Args:
-      roots: one for each card.
-      memory_bytes: as `CardFleet`.
-      meters: counts the drives' bytes.
-      xclbin: the file with the kernels.
       num_devices: number of devices if they cannot be listed, as in XRT's emulation;
         then root n gets device n.
 
@@ -96,11 +90,9 @@ class CardFleet:
     """See `jaxinf.csd.CsdFleet`: one card for each root, each with its own memory.
 
     Args:
-      kind: its name for users.
       cards: in the roots' order, with the xclbin loaded.
       memory_bytes: limit for each card: its state in card memory, and the gradients and
         results that the host maps for it.
-      meters: counts the drives' bytes.
       num_buffers: number of subgroups in a card at once; None for as many as fit.
     """
 
@@ -213,7 +205,6 @@ class CardFleet:
     def attach(
         self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
     ) -> "Sequence[CardCsd]":
-        """Returns one CSD for each directory."""
         limit_bytes = self._memory_bytes
         if self._num_buffers is not None:
             sets_bytes = self._num_buffers * set_bytes(buffer_bytes, num_elements)

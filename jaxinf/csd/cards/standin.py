@@ -28,8 +28,6 @@ from jaxinf.kernels import named_card_kernel
 from jaxinf.kernels.card_library import card_function
 from jaxinf.typing import Array
 
-__all__ = ["ANY_KERNEL", "EmulatedXrt"]
-
 ANY_KERNEL = "every kernel of the table"
 """A path to "load" that stands for an xclbin with all kernels."""
 
@@ -39,11 +37,7 @@ _EXAMPLE = "jaxinf_adam_f32_update_f32"
 
 
 class EmulatedXrt:
-    """The module pyxrt as it is in a release.
-
-    Args:
-      release: one of `releases.RELEASES`.
-    """
+    """The module pyxrt as it is in a release."""
 
     def __init__(self, release: str = "2024.2") -> None:
         assert release in RELEASES

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from jaxinf.errors import CsdError
 
-__all__ = ["CardInfo", "card_of", "check_p2p", "list_cards"]
-
 _SYSFS = Path("/sys")
 _P2P_STATES = {"0": "off", "1": "on"}
 _P2P_REMEDIES = {
@@ -100,11 +98,6 @@ def _state_of(sizes: dict[str, int]) -> str:
 
 def card_of(root: Path, cards: Sequence[CardInfo], sysfs: Path = _SYSFS) -> CardInfo:
     """Returns the card beside the drive that a directory is on.
-
-    Args:
-      root: a directory.
-      cards: the result of `list_cards`.
-      sysfs: where the kernel shows its devices.
 
     Raises:
       CsdError: it is on no drive, on several, or on one that has no card.

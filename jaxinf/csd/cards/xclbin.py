@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import BinaryIO
 from xml.etree import ElementTree
 
-__all__ = ["kernel_names"]
-
 _MAGIC = b"xclbin2\0"
 _HEADER_BYTES, _COUNT_OFFSET = 456, 448
 _SECTION = struct.Struct("<I16s4xQQ")  # kind, name, offset, length

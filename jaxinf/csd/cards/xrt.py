@@ -19,15 +19,6 @@ from jaxinf.csd.cards.runtime import load_runtime
 from jaxinf.errors import CsdError
 from jaxinf.typing import Array
 
-__all__ = [
-    "DEVICE_BYTES",
-    "NoCardMemory",
-    "XrtBuffer",
-    "XrtCard",
-    "XrtKernel",
-    "open_card",
-]
-
 DEVICE_BYTES = 4 << 30
 """Memory of a SmartSSD's card."""
 
@@ -54,7 +45,6 @@ class XrtBuffer:
     """Memory of a card that the host has mapped.
 
     Attributes:
-      bo: pyxrt's object; the mapping ends with it.
       array: uint8, the host's view: the memory itself for a P2P buffer, else a copy
         that `to_card` and `from_card` synchronise.
     """
@@ -97,7 +87,6 @@ class XrtKernel:
         Args:
           buffers: pyxrt buffers for the pointers, which come first.
           words: signed 32-bit integers for the scalars.
-          timeout_s: time limit of the run.
 
         Raises:
           CsdError: the run failed, or did not end in time.
@@ -140,11 +129,6 @@ class XrtCard:
     Args:
       module: the result of `runtime.load_runtime`, or an object with pyxrt's names.
       device: PCI address, or index if cards cannot be listed (emulation).
-      xclbin: the file with the kernels.
-
-    Attributes:
-      name: the address or index.
-      kernel_names: names of the xclbin's kernels.
 
     Raises:
       CsdError: the card or the file is missing, or the card refuses the file.
@@ -244,12 +228,10 @@ class XrtCard:
         return f"{what}: {error}; lower memory_bytes, or end who else uses the card"
 
     def part(self, buffer: XrtBuffer, offset_bytes: int, num_bytes: int) -> Any:
-        """Returns a part of a buffer as an argument of a kernel."""
         return self._module.bo(buffer.bo, num_bytes, offset_bytes)
 
     @property
     def xclbin(self) -> Path:
-        """The file with its kernels."""
         return self._xclbin_path
 
     def describe(self) -> Mapping[str, str]:

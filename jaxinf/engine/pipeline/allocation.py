@@ -11,8 +11,6 @@ from jaxinf.engine.pipeline.scheduling import next_unit
 from jaxinf.engine.pipeline.task import Task
 from jaxinf.engine.pipeline.work import Allocate, Evict, Resident, Work
 
-__all__ = ["next_work", "release"]
-
 
 def next_work(queues: Queues, csds: Sequence[Csd]) -> Work | None:
     """Returns the next unit of work, with memory for it.

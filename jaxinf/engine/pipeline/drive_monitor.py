@@ -11,8 +11,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-__all__ = ["OVERDUE_S", "DriveMonitor"]
-
 _LOG = logging.getLogger("jaxinf")
 
 _TIMES_SLOWER = 2.5
@@ -56,7 +54,6 @@ class DriveMonitor:
         """Times a request to a CSD.
 
         Args:
-          csd: its number.
           kind: ``"read"``, ``"write"`` or ``"update"``.
           lengths: bytes of each transfer; none if its drive is not involved.
         """

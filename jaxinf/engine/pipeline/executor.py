@@ -16,17 +16,12 @@ from jaxinf.engine.pipeline.work import Compute, Load, Resident, Work, Write
 from jaxinf.io import crc32c, span, timeline
 from jaxinf.store import Slot, StoreDirectory
 
-__all__ = ["Executor"]
-
 
 class Executor:
     """Executes units of work, and blocks meanwhile. Thread-safe.
 
     Args:
-      directory: the store's files.
       chunks: the slots to write, and the checksums.
-      csds: the store's CSDs, by number.
-      monitor: times the CSDs' requests.
     """
 
     def __init__(

@@ -29,8 +29,6 @@ from jaxinf.errors import StoreError
 from jaxinf.layout import Subgroup
 from jaxinf.store import StoreDirectory
 
-__all__ = ["TransferHandler"]
-
 
 class TransferHandler:
     """Worker threads that run tasks. Thread-safe.
@@ -327,7 +325,6 @@ class TransferHandler:
 
 
 def _traits(csds: Sequence[Csd]) -> list[CsdTraits]:
-    """Numbers the memories."""
     numbers: dict[int, int] = {}
     return [
         CsdTraits(numbers.setdefault(id(csd.memory), len(numbers)), csd.is_host)

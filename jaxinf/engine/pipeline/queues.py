@@ -27,27 +27,19 @@ from jaxinf.engine.pipeline.work import (
 from jaxinf.engine.pipeline.write_queue import WriteQueue
 from jaxinf.layout import Subgroup
 
-__all__ = ["Queues"]
-
 
 class Queues:
     """Pending work, work under way, and limits. Not thread-safe.
 
     Args:
-      csds: traits of the CSDs, by number.
       limits: limits for units under way.
 
     Attributes:
-      memories: the memories, by number.
       due: tasks to prefetch, by CSD, in order.
       incomplete: subgroups in memory that lack states to be loaded.
       ready: loaded subgroups whose tasks may compute.
       elsewhere: those of them that another processor than the host's computes.
-      writes: computed subgroups.
-      submitting: groups whose submitter computes a task.
-      residents: all subgroups in memory.
       num_moving, num_computing, num_elsewhere: numbers of units under way at workers.
-      num_moving_at: numbers of those that move, by CSD.
       num_prefetching: number of these that are loads of prefetches.
       num_unfinished: number of submitted tasks that are not computed and written.
       num_draining: number of threads that wait until that is 0.
@@ -55,7 +47,6 @@ class Queues:
       is_holding: whether no more prefetches may begin.
       tier: subgroups that stay in memory when they are written.
       is_deferring: whether these are not written, as the step does not commit.
-      at_once: states that are written all the same.
     """
 
     def __init__(self, csds: Sequence[CsdTraits], limits: Limits) -> None:
@@ -81,7 +72,6 @@ class Queues:
         self._num_seen = 0
 
     def memory_of(self, task: Task) -> Memory:
-        """The memory of a task's buffer."""
         return self.memories[self.csds[task.csd].memory]
 
     def is_busy(self, csd: int) -> bool:
@@ -158,12 +148,7 @@ class Queues:
     # --- memory --------------------------------------------------------------------
 
     def allocate(self, wanted: Allocate, buffers: Sequence[CsdBuffer]) -> Load | None:
-        """Gives buffers to the first tasks; returns the load into them.
-
-        Args:
-          wanted: the tasks.
-          buffers: buffers for the first of them.
-        """
+        """Gives buffers to the first tasks; returns the load into them."""
         memory = self.memory_of(wanted.tasks[0])
         if len(buffers) < len(wanted.tasks):
             refused = wanted.tasks[len(buffers)]
@@ -196,7 +181,6 @@ class Queues:
     # --- units of work -------------------------------------------------------------
 
     def begin(self, unit: Work) -> None:
-        """Notes the beginning of a unit."""
         match unit:
             case Load(items):
                 self.num_moving += 1
@@ -219,7 +203,6 @@ class Queues:
                 self.writes.begin(unit)
 
     def fail(self, unit: Work) -> None:
-        """Notes the failure of a unit."""
         match unit:
             case Load(items):
                 self.num_moving -= 1
@@ -252,7 +235,6 @@ class Queues:
         """Notes the end of a unit; returns the subgroups to release.
 
         Args:
-          unit: the unit.
           unchecked: for a load, the states of each subgroup without verification.
         """
         self.fail(unit)

@@ -11,16 +11,9 @@ from jaxinf.engine.pipeline.task import Task
 from jaxinf.engine.pipeline.work import Resident
 from jaxinf.layout import Subgroup
 
-__all__ = ["CsdTraits", "Limits", "Memory", "NumberedTask"]
-
 
 class CsdTraits(NamedTuple):
-    """The traits of a CSD that matter for scheduling.
-
-    Attributes:
-      memory: the number of the memory of its buffers.
-      is_host: whether submitters compute its tasks themselves.
-    """
+    """The traits of a CSD that matter for scheduling."""
 
     memory: int
     is_host: bool

@@ -22,8 +22,6 @@ from jaxinf.engine.pipeline.work import (
     Write,
 )
 
-__all__ = ["has_next", "next_own", "next_unit"]
-
 
 def next_unit(queues: Queues) -> Unit | None:
     """Returns the best unit to begin; None if there is none now."""

@@ -11,8 +11,6 @@ from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.store import Slot
 
-__all__ = ["Loads", "Task", "TaskGroup"]
-
 Loads: TypeAlias = tuple[tuple[int, Slot], ...]
 """States of a subgroup by number, each with the slot to read from."""
 
@@ -23,7 +21,6 @@ class TaskGroup:
 
     Attributes:
       num_waiting: number of tasks that have not computed.
-      num_running: number of tasks that workers are computing.
     """
 
     num_waiting: int = 0

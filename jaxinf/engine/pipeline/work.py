@@ -10,20 +10,6 @@ from typing import TypeAlias
 from jaxinf.csd import CsdBuffer
 from jaxinf.engine.pipeline.task import Loads, Task
 
-__all__ = [
-    "Allocate",
-    "Batch",
-    "Compute",
-    "Evict",
-    "Load",
-    "LoadItem",
-    "Resident",
-    "Unit",
-    "Work",
-    "Write",
-    "WriteItem",
-]
-
 _TOGETHER_BYTES = 4 << 20
 _MOST_TOGETHER = 64
 
@@ -36,7 +22,6 @@ class Batch:
     num_states: int = 0
 
     def add(self, num_bytes: int, num_states: int = 1) -> None:
-        """Adds states."""
         self.num_bytes += num_bytes
         self.num_states += num_states
 
@@ -52,9 +37,7 @@ class Resident:
 
     Attributes:
       task: its task, submitted or only prefetched.
-      buffer: its memory.
       is_loading: whether a load of it is under way.
-      loaded: the loaded states.
       unchecked: loaded states without a known checksum.
       stored: states of which it has a newer version than those loaded, as its last task
         computed them.
@@ -62,7 +45,6 @@ class Resident:
       unwritten: states whose newest version is not on the drive.
       is_flushed: whether it is being written for a commit, not for its task.
       to_write: states whose write has not begun.
-      num_writing: number of states being written.
     """
 
     task: Task
@@ -111,7 +93,6 @@ class Resident:
         self.loaded, self.stored = sources(states), frozenset()
 
     def num_bytes(self, states: Iterable[int]) -> int:
-        """The length of some of its states."""
         return sum([self.task.layout.extents[n].num_bytes for n in states])
 
 
@@ -124,7 +105,6 @@ class Allocate:
     """Find memory for tasks of one CSD, in their order.
 
     Attributes:
-      tasks: at least one task.
       is_prefetch: whether they have not been submitted yet.
     """
 
@@ -161,7 +141,6 @@ class Compute:
     """Compute a task with loaded states.
 
     Attributes:
-      resident: its subgroup.
       is_own: whether its submitter computes it instead of a worker.
     """
 
@@ -178,7 +157,6 @@ class Write:
     """Write states of one CSD.
 
     Attributes:
-      csd: its number.
       items: a long state, or short ones together.
     """
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 
 from jaxinf.engine.pipeline.work import Batch, Resident, Write, WriteItem
 
-__all__ = ["WriteQueue"]
-
 
 class WriteQueue:
     """Plain data: not thread-safe.
@@ -25,7 +23,6 @@ class WriteQueue:
         self._num_under_way = [0] * (max(memories, default=-1) + 1)
 
     def add(self, resident: Resident, states: tuple[int, ...]) -> None:
-        """Queues states of a subgroup."""
         resident.to_write = states
         self._residents[resident.task.csd].append(resident)
         self._waiting[resident.task.csd].add(resident.num_bytes(states), len(states))
@@ -76,7 +73,6 @@ class WriteQueue:
         return Write(csd, tuple(items))
 
     def begin(self, write: Write) -> None:
-        """Removes the states of a write that begins."""
         residents = self._residents[write.csd]
         for resident, states in write.items:
             assert residents[0] is resident

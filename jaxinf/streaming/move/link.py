@@ -17,8 +17,6 @@ import jax
 from jaxinf.streaming.program.shards import PINNED
 from jaxinf.typing import Array
 
-__all__ = ["Crossing", "Link"]
-
 Crossing: TypeAlias = list[tuple[Array | jax.Array, Any]]
 """Arrays on the host, and where each of them goes."""
 

@@ -26,15 +26,12 @@ from jaxinf.streaming.move.workers import THREADS_PER_DRIVE, Job, Workers
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.typing import Array
 
-__all__ = ["Mover", "MoverCounts", "drive_threads"]
-
 
 @dataclass
 class MoverCounts:
     """Traffic and times since the previous counts.
 
     Attributes:
-      num_written_bytes, num_read_bytes: Bytes moved to drives, and from them.
       write_s, read_s: Times in which some drive wrote, or read.
       waited_s: Time that the caller waited for any move.
       num_got, num_ready: Number of tensors that the caller got, and of those that were
@@ -42,7 +39,6 @@ class MoverCounts:
       num_forwarded: Number of values that came back before a drive had them.
       num_out_bytes, num_back_bytes: Bytes copied from a device with memory of its own
         to the host, and back.
-      out_s, back_s: Times of these copies.
     """
 
     num_written_bytes: int = 0
@@ -64,7 +60,6 @@ class MoverCounts:
         return self.num_ready / self.num_got if self.num_got else 1.0
 
     def add(self, other: "MoverCounts") -> None:
-        """Adds other counts."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -82,7 +77,6 @@ class Mover:
         device; one at a time always has room.
       registry: Where memory is registered, from which the device copies without these;
         None if there is none.
-      name: Of the threads.
       reuses: Whether what was read is valid until `release` alone, and its memory is
         used again; otherwise it is valid as long as someone refers to it.
     """
@@ -125,7 +119,6 @@ class Mover:
         until then.
 
         Args:
-          tensor: The value.
           waits: Whether to block until there is room for it on its way.
         """
         with self._changed:
@@ -249,7 +242,6 @@ class Mover:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the host that the mover has for what it reads."""
         pool = self._threads.pool
         return 0 if pool is None else pool.held_bytes
 
@@ -346,7 +338,6 @@ class _Threads:
                 counts.num_back_bytes += found.nbytes
 
     def _move(self, tensor: Any, kind: Kind, part: int, bounce: Array) -> Any:
-        """Moves a tensor, or a part of it; on a thread."""
         if kind == "out":
             jax.block_until_ready(tensor.value)
         elif kind == "write":
@@ -384,5 +375,4 @@ class _Threads:
 
 
 def drive_threads(num_drives: int) -> list[int]:
-    """Returns the numbers of threads for values on their way to drives."""
     return [THREADS_PER_DRIVE] * num_drives

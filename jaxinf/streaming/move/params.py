@@ -32,15 +32,9 @@ from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.typing import Array
 
-__all__ = ["MemoryParams", "Params", "StoreParams"]
-
 
 class Params(ABC):
-    """Where the params of programs come from.
-
-    Attributes:
-      counts: Traffic and waiting time of reads.
-    """
+    """Where the params of programs come from."""
 
     counts: MoverCounts
 
@@ -50,7 +44,6 @@ class Params(ABC):
 
         Args:
           check: Called before long reads; may raise.
-          is_last: Whether updates of these params follow.
         """
 
     @abstractmethod
@@ -146,23 +139,14 @@ class StoreParams(Params):
     can still read it.
 
     Args:
-      store_units: The store's units.
-      reader: Reads them.
       fetches: The reads of each run, in order.
-      resident: The units that stay.
-      device: The device, of `jax.devices`.
       room_bytes: Memory for units on the device; at least `window_bytes`.
       host_bytes: Of a device with memory of its own, memory for buffers on the host:
         two of the largest unit, and room for the units that wait for their update. A
         third one is taken beside it, pinned. None if its memory is the host's.
       stays: The units of these programs that stay.
       in_place: Those of them that no program reads after their update.
-      gives: Those of them that updates can take.
       is_shared: Whether other units stay, too, for someone else.
-      together: The processes that run the programs.
-
-    Attributes:
-      counts: Traffic and waiting time of the reads.
     """
 
     def __init__(
@@ -244,7 +228,6 @@ class StoreParams(Params):
         )
 
     def get(self, number: int, piece: Piece) -> jax.Array:
-        """As `Params.get`."""
         unit = self._store_units.unit(piece)
         if unit in self._stays:
             return self.again(piece)
@@ -258,7 +241,6 @@ class StoreParams(Params):
         return self._part(unit, piece, array)
 
     def again(self, piece: Piece) -> jax.Array:
-        """As `Params.again`."""
         unit = self._store_units.unit(piece)
         if unit in self._stays:
             return self._part(unit, piece, self._resident.get(unit))
@@ -279,18 +261,15 @@ class StoreParams(Params):
         return jax.device_put(array, piece_sharding(unit.sharding, part))
 
     def done(self, number: int) -> None:
-        """As `Params.done`."""
         for key in self._ends.get(number, ()):
             self._mover.release(key)
 
     def stop(self) -> None:
-        """As `Params.stop`; units that updates take stay until these free them."""
         self._mover.reset()
         self.counts.add(self._mover.take_counts())
         self._reader.close()
 
     def take(self, unit: Unit) -> Sequence[Array] | None:
-        """As `Params.take`."""
         if unit in self._stays:
             return self._resident.take(unit) if unit in self._gives else None
         key = self._updates.get(unit)
@@ -298,11 +277,9 @@ class StoreParams(Params):
         return None if memory is None else unit.views(memory)
 
     def target(self, unit: Unit) -> Sequence[Array] | None:
-        """As `Params.target`."""
         return self._resident.target(unit) if unit in self._stays else None
 
     def free(self, unit: Unit) -> None:
-        """As `Params.free`."""
         if unit in self._stays:
             self._resident.free(unit)
         elif unit in self._updates:
@@ -314,11 +291,9 @@ class StoreParams(Params):
             self._mover.free(key)
 
     def end(self) -> None:
-        """As `Params.end`."""
         self._resident.end()
 
     def give_up(self) -> None:
-        """As `Params.give_up`."""
         if not self._together.is_alone:  # all bring the same units again
             self._resident.drop()
 
@@ -328,7 +303,6 @@ class StoreParams(Params):
         return self._mover.held_bytes
 
     def rest(self) -> None:
-        """As `Params.rest`."""
         self._free_updates()
         self._mover.rest()
 
@@ -340,11 +314,7 @@ class StoreParams(Params):
 
 
 class MemoryParams(Params):
-    """Params that are all in memory.
-
-    Args:
-      leaves: Returns them; called when a run begins.
-    """
+    """Params that are all in memory."""
 
     def __init__(self, leaves: Callable[[], Sequence[Any]]) -> None:
         self._leaves = leaves
@@ -352,18 +322,14 @@ class MemoryParams(Params):
         self.counts = MoverCounts()
 
     def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
-        """As `Params.begin`."""
         self._held = self._leaves()
 
     def get(self, number: int, piece: Piece) -> jax.Array:
-        """As `Params.get`."""
         return self.again(piece)
 
     def again(self, piece: Piece) -> jax.Array:
-        """As `Params.again`."""
         leaf = self._held[piece.leaf]
         return piece.of(leaf) if piece.index or piece.rows else leaf
 
     def stop(self) -> None:
-        """As `Params.stop`; an update may take the params' memory now."""
         self._held = ()

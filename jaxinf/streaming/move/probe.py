@@ -14,16 +14,11 @@ from jaxinf.streaming.move.scratch import Folders, Part, Place, Scratch
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.streaming.plan.retrying import Moved
 
-__all__ = ["probe"]
-
 
 def probe(folders: Folders) -> dict[str, Moved]:
     """Writes a part of 4 MiB to each drive and reads it back; blocks.
 
     It takes 8 MiB of memory, less than writing values takes, which no one does then.
-
-    Args:
-      folders: A folder on each drive.
 
     Returns:
       What was `"written"` and `"read"`; empty if a drive is full or fails.

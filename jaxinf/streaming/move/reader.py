@@ -15,8 +15,6 @@ from jaxinf.streaming.move.resident import Version
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import Array
 
-__all__ = ["StoreReader"]
-
 
 class StoreReader:
     """Reads units of the store's current step.
@@ -25,10 +23,8 @@ class StoreReader:
     programs wait for params first.
 
     Args:
-      training: The store.
       memory_bytes: Memory for reads, beside the units.
       num_first: Number of units that have room when a step begins.
-      average: Whether to read the params' average instead.
     """
 
     def __init__(

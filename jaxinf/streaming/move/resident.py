@@ -18,8 +18,6 @@ from jaxinf.streaming.program.shards import handed_out, shards_of
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import Array
 
-__all__ = ["Resident", "Version"]
-
 Version: TypeAlias = tuple[object, int]
 """An open store and its last finished step."""
 
@@ -31,7 +29,6 @@ class Resident:
     that of the updates, when the unit's gradient is complete.
 
     Args:
-      device: The JAX device.
       is_host: Whether its memory is the host's: programs then read where updates write.
     """
 
@@ -58,7 +55,6 @@ class Resident:
 
         Args:
           version: The store and the step that the units must be of.
-          units: The units to hold.
           in_place: Those that no program reads after their update.
           is_shared: Whether other units stay, too.
         """
@@ -76,7 +72,6 @@ class Resident:
         """Reads a unit; blocks.
 
         Args:
-          unit: The unit.
           read: Fills arrays with its shards; may raise.
         """
         shards = _new(unit)
@@ -84,7 +79,6 @@ class Resident:
         self._hold(unit, shards)
 
     def get(self, unit: Unit) -> jax.Array:
-        """Returns a unit for programs of the step."""
         return self._on_device[unit]
 
     def take(self, unit: Unit) -> Sequence[Array]:
@@ -140,7 +134,6 @@ class Resident:
 
 
 def _in_order(units: Iterable[Unit]) -> list[Unit]:
-    """Returns units in an order that is the same in all processes."""
     return sorted(units, key=lambda unit: unit.place)
 
 

@@ -26,21 +26,11 @@ from jaxinf.store import drive_of
 from jaxinf.streaming.plan.forms import Coding, runs_of
 from jaxinf.typing import Array, PathLikeStr
 
-__all__ = [
-    "Folder",
-    "Folders",
-    "Part",
-    "Place",
-    "Scratch",
-    "raw_bytes",
-]
-
 
 class Folder(NamedTuple):
     """A folder on a drive.
 
     Attributes:
-      path: The folder.
       share: The drive's share of the values, beside that of others.
     """
 
@@ -60,9 +50,7 @@ class Part:
     """A run of a value's bytes, and its place on a drive.
 
     Attributes:
-      drive: Number of the drive.
       offset_bytes: Position in the drive's file, in whole pages.
-      start, stop: Positions in the value, in bytes.
       coding: The form of its numbers; None if they are stored as they are.
     """
 
@@ -74,7 +62,6 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the drive."""
         length = self.stop - self.start
         return length if self.coding is None else self.coding.stored_bytes(length)
 
@@ -101,7 +88,6 @@ class Scratch:
 
     Args:
       folders: A folder on each drive; none if there is no value to hold.
-      meters: Counters of the bytes moved.
       content: What the files hold, for errors.
     """
 
@@ -126,7 +112,6 @@ class Scratch:
 
     @property
     def num_drives(self) -> int:
-        """Number of files."""
         return len(self._folders)
 
     def allocate(self, num_bytes: int, coding: Coding | None = None) -> Place:
@@ -177,10 +162,8 @@ class Scratch:
         """Writes a part of a value; blocks.
 
         Args:
-          part: The part.
           raw: The whole value, `uint8`, contiguous.
           bounce: Page-aligned memory for a part, which the drive reads.
-          what: Names the value in a timeline.
 
         Returns:
           The part to read, without a coding if its numbers cannot be coded.
@@ -216,10 +199,8 @@ class Scratch:
         """Reads a part into the whole value's memory; blocks.
 
         Args:
-          part: The part, as `write` has returned it.
           out: `uint8`, page-aligned, with room for the value in whole pages.
           bounce: As for `write`; only needed for a part that is coded.
-          what: As for `write`.
 
         Raises:
           StoreIOError: The drive failed.
@@ -273,7 +254,6 @@ class Scratch:
     def _request(
         self, kind: Literal["read", "write"], drive: int, num_bytes: int, what: object
     ) -> AbstractContextManager[None]:
-        """Notes that the drive is busy."""
         place = {"drive": self._drives[drive], "num_bytes": num_bytes}
         return span(kind, (self._content, what), **place)
 

@@ -21,8 +21,6 @@ from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.zeros import held_bytes
 from jaxinf.typing import Array
 
-__all__ = ["Spill", "file_bytes"]
-
 
 def file_bytes(planned: Waiting) -> int:
     """Returns the bytes of all that go to the file, in whole pages."""
@@ -36,13 +34,9 @@ class Spill:
 
     Args:
       folders: As for `Scratch`, on drives with room for gradients that go there.
-      planned: The gradients that do.
-      meters: Counters of the bytes on the drive.
 
     Attributes:
-      planned: As given.
       written_bytes: Bytes written to the file since `reset`, in whole pages.
-      kept_bytes: Most bytes kept in memory since `reset`.
     """
 
     def __init__(
@@ -97,11 +91,7 @@ class Spill:
         return self._take(key, removes=True)
 
     def read(self, *, removes: bool = False) -> Iterator[tuple[Piece, Array]]:
-        """Yields the gradients in the order of `put`; the next one is read meanwhile.
-
-        Args:
-          removes: Whether they are removed.
-        """
+        """Yields the gradients in the order of `put`; reads the next one meanwhile."""
         keys = list(self._held)
         self._load(keys)
         return ((key, self._take(key, removes=removes)) for key in keys)

@@ -18,8 +18,6 @@ from jaxinf.streaming.program.shards import Gradient
 from jaxinf.streaming.program.zeros import held_bytes
 from jaxinf.typing import Array
 
-__all__ = ["Action", "Handed", "Stage"]
-
 Handed: TypeAlias = tuple[Piece, Gradient]
 """A piece of a leaf and its gradient."""
 
@@ -45,7 +43,6 @@ class Stage:
     """Passes gradients to an action, in their order, on a thread of a mover.
 
     Args:
-      name: Of the thread.
       capacity_bytes: Bytes of gradients that may wait.
       short_bytes: Gradients up to this long are passed on together, if several wait.
 

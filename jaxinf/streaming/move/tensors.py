@@ -19,8 +19,6 @@ from jaxinf.streaming.move.scratch import Part, Place, Scratch, raw_bytes
 from jaxinf.streaming.program.shards import PINNED
 from jaxinf.typing import Array
 
-__all__ = ["Evicted", "Moved"]
-
 
 @dataclass(eq=False)
 class Moved(Tensor, ABC):
@@ -60,9 +58,7 @@ class Evicted(Moved):
     """A value that leaves the device, or an array of NumPy that leaves the host.
 
     Attributes:
-      scratch: The files.
       place: Its place there, without parts if it stays on the host.
-      written: Its parts, as they were written.
     """
 
     scratch: Scratch = field(default_factory=lambda: Scratch(()))
@@ -76,7 +72,6 @@ class Evicted(Moved):
         self._sharding = getattr(self.value, "sharding", None)
 
     def queue(self, part: int) -> int:
-        """As `Moved.queue`."""
         return self.place.parts[part].drive
 
     def write(self, part: int, bounce: Array) -> int:
@@ -87,7 +82,6 @@ class Evicted(Moved):
         return written.num_bytes
 
     def read(self, part: int, out: Array, bounce: Array) -> int:
-        """As `Moved.read`."""
         self.scratch.read(self.written[part], out, bounce, self.key)
         return self.written[part].num_bytes
 
@@ -98,19 +92,16 @@ class Evicted(Moved):
         return jax.block_until_ready(jax.device_put(self.value, pinned))
 
     def in_place(self, raw: Array) -> Any:
-        """As `Moved.in_place`."""
         array = self._view(raw)
         if self._sharding is None:
             return array
         return jax.block_until_ready(jax.device_put(array, self._sharding))
 
     def crossing(self, source: Array | jax.Array) -> Crossing:
-        """As `Moved.crossing`."""
         array = source if isinstance(source, jax.Array) else self._view(source)
         return [(array, self._sharding)]
 
     def landed(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """As `Moved.landed`."""
         return arrays[0]
 
     def _view(self, raw: Array) -> Array:

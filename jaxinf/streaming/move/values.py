@@ -23,8 +23,6 @@ from jaxinf.streaming.plan.calls import Calls, Slot
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.program.meshes import default_device
 
-__all__ = ["Values", "make_values", "value_bytes"]
-
 
 class Values:
     """Holds values, those in memory and those elsewhere. Used from one thread.
@@ -183,12 +181,6 @@ def make_values(
     meters: ByteMeters | None = None,
 ) -> Values:
     """Returns what holds the values of a plan's steps; takes room on drives, blocks.
-
-    Args:
-      plan: The plan.
-      tiers: As for `Values`.
-      folders: A folder on each drive for values.
-      meters: Counters of the bytes on drives.
 
     Raises:
       StoreSpaceError, StoreIOError: A drive is full, or failed.

@@ -15,8 +15,6 @@ from jaxinf.io.spans import Clock
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.typing import Array
 
-__all__ = ["THREADS_PER_DRIVE", "Job", "Workers", "writing_bytes"]
-
 THREADS_PER_DRIVE = 2
 
 
@@ -39,11 +37,6 @@ class Job(NamedTuple):
 
 class Workers:
     """Threads for some queues; they start with the first job.
-
-    Args:
-      num_threads: Number of threads of each queue.
-      kinds: Kinds of jobs whose time is measured.
-      name: Of the threads.
 
     Attributes:
       changed: The lock; notified when a job has ended.

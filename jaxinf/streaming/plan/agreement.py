@@ -18,8 +18,6 @@ from jaxinf.engine import Training
 from jaxinf.errors import ProcessError, StreamError
 from jaxinf.typing import JsonValue
 
-__all__ = ["Together"]
-
 _T = TypeVar("_T")
 
 
@@ -47,10 +45,6 @@ class Together:
 
     def call(self, what: str, action: Callable[[], _T]) -> _T:
         """Returns what an action returns, when it has gone well in all processes.
-
-        Args:
-          what: What it makes, for messages.
-          action: Meets no other process.
 
         Raises:
           ProcessError: It failed in another process.
@@ -86,8 +80,6 @@ class Together:
         """Begins a step or a call of a function in all processes.
 
         Args:
-          what: Which one it is.
-          batch: The form of its batch.
           prepare: Prepares for it; meets no other process.
 
         Raises:

@@ -18,18 +18,6 @@ from jaxinf.streaming.plan.forms import Coding, Form, coding_of, stored_bytes
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program
 
-__all__ = [
-    "ORDERS",
-    "POLICIES",
-    "Call",
-    "Calls",
-    "Life",
-    "Order",
-    "Policy",
-    "Slot",
-    "may_leave",
-]
-
 Policy: TypeAlias = Literal["recompute", "keep", "offload", "plan"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
@@ -41,7 +29,6 @@ def may_leave(policy: Policy, num_parts: int) -> bool:
     """Whether values may be on a drive for a part of a step.
 
     Args:
-      policy: The treatment of values that backward needs.
       num_parts: Number of parts of a batch whose values wait between segments.
     """
     return policy in ("offload", "plan") or num_parts > 1
@@ -99,7 +86,6 @@ class Calls:
     """All calls of one step.
 
     Attributes:
-      calls: The calls, in order.
       results: Slots of the loss and of aux's leaves.
       evictions: Values that are on a drive for a time.
       lenders: Values whose memory outputs may reuse; None for all at their last use
@@ -162,7 +148,6 @@ class Calls:
         return self._varied(lenders=None)
 
     def evicting(self, evictions: Mapping[Slot, Eviction]) -> "Calls":
-        """Returns the calls with other evictions."""
         return self._varied(evictions=evictions)
 
     def _varied(self, **changes: Any) -> "Calls":
@@ -265,7 +250,6 @@ class Calls:
         Forward is exact: what it reads again keeps its bits.
 
         Args:
-          slot: The value.
           needed: The first call that reads it when it is back.
         """
         reads = self.lives[slot].reads
@@ -279,7 +263,6 @@ class Calls:
 
     @cached_property
     def lives(self) -> Mapping[Slot, "Life"]:
-        """The calls that make and read each value."""
         lives: dict[Slot, Life] = {}
         for i, call in enumerate(self.calls):
             for slot in {ref for ref in call.inputs if type(ref) is Slot}:
@@ -298,7 +281,6 @@ class Calls:
 
     @cached_property
     def _made_bytes(self) -> Sequence[Sequence[int]]:
-        """Bytes of each call's outputs."""
         if self.output_bytes is not None:
             return self.output_bytes
         return [call.program.output_bytes for call in self.calls]

@@ -15,14 +15,6 @@ from jaxinf.streaming.plan.memory import DeviceLimit
 from jaxinf.streaming.program.shards import PINNED
 from jaxinf.terminal import format_bytes
 
-__all__ = [
-    "PINNED_VARIABLE",
-    "check_pinned",
-    "device_limit",
-    "free_device_bytes",
-    "mesh_limit",
-]
-
 PINNED_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """The variable that bounds the pinned memory of XLA's CUDA client."""
 
@@ -40,7 +32,6 @@ def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
     """Returns the limit for a JAX device.
 
     Args:
-      device: The device, of `jax.devices`.
       num_bytes: `device_memory_bytes`; None for most of what is free, if the device has
         memory of its own.
 
@@ -91,10 +82,6 @@ def mesh_limit(devices: Iterable[Any], num_bytes: int | None) -> DeviceLimit:
 
     Warns if their sizes differ, as what the others have beside it is not used.
 
-    Args:
-      devices: The mesh's devices of this process.
-      num_bytes: As for `device_limit`.
-
     Raises:
       StreamError: As `device_limit`, of any of them.
     """
@@ -117,7 +104,6 @@ def check_pinned(device: Any, num_bytes: int) -> None:
     """Refuses more pinned memory of the host than XLA's pool of it can have.
 
     Args:
-      device: The device, of `jax.devices`.
       num_bytes: What the pool may take for a step, with its rounding.
 
     Raises:

@@ -20,16 +20,6 @@ from jaxinf.layout import CODE_BLOCK, CodedSlot
 from jaxinf.native import block_codes
 from jaxinf.typing import BFLOAT16, Array
 
-__all__ = [
-    "FORMS",
-    "PART_BYTES",
-    "Coding",
-    "Form",
-    "coding_of",
-    "runs_of",
-    "stored_bytes",
-]
-
 Form: TypeAlias = Literal["bf16", "int8"]
 """A form of floating-point values on a drive, from Mesa's idea (2111.11124): forward is
 exact, and backward reads values of low precision."""
@@ -51,8 +41,6 @@ class Coding:
     """The form of one value's numbers.
 
     Attributes:
-      form: The form.
-      dtype: The value's dtype.
       key: Seed of the random bits that decide the rounding to int8.
     """
 

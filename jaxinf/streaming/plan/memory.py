@@ -15,20 +15,6 @@ from jaxinf.errors import BudgetError, StreamError
 from jaxinf.io.pages import page_ceil
 from jaxinf.streaming.program.meshes import mesh_text
 
-__all__ = [
-    "NUM_STAGED",
-    "READER_BYTES",
-    "DeviceLimit",
-    "Division",
-    "check_mesh",
-    "device_is_host",
-    "divide",
-    "divide_rest",
-    "reader_bytes",
-    "return_freed_memory",
-    "store_memory_bytes",
-]
-
 READER_BYTES = 16 << 20
 """The most memory for reading params beside the params themselves."""
 
@@ -66,16 +52,13 @@ class Division:
     """Bytes of memory.
 
     Attributes:
-      ring: The store's own buffers.
       gradients: Gradients on the host that wait for their update, without what a pool
         of pinned memory takes for them beside that.
       programs: Params, values and temporaries of a step's programs.
       staged: Host memory for params that are on their way to the device, or wait for
         their update; 0 if the device's memory is the host's.
       leaving: Gradients that leave the device or wait for their update.
-      limit: The argument that limits `programs`.
       spare: What a plan that a store keeps may take beyond `programs`.
-      pool_factor: See `DeviceLimit`.
     """
 
     ring: int
@@ -88,11 +71,7 @@ class Division:
     pool_factor: int = 1
 
     def pool_bytes(self, *, with_values: bool) -> int:
-        """The most that a pool of pinned memory takes of the host.
-
-        Args:
-          with_values: Whether values leave the device.
-        """
+        """The most that a pool of pinned memory takes of the host."""
         values = self.staged if with_values else 0
         return self.pool_factor * self.gradients + values
 
@@ -102,7 +81,6 @@ class Division:
         """Returns the same with less of the host's memory for the programs.
 
         Args:
-          num_bytes: The bytes.
           purpose: What takes them, for errors.
           is_on_device: Whether the device's memory is meant instead.
 
@@ -139,7 +117,6 @@ def check_mesh(mesh: Mesh | None, policy: str) -> None:
 
     Args:
       mesh: The devices; None for one.
-      policy: The treatment of values that backward needs.
 
     Raises:
       StreamError: Names it.
@@ -172,10 +149,7 @@ def divide(
     """Divides the memory.
 
     Args:
-      memory_bytes: All host memory of a step.
-      ring_bytes: The least size of the store's buffers.
       gradient_bytes: Size of the largest unit, whose gradient is handed out.
-      device: The limit on the device's memory.
 
     Raises:
       BudgetError: No memory is left for the programs.
@@ -219,8 +193,6 @@ def divide_rest(
     """Gives what is left of the memory to programs, within the device's limit.
 
     Args:
-      rest_bytes: Memory of the host that is left.
-      device: The limit on the device's memory.
       ring, gradients, leaving: As for `Division`; `leaving` is in the device's memory.
     """
     limit, most = "device_memory_bytes", device.num_bytes

@@ -26,18 +26,6 @@ from jaxinf.schedule.placement import (
 )
 from jaxinf.streaming.plan.calls import Calls
 
-__all__ = [
-    "SMALL_BYTES",
-    "candidates",
-    "check_leaving",
-    "check_tiers",
-    "fitted",
-    "fitted_lending",
-    "least_offloaded_bytes",
-    "leaving_bytes",
-    "plan_tiers",
-]
-
 SMALL_BYTES = 64 << 10
 """Smaller values stay in memory."""
 
@@ -63,8 +51,6 @@ def fitted(
     See `schedule.placement.evictions`.
 
     Args:
-      calls: Calls without evictions.
-      budget_bytes: The most memory of a step.
       memory: Returns the memory during each call, such as `Calls.call_bytes`.
     """
     calls = calls.evicting({})
@@ -76,7 +62,6 @@ def fitted(
 def fitted_lending(
     calls: Calls, budget_bytes: int, memory: Callable[[Calls], Sequence[int]]
 ) -> Calls:
-    """Returns the calls as `fitted`, in which values that stay lend their memory."""
     lending = calls.lent()
     if max(memory(lending), default=0) <= budget_bytes:
         return lending
@@ -152,7 +137,6 @@ def check_leaving(
 
     Args:
       ways: Calls without evictions; one of them has to fit.
-      budget_bytes: Memory of the device.
       memory: Returns the memory during each call, such as `Calls.call_bytes`.
       host_bytes: The most memory of the host for values.
 

@@ -37,14 +37,6 @@ from jaxinf.streaming.program.sums import with_sums
 from jaxinf.streaming.program.trace import Traced, trace, trace_function
 from jaxinf.typing import PyTree
 
-__all__ = [
-    "PLAN_VERSION",
-    "Plan",
-    "Prepared",
-    "prepare",
-    "prepare_function",
-]
-
 PLAN_VERSION = 2
 """Changed whenever equal cuts would give other programs, and so other bits."""
 
@@ -156,11 +148,9 @@ class Prepared:
 
     Attributes:
       traced: The loss function, for a part of a batch if there are several.
-      lifetimes: Its nodes in order.
       keys: Their texts, and what is made of the graph but once.
       num_parts: Number of parts of a batch that its programs run for in turn.
       rows: The rows of a block of each table that is read in blocks, by leaf.
-      tables: As for `Plan`.
     """
 
     traced: Traced
@@ -198,7 +188,6 @@ class Prepared:
         """Returns the same for programs that run as asked.
 
         Args:
-          num_parts: See `Prepared`.
           is_deterministic: Whether they have the same bits in each run.
         """
         traced = replace(self.traced, is_deterministic=is_deterministic)
@@ -226,10 +215,8 @@ class Prepared:
 
         Args:
           budget_bytes: Memory for a step's programs.
-          policy: The treatment of values that backward needs.
           measure: Returns the memory that a plan needs; by default it is estimated. It
             is called for plans that would fit without temporaries.
-          limit: The argument that sets the budget.
 
         Raises:
           BudgetError: No cut fits; names the params that are too large.
@@ -317,7 +304,6 @@ class Prepared:
                 yield cuts
 
     def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
-        """Makes the plan with given cuts."""
         graph, recomputing = self.lifetimes.graph, None
         programs = make_programs(self.lifetimes, cuts, self.keys)
         programs = with_sums(programs, graph, self.num_parts, self.keys)

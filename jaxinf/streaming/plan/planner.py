@@ -25,8 +25,6 @@ from jaxinf.streaming.plan.search import Choice, Problem, choose, without_drive
 from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.terminal import format_bytes
 
-__all__ = ["Forecast", "Planner"]
-
 # Steps whose medians count, and the fewest of them before they are believed.
 _WINDOW, _LEAST = 9, 5
 # Found times may differ so much from the expected ones.
@@ -91,11 +89,9 @@ class Planner:
     """Chooses for a step, by what its steps measure. Used from one thread.
 
     Args:
-      problem: What there is to choose.
       num_parts: Number of times that the calls run in a step.
 
     Attributes:
-      choice: What the next step has to run.
       num_choices: How often it was chosen by measured times.
     """
 
@@ -123,12 +119,10 @@ class Planner:
         """Takes the measures of a step; returns whether `choice` is another now.
 
         Args:
-          step_s: Time of the step.
           call_s: Time of each call, in order; of all parts of the batch in turn.
           moved: Values that were `"written"` and `"read"`, and `"params"`, which were
             read; of a device with memory of its own, values that went `"out"` and
             `"back"`.
-          peak_bytes: The most bytes of values in memory.
         """
         self._num_steps += 1
         self._num_since += 1
@@ -259,7 +253,6 @@ class _Measured:
     def add(
         self, choice: Choice, call_s: Sequence[float], moved: Mapping[str, Moved]
     ) -> None:
-        """Takes the measures of a step of a choice."""
         own: defaultdict[str, list[float]] = defaultdict(list)
         for call, seconds in zip(cycle(choice.calls.calls), call_s, strict=False):
             own[call.program.key].append(seconds)

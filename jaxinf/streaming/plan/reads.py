@@ -28,14 +28,6 @@ from jaxinf.streaming.plan.memory import NUM_STAGED, Division
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.program.units import StoreUnits, Unit
 
-__all__ = [
-    "Reading",
-    "completions",
-    "planned_fetches",
-    "reused_bytes",
-    "staged_bytes",
-]
-
 # Units that pass the host are simulated together, up to its memory divided by this.
 _NUM_PASSING = 4
 
@@ -63,7 +55,6 @@ class Reading(NamedTuple):
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of the largest unit."""
         return max((fetch.unit.page_bytes for fetch in self.fetches), default=0)
 
     def memory(self, division: Division) -> tuple[int, int | None]:
@@ -76,7 +67,6 @@ class Reading(NamedTuple):
         """Returns the reads for a simulation.
 
         Args:
-          division: Memory.
           merges: Whether those for the same calls are one.
         """
         read_bytes, device_bytes = self.memory(division)
@@ -127,9 +117,6 @@ def planned_fetches(
     """Plans the reads of a step.
 
     Args:
-      plan: The plan.
-      store_units: The store's units.
-      division: Memory.
       can_take: Whether the update of a unit can take params that were read for a
         program.
       stays: Units that are in memory and not read.
@@ -189,7 +176,6 @@ def reused_bytes(
 
 
 def completions(calls: Sequence[Call], store_units: StoreUnits) -> Mapping[Unit, int]:
-    """Returns for each unit the number of the call that completes its gradient."""
     return {
         store_units.unit(piece): number
         for number, call in enumerate(calls)

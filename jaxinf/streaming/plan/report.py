@@ -12,8 +12,6 @@ from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.trace import Traced
 from jaxinf.terminal import format_bytes
 
-__all__ = ["largest_text", "plan_text"]
-
 _MOST_NAMES = 3
 _MOST_PIECES = 4
 

@@ -20,14 +20,6 @@ from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.terminal import given_bytes
 
-__all__ = [
-    "Resident",
-    "ResidentChooser",
-    "ResidentUnits",
-    "check_resident",
-    "updated_in_place",
-]
-
 Resident: TypeAlias = Literal["params"] | int | None
 
 
@@ -55,7 +47,6 @@ class ResidentUnits:
       units: The units of a store that stay.
       in_place: Those that no program reads after their update.
       num_bytes: Memory for all params that stay.
-      pieces: The parts of params that they serve.
       other_bytes: Memory for what stays beside params.
     """
 
@@ -67,7 +58,6 @@ class ResidentUnits:
 
     @property
     def all_bytes(self) -> int:
-        """Memory for all that stays."""
         return self.num_bytes + self.other_bytes
 
     def applied(self, plan: Plan) -> Plan:
@@ -98,14 +88,10 @@ class ResidentChooser:
     """Chooses the units of a plan that stay.
 
     Attributes:
-      resident: The option.
-      store_units: The store's units.
       updated: Units that are updated alone; others never stay.
-      division: Memory.
       reads: Returns the reads of a plan's step with given memory.
       rereads: Whether an update reads the params of a unit from the drive, if no read
         for a program serves it.
-      measure: Returns the memory of a plan's programs.
 
     Raises:
       BudgetError: More is to stay than there is.
@@ -132,7 +118,6 @@ class ResidentChooser:
             )
 
     def choose(self, plan: Plan) -> ResidentUnits:
-        """Returns what stays."""
         if not self._amount:
             return ResidentUnits()
         calls = plan.calls.calls
@@ -199,8 +184,6 @@ def updated_in_place(
     one waits for it.
 
     Args:
-      calls: The calls of a step.
-      store_units: The store's units.
       again: By call, what may be read in addition just before it.
     """
     readers: dict[Unit, set[int]] = {}

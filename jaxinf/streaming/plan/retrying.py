@@ -12,8 +12,6 @@ most 1 %, if the drive is no slower than when it was left.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["Moved", "Retrying"]
-
 # Parts of the time that probes and tries may take.
 _PROBES, _TRIES = 0.005, 0.01
 # The fewest and the most steps from one probe to the next.
@@ -31,7 +29,6 @@ class Retrying:
     """The probes of a drive that was left, and the time that they and tries take.
 
     Args:
-      num_tried: Number of steps that a try takes.
       num_noticed: Number of steps in which a settled plan is found to be slow.
     """
 
@@ -44,7 +41,6 @@ class Retrying:
         self._first: dict[str, float] = {}
 
     def step(self, step_s: float) -> None:
-        """Takes the time of a step."""
         self._total_s += step_s
         self._num_since += 1
 

@@ -21,15 +21,9 @@ from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.plan import PLAN_VERSION, Plan, Prepared
 from jaxinf.streaming.program.meshes import mesh_text
 
-__all__ = ["save_plan", "saved_cuts", "saved_plan", "saved_rows"]
-
 
 def saved_rows(folder: Path, ready: Prepared) -> Mapping[str, int] | None:
     """Reads the rows of a block of each table that the store's plan has in blocks.
-
-    Args:
-      folder: The store's folder.
-      ready: The traced loss function.
 
     Returns:
       By name of the leaf; None if the store has no plan.
@@ -43,10 +37,6 @@ def saved_rows(folder: Path, ready: Prepared) -> Mapping[str, int] | None:
 
 def saved_cuts(folder: Path, ready: Prepared) -> Sequence[int] | None:
     """Reads the store's cuts for these leaves and this batch; None if it has none.
-
-    Args:
-      folder: The store's folder.
-      ready: The traced loss function.
 
     Raises:
       StreamError: The plan is for another function, version or mesh.
@@ -87,11 +77,8 @@ def saved_plan(
 
     Args:
       folder, ready: As for `saved_cuts`; None for cuts that none keeps.
-      cuts: The cuts.
       budget_bytes: Memory for a step's programs.
       policy: As for `Prepared.plan`; it is not kept.
-      measure: Returns the memory that a plan needs.
-      limit: The argument that sets the budget.
 
     Raises:
       BudgetError: It needs more memory.

@@ -31,15 +31,6 @@ from jaxinf.streaming.program.graph import Graph, Piece, num_bytes
 from jaxinf.streaming.program.programs import Programs
 from jaxinf.terminal import format_bytes
 
-__all__ = [
-    "LEAST_TRIED",
-    "MOST_EXHAUSTIVE",
-    "Choice",
-    "Problem",
-    "choose",
-    "without_drive",
-]
-
 MOST_EXHAUSTIVE = 128
 """No more choices of segments than these are searched completely."""
 
@@ -58,15 +49,11 @@ class Problem:
     """What there is to choose, and the limits.
 
     Attributes:
-      graph: The whole program.
-      programs: Its segments' programs.
-      budget_bytes: The most memory of a step.
       memory: Returns the memory during each call, such as `Calls.call_bytes`.
       resident: Parts of params that are in memory in any case.
       admits: Returns whether calls that were chosen do fit; may compile them.
       loads: Returns for calls and their peak memory the reads of params; None if all
         are in memory.
-      form: Form of values on drives; see `Calls`.
       tiers: Returns where values of calls wait; None if the device's memory is the
         host's.
       waiting: Gradients that wait for the last one; None if none does.
@@ -94,10 +81,6 @@ class Choice:
     """A plan of a step, and what it is expected to cost.
 
     Attributes:
-      repeats: Segments that run forward again.
-      calls: The calls, with evictions.
-      peak_bytes: The step's peak memory.
-      expected_s: The step's simulated time.
       bound_s: A time that no plan can beat: that of the programs, each run once.
       without_drive: The choices that need no drive, of those that fit.
     """
@@ -117,18 +100,15 @@ class Choice:
 
     @property
     def leaves(self) -> bool:
-        """Whether values leave for a drive."""
         return bool(self.calls.evictions)
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes of values that are written in a step."""
         evictions = self.calls.evictions.items()
         return sum(self.calls.stored_bytes(slot, one.needed) for slot, one in evictions)
 
     @property
     def value_bytes(self) -> int:
-        """The most bytes of values in memory."""
         return max(self.calls.value_bytes(), default=0)
 
     def __str__(self) -> str:

@@ -26,8 +26,6 @@ from jaxinf.streaming.plan.calls import Call, Calls, Policy, Slot, may_leave
 from jaxinf.streaming.program.graph import Graph, Origin, Piece
 from jaxinf.streaming.program.programs import Program, Programs
 
-__all__ = ["Reach", "Repeats", "all_repeats", "make_calls"]
-
 _NEVER = -1
 
 Reach: TypeAlias = Literal["own", "all"]
@@ -61,9 +59,6 @@ def make_calls(
     """Makes the calls of one step under a policy.
 
     Args:
-      graph: The whole program.
-      programs: Its segments' programs.
-      policy: The treatment of values that backward needs.
       repeats: Segments that run forward again; with `"recompute"` those of them that do
         so for all parts.
     """
@@ -160,7 +155,6 @@ class _Builder:
         return self._parts
 
     def call(self, program: Program, part: _Part) -> None:
-        """Calls a program for the first time."""
         if program.outputs:
             self._remember(program, part)
             part.slots.update(self._add(program, part))
@@ -228,7 +222,6 @@ class _Builder:
         *,
         is_repeat: bool = False,
     ) -> Sequence[Slot]:
-        """Appends a call; returns a slot for each of its outputs."""
         start = self._num_slots
         self._num_slots += len(program.outputs)
         slots = tuple(map(Slot, range(start, self._num_slots)))

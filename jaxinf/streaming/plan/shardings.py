@@ -16,8 +16,6 @@ from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.program.graph import Batch, Const, Origin, Piece, aval_bytes
 from jaxinf.streaming.program.meshes import piece_sharding, shard_bytes, typed_sharding
 
-__all__ = ["Shardings", "const_sharding", "output_bytes"]
-
 
 class Shardings:
     """Shardings of inputs and outputs, call by call; empty for one device.
@@ -41,7 +39,6 @@ class Shardings:
                     self._pieces[ref] = piece
 
     def inputs(self, call: Call) -> tuple[Any, ...]:
-        """Returns the shardings of a call's inputs."""
         if self._traced.mesh is None:
             return ()
         pairs = zip(call.inputs, call.program.inputs, strict=True)

@@ -14,8 +14,6 @@ from jaxinf.schedule.simulator import Trip, Trips
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.program.graph import Piece
 
-__all__ = ["Profile", "moved_beside", "moved_gradients", "simulate"]
-
 
 @dataclass(frozen=True)
 class Profile:
@@ -63,8 +61,6 @@ def simulate(
     """Returns the time of a step.
 
     Args:
-      calls: The calls, with evictions.
-      profile: Measured times.
       loads: Params that are read for calls; None if all are in memory.
       tiers: Where values wait; None if the device's memory is the host's.
       waiting: Gradients that wait for the last one; None if none does.

@@ -13,8 +13,6 @@ from jaxinf.streaming.program.lifetimes import ordered
 from jaxinf.streaming.program.rows import in_rows
 from jaxinf.streaming.program.tables import Table, find_tables
 
-__all__ = ["tables_in_rows"]
-
 _OPTIMIZER = "the optimizer computes something of all of it"
 
 
@@ -27,7 +25,6 @@ def tables_in_rows(
     """Returns a program with its tables in blocks of rows; None if it has none.
 
     Args:
-      ready: The traced program.
       chunk_rows: Returns the number of rows of a leaf's chunks.
       kept: By name, the rows of a block that a kept plan has; None if there is none.
       whole: Of leaves that may be in rows, those that the optimizer needs whole.

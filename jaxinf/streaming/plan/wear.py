@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from jaxinf.terminal import format_bytes
 
-__all__ = ["ENDURANCE_TBW", "Wear", "Wearing"]
-
 ENDURANCE_TBW = {"consumer": 600.0, "1 DWPD": 1825.0, "3 DWPD": 5475.0}
 """Rated writes of common classes, in TB for each TB of capacity, over five years."""
 
@@ -29,8 +27,6 @@ class Wear:
     """What a run writes, and how long a drive lasts.
 
     Attributes:
-      step_bytes: Bytes written in a step.
-      step_s: Time of a step.
       endurance_tbw: Rated writes of all drives together, in TB; None for the classes.
     """
 
@@ -40,7 +36,6 @@ class Wear:
 
     @property
     def day_bytes(self) -> float:
-        """Bytes written in a day of steps."""
         return self.step_bytes * _DAY_S / self.step_s
 
     def years(self, endurance_tbw: float) -> float:

@@ -19,8 +19,6 @@ from jaxinf.streaming.program.classify import POINTWISE
 from jaxinf.streaming.program.graph import Number, Rewriter
 from jaxinf.streaming.program.threefry import can_fuse, fused_bits
 
-__all__ = ["BlockBuilder", "is_fusable"]
-
 
 def is_fusable(node: Node) -> bool:
     """Whether a node draws random bits that `fused_bits` can draw."""
@@ -32,9 +30,6 @@ def is_fusable(node: Node) -> bool:
 
 class BlockBuilder(Rewriter):
     """Makes programs of blocks of so many rows.
-
-    Args:
-      length: Number of rows.
 
     Attributes:
       start: The first row, an input of the programs.

@@ -11,8 +11,6 @@ from jaxinf.compat import ELEMENTWISE
 from jaxinf.program.graph import Node, Value
 from jaxinf.streaming.program.graph import Graph, Piece, Seed, num_bytes
 
-__all__ = ["LIGHT", "POINTWISE", "TINY_BYTES", "Classes", "classify"]
-
 POINTWISE = ELEMENTWISE | frozenset(
     """
     acos acosh add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e
@@ -47,7 +45,6 @@ class Classes:
 
     Attributes:
       free: Nodes that no segment has; segments consist of the others.
-      backward: Nodes that depend on the cotangent.
       light: Nodes cheap enough to be computed again from kept values.
       needs: Values of ordered nodes that a node needs, through free ones too.
       pieces: Parts of params that a node reads, through free ones too.
@@ -61,7 +58,6 @@ class Classes:
 
 
 def classify(graph: Graph) -> Classes:
-    """Divides the nodes of `graph`."""
     found = Classes()
     params_of: dict[Node, set[Value]] = {}
     for node in graph.nodes:

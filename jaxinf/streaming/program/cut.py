@@ -14,15 +14,6 @@ from jaxinf.program.graph import Node
 from jaxinf.streaming.program.graph import Piece, num_bytes
 from jaxinf.streaming.program.lifetimes import Lifetimes
 
-__all__ = [
-    "Run",
-    "choose_cuts",
-    "find_runs",
-    "isolated",
-    "isolated_segments",
-    "segment_bytes",
-]
-
 # Smaller blocks share a segment: each program costs a dispatch.
 _SMALL_BYTES = 4 << 20
 # The cost of one more segment, in bytes that are live at a cut.
@@ -54,7 +45,6 @@ def choose_cuts(
     """Chooses the positions in the forward order of segments, with 0 and the end.
 
     Args:
-      lifetimes: The costs of cuts.
       tokens: For each forward node, a token that identifies its computation.
       limit_bytes: The most that a segment should need for params, kept and working
         values. If a single node needs more, it becomes a segment.
@@ -85,7 +75,6 @@ def isolated(lifetimes: Lifetimes, cuts: Sequence[int]) -> tuple[int, ...]:
 
 
 def isolated_segments(lifetimes: Lifetimes, cuts: Sequence[int]) -> list[int]:
-    """Returns the numbers of segments that are one such value alone."""
     nodes = lifetimes.forward
     return [
         number

@@ -13,21 +13,6 @@ import jax
 
 from jaxinf.program.graph import Inliner, Node, Value
 
-__all__ = [
-    "Batch",
-    "Const",
-    "Graph",
-    "Number",
-    "Origin",
-    "Piece",
-    "ProgramInliner",
-    "Rewriter",
-    "Seed",
-    "aval_bytes",
-    "num_bytes",
-    "struct",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -84,7 +69,6 @@ class Graph:
 
     Attributes:
       nodes: The needed nodes, in an order in which they can be computed.
-      results: The loss and the leaves of aux.
       gradients: Complete gradients, by their piece of a leaf.
     """
 
@@ -94,15 +78,11 @@ class Graph:
 
     @property
     def outputs(self) -> tuple[Value, ...]:
-        """Results and gradients."""
         return (*self.results, *self.gradients.values())
 
 
 class ProgramInliner(Inliner):
     """Inlines a program; each of its inputs has one value.
-
-    Args:
-      consts: Arrays that the program closes over.
 
     Attributes:
       consts: These, and those of the functions that it calls.
@@ -114,7 +94,6 @@ class ProgramInliner(Inliner):
         self._inputs: dict[tuple[Origin, Any], Value] = {}
 
     def input(self, origin: Origin, aval: Any) -> Value:
-        """Returns the value of an input, the same one for the same origin."""
         key = origin, aval.dtype
         return self._inputs.setdefault(key, Value(aval, origin=origin))
 
@@ -169,7 +148,6 @@ def aval_bytes(aval: Any) -> int:
 
 
 def num_bytes(values: Iterable[Value]) -> int:
-    """Returns the bytes of all `values` together."""
     return sum(aval_bytes(value.aval) for value in values)
 
 

@@ -38,15 +38,6 @@ from jaxinf.streaming.program.threefry import fused_bits
 from jaxinf.streaming.program.trace import abstract
 from jaxinf.typing import Array, PyTree
 
-__all__ = [
-    "LeafMaker",
-    "Shard",
-    "check_init",
-    "check_init_fn",
-    "initial_inputs",
-    "trace_params",
-]
-
 Shard: TypeAlias = tuple[tuple[slice, ...], Array]
 """A part of a leaf: its index, and its numbers."""
 
@@ -96,13 +87,7 @@ def check_init_fn(init_fn: Any) -> None:
 
 @dataclass(frozen=True)
 class LeafMaker:
-    """A traced init function, whose leaves can be made one at a time.
-
-    Attributes:
-      arguments, consts: The function's inputs.
-      tree: Structure of the params.
-      outputs: The leaves as values of its graph.
-    """
+    """A traced init function, whose leaves can be made one at a time."""
 
     arguments: list[Any]
     consts: list[Any]
@@ -204,8 +189,6 @@ class _Part(NamedTuple):
     """A part of a leaf.
 
     Attributes:
-      place: Its index in the leaf.
-      executable, inputs: What makes it, and of what.
       start: The input that is the number of its first row; None for all of a leaf.
     """
 
@@ -226,7 +209,6 @@ class _Executables:
         """Returns the program of a value, compiled, and the memory that it takes.
 
         Args:
-          output: The value.
           is_fused: Whether draws need no memory of their own, where that is possible.
         """
         program = program_of("leaf", [output], self._keys)

@@ -32,8 +32,6 @@ from jaxinf.streaming.program.meshes import item_aval, typed_sharding
 from jaxinf.streaming.program.trace import Traced
 from jaxinf.streaming.program.transposes import turned_products
 
-__all__ = ["build_graph"]
-
 _CONSTRAINT = "sharding_constraint"
 
 
@@ -98,7 +96,6 @@ class _Builder(ProgramInliner):
         self._item_params: dict[int, tuple[Any, Mapping[str, Any]]] = {}
 
     def computed(self, atom: Atom) -> Value:
-        """Returns `atom` as the output of a node."""
         value = self._value(atom)
         if value.node is None:
             return self._append(Node(lax.copy_p, (), {}), [value], [value.aval])[0]

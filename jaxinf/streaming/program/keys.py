@@ -27,8 +27,6 @@ from jaxinf import compat
 from jaxinf.program.graph import Node, Value
 from jaxinf.streaming.program.meshes import typed_sharding
 
-__all__ = ["Keys", "stable_digest"]
-
 _Made = TypeVar("_Made")
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), np.generic, np.dtype)

@@ -19,16 +19,12 @@ from jaxinf.schedule.placement import Stay, occupancy
 from jaxinf.streaming.program.classify import TINY_BYTES, Classes, classify
 from jaxinf.streaming.program.graph import Graph, Piece, aval_bytes, num_bytes
 
-__all__ = ["Lifetimes", "ordered"]
-
 
 @dataclass(frozen=True)
 class Lifetimes:
     """An ordered program, and the costs and consequences of cuts in it.
 
     Attributes:
-      graph: The whole program.
-      classes: The classes of its nodes.
       forward, backward: The nodes that are not free, in the order in which they run.
     """
 
@@ -39,7 +35,6 @@ class Lifetimes:
 
     @cached_property
     def made(self) -> Mapping[Value, int]:
-        """Positions at which forward values are made."""
         return _made(self.forward)
 
     @cached_property
@@ -97,7 +92,6 @@ class Lifetimes:
         return cuts
 
     def piece_bytes(self, pieces: Iterable[Piece]) -> int:
-        """Returns the bytes of parts of params."""
         return sum(self.sizes[piece] for piece in pieces)
 
     @cached_property
@@ -172,7 +166,6 @@ def _overlaps(piece: Piece, target: Piece) -> bool:
 
 
 def ordered(graph: Graph) -> Lifetimes:
-    """Classifies the nodes of a graph, and orders them."""
     classes = classify(graph)
     nodes = [node for node in graph.nodes if node not in classes.free]
     forward = [node for node in nodes if node not in classes.backward]
@@ -260,9 +253,7 @@ def _in_turn(
     Those that wait for each other are left out.
 
     Args:
-      nodes: All nodes.
       waits: Pairs of which the first waits for the second.
-      eager: Nodes that come as soon as possible.
     """
     missing: dict[Node, set[Node]] = {node: set() for node in nodes}
     readers: defaultdict[Node, list[Node]] = defaultdict(list)

@@ -19,25 +19,6 @@ from jaxinf.program import path_name
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import PyTree
 
-__all__ = [
-    "default_device",
-    "is_sharded",
-    "item_aval",
-    "mesh_in_program",
-    "mesh_of",
-    "mesh_text",
-    "on_mesh",
-    "on_one_device",
-    "on_this_process",
-    "outside_mesh",
-    "piece_sharding",
-    "shard_bytes",
-    "sharded_like",
-    "sharding_of",
-    "typed_sharding",
-    "without_shardings",
-]
-
 
 def sharding_of(name: str, leaf: Any) -> NamedSharding | None:
     """Returns the sharding of an array over several devices; None if it has one.
@@ -131,16 +112,11 @@ def on_one_device(leaf: Any) -> Any:
 
 
 def on_this_process(leaf: jax.Array) -> jax.Array:
-    """Returns an array that all devices have, on one of this process's."""
     return leaf if leaf.is_fully_addressable else leaf.addressable_data(0)
 
 
 def mesh_in_program(closed: Any, known: Mesh | None) -> Mesh | None:
     """Returns the mesh of a traced program: the known one, or one that only it sets.
-
-    Args:
-      closed: The program's jaxpr.
-      known: The mesh of its inputs.
 
     Raises:
       StreamError: The program uses the devices of another mesh.
@@ -245,7 +221,6 @@ def item_aval(aval: Any) -> Any:
 
 
 def shard_bytes(num_bytes: int, shape: Sequence[int], sharding: Any) -> int:
-    """Bytes on each device of an array of `num_bytes`."""
     if not num_bytes:
         return 0
     local = sharding.shard_shape(tuple(shape))

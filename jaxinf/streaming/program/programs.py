@@ -21,19 +21,6 @@ from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes, struct
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.lifetimes import Lifetimes
 
-__all__ = [
-    "Program",
-    "Programs",
-    "bytes_beside",
-    "compile_program",
-    "compiler_options",
-    "function_of",
-    "lowered",
-    "make_programs",
-    "program_of",
-    "sums_large_products",
-]
-
 # glibc keeps smaller blocks anyway, so a plan is not exact to within their size.
 LARGE_BYTES = 32 << 20
 # The product of arrays with fewer axes is summed in tiles, and takes no memory
@@ -46,10 +33,8 @@ class Program:
     """One function that is compiled and called.
 
     Attributes:
-      name: Direction and number of its segment.
       inputs: Values that it reads: params, batch, other programs' outputs.
       nodes: Its nodes, in order; none in a program `without_nodes`.
-      outputs: Its results.
       key: Equal for programs that can share an executable.
     """
 
@@ -80,12 +65,10 @@ class Program:
 
     @cached_property
     def input_bytes(self) -> tuple[int, ...]:
-        """Bytes of each of its inputs."""
         return tuple(aval_bytes(value.aval) for value in self.inputs)
 
     @cached_property
     def output_bytes(self) -> tuple[int, ...]:
-        """Bytes of each of its outputs."""
         return tuple(aval_bytes(value.aval) for value in self.outputs)
 
     def without_nodes(self) -> "Program":
@@ -115,7 +98,6 @@ class Programs:
     """All programs of a plan.
 
     Attributes:
-      forward: One for each segment.
       backward: One for each segment; None for a segment without backward nodes.
       free: Programs of results and gradients that no segment makes.
       num_parts: Number of parts of a batch that each of them is called for in turn.
@@ -204,7 +186,6 @@ def compile_program(
     """Compiles `program`; blocks.
 
     Args:
-      program: The program.
       donated: Inputs whose memory an output may reuse.
       inputs: Shardings of its inputs; none for one device.
       outputs: Shardings that outputs must have, None where JAX chooses one.
@@ -220,7 +201,6 @@ def lowered(
     inputs: Sequence[Any] = (),
     outputs: Sequence[Any] = (),
 ) -> Any:
-    """Lowers `program`; arguments as for `compile_program`."""
     shardings = inputs or [None] * len(program.inputs)
     avals = [
         struct(value.aval, sharding)
@@ -240,7 +220,6 @@ def compiler_options(
     """Returns XLA's options for a program of these nodes; None for the default ones.
 
     Args:
-      nodes: The program's nodes.
       is_deterministic: Whether it has the same bits in each run.
     """
     if jax.default_backend() != "cpu":
@@ -305,9 +284,6 @@ def program_of(
     """Returns the program of `outputs`.
 
     Args:
-      name: Its name.
-      outputs: The values that it computes.
-      keys: Texts of the graph's nodes.
       first: Nodes that come in this order; others come when they are needed.
       is_own: Whether a node is computed here; results of others are inputs.
     """
@@ -362,12 +338,7 @@ def function_of(
     program: Program,
     compute: Compute = bind,
 ) -> Callable[..., list[jax.Array]]:
-    """Returns a program as a function that JAX can trace.
-
-    Args:
-      program: The program.
-      compute: Computes a node from its operands.
-    """
+    """Returns a program as a function that JAX can trace."""
 
     def run(*args: jax.Array) -> list[jax.Array]:
         env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["own_rows"]
-
 
 def own_rows(
     indices: jax.Array,
@@ -21,10 +19,8 @@ def own_rows(
     """Returns indices as rows of a block, and which of them are in the block.
 
     Args:
-      indices: Rows of the table.
       start: The first row of the block.
       length: Number of rows of the block.
-      num_rows: Number of rows of the table.
       is_clipped: Whether indices out of bounds are those of the first or last row.
     """
     if jnp.issubdtype(indices.dtype, jnp.unsignedinteger):

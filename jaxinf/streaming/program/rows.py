@@ -32,8 +32,6 @@ from jaxinf.streaming.program.graph import (
 from jaxinf.streaming.program.row_index import own_rows
 from jaxinf.streaming.program.tables import Table, is_spread, side_of
 
-__all__ = ["in_rows"]
-
 
 def in_rows(
     graph: Graph, tables: Sequence[Table], bounds: Mapping[int, Sequence[int]]
@@ -41,7 +39,6 @@ def in_rows(
     """Returns a program that reads and updates tables in blocks of rows.
 
     Args:
-      graph: The program, which stays as it is.
       tables: Those of its tables that are not needed whole.
       bounds: The first rows of a table's blocks, and the number of its rows, by leaf.
     """
@@ -78,7 +75,6 @@ class _Builder(Rewriter):
         self._kept: dict[Node, Value] = {}
 
     def value(self, value: Value) -> Value:
-        """Returns what a value of the old program is in the new one."""
         return self._values.get(value, value)
 
     def take(self, node: Node) -> None:

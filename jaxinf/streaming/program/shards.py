@@ -14,38 +14,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf.typing import Array
 
-__all__ = [
-    "PINNED",
-    "Box",
-    "Gradient",
-    "ShardedGradient",
-    "arrived",
-    "gathered",
-    "handed_out",
-    "shards_of",
-    "whole",
-]
-
-
 PINNED = "pinned_host"
 """The kind of memory of the host from and to which devices copy."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A part of an array.
-
-    Attributes:
-      start: Index of its first element.
-      shape: Its shape.
-    """
+    """A part of an array."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, index: Sequence[slice], shape: Sequence[int]) -> "Box":
-        """Returns the part at an index of an array of a shape."""
         ranges = [s.indices(n) for s, n in zip(index, shape, strict=True)]
         return cls(
             tuple(first for first, _, _ in ranges),
@@ -54,7 +35,6 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """Returns all of an array of a shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -81,7 +61,6 @@ class ShardedGradient:
       array: The gradient. Its other replicas may be freed.
       copies: Whether to start a copy to pinned memory of the host, which is read in
         place; nothing here holds the device's memory then.
-      stays: Whether it stays on its device, too.
 
     Attributes:
       on_device: The gradient, if it stays there.
@@ -104,7 +83,6 @@ class ShardedGradient:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shards, on the host."""
         return sum(part.nbytes for part in self._parts.values())
 
     def parts(self, boxes: Sequence[Box]) -> tuple[Array, ...] | None:
@@ -133,7 +111,6 @@ def shards_of(gradient: Gradient, boxes: Sequence[Box]) -> Sequence[Array]:
     """Returns parts of an array; copies none if they are its own shards. Blocks.
 
     Args:
-      gradient: The array.
       boxes: Parts of it, each element at most once.
     """
     if isinstance(gradient, jax.Array):
@@ -166,7 +143,6 @@ def handed_out(
     """Returns a program's gradient without the replicas on other devices.
 
     Args:
-      gradient: The gradient.
       copies: Whether to start its copy to the host.
       stays: Whether one on a single device stays there, too.
     """

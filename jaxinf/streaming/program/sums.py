@@ -23,18 +23,9 @@ from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import typed_sharding
 from jaxinf.streaming.program.programs import Program, Programs
 
-__all__ = ["with_sums"]
-
 
 def with_sums(programs: Programs, graph: Graph, num_parts: int, keys: Keys) -> Programs:
-    """Returns programs that are called for several parts of a batch, and their sums.
-
-    Args:
-      programs: The programs.
-      graph: The whole program.
-      num_parts: Number of parts.
-      keys: Texts of the graph's nodes.
-    """
+    """Returns programs that are called for several parts of a batch, and their sums."""
     if num_parts == 1:
         return programs
 
@@ -69,8 +60,6 @@ def _program(
     """Returns what takes sums, then gradients, and the number of parts at the last.
 
     Args:
-      avals: Types of the gradients.
-      keys: Texts of the graph's nodes.
       is_first: Whether the sums are one part's gradients.
       count: Number of parts, for the means; None for sums.
     """

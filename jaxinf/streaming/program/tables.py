@@ -19,8 +19,6 @@ from jaxinf.program.graph import Node, Value
 from jaxinf.streaming.program.classify import POINTWISE
 from jaxinf.streaming.program.graph import Graph, Piece, aval_bytes
 
-__all__ = ["Table", "find_tables", "is_spread", "side_of"]
-
 _MODES = frozenset(
     {
         lax.GatherScatterMode.CLIP,
@@ -35,13 +33,11 @@ class Table:
     """A param of a program, and what the program does with it.
 
     Attributes:
-      value: The param.
       why: Why it is needed whole; None if it is not.
       reads: Values that have its rows on an axis, and that axis: the param, and what
         follows from it element by element.
       made: Values that have its gradient's rows, in the same way.
       products: The products that its gradient is a sum of, among others.
-      is_gathered: Whether rows of it are looked up.
     """
 
     value: Value
@@ -53,26 +49,19 @@ class Table:
 
     @property
     def leaf(self) -> int:
-        """The param's leaf."""
         return self.value.origin.leaf
 
     @property
     def num_rows(self) -> int:
-        """Number of its rows."""
         return self.value.shape[0]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the param."""
         return aval_bytes(self.value.aval)
 
 
 def find_tables(graph: Graph) -> list[Table]:
-    """Returns the matrices that `graph` reads, in the order of leaves.
-
-    Args:
-      graph: A traced program.
-    """
+    """Returns the matrices that `graph` reads, in the order of leaves."""
     readers: dict[Value, list[Node]] = {}
     inputs: dict[int, list[Value]] = {}
     for node in graph.nodes:
@@ -179,7 +168,6 @@ def _trace_back(table: Table, gradient: Value) -> str | None:
 
 
 def is_spread(value: Value) -> bool:
-    """Whether all elements of an array are one number."""
     return value.node is not None and value.node.is_spread
 
 
@@ -237,7 +225,6 @@ def _looks_up(node: Node, table: Value, axis: int) -> bool:
 
 
 def _adds_rows(node: Node, axis: int) -> bool:
-    """Whether a node adds to whole rows of an array."""
     numbers = node.params["dimension_numbers"]
     operand, indices, updates = node.inputs
     window = [updates.shape[dim] for dim in numbers.update_window_dims]

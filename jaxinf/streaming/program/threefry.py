@@ -16,8 +16,6 @@ import jax.numpy as jnp
 
 from jaxinf.compat import counts_elements
 
-__all__ = ["can_fuse", "fused_bits"]
-
 # Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 4.2.
 _PARITY = 0x1BD11BDA
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -29,8 +27,6 @@ def can_fuse(key: Any, bit_width: int, shape: Sequence[int]) -> bool:
     """Whether `fused_bits` gives the bits that JAX does.
 
     Args:
-      key: Abstract value of the random keys.
-      bit_width: Bits of an element.
       shape: Shape of the result for each key.
     """
     return (

@@ -26,14 +26,6 @@ from jaxinf.streaming.program.meshes import (
 )
 from jaxinf.typing import PyTree
 
-__all__ = [
-    "Traced",
-    "abstract",
-    "check_params",
-    "trace",
-    "trace_function",
-]
-
 _LARGE_CONSTS_BYTES = 1 << 20
 
 
@@ -42,9 +34,7 @@ class Traced:
     """A traced `value_and_grad`, or another function.
 
     Attributes:
-      names: Paths of the params' leaves.
       params: Their abstract values; with a mesh each has a sharding over it.
-      params_tree, batch_tree, aux_tree: Tree structures.
       batch: Abstract values of the batch's leaves; shardings as of `params`.
       mesh: The devices; None for one.
       closed: Its jaxpr, from params, batch and seed to loss, aux and gradients; None
@@ -70,11 +60,9 @@ class Traced:
 
     @property
     def num_results(self) -> int:
-        """Number of results that are no gradients."""
         return self.aux_tree.num_leaves + (self.seed_dtype is not None)
 
     def takes(self, batch: PyTree) -> bool:
-        """Whether it is of batches with the leaves of this one."""
         leaves, tree = jax.tree.flatten(abstract(batch))
         return tree == self.batch_tree and tuple(leaves) == self.batch
 
@@ -141,7 +129,6 @@ def trace_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> Tra
     """Traces `fn(params, batch)`, which returns any pytree.
 
     Args:
-      fn: The function.
       params: Tree of arrays or abstract values, all floating.
       batch: Tree of arrays or abstract values.
 
@@ -156,7 +143,6 @@ def trace_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> Tra
 
 
 def _arguments(params: PyTree, batch: PyTree) -> Traced:
-    """Returns the arguments of a function that is yet to be traced."""
     leaves, mesh = check_params(params), mesh_of(params, batch)
     batch_leaves, batch_tree = jax.tree.flatten(abstract(batch))
     return Traced(

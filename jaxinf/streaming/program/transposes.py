@@ -16,15 +16,12 @@ from jax import lax
 
 from jaxinf.program.graph import Node, Value
 
-__all__ = ["turned_products"]
-
 
 def turned_products(nodes: Sequence[Node], wanted: Iterable[Value]) -> tuple[Node, ...]:
     """Returns the nodes of a program with its transposed products turned round.
 
     Args:
       nodes: The nodes, in an order in which they can be computed.
-      wanted: Results of the program.
     """
     reads = Counter(value for node in nodes for value in node.inputs)
     reads.update(wanted)

@@ -24,8 +24,6 @@ from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.shards import Box
 from jaxinf.typing import Array
 
-__all__ = ["SHARED", "StoreUnits", "Unit", "part_counts", "shared_bytes"]
-
 SHARED = "putting params of several processes together"
 
 # A leaf with smaller slices is one unit: they are not worth chunks of their own.
@@ -38,7 +36,6 @@ class Unit:
     """A part of a leaf that moves alone.
 
     Attributes:
-      leaf: The leaf's number.
       index: Position on its leading axes; empty for the whole.
       shape: Shape of the part, without the indexed axes.
       dtype: Dtype of the params on the JAX device.
@@ -57,7 +54,6 @@ class Unit:
 
     @property
     def whole(self) -> Box:
-        """All of it."""
         return Box.whole(self.shape)
 
     @cached_property
@@ -94,7 +90,6 @@ class Unit:
 
     @cached_property
     def page_bytes(self) -> int:
-        """The same in whole pages."""
         return page_ceil(max(self.held_bytes, 1))
 
     def views(self, memory: Array) -> tuple[Array, ...]:
@@ -173,12 +168,10 @@ class Unit:
 
     @property
     def is_apart(self) -> bool:
-        """Whether its shards are parts of it."""
         return self.shards != (self.whole,)
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of all of it."""
         return self._bytes_of(self.whole)
 
     @property
@@ -203,7 +196,6 @@ class Unit:
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """Its shape in the leaf."""
         return self.extent_of(self.whole)
 
     def _bytes_of(self, box: Box) -> int:
@@ -239,7 +231,6 @@ class StoreUnits:
         self._depths: dict[tuple[int, int], int] = {}
 
     def unit(self, piece: Piece) -> Unit:
-        """Returns the smallest unit that contains `piece`."""
         is_block = piece.leaf in self._tables
         key = piece if is_block else (piece.leaf, piece.index)
         if key not in self._units:
@@ -301,12 +292,7 @@ def shared_bytes(units: Iterable[Unit]) -> int:
 def part_counts(
     leaves: Sequence[jax.ShapeDtypeStruct], gradients: Iterable[Piece]
 ) -> list[tuple[int, ...]]:
-    """Returns for each leaf the number of parts along each axis, in a new store.
-
-    Args:
-      leaves: Abstract values of the leaves.
-      gradients: The pieces of complete gradients.
-    """
+    """Returns for each leaf the number of parts along each axis, in a new store."""
     depths = {piece.leaf: len(piece.index) for piece in gradients}
     counts = []
     for leaf, aval in enumerate(leaves):

@@ -13,8 +13,6 @@ from jaxinf.program.graph import Node
 from jaxinf.streaming.program.graph import Graph, Piece, aval_bytes
 from jaxinf.typing import Array
 
-__all__ = ["held_bytes", "is_zeros", "sizes_but_zeros", "zeros_apart", "zeros_of"]
-
 Put = Callable[[Piece, Any], None]
 
 
@@ -34,8 +32,6 @@ def sizes_but_zeros(
     """Returns the bytes of gradients that wait on the host; 0 for zeros.
 
     Args:
-      graph: The program.
-      zeros: As `zeros_of` returns them.
       size_of: The bytes of one, by its abstract value.
     """
     return {
@@ -45,12 +41,7 @@ def sizes_but_zeros(
 
 
 def zeros_apart(zeros: Set[Piece], put: Put) -> Put:
-    """Returns what takes gradients, and gives zeros on as views of one element.
-
-    Args:
-      zeros: As `zeros_of` returns them.
-      put: Takes each.
-    """
+    """Returns what takes gradients, and gives zeros on as views of one element."""
 
     def take(piece: Piece, gradient: jax.Array | Array) -> None:
         if piece in zeros:

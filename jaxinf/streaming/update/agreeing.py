@@ -14,8 +14,6 @@ from jaxinf.kernels import compiled
 from jaxinf.program import Kernel
 from jaxinf.typing import FLOAT32, Array
 
-__all__ = ["Sample", "check_agrees"]
-
 Sample: TypeAlias = Callable[
     [Kernel, Sequence[Array], Array, Sequence[np.generic | Array]],
     Sequence[Array | None],
@@ -39,9 +37,6 @@ def check_agrees(
     """Refuses a device whose update of a sample is not that of the host's kernel.
 
     Args:
-      sample: Computes it on the device.
-      device: The device, for the error.
-      kernel: The update.
       scalars: Those of a step, or like them.
       has_bits: Whether the bits of the compiled kernel are expected.
 

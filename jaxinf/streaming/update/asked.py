@@ -18,8 +18,6 @@ from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.typing import Array
 
-__all__ = ["Asked", "Asking", "Gathered"]
-
 _NO_PARAMS = np.empty(0, np.float32)
 
 
@@ -28,7 +26,6 @@ class Asked:
 
     Attributes:
       requests: One for each part that moves.
-      changes_params: Whether the update changes params.
     """
 
     def __init__(
@@ -51,7 +48,6 @@ class Asked:
         ]
 
     def end(self) -> None:
-        """Notes that all is updated."""
         for box, shard in zip(self._unit.shards, self._target, strict=False):
             out = self.requests[0].out
             assert out is not None, "the new params of all shards"
@@ -77,8 +73,6 @@ class Asking:
         """Makes the requests for a unit's update; blocks while inputs are computed.
 
         Args:
-          unit: The unit.
-          gradient: Its gradient.
           params: Its parts in memory, if they are.
           step: The step that the update goes on from.
         """

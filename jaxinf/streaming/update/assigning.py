@@ -26,8 +26,6 @@ from jaxinf.streaming.update.rates import measured_rates, moved_s
 from jaxinf.streaming.update.store_sink import NUM_UNDER_WAY
 from jaxinf.streaming.update.traffic import StepMoves
 
-__all__ = ["Assigning", "DeviceUpdates", "check_device_updates"]
-
 DeviceUpdates: TypeAlias = int | Literal["auto"] | None
 """The device computes every so many subgroups, 0 for none; None for as many as in the
 store's last step."""
@@ -73,9 +71,6 @@ class Assigning:
     Args:
       value: What the run was asked for.
       store: The store, which may be empty.
-      shape: Its chunks.
-      program: The optimizer.
-      updater: The device.
       mesh: The run's devices; None for one.
       replan: Whether the choice of its commit may change.
 
@@ -126,10 +121,6 @@ class Assigning:
     ) -> Division:
         """Returns memory without what updates on the device take there, and here.
 
-        Args:
-          division: The memory.
-          gradient_bytes: The size of each gradient.
-
         Raises:
           BudgetError: Nothing is left for the programs.
         """
@@ -149,7 +140,6 @@ class Assigning:
         """Returns what chooses for steps; measures with ``"auto"``, and then blocks.
 
         Args:
-          moves: Returns what a step moves on drives.
           room_bytes: Memory of the host that is free between steps.
         """
         layouts = self._layouts()
@@ -209,7 +199,6 @@ class Assigning:
         self._shape.give_device(self._planned.stays)
 
     def _layouts(self) -> list[tuple[SubgroupLayout, Kernel]]:
-        """The subgroups that the device may have, with their kernels."""
         records = self._shape.directory.manifest.leaves
         return [
             (layout, kernel)

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from jaxinf.engine import Assignment
 from jaxinf.plan.device_updates import UpdateRates, interval
 
-__all__ = ["Choosing"]
-
 _LOG = logging.getLogger("jaxinf")
 
 # Steps whose median counts. Where each second one is longer, an even number has as many

@@ -19,15 +19,11 @@ from jaxinf.layout import LeafGrid
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import Array
 
-__all__ = ["Compressor"]
-
 
 class Compressor:
     """Compresses gradients of units.
 
     Args:
-      training: The store.
-      shape: Its chunks.
       compression: The compression; None sends gradients as they are.
       is_deterministic: Whether it selects the same elements in each run.
     """
@@ -48,7 +44,6 @@ class Compressor:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a compression."""
         return self._compression is not None
 
     def compile(self, units: Iterable[Unit]) -> int:
@@ -67,9 +62,7 @@ class Compressor:
         """Returns a gradient as it is sent, and the new error feedback; blocks.
 
         Args:
-          unit: The unit.
           gradient: Its gradient, of the unit's extent.
-          step: The store's step.
         """
         compression = self._compression
         if compression is None or step < compression.warmup_steps:

@@ -26,15 +26,9 @@ from jaxinf.streaming.program.trace import abstract
 from jaxinf.streaming.program.zeros import is_zeros
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["Sums", "first_part", "parts_of", "sum_bytes", "together"]
-
 
 def parts_of(batch: PyTree, count: int) -> list[PyTree]:
     """Divides a batch along the first axis of its leaves; scalars go to each part.
-
-    Args:
-      batch: Arrays.
-      count: Number of parts.
 
     Raises:
       StreamError: It cannot be divided; names the leaf.
@@ -88,7 +82,6 @@ def _check_shards(name: str, part: jax.ShapeDtypeStruct, count: int) -> None:
 
 
 def sum_bytes(gradient: Any) -> int:
-    """Bytes of the sum of gradients, from the abstract value of one."""
     dtype = np.promote_types(gradient.dtype, np.float32)
     return int(np.prod(gradient.shape, dtype=np.int64)) * dtype.itemsize
 
@@ -105,12 +98,7 @@ def together(
 
 
 class Sums:
-    """Sums of gradients over the parts of a batch.
-
-    Args:
-      count: Number of parts.
-      spill: Storage for the sums.
-    """
+    """Sums of gradients over the parts of a batch."""
 
     def __init__(self, count: int, spill: Spill) -> None:
         self.count = count

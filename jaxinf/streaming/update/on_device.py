@@ -40,8 +40,6 @@ from jaxinf.streaming.update.agreeing import check_agrees
 from jaxinf.terminal import format_bytes
 from jaxinf.typing import FLOAT32, Array
 
-__all__ = ["NUM_ROOMS", "DeviceUpdater", "UpdatePrograms", "room_bytes"]
-
 NUM_ROOMS = 3
 """Subgroups on the device: one goes up, one is updated, one comes down."""
 
@@ -75,7 +73,6 @@ class _Done(NamedTuple):
     Attributes:
       states: The new states, None for unchanged ones.
       update: The update, if it is wanted and not zero.
-      is_finite: Whether the gradient is.
       read: Checksums of states before, by number.
     """
 
@@ -124,12 +121,8 @@ class DeviceUpdater:
     """See `jaxinf.engine.Updater`.
 
     Args:
-      device: Of `jax.devices`.
       is_host: Whether its memory is the host's, so that no copy is pinned.
       is_deterministic: Whether its programs have the same bits in each run.
-
-    Attributes:
-      device, is_host: As given.
     """
 
     num_at_once = NUM_ROOMS
@@ -165,7 +158,6 @@ class DeviceUpdater:
         held: dict[int, Any] | None = None,
         puts: Collection[int] = (),
     ) -> UpdateOutcome:
-        """As `Updater.update`."""
         views: list[Any] = [csd.view(buffer, extent) for extent in extents]
         if given is not None:
             views[0] = given
@@ -202,7 +194,6 @@ class DeviceUpdater:
         extents: Sequence[Extent],
         held: Mapping[int, Any],
     ) -> None:
-        """As `Updater.fetch`."""
         with self._failing(sum(extents[n].num_bytes for n in held)):
             sums = self._sums(list(held.values()))
             arrays = self._down(list(held.values()), stays=True)
@@ -231,9 +222,7 @@ class DeviceUpdater:
         """Returns a kernel's new states, None for unchanged ones; blocks.
 
         Args:
-          kernel: One that it takes.
           states: ``(n,)`` each, not coded: master params, and slots.
-          gradient, scalars: As for `update`.
         """
         done = self._computed(kernel, states, 1, gradient, scalars, (), False, None, ())
         return [None if state is None else state.array for state in done.states]

@@ -21,8 +21,6 @@ from jaxinf.streaming.program.trace import Traced
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["OptaxSink", "PlainOptax", "Trained"]
-
 
 class Trained(NamedTuple):
     """Params and optax's state."""
@@ -54,7 +52,6 @@ class PlainOptax:
         return is_guarded(self._current.state)
 
     def state_bytes(self, params: PyTree) -> int:
-        """Bytes of the state for params of these shapes."""
         return sum(
             map(aval_bytes, jax.tree.leaves(jax.eval_shape(self._tx.init, params)))
         )
@@ -108,9 +105,6 @@ class OptaxSink(Sink):
     It holds these whole or in slices of stacks, summed over the parts of a batch.
 
     Args:
-      optimizer: The optimizer.
-      traced: The loss function.
-      num_parts: Number of parts of a batch.
       nonfinite: The effect of a non-finite gradient; None for the usual one.
     """
 
@@ -129,11 +123,9 @@ class OptaxSink(Sink):
         self._held: dict[int, dict[tuple[int, ...], jax.Array]] = {}
 
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
-        """As `Sink.begin`."""
         self.abandon()
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
-        """As `Sink.put`."""
         own, array = self._held.setdefault(piece.leaf, {}), jnp.asarray(gradient)
         if piece.index in own:
             array = _sum(own[piece.index], array)
@@ -144,7 +136,6 @@ class OptaxSink(Sink):
     def finish(
         self, extra_args: Mapping[str, Any], results: PyTree, check: Callable[[], None]
     ) -> bool:
-        """As `Sink.finish`."""
         gradients = self._taken({id(leaf) for leaf in jax.tree.leaves(results)})
         policy = effect_of_nonfinite(
             self._nonfinite, is_guarded=self._optimizer.is_guarded
@@ -164,7 +155,6 @@ class OptaxSink(Sink):
         return True
 
     def abandon(self) -> None:
-        """As `Sink.abandon`."""
         self._held.clear()
 
     def close(self) -> None:
@@ -175,9 +165,6 @@ class OptaxSink(Sink):
         """Returns and drops the gradient of each leaf, the mean over the parts.
 
         The update reuses their memory, so each is an array of its own.
-
-        Args:
-          taken: Identities of arrays that somebody else has.
         """
         found = []
         for leaf, dtype in enumerate(self._dtypes):

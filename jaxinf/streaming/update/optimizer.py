@@ -13,8 +13,6 @@ from jaxinf.program import Passes, UpdateProgram, missing_arguments, trace_updat
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import PyTree
 
-__all__ = ["LATE", "arrivals_of", "needed_whole", "passes_for", "trace_optimizer"]
-
 LATE = frozenset({"value"})
 """Arguments of an optimizer's update that are known after the first pass: the loss."""
 

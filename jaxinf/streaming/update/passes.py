@@ -27,15 +27,11 @@ from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.typing import Array
 
-__all__ = ["PassRunner"]
-
 
 class PassRunner:
     """Runs the passes of steps. Its calls come one after another, from any thread.
 
     Args:
-      training: The store.
-      program: The optimizer.
       passes: Its passes, for gradients in the pieces that will arrive.
       like: One whose compiled programs are used, too; it is as deterministic.
       is_deterministic: Whether they have the same bits in each run.
@@ -71,7 +67,6 @@ class PassRunner:
 
     @property
     def num_passes(self) -> int:
-        """Number of passes over the gradients."""
         return self.passes.num_passes
 
     def looks_at(self, leaf: int) -> bool:
@@ -124,7 +119,6 @@ class PassRunner:
 
         Args:
           piece: The piece of the params; whole, unless its leaf may come in slices.
-          gradient: Its gradient.
         """
         part = self.passes.part(self._number, piece.leaf)
         if part is None:
@@ -143,7 +137,6 @@ class PassRunner:
         """Returns the inputs of a leaf's kernel, in the last pass; blocks.
 
         Args:
-          leaf: The leaf's number.
           gradient: Its gradient; a slice if nothing is computed of it.
           params: Its params on the device, if they are in memory.
         """

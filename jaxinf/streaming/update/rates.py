@@ -23,8 +23,6 @@ from jaxinf.streaming.update.on_device import NUM_ROOMS, DeviceUpdater
 from jaxinf.streaming.update.traffic import StepMoves
 from jaxinf.typing import FLOAT32
 
-__all__ = ["measured_rates", "moved_s"]
-
 _NUM_ROUNDS = 4
 
 
@@ -41,10 +39,6 @@ def measured_rates(
     has room for, each a few times; the first time of each does not count.
 
     Args:
-      updater: The device.
-      layout: The subgroup, which the updater takes.
-      kernel: Its update.
-      drive: As for `UpdateRates`.
       room_bytes: Memory of the host. If it is short, fewer are updated at once, but one
         in any case.
     """
@@ -70,12 +64,7 @@ def measured_rates(
 
 
 def moved_s(roots: Sequence[Path], moves: StepMoves) -> float:
-    """Measures drives; returns their seconds for a param's state. Blocks.
-
-    Args:
-      roots: A folder on each.
-      moves: What a step moves.
-    """
+    """Measures drives; returns their seconds for a param's state. Blocks."""
     probed = probe(roots)
     num_params = read = written = 0
     for _, one in moves.updates:
@@ -131,7 +120,6 @@ class _Runs:
             self._outs.append(np.empty(self._gradient.size, FLOAT32))
 
     def on_host(self, number: int) -> None:
-        """Updates one on a core."""
         self._csd.update(
             self._buffers[number],
             self._extents,

@@ -16,8 +16,6 @@ from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["NoGradients", "Sink", "is_finite"]
-
 # Elements whose finiteness is looked at together: it takes memory.
 _RUN_ELEMENTS = 1 << 18
 
@@ -29,7 +27,6 @@ class Sink(ABC):
         """Gets ready for a step.
 
         Args:
-          extra_args: Further arguments of the optimizer's update.
           params: The source of the step's params, which updates may take and change.
         """
 
@@ -86,23 +83,17 @@ class Sink(ABC):
 
 
 class NoGradients(Sink):
-    """The sink of a function without a gradient.
-
-    Args:
-      together: The processes that run it.
-    """
+    """The sink of a function without a gradient."""
 
     def __init__(self, together: Together) -> None:
         self._together = together
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
-        """As `Sink.put`."""
         raise AssertionError("a function without a gradient")
 
     def finish(
         self, extra_args: Mapping[str, Any], results: PyTree, check: Callable[[], None]
     ) -> bool:
-        """As `Sink.finish`."""
         self._together.agree(lambda: ())
         return False
 

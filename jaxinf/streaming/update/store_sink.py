@@ -43,9 +43,6 @@ from jaxinf.streaming.update.sink import Sink, is_finite
 from jaxinf.streaming.update.under_way import UnderWay
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["NUM_UNDER_WAY", "StoreSink", "deferred_bytes"]
-
-
 # Gradients up to this long share a call of the engine.
 _SHORT_BYTES = 1 << 20
 
@@ -61,22 +58,13 @@ class StoreSink(Sink):
     have arrived, and with them all reads of params are over.
 
     Args:
-      training: The store.
-      program: The optimizer, traced.
-      passes: Its passes over the gradients.
       compressor: Compresses gradients, if that is on.
-      store_units: The store's units.
-      together: The processes that run the step.
       capacity_bytes: Bytes of gradients that may wait; one is always accepted.
       spill: Holds gradients until the last one arrives; None if none waits.
       sums: Adds gradients up over parts of a batch; None for one part.
-      nonfinite: The effect of a non-finite gradient.
       choosing: Chooses the updates that a JAX device computes.
       copies: Whether gradients are copied to pinned memory of the host, from a device
         with memory of its own.
-
-    Attributes:
-      spill, sums, choosing: As given.
     """
 
     def __init__(
@@ -120,7 +108,6 @@ class StoreSink(Sink):
     # --- a step --------------------------------------------------------------------
 
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
-        """As `Sink.begin`; computes the first numbers."""
         self._fetched = params
         opened = self._training.opened
         self._step = opened.finished.step
@@ -133,7 +120,6 @@ class StoreSink(Sink):
         self._reset_spills()
 
     def begin_part(self, number: int) -> None:
-        """As `Sink.begin_part`."""
         sums = self.sums
         if sums is not None and number < sums.count - 1:
             self._stage.start(sums.add)
@@ -141,13 +127,11 @@ class StoreSink(Sink):
             self._stage.start(self._take)
 
     def end_part(self, number: int) -> None:
-        """As `Sink.end_part`."""
         if self.sums is not None and number < self.sums.count - 1:
             with self._together.holding():
                 self._stage.end()  # the last part's updates go on
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
-        """As `Sink.put`."""
         if self._is_gathered and self._passes.looks_at(piece.leaf):
             gradient = gathered(gradient)
         with self._together.holding():
@@ -162,7 +146,6 @@ class StoreSink(Sink):
         results: PyTree,
         check: Callable[[], None],
     ) -> bool:
-        """As `Sink.finish`."""
         self._agree(self._end_updates)
         self._passes.give(extra_args)
         spill = self.spill
@@ -197,17 +180,14 @@ class StoreSink(Sink):
 
     @property
     def waiting(self) -> Waiting | None:
-        """As `Sink.waiting`."""
         return None if self.spill is None else self.spill.planned
 
     @property
     def waited_s(self) -> float:
-        """As `Sink.waited_s`."""
         return self._stage.waited_s
 
     @property
     def spilled_bytes(self) -> tuple[int, int]:
-        """As `Sink.spilled_bytes`."""
         spills = self._spills
         return (
             sum(spill.kept_bytes for spill in spills),
@@ -361,9 +341,7 @@ def deferred_bytes(
     """Returns the bytes of gradients that wait for the last one, in their order.
 
     Args:
-      calls: The calls of a step.
       whole: Leaves that the passes need as a whole, whose parts wait together.
-      sizes: Bytes of the gradients.
     """
     found: dict[Piece, int] = {}
     for call in calls:

@@ -21,17 +21,6 @@ from jaxinf.schedule.reads import Fetch
 from jaxinf.store import MASTER_PARAMS
 from jaxinf.streaming.program.units import Unit
 
-__all__ = [
-    "StepMoves",
-    "UpdateMoves",
-    "fetched_bytes",
-    "is_parted",
-    "moved_bytes",
-    "reads_params",
-    "update_moves",
-    "written_bytes",
-]
-
 _PARAMS = 0  # the first of a leaf's states
 
 
@@ -42,7 +31,6 @@ def fetched_bytes(
 
     Args:
       opened: The store; it need not be there.
-      fetches: The reads of params.
     """
     found, num_drives = [], max(1, opened.directory.num_csds)
     for fetch in fetches:
@@ -57,10 +45,7 @@ class UpdateMoves(NamedTuple):
     """What the update of a subgroup moves on the drive.
 
     Attributes:
-      layout: The subgroup.
       read_bytes: For the update, and for passes over gradients before it.
-      written_bytes: After it.
-      commit_bytes: By commits alone.
     """
 
     layout: SubgroupLayout
@@ -83,7 +68,6 @@ class StepMoves(NamedTuple):
       waiting: Gradients that wait for the last one; None if none does.
       updates: In the order of the gradients, with the numbers of the calls that they
         wait for; the number of calls if they wait for the last gradient.
-      shares: Of each drive, of gradients that wait.
     """
 
     fetched: Sequence[Sequence[int]] = ()
@@ -93,7 +77,6 @@ class StepMoves(NamedTuple):
 
     @property
     def params_bytes(self) -> int:
-        """Params that a run of the calls reads."""
         return sum(map(sum, self.fetched))
 
 
@@ -109,9 +92,6 @@ def update_moves(
 
     Args:
       opened: The store; it need not be there.
-      unit: The unit.
-      program: The optimizer.
-      passes: Its passes.
       has_params: Whether the update takes params that are in memory.
     """
     kernel = program.leaves[unit.leaf].kernel
@@ -179,9 +159,6 @@ def written_bytes(
     """Returns bytes of state that stays: what a step writes, and what commits alone do.
 
     Args:
-      opened: The store.
-      layout: A subgroup that stays.
-      stores: States that an update stores.
       at_once: Those that each step writes; by default params, as streamed steps do.
     """
     rewrites = opened.options.rewrites_steps

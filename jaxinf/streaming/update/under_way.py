@@ -13,15 +13,9 @@ from concurrent.futures import (
     wait,
 )
 
-__all__ = ["UnderWay"]
-
 
 class UnderWay:
-    """Actions that run beside each other. Its calls come one after another.
-
-    Args:
-      num_at_once: The most that are under way.
-    """
+    """Actions that run beside each other. Its calls come one after another."""
 
     def __init__(self, num_at_once: int) -> None:
         self._num_at_once = num_at_once

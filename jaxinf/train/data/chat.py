@@ -17,8 +17,6 @@ from typing import Any
 
 from jaxinf.train.data.errors import DataError, optional_import
 
-__all__ = ["ChatRenderer", "ChatTemplate", "read_chat_template"]
-
 _RENDERER = Path(__file__).with_name("chat_renderer.py")
 _MOST_CPU_S = 5  # for a conversation; it takes a millisecond
 _MOST_MEMORY_BYTES = 1 << 30
@@ -31,8 +29,6 @@ class ChatTemplate:
     """A Jinja template that has not been run.
 
     Attributes:
-      where: its file, for messages.
-      text: the template.
       tokens: special tokens by name, such as ``bos_token``, which it may use.
     """
 
@@ -48,8 +44,6 @@ def read_chat_template(
 
     Args:
       folder: the tokenizer's folder; its `chat_template.jinja` comes first.
-      config: the content of its `tokenizer_config.json`.
-      tokens: special tokens by name.
 
     Raises:
       DataError: the template is no text, or is too long.
@@ -93,8 +87,6 @@ class ChatRenderer:
         messages before it, rendered with the beginning of an answer.
 
         Args:
-          where: file and line of the conversation.
-          messages: roles and contents.
           learn_all: whether to leave it whole, as text to learn.
 
         Returns:

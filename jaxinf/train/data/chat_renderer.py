@@ -16,8 +16,6 @@ import math
 import resource
 import sys
 
-__all__ = ["main"]
-
 _MOST_TIMES, _LEAST_CHARACTERS = 16, 1 << 20
 
 

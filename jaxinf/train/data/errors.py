@@ -7,8 +7,6 @@ from typing import Any
 
 from jaxinf.errors import JaxinfError
 
-__all__ = ["DataError", "optional_import", "refusing", "shown_names"]
-
 # Names that a message shows, and characters of each.
 _MOST_NAMES, _MOST_CHARS = 20, 60
 
@@ -26,7 +24,6 @@ def refusing(what: str, remedy: str = "") -> Iterator[None]:
 
     Args:
       what: place and expectation, the beginning of the error.
-      remedy: its end.
     """
     try:
         yield
@@ -47,9 +44,7 @@ def optional_import(module: str, *, what: str, extra: str = "data") -> Any:
     """Imports a module of an extra.
 
     Args:
-      module: its dotted name.
       what: the feature that needs it, for the beginning of the error.
-      extra: the extra of jaxinf that installs it.
 
     Raises:
       DataError: it is not installed; gives the command that installs it.

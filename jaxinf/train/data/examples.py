@@ -19,9 +19,6 @@ from jaxinf.schema import shown
 from jaxinf.train.data.errors import DataError, shown_names
 from jaxinf.train.data.records import PLAIN_TEXT, Record
 
-__all__ = ["MOST_LABELS", "Example", "ExampleKind", "MessageForm", "Part",
-           "read_examples", "used_fields"]  # fmt: skip
-
 ExampleKind: TypeAlias = Literal["text", "dialogue", "labelled"]
 
 MOST_LABELS = 1 << 31
@@ -44,8 +41,6 @@ class Part:
 
     Attributes:
       text: the text; UTF-8 if it is bytes.
-      is_learned: whether its tokens are in the loss.
-      has_end: whether the tokenizer's end follows.
     """
 
     text: str | bytes
@@ -60,7 +55,6 @@ class Example:
     Attributes:
       where: file and line or row.
       kind: ``dialogue`` for prompts and messages.
-      parts: in their order.
       label: the label of a ``labelled`` example.
       has_text_field: whether the text is from a record's field.
       is_joined: whether the parts are one text for the tokenizer.
@@ -75,7 +69,6 @@ class Example:
 
 
 def used_fields(text_field: str) -> set[str]:
-    """Returns the names of all fields that `read_examples` looks at."""
     return {text_field, _PAIR, "label", *_DIALOGUE_FIELDS}
 
 
@@ -90,8 +83,6 @@ def read_examples(
 
     Args:
       records: records of one or more files.
-      text_field: name of the field with the text.
-      unused: receives the names of unused fields.
       message_form: the model's own form of messages; by default `_plain_form`.
 
     Raises:

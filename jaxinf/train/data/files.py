@@ -12,8 +12,6 @@ from pathlib import Path
 
 from jaxinf.train.data.errors import DataError
 
-__all__ = ["find_files", "is_saved_dataset", "standard_library_files"]
-
 _SNIFF_BYTES = 8192
 _MIN_LIBRARY_BYTES = 5_000_000
 # Tests and generated tables, which are neither prose nor programs.
@@ -29,8 +27,6 @@ _SAVED_MARKS = ("dataset_dict.json", "dataset_info.json")
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
     """Resolves the names that a user gives for data.
-
-    Args:
         patterns: each a file (taken as it is), a directory (every Parquet and text file
             below it, hidden ones left out; text means: not empty, and no NUL among the
             first 8,192 bytes; a folder that `datasets` saved counts as one file), or a

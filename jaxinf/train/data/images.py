@@ -30,9 +30,6 @@ from jaxinf.train.data.packing import Row
 from jaxinf.train.data.records import Record
 from jaxinf.typing import Array
 
-__all__ = ["MOST_PIXELS", "ImageShape", "Images", "Picture", "array_images",
-           "folder_images", "order_by_content", "record_images"]  # fmt: skip
-
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 _FORMATS = ("PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """Formats beside JPEG; some of Pillow's others run programs."""
@@ -52,9 +49,7 @@ class Picture(NamedTuple):
     """One labelled image, not yet decoded.
 
     Attributes:
-      where: its name in an error.
       content: an array [h, w] or [h, w, c], a file, or a file's bytes.
-      label: its class.
       identity: SHA-256 of the content in memory; for a file, of class, name and length,
         so that no files are read at the start.
     """
@@ -70,7 +65,6 @@ class Images:
     """Rows of ``images`` float32 [height, width, channels] and ``labels`` int32 [].
 
     Attributes:
-      pictures: one for each row.
       shape: the shape of every returned image.
     """
 

@@ -22,8 +22,6 @@ from jaxinf.train.data.parts import TrainingData, digest_of
 from jaxinf.train.data.records import read_records
 from jaxinf.train.data.splits import by_split, held_out_split
 
-__all__ = ["labels_of", "load_images"]
-
 
 def load_images(options: DataOptions, shape: ImageShape) -> TrainingData:
     """Returns the images for training and those for validation.

@@ -12,8 +12,6 @@ from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.data.texts import load_texts
 
-__all__ = ["TrainingData", "load_data"]
-
 
 def load_data(
     options: DataOptions,
@@ -28,9 +26,6 @@ def load_data(
     """Reads all data of a run (blocks); images are decoded later.
 
     Args:
-      options: the user's options.
-      task: the task of the rows.
-      seq_len, most_tokens, is_pretrained, num_token_types: as `load_texts`.
       image_shape: the image shape of a model that takes images.
 
     Raises:

@@ -15,8 +15,6 @@ from crc32c import crc32c
 from jaxinf.train.data.packing import Row, Rows
 from jaxinf.typing import Array, JsonValue
 
-__all__ = ["Batch", "Batches", "RowMap", "batch_checksum", "one_epoch"]
-
 Batch: TypeAlias = Mapping[str, Array]
 RowMap: TypeAlias = Callable[[Row, np.random.Generator], Row]
 
@@ -28,13 +26,9 @@ class Batches:
 
     Args:
       rows: the source; at least one row.
-      batch_size: rows in a batch, over all processes.
       seed: seed of the order and of `row_map`, 0 to 2**32 - 1.
       row_map: a random change of each row, different in each epoch.
       shard: number of this process, and the number of processes; they share each batch.
-
-    Attributes:
-      shard: the same.
 
     Raises:
       ValueError: the processes cannot share a batch evenly, or there are no rows.
@@ -73,9 +67,6 @@ class Batches:
         self, position: Mapping[str, JsonValue]
     ) -> grain.DatasetIterator[Batch]:
         """Iterates over batches from a position on; a thread of Grain prefetches them.
-
-        Args:
-          position: a result of `position_of`.
 
         Returns:
           An endless iterator. Close it to end the thread.

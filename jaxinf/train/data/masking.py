@@ -12,8 +12,6 @@ import numpy as np
 
 from jaxinf.train.data.packing import Row
 
-__all__ = ["Masking"]
-
 _MASKED, _RANDOM = 0.8, 0.9  # the last tenth stays
 
 
@@ -23,9 +21,6 @@ class Masking:
 
     Attributes:
       rate: share of a row's tokens to choose, at least one.
-      mask: id of the mask.
-      end: id that is never chosen.
-      vocab_size: random tokens are below it.
     """
 
     rate: float

@@ -12,8 +12,6 @@ from jaxinf_models import TaskName
 
 from jaxinf.train.data.errors import DataError
 
-__all__ = ["DataOptions", "check_options", "shown"]
-
 
 def shown(metavar: str, default: str) -> Any:
     """Sets the text that `--help` shows in place of a default."""
@@ -62,8 +60,6 @@ def check_options(
     """Refuses invalid or contradictory options.
 
     Args:
-      options: the user's options.
-      task: the task of the rows.
       takes_images: whether the model takes images instead of text.
 
     Raises:

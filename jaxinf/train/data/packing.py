@@ -20,17 +20,13 @@ import numpy as np
 from jaxinf.train.data.sequences import Sequences
 from jaxinf.typing import Array
 
-__all__ = ["Packed", "Pairs", "Row", "Rows", "Single", "Windows", "plan_rows"]
-
 Row: TypeAlias = Mapping[str, Array]
 
 
 class Rows(Protocol):
     """Rows that are read by number; immutable, safe to share between threads."""
 
-    def __len__(self) -> int:
-        """Number of rows."""
-        ...
+    def __len__(self) -> int: ...
 
     def __getitem__(self, number: int) -> Row:
         """Returns arrays by name, of the same shapes for all rows."""
@@ -41,8 +37,6 @@ class Windows:
     """Runs of the concatenated sequences, without overlap.
 
     Args:
-      sequences: the sequences to cut.
-      seq_len: tokens in a row.
       is_causal: whether rows have `targets`, the next token of each, and `weights`, 0
         for a target in another document or one not to be learned.
     """
@@ -56,7 +50,6 @@ class Windows:
         return self._num
 
     def __getitem__(self, number: int) -> Row:
-        """See `Rows`: int32 [seq_len] each; `weights` float32."""
         part = slice(
             number * self._seq_len, (number + 1) * self._seq_len + self._is_causal
         )
@@ -81,8 +74,6 @@ class Packed:
 
     Args:
       sequences: the sequences to pack, each of at least two tokens.
-      seq_len: tokens in a row.
-      pad: id for padding.
     """
 
     def __init__(self, sequences: Sequences, seq_len: int, pad: int) -> None:
@@ -94,7 +85,6 @@ class Packed:
         return len(self._plan)
 
     def __getitem__(self, number: int) -> Row:
-        """See `Rows`: int32 [seq_len] each; `weights` float32."""
         names = ("tokens", "targets", "weights", "segments")
         row: dict[str, Array] = {
             name: np.zeros(self._seq_len, np.int32) for name in names
@@ -118,11 +108,7 @@ class Pairs:
     """A source for the encoder, and its answer for the decoder.
 
     Args:
-      sources: the encoder's sequences.
       answers: the sequences to learn, in the same order.
-      seq_len: tokens of each; longer ones are cut.
-      pad: id for padding.
-      start: id that the decoder begins with.
     """
 
     def __init__(
@@ -141,7 +127,6 @@ class Pairs:
         return len(self._sources)
 
     def __getitem__(self, number: int) -> Row:
-        """See `Rows`: int32 [seq_len] each; `weights` float32."""
         tokens, segments = self._padded(self._sources[number][0])
         targets, decoder_segments = self._padded(self._answers[number][0])
         return {
@@ -161,9 +146,7 @@ class Single:
     """One sequence a row, with its label.
 
     Args:
-      sequences: labelled sequences.
       seq_len: tokens in a row; longer sequences are cut.
-      pad: id for padding.
     """
 
     def __init__(self, sequences: Sequences, seq_len: int, pad: int) -> None:
@@ -189,7 +172,6 @@ def plan_rows(lengths: Array, seq_len: int) -> Sequence[Sequence[int]]:
 
     Args:
       lengths: int [num], each of 1 to `seq_len`.
-      seq_len: tokens in a row.
 
     Returns:
       The numbers of the sequences of each row.

@@ -12,20 +12,14 @@ from jaxinf.train.data.packing import Rows
 from jaxinf.train.data.tokenizers import Tokenizer
 from jaxinf.typing import Array, JsonValue
 
-__all__ = ["TrainingData", "digest_of"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainingData:
     """The data of a run. Immutable, safe to share between threads.
 
     Attributes:
-      train: rows for training.
-      validation: held-out rows.
       row_map: a random change of each row, such as masking.
       tokenizer: the texts' tokenizer; None for images.
-      num_labels: classes, for classification.
-      description: sizes, for people.
       identity: data that must be the same in a resumed run.
       notes: remarks about the data for the user.
       held_out_tokens: ids of the held-out text, for statistics and prompts; empty if

@@ -18,8 +18,6 @@ from jaxinf.schema import MOST_BYTES, SchemaError, json_problem, parse_json, sho
 from jaxinf.train.data.errors import DataError, optional_import, refusing, shown_names
 from jaxinf.train.data.files import is_saved_dataset
 
-__all__ = ["PLAIN_TEXT", "Record", "read_records", "saved_splits"]
-
 _JSON_SUFFIXES = (".jsonl", ".ndjson")
 _TABLE_SUFFIXES = {".csv": ",", ".tsv": "\t"}
 _ARRAY_SUFFIXES = (".npz", ".npy")
@@ -55,7 +53,6 @@ def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
     too.
 
     Args:
-      path: the file or folder.
       used: names of the columns to read of a table.
 
     Raises:

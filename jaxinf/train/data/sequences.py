@@ -16,8 +16,6 @@ from jaxinf.train.data.examples import Example
 from jaxinf.train.data.tokenizers import FileTokenizer, Text, TextForm, Tokenizer
 from jaxinf.typing import Array
 
-__all__ = ["Encoded", "Sequences", "encode_examples", "join", "join_texts"]
-
 _EXAMPLES_AT_ONCE = 1024
 
 
@@ -28,8 +26,6 @@ class Encoded:
     Attributes:
       where: its file and line or row.
       tokens: uint8 to uint32 [n].
-      is_learned: bool [n].
-      label: its label, or -1.
       token_types: uint8 [n], the number of each token's text; None for one text.
     """
 
@@ -54,7 +50,6 @@ class Sequences:
     """Concatenated sequences. Immutable and safe to share between threads.
 
     Attributes:
-      tokens: uint8 to uint32 [all].
       is_learned: bool [all]; None if every token is learned.
       ends: int64 [num], the end of each sequence.
       labels: int32 [num]; -1 for none.
@@ -74,7 +69,6 @@ class Sequences:
 
     @classmethod
     def in_order(cls, ordered: Sequence[Encoded]) -> "Sequences":
-        """Concatenates examples in the given order."""
         tokens = [example.tokens for example in ordered] or [np.zeros(0, np.uint8)]
         learned = [example.is_learned for example in ordered]
         types = [e.token_types for e in ordered if e.token_types is not None]
@@ -166,8 +160,6 @@ def encode_examples(
     """Encodes the parts of examples, many in each call of the tokenizer.
 
     Args:
-      examples: examples of one kind.
-      tokenizer: the tokenizer.
       learn_all: whether prompts are learned, too; parts that are joined say it
         themselves.
 
@@ -242,8 +234,6 @@ def join_texts(
 
     Args:
       texts: one or two, without special tokens.
-      form: special tokens around them, and their types.
-      label: the label.
       seq_len: most tokens of the result; at least one more than `form.num_special` for
         each text.
     """

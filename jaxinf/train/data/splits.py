@@ -11,8 +11,6 @@ from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.files import is_saved_dataset
 from jaxinf.train.data.records import saved_splits
 
-__all__ = ["by_split", "held_out_split", "split_folders"]
-
 _HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test")
 
 

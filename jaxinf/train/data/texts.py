@@ -40,8 +40,6 @@ from jaxinf.train.data.splits import by_split, held_out_split
 from jaxinf.train.data.tokenizers import TextForm, open_tokenizer
 from jaxinf.typing import Array
 
-__all__ = ["load_texts"]
-
 _EXPECTED: dict[TaskName, tuple[ExampleKind, ...]] = {
     "causal-lm": ("text", "dialogue"),
     "masked-lm": ("text",),
@@ -72,8 +70,6 @@ def load_texts(
     """Reads texts (blocks), in the steps that all tasks share.
 
     Args:
-      options: the user's options.
-      task: the task of the rows.
       seq_len: tokens in a row; None for those of the longest example.
       most_tokens: most tokens in a row for the model; None for no limit.
       is_pretrained: whether messages must have the model's own form.

@@ -19,11 +19,6 @@ from jaxinf.train.data.chat import ChatTemplate, read_chat_template
 from jaxinf.train.data.errors import DataError, optional_import, refusing
 from jaxinf.typing import Array
 
-__all__ = [
-    "ByteTokenizer", "FileTokenizer", "Text", "TextForm", "Tokenizer",
-    "open_tokenizer", "tokenizer_in",
-]  # fmt: skip
-
 Text: TypeAlias = tuple[str, str | bytes]
 """The place of a text, for errors, and the text."""
 
@@ -44,9 +39,6 @@ class TextForm:
 
     Attributes:
       ids: special tokens before the first text, and after each.
-      types: a type for each of those.
-      text_types: the types of the texts.
-      is_typed: whether the model takes types.
     """
 
     ids: tuple[tuple[int, ...], ...]
@@ -62,7 +54,6 @@ class TextForm:
 
     @property
     def num_special(self) -> int:
-        """Special tokens of an example."""
         return sum(map(len, self.ids))
 
     def join(self, *texts: Array) -> tuple[Array, Array | None]:
@@ -85,7 +76,6 @@ class Tokenizer(Protocol):
     """The interface of a tokenizer; immutable, safe to share between threads.
 
     Attributes:
-      name: name for messages.
       vocab_size: one more than the largest id of a text.
       end: id of the end of a document, or None.
       mask: id of the mask, or None.
@@ -139,17 +129,14 @@ class ByteTokenizer:
     chat: ChatTemplate | None = None
 
     def encode(self, texts: Sequence[Text]) -> list[Array]:
-        """See `Tokenizer`."""
         return [np.frombuffer(_as_bytes(*text), np.uint8) for text in texts]
 
     def form(self, num_texts: int) -> TextForm:
-        """See `Tokenizer`: an end after each text."""
         count = 1 + num_texts
         types = tuple(range(num_texts))
         return TextForm(((), (0,), (0,))[:count], ((), (0,), (1,))[:count], types)
 
     def decode(self, ids: Array) -> bytes:
-        """See `Tokenizer`. Ids above 255, from an untrained model, become 0xFF."""
         return bytes(min(int(i), 0xFF) for i in np.asarray(ids))
 
 
@@ -197,7 +184,6 @@ class FileTokenizer:
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
     def encode(self, texts: Sequence[Text]) -> list[Array]:
-        """See `Tokenizer`."""
         decoded = [_as_bytes(where, text) for where, text in texts]
         strings = [
             _as_str(where, b) for (where, _), b in zip(texts, decoded, strict=True)
@@ -237,7 +223,6 @@ class FileTokenizer:
         ]
 
     def form(self, num_texts: int) -> TextForm:
-        """See `Tokenizer`: what its post-processor puts around the texts."""
         what = f"--tokenizer {self.name}: expected a form of {num_texts} texts"
         with refusing(what):
             found = self._tokenizer.encode(*("a", "b")[:num_texts])
@@ -257,7 +242,6 @@ class FileTokenizer:
         return TextForm(tuple(map(tuple, ids)), tuple(map(tuple, types)), tuple(texts))
 
     def decode(self, ids: Array) -> bytes:
-        """See `Tokenizer`."""
         known = [int(i) for i in np.asarray(ids) if i < self.vocab_size]
         with refusing(f"--tokenizer {self.name}: expected a text for ids"):
             return self._tokenizer.decode(known, skip_special_tokens=False).encode()
@@ -274,10 +258,6 @@ def open_tokenizer(path: Path | None) -> Tokenizer:
 
 def tokenizer_in(folder: Path, num_ids: int) -> Path | None:
     """Finds the tokenizer of a checkpoint; None if its model reads bytes.
-
-    Args:
-      folder: the checkpoint's folder.
-      num_ids: rows of the model's embedding.
 
     Raises:
       DataError: its tokenizer has another form, or it has none and more ids than bytes.
