@@ -115,8 +115,9 @@ def bits(preset: str) -> Callable[[Runner], Any]:
         losses = {}
         for name, ends in (("first", [6]), ("second", [6]), ("resumed", [3, 6])):
             place = runner.store / name
-            words = ["--mode", "stream", "--preset", preset, "--store", place / "store"]
-            words += ["--log-dir", place / "log", "--sample-bytes", "0"]
+            words = ["--mode", "stream", "--memory", "4GiB", "--preset", preset]
+            words += ["--store", place / "store", "--log-dir", place / "log"]
+            words += ["--sample-bytes", "0"]
             for steps in ends:
                 runner.output(["-m", "jaxinf.train", *words, "--steps", str(steps)])
             lines = (place / "log/metrics.jsonl").read_text().splitlines()
