@@ -118,6 +118,9 @@ def test_a_failure_in_the_background_is_raised_by_close(drive):
     with pytest.raises(StoreIOError, match=r"publish.lock: .*: Is a directory"):
         driver.close()
     driver.close()  # it is known by now
+    with pytest.raises(StoreIOError, match="expected a regular file"):
+        drive()
+    driver.opened.directory.publish_lock.rmdir()
     assert drive().store.step == 1
 
 
