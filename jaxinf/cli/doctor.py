@@ -3,23 +3,23 @@
 Invariant: no file made for a measurement is left behind.
 
 ``--json`` prints one document: ``usable``; ``paths``, for each directory ``path``,
-``usable``, ``filesystem``, ``mount_point``, ``source``,
-``free_bytes``, ``total_bytes``, ``adam_params`` (that fit, in fp32),
-``direct_io``, ``hard_links``, ``symlinks``, ``fallocate``, ``locks``, ``bandwidth``
-(``file_bytes`` and ``read_``, ``write_``, ``mixed_bytes_per_s``, or null),
-``adam_params_per_s`` and ``problems`` (``what``, ``remedy``, ``fatal``); ``machine``:
-``cpu`` (``model``, ``num_cores``, ``isa``), ``memory_bytes``, ``available_bytes``,
-``compiler``, ``packages``, ``jax_devices``, ``problems``; ``cards``, for each
-``address``, ``firmware``, ``p2p``, ``paths`` (those on the drive beside it),
-``problems``.
+``usable``, ``source``, ``mount_point``, ``filesystem``, ``free_bytes``,
+``total_bytes``, ``adam_params`` (that fit, in fp32), ``direct_io``, ``hard_links``,
+``symlinks``, ``locks``, ``bandwidth`` (``file_bytes`` and ``read_``, ``write_``,
+``mixed_bytes_per_s``, or null), ``adam_params_per_s`` and ``problems`` (``what``,
+``remedy``, ``fatal``); ``machine``: ``cpu`` (``model``, ``num_cores``, ``isa``),
+``memory_bytes``, ``available_bytes``, ``compiler``, ``packages``, ``jax_devices``,
+``problems``; ``cards``, for each ``address``, ``firmware``, ``p2p``, ``paths`` (those
+on the drive beside it), ``problems``.
 
 ``--machine FILE`` writes another one, with what `jaxinf.plan.read_machine` reads.
 """
 
+import contextlib
 import json
 import socket
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxinf.cli.machine import Machine, Problem, look_at_machine
-from jaxinf.cli.place import ADAM_STEP_BYTES, Place, look_at_place
+from jaxinf.cli.place import Place, look_at_place
 from jaxinf.cli.rates import measure_machine
 from jaxinf.cli.terminal import facts_table, heading, show_progress
 from jaxinf.command_line import UsageError
@@ -36,13 +36,7 @@ from jaxinf.csd.cards.runtime import has_runtime
 from jaxinf.csd.cards.sysfs import card_of, list_cards
 from jaxinf.errors import CsdError
 from jaxinf.plan import write_machine
-from jaxinf.terminal import (
-    format_bytes,
-    format_count,
-    format_rate,
-    make_console,
-    printable,
-)
+from jaxinf.terminal import format_bytes, make_console, printable
 
 
 def run(
@@ -74,24 +68,35 @@ def run(
             places.append(look_at_place(path, file_bytes, progress))
     machine = look_at_machine()
     cards = _look_at_cards([place.path for place in places])
-    runs_jax = not any(problem.is_fatal for problem in machine.problems)
-    usable = runs_jax and all(place.is_usable for place in places)
+    bad = ", ".join(str(place.path) for place in places if not place.is_usable)
+    verdict = f"cannot hold a store: {printable(bad)}" if bad else ""
+    if not bad and any(problem.is_fatal for problem in machine.problems):
+        verdict = "JAX cannot run here"
     if as_json:
         document = {
-            "usable": usable,
+            "usable": not verdict,
             "paths": [place.to_json() for place in places],
             "machine": machine.to_json(),
-            "cards": [
-                {**card, "problems": [problem.to_json() for problem in problems]}
-                for card, problems in cards
-            ],
+            "cards": cards,
         }
-        print(json.dumps(document, indent=1, allow_nan=False))
+        print(json.dumps(document, indent=1, allow_nan=False, default=Problem.to_json))
     else:
-        _print(make_console(), places, machine, cards)
-    if machine_file is not None and usable:
+        console = make_console()
+        for place in places:
+            _print(console, str(place.path), place.to_rows(), place.problems)
+        _print(console, "this machine", _machine_rows(machine), machine.problems)
+        for card in cards:
+            rows = {
+                "firmware": card["firmware"] or "unknown",
+                "P2P": card["p2p"],
+                "beside": ", ".join(card["paths"]) or "none of these directories",
+            }
+            _print(console, f"card {card['address']}", rows, card["problems"])
+        style = "bold red" if verdict else "bold green"
+        console.print(Text(f"\n{verdict or 'ready'}", style=style))
+    if machine_file is not None and not verdict:
         _write_machine(machine_file.expanduser(), machine, places)
-    return usable
+    return not verdict
 
 
 def _write_machine(file: Path, machine: Machine, places: Sequence[Place]) -> None:
@@ -104,16 +109,14 @@ def _write_machine(file: Path, machine: Machine, places: Sequence[Place]) -> Non
     make_console(sys.stderr).print(f"wrote {printable(str(file))}")
 
 
-def _look_at_cards(paths: Sequence[Path]) -> list[tuple[dict[str, Any], list[Problem]]]:
-    """Finds this machine's cards without opening them, each with its problems."""
-    infos = list_cards()
-    beside: dict[str, list[str]] = {info.address: [] for info in infos}
+def _look_at_cards(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Finds this machine's cards without opening them."""
+    infos, beside = list_cards(), defaultdict(list)
     for path in paths:
-        try:
+        # Without a card beside it, or missing: the directory's own rows say so.
+        with contextlib.suppress(CsdError, OSError):
             beside[card_of(path, infos).address].append(str(path))
-        except (CsdError, OSError):
-            continue  # on another drive, or missing: the directory's own rows say so
-    found = []
+    cards = []
     for info in infos:
         problems = []
         if info.p2p_remedy and info.p2p != "unknown":
@@ -123,63 +126,28 @@ def _look_at_cards(paths: Sequence[Path]) -> list[tuple[dict[str, Any], list[Pro
             remedy = "install XRT, and `source /opt/xilinx/xrt/setup.sh` before Python"
             problems.append(Problem(what, remedy))
         card = {"address": info.address, "firmware": info.firmware, "p2p": info.p2p}
-        found.append(({**card, "paths": beside[info.address]}, problems))
-    return found
+        cards.append({**card, "paths": beside[info.address], "problems": problems})
+    return cards
 
 
 # --- on the terminal -----------------------------------------------------------------
 
 
+def _machine_rows(machine: Machine) -> dict[str, str]:
+    memory = format_bytes(machine.memory_bytes)
+    packages = (f"{name} {n}" for name, n in machine.packages.items() if n)
+    devices = (f"{num} x {name}" for name, num in Counter(machine.devices).items())
+    return {
+        "processor": f"{machine.cpu_model}, cores: {machine.num_cores}, {machine.isa}",
+        "memory": f"{memory}, {format_bytes(machine.available_bytes)} available",
+        "packages": ", ".join(packages),
+        "JAX devices": ", ".join(devices) or "none",
+        "compiler": machine.compiler or "none",
+    }
+
+
 def _print(
-    console: Console,
-    places: Sequence[Place],
-    machine: Machine,
-    cards: Sequence[tuple[dict[str, Any], list[Problem]]],
-) -> None:
-    for place in places:
-        _print_part(console, str(place.path), _place_rows(place), place.problems)
-    cores = "core" if machine.num_cores == 1 else "cores"
-    devices = Counter(machine.devices).items()
-    _print_part(
-        console,
-        "this machine",
-        {
-            "processor": f"{machine.cpu_model}, {machine.num_cores} {cores}, "
-            f"{machine.isa}",
-            "memory": f"{format_bytes(machine.memory_bytes)}, "
-            f"{format_bytes(machine.available_bytes)} available",
-            "packages": ", ".join(f"{k} {v}" for k, v in machine.packages.items() if v),
-            "JAX devices": ", ".join(
-                f"{n} x {name}" if n > 1 else name for name, n in devices
-            )
-            or "none",
-            "compiler": machine.compiler or "none",
-        },
-        machine.problems,
-    )
-    for card, problems in cards:
-        rows = {
-            "firmware": card["firmware"] or "unknown",
-            "P2P": card["p2p"],
-            "beside": ", ".join(card["paths"]) or "none of these directories",
-        }
-        _print_part(console, f"card {card['address']}", rows, problems)
-    bad = ", ".join(str(place.path) for place in places if not place.is_usable)
-    console.print()
-    if bad:
-        text = f"cannot hold a store: {printable(bad)}"
-        console.print(Text(text, style="bold red"))
-    elif any(problem.is_fatal for problem in machine.problems):
-        console.print(Text("JAX cannot run here", style="bold red"))
-    else:
-        console.print(Text("ready", style="bold green"))
-
-
-def _print_part(
-    console: Console,
-    title: str,
-    facts: dict[str, str],
-    problems: Sequence[Problem],
+    console: Console, title: str, facts: dict[str, str], problems: Sequence[Problem]
 ) -> None:
     console.print(heading(printable(title)), soft_wrap=True)
     rows: list[tuple[str, str | Text]] = [(k, printable(v)) for k, v in facts.items()]
@@ -189,31 +157,3 @@ def _print_part(
         what.append(f"\nremedy: {printable(problem.remedy)}", style="default")
         rows.append(("error" if problem.is_fatal else "note", what))
     console.print(facts_table(rows))
-
-
-def _place_rows(place: Place) -> dict[str, str]:
-    mount, speed = place.mount, place.bandwidth
-    rows = {}
-    if mount is not None:
-        rows["file system"] = f"{mount.fs_type} on {mount.source}"
-    if place.total_bytes:
-        free, total = format_bytes(place.free_bytes), format_bytes(place.total_bytes)
-        params = format_count(place.adam_params)
-        rows["free"] = f"{free} of {total}: {params} params with Adam in fp32"
-    if place.abilities:
-        words = {name: name.replace("_", " ") for name in place.abilities}
-        words["direct_io"] = "direct I/O"
-        rows["can"] = ", ".join(
-            words[name] if works else f"no {words[name]}"
-            for name, works in place.abilities.items()
-        )
-    if speed is not None:
-        is_direct = place.abilities["direct_io"]
-        how = "direct" if is_direct else "buffered, so partly memory's"
-        rates = {"read": speed.read, "write": speed.write, "mixed": speed.mixed}
-        shown = ", ".join(f"{name} {format_rate(one)}" for name, one in rates.items())
-        rows["bandwidth"] = f"{shown} ({how}, {format_bytes(speed.file_bytes)})"
-        params = format_count(speed.mixed / ADAM_STEP_BYTES)
-        rows["means"] = f"{params} params/s with Adam in fp32 "
-        rows["means"] += f"({ADAM_STEP_BYTES} bytes a param and step)"
-    return rows

@@ -73,7 +73,7 @@ class Machine:
             "compiler": self.compiler,
             "packages": self.packages,
             "jax_devices": self.devices,
-            "problems": [problem.to_json() for problem in self.problems],
+            "problems": self.problems,
         }
 
 

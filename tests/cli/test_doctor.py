@@ -18,16 +18,15 @@ from jaxinf.plan import read_machine
 PATH_KEYS = [
     "path",
     "usable",
-    "filesystem",
-    "mount_point",
     "source",
+    "mount_point",
+    "filesystem",
     "free_bytes",
     "total_bytes",
     "adam_params",
     "direct_io",
     "hard_links",
     "symlinks",
-    "fallocate",
     "locks",
     "bandwidth",
     "adam_params_per_s",
@@ -138,7 +137,7 @@ def memory_dir():
 
 @pytest.mark.parametrize(
     ("code", "part"),
-    [(errno.EACCES, "cannot write"), (errno.ENOSPC, "No space left")],
+    [(errno.EACCES, "Permission denied"), (errno.ENOSPC, "No space left")],
 )
 def test_a_directory_that_cannot_be_written(
     tmp_path, code, part, run_json, monkeypatch
@@ -155,13 +154,13 @@ def test_a_directory_that_cannot_be_written(
 
 @pytest.mark.parametrize(
     ("name", "fatal"),
-    [("hard_links", False), ("symlinks", True), ("fallocate", False), ("locks", True)],
+    [("hard_links", False), ("symlinks", True), ("locks", True)],
 )
 def test_what_a_file_system_lacks(tmp_path, name, fatal, run_json, monkeypatch):
     def refuse(scratch):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setitem(place._TRIES, name, (refuse, *place._TRIES[name][1:]))
+    monkeypatch.setitem(place._ABILITIES, name, (refuse, *place._ABILITIES[name][1:]))
     [here] = _doctor(run_json, tmp_path, "0", status=int(fatal))["paths"]
     assert here[name] is False
     [problem] = [p for p in here["problems"] if "not supported" in p["what"]]
@@ -170,7 +169,8 @@ def test_what_a_file_system_lacks(tmp_path, name, fatal, run_json, monkeypatch):
 
 
 def test_without_direct_io(tmp_path, run, monkeypatch):
-    monkeypatch.setattr(place, "supports_direct", lambda path: False)
+    refused = (lambda path: False, *place._ABILITIES["direct_io"][1:])
+    monkeypatch.setitem(place._ABILITIES, "direct_io", refused)
     result = run("doctor", tmp_path, "--size", "256KiB")
     assert "no direct I/O" in result.out
     assert "buffered, so partly memory's" in result.out
@@ -180,7 +180,7 @@ def test_little_space_makes_a_shorter_file(tmp_path, monkeypatch):
     monkeypatch.setattr(place, "_SHARE_OF_FREE", 1 << 60)
     found = place.look_at_place(tmp_path, 1 << 30, lambda done, total: None)
     assert found.bandwidth is None
-    assert any("too little to measure" in problem.what for problem in found.problems)
+    assert any("too short to measure" in problem.what for problem in found.problems)
     assert found.is_usable
 
 
@@ -222,30 +222,28 @@ def test_a_file_too_short(tmp_path):
 
 
 MOUNTS = """\
-22 27 0:21 / /proc rw,relatime - proc proc rw
-27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
-28 27 0:30 / /mnt rw - xfs /dev/nvme0n1p1 rw
-29 28 0:31 / /mnt/a\\040b ro,relatime shared:2 master:1 - nfs4 host:/x rw
-30 28 0:32 / /mnt rw - btrfs /dev/sdb ro
-not a mount
+proc /proc proc rw,relatime 0 0
+/dev/vda / ext4 rw,discard 0 0
+/dev/nvme0n1p1 /mnt xfs rw 0 0
+host:/x /mnt/a\\040b nfs4 ro,relatime 0 0
+/dev/sdb /mnt btrfs ro 0 0
 """
 
 
 @pytest.mark.parametrize(
     ("path", "mount"),
     [
-        ("/", ("/", "ext4", "/dev/vda")),
-        ("/mntx/y", ("/", "ext4", "/dev/vda")),
-        ("/mnt/y", ("/mnt", "btrfs", "/dev/sdb")),
-        ("/mnt/a b/c", ("/mnt/a b", "nfs4", "host:/x")),
+        ("/", ("/dev/vda", "/", "ext4")),
+        ("/mntx/y", ("/dev/vda", "/", "ext4")),
+        ("/mnt/y", ("/dev/sdb", "/mnt", "btrfs")),
+        ("/mnt/a b/c", ("host:/x", "/mnt/a b", "nfs4")),
     ],
 )
 def test_mounts(tmp_path, path, mount):
-    mountinfo = tmp_path / "mountinfo"
-    mountinfo.write_text(MOUNTS)
-    found = place.find_mount(Path(path), mountinfo=mountinfo)
-    assert found == mount
-    assert place.find_mount(tmp_path, mountinfo=tmp_path / "gone") is None
+    mounts = tmp_path / "mounts"
+    mounts.write_text(MOUNTS)
+    assert place.find_mount(Path(path), mounts=mounts) == mount
+    assert place.find_mount(tmp_path, mounts=tmp_path / "gone") is None
 
 
 V2 = ["cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"]
