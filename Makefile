@@ -31,8 +31,14 @@ $(VENV)/made:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# A first run needs no more: it compiles the kernel that it uses, and what it imports.
+# An earlier build must not bring back a module that is gone.
+define forget-build
+@find build -path 'build/lib*' -name '*.py' -delete 2>/dev/null || true
+endef
+
+# Without kernels and bytecode: a run compiles the kernel and the modules that it uses.
 $(VENV)/package: $(SOURCES) $(VENV)/made
+	$(forget-build)
 	CXX=none $(BIN)/python -m pip install --quiet --no-compile '.[report$(COMPILER)]'
 	@touch $@
 
@@ -41,9 +47,8 @@ $(VENV)/dependencies: pyproject.toml $(VENV)/made
 	$(BIN)/python -m pip install --quiet --upgrade '.[test$(COMPILER)]'
 	@touch $@
 
-# An earlier build must not bring back a module that is gone.
 $(VENV)/installed: $(SOURCES) $(VENV)/dependencies
-	@find build -path 'build/lib*' -name '*.py' -delete 2>/dev/null || true
+	$(forget-build)
 	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall .
 	@touch $@
 

@@ -12,10 +12,13 @@ by the program's next call.
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
 _WAIT_S = 0.1
+PATIENCE_S = 1.0
+"""Seconds after a Ctrl-C in which another one is taken for the same."""
 
 
 class Ending:
@@ -60,7 +63,8 @@ class _Work:
         self.ending.reach()
 
 
-_KEPT: list[BaseException] = []
+_KEPT: list[tuple[float, BaseException]] = []
+"""At most one interrupt, with the time at which it came."""
 
 
 def run_whole(
@@ -71,32 +75,55 @@ def run_whole(
     In the main thread it is run by another one. An interrupt is kept for `raise_kept`.
 
     Args:
-      give_up: gets a second interrupt, since the function may wait for a drive that
-        never answers; should let it end soon.
+      give_up: gets an interrupt that comes a second or more after a kept one, of this
+        callback or an earlier one: the function may wait for a drive that never
+        answers. It lets the function end soon; the interrupt is then raised.
     """
     if threading.get_ident() != threading.main_thread().ident:
         function()
         return
-    work, num_interrupts = _Work(function), 0
-    while not work.ending.is_reached:
+    try:
+        queue = _queue()
+    except RuntimeError:  # the process may have no more threads
+        function()
+        return
+    work, given_up = _Work(function), None
+    came: list[BaseException] = []
+    while True:
         try:
-            _queue().put(work)  # perhaps again, but none runs twice
-            work.ending.wait()
+            while not work.ending.is_reached:
+                given_up = _take(came, give_up) or given_up
+                queue.put(work)  # perhaps again, but none runs twice
+                work.ending.wait()
+            break
         except BaseException as interrupt:
-            num_interrupts += 1
-            if num_interrupts == 1:
-                _KEPT.append(interrupt)
-            else:
-                _KEPT.clear()
-                give_up(interrupt)
-    if work.error is not None:
-        raise work.error
+            came += [interrupt]  # no more: another interrupt here would get out
+    _KEPT.extend((time.monotonic(), one) for one in came[:1] if not _KEPT)
+    if given_up is not None:
+        _KEPT.clear()
+    if error := work.error or given_up:
+        raise error
+
+
+def _take(
+    came: list[BaseException], give_up: Callable[[BaseException], None]
+) -> BaseException | None:
+    """Keeps an interrupt, or gives up; returns the interrupt that it gave up for."""
+    given_up = None
+    while came:
+        if not _KEPT:
+            _KEPT.append((time.monotonic(), came[0]))
+        elif time.monotonic() - _KEPT[0][0] >= PATIENCE_S:
+            give_up(came[0])
+            given_up = came[0]
+        del came[0]
+    return given_up
 
 
 def raise_kept() -> None:
     """Raises an interrupt that came during a callback, once, in the main thread."""
     if _KEPT and threading.get_ident() == threading.main_thread().ident:
-        interrupt = _KEPT[0]
+        _, interrupt = _KEPT[0]
         _KEPT.clear()
         raise interrupt.with_traceback(None)
 

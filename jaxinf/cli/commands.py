@@ -150,7 +150,7 @@ class Plan(TrainConfig):
 
     Takes the trainer's flags. Nothing is trained or written. The time is that of a
     simulated step on a machine, and without --machine unknown. The exit status is 1 if
-    the run does not fit.
+    the run does not fit, which --processes does not look at.
     """
 
     # Find the settings that are fastest on --machine, and print them as a command line.
@@ -212,7 +212,10 @@ class Plan(TrainConfig):
             print(json.dumps(plan.to_json(), indent=1, allow_nan=False))
         else:
             plan.print(make_console(soft_wrap=True))
-        fits = not (isinstance(plan, RunPlan) and plan.misfits)
+        if isinstance(plan, Fit):
+            fits = plan.best is not None
+        else:
+            fits = not (isinstance(plan, RunPlan) and plan.misfits)
         return _SUCCESS if fits else _FAILURE
 
     def _plan(self, say: Say) -> Fit | RunPlan | SeveralPlan:

@@ -88,7 +88,7 @@ def look_at_machine(*, proc: Path = Path("/proc")) -> Machine:
     memory = _memory(proc / "meminfo")
     compiler = toolchain.find_compiler()
     if compiler is None:
-        problems.append(_no_compiler(is_for_kernels=_has_kernels()))
+        problems.append(_no_compiler())
     packages = {name: _version(name) for name in _PACKAGES}
     return Machine(
         cpu_model=cpu.get("model name", platform.processor() or "unknown"),
@@ -103,13 +103,13 @@ def look_at_machine(*, proc: Path = Path("/proc")) -> Machine:
     )
 
 
-def _no_compiler(*, is_for_kernels: bool) -> Problem:
+def _no_compiler() -> Problem:
     chosen = os.environ.get("CXX", "").strip()
     where = f"CXX={chosen}" if chosen else f"{', '.join(toolchain.COMPILERS)} in PATH"
     without = (
         "optimizers other than the common ones cannot run"
-        if is_for_kernels
-        else 'csd="emulated" cannot run'
+        if any(toolchain.prebuilt_library(one).exists() for one in toolchain.levels())
+        else "jaxinf was built without kernels, and no optimizer can run"
     )
     remedy = (
         "set CXX to one, or unset it"
@@ -117,10 +117,6 @@ def _no_compiler(*, is_for_kernels: bool) -> Problem:
         else "install one (apt install g++, or pip install 'jaxinf[compiler]')"
     )
     return Problem(f"no C++ compiler was found (looked for {where}): {without}", remedy)
-
-
-def _has_kernels() -> bool:
-    return bool(toolchain.levels_of_machine(platform.machine()))
 
 
 _COMPARE = "compare a short run with plain optax"
@@ -138,7 +134,7 @@ def _cpu_problems(isa: str) -> list[Problem]:
                 f"{_COMPARE}, or use an x86-64-v3 processor (2013 or later)",
             )
         ]
-    if _has_kernels():
+    if toolchain.levels_of_machine(platform.machine()):
         return [
             Problem(
                 f"the processor is {isa}: updates have the bits of jitted optax on an "

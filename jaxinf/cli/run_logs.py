@@ -121,9 +121,11 @@ def _table(path: Path, notes: list[str]) -> tuple[dict[str, Array], int, int]:
     counts: dict[str, list[int]] = {}
     num_rows = num_bad = 0
     with path.open("rb") as file:
-        while (line := file.readline(_LINE_BYTES)) and num_rows < num_lines:
+        while line := file.readline(_LINE_BYTES):
             if not line.endswith(b"\n") and len(line) < _LINE_BYTES:
                 notes.append(f"{path.name}: the last line is cut off")
+                break
+            if num_rows == num_lines:  # a run has written it since they were counted
                 break
             if num_rows % stride:
                 num_rows += 1

@@ -43,8 +43,8 @@ class Failure:
             note = self.note()
             if note is not None:
                 error.add_note(note)
-            self._error, self._traceback = error, error.__traceback__
             listeners = list(self._listeners)
+            self._error, self._traceback = error, error.__traceback__
         for listener in listeners:
             listener()
 

@@ -177,11 +177,3 @@ def within(folder: Path, name: str) -> Path:
             "is not followed; copy the file into the folder if it belongs there"
         )
     return path
-
-
-def read_whole(array: SourceArray) -> Array:
-    values = np.empty(array.shape, array.dtype)
-    for start, block in array.blocks(max(1, array.num_bytes)):
-        box = tuple(slice(s, s + n) for s, n in zip(start, block.shape, strict=True))
-        values[(*box, ...)] = block
-    return values

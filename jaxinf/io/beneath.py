@@ -48,9 +48,9 @@ def open_beneath(root: PathLikeStr, name: PathLikeStr, flags: int = os.O_RDONLY)
     here = os.open(root, _FOLDER)
     try:
         for number, folder in enumerate(folders):
-            below = _open_folder(here, folder, _FOLDER, root, parts[: number + 1])
-            os.close(here)
-            here = below
+            above = here
+            here = _open_folder(above, folder, _FOLDER, root, parts[: number + 1])
+            os.close(above)
         if flags & os.O_DIRECTORY:
             return _open_folder(here, last, flags | os.O_CLOEXEC, root, parts)
         # Opening some devices has effects, so this comes before.

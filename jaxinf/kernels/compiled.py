@@ -224,8 +224,7 @@ def _find(kernel: Kernel) -> CompiledKernel:
         ) from error
     except (toolchain.CompilerError, OSError) as error:
         raise CsdError(
-            "the optimizer's kernel is not among those that come compiled with "
-            f"jaxinf: {error}"
+            f"the optimizer's kernel is not in this installation: {error}"
         ) from error
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxinf.errors import StoreFormatError, StoreMismatchError
+from jaxinf.errors import StoreError, StoreFormatError, StoreMismatchError
 from jaxinf.io import fsync_directory, write_json_atomically
 from jaxinf.io.failures import translated
 from jaxinf.store.commit import CommitRecord
@@ -133,11 +133,11 @@ def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
         path = directory.path / "checkpoints" / name
         try:
             record = CommitRecord.read(path / "commit.json")
-        except StoreFormatError as error:
+            own_bytes = _own_bytes(directory, f"checkpoints/{name}")
+        except StoreError as error:
             if path.exists():  # otherwise another process has just removed it
                 _LOG.warning("%s: no checkpoint that can be read: %s", path, error)
             continue
-        own_bytes = _own_bytes(directory, f"checkpoints/{name}")
         found.append(CheckpointInfo(name, record.step, record.committed_at, own_bytes))
     return sorted(found, key=lambda info: (info.step, info.name))
 

@@ -15,25 +15,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from jaxinf.errors import (
-    StoreFormatError,
-    StoreIOError,
-)
+from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
 from jaxinf.io import (
     allocate_file,
     check_holds,
     check_regular,
     fsync_directory,
     open_beneath,
+    read_beneath,
     sync_filesystem,
 )
 from jaxinf.io.failures import translated
 from jaxinf.layout import PAGE_BYTES, Chunk, scale_chunks
+from jaxinf.schema import MOST_BYTES, SchemaError, parse_json
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.links import copy_file, link_or_copy
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest
+from jaxinf.store.zarr_metadata import array_metadata
 
 Slot: TypeAlias = Literal["a", "b"]
 SLOTS: tuple[Slot, Slot] = ("a", "b")
@@ -187,18 +187,19 @@ class StoreDirectory:
                 self._check_folder(root, root / name)
         self.committed_slot()
 
-    def _check_folder(self, root: Path, folder: Path) -> None:
-        """Refuses a link on the way to a directory; looks once at each that exists."""
+    def _check_folder(self, root: Path, folder: Path, *, is_slot: bool = True) -> None:
+        """Refuses a link on the way to a directory; looks once at each of a slot."""
         if folder not in self._checked:
             with translated("look", folder), contextlib.suppress(FileNotFoundError):
                 os.close(open_beneath(root, folder.relative_to(root), os.O_DIRECTORY))
-                self._checked.add(folder)
+                if is_slot:  # snapshots come and go, each under a name of its own
+                    self._checked.add(folder)
 
     def array_path(self, place: str, leaf: int, state: str) -> Path:
         """Returns the directory of a state's array in the store."""
         name = self.manifest.leaves[leaf].array_name(state)
         array = self.step_path(place) / name
-        self._check_folder(self.path, array)
+        self._check_folder(self.path, array, is_slot=place in SLOTS)
         return array
 
     def chunk_name(self, place: str, leaf: int, chunk: int, state: str) -> Path:
@@ -206,7 +207,7 @@ class StoreDirectory:
         record = self.manifest.leaves[leaf]
         layout = self.state_chunk(leaf, chunk, record.state(state))
         name = self.step_path(place) / record.array_name(state) / layout.key
-        self._check_folder(self.path, name.parent)
+        self._check_folder(self.path, name.parent, is_slot=place in SLOTS)
         return name
 
     def check_array(self, place: str, record: LeafRecord, state: str) -> None:
@@ -216,8 +217,13 @@ class StoreDirectory:
           StoreFormatError: a chunk's link is not as the manifest has it.
           StoreIOError: something is missing, or not a file.
         """
-        leaf = self.manifest.leaves.index(record)
-        files = [self.array_path(place, leaf, state) / "zarr.json"]
+        leaf, held = self.manifest.leaves.index(record), record.state(state)
+        step, document = self.step_path(place), f"{record.array_name(state)}/zarr.json"
+        if problem := document_problem(step, document, record, held):
+            raise StoreFormatError(
+                f"{step / document}: {problem}; restore it from a checkpoint"
+            )
+        files = []
         for chunk in record.held:
             files.append(self.chunk_file(place, leaf, chunk, state))
             name = self.chunk_name(place, leaf, chunk, state)
@@ -248,7 +254,8 @@ class StoreDirectory:
         stored = record.state(state)
         layout = self.state_chunk(leaf, chunk, stored)
         file = root / record.array_name(state) / layout.key
-        self._check_folder(self.csd_directory(record.csds[chunk]), file.parent)
+        csd_root = self.csd_directory(record.csds[chunk])
+        self._check_folder(csd_root, file.parent, is_slot=place in SLOTS)
         with translated("look", file), contextlib.suppress(FileNotFoundError):
             # A rebalance leaves links in old places; their opener refuses others.
             if not stat.S_ISLNK((status := os.lstat(file)).st_mode):
@@ -491,3 +498,16 @@ def _status(file: Path) -> os.stat_result:
             "checkpoint or a backup"
         )
     return status
+
+
+def document_problem(
+    step_path: Path, name: str, leaf: LeafRecord, state: StateRecord
+) -> str | None:
+    """Says what is wrong with an array's ``zarr.json``; None if it is right."""
+    try:
+        found = parse_json(read_beneath(step_path, name, MOST_BYTES))
+    except (StoreError, SchemaError) as error:
+        return f"cannot be read ({error})"
+    if found != array_metadata(*leaf.array_grid(state), state.dtype):
+        return "expected the manifest's shape, chunks and dtype, found another document"
+    return None

@@ -5,14 +5,15 @@ Invariant: the store appears with its first commit, or is removed completely.
 
 import contextlib
 import os
-import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from jaxinf.errors import StoreError, StoreFormatError, StoreSpaceError
+from jaxinf.io import open_beneath, read_beneath, write_bytes_atomically
 from jaxinf.layout import assign_csds, assign_owners, reassign_csds
+from jaxinf.schema import MOST_BYTES
 from jaxinf.store.contents import StoreContents
 from jaxinf.store.creation import check_space, create_store, discard_store
 from jaxinf.store.directory import StoreDirectory
@@ -94,8 +95,16 @@ def deal_by_shares(
 def copy_beside(source: Path, target: Path) -> None:
     """Copies what a run needs beside its steps: cuts of programs, a tokenizer."""
     for name in _BESIDE:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            folder = open_beneath(source, name, os.O_DIRECTORY)
+            try:
+                files = os.listdir(folder)
+            finally:
+                os.close(folder)
+            (target / name).mkdir(exist_ok=True)
+            for file in files:
+                content = read_beneath(source, f"{name}/{file}", MOST_BYTES)
+                write_bytes_atomically(target / name / file, content)
 
 
 def csd_bytes(manifest: Manifest) -> list[int]:

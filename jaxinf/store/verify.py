@@ -15,20 +15,18 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxinf.errors import StoreError, StoreFormatError
-from jaxinf.io import BufferPool, open_beneath, read_beneath
-from jaxinf.schema import MOST_BYTES, SchemaError, parse_json
+from jaxinf.io import BufferPool, open_beneath
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.contents import StateRecord
 from jaxinf.store.damage import Damage
-from jaxinf.store.directory import StoreDirectory, link_problem
-from jaxinf.store.manifest import LeafRecord, Manifest
+from jaxinf.store.directory import StoreDirectory, document_problem, link_problem
+from jaxinf.store.manifest import Manifest
 from jaxinf.store.reader import PIECE_BYTES, file_checksum
 from jaxinf.store.stock_documents import (
     ARRAYS,
     STOCK_DOCUMENTS,
     document_checksum,
 )
-from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE, array_metadata
+from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE
 from jaxinf.typing import ProgressCallback
 
 
@@ -258,19 +256,7 @@ class Verifier:
             for state in leaf.states:
                 name = f"{leaf.array_name(state.name)}/zarr.json"
                 file = step_path / name
-                problem = _document_problem(step_path, name, leaf, state)
+                problem = document_problem(step_path, name, leaf, state)
                 if problem:
                     what = f"leaf {leaf.name}, {state.name}, zarr metadata"
                     yield Damage(step_path, file, what, problem)
-
-
-def _document_problem(
-    step_path: Path, name: str, leaf: LeafRecord, state: StateRecord
-) -> str | None:
-    try:
-        found = parse_json(read_beneath(step_path, name, MOST_BYTES))
-    except (StoreError, SchemaError) as error:
-        return f"cannot be read ({error})"
-    if found != array_metadata(*leaf.array_grid(state), state.dtype):
-        return "expected the manifest's shape, chunks and dtype, found another document"
-    return None

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
-from jaxinf.io import fsync_directory
+from jaxinf.io import fsync_directory, read_beneath
 from jaxinf.io.failures import translated
+from jaxinf.schema import MOST_BYTES
 from jaxinf.store.agreement import HeldSteps, StepId, agreed_step
 from jaxinf.store.checkpoint import (
     CheckpointInfo,
@@ -330,10 +331,14 @@ def _unlink(place: Path) -> None:
             shutil.rmtree(gone)
 
 
+def _copy_document(source: Path, name: str, target: Path) -> None:
+    (target / name).write_bytes(read_beneath(source, name, MOST_BYTES))
+
+
 def _link(members: Sequence[StoreDirectory], name: str, root: Path) -> None:
     first = members[0].path / "checkpoints" / name
     for document in _DOCUMENTS:
-        shutil.copyfile(first / document, root / document)
+        _copy_document(first, document, root)
     (root / "orbax.checkpoint").touch()
     (root / ORBAX_ITEM).mkdir()
     (root / ORBAX_ITEM / "_METADATA").symlink_to("../_METADATA")
@@ -342,7 +347,7 @@ def _link(members: Sequence[StoreDirectory], name: str, root: Path) -> None:
         for state in leaf.states:
             array = leaf.array_name(state.name)
             (root / array).mkdir()
-            shutil.copyfile(first / array / "zarr.json", root / array / "zarr.json")
+            _copy_document(first, f"{array}/zarr.json", root)
             (root / ORBAX_ITEM / array).symlink_to(f"../{array}")
             for chunk, owner in enumerate(leaf.owners):
                 held = members[owner]

@@ -165,7 +165,8 @@ def _curve(values: Sequence[float]) -> str:
 def _program(name: str) -> str:
     """Returns what starts a program that is installed beside this Python."""
     path = Path(sys.executable).with_name(name)
-    return name if shutil.which(name) == str(path) else _near(path)
+    is_other = path.exists() and shutil.which(name) != str(path)
+    return _near(path) if is_other else name
 
 
 def _near(path: Path) -> str:

@@ -33,10 +33,6 @@ class StopRequest:
         self.number = 0
         self._previous: dict[signal.Signals, object] = {}
 
-    @property
-    def is_requested(self) -> bool:
-        return self.number != 0
-
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is not threading.main_thread():
             return self

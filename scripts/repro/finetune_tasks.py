@@ -15,7 +15,7 @@ same files. `pretraining.txt` is the text of the files that are trained on. The
 tokenizers have the pairs of bytes (BPE) that are frequent in it; `bert.json` has BERT's
 special tokens, too.
 
-    python scripts/finetune_tasks.py runs/tasks
+    python scripts/repro/finetune_tasks.py runs/tasks
 """
 
 import argparse

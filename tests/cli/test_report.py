@@ -195,6 +195,14 @@ def test_damaged_logs_are_shown_as_far_as_they_go(log_dir):
     assert "trace.json is left out" in said
 
 
+def test_a_good_log_with_a_cut_off_line_has_a_note(log_dir):
+    with (log_dir / "metrics.jsonl").open("ab") as file:
+        file.write(line_of(6).encode()[:40])
+    reported(log_dir)
+    said = " ".join(page_of(log_dir / "report.html")[1].texts)
+    assert "the last line is cut off" in said
+
+
 @pytest.mark.parametrize("content", [None, "", "{}\n"])
 def test_logs_without_a_step_are_refused(tmp_path, content, capsys):
     if content is not None:

@@ -1,7 +1,7 @@
 """Ctrl-C in a loop of steps: `optimizer/test_interrupts.py`.
 
 python interrupted_steps.py FOLDER storm MODE SEED
-python interrupted_steps.py FOLDER own_handler first_waits second_ends_it
+python interrupted_steps.py FOLDER CHECK...
 
 Says after each check that it is done.
 """
@@ -140,6 +140,12 @@ def is_kept():
     return bool(interrupts._KEPT)
 
 
+def is_kept_for_long():
+    """Whether another one is not taken for the same."""
+    age_s = [time.monotonic() - came_s for came_s, _ in interrupts._KEPT]
+    return bool(age_s) and age_s[0] >= interrupts.PATIENCE_S
+
+
 class Interrupted:
     """A step is done; the commit of the next is interrupted.
 
@@ -195,10 +201,52 @@ def first_waits(place):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def same_waits(place):
+    """Two at once, as from a terminal and a launcher, are one."""
+
+    def is_taken():
+        time.sleep(0.1)
+        return True
+
+    run = Interrupted(place + "/same", [is_kept, is_taken])
+    params, state = run.step(run.params, run.state)
+    jax.block_until_ready(params)
+    with pytest.raises(KeyboardInterrupt):
+        run.step(params, state)
+    params, state = run.step(params, state)
+    run.store.wait(state)
+    assert run.store.step == 3
+
+
+def later_one_ends_it(place):
+    """A second one, in a later callback of the same computation, fails that."""
+    store, step, params, state = training(place + "/later")
+    looped = jax.jit(
+        lambda *both: jax.lax.scan(lambda c, _: (step(*c), None), both, length=100)[0]
+    )
+    num_calls = 0
+
+    def commit(*arguments):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls in (2, 3):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            while not (is_kept_for_long() or store._training.failure):
+                time.sleep(0.001)
+        return COMMIT(*arguments)
+
+    HostSide.commit = commit
+    with pytest.raises(jax.errors.JaxRuntimeError, match="KeyboardInterrupt"):
+        jax.block_until_ready(looped(params, state))
+    assert num_calls == 3
+    with pytest.raises(KeyboardInterrupt):
+        store.check()
+
+
 def second_ends_it(place):
     """A second one in the same callback fails it."""
     failed = [lambda: run.store._training.failure is not None]
-    run = Interrupted(place + "/second", [is_kept, *failed])
+    run = Interrupted(place + "/second", [is_kept_for_long, *failed])
     with pytest.raises(jax.errors.JaxRuntimeError, match="KeyboardInterrupt"):
         jax.block_until_ready(run.step(run.params, run.state))
     with pytest.raises(KeyboardInterrupt):
