@@ -104,11 +104,12 @@ def look_at_machine(*, proc: Path = Path("/proc")) -> Machine:
 
 
 def _no_compiler() -> Problem:
+    levels = toolchain.levels_of_machine(platform.machine())
     chosen = os.environ.get("CXX", "").strip()
     where = f"CXX={chosen}" if chosen else f"{', '.join(toolchain.COMPILERS)} in PATH"
     without = (
         "optimizers other than the common ones cannot run"
-        if any(toolchain.prebuilt_library(one).exists() for one in toolchain.levels())
+        if any(toolchain.prebuilt_library(one).exists() for one in levels)
         else "jaxinf was built without kernels, and no optimizer can run"
     )
     remedy = (

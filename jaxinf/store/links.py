@@ -32,7 +32,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     """
     with translated("hard link", source):
         check_regular(source, os.lstat(source))
-    with translated("hard link", target):
+    with translated(f"hard link of {source}", target):
         try:
             os.link(source, target, follow_symlinks=False)
         except OSError as error:
