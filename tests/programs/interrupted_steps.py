@@ -224,14 +224,15 @@ def later_one_ends_it(place):
     looped = jax.jit(
         lambda *both: jax.lax.scan(lambda c, _: (step(*c), None), both, length=100)[0]
     )
+    handled = {2: is_kept_for_long, 3: lambda: store._training.failure is not None}
     num_calls = 0
 
     def commit(*arguments):
         nonlocal num_calls
         num_calls += 1
-        if num_calls in (2, 3):
+        if is_handled := handled.get(num_calls):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            while not (is_kept_for_long() or store._training.failure):
+            while not is_handled():
                 time.sleep(0.001)
         return COMMIT(*arguments)
 

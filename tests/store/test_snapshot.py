@@ -80,7 +80,7 @@ def test_needs_all_chunks_and_leaves_nothing(make_directory, write_step):
     directory.chunk_file("a", 0, 0, "mu").unlink()
     descriptors = os.listdir("/proc/self/fd")
     with (
-        pytest.raises(StoreIOError, match="hard link of .* failed"),
+        pytest.raises(StoreIOError, match="hard link failed"),
         snapshot(directory),
     ):
         pass
