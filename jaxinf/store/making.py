@@ -341,7 +341,9 @@ def check_unused(path: Path, remedy: str = "give another path") -> None:
         return
     found = ["a file"]
     if path.is_dir():
-        found = [entry.name for entry in path.iterdir() if entry.name not in _LOCKS]
+        names = [entry.name for entry in path.iterdir()]
+        begun = ".jaxinf.json."  # a manifest that an interrupted call was writing
+        found = [n for n in names if n not in _LOCKS and not n.startswith(begun)]
     if found:
         raise StoreFormatError(
             f"{path}: expected nothing there, or an empty directory, for a new store, "

@@ -205,8 +205,11 @@ def test_finished_run_reports_again(run, losses, tmp_path, capsys):
     assert run(*words) == 0
     again = capsys.readouterr().out
     assert "already at step 3" in again
-    report = first[first.index("validation loss") :].split("store  ")[0]
+    report = first[first.index("validation loss") :].split("time  ")[0]
     assert report in again
+    picture = first[first.index("\nloss  ") :].split("store  ")[0]
+    assert "written to drives" in picture
+    assert picture in again
     assert losses(tmp_path / "store-log") == before
     assert run(*words[:-1], 2) == 0
     assert (
