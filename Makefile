@@ -54,7 +54,7 @@ $(VENV)/installed: $(SOURCES) $(VENV)/dependencies
 
 train: $(if $(wildcard $(VENV)/installed),$(VENV)/installed,$(VENV)/package)  ## train a small GPT-2 on source code, its state on the drive
 	$(BIN)/python -m jaxinf.train --store runs/quickstart/store \
-	  --log-dir runs/quickstart --steps $(or $(STEPS),420)
+	  --log-dir runs/quickstart --steps $(or $(STEPS),380)
 
 big: $(VENV)/installed  ## GPT-2 XL under a limit of 1.5 GiB: trained, killed, resumed (44 GB)
 	$(BIN)/python scripts/big.py --store runs/big
