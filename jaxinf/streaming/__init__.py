@@ -5,6 +5,7 @@ parts of that one jaxpr run.
 """
 
 from jaxinf.streaming.api import stream, stream_function, stream_in_memory
+from jaxinf.streaming.count import Count
 from jaxinf.streaming.dry_run import DryRun, Known, LeastMemory
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
@@ -23,6 +24,7 @@ from jaxinf.streaming.work import CallTime, Speeds, usual_call, usual_s
 
 __all__ = [
     "CallTime",
+    "Count",
     "DeviceLimit",
     "DeviceUpdates",
     "DryRun",

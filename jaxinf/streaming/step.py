@@ -22,6 +22,7 @@ from jax.dtypes import result_type
 from jaxinf.io import ByteCounts
 from jaxinf.streaming.binding import bind, rebind
 from jaxinf.streaming.bound import Bound, Ends, Setup
+from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.dry_run import Dry, DryRun, Known, dry_run
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
@@ -251,20 +252,45 @@ class TrainingStep(Step):
         super().__init__(setup)
         return_freed_memory(collects=False)
 
-    def dry_run(self, batch: PyTree, params: PyTree = None) -> DryRun:
-        """Says what a step takes; nothing is written, and params are never made.
+    def dry_run(
+        self,
+        batch: PyTree,
+        params: PyTree = None,
+        *,
+        device: DeviceLimit | None = None,
+        like: Count | None = None,
+    ) -> Count:
+        """Counts what a step takes and moves; no program is compiled. Blocks.
 
-        The programs are compiled, and used by later steps. Blocks.
+        Nothing is written, and params are never made. Temporaries are estimated, so
+        compiled programs may need a little more memory.
 
         Args:
           batch: Arrays, or shapes and dtypes.
           params: Shapes and dtypes, such as of ``jax.eval_shape(init_fn, key)``; by
             default the step's, which `init` or `load` has set.
+          device: The memory of another device than JAX's, to plan for.
+          like: The count of a step of the same loss function and params, which need not
+            be traced again if the batch has the same shapes.
 
         Raises:
           BudgetError: Memory does not suffice; names a budget that does.
           StreamError: The loss function cannot be streamed, or there are no params.
         """
+        self._turns.settle()
+        if params is not None:
+            check_params(params)
+            params = abstract(params)
+        setup = replace(self._setup, executables=Estimates(), other_limit=device)
+        known = Known() if like is None else Known(like._ready)
+        dry = self._dry(batch, params, setup, known)
+        with outside_mesh():
+            now_bytes = dry.store_bytes if dry.is_there else 0
+            sizes = {"store_bytes": dry.store_bytes, "now_bytes": now_bytes}
+            return count(dry.ends, dry.ready, **sizes)
+
+    def _compiled(self, batch: PyTree, params: PyTree) -> DryRun:
+        """As `dry_run`, with compiled programs."""
         return self._dry_run(batch, params, self._setup, known=Known())
 
     def _estimated(

@@ -129,7 +129,7 @@ class Streamed(KeptInStore):
                 except BudgetError:
                     if has_other_device or is_tried:
                         raise
-            return self._step.dry_run(batch, params)
+            return self._step._compiled(batch, params)
 
     def function(
         self, fn: Callable[[PyTree, Any], Any], *, average: bool = False

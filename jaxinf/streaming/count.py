@@ -1,0 +1,190 @@
+"""What a streamed step takes and moves, counted from its list of calls.
+
+Invariant: no program is compiled, nothing is written, and params are never made.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxinf import compat
+from jaxinf.streaming.binding import planned
+from jaxinf.streaming.bound import Ends
+from jaxinf.streaming.fit import Fitted
+from jaxinf.streaming.move.values import value_bytes
+from jaxinf.streaming.plan.memory import NUM_STAGED, Division
+from jaxinf.streaming.plan.plan import Plan, Prepared
+from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.programs import Program
+from jaxinf.streaming.replanning import offload_planned
+from jaxinf.streaming.run import compiled_temp_bytes
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a step takes and moves.
+
+    Attributes:
+      plan: The calls; as a string, a table of them.
+      host_bytes: Memory of the host at a step's peak: programs, values, gradients that
+        wait, params, and buffers for the optimizer's state.
+      device_bytes: The same of a JAX device with memory of its own; else 0.
+      disk_bytes: Bytes on drives at most: the store with both slots, and values and
+        gradients that wait there.
+      now_bytes: Bytes on drives now.
+      drive_read_bytes, drive_write_bytes: Bytes that a step moves on drives.
+      link_up_bytes, link_down_bytes: Bytes that a step copies to a JAX device with
+        memory of its own, and from it; else 0.
+      operations: Floating-point operations of a step.
+    """
+
+    plan: Plan = field(repr=False)
+    host_bytes: int
+    device_bytes: int
+    disk_bytes: int
+    now_bytes: int
+    drive_read_bytes: int
+    drive_write_bytes: int
+    link_up_bytes: int
+    link_down_bytes: int
+    operations: float
+    _ready: Prepared = field(repr=False, compare=False)
+
+
+def count(
+    ends: Ends, ready: Prepared, *, store_bytes: int = 0, now_bytes: int = 0
+) -> Count:
+    """Plans a step and counts; blocks.
+
+    Args:
+      ends: Made for programs that are not compiled.
+      store_bytes: Bytes of the store with both slots.
+
+    Raises:
+      BudgetError: A budget is too small; names one that works.
+      StreamError: The program cannot be cut to fit, or the saved plan is another's.
+    """
+    traced = ready
+    ready, ends, fitted, _ = planned(ends, ready)
+    setup = ends.setup
+    plan, _ = offload_planned(
+        fitted, ready.lifetimes.graph, setup.executables, setup.options, ()
+    )
+    tiers = fitted.tiers(plan.calls)
+    moved, waiting_bytes, commit_bytes = ends.moved(
+        fitted, plan, value_bytes(plan, tiers)
+    )
+    host_bytes, device_bytes = _memory(ends, fitted, plan)
+    num_runs, up, down = setup.options.num_runs, 0, 0
+    if not setup.limit.is_host:
+        away = sum(plan.calls.lives[slot].num_bytes for slot in plan.calls.evictions)
+        fetched = sum(one.unit.num_bytes for one in fitted.reading(plan)[0].fetches)
+        up, down = fetched + away, _gradient_bytes(plan) + away
+    return Count(
+        plan=plan.without_graph(),
+        host_bytes=host_bytes,
+        device_bytes=device_bytes,
+        disk_bytes=store_bytes + waiting_bytes,
+        now_bytes=now_bytes,
+        drive_read_bytes=moved.drive_read_bytes,
+        drive_write_bytes=moved.drive_write_bytes + commit_bytes,
+        link_up_bytes=num_runs * up,
+        link_down_bytes=num_runs * down,
+        operations=num_runs * _step_operations(plan),
+        _ready=traced,
+    )
+
+
+def _gradient_bytes(plan: Plan) -> int:
+    return sum(
+        call.program.output_bytes[i]
+        for call in plan.calls.calls
+        for i in {i for _, i in call.gradients}
+    )
+
+
+def _memory(ends: Ends, fitted: Fitted, plan: Plan) -> tuple[int, int]:
+    """Returns the memory of the host at a step's peak, and of a device with its own."""
+    reading, division = fitted.reading(plan)
+    moves = ends.moves(fitted, plan)
+    state_bytes = sum(one.layout.num_bytes for _, one in moves.updates)
+    on_drive = None if moves.waiting is None else moves.waiting.on_drive
+    programs = plan.peak_bytes + plan.resident_bytes
+    if ends.setup.limit.is_host:
+        read_bytes, _ = reading.memory(division)
+        spare = max(0, division.programs - plan.peak_bytes)
+        unused = reading.room_bytes - read_bytes
+        ahead = max(0, read_bytes - (reading.room_bytes - spare))
+        if on_drive is not None:
+            temps = compiled_temp_bytes(plan, ends.setup.executables)
+            most = _most_bytes(plan, temps, on_drive)
+            programs = max(programs, most + plan.resident_bytes)
+        return programs + ahead + min(division.ring + unused, state_bytes), 0
+    host_bytes = min(division.ring, state_bytes) + _on_host(fitted, plan, division)
+    return host_bytes, programs + division.leaving
+
+
+def _on_host(fitted: Fitted, plan: Plan, division: Division) -> int:
+    """Memory of the host for what is on its way to a device, or from it."""
+    tiers = fitted.tiers(plan.calls)
+    values = 0 if tiers is None else division.pool_factor * tiers.host_bytes
+    params = NUM_STAGED * fitted.reading(plan)[0].largest_bytes
+    return values + params + division.pool_factor * division.gradients
+
+
+def _most_bytes(
+    plan: Plan, temps: Mapping[str, int], on_drive: Mapping[Piece, int]
+) -> int:
+    """Memory of programs at their most, with gradients that wait for the last one."""
+    most = held = 0
+    used = plan.calls.call_bytes(temps)
+    for call, num_bytes in zip(plan.calls.calls, used, strict=True):
+        most = max(most, held + num_bytes)
+        held += sum(
+            call.program.output_bytes[i]
+            for piece, i in call.gradients
+            if not {piece, Piece(piece.leaf)} & on_drive.keys()
+        )
+    return max(most, held)
+
+
+# --- operations ----------------------------------------------------------------------
+
+
+def _step_operations(plan: Plan) -> float:
+    own = {key: _of_program(one) for key, one in plan.calls.programs.items()}
+    return sum(own[call.program.key] for call in plan.calls.calls)
+
+
+def _of_program(program: Program) -> float:
+    nodes = ((one.name, one.inputs, one.outputs, one.params) for one in program.nodes)
+    return _operations(nodes)
+
+
+def _operations(equations: Iterable[tuple[str, Any, Any, Mapping[str, Any]]]) -> float:
+    """Counts products of matrices and convolutions; others once for each element."""
+    found = 0.0
+    for name, inputs, outputs, params in equations:
+        num_made = sum(math.prod(getattr(one.aval, "shape", ())) for one in outputs)
+        inner = [*compat.inner_jaxprs(params)]
+        if name == "dot_general":
+            (axes, _), _ = params["dimension_numbers"]
+            terms = math.prod(inputs[0].aval.shape[axis] for axis in axes)
+            found += 2.0 * terms * num_made
+        elif name == "conv_general_dilated":
+            kernel = inputs[1].aval.shape
+            filters = kernel[params["dimension_numbers"].rhs_spec[0]]
+            found += 2.0 * num_made * math.prod(kernel) / max(1, filters)
+        elif inner:
+            times = params.get("length", 1)  # of a scan
+            found += times * sum(
+                _operations(
+                    (eqn.primitive.name, eqn.invars, eqn.outvars, eqn.params)
+                    for eqn in getattr(one, "jaxpr", one).eqns
+                )
+                for one in inner
+            )
+        else:
+            found += num_made
+    return found
