@@ -290,16 +290,9 @@ def made_csds(place: Path, shares: str) -> dict[Path, float]:
 
 def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     """Runs all repetitions and summarises them."""
-    options = {
-        name: value
-        for name, value in (
-            ("memory_bytes", arguments.memory),
-            ("num_workers", arguments.workers),
-        )
-        if value is not None
-    }
-    for name in ("master", "state", "csd"):
-        options[name] = getattr(arguments, name)
+    options = {name: getattr(arguments, name) for name in ("master", "state", "csd")}
+    if arguments.memory is not None:
+        options["memory_bytes"] = arguments.memory
     if arguments.shares is not None:
         options["csds"] = made_csds(place, arguments.shares)
     dtype = DTYPES[arguments.params_dtype]
@@ -366,7 +359,6 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a repetition")
     parser.add_argument("--memory", type=int)
-    parser.add_argument("--workers", type=int)
     parser.add_argument("--fio-seconds", type=float, default=2.0, help="0: no fio")
     parser.add_argument("--json", action="store_true", help="one line")
     arguments = parser.parse_args()

@@ -35,8 +35,10 @@ import tyro
 import jaxinf
 from jaxinf.engine.options import Durability
 from jaxinf.errors import StoreCorruptError
+from jaxinf.layout import choose
 from jaxinf.store import StoreDirectory, Verifier, checkpoint_names
 
+choose.DEFAULT_CHUNK_ELEMENTS = 4096  # so little data has several
 SIZES = (32, 128, 96, 8)
 SCHEDULE_STEPS = 40
 CHECKPOINT_EVERY = 5
@@ -142,9 +144,13 @@ def train(run: Run, until: int, restore: str | None, say) -> None:
     is_made = (run.store / "current").is_symlink()
     say("restoring" if restore else "opening" if is_made else "creating", 0)
     store = jaxinf.open_store(
-        run.store, csds=run.roots, chunk_elements=4096, memory_bytes=1 << 22,
-        durability=run.durability, restore=restore, tiers={"host": run.tier_bytes},
-    )  # fmt: skip
+        run.store,
+        csds=run.roots,
+        memory_bytes=1 << 22,
+        durability=run.durability,
+        restore=restore,
+        tiers={"host": run.tier_bytes},
+    )
     tx = jaxinf.smart_update(OPTIMIZERS[run.optimizer], store)
 
     @jax.jit

@@ -11,6 +11,7 @@ from typing import Any
 import hypothesis
 import jax
 import pytest
+import small_stores
 from families import is_in_part
 from jax._src import compiler
 from places import LONG
@@ -149,6 +150,12 @@ def older_objects_are_not_searched_for_garbage() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def sizes_are_as_ever() -> Iterator[None]:
+    yield
+    small_stores.reset()
+
+
 @pytest.fixture
 def place() -> Iterator[Path]:
     """A directory, in memory if there is such a file system."""
@@ -162,7 +169,7 @@ def open_store(place: Path) -> Iterator[Callable[..., jaxinf.Store]]:
     stores: list[jaxinf.Store] = []
 
     def open_one(name: str = "store", **options: Any) -> jaxinf.Store:
-        stores.append(jaxinf.open_store(place / name, **options))
+        stores.append(small_stores.open_store(place / name, **options))
         return stores[-1]
 
     yield open_one

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxinf.compress.blocks import compress_leaf, dense_leaf
 from jaxinf.compress.topk import TopK
-from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, choose_grid
+from jaxinf.layout import choose_grid
 from jaxinf.typing import PyTree
 
 
@@ -31,14 +31,11 @@ class SparsifyState(NamedTuple):
     error_feedback: PyTree
 
 
-def sparsify(
-    compression: TopK, *, chunk_elements: int = DEFAULT_CHUNK_ELEMENTS
-) -> optax.GradientTransformation:
+def sparsify(compression: TopK) -> optax.GradientTransformation:
     """Zeroes the elements that a compression does not send; for runs without a store.
 
     Args:
       compression: a result of `jaxinf.top_k`.
-      chunk_elements: largest chunk, as for `jaxinf.open_store`.
     """
 
     def init(params: PyTree) -> SparsifyState:
@@ -51,7 +48,7 @@ def sparsify(
 
     def sent(gradients: list[Any], held: list[Any]) -> tuple[list[Any], list[Any]]:
         results = [
-            _sent(gradient, left, compression, chunk_elements)
+            _sent(gradient, left, compression)
             for gradient, left in zip(gradients, held, strict=True)
         ]
         return [dense for dense, _ in results], [left for _, left in results]
@@ -82,11 +79,8 @@ def _as_they_are(gradients: list[Any], held: list[Any]) -> tuple[list[Any], list
 
 
 def _sent(
-    gradient: jax.Array,
-    feedback: jax.Array | None,
-    compression: TopK,
-    chunk_elements: int,
+    gradient: jax.Array, feedback: jax.Array | None, compression: TopK
 ) -> tuple[jax.Array, jax.Array | None]:
-    grid = choose_grid(tuple(gradient.shape), max_chunk_elements=chunk_elements)
+    grid = choose_grid(tuple(gradient.shape))
     compressed, left = compress_leaf(gradient, grid, compression, feedback)
     return dense_leaf(compressed, gradient, grid), left

@@ -148,7 +148,6 @@ class StoreDescription:
     def manifest(
         self,
         csd_roots: Sequence[str],
-        chunk_elements: int,
         codec: str,
         master: str,
         member: Member | None = None,
@@ -157,7 +156,6 @@ class StoreDescription:
 
         Args:
           csd_roots: CSD roots for the chunks; empty for the store itself.
-          chunk_elements: largest chunk.
           codec: codec of the float32 state of all but small leaves; empty for none.
           master: codec of the master params of leaves that are bfloat16 on the JAX
             device; empty for none.
@@ -166,11 +164,7 @@ class StoreDescription:
         codecs = Codecs(codec, master, self.average)
         leaves = [coded_leaf(leaf, codecs) for leaf in self.contents.leaves]
         chunk_shapes = [
-            choose_grid(
-                leaf.shape,
-                shard_counts=leaf.shard_counts or None,
-                max_chunk_elements=chunk_elements,
-            ).chunk_shape
+            choose_grid(leaf.shape, shard_counts=leaf.shard_counts or None).chunk_shape
             for leaf in leaves
         ]
         coded = replace(self.contents, leaves=tuple(leaves))

@@ -11,6 +11,7 @@ from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.io import free_memory
 from jaxinf.layout import (
     CHUNK_ALIGNMENT_ELEMENTS,
+    DEFAULT_CHUNK_ELEMENTS,
     SCALES_ALIGNMENT_ELEMENTS,
     Subgroup,
     subgroups,
@@ -27,7 +28,7 @@ def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
     """
     unit, unit_bytes = _least_buffers(options, manifest)
     fitting = max(0, _moving_bytes(options, manifest)) // unit_bytes * unit
-    return max(unit, min(fitting, options.chunk_elements))
+    return max(unit, min(fitting, DEFAULT_CHUNK_ELEMENTS))
 
 
 def check_memory(options: StoreOptions, manifest: Manifest) -> None:
@@ -46,8 +47,8 @@ def check_memory(options: StoreOptions, manifest: Manifest) -> None:
         raise ValueError(
             f"memory_bytes={options.memory_bytes}: "
             f"{options.workers_of(len(manifest.csds) or 1)} workers need at least "
-            f"{need} bytes for this optimizer's state{tier}; give more memory or fewer "
-            "workers" + (", or a smaller tier" if tier else "")
+            f"{need} bytes for this optimizer's state{tier}; give more memory"
+            + (", or a smaller tier" if tier else "")
         )
 
 

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeAlias, get_args
 from jaxinf.csd import CsdSpec, parse_csd
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore, least_memory
-from jaxinf.layout import CHUNK_ALIGNMENT_ELEMENTS
 from jaxinf.store import CODECS, Manifest
 from jaxinf.terminal import given_bytes
 
@@ -49,8 +48,6 @@ class StoreOptions:
         csd_roots: Sequence[Path],
         csd: str | CsdSpec,
         memory_bytes: int,
-        num_workers: int | None,
-        chunk_elements: int,
         durability: Durability = "step",
         restore: str | None = None,
         master: MasterChoice = "auto",
@@ -61,13 +58,6 @@ class StoreOptions:
         export_every: int | None = None,
         export_to: str | None = None,
     ) -> None:
-        if num_workers is not None and num_workers < 1:
-            raise ValueError(f"num_workers={num_workers}: expected at least 1")
-        if chunk_elements < CHUNK_ALIGNMENT_ELEMENTS:
-            raise ValueError(
-                f"chunk_elements={chunk_elements}: expected at least "
-                f"{CHUNK_ALIGNMENT_ELEMENTS}"
-            )
         self.durability: Durability = durability
         self.keep_steps = keep_steps
         self.steps_per_commit = _steps_per_commit(durability)
@@ -88,8 +78,6 @@ class StoreOptions:
             check_share(root, share)
         self.csd = parse_csd(csd) if isinstance(csd, str) else csd
         self.memory_bytes = memory_bytes
-        self.num_workers = num_workers
-        self.chunk_elements = chunk_elements
         if master not in get_args(MasterChoice):
             raise ValueError(f"master={master!r}: expected 'auto', 'stored' or 'none'")
         if state not in (None, "fp32", *CODECS):
@@ -113,10 +101,8 @@ class StoreOptions:
         return least_memory(manifest) if self.export_every else 0
 
     def workers_of(self, num_csds: int) -> int:
-        """Returns the number of requests at once: by default two a card, at least 4."""
-        if self.num_workers is not None:
-            return self.num_workers
-        return max(4, 2 * num_csds) if self.csd.has_cards else 4
+        """Returns the number of requests at the drives at once, beside the kernels."""
+        return max(4, 2 * num_csds)
 
     def _tier_bytes(self, tiers: Mapping[str, int | str]) -> tuple[int, int | None]:
         """Returns the host's, and the JAX device's or None if it is not given."""

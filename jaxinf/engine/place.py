@@ -335,9 +335,8 @@ class StorePlace:
         master = self._master_codec(description)
         roots = [str(root) for root in self._options.csd_roots] or held_roots
         codec = self._options.state if self._options.state in CODECS else ""
-        chunk_elements = self._options.chunk_elements
         member = member or self._run.members.member
-        manifest = description.manifest(roots, chunk_elements, codec, master, member)
+        manifest = description.manifest(roots, codec, master, member)
         return replace(manifest, store_id=self._run.new_id)
 
     def _master_codec(self, description: StoreDescription) -> str:

@@ -40,7 +40,6 @@ from jaxinf.engine.redivision import Redivision, redivision_for
 from jaxinf.engine.training import Training
 from jaxinf.errors import ProcessError
 from jaxinf.interrupts import raise_kept
-from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
 from jaxinf.store import (
     CheckpointInfo,
     checkpoints_to_prune,
@@ -57,8 +56,6 @@ _DEFAULTS: dict[str, Any] = {
     "csd_roots": (),
     "csd": "host",
     "memory_bytes": DEFAULT_MEMORY_BYTES,
-    "num_workers": None,
-    "chunk_elements": DEFAULT_CHUNK_ELEMENTS,
 }
 
 _LOG = logging.getLogger("jaxinf")
@@ -314,8 +311,6 @@ def open_store(
     csds: Sequence[PathLikeStr] | Mapping[PathLikeStr, float] | None = None,
     csd: str | CsdSpec | None = None,
     memory_bytes: int | str | None = None,
-    num_workers: int | None = None,
-    chunk_elements: int | None = None,
     durability: Durability | None = None,
     restore: str | None = None,
     master: MasterChoice | None = None,
@@ -348,9 +343,6 @@ def open_store(
       memory_bytes: all memory that state passes through: on the host; or for each card,
         its own memory and the host's for its gradients and results; in bytes, or as a
         text such as ``"512MiB"``, which is the default.
-      num_workers: requests at the drives at once, beside the kernels; by default 4, and
-        with more than two cards two for each. Many drives need more than 4.
-      chunk_elements: largest chunk of a new store, in elements; by default 4 Mi.
       durability: the steps that become durable by themselves: ``"step"`` (the default),
         each; a number k, every k-th; ``"checkpoint"``, none. `wait`, `close`,
         `checkpoint` and methods that read the store's state also commit. A crash or an
@@ -420,8 +412,6 @@ def open_store(
         "csd_roots": None if csds is None else [_of_process(root) for root in csds],
         "csd": csd,
         "memory_bytes": memory_bytes,
-        "num_workers": num_workers,
-        "chunk_elements": chunk_elements,
         "durability": durability,
         "restore": restore,
         "master": master,

@@ -142,11 +142,7 @@ class Training:
         if self._opened is not None:
             return self._opened.directory.manifest.leaves[number].grid
         leaf = description.leaves[number]
-        return choose_grid(
-            leaf.shape,
-            shard_counts=leaf.shard_counts or None,
-            max_chunk_elements=self.options.chunk_elements,
-        )
+        return choose_grid(leaf.shape, shard_counts=leaf.shard_counts or None)
 
     def shape(
         self, description: StoreDescription, member: Member | None = None

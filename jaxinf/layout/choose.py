@@ -33,7 +33,7 @@ def choose_grid(
     shape: tuple[int, ...],
     *,
     shard_counts: tuple[int, ...] | None = None,
-    max_chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+    max_chunk_elements: int | None = None,
 ) -> LeafGrid:
     """Chooses the chunk grid of a leaf.
 
@@ -42,7 +42,8 @@ def choose_grid(
       shard_counts: shards along each dimension; None is one shard.
       max_chunk_elements: wanted limit of a chunk's stored elements. It is exceeded, up
         to 16 times, where dimensions that are no multiples of powers of two would
-        otherwise force very many files; and where it is below 4,096.
+        otherwise force very many files; and where it is below 4,096. By default
+        4 Mi.
 
     Returns:
       A grid whose chunks hold a multiple of 4,096 elements each (`LeafGrid.aligned`),
@@ -54,6 +55,8 @@ def choose_grid(
         divide its dimension, or the limit is not positive.
     """
     shape = tuple(map(operator.index, shape))
+    if max_chunk_elements is None:
+        max_chunk_elements = DEFAULT_CHUNK_ELEMENTS
     if min(shape, default=0) < 0 or max_chunk_elements < 1:
         raise ValueError(
             f"chunk grid of shape {shape}, at most {max_chunk_elements} elements: "

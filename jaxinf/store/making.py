@@ -256,8 +256,8 @@ def _check_count(leaves: Sequence[LeafRecord]) -> None:
         raise StoreSpaceError(
             f"a store's two slots: expected at most {_MOST_FILES:,} chunk files in "
             f"each, found {num_files:,} with {num_bytes:,} bytes "
-            f"({format_bytes(num_bytes)}); take a smaller model, or larger "
-            "chunks (open_store(…, chunk_elements=…))"
+            f"({format_bytes(num_bytes)}); take a smaller "
+            "model"
         )
 
 

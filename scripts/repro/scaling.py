@@ -36,12 +36,12 @@ from throttled import CsdRates, throttled
 import jaxinf
 from jaxinf.compress import SparseLeaf, compress_leaf
 from jaxinf.csd import CsdSpec
+from jaxinf.layout import choose
 
 sys.path.append(str(Path(__file__).parents[1]))
 from update_rig import UpdateRig
 
-CHUNK_ELEMENTS = 1 << 16
-WORKERS_PER_CSD = 3
+CHUNK_ELEMENTS = choose.DEFAULT_CHUNK_ELEMENTS = 1 << 16  # a card has many
 OVERLAP = "overlap"
 NAMES = [*METHODS, OVERLAP]
 PUBLISHED = "GPT2 4.0B"
@@ -111,8 +111,6 @@ def measure(
         csds=roots,
         csd=cards(method, count, arguments.slower),
         master="stored",
-        num_workers=WORKERS_PER_CSD * num_csds,
-        chunk_elements=CHUNK_ELEMENTS,
     )
     if method == "SU+O+C":
         compress(rig, arguments.ratio)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_stores
 
 import jaxinf
 from jaxinf.cli import main
@@ -40,7 +41,7 @@ def _gradient(params, seed):
 def _make_store(path, csds=(), num_steps=3):
     params = _params()
     options = {"chunk_elements": 8192, "master": "stored"}
-    with jaxinf.open_store(path, csds=csds, **options) as store:
+    with small_stores.open_store(path, csds=csds, **options) as store:
         tx = jaxinf.smart_update(optax.adamw(1e-3), store)
         state = tx.init(params)
         for step in range(num_steps):

@@ -24,15 +24,15 @@ def data_bytes():
 def run(place, num_params, budget_bytes):
     # The limit counts a thread's stack as what it may grow to, 8 MiB by default.
     threading.stack_size(1 << 20)
-    options = {"memory_bytes": budget_bytes, "chunk_elements": 1 << 22}
-    options["num_workers"] = 4
-    warm = UpdateRig(place / "warm", 100_000, num_leaves=1, **options)
+    warm = UpdateRig(place / "warm", 100_000, num_leaves=1, memory_bytes=budget_bytes)
     warm.step()
     warm.close()
     caller_bytes = 3 * 4 * num_params  # gradient, params, new params
     limit = data_bytes() + caller_bytes + BUDGET_BYTES + SLACK_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    rig = UpdateRig(place / "store", num_params, num_leaves=1, **options)
+    rig = UpdateRig(
+        place / "store", num_params, num_leaves=1, memory_bytes=budget_bytes
+    )
     for _ in range(3):
         rig.step()
     rig.store.wait()

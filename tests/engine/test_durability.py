@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_stores
 
 import jaxinf
 from jaxinf.errors import StoreError
@@ -217,7 +218,7 @@ def test_nothing_is_read_of_a_step_that_is_half_over_another(drive, ask):
 def test_params_that_differ_in_a_chunk_of_many_parts(tmp_path, change):
     """Parts of the chunk are overwritten before all of it has been compared."""
     params = {"w": jnp.zeros((60, 4096))}
-    with jaxinf.open_store(
+    with small_stores.open_store(
         tmp_path / "store", durability=9, memory_bytes=1 << 19, num_workers=2
     ) as store:
         tx = jaxinf.smart_update(optax.sgd(0.0, momentum=0.9), store)

@@ -48,8 +48,6 @@ def small_disk(place):
     ("options", "message"),
     [
         ({"csd": "gpu"}, "csd='gpu': expected one of 'host'"),
-        ({"num_workers": 0}, "num_workers=0: expected at least 1"),
-        ({"chunk_elements": 4095}, "chunk_elements=4095: expected at least 4096"),
         (
             {"csds": ["missing"]},
             "missing: expected a directory on a mounted drive, found",
@@ -205,7 +203,7 @@ def test_creation_cut_short(drive, place, num_csds, files):
     if files == "manifest":
         (place / "store").mkdir()
         manifest = driver.description.manifest(
-            [str(place / f"csd{i}") for i in range(num_csds)], 4096, "", ""
+            [str(place / f"csd{i}") for i in range(num_csds)], "", ""
         )
 
         manifest.write(place / "store" / "jaxinf.json")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_stores
 
 import jaxinf
 from jaxinf.store import CommitRecord, open_array, snapshot
@@ -28,7 +29,7 @@ def test_each_is_one_step_of_a_run(place, num_csds):
     values = {}
     stop, stepped = threading.Event(), threading.Event()
     seen = []
-    with jaxinf.open_store(
+    with small_stores.open_store(
         place / "store", csds=roots, memory_bytes=1 << 22, chunk_elements=4096
     ) as store:
         tx = jaxinf.smart_update(optax.adamw(1e-2), store)

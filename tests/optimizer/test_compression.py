@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_stores
 
 import jaxinf
 from jaxinf.compress import sparsify
@@ -87,11 +88,10 @@ OPTIMIZERS = {
 )
 def test_bits_of_the_same_in_memory(name, optimizer, open_store):
     compression, tx = COMPRESSIONS[name], OPTIMIZERS[optimizer]()
-    chunk = OPTIONS["chunk_elements"]
-    clip = optax.clip_by_global_norm(1.0)
-    reference = optax.chain(clip, sparsify(compression, chunk_elements=chunk), tx)
-    expected, held = run(reference, make(0), range(1, 6))
     store = open_store(**OPTIONS)
+    clip = optax.clip_by_global_norm(1.0)
+    reference = optax.chain(clip, sparsify(compression), tx)
+    expected, held = run(reference, make(0), range(1, 6))
     smart = optax.chain(clip, jaxinf.smart_update(tx, store, compress=compression))
     found, state = run(smart, make(0), range(1, 6))
     assert_same(found, expected)
@@ -103,11 +103,11 @@ def test_bits_of_the_same_in_memory(name, optimizer, open_store):
 def test_clipping_inside_sees_the_dense_gradient(open_store):
     compression = jaxinf.top_k(0.05, selection="exact")
     clip, tx = optax.clip_by_global_norm(1.0), optax.sgd(1e-2)
-    chunk = OPTIONS["chunk_elements"]
-    reference = optax.chain(clip, sparsify(compression, chunk_elements=chunk), tx)
+    store = open_store(**OPTIONS)
+    reference = optax.chain(clip, sparsify(compression), tx)
     expected, _ = run(reference, make(0), [1, 2, 3])
     inside = optax.chain(clip, tx)
-    smart = jaxinf.smart_update(inside, open_store(**OPTIONS), compress=compression)
+    smart = jaxinf.smart_update(inside, store, compress=compression)
     found, _ = run(smart, make(0), [1, 2, 3])
     assert_same(found, expected)
 
@@ -217,10 +217,9 @@ def test_coded_state_has_the_bits_of_the_dense_update(state_format, open_store):
     options = {**OPTIONS, "memory_bytes": 1 << 25, "state": state_format}
     big = {"w": make(0)["w"].repeat(10, 0)}
     gradient = {"w": make(1)["w"].repeat(10, 0)}
-    chunk = OPTIONS["chunk_elements"]
-    sent, _ = sparsify(compression, chunk_elements=chunk).update(
-        gradient, sparsify(compression).init(big)
-    )
+    small_stores.reset(chunk_elements=OPTIONS["chunk_elements"])
+    dropping = sparsify(compression)
+    sent, _ = dropping.update(gradient, dropping.init(big))
     found = []
     for name, compress, given in (("a", compression, gradient), ("b", None, sent)):
         store = open_store(name, **options)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_stores
 from families import family
 
 import jaxinf
@@ -26,7 +27,7 @@ def run(path, *, num_steps=5, tx=None, params=None, bad_steps=(), **options):
     """Trains; returns master params, moments, device params, drive bytes a step."""
     nonfinite = options.pop("nonfinite", "error")
     params = new_params() if params is None else params
-    with jaxinf.open_store(path, **options) as store:
+    with small_stores.open_store(path, **options) as store:
         chain = tx or optax.adamw(1e-2)
         wrapped = jaxinf.smart_update(chain, store, nonfinite=nonfinite)
         state = wrapped.init(params)
@@ -100,7 +101,7 @@ def test_from_the_drive_where_they_are_not_at_hand(place, how, monkeypatch):
 @pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 26])
 def test_other_params_are_caught_wherever_they_differ(place, element, memory_bytes):
     params = new_params()
-    with jaxinf.open_store(
+    with small_stores.open_store(
         place / "store", memory_bytes=memory_bytes, num_workers=2
     ) as store:
         tx = jaxinf.smart_update(optax.adam(1e-2), store)

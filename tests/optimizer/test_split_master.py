@@ -11,6 +11,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
+import small_stores
 from families import family
 
 import jaxinf
@@ -54,7 +55,7 @@ def ties_away(master):
 def run(path, num_steps, *, params=None, tx=None, bad_steps=(), **options):
     """Trains; returns decoded state, params on the device, bytes of a step."""
     nonfinite = options.pop("nonfinite", "error")
-    with jaxinf.open_store(path, **WHERE, **options) as store:
+    with small_stores.open_store(path, **WHERE, **options) as store:
         wrapped = jaxinf.smart_update(
             tx or optax.adamw(1e-2), store, nonfinite=nonfinite
         )

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 import safetensors.numpy
+import small_stores
 from raw_stores import memory_directory
 
 import jaxinf
@@ -27,7 +28,7 @@ SMALL = {name: TARGET[name] for name in "bcd"}
 
 def run(path, num_steps, *, params=None, tx=None, target=TARGET, **options):
     """Trains on a quadratic; returns params, stored arrays, drive bytes of a step."""
-    with jaxinf.open_store(path, **options) as store:
+    with small_stores.open_store(path, **options) as store:
         wrapped = jaxinf.smart_update(tx or optax.adamw(1e-2), store)
         if store.exists:
             params = store.params(target)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_stores
 from cases import serve
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -34,7 +35,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2))
 
 def opened(place, name, **options):
     options = {"chunk_elements": 4096, "memory_bytes": 16 << 20, **options}
-    return jaxinf.open_store(f"{place}/{name}", **options)
+    return small_stores.open_store(f"{place}/{name}", **options)
 
 
 def streamed(one, store, tx=ADAM, **options):

@@ -14,6 +14,7 @@ import killed_division
 import numpy as np
 import optax
 import pytest
+import small_stores
 from families import family
 from killed_division import contents, damages, grids_of, leftovers, make
 
@@ -123,7 +124,7 @@ def test_an_average_and_codes_stay(place, average):
         root.mkdir()
     path = place / "run"
     options = {"csds": roots[:2], "chunk_elements": 4096, "state": "int8"}
-    with jaxinf.open_store(path, **options) as store:
+    with small_stores.open_store(path, **options) as store:
         tx = jaxinf.smart_update(
             optax.adam(1e-3), store, average=jaxinf.ema(0.99, form=average)
         )
@@ -163,7 +164,7 @@ def flipped_bit(file):
 @pytest.mark.long
 def test_codes_go_with_their_scales_or_not_at_all(place):
     path = place / "run"
-    with jaxinf.open_store(path, chunk_elements=4096, state="int8") as store:
+    with small_stores.open_store(path, chunk_elements=4096, state="int8") as store:
         tx = jaxinf.smart_update(optax.adam(1e-1), store)
         draw = np.random.default_rng(0).standard_normal
         params = {"w": jnp.asarray(draw((6, 8192)), jnp.float32)}

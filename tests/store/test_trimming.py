@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_stores
 
 import jaxinf
 from jaxinf.cli import main
@@ -43,8 +44,8 @@ def test_a_run_goes_on_behind_a_trimmed_store(num_roots, place, capsys):
     roots = [place / f"csd{n}" for n in range(num_roots)]
     for root in roots:
         root.mkdir()
-    expected = train(jaxinf.open_store(place / "whole", **CHUNKS), range(4))
-    train(jaxinf.open_store(place / "store", csds=roots, **CHUNKS), range(2))
+    expected = train(small_stores.open_store(place / "whole", **CHUNKS), range(4))
+    train(small_stores.open_store(place / "store", csds=roots, **CHUNKS), range(2))
     before = sum(map(used_bytes, [place / "store", *roots]))
     assert main(["store", "trim", str(place / "store")]) == 0
     after = sum(map(used_bytes, [place / "store", *roots]))
@@ -52,20 +53,20 @@ def test_a_run_goes_on_behind_a_trimmed_store(num_roots, place, capsys):
     assert after < 0.6 * before
     assert main(["verify", str(place / "store")]) == 0
     assert trim_store(place / "store") == 0, "there is nothing left to free"
-    found = train(jaxinf.open_store(place / "store", **CHUNKS), range(2, 4))
+    found = train(small_stores.open_store(place / "store", **CHUNKS), range(2, 4))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_checkpoints_keep_their_bytes(place):
-    train(jaxinf.open_store(place / "store", **CHUNKS), range(1))
+    train(small_stores.open_store(place / "store", **CHUNKS), range(1))
     assert main(["checkpoint", "save", str(place / "store"), "first"]) == 0
-    train(jaxinf.open_store(place / "store", **CHUNKS), range(1, 3))
+    train(small_stores.open_store(place / "store", **CHUNKS), range(1, 3))
     trim_store(place / "store")
     assert main(["verify", str(place / "store")]) == 0
 
 
 def test_an_open_store_and_one_without_a_step_are_refused(place):
-    with jaxinf.open_store(place / "store", **CHUNKS) as store:
+    with small_stores.open_store(place / "store", **CHUNKS) as store:
         jaxinf.smart_update(TX, store).init(PARAMS)
         with pytest.raises(StoreLockedError):
             trim_store(place / "store")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_stores
 from raw_stores import memory_directory
 from streaming import prepared, states
 from zoo import ZOO, Program, normal
@@ -88,7 +89,9 @@ def plainly():
     def train(program, tx, durability, options):
         with (
             memory_directory() as path,
-            jaxinf.open_store(path / "s", durability=durability, **CHUNKS) as store,
+            small_stores.open_store(
+                path / "s", durability=durability, **CHUNKS
+            ) as store,
         ):
             step = start(program, tx, store, **options)
             losses, num_bytes = run(step, program), read_bytes(step)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import small_stores
 
 import jaxinf
 from jaxinf.csd.host import HostCsd
@@ -87,7 +88,7 @@ def open_store(path):
     if "held" in path.name or "both" in path.name:
         tiers["device"] = 3 << 20
     durability = 2 if "rare" in path.name else "step"
-    return jaxinf.open_store(path, **CHUNKS, tiers=tiers, durability=durability)
+    return small_stores.open_store(path, **CHUNKS, tiers=tiers, durability=durability)
 
 
 def own_memory(path):

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import small_stores
 
 import jaxinf
 from jaxinf.streaming.plan import offload
@@ -135,7 +136,7 @@ class Stored:
     """A step with a store."""
 
     def __init__(self, path, policy, parts):
-        self.store = jaxinf.open_store(path, chunk_elements=4096)
+        self.store = small_stores.open_store(path, chunk_elements=4096)
         memory = {"memory_bytes": 27 << 20}
         if policy in ("keep", "recompute"):  # with little room to read ahead
             memory = {

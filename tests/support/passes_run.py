@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import small_stores
 
 import jaxinf
 from jaxinf.streaming.update.passes import PassRunner
@@ -57,7 +58,7 @@ def main(path, killed_at):
         advance(self)
 
     PassRunner.advance = killing
-    store = jaxinf.open_store(path, **CHUNKS)
+    store = small_stores.open_store(path, **CHUNKS)
     step = jaxinf.stream(linear, THREE, store, memory_bytes=MEMORY_BYTES)
     step.load(tree(0))
     for seed in range(1, 4):

@@ -12,6 +12,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import optax
+import small_stores
 
 import jaxinf
 from jaxinf.engine import Training
@@ -62,7 +63,7 @@ def main(path, where, number):
         kill_at(Training, "initialise", number, lambda args: True)
     else:
         kill_at(StepEngine, "update", number, lambda args: args[0] == 1)
-    store = jaxinf.open_store(path, **OPTIONS)
+    store = small_stores.open_store(path, **OPTIONS)
     options = {"memory_bytes": LITTLE, "average": AVERAGE}
     with jaxinf.stream(loss_fn, TX, store, **options) as step:
         step.load(params_of(), batch=TOKENS)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import optax
+import small_stores
 
 import jaxinf
 from jaxinf.csd import ScalarInputs
@@ -61,8 +62,8 @@ class Driver:
       path: path of the store.
       leaves: shape and dtype by name.
       tx: the optimizer; `expected` is valid only for the default one.
-      options: options of `jaxinf.open_store`; by default four workers, and the `csd`
-        in JAXINF_TEST_CSD.
+      options: options of `small_stores.open_store`; by default the `csd` in
+        JAXINF_TEST_CSD.
     """
 
     def __init__(self, path, leaves=LEAVES, tx=TX, **options):
@@ -76,8 +77,7 @@ class Driver:
         self._known = 0, self._first()
         self.description = describe(params, tx)
         options.setdefault("csd", os.environ.get("JAXINF_TEST_CSD", "host"))
-        options.setdefault("num_workers", 4)  # decides subgroups in small budgets
-        self.store = jaxinf.open_store(path, **options)
+        self.store = small_stores.open_store(path, **options)
         self.at = 0
 
     @property

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import small_stores
 from distributed_program import (
     WIDTH,
     batch_of,
@@ -81,7 +82,9 @@ def main(arguments):
     if stream.interrupt:
         interrupt_at(stream.interrupt)
     begin(given)
-    store = jaxinf.open_store(given.store, **{"chunk_elements": 65536, **given.options})
+    store = small_stores.open_store(
+        given.store, **{"chunk_elements": 65536, **given.options}
+    )
     dtype = jnp.dtype(given.dtype)
     mesh, specs = mesh_and_specs(given.layout)
     specs = {**specs, "layers": LAYERS.get(given.layout, P())}

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import small_stores
 from zoo import ZOO
 
 import jaxinf
@@ -94,7 +95,7 @@ def main(path, name, durability, place):
     program = ZOO[name]()
     kill_after(1 if place == "update" else 5, place == "update")
     step = open_step(
-        lambda _, **options: jaxinf.open_store(path, **options),
+        lambda _, **options: small_stores.open_store(path, **options),
         name,
         program,
         durability=int(durability) if durability.isdigit() else durability,

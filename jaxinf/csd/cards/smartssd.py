@@ -199,7 +199,7 @@ class CardFleet:
                 f"csd={self._kind!r}: a subgroup of {num_elements:,} elements needs "
                 f"{need:,} bytes of a card's memory (state, gradient, result), a card "
                 f"has {BUFFERS_BYTES:,}; lower memory_bytes, which subgroups are cut "
-                "to, or raise num_workers"
+                "to"
             )
 
     def attach(

@@ -81,8 +81,7 @@ class TransferHandler:
             raise StoreError(
                 f"{self._path}: expected to start {num_threads} worker threads, "
                 f"found no room for another after {len(self._workers)} ({error}); "
-                "raise the limit (ulimit -u, the cgroup's pids.max), or give fewer "
-                "num_workers"
+                "raise the limit (ulimit -u, the cgroup's pids.max)"
             ) from error
 
     # --- for the engine ------------------------------------------------------------

@@ -1,0 +1,35 @@
+"""Stores with shorter chunks, or other workers, than the engine would choose.
+
+Invariant: what a call sets holds in this process until another call, or `reset`, which
+follows each test.
+"""
+
+from typing import Any
+
+import jaxinf
+from jaxinf.engine import division, options
+from jaxinf.layout import choose
+
+_CHUNK_ELEMENTS = choose.DEFAULT_CHUNK_ELEMENTS
+_WORKERS_OF = options.StoreOptions.workers_of
+
+
+def reset(*, chunk_elements: int | None = None, num_workers: int | None = None) -> None:
+    """Sets the longest chunk of new stores and the number of workers, or neither."""
+    longest = chunk_elements or _CHUNK_ELEMENTS
+    choose.DEFAULT_CHUNK_ELEMENTS = division.DEFAULT_CHUNK_ELEMENTS = longest
+    options.StoreOptions.workers_of = (  # type: ignore[method-assign]
+        _WORKERS_OF if num_workers is None else lambda *_: num_workers
+    )
+
+
+def open_store(
+    path: Any,
+    *,
+    chunk_elements: int | None = None,
+    num_workers: int | None = None,
+    **given: Any,
+) -> jaxinf.Store:
+    """As `jaxinf.open_store`, after `reset`."""
+    reset(chunk_elements=chunk_elements, num_workers=num_workers)
+    return jaxinf.open_store(path, **given)
