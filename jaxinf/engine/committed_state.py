@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxinf.csd import CsdInfo
 from jaxinf.engine.dispatched import wait_for_callbacks
 from jaxinf.engine.opened import OpenStore
+from jaxinf.engine.optax_state import placed_leaves, scalar_array
 from jaxinf.engine.replicas import gathered_replicas, gathered_whole, own_parts
 from jaxinf.engine.sharding import boxes_with_holders
 from jaxinf.engine.state import committed_step, read_state
@@ -157,8 +158,45 @@ class CommittedState:
                 leaves[place] = self._read_leaf(number, leaves[place], chosen)
         return jax.tree.unflatten(treedef, leaves)
 
-    def _check_like(self, like: PyTree) -> None:
+    def state(self, like: PyTree) -> PyTree:
+        """Returns the whole optax state of the last step; the inverse of `Store.load`.
+
+        Waits for the steps in flight that this thread has dispatched. The optimizer
+        must have been bound to the store in this process, by ``tx.init`` or by
+        `jaxinf.stream`.
+
+        Args:
+          like: a state of the optax transformation that `jaxinf.smart_update` was
+            given, ``plain.init(params)``, or its shapes by ``jax.eval_shape``. It gives
+            the dtypes, and the shardings if it has them.
+
+        Returns:
+          A tree like `like` with a ``jax.Array`` for each leaf. State in fewer bits is
+          decoded.
+
+        Raises:
+          StoreMismatchError: `like` has other leaves or shapes than the store.
+          StaleStateError: no optimizer is bound to the store.
+        """
+        self._wait_for(None)
+        training = self._training
+        with training.paused():
+            opened = training.opened
+            placed = placed_leaves(opened, training.layout, like, "like")
+            scalars = opened.finished.scalar_state
+            leaves = [
+                scalar_array(scalars[place.number].value, leaf)
+                if place.leaf is None
+                else self._read_leaf(place.leaf, leaf, place.number)
+                for place, leaf in placed.items()
+            ]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def _check_like(self, like: PyTree, what: str = "`like`") -> None:
         """Compares a tree of arrays, or of shapes and dtypes, with the store's leaves.
+
+        Args:
+          what: name of the argument, for messages.
 
         Raises:
           StoreMismatchError: `like` has other leaves or shapes than the store.
@@ -168,9 +206,9 @@ class CommittedState:
         if held != asked:
             difference = [pair for pair in asked if pair not in held][:3]
             raise StoreMismatchError(
-                f"{self.path}: `like` has other leaves than the store; not in the "
+                f"{self.path}: {what} has other leaves than the store; not in the "
                 f"store: {difference or 'none'}, the store has {len(held)} leaves, "
-                f"`like` {len(asked)}"
+                f"{what} {len(asked)}"
             )
 
     def _read_leaf(self, number: int, like: Any, state: int = 0) -> jax.Array:

@@ -15,7 +15,14 @@ import numpy as np
 from jaxinf.csd import GradientForm, KernelNeed
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.layout import choose_grid
-from jaxinf.program import Average, InitKernel, InitProgram, Kernel, UpdateProgram
+from jaxinf.program import (
+    Average,
+    InitKernel,
+    InitProgram,
+    Kernel,
+    StateLayout,
+    UpdateProgram,
+)
 from jaxinf.store import (
     CODECS,
     ERROR_FEEDBACK,
@@ -110,11 +117,13 @@ class StoreDescription:
       leaves: one for each leaf.
       scalar_paths: paths of the scalar state in the optax state.
       average: codec of the params' average in a new store; empty for none.
+      layout: the places of the stored and the scalar state in the optax state.
     """
 
     leaves: tuple[LeafDescription, ...]
     scalar_paths: tuple[str, ...]
     average: str = ""
+    layout: StateLayout | None = None
 
     def __post_init__(self) -> None:
         names = {state.name for leaf in self.leaves for state in leaf.states}
@@ -225,7 +234,7 @@ def describe(
         )
     paths = tuple(map(encode_path, init.layout.scalar_keys))
     codec = "" if average is None else average._codec
-    return StoreDescription(tuple(leaves), paths, codec)
+    return StoreDescription(tuple(leaves), paths, codec, init.layout)
 
 
 def coded_leaf(leaf: _Leaf, codecs: Codecs) -> _Leaf:

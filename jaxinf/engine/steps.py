@@ -36,6 +36,9 @@ from jaxinf.store import CommitRecord, ScalarState
 
 _LOG = logging.getLogger("jaxinf")
 
+LAST_STEP = 2**31 - 1
+"""The last step that a state's int32 counts."""
+
 _NUM_METRICS_KEPT = 8
 
 
@@ -333,6 +336,12 @@ class StepEngine:
                 opened.check()
             if step != opened.finished.step:
                 raise stale_state(opened.options.path, step, opened.finished.step)
+            if step == LAST_STEP:
+                raise StoreError(
+                    f"{opened.options.path}: expected a step to follow, found step "
+                    f"{LAST_STEP} (2**31 - 1), the last that a store counts; go on in "
+                    "a new store from store.params(like=params) and store.state(like=)"
+                )
             if not self._is_open:
                 if not opened.num_uncommitted:
                     opened.directory.unpublish(opened.chunks.target)

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import jax
+
 from jaxinf import compat
 from jaxinf.csd import CsdSpec
 from jaxinf.engine.committed_state import CommittedState
@@ -37,9 +39,11 @@ from jaxinf.engine.options import (
     StoreOptions,
 )
 from jaxinf.engine.redivision import Redivision, redivision_for
+from jaxinf.engine.steps import LAST_STEP
 from jaxinf.engine.training import Training
 from jaxinf.errors import ProcessError
 from jaxinf.interrupts import raise_kept
+from jaxinf.program import trained
 from jaxinf.store import (
     CheckpointInfo,
     checkpoints_to_prune,
@@ -95,6 +99,38 @@ class Store(CommittedState):
         commit = self._run.commit
         step = "new" if commit is None else f"step {commit.step}"
         return f"Store({str(self.path)!r}, {step})"
+
+    def load(self, params: PyTree, opt_state: PyTree, *, step: int) -> None:
+        """Makes params and an optax state the store's step, in one commit; blocks.
+
+        For a run that has begun elsewhere, such as with plain optax and Orbax. The
+        store must be at step 0, after ``tx.init(params)``; ``tx.init(params)`` then
+        gives the state to go on with. Updates have the bits of a run that went on.
+        Until the commit the store stays at step 0. In a program of several processes
+        all call it.
+
+        Args:
+          params: a tree like the params, or their float32 master.
+          opt_state: a tree like the ``init`` of the optax transformation that
+            `jaxinf.smart_update` was given; dicts and lists may take the place of named
+            tuples. Of leaves of type `jaxinf.typing.DeferredArray`, in both trees, only
+            one at a time is in memory.
+          step: number of the step, at least 1.
+
+        Raises:
+          StoreMismatchError: the store is not at step 0, or a leaf is missing, or of
+            another shape or dtype; names it. Nothing was written.
+          StaleStateError: ``tx.init`` was not called.
+          ProcessError: another process failed.
+        """
+        if not 1 <= step <= LAST_STEP:
+            raise ValueError(
+                f"load: step={step}: expected a number from 1 to {LAST_STEP}"
+            )
+        self._wait_for(None)
+        tree = trained(params)
+        self._check_like(tree, "params")
+        self._training.load(jax.tree.leaves(tree), opt_state, step)
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Path]:

@@ -19,10 +19,12 @@ from jaxinf.engine.admission import check_division, check_same
 from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.binding import Binding
 from jaxinf.engine.description import StoreDescription, kernel_needs
+from jaxinf.engine.divergence import RESTART
 from jaxinf.engine.division import check_memory
 from jaxinf.engine.kept_steps import archive, check_room
 from jaxinf.engine.members import Members
 from jaxinf.engine.opened import OpenStore, StoreRun
+from jaxinf.engine.optax_state import given_step, publish_step, write_step
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.place import StorePlace
 from jaxinf.engine.shape import StoreShape
@@ -41,8 +43,9 @@ from jaxinf.errors import (
     StoreMismatchError,
 )
 from jaxinf.layout import LeafGrid, choose_grid
+from jaxinf.program import StateLayout
 from jaxinf.store import CommitRecord, Member, ScalarState
-from jaxinf.typing import Array, JsonValue
+from jaxinf.typing import Array, JsonValue, PyTree
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -390,6 +393,49 @@ class Training:
           average: whether it reads the params' average instead.
         """
         return ParamsReader(self.opened, memory_bytes, average=average)
+
+    @property
+    def layout(self) -> StateLayout:
+        """The places of the optax state in the store.
+
+        Raises:
+          StaleStateError: no optimizer has been bound to it.
+        """
+        layout = self._bound[-1].layout if self._bound else None
+        if layout is None:
+            raise StaleStateError(
+                f"{self.options.path}: expected an optimizer for the store's state, "
+                "found none; call tx.init(params) of smart_update(tx, store) first"
+            )
+        return layout
+
+    def load(self, params: Sequence[Any], state: PyTree, step: int) -> None:
+        """Makes params and an optax state the store's first step after step 0.
+
+        Raises:
+          StoreMismatchError: the store is at another step, or a leaf does not fit.
+          ProcessError: another process failed.
+        """
+        with self._guard, self.paused():
+            layout, opened, in_all = self.layout, self.opened, self.members.in_all
+            if opened.is_new or opened.finished.step:
+                raise StoreMismatchError(
+                    f"{self.options.path}: load: expected a store at step 0, found "
+                    f"step {opened.finished.step}; load into a new store after tx.init("
+                    f"params), {RESTART}"
+                )
+            self.steps.abandon()
+            given = in_all(
+                f"load of step {step}",
+                lambda: given_step(opened, layout, params, state),
+            )
+            try:
+                in_all(f"load of step {step}", lambda: write_step(opened, given))
+            except BaseException:
+                opened.chunks.forget_step()  # another process may have failed
+                raise
+            publish_step(opened, given, step, self._annotations.take(step))
+            self.binding.release()
 
     def can_move(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
         """Whether a box of a leaf consists of whole chunks, so it can move alone."""

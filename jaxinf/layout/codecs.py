@@ -23,7 +23,8 @@ class CodedSlot:
     Attributes:
       codes: ``(n,)``: uint8 with `scales`, bfloat16 without.
       scales: float32, one for each 256 codes; None for bfloat16.
-      key: seed of the random bits that decide the rounding.
+      key: seed of the random bits that decide the rounding; None to round to nearest,
+        which gives decoded values their codes again.
       first: number of the first element in its chunk.
       remainders: ``(n,)`` int16, the differences that rounding to `codes` left, so that
         decoding is exact. None if only the codes are stored, rounded stochastically.
@@ -31,13 +32,17 @@ class CodedSlot:
 
     codes: Array
     scales: Array | None
-    key: int = 0
+    key: int | None = 0
     first: int = 0
     remainders: Array | None = None
 
     @classmethod
     def of(
-        cls, codes: Array, beside: Array | None = None, key: int = 0, first: int = 0
+        cls,
+        codes: Array,
+        beside: Array | None = None,
+        key: int | None = 0,
+        first: int = 0,
     ) -> "CodedSlot":
         """From the arrays of a store: codes, and their scales or remainders."""
         if beside is not None and beside.dtype == np.int16:
@@ -78,9 +83,11 @@ class CodedSlot:
 
 
 def encode_int8(
-    values: Array, codes: Array, scales: Array, key: int, first: int
+    values: Array, codes: Array, scales: Array, key: int | None, first: int
 ) -> None:
     """Quantises blocks of 256 by their largest magnitude, rounding stochastically.
+
+    Without a key it rounds to nearest.
 
     Args:
       values: ``(n,)`` float32.
@@ -123,14 +130,16 @@ def decode_int8(codes: Array, scales: Array) -> Array:
     return values
 
 
-def encode_bf16(values: Array, key: int, first: int) -> Array:
-    """Rounds float32 to bfloat16 stochastically.
+def encode_bf16(values: Array, key: int | None, first: int) -> Array:
+    """Rounds float32 to bfloat16 stochastically, or to nearest without a key.
 
     Args:
       values: ``(n,)`` float32.
     """
     bits = values.view(np.uint32)
-    random = random_bits(_counters(first, values.size), key)
+    random: Array | np.uint32 = np.uint32(0x8000)
+    if key is not None:
+        random = random_bits(_counters(first, values.size), key)
     noisy = (bits + random) >> np.uint32(16)
     is_special = (bits & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
     is_nan = (bits & np.uint32(0x7FFFFF)) != 0
@@ -178,8 +187,10 @@ def _counters(first: int, count: int) -> Array:
     return np.arange(first, first + count, dtype=np.uint64).astype(np.uint32)
 
 
-def _uniform(first: int, count: int, key: int) -> Array:
-    """In [0, 1), float32."""
+def _uniform(first: int, count: int, key: int | None) -> Array:
+    """In [0, 1), float32; a half without a key."""
+    if key is None:
+        return np.full(count, 0.5, np.float32)
     return random_bits(_counters(first, count), key) * np.float32(1 / 65536)
 
 

@@ -157,9 +157,9 @@ def _update_function(wrapped: Wrapped) -> Any:
         if not isinstance(state, SmartUpdateState):
             raise TypeError(
                 "update: expected the SmartUpdateState that init gives, found "
-                f"{type(state).__name__}; make it with state = tx.init(params). State "
-                "of plain optax, such as a checkpoint of before the change, does not "
-                "fit: restore its params and begin anew with tx.init(params) "
+                f"{type(state).__name__}; make it with state = tx.init(params). A "
+                "state of plain optax becomes the store's: tx.init(params), store.load("
+                "params, opt_state, step=…), state = tx.init(params) "
                 "(docs/checkpoints.md)"
             )
         _refuse_outer()

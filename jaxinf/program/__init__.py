@@ -27,7 +27,7 @@ from jaxinf.program.parts import LeafPart
 from jaxinf.program.passes import Passes
 from jaxinf.program.prologue import LeafInputs, key_data
 from jaxinf.program.recall import Recall
-from jaxinf.program.state import StateLayout, StateSlot, state_layout
+from jaxinf.program.state import StateLayout, StateSlot, state_keys, state_layout
 from jaxinf.program.tree import (
     LeafInfo,
     is_trained,
@@ -78,6 +78,7 @@ __all__ = [
     "parse_ema",
     "path_name",
     "split_params",
+    "state_keys",
     "state_layout",
     "trace_init",
     "trace_update",

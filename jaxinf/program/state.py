@@ -117,7 +117,7 @@ def layout_of(state: PyTree, params: PyTree) -> StateLayout:
             slots[owner].append(StateSlot(names[index], np.dtype(aval.dtype), index))
     scalars = [index for index, owner in enumerate(owners) if owner is None]
     _check_scalar_bytes([leaves[index] for index in scalars])
-    keys = tuple(_without_average(compat.path_keys(path), state) for path, _ in leaves)
+    keys = tuple(state_keys(state))
     return StateLayout(
         treedef=treedef,
         slots=tuple(map(tuple, slots)),
@@ -128,6 +128,12 @@ def layout_of(state: PyTree, params: PyTree) -> StateLayout:
         keys=keys,
         is_guarded=is_guarded(state),
     )
+
+
+def state_keys(state: PyTree) -> list[KeyPath]:
+    """Returns the key path of every leaf, in the optimizer's own state if averaged."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    return [_without_average(compat.path_keys(path), state) for path in paths]
 
 
 def _without_average(keys: KeyPath, state: PyTree) -> KeyPath:

@@ -29,29 +29,6 @@ def test_a_function_of_stored_state_is_refused_with_the_line_to_write(open_store
         optax.tree.norm(optax.tree.get(state, "mu"))
 
 
-@wrong("a store does not give the whole state of optax", AttributeError)
-def test_a_store_gives_the_whole_state_of_optax(open_store):
-    store = open_store()
-    take_steps(jaxinf.smart_update(optax.adam(1e-2), store), 3)
-    plain = optax.adam(1e-2)
-    _, expected = take_steps(plain, 3)
-    found = store.state(like=plain.init(PARAMS))
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-@wrong("a store does not give the whole state of optax", AttributeError)
-def test_schedule_free_params_are_those_of_optax(open_store):
-    plain = optax.contrib.schedule_free_sgd(0.1)
-    expected = optax.contrib.schedule_free_eval_params(*take_steps(plain, 3)[::-1])
-    store = open_store()
-    y, _ = take_steps(jaxinf.smart_update(plain, store), 3)
-    state = store.state(like=plain.init(PARAMS))
-    found = optax.contrib.schedule_free_eval_params(state, y)
-    for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-6)
-
-
 @wrong("a step commits no arrays but those of the optimizer", AttributeError)
 def test_a_step_carries_further_arrays(open_store):
     store = open_store()

@@ -124,7 +124,6 @@ def test_an_export_of_an_incomplete_record_is_refused(place, jaxinf_says):
     assert "mu.w" in said
 
 
-@wrong("a step beyond int32 is written, and the store does not open again", NO_ERROR)
 @pytest.mark.filterwarnings("ignore")
 def test_the_step_after_the_last_number_is_refused(place):
     go_on(place / "store")

@@ -269,7 +269,7 @@ def test_update_before_init(open_store):
 
 def test_state_of_another_transformation(open_store):
     tx, _ = start(open_store())
-    said = r"SmartUpdateState.*restore its params and begin anew with tx.init"
+    said = r"SmartUpdateState.*store.load\(params, opt_state, step"
     with pytest.raises(TypeError, match=said):
         tx.update(GRADIENTS, optax.adam(1e-3).init(PARAMS), PARAMS)
 

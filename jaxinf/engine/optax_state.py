@@ -1,0 +1,271 @@
+"""Params and an optax state in memory as a step of the store, and the reverse.
+
+Invariant: one array is in memory at a time, and a load is one commit: until then the
+store is at step 0.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinf.csd import Csd, CsdBuffer
+from jaxinf.engine.opened import OpenStore
+from jaxinf.engine.pipeline import Task
+from jaxinf.engine.sharding import distinct_shards
+from jaxinf.engine.subgroup_arrays import gather_run
+from jaxinf.engine.subgroup_layout import SubgroupLayout
+from jaxinf.errors import StoreMismatchError
+from jaxinf.layout import CodedSlot
+from jaxinf.program import AVERAGE_SCALARS, StateLayout, key_data, state_keys
+from jaxinf.store import CommitRecord, ScalarState
+from jaxinf.typing import AVERAGE, FLOAT32, FLOAT_DTYPES, Array, JsonValue, PyTree
+
+_PIECE_ELEMENTS = 1 << 16
+_OF_AVERAGE = (AVERAGE, *(name for name, _ in AVERAGE_SCALARS))
+
+
+class Place(NamedTuple):
+    """The place of a leaf of the optax state in a store.
+
+    Attributes:
+      name: names of its keys joined by ``/``.
+      leaf: number of the params' leaf; None for scalar state.
+      number: number of the leaf's state, or of the scalar.
+      shape, dtype: of the array; typed keys are their numbers.
+    """
+
+    name: str
+    leaf: int | None
+    number: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class GivenStep(NamedTuple):
+    """Arrays that are to become a step.
+
+    Attributes:
+      stored: leaf, number of its state, and the array.
+      scalars: the scalar state.
+    """
+
+    stored: Sequence[tuple[int, int, Any]]
+    scalars: Sequence[ScalarState]
+
+
+def placed_leaves(
+    opened: OpenStore, layout: StateLayout, state: PyTree, what: str
+) -> Mapping[Place, Any]:
+    """Returns each leaf of an optax state by its place.
+
+    Names of keys alone count, so dicts and lists may take the place of named tuples.
+
+    Args:
+      what: name of the argument, for messages.
+
+    Raises:
+      StoreMismatchError: the tree is another, or a leaf has another shape.
+    """
+    places = {place.name: place for place in _places(opened, layout)}
+    names = map(_name, state_keys(state))
+    leaves = dict(zip(names, jax.tree.leaves(state), strict=True))
+    where = f"{opened.options.path}: {what}"
+    unknown = [name for name in leaves if name not in places]
+    missing = [n for n in places if n not in leaves and not _is_of_average(n)]
+    if unknown or missing:
+        raise StoreMismatchError(
+            f"{where}: expected a tree like the init of the store's optimizer for the "
+            f"params that are trained; unknown leaves: {_some(unknown)}; missing ones: "
+            f"{_some(missing)}. Make one with the init of the optax transformation "
+            "that smart_update was given"
+        )
+    found = {places[name]: leaf for name, leaf in leaves.items()}
+    for place, leaf in found.items():
+        shape = _data(leaf).shape
+        if shape != place.shape:
+            raise StoreMismatchError(
+                f"{where}: leaf {place.name}: expected shape {place.shape}, found "
+                f"{shape}; give the state of these params"
+            )
+    return found
+
+
+def given_step(
+    opened: OpenStore, layout: StateLayout, params: Sequence[Any], state: PyTree
+) -> GivenStep:
+    """Checks arrays that are to become a step; reads none but scalars.
+
+    Args:
+      params: leaves of the store's shapes, of 16 or 32 bits.
+
+    Raises:
+      StoreMismatchError: as `placed_leaves`, or a leaf has another dtype.
+    """
+    placed = placed_leaves(opened, layout, state, "opt_state")
+    stored = [(number, 0, leaf) for number, leaf in enumerate(params)]
+    scalars = list(opened.finished.scalar_state)
+    for place in _places(opened, layout):
+        if place not in placed:  # an average begins as a copy of the params
+            if place.leaf is not None:
+                stored.append((place.leaf, place.number, params[place.leaf]))
+            continue
+        leaf = _data(placed[place])
+        where = f"{opened.options.path}: opt_state: leaf {place.name}"
+        _check_dtype(where, leaf, place.dtype)
+        if place.leaf is not None:
+            stored.append((place.leaf, place.number, leaf))
+        else:
+            value = np.array(leaf, place.dtype)
+            scalars[place.number] = ScalarState(scalars[place.number].path, value)
+    return GivenStep(stored, scalars)
+
+
+def write_step(opened: OpenStore, given: GivenStep) -> None:
+    """Writes the arrays to the slot that the next commit publishes; blocks.
+
+    After an exception the step may be written anew.
+    """
+    directory, handler = opened.directory, opened.handler
+    handler.prefetch(())  # forgets what was read of step 0
+    directory.unpublish(opened.chunks.target)
+    handler.defer_writes(False)
+    try:
+        for leaf, state, array in given.stored:
+            for origin, values in _parts(opened, leaf, array):
+                _write_part(opened, leaf, state, origin, [values])
+                del values  # frees a deferred leaf before the next is read
+            handler.drain()
+    except BaseException:
+        handler.drain()
+        opened.chunks.forget_step()
+        raise
+
+
+def publish_step(
+    opened: OpenStore, given: GivenStep, step: int, payload: JsonValue
+) -> None:
+    """Commits what `write_step` has written."""
+    opened.chunks.end_step()
+    opened.finished = CommitRecord(
+        step=step, scalar_state=tuple(given.scalars), payload=payload
+    )
+    try:
+        opened.publish()
+    except BaseException as error:
+        opened.fail(error)
+        raise
+
+
+def scalar_array(value: Array, like: Any) -> jax.Array:
+    """Returns scalar state in the form of `like`, and in its place."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        impls: list[Any] = []  # of a shape it is known while tracing alone
+        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
+        return jax.random.wrap_key_data(value, impl=impls[0])
+    sharding = getattr(like, "sharding", None)
+    if not getattr(like, "committed", True):
+        sharding = None
+    return jax.device_put(np.asarray(value, like.dtype), sharding)
+
+
+def _places(opened: OpenStore, layout: StateLayout) -> Iterator[Place]:
+    scalars = zip(layout.scalar_indices, opened.finished.scalar_state, strict=True)
+    for number, (index, held) in enumerate(scalars):
+        value, name = held.value, _name(layout.keys[index])
+        yield Place(name, None, number, value.shape, value.dtype)
+    for leaf, slots in enumerate(layout.slots):
+        record = opened.directory.manifest.leaves[leaf]
+        names = [state.name for state in record.states]
+        for slot in slots:
+            name, number = _name(layout.keys[slot.state_index]), names.index(slot.name)
+            yield Place(name, leaf, number, record.shape, slot.dtype)
+
+
+def _name(keys: Sequence[tuple[str, Any]]) -> str:
+    return "/".join(str(value) for _, value in keys)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (", ".join(names[:5]) or "none") + more
+
+
+def _is_of_average(name: str) -> bool:
+    return name.split("/")[0] in _OF_AVERAGE
+
+
+def _data(leaf: Any) -> Any:
+    """A leaf as an array or a shape, without reading it; typed keys as numbers."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.eval_shape(key_data, leaf)
+    return key_data(leaf) if hasattr(leaf, "dtype") else np.asarray(leaf)
+
+
+def _check_dtype(where: str, leaf: Any, expected: np.dtype) -> None:
+    """Refuses a dtype that the expected one does not hold exactly."""
+    found = np.dtype(leaf.dtype)
+    is_narrow = expected == FLOAT32 and found in FLOAT_DTYPES
+    if found != expected and not is_narrow:
+        raise StoreMismatchError(
+            f"{where}: expected {expected}, found {found}; cast it first"
+        )
+
+
+def _parts(
+    opened: OpenStore, leaf: int, array: Any
+) -> Iterator[tuple[list[int], Array]]:
+    """Yields origin and values of each shard, or of the leaf if chunks are cut."""
+    shards = [
+        ([s.start or 0 for s in index], values)
+        for index, values in distinct_shards(array)
+    ]
+    is_fit = all(opened.divides(leaf, o, v.shape) for o, v in shards)
+    if not is_fit and opened.members.is_alone:
+        values = np.asarray(array)
+        shards = [([0] * values.ndim, values)]
+    while shards:
+        origin, values = shards.pop()
+        yield origin, values
+
+
+def _write_part(
+    opened: OpenStore, leaf: int, state: int, origin: Sequence[int], held: list[Array]
+) -> None:
+    """Writes a box of a leaf's state; blocks until it is in buffers.
+
+    Args:
+      held: the values alone; taken away, as a worker keeps its last task.
+    """
+    record = opened.directory.manifest.leaves[leaf].states[state]
+    stores = (state, state + 1) if record.codec in ("int8", "split") else (state,)
+
+    def task(layout: SubgroupLayout) -> Task:
+        def compute(csd: Csd, buffer: CsdBuffer, _: Collection[int]) -> None:
+            values = gather_run(opened.directory, layout, held[0], origin)
+            arrays = _encoded(layout, stores, record.codec, values)
+            for number, one in zip(stores, arrays, strict=True):
+                csd.put(buffer, layout.extents[number], one)
+            opened.meters.add(link_down_bytes=values.nbytes)
+
+        return Task(layout, compute, stores=stores)
+
+    opened.handler.run([task(x) for x in opened.layouts(leaf, origin, held[0].shape)])
+    held.clear()
+
+
+def _encoded(
+    layout: SubgroupLayout, stores: Sequence[int], codec: str, values: Array
+) -> list[Array]:
+    """Returns values in the store's form; decoded ones get their codes again."""
+    extents = [layout.extents[number] for number in stores]
+    if not codec:
+        return [np.ascontiguousarray(values, extents[0].dtype)]
+    arrays = [np.empty(extent.num_elements, extent.dtype) for extent in extents]
+    slot = CodedSlot.of(*arrays, key=None)
+    for start in range(0, values.size, _PIECE_ELEMENTS):
+        stop = min(start + _PIECE_ELEMENTS, values.size)
+        slot.part(start, stop).encode(values[start:stop].astype(np.float32))
+    return arrays

@@ -1,0 +1,308 @@
+"""`Store.load` and `Store.state`: an optax state into a store, and out of it."""
+
+import shutil
+import weakref
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxinf
+from jaxinf.errors import StaleStateError, StoreMismatchError
+from jaxinf.typing import DeferredArray
+
+PARAMS = {
+    "w": jnp.linspace(-1.0, 1.0, 96 * 64).reshape(96, 64),
+    "b": {"c": jnp.ones(3)},
+}
+
+
+def _labels(params):
+    return {"w": "a", "b": {"c": "b"}} if "w" in params else None
+
+
+def _injected(learning_rate=1e-2):
+    return optax.adamw(learning_rate)
+
+
+CASES = {
+    "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 10)),
+    "masked": lambda: optax.masked(optax.adam(1e-2), {"w": True, "b": {"c": False}}),
+    "multi_transform": lambda: optax.multi_transform(
+        {"a": optax.adam(1e-2), "b": optax.sgd(1e-2, momentum=0.9)}, _labels
+    ),
+    "injected": lambda: optax.inject_hyperparams(_injected)(),
+    "multi_steps": lambda: optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), 3
+    ),
+    "schedule_free": lambda: optax.contrib.schedule_free_sgd(0.1),
+    "noise": lambda: optax.chain(
+        optax.add_noise(0.1, 0.5, key=jax.random.key(1)), optax.sgd(1e-2)
+    ),
+}
+
+
+def _plain(tx):
+    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+
+
+def _steps(tx, params, state, first, last) -> Any:
+    update, apply = jax.jit(tx.update), jax.jit(optax.apply_updates)
+    for number in range(first, last):
+        gradients = jax.tree.map(lambda p, n=number: jnp.sin((n + 2) * p + 0.1), params)
+        updates, state = update(gradients, state, params)
+        params = apply(params, updates)
+    return params, state
+
+
+def _same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert one.dtype == other.dtype
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        np.testing.assert_array_equal(one, other)
+
+
+def _first(tx, params):
+    """The first state of optax, in float32."""
+    return _plain(tx).init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+
+
+def _go_on(store, tx, params, state, step, like=PARAMS):
+    """Loads a state, and takes three steps: params and the state of optax."""
+    mine = jaxinf.smart_update(tx, store, updates="float32")
+    mine.init(jax.tree.map(jnp.zeros_like, like))
+    store.load(params, state, step=step)
+    assert store.step == step
+    params = store.params(like=like)
+    params, _ = _steps(mine, params, mine.init(params), step, step + 3)
+    return params, store.state(like=_first(tx, like))
+
+
+def _uninterrupted(store, tx, params):
+    """Params and the state of optax after four steps, and after seven."""
+    mine = jaxinf.smart_update(tx, store, updates="float32")
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    like = jax.eval_shape(_plain(tx).init, wide)
+    params, state = _steps(mine, params, mine.init(params), 0, 4)
+    middle = store.params(like=wide, state=state), store.state(like=like)
+    params, _ = _steps(mine, params, state, 4, 7)
+    return middle, (params, store.state(like=like))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == "masked" else pytest.mark.long) for n in CASES],
+)
+def test_a_loaded_state_goes_on_as_the_run_did(open_store, name):
+    tx = CASES[name]()
+    middle, expected = _uninterrupted(open_store("first"), tx, PARAMS)
+    _same(_go_on(open_store("second"), tx, *middle, 4), expected)
+
+
+def test_a_run_of_plain_optax_goes_on_in_a_store(open_store):
+    plain = CASES["adamw"]()
+    middle = _steps(plain, PARAMS, plain.init(PARAMS), 0, 4)
+    expected = _steps(plain, *middle, 4, 7)
+    _same(_go_on(open_store(), plain, *middle, 4), expected)
+
+
+@pytest.mark.parametrize(
+    ("state", "master"),
+    [
+        ("int8", "auto"),
+        *(
+            pytest.param(state, master, marks=pytest.mark.long)
+            for state in ("fp32", "bf16", "int8")
+            for master in ("stored", "none")
+        ),
+    ],
+)
+def test_every_stored_format_goes_on_with_its_bits(open_store, state, master):
+    dtype = jnp.float32 if master == "stored" else jnp.bfloat16
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    tx, formats = optax.adam(1e-2), {"state": state, "master": master}
+    middle, expected = _uninterrupted(open_store("first", **formats), tx, params)
+    store = open_store("second", **formats)
+    _same(_go_on(store, tx, *middle, 4, params), expected)
+
+
+class _Late(DeferredArray):
+    """An array that is read when it is needed, and counts those in memory."""
+
+    alive: ClassVar[list[Any]] = []
+
+    def __init__(self, array):
+        super().__init__(array.shape, array.dtype)
+        self._array = np.asarray(array)
+
+    def read(self):
+        assert not any(one() is not None for one in _Late.alive)
+        array = self._array.copy()
+        _Late.alive.append(weakref.ref(array))
+        return array
+
+
+def test_leaves_may_be_read_one_by_one(open_store):
+    plain = optax.adam(1e-2)
+    middle = _steps(plain, PARAMS, plain.init(PARAMS), 0, 4)
+    expected = _steps(plain, *middle, 4, 7)
+    late = jax.tree.map(lambda x: _Late(x) if x.ndim else x, middle)
+    _same(_go_on(open_store(), plain, *late, 4), expected)
+
+
+def test_dicts_and_lists_may_take_the_place_of_named_tuples(open_store):
+    plain = optax.adam(1e-2)
+    params, (adam, _) = _steps(plain, PARAMS, plain.init(PARAMS), 0, 4)
+    raw = [adam._asdict(), None]
+    expected = _steps(plain, params, (adam, optax.EmptyState()), 4, 7)
+    _same(_go_on(open_store(), plain, params, raw, 4), expected)
+
+
+def test_an_average_begins_as_a_copy_of_the_loaded_params(open_store):
+    plain = optax.adam(1e-2)
+    middle = _steps(plain, PARAMS, plain.init(PARAMS), 0, 4)
+    store = open_store()
+    tx = jaxinf.smart_update(plain, store, average=jaxinf.ema(0.9))
+    tx.init(jax.tree.map(jnp.zeros_like, PARAMS))
+    store.load(*middle, step=4)
+    _same(store.params(like=PARAMS, average=True), middle[0])
+    _same(store.state(like=plain.init(PARAMS)), middle[1])
+
+
+def test_a_run_gives_the_state_of_optax(open_store):
+    plain, store = optax.adam(1e-2), open_store()
+    mine = jaxinf.smart_update(plain, store)
+    params, _ = _steps(mine, PARAMS, mine.init(PARAMS), 0, 3)
+    expected = _steps(plain, PARAMS, plain.init(PARAMS), 0, 3)
+    _same((params, store.state(like=plain.init(PARAMS))), expected)
+
+
+def test_schedule_free_params_are_those_of_optax(open_store):
+    plain, store = optax.contrib.schedule_free_sgd(0.1), open_store()
+    y, state = _steps(plain, PARAMS, plain.init(PARAMS), 0, 3)
+    expected = optax.contrib.schedule_free_eval_params(state, y)
+    mine = jaxinf.smart_update(plain, store)
+    y, _ = _steps(mine, PARAMS, mine.init(PARAMS), 0, 3)
+    state = store.state(like=plain.init(PARAMS))
+    found = optax.contrib.schedule_free_eval_params(state, y)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def _loadable(open_store, tx=None):
+    tx = tx or optax.adam(1e-2)
+    store = open_store()
+    jaxinf.smart_update(tx, store).init(PARAMS)
+    return store, tx.init(PARAMS)
+
+
+def test_a_state_of_another_tree_is_refused_by_name(open_store):
+    store, _ = _loadable(open_store)
+    other = optax.sgd(1e-2, momentum=0.9).init(PARAMS)
+    with pytest.raises(StoreMismatchError, match=r"unknown leaves: 0/trace/b/c") as e:
+        store.load(PARAMS, other, step=3)
+    assert "missing ones: 0/count, 0/mu/b/c" in str(e.value)
+    with pytest.raises(StoreMismatchError, match=r"like: expected a tree"):
+        store.state(like=other)
+    assert store.step == 0
+
+
+def test_another_shape_or_dtype_is_refused_by_name(open_store):
+    store, (adam, rest) = _loadable(open_store)
+    mu = {**adam.mu, "b": {"c": jnp.ones(4)}}
+    with pytest.raises(StoreMismatchError, match=r"0/mu/b/c: expected shape \(3,\)"):
+        store.load(PARAMS, (adam._replace(mu=mu), rest), step=3)
+    mu = {**adam.mu, "b": {"c": np.ones(3)}}
+    match = r"0/mu/b/c: expected float32, found float64; cast it"
+    with pytest.raises(StoreMismatchError, match=match):
+        store.load(PARAMS, (adam._replace(mu=mu), rest), step=3)
+    with pytest.raises(StoreMismatchError, match=r"0/count: expected int32"):
+        store.load(PARAMS, (adam._replace(count=jnp.float32(3)), rest), step=3)
+    with pytest.raises(StoreMismatchError, match="params has other leaves"):
+        store.load({"w": PARAMS["w"]}, (adam, rest), step=3)
+    wide = jax.tree.map(lambda p: np.asarray(p, np.float64), PARAMS)
+    with pytest.raises(TypeError, match="params/b/c: expected float32"):
+        store.load(wide, (adam, rest), step=3)
+    with pytest.raises(ValueError, match="from 1 to"):
+        store.load(PARAMS, (adam, rest), step=0)
+    store.load(PARAMS, (adam, rest), step=2**31 - 1)
+
+
+def test_a_store_that_has_steps_is_refused(open_store):
+    store, state = _loadable(open_store)
+    store.load(PARAMS, state, step=3)
+    with pytest.raises(StoreMismatchError, match="expected a store at step 0, found"):
+        store.load(PARAMS, state, step=4)
+    assert store.step == 3
+
+
+def test_a_store_without_init_is_refused(open_store):
+    store, state = _loadable(open_store)
+    store.close()
+    store = open_store()
+    with pytest.raises(StaleStateError, match=r"call tx.init\(params\)"):
+        store.load(PARAMS, state, step=3)
+    with pytest.raises(StaleStateError, match=r"call tx.init\(params\)"):
+        store.state(like=state)
+
+
+class _Broken(_Late):
+    def read(self):
+        raise OSError("the source is gone")
+
+
+def test_a_load_that_fails_half_way_leaves_step_0_and_may_be_repeated(open_store):
+    plain = optax.adam(1e-2)
+    middle = params, (adam, rest) = _steps(plain, PARAMS, plain.init(PARAMS), 0, 4)
+    broken = adam._replace(nu={**adam.nu, "w": _Broken(adam.nu["w"])}), rest
+    store, zeros = _loadable(open_store)
+    with pytest.raises(OSError, match="the source is gone"):
+        store.load(params, broken, step=4)
+    assert store.step == 0
+    _same((store.params(like=PARAMS), store.state(like=zeros)), (PARAMS, zeros))
+    store.load(*middle, step=4)
+    _same((store.params(like=PARAMS), store.state(like=zeros)), middle)
+
+
+class _Copying(_Late):
+    """Takes a copy of the store when it is read: what a crash would leave."""
+
+    def __init__(self, array, source, target):
+        super().__init__(array)
+        self._places = source, target
+
+    def read(self):
+        shutil.copytree(*self._places, symlinks=True)
+        return super().read()
+
+
+def test_a_crash_before_the_commit_leaves_step_0(open_store, place):
+    plain = optax.adam(1e-2)
+    params, (adam, rest) = _steps(plain, PARAMS, plain.init(PARAMS), 0, 4)
+    last = _Copying(adam.nu["w"], place / "store", place / "crashed")
+    store, zeros = _loadable(open_store)
+    store.load(params, (adam._replace(nu={**adam.nu, "w": last}), rest), step=4)
+    assert store.step == 4
+    store = open_store("crashed")
+    assert store.step == 0
+    jaxinf.smart_update(plain, store).init(PARAMS)
+    _same((store.params(like=PARAMS), store.state(like=zeros)), (PARAMS, zeros))
+
+
+def test_a_load_that_failed_leaves_a_store_that_trains(open_store):
+    plain = optax.adam(1e-2)
+    adam, rest = plain.init(PARAMS)
+    broken = adam._replace(nu={**adam.nu, "w": _Broken(adam.nu["w"])}), rest
+    store = open_store()
+    tx = jaxinf.smart_update(plain, store)
+    state = tx.init(PARAMS)
+    with pytest.raises(OSError, match="the source is gone"):
+        store.load(jax.tree.map(lambda p: p + 1, PARAMS), broken, step=4)
+    expected = _steps(plain, PARAMS, (adam, rest), 0, 3)
+    params, _ = _steps(tx, PARAMS, state, 0, 3)
+    _same((params, store.state(like=(adam, rest))), expected)
