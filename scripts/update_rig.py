@@ -86,8 +86,8 @@ class UpdateRig:
             np.zeros(s.value.shape, s.value.dtype) for s in self._create()
         ]
         stored = self.store._manifest.leaves[0].states[0]
-        is_wanted = self.store._training.opened.options.master != "stored"
-        self._takes_params = is_wanted and dtype_of(stored.dtype) == dtype
+        takes_params = self.store._training.opened.options.csd.takes_params
+        self._takes_params = takes_params and dtype_of(stored.dtype) == dtype
         self.step_number = 0
         members = [Member(n, 4 * size, None) for n, size in enumerate(shapes)]
         self._groups = grouped(members)

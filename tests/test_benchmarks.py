@@ -23,10 +23,10 @@ def bench_update(directory, *arguments):
     [
         ([], 8, 12),
         (["--params-dtype", "bf16", "--state", "int8"], 4, 6),
-        pytest.param(["--master", "stored"], 12, 12, marks=pytest.mark.long),
+        pytest.param(["--csd", "emulated"], 12, 12, marks=pytest.mark.long),
         pytest.param(["--params-dtype", "bf16"], 10, 12, marks=pytest.mark.long),
         pytest.param(
-            ["--params-dtype", "bf16", "--master", "stored"],
+            ["--params-dtype", "bf16", "--csd", "emulated"],
             12,
             12,
             marks=pytest.mark.long,

@@ -21,8 +21,8 @@ Durability: TypeAlias = Literal["step", "checkpoint"] | int
 StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
 """Format of the optimizer's float32 state; see `jaxinf.open_store`."""
 
-MasterChoice: TypeAlias = Literal["auto", "stored", "none"]
-"""Format and source of the master params; see `jaxinf.open_store`."""
+MasterChoice: TypeAlias = Literal["auto", "none"]
+"""Form of the master params; see `jaxinf.open_store`."""
 
 KeepSteps: TypeAlias = int | tuple[int, int] | tuple[int, int, int]
 """Interval, number and offset of the kept steps; see `jaxinf.open_store`."""
@@ -79,7 +79,7 @@ class StoreOptions:
         self.csd = parse_csd(csd) if isinstance(csd, str) else csd
         self.memory_bytes = memory_bytes
         if master not in get_args(MasterChoice):
-            raise ValueError(f"master={master!r}: expected 'auto', 'stored' or 'none'")
+            raise ValueError(f"master={master!r}: expected 'auto' or 'none'")
         if state not in (None, "fp32", *CODECS):
             raise ValueError(f"state={state!r}: expected 'fp32', 'bf16' or 'int8'")
         self.state: StateFormat | None = state
@@ -122,11 +122,6 @@ class StoreOptions:
                 "and cards, and never passes the host; leave tiers out"
             )
         return found.get("host", 0), found.get("device")
-
-    @property
-    def takes_params(self) -> bool:
-        """Whether params on the JAX device may be taken instead of the master."""
-        return self.master != "stored" and self.csd.takes_params
 
     def keeps(self, step: int) -> bool:
         """Whether a step must be kept, and therefore committed."""

@@ -342,8 +342,7 @@ class StorePlace:
     def _master_codec(self, description: StoreDescription) -> str:
         """Returns the codec of the master of bfloat16 params in a new store."""
         if self._options.master != "none":
-            is_split = self._options.master == "auto" and self._options.csd.codes_params
-            return "split" if is_split else ""
+            return "split" if self._options.csd.codes_params else ""
         dtypes = {leaf.dtype for leaf in description.leaves}
         if "bfloat16" not in dtypes or "float16" in dtypes:
             raise ValueError(

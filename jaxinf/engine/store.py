@@ -385,16 +385,15 @@ def open_store(
         error costs the steps since the last commit.
       restore: a checkpoint to continue from: it becomes the committed step again, and
         is kept. Later steps are given up, unless a checkpoint keeps them.
-      master: the form of the fp32 master params, and their source in a step. With
-        ``"auto"``, the default, fp32 params on the JAX device are the master, and
-        bfloat16 params are its upper half: a new store keeps 16-bit remainders beside
-        them, so that no bit is lost. If the params can be handed over without a copy
-        (on a CPU), a step reads only the remainders, and compares the params' checksum
-        with the stored one. With ``"stored"`` a new store keeps the master in float32,
-        and every step reads it from the drive. With ``"none"``, for bfloat16 params, a
-        new store keeps only these, rounded stochastically: parts of an update below
-        their precision are kept on average. float16 params have a float32 master. An
-        existing store records its form.
+      master: the form of the fp32 master params. With ``"auto"``, the default, fp32
+        params on the JAX device are the master, and bfloat16 params are its upper half:
+        a new store keeps 16-bit remainders beside them, so that no bit is lost. If the
+        params can be handed over without a copy (on a CPU), a step reads only the
+        remainders, and compares the params' checksum with the stored one. With
+        ``"none"``, for bfloat16 params, a new store keeps only these, rounded
+        stochastically: parts of an update below their precision are kept on average.
+        float16 params, and bfloat16 ones on cards, have a float32 master. An existing
+        store records its form.
       state: the format of the optimizer's float32 state in a new store: ``"fp32"``
         (the default), unchanged; ``"bf16"``, rounded stochastically; ``"int8"``, in
         blocks of 256 with a scale for each. The update computes in float32 in any case.

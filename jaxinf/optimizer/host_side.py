@@ -63,7 +63,7 @@ class HostSide:
     @property
     def takes_params(self) -> bool:
         """Whether params on the JAX device may be used instead of the master."""
-        return self.store._training.options.takes_params
+        return self.store._training.options.csd.takes_params
 
     @property
     def checks_finite(self) -> bool:

@@ -233,9 +233,8 @@ class StoreOptions:
     ] = None
 
     # The master of bfloat16 params in a new store. auto: the params and 16-bit
-    # remainders, so that no bit is lost. stored: float32, read at every step. none: the
-    # params alone, rounded stochastically. float32 params are their own master; with
-    # stored they are still read from the drive.
+    # remainders (on cards float32), so that no bit is lost. none: the params alone,
+    # rounded stochastically. float32 params are their own master.
     master: MasterChoice = "auto"
 
     # Steps between checkpoints in STORE/checkpoints, and one at the end; 0 is none.

@@ -271,7 +271,7 @@ def sent_bytes(place: Path, config: Path, variant: str) -> int:
         words += ["--data", place / "tasks/pretraining.txt", "--sample-bytes", 0]
         words += ["--tokenizer", place / "tasks/tokenizer.json"]
         words += ["--store", Path(folder, "store"), "--log-dir", Path(folder, "log")]
-        words += ["--master", "stored"]  # the link has gradients alone
+        words += ["--csd", "emulated"]  # the link to a card has gradients alone
         if variant != "dense":
             words += ["--compress", variant]
         train_main([str(word) for word in words])

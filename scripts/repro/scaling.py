@@ -110,7 +110,6 @@ def measure(
         arguments.params,
         csds=roots,
         csd=cards(method, count, arguments.slower),
-        master="stored",
     )
     if method == "SU+O+C":
         compress(rig, arguments.ratio)

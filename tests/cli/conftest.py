@@ -40,7 +40,7 @@ def _gradient(params, seed):
 
 def _make_store(path, csds=(), num_steps=3):
     params = _params()
-    options = {"chunk_elements": 8192, "master": "stored"}
+    options = {"chunk_elements": 8192, "csd": "emulated"}
     with small_stores.open_store(path, csds=csds, **options) as store:
         tx = jaxinf.smart_update(optax.adamw(1e-3), store)
         state = tx.init(params)

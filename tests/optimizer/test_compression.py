@@ -143,7 +143,7 @@ def test_scan(callback, open_store, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize(("ratio", "values"), [(0.02, None), (0.06, "bfloat16")])
 def test_link_traffic_is_the_ratio_exactly(ratio, values, open_store):
-    store = open_store(master="stored", chunk_elements=51_200)
+    store = open_store(csd="emulated", chunk_elements=51_200)
     compression = jaxinf.top_k(ratio, values=values, warmup_steps=1)
     tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=compression)
     params = {"a": jnp.ones((512, 500)), "b": jnp.ones((25_600,))}
@@ -159,7 +159,7 @@ def test_link_traffic_is_the_ratio_exactly(ratio, values, open_store):
 
 @pytest.mark.long
 def test_link_traffic_of_any_leaf_is_that_of_its_chunks(open_store):
-    store = open_store(master="stored", **OPTIONS)
+    store = open_store(csd="emulated", **OPTIONS)
     compression = jaxinf.top_k(0.03, values="float16")
     tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=compression)
     params = make(0)
@@ -175,7 +175,7 @@ def test_link_traffic_of_any_leaf_is_that_of_its_chunks(open_store):
 
 @pytest.mark.long
 def test_error_feedback_costs_the_link_its_own_bytes(open_store):
-    store = open_store(master="stored", chunk_elements=51_200)
+    store = open_store(csd="emulated", chunk_elements=51_200)
     compression = jaxinf.top_k(0.02, error_feedback=True)
     tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=compression)
     params = {"a": jnp.ones((512, 500))}

@@ -304,7 +304,7 @@ def test_a_step_that_is_not_durable_cannot_be_had(open_store):
 
 
 def test_a_step_of_this_process_is_not_verified_again(open_store, place):
-    store, tx = opened(open_store, master="stored")
+    store, tx = opened(open_store)
     params, state = eager(tx, PARAMS, tx.init(PARAMS), True)
     store.wait(eager(tx, params, state, True)[1])
     directory = StoreDirectory.open(place / "store")

@@ -106,7 +106,7 @@ def test_chunks_on_csd_roots_are_compared_where_they_lie(open_store, place):
     for root in roots:
         root.mkdir()
     params = make_params(jnp.bfloat16)
-    options = {"csds": roots, "master": "stored"}
+    options = {"csds": roots, "csd": "emulated"}
     store = open_store(**options)
     tx = jaxinf.smart_update(optax.adam(1e-2), store)
     first = trained(tx, (params, tx.init(params)), 3)

@@ -40,7 +40,7 @@ def main(where, name, num_devices, first, last, jit_init):
         made = make(seed)
         return made if shardings is None else jax.device_put(made, shardings)
 
-    with jaxinf.open_store(where + "/" + name, master="stored") as store:
+    with jaxinf.open_store(where + "/" + name, csd="emulated") as store:
         compression = jaxinf.top_k(0.05, error_feedback=True, warmup_steps=1)
         options = {"compress": compression, "shardings": shardings}
         tx = jaxinf.smart_update(optax.adamw(1e-2), store, **options)

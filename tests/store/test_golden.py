@@ -4,13 +4,13 @@ import shutil
 
 import numpy as np
 import pytest
-from golden_stores import MASTERS, golden, make, same_files
+from golden_stores import IS_SPLIT, golden, make, same_files
 
 import jaxinf
 from jaxinf.store import StoreDirectory, Verifier
 
 
-@pytest.mark.parametrize("name", MASTERS)
+@pytest.mark.parametrize("name", IS_SPLIT)
 def test_the_same_bytes_are_written(tmp_path, name):
     make(tmp_path / "store", name)
     same_files(tmp_path / "store", golden(name))

@@ -185,14 +185,11 @@ def test_a_step_of_adam_moves_20_bytes_a_param(started):
     assert step.traffic.drive_write_bytes == 12 * num_params
 
 
-@pytest.mark.parametrize(
-    "master", ["auto", pytest.param("stored", marks=pytest.mark.long)]
-)
-def test_16_bit_params_stay_as_the_store_has_them(master, started, open_store):
+def test_16_bit_params_stay_as_the_store_has_them(started, open_store):
     program = small()
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), program.params)
     program = replace(program, params=half)
-    stores = [open_store(f"{n}", master=master, **CHUNKS) for n in range(2)]
+    stores = [open_store(f"{n}", **CHUNKS) for n in range(2)]
     plain = started(program, "", store=stores[0])
     kept = started(program, "", store=stores[1], resident="params")
     assert run(kept, program) == run(plain, program)

@@ -10,15 +10,17 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax.numpy as jnp
 import optax
 
 import jaxinf
+from jaxinf.csd import CsdSpec
 from jaxinf.store import FORMAT_VERSION
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-MASTERS = {"store": "stored", "split": "auto", "scalars": "stored"}
+IS_SPLIT = {"store": False, "split": True, "scalars": False}
 REMEDY = (
     "if the format was meant to change, raise FORMAT_VERSION, say what changed in "
     "docs/format.md, go on reading the versions of earlier releases, and write the "
@@ -45,7 +47,10 @@ def make(path, name):
         "b": {"half": jnp.arange(5, dtype=jnp.bfloat16)},
         "scalar": jnp.float32(2),
     }
-    with jaxinf.open_store(path, master=MASTERS[name]) as store:
+    with (
+        mock.patch.object(CsdSpec, "codes_params", IS_SPLIT[name]),
+        jaxinf.open_store(path) as store,
+    ):
         tx = jaxinf.smart_update(optimizer(name), store, updates="float32")
         state = tx.init(params)
         for number in range(3):
@@ -94,7 +99,7 @@ def same_files(path, expected):
 
 
 if __name__ == "__main__":
-    for name in MASTERS:
+    for name in IS_SPLIT:
         shutil.rmtree(golden(name), ignore_errors=True)
         make(golden(name), name)
         for lock in golden(name).glob("*lock"):  # they name a process

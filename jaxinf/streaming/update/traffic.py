@@ -130,7 +130,7 @@ def reads_params(
 
     They must be what is stored: `float32`, or the stored half of a split master.
     """
-    if not opened.options.takes_params or not can_take(opened, unit.leaf, unit.dtype):
+    if not can_take(opened, unit.leaf, unit.dtype):
         return False
     part = passes.part(passes.num_passes - 1, unit.leaf)
     if part is not None and passes.params[unit.leaf] in part.own:
