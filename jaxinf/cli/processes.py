@@ -77,7 +77,7 @@ def redivide_together(
       ProcessError: one of them failed, or is silent.
     """
     connect(launch, launch.timeout)
-    members = meet_members(path, launch.timeout)
+    members = meet_members(path)
     if members.is_alone:
         if compat.coordination() is not None:
             raise UsageError(f"{path}: expected one path in all processes")
@@ -127,7 +127,7 @@ def over_processes(
         if not is_run(path):
             return 0 if action(str(path)) else 1
         return over_members(path, action, as_json=as_json)
-    members = join_members(path, timeout_s)
+    members = join_members(path)
     member = members.member
     if member is None:
         raise UsageError(f"{path}: expected one path in all processes, found others")

@@ -125,7 +125,6 @@ from jaxinf.compat.processes import (
     Coordination,
     coordination,
     has_backend,
-    missing_tasks,
 )
 from jaxinf.compat.tracing import (
     Tracer,
@@ -194,7 +193,6 @@ __all__ = [
     "manual_axes",
     "memory_registry",
     "mesh_in_use",
-    "missing_tasks",
     "multi_steps_of",
     "path_keys",
     "path_text",

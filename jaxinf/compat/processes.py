@@ -4,7 +4,6 @@ Invariant: nothing here starts JAX's backend.
 """
 
 import contextlib
-import itertools
 import threading
 from typing import Any
 
@@ -36,23 +35,9 @@ class Coordination:
         self.process = process
         self.num_processes = num_processes
 
-    def meet(self, name: str, timeout_s: float) -> list[str]:
-        """Waits until all processes are in the barrier of a name, which is used once.
-
-        Returns:
-          The names of those that did not come in time; empty when all are there.
-        """
-        try:
-            self._client.wait_at_barrier(name, max(1, round(1000 * timeout_s)))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            return missing_tasks(str(error)) or ["unknown"]
-        return []
-
-    def put(self, key: str, value: str) -> None:
-        """Sets a key, once."""
-        self._client.key_value_set(key, value)
+    def put(self, key: str, value: str, *, again: bool = False) -> None:
+        """Sets a key, once or again."""
+        self._client.key_value_set(key, value, again)
 
     def get(self, key: str, timeout_s: float) -> str | None:
         """Waits for the value of a key; None if there is none in time."""
@@ -102,13 +87,6 @@ def coordination() -> Coordination | None:
     if client is None or not count or count < 2:
         return None
     return Coordination(client, _distributed.process_id, count)
-
-
-def missing_tasks(text: str) -> list[str]:
-    """Returns the tasks that the error of a barrier names: numbers, or longer names."""
-    _, _, names = text.partition("timed out task names:")
-    lines = itertools.takewhile(str.strip, names.lstrip().splitlines())
-    return [line.strip().rpartition(":")[2] for line in lines]
 
 
 def has_backend() -> bool:

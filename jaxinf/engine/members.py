@@ -1,12 +1,12 @@
 """The processes of a run, as one of them sees them: what they tell each other.
 
      agree: every process gives a value ──► keys ──► each gets the values of all
-     meet:  every process has done its part of a commit ──► a barrier ──► all go on
+     meet:  every process has done its part of a commit ──► keys ──► all go on
 
 Invariant: everything goes over JAX's coordination service, host-side, and never over a
 collective of the devices. Names carry the session and a counter, so that no call meets
-one of an earlier opening. A process that fails says so to the others, and comes to the
-barrier where they wait for it.
+one of an earlier opening. A process that fails says so to the others, and comes to
+where they wait for it.
 """
 
 import atexit
@@ -30,7 +30,8 @@ from jaxinf.typing import JsonValue
 
 _T = TypeVar("_T")
 
-DEFAULT_TIMEOUT_S = 60.0
+LIMIT_S = 60.0
+"""The longest wait for another process that reports no progress."""
 
 _LOG = logging.getLogger("jaxinf")
 _GRACE_S = 10.0
@@ -46,7 +47,6 @@ class Members:
       path: the path of the run, for messages.
       service: the service; None in a program of one process, or for a store of its own.
       session: id of this opening, the same in all processes.
-      timeout_s: the longest wait for another process.
 
     Attributes:
       number: number of this process, 0 if it is alone.
@@ -59,12 +59,10 @@ class Members:
         path: Path,
         service: compat.Coordination | None = None,
         session: str = "",
-        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self.path = path
         self._service = service
         self._session = session
-        self._timeout_s = timeout_s
         self.number = 0 if service is None else service.process
         self.count = 1 if service is None else service.num_processes
         self._guard = threading.Lock()
@@ -72,6 +70,7 @@ class Members:
         self._num_agreed = 0
         self._num_met = 0
         self._has_told = False
+        self._has_left = threading.Event()
         self._ending = threading.Lock()  # held until the process ends
         self._is_exiting = False
 
@@ -109,9 +108,9 @@ class Members:
             f"{folder}/{number}",
             what,
             value,
-            self._timeout_s,
             self.path,
             self._gone,
+            self._progress,
         )
         if self.number == 0:  # all have come here, so they have read the one before
             self._service.remove(f"{folder}/{number - 1}")
@@ -155,11 +154,25 @@ class Members:
           ProcessError: a process failed, or did not come in time; nothing may be
             published then.
         """
-        if self._service is None:
+        service, began_s = self._service, time.monotonic()
+        if service is None:
             return
+        folder = self._next_meeting()
         try:
-            missing = self._service.meet(self._next_meeting(), self._timeout_s)
+            service.put(f"{folder}/{self.number}", "")
+            waiting = _Waiting(service, self._told, self._progress, began_s)
+            absent = [
+                number
+                for number in range(self.count)
+                if waiting.heard(f"{folder}/{number}", number) is None
+            ]
             failed = self._told()
+            missing = [number for number in absent if number not in failed]
+            if self.number == 0 and not absent:
+                service.remove(self._meeting(self._num_met - 1))
+            if missing:  # they may come later, and must not publish then
+                text = f"it waited for process {', '.join(map(str, missing))} in vain"
+                service.put(f"{self._failures}/{self.number}", text)
         except Exception as error:
             raise ProcessError(
                 f"{self.path}: step {step}: expected JAX's coordination service in "
@@ -168,32 +181,69 @@ class Members:
                 [0],
                 step,
             ) from error
-        if failed:
-            raise failed_error(self.path, failed, step)
         if missing:
+            names = ", ".join(map(str, missing))
             raise ProcessError(
                 f"{self.path}: step {step}: expected all {self.count} processes to "
-                f"have it durable within {self._timeout_s:g} s, found none of process "
-                f"{', '.join(missing)}, which hangs, is stopped, or does something "
-                "else; step "
-                f"{step} is not committed anywhere. Look at that process, end the run "
-                "and start it again; slow drives need open_store(…, timeout_s=…)",
-                _numbers(missing),
+                f"have it durable within {LIMIT_S:g} s, or to move bytes, found none "
+                f"of process {names}, which hangs, is stopped, or "
+                f"does something else; step {step} is not committed here. Look at that "
+                "process, end the run and start it again",
+                missing,
                 step,
             )
+        if failed:
+            raise failed_error(self.path, failed, step)
 
     def _next_meeting(self) -> str:
         with self._guard:
             self._num_met += 1
-            return f"jaxinf/{self._session}/commit/{self._num_met}"
+            return self._meeting(self._num_met)
+
+    def _meeting(self, number: int) -> str:
+        return f"jaxinf/{self._session}/commit/{number}"
+
+    # --- progress ------------------------------------------------------------------
+
+    def report(self, progress: Callable[[], int]) -> None:
+        """Tells the others from time to time how far this process is, until it leaves.
+
+        Args:
+          progress: a number that changes as long as the store moves bytes.
+        """
+        service = self._service
+        if service is None:
+            return
+
+        def tell() -> None:
+            said = 0
+            while not self._has_left.wait(LIMIT_S / 4):
+                if (now := progress()) == said:
+                    continue
+                said = now
+                try:
+                    service.put(f"{self._reports}/{self.number}", str(said), again=True)
+                except Exception as error:  # the service is gone
+                    _LOG.debug("%s: no progress was told: %s", self.path, error)
+                    return
+
+        threading.Thread(target=tell, name="jaxinf-progress", daemon=True).start()
+
+    @property
+    def _reports(self) -> str:
+        return f"jaxinf/{self._session}/progress"
+
+    def _progress(self) -> dict[int, str]:
+        """What the processes have reported of their progress, by number."""
+        assert self._service is not None
+        return _by_number(self._service.below(self._reports))
 
     # --- failures ------------------------------------------------------------------
 
     def tell(self, error: BaseException) -> None:
         """Tells the others that this process fails; does not block for long.
 
-        It comes to the barrier that they are in or will be in, so they need not wait
-        for the time-out.
+        It comes to where they meet next, so they need not wait for the time-out.
         """
         with self._guard:
             if self._service is None or self._has_told:
@@ -210,7 +260,7 @@ class Members:
         assert self._service is not None
         try:
             self._service.put(f"{self._failures}/{self.number}", text)
-            self._service.meet(self._next_meeting(), self._timeout_s)
+            self._service.put(f"{self._next_meeting()}/{self.number}", "")
         except Exception as error:  # the service is gone, and with it the others
             _LOG.debug("%s: the others were not told: %s", self.path, error)
 
@@ -221,16 +271,12 @@ class Members:
     def _told(self) -> dict[int, str]:
         """What the processes that fail have said, by number."""
         assert self._service is not None
-        found = self._service.below(self._failures)
-        return {int(key.rpartition("/")[2]): text for key, text in found.items()}
+        return _by_number(self._service.below(self._failures))
 
     def _gone(self) -> dict[int, str]:
         """What the processes have said that make no further calls, by number."""
         assert self._service is not None
-        left = self._service.below(self._closed)
-        return {int(key.rpartition("/")[2]): text for key, text in left.items()} | (
-            self._told()
-        )
+        return _by_number(self._service.below(self._closed)) | self._told()
 
     @property
     def _closed(self) -> str:
@@ -243,6 +289,7 @@ class Members:
 
     def leave(self) -> None:
         """Tells the others that this process makes no further calls."""
+        self._has_left.set()
         if self._service is None:
             return
         try:
@@ -310,7 +357,7 @@ def member_path(path: Path, number: int) -> Path:
     return path / member_name(number)
 
 
-def meet_members(path: Path, timeout_s: float) -> Members:
+def meet_members(path: Path) -> Members:
     """Finds out who has a path; in a program of several processes all call it.
 
     If all give one path, they have it together. If each gives a path of its own, each
@@ -318,7 +365,6 @@ def meet_members(path: Path, timeout_s: float) -> Members:
 
     Args:
       path: the path of a store or a run.
-      timeout_s: the longest wait for another process.
 
     Raises:
       ProcessError: some do not come, or some give one path and others another.
@@ -334,7 +380,7 @@ def meet_members(path: Path, timeout_s: float) -> Members:
     def own() -> JsonValue:
         return {"path": str(path), "session": uuid.uuid4().hex}
 
-    found = _agree(service, folder, "open_store", own, timeout_s, path)
+    found = _agree(service, folder, "open_store", own, path)
     paths = [one["path"] for one in found]
     if len(set(paths)) == len(paths):
         return Members(path)
@@ -345,17 +391,16 @@ def meet_members(path: Path, timeout_s: float) -> Members:
             f"mesh of all, or a path of its own in each, found {listed}",
             range(len(paths)),
         )
-    return Members(path, service, found[0]["session"], timeout_s)
+    return Members(path, service, found[0]["session"])
 
 
 def join_members(
-    path: Path, timeout_s: float, divide: Callable[[Path, int], None] | None = None
+    path: Path, divide: Callable[[Path, int], None] | None = None
 ) -> Members:
     """As `meet_members`, for the members of a run, or a store of one process.
 
     Args:
       path: the path of the store or the run.
-      timeout_s: the longest wait for another process.
       divide: divides it among so many processes, if it is divided otherwise than this
         run needs; None: it is refused then.
 
@@ -364,13 +409,13 @@ def join_members(
       StoreFormatError: there is a store of one process at the path.
       StoreError: as `jaxinf.store.redivide`; nothing was changed.
     """
-    members = meet_members(path, timeout_s)
+    members = meet_members(path)
     if members.is_alone:
         if divide is not None and compat.coordination() is None:
             divide(path, 1)
         return members
     if divide is not None:
-        _divide(members, divide, timeout_s)
+        _divide(members, divide)
     if (path / "jaxinf.json").exists():
         raise StoreFormatError(
             f"{path}: expected a run of {members.count} processes, which has a store "
@@ -380,11 +425,9 @@ def join_members(
     return members
 
 
-def _divide(
-    members: Members, divide: Callable[[Path, int], None], timeout_s: float
-) -> None:
+def _divide(members: Members, divide: Callable[[Path, int], None]) -> None:
     """Divides a store in process 0; the others wait as long as that goes on."""
-    channel = members.channel("division", timeout_s)
+    channel = members.channel("division", LIMIT_S)
     if members.number:
         channel.hear(0, "divided")
         return
@@ -415,9 +458,9 @@ def _agree(
     folder: str,
     what: str,
     value: Callable[[], JsonValue],
-    timeout_s: float,
     path: Path,
     gone: Callable[[], dict[int, str]] = dict,
+    progress: Callable[[], dict[int, str]] = dict,
 ) -> list[Any]:
     error: BaseException | None = None
     try:
@@ -428,12 +471,11 @@ def _agree(
     service.put(f"{folder}/{service.process}", own)
     if error is not None:
         raise error
-    until_s = time.monotonic() + timeout_s
+    waiting = _Waiting(service, gone, progress, time.monotonic())
     found: list[Any] = []
     missing, failed = [], {}
     for number in range(service.num_processes):
-        key = f"{folder}/{number}"
-        text = _told_in_time(service, key, until_s, lambda n=number: n in gone())
+        text = waiting.heard(f"{folder}/{number}", number)
         told = {} if text is None else json.loads(text)
         if text is None and number in (left := gone()):
             failed[number] = left[number]
@@ -449,28 +491,48 @@ def _agree(
     if missing:
         raise ProcessError(
             f"{path}: {what}: expected all {service.num_processes} processes to make "
-            f"this call within {timeout_s:g} s, found none of process "
+            f"this call within {LIMIT_S:g} s, found none of process "
             f"{', '.join(map(str, missing))}; make it in all of them, in one order",
             missing,
         )
     return found
 
 
-def _told_in_time(
-    service: compat.Coordination,
-    key: str,
-    until_s: float,
-    is_gone: Callable[[], bool],
-) -> str | None:
-    """Waits for a key's value, as long as its process may still give one."""
-    while True:
-        left_s = until_s - time.monotonic()
-        text = service.get(key, max(0.001, min(left_s, SLICE_S)))
-        if text is not None or left_s <= 0:
-            return text
-        if is_gone():
-            return service.get(key, 0.001)  # what it has said before
+class _Waiting:
+    """Waits for what each process says, as long as it may still say it.
+
+    Args:
+      gone: what the processes have said that say nothing more, by number.
+      progress: what they have reported of their progress, by number; a process that
+        reports something else may take another `LIMIT_S`.
+    """
+
+    def __init__(
+        self,
+        service: compat.Coordination,
+        gone: Callable[[], dict[int, str]],
+        progress: Callable[[], dict[int, str]],
+        since_s: float,
+    ) -> None:
+        self._service, self._gone, self._progress = service, gone, progress
+        self._since_s = since_s
+
+    def heard(self, key: str, number: int) -> str | None:
+        since_s, seen = self._since_s, ""
+        while True:
+            left_s = since_s + LIMIT_S - time.monotonic()
+            text = self._service.get(key, max(0.001, min(left_s, SLICE_S)))
+            if text is not None:
+                return text
+            if number in self._gone():
+                return self._service.get(key, 0.001)  # what it has said before
+            now = self._progress().get(number)
+            if seen not in ("", now):
+                since_s = time.monotonic()
+            elif left_s <= 0:
+                return None
+            seen = now
 
 
-def _numbers(names: list[str]) -> list[int]:
-    return [int(name) for name in names if name.isdecimal()]
+def _by_number(found: dict[str, str]) -> dict[int, str]:
+    return {int(key.rpartition("/")[2]): text for key, text in found.items()}

@@ -57,8 +57,9 @@ class StoreRun:
     def of(cls, options: StoreOptions, members: Members) -> "StoreRun":
         health = StoreHealth(options.path)
         new_id = uuid.uuid4().hex
-        exports = Exports(options, members)
-        return cls(options, health, ByteMeters(), new_id, members, exports)
+        exports, meters = Exports(options, members), ByteMeters()
+        members.report(lambda: hash(meters.snapshot()))
+        return cls(options, health, meters, new_id, members, exports)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import closed_error
 from jaxinf.engine.kept_steps import keep_number
 from jaxinf.engine.members import (
-    DEFAULT_TIMEOUT_S,
     Members,
     join_members,
     member_path,
@@ -353,7 +352,6 @@ def open_store(
     state: StateFormat | None = None,
     keep_steps: KeepSteps | None = None,
     tiers: Mapping[str, int | str] | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
     processes: Literal["rebalance"] | None = None,
     shardings: PyTree | None = None,
     export_every: int | None = None,
@@ -412,9 +410,6 @@ def open_store(
         computes those updates, too; for `jaxinf.stream` alone, of whose
         `device_memory_bytes` it is a part. A resumed run keeps to what its last step
         had there; 0 says none (docs/streaming.md, "Updates on the device").
-      timeout_s: in a program of several processes, the longest wait for another one to
-        make the same call, or to have its part of a step durable. A drive that is that
-        much slower than another process's needs more.
       processes: ``"rebalance"``: a store that is divided among another number of
         processes is divided among these first, as `jaxinf store rebalance --processes`
         does, where all members can be seen by process 0; otherwise it is refused.
@@ -440,7 +435,7 @@ def open_store(
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
     redivision = redivision_for(processes, map(_absolute, csds or ()), shardings)
-    path, members = _joined(_absolute(path), timeout_s, redivision)
+    path, members = _joined(_absolute(path), redivision)
     if memory_bytes is not None:
         memory_bytes = given_bytes("memory_bytes", memory_bytes)
     given = {
@@ -463,14 +458,12 @@ def open_store(
         return Store(_OPEN.open(options, given, members))
 
 
-def _joined(
-    path: Path, timeout_s: float, redivision: Redivision | None
-) -> tuple[Path, Members | None]:
+def _joined(path: Path, redivision: Redivision | None) -> tuple[Path, Members | None]:
     """Returns the path of this process's store, and who has it, unless it is open."""
     held = _open_at(path)
     if held is not None and held.training.failure is None:
         return held.training.options.path, None
-    members = join_members(path, timeout_s, redivision and redivision.apply)
+    members = join_members(path, redivision and redivision.apply)
     if members.is_alone:
         return path, None
     # JAX ends its service at the exit; what is registered later, runs before.

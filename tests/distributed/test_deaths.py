@@ -11,7 +11,7 @@ from shim import built_shim
 
 only_long = pytest.mark.skipif(not LONG, reason="takes heartbeats; JAXINF_FAULTS=long")
 PACE = ("--steps", 40, "--pace", 0.3, "--layout", "replicated")
-QUICK = ("--options", '{"timeout_s": 8}')
+QUICK = ("--limit", 8)
 
 
 def seconds_to_end(processes, number):

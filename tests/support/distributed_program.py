@@ -27,6 +27,7 @@ import jaxinf
 import jaxinf.engine.place
 import jaxinf.engine.store
 import jaxinf.engine.training
+from jaxinf.engine import members
 from jaxinf.engine.members import Members
 from jaxinf.engine.steps import StepEngine
 from jaxinf.store import StoreDirectory
@@ -69,6 +70,7 @@ def parsed(arguments):
     parser.add_argument("--init", choices=["eager", "traced"], default="eager")
     parser.add_argument("--compress", type=float)
     parser.add_argument("--options", type=json.loads, default={})
+    parser.add_argument("--limit", type=float, default=members.LIMIT_S)
     parser.add_argument("--checkpoint-at", type=int)
     parser.add_argument("--print-sums", action="store_true")
     parser.add_argument("--kill", help="POINT:NUMBER:before or after")
@@ -179,6 +181,7 @@ def begin(given):
     if given.clock:
         ctypes.CDLL(None).clock_shift(given.clock)
         print("clock", int(time.time()), flush=True)
+    members.LIMIT_S = given.limit
     if given.kill:
         die_at(*given.kill.split(":"))
     if given.hang:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxinf
-from jaxinf.engine import member_opening
+from jaxinf.engine import member_opening, members
 from jaxinf.store import Manifest
 
 EARLY = []
@@ -44,7 +44,7 @@ def trained(store, params, tx, steps=1):
 def different_paths(place, mesh, number):
     del mesh
     shared = place / ("odd" if number == 2 else "common")
-    jaxinf.open_store(shared, timeout_s=20)
+    jaxinf.open_store(shared)
 
 
 def other_version(place, mesh, number):
@@ -156,7 +156,7 @@ def damaged_chunk(place, mesh, number):
     if number == 0:
         [path] = target.glob("current/params.w/c/*/*")
         path.write_bytes(b"\xff" + path.read_bytes()[1:])
-    with jaxinf.open_store(place / "chunk", timeout_s=10) as store:
+    with jaxinf.open_store(place / "chunk") as store:
         store.params(like={"w": replicated(mesh)})
 
 
@@ -199,14 +199,16 @@ def restored_after_a_backup(place, mesh, number):
 def missing_process(place, mesh, number):
     del mesh
     if number == 0:
-        jaxinf.open_store(place / "lonely", timeout_s=1)
+        members.LIMIT_S = 1
+        jaxinf.open_store(place / "lonely")
 
 
 def checkpoint_of_one(place, mesh, number):
     """One process makes a call, while the others are there and make none."""
     del mesh
     told = place / "told"
-    with jaxinf.open_store(place / "copies", timeout_s=4) as store:
+    members.LIMIT_S = 4
+    with jaxinf.open_store(place / "copies") as store:
         try:
             if number == 0:
                 store.checkpoint("alone")
