@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LAYERS = [
-    {"compat", "errors", "terminal", "typing"},
+    {"compat", "documents", "errors", "terminal", "typing"},
     {
         "program",
         "native",

@@ -32,6 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from rich.console import Console
 from rich.text import Text
@@ -87,7 +88,7 @@ def _describe_store(step: CommittedStep) -> dict[str, Any]:
         "disk_bytes": _disk_bytes(directory),
         "checkpoints": [asdict(info) for info in list_checkpoints(directory)],
         "drives": _describe_drives(directory),
-        "writer": writer and asdict(writer),
+        "writer": writer and msgspec.to_builtins(writer),
     }
 
 

@@ -6,27 +6,17 @@ at that moment would be refused.
 
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
+from jaxinf.documents import DocumentError, decode
 from jaxinf.errors import StoreError
 from jaxinf.io import read_beneath
-from jaxinf.schema import SchemaError, check_json
-from jaxinf.store import LOCK
+from jaxinf.store import Holder
 
 _MOST_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Writer:
-    """The process that has a store open."""
-
-    pid: int
-    host: str
-    command: tuple[str, ...]
-
-
-def find_writer(store: Path, *, locks: Path = Path("/proc/locks")) -> Writer | None:
+def find_writer(store: Path, *, locks: Path = Path("/proc/locks")) -> Holder | None:
     """Finds the holder of ``STORE/lock``; None if no process of this machine holds it.
 
     The lock's file still names its last holder after it has ended, so the kernel's list
@@ -35,11 +25,8 @@ def find_writer(store: Path, *, locks: Path = Path("/proc/locks")) -> Writer | N
     path = store / "lock"
     try:
         found = os.stat(path)
-        who = check_json(read_beneath(store, path.name, _MOST_BYTES), LOCK)
-        command = who["command"]
-        words = (command,) if isinstance(command, str) else tuple(command)
-        writer = Writer(who["pid"], who["host"], words)
-    except (OSError, StoreError, SchemaError):
+        writer = decode(read_beneath(store, path.name, _MOST_BYTES), Holder)
+    except (OSError, StoreError, DocumentError):
         return None
     if writer.host != socket.gethostname():
         return None

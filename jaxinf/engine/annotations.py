@@ -3,11 +3,10 @@
 Invariant: a payload for a finished step is refused; older payloads are dropped.
 """
 
-import json
 import threading
 from pathlib import Path
 
-from jaxinf.schema import ANYTHING, parse_json
+from jaxinf.documents import encode, parse_json
 from jaxinf.typing import JsonValue
 
 _MOST_BYTES = 16 << 20  # the record must stay within the limit of a document
@@ -37,9 +36,8 @@ class Annotations:
           ValueError: the step is finished already, or the payload holds NaN or Inf.
           TypeError: the payload has no form in JSON.
         """
-        text = json.dumps(payload, allow_nan=False).encode()
-        payload = parse_json(text, most_bytes=_MOST_BYTES)
-        ANYTHING.check(payload, "payload")
+        raw = encode({"payload": payload})  # nested as it will be in the record
+        payload = parse_json(raw, most_bytes=_MOST_BYTES)["payload"]
         with self._guard:
             last = max(self._last_taken, finished)
             if step <= last:

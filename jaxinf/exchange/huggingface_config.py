@@ -7,20 +7,13 @@ Invariant: a setting that affects the model's results is read, or refused if our
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
+from msgspec import Meta
+
+from jaxinf.documents import DocumentError, convert
 from jaxinf.errors import ExchangeError
-from jaxinf.schema import (
-    ANYTHING,
-    Flag,
-    Kind,
-    Mapped,
-    Number,
-    Record,
-    SchemaError,
-    Text,
-    Whole,
-)
 from jaxinf.typing import JsonValue
 
 _EXTRA = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -29,44 +22,46 @@ _LABELS = ("id2label", "label2id")
 _READ_LAST = ("gpt2", "llama")
 Fields = dict[str, Any]
 
-_COUNT = Whole(0, 2**31)
-_ROPE_BASE = Number(2, 2**62)  # of less, all frequencies are alike, or none is finite
-_FACTOR = Number(0, 2**20)
-_KINDS: Mapping[str, Kind] = {
-    "dropout": Number(0, 1),
-    "norm_epsilon": Number(1e-30, 0.1),
-    "tied_embeddings": Flag(),
-}
-"""Our field → its kind; all others are counts."""
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**31)]
+# Of a base below 2, all frequencies are alike, or none is finite.
+_RopeBase: TypeAlias = Annotated[float, Meta(ge=2, le=2.0**62)]
+_Factor: TypeAlias = Annotated[float, Meta(ge=0, le=2**20)]
 
-_ROPE = Record(
-    {},
-    {
-        "rope_type": Text(),
-        "type": Text(),
-        "original_max_position_embeddings": Number(1),
-        "rope_theta": _ROPE_BASE,
-        **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _FACTOR),
-    },
-    others=ANYTHING,
-)
-_OTHER_KINDS: Mapping[str, Kind] = {
-    "rope_parameters": _ROPE,
-    "rope_scaling": _ROPE,
-    "rope_theta": _ROPE_BASE,
-    "id2label": Mapped(ANYTHING),
-    "label2id": Mapped(ANYTHING),
-    "tie_word_embeddings": Flag(),
-    "scale_decoder_outputs": Flag(),
+
+class _Rope(msgspec.Struct):
+    rope_type: str = ""
+    type: str = ""
+    original_max_position_embeddings: Annotated[float, Meta(ge=1, le=2.0**62)] = 1
+    rope_theta: _RopeBase = 2
+    factor: _Factor = 0
+    low_freq_factor: _Factor = 0
+    high_freq_factor: _Factor = 0
+
+
+_KINDS: Mapping[str, Any] = {
+    "dropout": Annotated[float, Meta(ge=0, le=1)],
+    "norm_epsilon": Annotated[float, Meta(ge=1e-30, le=0.1)],
+    "tied_embeddings": bool,
+}
+"""Our field → its type; all others are counts."""
+
+_OTHER_KINDS: Mapping[str, Any] = {
+    "rope_parameters": _Rope,
+    "rope_scaling": _Rope,
+    "rope_theta": _RopeBase,
+    "id2label": dict[str, Any],
+    "label2id": dict[str, Any],
+    "tie_word_embeddings": bool,
+    "scale_decoder_outputs": bool,
     **dict.fromkeys(
         (
             *("num_labels", "num_decoder_layers", "num_key_value_heads", "head_dim"),
             *("sliding_window", "n_inner"),
         ),
-        _COUNT,
+        _Count,
     ),
 }
-"""Their fields that `read` of a table looks at → their kinds."""
+"""Their fields that `read` of a table looks at → their types."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +106,9 @@ class _ConfigTable:
     write: Callable[[Mapping[str, Any]], Fields] = lambda fields: {}
 
     @property
-    def kinds(self) -> Mapping[str, Kind]:
-        """Their field → what it may be, besides null and missing."""
-        own = {theirs: _KINDS.get(ours, _COUNT) for ours, theirs in self.names.items()}
+    def kinds(self) -> Mapping[str, Any]:
+        """Their field → its type, besides null and missing."""
+        own = {theirs: _KINDS.get(ours, _Count) for ours, theirs in self.names.items()}
         return {**_OTHER_KINDS, **own}
 
 
@@ -455,13 +450,13 @@ def read_config(document: Any, *, where: str) -> Architecture:
     )
 
 
-def _problem(document: Mapping[str, Any], field: tuple[str, Kind]) -> str | None:
+def _problem(document: Mapping[str, Any], field: tuple[str, Any]) -> str | None:
     """Describes a value of another kind; None if it is right, null or missing."""
     name, kind = field
     try:
         if document.get(name) is not None:
-            kind.check(document[name], name)
-    except SchemaError as error:
+            convert(document[name], kind, name)
+    except DocumentError as error:
         return str(error)
     return None
 

@@ -20,7 +20,6 @@ from jaxinf.exchange.huggingface_names import TABLES, TensorName, WeightTable
 from jaxinf.exchange.safetensors_format import read_header
 from jaxinf.exchange.safetensors_source import index_places
 from jaxinf.exchange.safetensors_writer import INDEX_NAME, WEIGHTS_NAME
-from jaxinf.exchange.schemas import ANY_OBJECT
 from jaxinf.exchange.sources import FileArray, SourceArray, within
 from jaxinf.io.buffers import aligned_array
 from jaxinf.store import read_foreign
@@ -299,7 +298,7 @@ def read_config_file(path: Path) -> Architecture:
     Raises:
       ExchangeError: it cannot be read, or the architecture is not known.
     """
-    document = read_foreign(path, ANY_OBJECT, "a config.json", "check the file")
+    document = read_foreign(path, dict[str, Any], "a config.json", "check the file")
     return read_config(document, where=str(path))
 
 
@@ -365,4 +364,5 @@ def _check_precision(document: Any, where: str) -> None:
 
 
 def _read_json(path: Path) -> Any:
-    return read_foreign(path, ANY_OBJECT, "a JSON document", "copy the checkpoint anew")
+    what, remedy = "a JSON document", "copy the checkpoint anew"
+    return read_foreign(path, dict[str, Any], what, remedy)

@@ -10,17 +10,44 @@ siblings: Flax adds this key for a variable.
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import tensorstore
+from msgspec import Meta
 
+from jaxinf.documents import pattern
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.schemas import ORBAX_TREE
 from jaxinf.exchange.sources import SourceArray, TensorstoreArray
 from jaxinf.store import read_foreign
 from jaxinf.store.names import encode_key
 
 METADATA_NAME = "_METADATA"
+
+
+class _Key(msgspec.Struct):
+    key: (
+        Annotated[str, pattern(r"[^\0]*", "a key")]
+        | Annotated[int, Meta(ge=0, le=2**62)]
+    )
+
+
+class _Value(msgspec.Struct):
+    value_type: str
+    skip_deserialize: bool = False
+
+
+class _Entry(msgspec.Struct):
+    key_metadata: Annotated[tuple[_Key, ...], Meta(max_length=255)]
+    value_metadata: _Value
+
+
+class _Metadata(msgspec.Struct):
+    """What is read of Orbax's ``_METADATA``."""
+
+    tree_metadata: dict[str, _Entry]
+    use_zarr3: bool = False
+
 
 _WHAT = "the tree of an Orbax checkpoint"
 _REMEDY = "copy the checkpoint anew, or save it with a newer Orbax"
@@ -49,10 +76,10 @@ def read_orbax(path: Path) -> dict[str, SourceArray]:
     """
     directory = _find_item(path)
     file = directory / METADATA_NAME
-    document = read_foreign(file, ORBAX_TREE, _WHAT, _REMEDY)
+    document = read_foreign(file, _Metadata, _WHAT, _REMEDY)
     # jaxinf's own trees have their keys encoded already.
     is_ours = (directory / "commit.json").is_file()
-    entries = _entries(document["tree_metadata"], str if is_ours else encode_key)
+    entries = _entries(document.tree_metadata, str if is_ours else encode_key)
     for name, folder in entries.items():
         if "/" in folder or folder in ("", ".", ".."):
             raise ExchangeError(
@@ -60,7 +87,7 @@ def read_orbax(path: Path) -> dict[str, SourceArray]:
                 f"which is no folder of its own; {_REMEDY}"
             )
     is_ocdbt = (directory / "manifest.ocdbt").is_file()
-    driver = "zarr3" if document.get("use_zarr3") else "zarr"
+    driver = "zarr3" if document.use_zarr3 else "zarr"
     futures = {
         name: tensorstore.open(
             {"driver": driver, "kvstore": _kvstore(directory, folder, is_ocdbt)},
@@ -75,12 +102,14 @@ def read_orbax(path: Path) -> dict[str, SourceArray]:
     }
 
 
-def _entries(tree: Mapping[str, Any], encode: Callable[[str], str]) -> dict[str, str]:
+def _entries(
+    tree: Mapping[str, _Entry], encode: Callable[[str], str]
+) -> dict[str, str]:
     paths = [
-        tuple(str(part["key"]) for part in entry["key_metadata"])
+        tuple(str(part.key) for part in entry.key_metadata)
         for entry in tree.values()
-        if not entry["value_metadata"].get("skip_deserialize")
-        and entry["value_metadata"]["value_type"] not in _NO_ARRAYS
+        if not entry.value_metadata.skip_deserialize
+        and entry.value_metadata.value_type not in _NO_ARRAYS
     ]
     num_children = Counter(path[:-1] for path in paths)
     entries: dict[str, str] = {}

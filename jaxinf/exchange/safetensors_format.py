@@ -14,16 +14,17 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, TypeAlias
 
 import ml_dtypes
+import msgspec
 import numpy as np
+from msgspec import Meta
 
+from jaxinf.documents import convert, one_of, parse_json, shown
 from jaxinf.errors import ExchangeError, StoreError
-from jaxinf.exchange.schemas import tensors_header
 from jaxinf.io import check_regular
 from jaxinf.io.failures import translated
-from jaxinf.schema import SchemaError, parse_json, shown
 
 _MAX_HEADER_BYTES = 100_000_000
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -41,8 +42,16 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "U64": np.dtype(np.uint64),
     "BOOL": np.dtype(np.bool_),
 }
-_HEADER = tensors_header(tuple(_DTYPES))
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class _Tensor(msgspec.Struct):
+    dtype: Annotated[str, one_of(*_DTYPES)]
+    shape: Annotated[tuple[_Count, ...], Meta(max_length=64)]
+    data_offsets: tuple[_Count, _Count]
 
 
 @dataclass(frozen=True)
@@ -108,9 +117,9 @@ def read_header(path: Path) -> TensorsHeader:
                 num_bytes = path.stat().st_size
                 text = _header_text(stream, num_bytes)
         document = parse_json(text, most_bytes=_MAX_HEADER_BYTES)
-        _HEADER.check(document)
-        metadata = document.pop("__metadata__", {})
-        tensors = {name: _read_info(entry) for name, entry in document.items()}
+        entries = convert(document, dict[str, Any])
+        metadata = convert(entries.pop("__metadata__", {}), dict[str, str])
+        tensors = {name: _read_info(name, entry) for name, entry in entries.items()}
         data_offset_bytes = 8 + len(text)
         _check_offsets(tensors, num_bytes - data_offset_bytes)
     except (ValueError, StoreError) as error:
@@ -123,19 +132,20 @@ def read_header(path: Path) -> TensorsHeader:
 
 def _header_text(stream: IO[bytes], num_bytes: int) -> bytes:
     if num_bytes < 8:
-        raise SchemaError(f"expected at least 8 bytes, found {num_bytes}")
+        raise ValueError(f"expected at least 8 bytes, found {num_bytes}")
     length_bytes = struct.unpack("<Q", stream.read(8))[0]
     if length_bytes > min(_MAX_HEADER_BYTES, num_bytes - 8):
-        raise SchemaError(f"a header of {length_bytes} bytes does not fit")
+        raise ValueError(f"a header of {length_bytes} bytes does not fit")
     return stream.read(length_bytes)
 
 
-def _read_info(entry: Mapping[str, Any]) -> TensorInfo:
-    begin, end = entry["data_offsets"]
-    info = TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]], begin)
+def _read_info(name: str, entry: Any) -> TensorInfo:
+    held = convert(entry, _Tensor, name if name.isidentifier() else f"[{shown(name)}]")
+    begin, end = held.data_offsets
+    info = TensorInfo(held.shape, _DTYPES[held.dtype], begin)
     if end - begin != info.num_bytes:
-        raise SchemaError(
-            f"{end - begin} bytes for shape {list(info.shape)}, {entry['dtype']}"
+        raise ValueError(
+            f"{end - begin} bytes for shape {list(info.shape)}, {held.dtype}"
         )
     return info
 
@@ -146,10 +156,10 @@ def _check_offsets(tensors: Mapping[str, TensorInfo], data_bytes: int) -> None:
         tensors.items(), key=lambda item: (item[1].offset_bytes, item[1].num_bytes)
     ):
         if info.offset_bytes != end:
-            raise SchemaError(
+            raise ValueError(
                 f"{shown(name)} is at byte {info.offset_bytes} of the data, expected "
                 f"{end}"
             )
         end += info.num_bytes
     if end != data_bytes:
-        raise SchemaError(f"{data_bytes} bytes of data, the header describes {end}")
+        raise ValueError(f"{data_bytes} bytes of data, the header describes {end}")

@@ -4,15 +4,29 @@ Invariant: a name is in one file only, and every file is complete.
 """
 
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
+
+from jaxinf.documents import pattern
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange.safetensors_format import read_header
 from jaxinf.exchange.safetensors_writer import INDEX_NAME
-from jaxinf.exchange.schemas import INDEX
 from jaxinf.exchange.sources import FileArray, SourceArray, within
 from jaxinf.store import read_foreign
 
 _SUFFIX = ".safetensors"
+_FILE = pattern(
+    r"[^./\0][^/\0]*\.safetensors",
+    "the name of a safetensors file in the same folder; nothing outside it is read",
+    255,
+)
+
+
+class _Index(msgspec.Struct):
+    """What is read of ``model.safetensors.index.json``."""
+
+    weight_map: dict[str, Annotated[str, _FILE]]
 
 
 def is_safetensors(path: Path) -> bool:
@@ -51,7 +65,7 @@ def index_places(index: Path) -> dict[str, str]:
       ExchangeError: the index cannot be read, or names a file outside its folder.
     """
     what = "the index of safetensors files"
-    return read_foreign(index, INDEX, what, "copy it anew")["weight_map"]
+    return read_foreign(index, _Index, what, "copy it anew").weight_map
 
 
 def _in_directory(path: Path) -> list[Path]:

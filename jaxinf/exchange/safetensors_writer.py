@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxinf.documents import encode
 from jaxinf.exchange.adapters import Change
 from jaxinf.exchange.destination import new_directory
 from jaxinf.exchange.safetensors_format import TensorInfo, encode_header
 from jaxinf.exchange.step_files import StepFiles, StoredArray
-from jaxinf.io import write_bytes_atomically, write_json_atomically
+from jaxinf.io import write_bytes_atomically
 from jaxinf.io.failures import translated
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, box_runs
 from jaxinf.typing import JsonValue, ProgressCallback
@@ -109,10 +110,8 @@ def write_tensors(
         if len(files) > 1:
             beside[INDEX_NAME] = _index(files, total_bytes)
         for name, document in beside.items():
-            if isinstance(document, bytes):
-                write_bytes_atomically(directory / name, document)
-            else:
-                write_json_atomically(directory / name, document)
+            raw = document if isinstance(document, bytes) else encode(document)
+            write_bytes_atomically(directory / name, raw)
 
 
 def _index(files: Mapping[str, Sequence[Tensor]], total_bytes: int) -> JsonValue:

@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import ExchangeError
 from jaxinf.io import read_beneath, read_bounded, write_bytes_atomically
-from jaxinf.schema import MOST_BYTES
 
 _OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _OF_TOKENIZERS += ("added_tokens.json", "chat_template.jinja", "tokenizer.model")

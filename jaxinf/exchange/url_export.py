@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import ExchangeError, StoreFormatError
 from jaxinf.exchange.object_store import ObjectStore
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
@@ -23,7 +24,6 @@ from jaxinf.exchange.tokenizer_files import kept_tokenizer
 from jaxinf.exchange.url_manifest import BEGUN, MANIFEST, ExportManifest
 from jaxinf.io import crc32c, crc32c_combine, read_beneath
 from jaxinf.layout import scale_chunks
-from jaxinf.schema import MOST_BYTES
 from jaxinf.store import (
     CommitRecord,
     LeafRecord,
@@ -212,7 +212,7 @@ class UrlExport:
         self.chunks = list(chunk_objects(manifest, commit))
         self._documents = _documents(manifest, commit, beside)
         checksum = _crc(self._documents["commit.json"])
-        self._own = ExportManifest(manifest.store_id, commit.step, f"{checksum:08x}")
+        self._own = ExportManifest.of(manifest, commit.step, checksum)
 
     def begin(self) -> None:
         """Takes the place for this step; blocks.
@@ -226,7 +226,7 @@ class UrlExport:
         self._place.check_room(
             sum(chunk.num_bytes for chunk in self.chunks if chunk.name not in there)
         )
-        self._place.put(BEGUN, self._own.to_bytes())
+        self._place.put(BEGUN, seal(self._own))
 
     def complete(self, num_kept: int = 0) -> UrlReport:
         """Writes the documents when all chunks are there, the manifest last; blocks.
@@ -249,7 +249,7 @@ class UrlExport:
             "they were written, or another process of the run sees another place "
             "there: try again, with a URL that is one place for all",
         )
-        place.put(MANIFEST, replace(self._own, objects=objects).to_bytes())
+        place.put(MANIFEST, seal(self._own.listing(objects)))
         num_bytes = sum(length for length, _ in objects.values())
         return UrlReport(self._own.step, len(objects) + 2, num_bytes, num_kept)
 
@@ -362,7 +362,7 @@ def _check_free(place: ObjectStore, there: set[str], own: ExportManifest) -> Non
     found = None
     for name in {MANIFEST, BEGUN} & there if there != {BEGUN} else ():
         found = ExportManifest.read(place, name)
-        if found is not None and found != own:
+        if found is not None and found.listing({}) != own:
             raise ExchangeError(
                 f"{place.where}: expected nothing, or the same export, interrupted; "
                 f"found step {found.step} of store {found.store_id}, exporting step "

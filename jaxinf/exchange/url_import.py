@@ -76,17 +76,18 @@ class _UrlSource:
                 f"{place.where}: expected {MANIFEST}, which completes an export, found "
                 f"{found}; {_AGAIN if begun else 'check the URL'}"
             )
-        place.check_all(export.objects, f"they were removed: {_AGAIN}")
+        listed = {n: (b, int(crc, 16)) for n, (b, crc) in export.objects.items()}
+        place.check_all(listed, f"they were removed: {_AGAIN}")
         with tempfile.TemporaryDirectory() as folder:
             for name in ("jaxinf.json", "commit.json"):
-                if name not in export.objects:
+                if name not in listed:
                     raise ExchangeError(f"{place.where}: {MANIFEST} lists no {name}")
-                content = place.get(name, *export.objects[name])
+                content = place.get(name, *listed[name])
                 (Path(folder) / name).write_bytes(content)
             manifest = Manifest.read(Path(folder) / "jaxinf.json")
             commit = CommitRecord.read(Path(folder) / "commit.json")
             commit.check_fits(Path(folder) / "commit.json", manifest)
-        source = cls(place, export.objects, manifest, commit)
+        source = cls(place, listed, manifest, commit)
         missing = sorted({chunk.name for chunk in source.chunks} - set(source.listed))
         if missing:
             raise ExchangeError(

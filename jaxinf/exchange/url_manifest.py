@@ -7,15 +7,16 @@ Invariant: `MANIFEST` is written when every other object has been read back, so 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
+from msgspec import Meta
+
+from jaxinf.documents import Document, DocumentError, convert, parse_json, shown
 from jaxinf.errors import ExchangeError, StoreFormatError
 from jaxinf.exchange.object_store import ObjectStore, is_url
-from jaxinf.exchange.schemas import EXPORT
-from jaxinf.schema import SchemaError, parse_json, shown
-from jaxinf.store import check_seal, seal
+from jaxinf.store import Id, Manifest, Sum, check_seal, seal
 
 BEGUN = "export-begun.json"
 """The first object: whose export lies here."""
@@ -39,31 +40,35 @@ def export_url_at(place: str) -> str | None:
     return f"file://{directory}" if (directory / MANIFEST).is_file() else None
 
 
-@dataclass(frozen=True)
-class ExportManifest:
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class ExportManifest(Document, frozen=True):
     """What an export has.
 
     Attributes:
-      commit: CRC-32C of the step's ``commit.json``, 8 hex digits.
+      commit: CRC-32C of the step's ``commit.json``.
       objects: bytes and CRC-32C of each object by name, but for the two of the export
-        itself; not part of comparisons.
+        itself.
     """
 
-    store_id: str
-    step: int
-    commit: str
-    objects: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
+    format: Literal["jaxinf export"]
+    format_version: Literal[1]
+    store_id: Id
+    step: _Count
+    commit: Sum
+    objects: dict[Annotated[str, Meta(max_length=4096)], tuple[_Count, Sum]]
 
-    def to_bytes(self) -> bytes:
-        document: dict[str, Any] = {
-            "format": "jaxinf export",
-            "format_version": _VERSION,
-            "store_id": self.store_id,
-            "step": self.step,
-            "commit": self.commit,
-            "objects": {n: [b, f"{crc:08x}"] for n, (b, crc) in self.objects.items()},
-        }
-        return seal(document)
+    @classmethod
+    def of(cls, manifest: Manifest, step: int, commit: int) -> "ExportManifest":
+        """Makes the manifest of a step's export, without objects."""
+        own = (manifest.store_id, step, f"{commit:08x}")
+        return cls("jaxinf export", _VERSION, *own, objects={})
+
+    def listing(self, objects: Mapping[str, tuple[int, int]]) -> "ExportManifest":
+        """Returns the same with objects; their CRC-32C are numbers."""
+        listed = {n: (b, f"{crc:08x}") for n, (b, crc) in objects.items()}
+        return msgspec.structs.replace(self, objects=listed)
 
     @classmethod
     def read(cls, place: ObjectStore, name: str) -> "ExportManifest | None":
@@ -85,14 +90,13 @@ class ExportManifest:
                     f"found {shown(version)}; use a newer jaxinf"
                 )
             check_seal(where, raw, _WHAT, _REMEDY)
-            EXPORT.check(document)
-        except (SchemaError, StoreFormatError) as error:
+            del document["crc32c"]
+            return convert(document, cls)
+        except (DocumentError, StoreFormatError) as error:
             raise ExchangeError(
                 f"{where}: expected {_WHAT}, found one that is torn or of another "
                 f"tool ({error}); {_REMEDY}"
             ) from error
-        objects = {n: (b, int(crc, 16)) for n, (b, crc) in document["objects"].items()}
-        return cls(document["store_id"], document["step"], document["commit"], objects)
 
 
 def url_of_step(url: str, step: int) -> str:

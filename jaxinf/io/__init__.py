@@ -21,7 +21,6 @@ from jaxinf.io.files import (
     opened_to_write,
     sync_filesystem,
     write_bytes_atomically,
-    write_json_atomically,
 )
 from jaxinf.io.memory import MACHINE_MEMORY_BYTES, free_memory
 from jaxinf.io.meters import ByteCounts, ByteMeters
@@ -55,5 +54,4 @@ __all__ = [
     "timeline",
     "write_bytes_atomically",
     "write_from",
-    "write_json_atomically",
 ]

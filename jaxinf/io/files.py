@@ -6,7 +6,6 @@ Invariant: a file appears under its name complete, or not at all.
 import contextlib
 import ctypes
 import errno
-import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from jaxinf.io.failures import translated
 from jaxinf.io.pages import page_ceil
-from jaxinf.typing import JsonValue, PathLikeStr
+from jaxinf.typing import PathLikeStr
 
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
@@ -54,26 +53,14 @@ def allocate_file(
                 raise
 
 
-def write_json_atomically(path: PathLikeStr, obj: JsonValue) -> None:
-    """Writes a JSON file so that a crash leaves the old or the new one.
+def write_bytes_atomically(path: PathLikeStr, content: bytes) -> None:
+    """Writes a file so that a crash leaves the old or the new one.
 
     Blocks until it is durable. A temporary file beside it is removed on any error.
 
     Raises:
-      ValueError: if a number is NaN or infinite; nothing is written.
-      TypeError: if a value has no form in JSON; nothing is written.
       StoreSpaceError: if there is no room.
       StoreIOError: if the file cannot be written.
-    """
-    text = json.dumps(obj, indent=1, allow_nan=False) + "\n"
-    write_bytes_atomically(path, text.encode())
-
-
-def write_bytes_atomically(path: PathLikeStr, content: bytes) -> None:
-    """Like `write_json_atomically`, for any content.
-
-    Raises:
-      StoreSpaceError, StoreIOError: as `write_json_atomically`.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")

@@ -52,10 +52,17 @@ from jaxinf.store.directory import (
     other_slot,
 )
 from jaxinf.store.division import is_divided_for
-from jaxinf.store.documents import check_seal, read_foreign, seal, write_document
+from jaxinf.store.documents import (
+    Id,
+    Sum,
+    check_seal,
+    read_foreign,
+    seal,
+    write_document,
+)
 from jaxinf.store.earlier import read_spare, restore_spare, verify_spare
 from jaxinf.store.key_paths import encode_path
-from jaxinf.store.lock import StoreLock, lock_exclusively
+from jaxinf.store.lock import Holder, StoreLock, lock_exclusively
 from jaxinf.store.making import (
     chunk_holders,
     csd_bytes,
@@ -84,6 +91,7 @@ from jaxinf.store.owned import (
 )
 from jaxinf.store.owners import claim_csds
 from jaxinf.store.plans import (
+    KeptPlan,
     check_plans_folder,
     drive_of,
     plan_damages,
@@ -95,7 +103,6 @@ from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
 from jaxinf.store.rebuilding import GivenStep, Rebuilt, rebuild_members
 from jaxinf.store.redividing import Redivided, num_processes, redivide
 from jaxinf.store.regridding import Shards, ShardsOf, in_line
-from jaxinf.store.schemas import LOCK
 from jaxinf.store.snapshot import (
     PinnedStep,
     pinned_step,
@@ -126,7 +133,6 @@ __all__ = [
     "COMMIT",
     "ERROR_FEEDBACK",
     "FORMAT_VERSION",
-    "LOCK",
     "MASTER_CODECS",
     "MASTER_PARAMS",
     "SLOTS",
@@ -137,6 +143,9 @@ __all__ = [
     "Damage",
     "GivenStep",
     "HeldSteps",
+    "Holder",
+    "Id",
+    "KeptPlan",
     "LeafContents",
     "LeafRecord",
     "Manifest",
@@ -157,6 +166,7 @@ __all__ = [
     "StoreContents",
     "StoreDirectory",
     "StoreLock",
+    "Sum",
     "Team",
     "Verifier",
     "agreed_of",

@@ -18,8 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jaxinf.documents import encode
 from jaxinf.errors import StoreError, StoreFormatError, StoreMismatchError
-from jaxinf.io import fsync_directory, write_json_atomically
+from jaxinf.io import fsync_directory, write_bytes_atomically
 from jaxinf.io.failures import translated
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.damage import Damage
@@ -379,10 +380,8 @@ def _checked_name(directory: StoreDirectory, name: str | None, step: int) -> str
 def add_documents(directory: StoreDirectory, root: Path, record: CommitRecord) -> None:
     """Adds documents that a slot lacks: the manifest, and Orbax's."""
     directory.manifest.write(root / "jaxinf.json")
-    write_json_atomically(
-        root / "_CHECKPOINT_METADATA",
-        orbax_checkpoint_metadata(time.time_ns(), is_item=True),
-    )
+    item = orbax_checkpoint_metadata(time.time_ns(), is_item=True)
+    write_bytes_atomically(root / "_CHECKPOINT_METADATA", encode(item))
     documents = stock_documents(root, directory.manifest)
     replace(record, documents=documents).write(root / "commit.json")
     (root / "orbax.checkpoint").touch()

@@ -8,17 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
+from jaxinf.documents import Document, pattern, shown
 from jaxinf.errors import StoreFormatError
-from jaxinf.schema import SchemaError, shown
 from jaxinf.store.contents import dtype_of
 from jaxinf.store.documents import (
-    check_seal,
-    no_document,
+    Dtype,
+    Lengths,
+    Name,
+    Sum,
     read_document,
+    refusing,
     write_document,
 )
 from jaxinf.store.manifest import (
@@ -28,7 +33,6 @@ from jaxinf.store.manifest import (
     Manifest,
     version_of,
 )
-from jaxinf.store.schemas import RECORD
 from jaxinf.typing import Array, JsonValue
 
 _WHAT = "the record of a committed step"
@@ -36,6 +40,16 @@ _REMEDY = (
     "undo the edit, restore the file from a backup, or go back to a checkpoint (jaxinf "
     "checkpoint restore STORE NAME)"
 )
+
+
+class ScalarDocument(Document, frozen=True):
+    """A scalar on disk: ``data``, and ``value`` for people to read."""
+
+    path: str
+    dtype: Dtype
+    shape: Lengths
+    data: Annotated[str, pattern("(?:[0-9a-f]{2})*+", "bytes in hex digits")]
+    value: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,40 +64,57 @@ class ScalarState:
     path: str
     value: Array
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns its form on disk: ``data``, and ``value`` for people to read."""
+    @property
+    def document(self) -> ScalarDocument:
+        """Its form on disk."""
         value = np.ascontiguousarray(self.value).reshape(np.shape(self.value))
-        document: dict[str, Any] = {
-            "path": self.path,
-            "dtype": value.dtype.name,
-            "shape": list(value.shape),
-            "data": value.tobytes().hex(),
-        }
-        if value.shape == ():
-            document["value"] = str(value)
-        return document
+        text = str(value) if value.shape == () else ""
+        name, data = value.dtype.name, value.tobytes().hex()
+        return ScalarDocument(self.path, name, value.shape, data, text)
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> "ScalarState":
-        """Parses a document that fits its schema; the reverse of `to_json`.
+    def of(cls, document: ScalarDocument) -> "ScalarState":
+        """Reads its form on disk.
 
         Raises:
-          SchemaError: the document contradicts itself.
+          ValueError: the document contradicts itself.
         """
-        path, dtype = document["path"], dtype_of(document["dtype"])
-        shape, data = tuple(document["shape"]), bytes.fromhex(document["data"])
+        path, dtype, shape = document.path, dtype_of(document.dtype), document.shape
+        data = bytes.fromhex(document.data)
         if len(data) != math.prod(shape) * dtype.itemsize:
-            raise SchemaError(
+            raise ValueError(
                 f"scalar {path}: expected {dtype} of shape {shape}, found "
                 f"{len(data)} bytes"
             )
         value = np.frombuffer(data, dtype).reshape(shape).copy()
-        spelled = document.get("value")
-        if spelled is not None and not _says(spelled, value):
-            raise SchemaError(
-                f"scalar {path}: its data says {value}, its value says {shown(spelled)}"
+        if document.value and not _says(document.value, value):
+            raise ValueError(
+                f"scalar {path}: its data says {value}, its value says "
+                f"{shown(document.value)}"
             )
         return cls(path, value)
+
+
+_Step: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # the state's is an int32
+_STOCK = r"zarr\.json|_METADATA|_CHECKPOINT_METADATA|commit_success\.txt|\*/zarr\.json"
+_SUMS = pattern("(?:[0-9a-f]{8}(?: [0-9a-f]{8})*+)?", "checksums of 8 hex digits")
+
+
+class _Record(Document, frozen=True):
+    format_version: Literal[3, 4]
+    step: _Step
+    skipped_steps: _Step
+    scalar_state: tuple[ScalarDocument, ...]
+    payload: Any
+    committed_at: Annotated[str, Meta(max_length=64)]
+    documents: dict[Annotated[str, pattern(_STOCK, "a stock document")], Sum]
+    checksums: dict[Name, Annotated[str, _SUMS]]
+    commit: Annotated[
+        str, pattern("[0-9a-f]{32}-[0-9]{1,16}", "an id of a session and a number")
+    ] = ""
+    device_updates: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 0
+    device_tier: Annotated[int, Meta(ge=1, le=2**63 - 1)] = 0
+    inexact: dict[str, Sum] = msgspec.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -124,31 +155,21 @@ class CommitRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Returns its form on disk."""
-        document = {
-            "format_version": MEMBER_VERSION if self.commit else FORMAT_VERSION,
-            "step": self.step,
-            "skipped_steps": self.skipped_steps,
-            "scalar_state": [scalar.to_json() for scalar in self.scalar_state],
-            "payload": self.payload,
-            "committed_at": self.committed_at,
-            "documents": dict(self.documents),
-            "checksums": {
+        own = {name: getattr(self, name) for name in _AS_THEY_ARE}
+        document = _Record(
+            **own,
+            format_version=MEMBER_VERSION if self.commit else FORMAT_VERSION,
+            scalar_state=tuple(scalar.document for scalar in self.scalar_state),
+            checksums={
                 name: sums.astype(">u4").tobytes().hex(" ", 4)
                 for name, sums in self.checksums.items()
             },
-        }
-        if self.commit:
-            document["commit"] = self.commit
-        if self.device_updates:
-            document["device_updates"] = self.device_updates
-        if self.device_tier:
-            document["device_tier"] = self.device_tier
-        if self.inexact:
-            document["inexact"] = {
+            inexact={
                 name: np.array(bound, ">f4").tobytes().hex()
                 for name, bound in self.inexact.items()
-            }
-        return document
+            },
+        )
+        return msgspec.to_builtins(document)
 
     def write(self, path: Path) -> None:
         """Writes the record; blocks until it is durable."""
@@ -162,18 +183,22 @@ class CommitRecord:
           StoreFormatError: the record is missing, damaged, edited, or of another
             format.
         """
-        raw, document = read_document(path, _WHAT, _REMEDY)
-        try:
-            version = version_of(document)
-            if version not in VERSIONS:
-                raise SchemaError(
-                    f"format version {shown(version)}, expected {FORMAT_VERSION}"
-                )
-            check_seal(path, raw, _WHAT, _REMEDY)
-            RECORD[version].check(document)
-            return cls._from_json(document)
-        except ValueError as error:
-            raise no_document(path, _WHAT, _REMEDY, error) from error
+        held = read_document(path, _Record, _WHAT, _REMEDY, check=_check_version)
+        with refusing(path, _WHAT, _REMEDY):
+            if bool(held.commit) != (held.format_version == MEMBER_VERSION):
+                raise ValueError(f"format {held.format_version}, commit {held.commit}")
+            scalars = tuple(map(ScalarState.of, held.scalar_state))
+            if len({scalar.path for scalar in scalars}) != len(scalars):
+                raise ValueError("two scalars of one path")
+            return cls(
+                **{name: getattr(held, name) for name in _AS_THEY_ARE},
+                scalar_state=scalars,
+                checksums={
+                    name: np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
+                    for name, text in held.checksums.items()
+                },
+                inexact={n: _bound(n, text) for n, text in held.inexact.items()},
+            )
 
     def part(self, manifest: Manifest, commit: str = "") -> "CommitRecord":
         """Returns the record of a whole step as a store's that holds a part of it.
@@ -222,38 +247,23 @@ class CommitRecord:
                     f"store: {_REMEDY}"
                 )
 
-    @classmethod
-    def _from_json(cls, document: Mapping[str, Any]) -> "CommitRecord":
-        scalars = tuple(map(ScalarState.from_json, document["scalar_state"]))
-        if len({scalar.path for scalar in scalars}) != len(scalars):
-            raise SchemaError("two scalars of one path")
-        return cls(
-            step=document["step"],
-            scalar_state=scalars,
-            skipped_steps=document["skipped_steps"],
-            payload=document["payload"],
-            committed_at=document["committed_at"],
-            commit=document.get("commit", ""),
-            documents=dict(document["documents"]),
-            device_updates=document.get("device_updates", 0),
-            device_tier=document.get("device_tier", 0),
-            checksums={
-                name: np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
-                for name, text in document["checksums"].items()
-            },
-            inexact={
-                name: _bound(name, text)
-                for name, text in document.get("inexact", {}).items()
-            },
+
+_AS_THEY_ARE = ("step", "skipped_steps", "payload", "committed_at", "documents")
+_AS_THEY_ARE += ("commit", "device_updates", "device_tier")
+"""Attributes of a record that are the same in its document."""
+
+
+def _check_version(document: Any) -> None:
+    if version_of(document) not in VERSIONS:
+        raise ValueError(
+            f"format version {shown(version_of(document))}, expected {FORMAT_VERSION}"
         )
 
 
 def _bound(name: str, text: str) -> float:
     bound = float(np.frombuffer(bytes.fromhex(text), ">f4")[0])
     if not 0 <= bound < math.inf:
-        raise SchemaError(
-            f"inexact {name}: expected a finite bound >= 0, found {bound}"
-        )
+        raise ValueError(f"inexact {name}: expected a finite bound >= 0, found {bound}")
     return bound
 
 

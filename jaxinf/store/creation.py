@@ -3,15 +3,14 @@
 Invariant: only files of this store are removed, and only if it never committed a step.
 """
 
-import json
 import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from jaxinf.documents import encode
 from jaxinf.errors import StoreFormatError
 from jaxinf.io import fsync_directory
 from jaxinf.io.failures import translated
@@ -145,10 +144,10 @@ def step_documents(
         for state in leaf.states:
             keys.append((state.name, *leaf.path))
             metadata = array_metadata(*leaf.array_grid(state), state.dtype)
-            yield f"{leaf.array_name(state.name)}/zarr.json", _json(metadata)
-    yield "zarr.json", _json(group_metadata())
-    yield "_METADATA", _json(orbax_tree_metadata(keys))
-    yield "_CHECKPOINT_METADATA", _json(orbax_checkpoint_metadata(timestamp_ns))
+            yield f"{leaf.array_name(state.name)}/zarr.json", encode(metadata)
+    yield "zarr.json", encode(group_metadata())
+    yield "_METADATA", encode(orbax_tree_metadata(keys))
+    yield "_CHECKPOINT_METADATA", encode(orbax_checkpoint_metadata(timestamp_ns))
     yield "commit_success.txt", COMMIT_SUCCESS_TEXT.encode()
 
 
@@ -173,7 +172,3 @@ def _create_chunks(
         directory.allocate(file, directory.state_chunk(leaf, position, state), state)
         if file != link:
             link.symlink_to(file)
-
-
-def _json(document: Mapping[str, Any]) -> bytes:
-    return (json.dumps(document, indent=1) + "\n").encode()

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from jaxinf.documents import MOST_BYTES, DocumentError, parse_json
 from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
 from jaxinf.io import (
     allocate_file,
@@ -27,7 +28,6 @@ from jaxinf.io import (
 )
 from jaxinf.io.failures import translated
 from jaxinf.layout import PAGE_BYTES, Chunk, scale_chunks
-from jaxinf.schema import MOST_BYTES, SchemaError, parse_json
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.links import copy_file, link_or_copy
@@ -506,7 +506,7 @@ def document_problem(
     """Says what is wrong with an array's ``zarr.json``; None if it is right."""
     try:
         found = parse_json(read_beneath(step_path, name, MOST_BYTES))
-    except (StoreError, SchemaError) as error:
+    except (StoreError, DocumentError) as error:
         return f"cannot be read ({error})"
     if found != array_metadata(*leaf.array_grid(state), state.dtype):
         return "expected the manifest's shape, chunks and dtype, found another document"

@@ -4,42 +4,82 @@ Invariant: a document is accepted only if it is as written, and is replaced only
 rename.
 """
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
+from jaxinf.documents import (
+    MOST_BYTES,
+    convert,
+    decode,
+    encode,
+    one_of,
+    parse_json,
+    pattern,
+)
 from jaxinf.errors import ExchangeError, StoreFormatError, StoreIOError
 from jaxinf.io import crc32c, read_beneath, read_bounded, write_bytes_atomically
-from jaxinf.schema import MOST_BYTES, Kind, SchemaError, check_json, parse_json
-from jaxinf.typing import JsonValue, PathLikeStr
+from jaxinf.typing import PathLikeStr
+
+_Kind = TypeVar("_Kind")
+
+Sum: TypeAlias = Annotated[str, pattern("[0-9a-f]{8}", "8 hex digits")]
+"""A CRC-32C, or a float32."""
+Id: TypeAlias = Annotated[str, pattern("[0-9a-f]{32}", "32 hex digits")]
+Name: TypeAlias = Annotated[
+    str,
+    pattern(r"[^./\0-\x1f\x7f][^/\0-\x1f\x7f]*", "the name of a file", 255),
+]
+Roots: TypeAlias = Annotated[
+    tuple[Annotated[str, pattern(r"/[^\0]*", "an absolute path", 4096)], ...],
+    Meta(max_length=65536),
+]
+Lengths: TypeAlias = Annotated[
+    tuple[Annotated[int, Meta(ge=0, le=2**62 - 1)], ...], Meta(max_length=64)
+]
+Csds: TypeAlias = tuple[Annotated[int, Meta(ge=0, le=65535)], ...]
+Dtype: TypeAlias = Annotated[
+    str,
+    one_of(
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"),
+        *("uint64", "float16", "bfloat16", "float32", "float64"),
+        *("complex64", "complex128"),
+    ),
+]
 
 _BLANK = "00000000"
 _END = re.compile(rb'"crc32c": "([0-9a-f]{8})"\n}\n\Z')
 
 
-def seal(document: Mapping[str, JsonValue]) -> bytes:
+def seal(document: Any) -> bytes:
     """Returns a document's bytes on disk, with its checksum as last key.
 
     ``crc32c`` is the CRC-32C of all its bytes, with zeros for these eight digits.
+
+    Args:
+      document: a struct or a mapping.
 
     Raises:
       ValueError: a number is NaN or infinite, which JSON cannot express.
       TypeError: a value has no form in JSON.
     """
+    if isinstance(document, msgspec.Struct):
+        document = msgspec.to_builtins(document)
     bare = {key: value for key, value in document.items() if key != "crc32c"}
-    blank = {**bare, "crc32c": _BLANK}
-    text = (json.dumps(blank, indent=1, allow_nan=False) + "\n").encode()
+    text = encode({**bare, "crc32c": _BLANK})
     digits = f"{_crc(text):08x}".encode()
     found = _END.search(text)
     assert found is not None
     return text[: found.start(1)] + digits + text[found.end(1) :]
 
 
-def write_document(path: Path, document: Mapping[str, JsonValue]) -> None:
+def write_document(path: Path, document: Any) -> None:
     """Seals a document and writes it; blocks until it is durable.
 
     Raises:
@@ -48,42 +88,54 @@ def write_document(path: Path, document: Mapping[str, JsonValue]) -> None:
     write_bytes_atomically(path, seal(document))
 
 
-def read_document(path: Path, what: str, remedy: str) -> tuple[bytes, Any]:
-    """Returns a document's bytes and their JSON; checks neither seal nor schema.
+def read_document(
+    path: Path,
+    kind: type[_Kind],
+    what: str,
+    remedy: str,
+    *,
+    check: Callable[[Any], None] = lambda document: None,
+) -> _Kind:
+    """Reads a document and its seal.
 
     Args:
       path: path of the file; a link is not followed.
       what: the expected document, for the error.
+      check: refuses JSON of another kind or version, whatever its seal is.
 
     Raises:
-      StoreFormatError: the document is missing, not a file, too large, or not JSON.
+      StoreFormatError: the document is missing, not a file, too large, not JSON,
+        changed since it was written, or of another type.
     """
-    try:
+    with refusing(path, what, remedy):
         raw = read_beneath(path.parent, path.name, MOST_BYTES)
-        return raw, parse_json(raw)
-    except (StoreIOError, SchemaError) as error:
-        raise no_document(path, what, remedy, error) from (error.__cause__ or error)
+        document = parse_json(raw)
+        check(document)
+        check_seal(path, raw, what, remedy)
+        del document["crc32c"]
+        return convert(document, kind)
 
 
-def no_document(
-    path: Path, what: str, remedy: str, problem: object
-) -> StoreFormatError:
-    """Makes the error for a document that cannot be understood."""
-    return StoreFormatError(
-        f"{path}: expected {what}, found none that can be read ({problem}); {remedy}"
-    )
+@contextmanager
+def refusing(path: Path, what: str, remedy: str) -> Iterator[None]:
+    """Turns errors of a document that cannot be understood into `StoreFormatError`."""
+    try:
+        yield
+    except (StoreIOError, ValueError) as error:
+        raise StoreFormatError(
+            f"{path}: expected {what}, found none that can be read ({error}); {remedy}"
+        ) from (error.__cause__ or error)
 
 
-def read_foreign(path: Path, kind: Kind, what: str, remedy: str) -> Any:
-    """Reads a JSON document of another tool, and checks its schema; follows links.
+def read_foreign(path: Path, kind: type[_Kind], what: str, remedy: str) -> _Kind:
+    """Reads a JSON document of another tool; follows links.
 
     Raises:
-      ExchangeError: the document is missing, not a file, too large, or does not fit the
-        schema.
+      ExchangeError: the document is missing, not a file, too large, or not of the type.
     """
     try:
-        return check_json(read_bounded(path, MOST_BYTES), kind)
-    except (StoreIOError, SchemaError) as error:
+        return decode(read_bounded(path, MOST_BYTES), kind)
+    except (StoreIOError, ValueError) as error:
         raise ExchangeError(
             f"{path}: expected {what}, found a document that cannot be read "
             f"({error}); {remedy}"

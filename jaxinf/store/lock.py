@@ -16,11 +16,23 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
+
+from jaxinf.documents import DocumentError, decode
 from jaxinf.errors import StoreFormatError, StoreIOError, StoreLockedError
 from jaxinf.io.failures import store_error, translated
-from jaxinf.schema import SchemaError, check_json
-from jaxinf.store.schemas import LOCK
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """The process that the file ``lock`` names; read for messages only."""
+
+    pid: Annotated[int, Meta(ge=1, le=2**32)]
+    host: Annotated[str, Meta(max_length=256)]
+    command: tuple[str, ...]
+
 
 _NUM_ATTEMPTS = 1000
 """Attempts to lock a file that others keep removing before it is locked."""
@@ -127,12 +139,10 @@ class StoreLock:
             self._file.close()
         else:
             raise _never_in_place(store_path / "lock")
-        text = json.dumps(
-            {"pid": os.getpid(), "host": socket.gethostname(), "command": sys.argv}
-        )
+        own = {"pid": os.getpid(), "host": socket.gethostname(), "command": sys.argv}
         try:
             with translated("locking", self._file.path):
-                self._write(text)
+                self._write(json.dumps(own))
         except BaseException:
             self._file.close()
             raise
@@ -184,16 +194,14 @@ def _check_regular(path: Path) -> None:
 
 def _describe(holder: bytes) -> str:
     try:
-        who = check_json(holder, LOCK)
-    except SchemaError:
+        who = decode(holder, Holder)
+    except DocumentError:
         return "a process that is just starting; try again"
-    pid, host, command = who["pid"], who["host"], who["command"]
-    if pid == os.getpid() and host == socket.gethostname():
+    if who.pid == os.getpid() and who.host == socket.gethostname():
         return "this very process; close the store that is already open first"
-    line = command if isinstance(command, str) else " ".join(command)
     return (
-        f"process {pid} on {host} ({line[:200]}); wait for it or stop it "
-        f"(kill {pid}), or use another store"
+        f"process {who.pid} on {who.host} ({' '.join(who.command)[:200]}); wait for it "
+        f"or stop it (kill {who.pid}), or use another store"
     )
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import StoreError, StoreFormatError, StoreSpaceError
 from jaxinf.io import open_beneath, read_beneath, write_bytes_atomically
 from jaxinf.layout import assign_csds, assign_owners, reassign_csds
-from jaxinf.schema import MOST_BYTES
 from jaxinf.store.contents import StoreContents
 from jaxinf.store.creation import check_space, create_store, discard_store
 from jaxinf.store.directory import StoreDirectory
@@ -27,7 +27,7 @@ _LOCKS = ("lock", "publish.lock")
 _BESIDE = ("stream", "tokenizer")
 
 _MOST_FILES = 2 << 20
-"""Limit of a slot's chunk files, as its record names each (`schema.MOST_BYTES`)."""
+"""Limit of a slot's chunk files, as its record names each (`documents.MOST_BYTES`)."""
 
 
 def lay_out(

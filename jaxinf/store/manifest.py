@@ -6,14 +6,17 @@ does not parse is a `StoreFormatError`; nothing is guessed.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
+from msgspec import Meta
+
+from jaxinf.documents import Document, one_of, shown
 from jaxinf.errors import StoreFormatError
 from jaxinf.layout import LeafGrid, scales_length
-from jaxinf.schema import SchemaError, shown
 from jaxinf.store.contents import (
     BESIDE,
     CODECS,
@@ -23,9 +26,14 @@ from jaxinf.store.contents import (
     StoreContents,
 )
 from jaxinf.store.documents import (
-    check_seal,
-    no_document,
+    Csds,
+    Dtype,
+    Id,
+    Lengths,
+    Name,
+    Roots,
     read_document,
+    refusing,
     write_document,
 )
 from jaxinf.store.names import (
@@ -34,7 +42,6 @@ from jaxinf.store.names import (
     check_leaf_paths,
     encode_key,
 )
-from jaxinf.store.schemas import MANIFEST
 
 FORMAT_VERSION = 3
 """Version of a store; the first that a release of jaxinf writes."""
@@ -54,8 +61,10 @@ _MOST_ELEMENTS = 1 << 58  # with 16 bytes each, 2^62 bytes
 _MOST_CHUNK_ELEMENTS = 1 << 36  # 16,384 times the usual size of a chunk
 
 
-@dataclass(frozen=True)
-class Member:
+_Process: TypeAlias = Annotated[int, Meta(ge=0, lt=2**20)]
+
+
+class Member(Document, frozen=True):
     """A store's part in a run of several processes, each of which has a store.
 
     Attributes:
@@ -64,9 +73,44 @@ class Member:
       count: number of members.
     """
 
-    run: str
-    number: int
-    count: int
+    run: Id
+    number: _Process
+    count: Annotated[int, Meta(ge=2, le=2**20)]
+
+
+class _State(Document, frozen=True, array_like=True):
+    name: Name
+    dtype: Dtype
+    codec: Annotated[str, one_of("", *CODECS, *MASTER_CODECS, *BESIDE)] = ""
+
+
+_Parts: TypeAlias = Annotated[
+    tuple[Annotated[int, Meta(ge=1, le=2**62 - 1)], ...], Meta(max_length=64)
+]
+
+
+class _Leaf(Document, frozen=True):
+    path: Annotated[
+        tuple[Annotated[str, Meta(max_length=255)], ...], Meta(max_length=255)
+    ]
+    shape: Lengths
+    dtype: Dtype
+    kernel: str
+    states: Annotated[tuple[_State, ...], Meta(min_length=1)]
+    chunk_shape: _Parts
+    shard_counts: _Parts
+    csds: Csds
+    owners: tuple[_Process, ...] = ()
+
+
+class _Manifest(Document, frozen=True, tag_field="format", tag="jaxinf"):
+    format_version: Literal[3, 4]
+    store_id: Id
+    created_by: dict[str, str]
+    csds: Roots
+    kernels: dict[str, tuple[str, ...]]
+    leaves: tuple[_Leaf, ...]
+    member: Member | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,20 +235,11 @@ class Manifest(StoreContents):
 
     def to_json(self) -> dict[str, Any]:
         """Returns its form on disk."""
-        document = {
-            "format": "jaxinf",
-            "format_version": self.format_version,
-            "store_id": self.store_id,
-            "created_by": dict(self.created_by),
-            "csds": list(self.csds),
-            "kernels": {key: list(lines) for key, lines in self.kernels.items()},
-            "leaves": [_leaf_to_json(leaf) for leaf in self.leaves],
-        }
-        if self.member is not None:
-            document["member"] = asdict(self.member)
-            for leaf, written in zip(self.leaves, document["leaves"], strict=True):
-                written["owners"] = list(leaf.owners)
-        return document
+        document = msgspec.convert(self, _Manifest, from_attributes=True)
+        found = msgspec.to_builtins(document)
+        for leaf in found["leaves"]:
+            leaf["states"] = [[part for part in s if part] for s in leaf["states"]]
+        return found
 
     def write(self, path: Path) -> None:
         """Writes the manifest; blocks until it is durable."""
@@ -217,32 +252,20 @@ class Manifest(StoreContents):
         Raises:
           StoreFormatError: the manifest is damaged, or of another format.
         """
-        raw, document = read_document(path, _WHAT, _REMEDY)
-        _check_header(path, document)
-        check_seal(path, raw, _WHAT, _REMEDY)
-        try:
-            MANIFEST[document["format_version"]].check(document)
-            return cls._from_json(document)
-        except ValueError as error:
-            raise no_document(path, _WHAT, _REMEDY, error) from error
-
-    @classmethod
-    def _from_json(cls, document: Mapping[str, Any]) -> "Manifest":
-        member = Member(**document["member"]) if "member" in document else None
-        manifest = cls(
-            store_id=document["store_id"],
-            csds=tuple(document["csds"]),
-            kernels={k: tuple(v) for k, v in document["kernels"].items()},
-            leaves=tuple(_leaf_from_json(leaf, member) for leaf in document["leaves"]),
-            member=member,
-            created_by=dict(document["created_by"]),
-            format_version=document["format_version"],
-        )
-        manifest._check()
+        check = partial(_check_header, path)
+        held = read_document(path, _Manifest, _WHAT, _REMEDY, check=check)
+        with refusing(path, _WHAT, _REMEDY):
+            manifest = msgspec.convert(held, cls, from_attributes=True)
+            if member := held.member:
+                leaves = [replace(n, member=member.number) for n in manifest.leaves]
+                manifest = replace(manifest, leaves=tuple(leaves))
+            manifest._check()
         return manifest
 
     def _check(self) -> None:
         """Raises ValueError if the parts do not fit each other."""
+        if (self.member is None) != (self.format_version == FORMAT_VERSION):
+            raise ValueError(f"format_version {self.format_version}: {self.member}")
         for leaf in self.leaves:
             _check_size(leaf)
             if leaf.kernel not in self.kernels:
@@ -264,31 +287,33 @@ class Manifest(StoreContents):
 
 
 def _check_owners(leaf: LeafRecord, member: Member | None) -> None:
-    """Raises SchemaError unless each chunk of a member's leaf has an owner."""
+    """Raises ValueError unless each chunk of a member's leaf has an owner."""
     if member is None:
+        if leaf.owners:
+            raise ValueError(f"leaf {leaf.name}: owners in a store that is whole")
         return
     if member.number >= member.count:
-        raise SchemaError(f"member {member.number} of {member.count}")
+        raise ValueError(f"member {member.number} of {member.count}")
     if (
         len(leaf.owners) != len(leaf.csds)
         or max(leaf.owners, default=0) >= member.count
     ):
-        raise SchemaError(
+        raise ValueError(
             f"leaf {leaf.name}: {len(leaf.csds)} chunks of {member.count} members, "
             f"owners {shown(leaf.owners)}"
         )
 
 
 def _check_size(leaf: LeafRecord) -> None:
-    """Raises SchemaError for impossible lengths, or two states of one name."""
+    """Raises ValueError for impossible lengths, or two states of one name."""
     if len(leaf.shard_counts) != len(leaf.shape):
-        raise SchemaError(f"leaf {leaf.name}: {len(leaf.shard_counts)} shard counts")
+        raise ValueError(f"leaf {leaf.name}: {len(leaf.shard_counts)} shard counts")
     lengths = [math.prod(leaf.shape), math.prod(leaf.chunk_shape)]
     if lengths[0] >= _MOST_ELEMENTS or lengths[1] > _MOST_CHUNK_ELEMENTS:
-        raise SchemaError(f"leaf {leaf.name}: more elements than a leaf or chunk has")
+        raise ValueError(f"leaf {leaf.name}: more elements than a leaf or chunk has")
     names = [state.name for state in leaf.states]
     if len(set(names)) != len(names):
-        raise SchemaError(f"leaf {leaf.name}: two states of one name")
+        raise ValueError(f"leaf {leaf.name}: two states of one name")
 
 
 def _check_master(leaf: LeafRecord) -> None:
@@ -304,46 +329,12 @@ def _check_codecs(leaf: LeafRecord) -> None:
     """Raises ValueError unless each codec has the arrays that it needs."""
     known = {*CODECS, *MASTER_CODECS}
     for number, state in enumerate(leaf.states):
-        if state.codec not in ("", *known, *BESIDE):
-            raise ValueError(f"leaf {leaf.name}: no codec {state.codec!r}")
         if state.codec == "split" and number:
             raise ValueError(f"leaf {leaf.name}: {state.name} is no master")
         if state.codec in known:
             wanted = StateRecord(state.name, "float32").coded(state.codec)
             if leaf.states[number : number + len(wanted)] != wanted:
                 raise ValueError(f"leaf {leaf.name}: {state.name} is not {wanted}")
-
-
-def _leaf_to_json(leaf: LeafRecord) -> dict[str, Any]:
-    return {
-        "path": list(leaf.path),
-        "shape": list(leaf.shape),
-        "dtype": leaf.dtype,
-        "kernel": leaf.kernel,
-        "states": [
-            [s.name, s.dtype, s.codec] if s.codec else [s.name, s.dtype]
-            for s in leaf.states
-        ],
-        "chunk_shape": list(leaf.chunk_shape),
-        "shard_counts": list(leaf.shard_counts),
-        "csds": list(leaf.csds),
-    }
-
-
-def _leaf_from_json(document: Mapping[str, Any], member: Member | None) -> LeafRecord:
-    states = tuple(StateRecord(*fields) for fields in document["states"])
-    return LeafRecord(
-        path=tuple(document["path"]),
-        shape=tuple(document["shape"]),
-        dtype=document["dtype"],
-        kernel=document["kernel"],
-        states=states,
-        chunk_shape=tuple(document["chunk_shape"]),
-        shard_counts=tuple(document["shard_counts"]),
-        csds=tuple(document["csds"]),
-        owners=tuple(document.get("owners", ())),
-        member=0 if member is None else member.number,
-    )
 
 
 def version_of(document: Any) -> Any:

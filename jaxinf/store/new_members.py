@@ -109,7 +109,7 @@ def _taken_up(wanted: Sequence[StoreDirectory]) -> list[StoreDirectory] | None:
     for one, new in zip(found, wanted, strict=True):
         member = new.manifest.member
         if member is not None and len(runs) == 1:
-            member = replace(member, run=min(runs))
+            member = Member(min(runs), member.number, member.count)
         expected = replace(new.manifest, store_id=one.manifest.store_id, member=member)
         if one.manifest != expected:
             return None

@@ -5,22 +5,35 @@ manifest's claim to a CSD is accepted if a note of this user there agrees, or if
 caller has named the root.
 """
 
-import json
 import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from jaxinf.documents import MOST_BYTES, DocumentError, decode, encode
 from jaxinf.errors import StoreFormatError, StoreIOError
-from jaxinf.io import open_beneath, read_beneath, write_json_atomically
+from jaxinf.io import open_beneath, read_beneath, write_bytes_atomically
 from jaxinf.io.failures import translated
-from jaxinf.schema import MOST_BYTES, parse_json
 from jaxinf.store.directory import SLOTS, StoreDirectory
 
 _NOTE = "store.json"
 _NOTE_BYTES = 1 << 16
 _MOST_STEPS = 4096
+
+
+class _Owner(msgspec.Struct):
+    """``store.json``."""
+
+    store: str
+
+
+class _Identity(msgspec.Struct):
+    """What is read of a manifest of any version."""
+
+    store_id: str
 
 
 @dataclass(frozen=True)
@@ -212,10 +225,8 @@ def _check_present(directory: StoreDirectory, csd: int) -> None:
 
 def _parse(file: int) -> _Note:
     try:
-        owner = json.loads(os.read(file, _NOTE_BYTES))["store"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return _Note(None, "it is damaged")
-    if not isinstance(owner, str):
+        owner = decode(os.read(file, _NOTE_BYTES), _Owner).store
+    except DocumentError:
         return _Note(None, "it is damaged")
     if (user := os.fstat(file).st_uid) != os.geteuid():
         return _Note(owner, f"it belongs to the user of id {user}")
@@ -237,11 +248,11 @@ def _is_elsewhere(directory: StoreDirectory, owner: str) -> bool:
         return False
     try:
         raw = read_beneath(owner, "jaxinf.json", MOST_BYTES)
-        return parse_json(raw)["store_id"] == directory.manifest.store_id
+        return decode(raw, _Identity).store_id == directory.manifest.store_id
     except StoreIOError as error:
         # One that cannot be read may exist.
         return not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
-    except (ValueError, KeyError, TypeError):
+    except DocumentError:
         return True
 
 
@@ -249,4 +260,4 @@ def _claim(directory: StoreDirectory, csd: int, note: _Note) -> None:
     """Writes the note of a CSD, if its content changes."""
     if note.owner is None or note.problem or not _is_here(directory, note.owner):
         file = directory.csd_directory(csd) / _NOTE
-        write_json_atomically(file, {"store": str(directory.path.resolve())})
+        write_bytes_atomically(file, encode(_Owner(str(directory.path.resolve()))))

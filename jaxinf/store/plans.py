@@ -5,16 +5,44 @@ Invariant: a plan is used as it was written, or refused by name.
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeAlias
 
+import msgspec
+from msgspec import Meta
+
+from jaxinf.documents import Document
 from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.io.failures import translated
-from jaxinf.schema import SchemaError
 from jaxinf.store.damage import Damage
-from jaxinf.store.documents import check_seal, no_document, read_document
-from jaxinf.store.schemas import PLAN
+from jaxinf.store.documents import read_document
+
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62 - 1)]
+_Length: TypeAlias = Annotated[int, Meta(ge=1, le=2**62 - 1)]
+
+
+class KeptPlan(Document, frozen=True):
+    """A plan of a streamed program, as a store keeps it.
+
+    Attributes:
+      version: of the plans that jaxinf makes.
+      fingerprint: of the program.
+      cuts: the nodes at which segments begin, and the number of nodes.
+      mesh: devices along each axis of the mesh; empty without one.
+      rows: rows of a block of each table that is read in blocks.
+    """
+
+    version: _Count
+    fingerprint: Annotated[str, Meta(max_length=256)]
+    cuts: tuple[_Count, ...]
+    mesh: dict[str, _Length] = msgspec.field(default_factory=dict)
+    rows: dict[str, _Length] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.cuts[:1] != (0,) or [*self.cuts] != sorted({*self.cuts}):
+            raise ValueError("cuts: expected numbers that rise from 0, found others")
+
 
 _FOLDER = "stream"
 _WHAT = "a plan of a streamed program"
@@ -54,21 +82,13 @@ def drive_of(folder: Path) -> str:
     return str(folder.parent if folder.name == _FOLDER else folder)
 
 
-def read_plan(path: Path) -> Mapping[str, Any]:
+def read_plan(path: Path) -> KeptPlan:
     """Reads a plan.
 
     Raises:
       StoreFormatError: It is damaged, or something else.
     """
-    raw, held = read_document(path, _WHAT, _REMEDY)
-    check_seal(path, raw, _WHAT, _REMEDY)
-    try:
-        PLAN.check(held)
-        if held["cuts"][:1] != [0] or held["cuts"] != sorted(set(held["cuts"])):
-            raise SchemaError("cuts: expected numbers that rise from 0, found others")
-    except SchemaError as error:
-        raise no_document(path, _WHAT, _REMEDY, error) from error
-    return held
+    return read_document(path, KeptPlan, _WHAT, _REMEDY)
 
 
 def plan_damages(store: Path) -> Iterator[Damage]:

@@ -279,7 +279,7 @@ def _has(directory: StoreDirectory, place: str, step: GivenStep) -> bool:
     """Whether a member's step is its part of the given one, by the checksums."""
     found = directory.read_record(place)
     wanted = step.commit.part(directory.manifest)
-    scalars = [[s.to_json() for s in one.scalar_state] for one in (found, wanted)]
+    scalars = [[s.document for s in one.scalar_state] for one in (found, wanted)]
     return (
         found.step == wanted.step
         and scalars[0] == scalars[1]

@@ -14,21 +14,18 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
+
+from jaxinf.documents import Document
 from jaxinf.errors import StoreFormatError
 from jaxinf.io import fsync_directory
 from jaxinf.io.failures import translated
-from jaxinf.schema import SchemaError
-from jaxinf.store import schemas
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.division import Division, Source, division_for, held_source
-from jaxinf.store.documents import (
-    check_seal,
-    no_document,
-    read_document,
-    write_document,
-)
+from jaxinf.store.documents import Name, read_document, write_document
 from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.making import (
     process_roots,
@@ -60,6 +57,16 @@ _WHAT = "the journal of a division among processes"
 _REMEDY = (
     "restore it from a backup; the store's files are in .jaxinf-old and .jaxinf-new"
 )
+
+
+class _Journal(Document, frozen=True):
+    """The names of what is moved out of the path and into it."""
+
+    old: Annotated[tuple[Name, ...], Meta(max_length=2**20)]
+    new: Annotated[tuple[Name, ...], Meta(max_length=2**20)]
+    checkpoints: tuple[Name, ...]
+    is_whole: bool
+    is_moved: bool
 
 
 @dataclass(frozen=True)
@@ -168,33 +175,34 @@ def num_processes(path: Path) -> int | None:
 
 def _finish(path: Path) -> None:
     """Completes a division that was interrupted after its journal was written."""
-    journal = _read_journal(path)
-    if journal is None:
+    if not (path / DIVISION).exists():
         return
+    journal = read_document(path / DIVISION, _Journal, _WHAT, _REMEDY)
     new, old = path / NEW, path / _OLD
-    inside = new / WHOLE if journal["is_whole"] else new
+    inside = new / WHOLE if journal.is_whole else new
     with translated("division", path):
-        if not journal["is_moved"]:
+        if not journal.is_moved:
             old.mkdir(exist_ok=True)
-            for name in journal["old"]:
+            for name in journal.old:
                 if not os.path.lexists(old / name):
                     (path / name).rename(old / name)
             fsync_directory(old)
-            for name in journal["new"]:
+            for name in journal.new:
                 if os.path.lexists(inside / name):
                     (inside / name).rename(path / name)
             fsync_directory(path)
-            write_document(path / DIVISION, {**journal, "is_moved": True})
+            moved = msgspec.structs.replace(journal, is_moved=True)
+            write_document(path / DIVISION, moved)
         for place in (old, *old.glob("process-*")):
             if (place / "jaxinf.json").exists():
                 give_up_csds(StoreDirectory.open(place))
         for folder in (old, new):
             if folder.exists():
                 shutil.rmtree(folder)
-        if not journal["is_whole"]:
-            places = [path / name for name in journal["new"]]
+        if not journal.is_whole:
+            places = [path / name for name in journal.new]
             members = [StoreDirectory.open(place) for place in places]
-            for name in journal["checkpoints"]:
+            for name in journal.checkpoints:
                 if not (path / "checkpoints" / name).exists():
                     link_whole(path, members, name)
         (path / DIVISION).unlink()
@@ -227,27 +235,9 @@ def _write_journal(source: Source, targets: Sequence[StoreDirectory]) -> None:
         old = [name for name in _PARTS if os.path.lexists(source.path / name)]
         names_of_whole = set()
     common = {place.removeprefix("checkpoints/") for place in source.steps}
-    document = {
-        "old": old,
-        "new": names,
-        "checkpoints": sorted(common & names_of_whole),
-        "is_whole": is_whole,
-        "is_moved": False,
-    }
-    write_document(source.path / DIVISION, document)
-
-
-def _read_journal(path: Path) -> dict[str, Any] | None:
-    file = path / DIVISION
-    if not file.exists():
-        return None
-    raw, document = read_document(file, _WHAT, _REMEDY)
-    check_seal(file, raw, _WHAT, _REMEDY)
-    try:
-        schemas.DIVISION.check(document)
-    except SchemaError as error:
-        raise no_document(file, _WHAT, _REMEDY, error) from error
-    return document
+    both = tuple(sorted(common & names_of_whole))
+    journal = _Journal(tuple(old), tuple(names), both, is_whole, is_moved=False)
+    write_document(source.path / DIVISION, journal)
 
 
 def _report(source: Source, targets: Sequence[StoreDirectory]) -> Redivided:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxinf.documents import MOST_BYTES
 from jaxinf.io import crc32c, read_beneath
-from jaxinf.schema import MOST_BYTES
 from jaxinf.store.manifest import Manifest
 
 ARRAYS = "*/zarr.json"

@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
 from jaxinf.io import fsync_directory, read_beneath
 from jaxinf.io.failures import translated
-from jaxinf.schema import MOST_BYTES
 from jaxinf.store.agreement import HeldSteps, StepId, agreed_step
 from jaxinf.store.checkpoint import (
     CheckpointInfo,

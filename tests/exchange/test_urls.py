@@ -73,8 +73,8 @@ def test_round_trip(make_step, place, num_csds):
         CommitRecord.read(p / "current/commit.json") for p in (made, old)
     )
     assert found.payload == expected.payload
-    assert [s.to_json() for s in found.scalar_state] == [
-        s.to_json() for s in expected.scalar_state
+    assert [s.document for s in found.scalar_state] == [
+        s.document for s in expected.scalar_state
     ]
     again = export_url(step, url, transit=Transit(1 << 20))
     assert again.num_kept == len(chunks_of(old))

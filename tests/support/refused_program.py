@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from msgspec import structs
 
 import jaxinf
 from jaxinf.engine import member_opening, members
@@ -108,13 +109,13 @@ def moved(place, name, number, member_of):
 
 def other_count(place, mesh, number):
     del mesh
-    moved(place, "count", number, lambda member: replace(member, count=4))
+    moved(place, "count", number, lambda member: structs.replace(member, count=4))
 
 
 def other_runs(place, mesh, number):
     del mesh
     run = f"{number == 1:032x}"
-    moved(place, "runs", number, lambda member: replace(member, run=run))
+    moved(place, "runs", number, lambda member: structs.replace(member, run=run))
 
 
 def missing_member(place, mesh, number):

@@ -11,12 +11,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import Mesh
 
 from jaxinf.errors import BudgetError, StoreFormatError, StreamError
-from jaxinf.store import check_plans_folder, plans_folder, read_plan, write_document
+from jaxinf.store import (
+    KeptPlan,
+    check_plans_folder,
+    plans_folder,
+    read_plan,
+    write_document,
+)
 from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.plan import PLAN_VERSION, Plan, Prepared
 from jaxinf.streaming.program.meshes import mesh_text
@@ -32,7 +37,7 @@ def saved_rows(folder: Path, ready: Prepared) -> Mapping[str, int] | None:
       StoreFormatError: The plan is damaged.
     """
     path = check_plans_folder(folder) / _name(ready)
-    return read_plan(path).get("rows", {}) if os.path.lexists(path) else None
+    return read_plan(path).rows if os.path.lexists(path) else None
 
 
 def saved_cuts(folder: Path, ready: Prepared) -> Sequence[int] | None:
@@ -47,7 +52,7 @@ def saved_cuts(folder: Path, ready: Prepared) -> Sequence[int] | None:
         return None
     kept = read_plan(path)
     _check_mesh(path, kept, ready.traced.mesh)
-    if kept["version"] != PLAN_VERSION or kept["fingerprint"] != ready.fingerprint:
+    if kept.version != PLAN_VERSION or kept.fingerprint != ready.fingerprint:
         raise StreamError(
             f"{path}: the store was trained with another loss function for params and "
             "batches of these shapes, with other shardings of these, or by another "
@@ -55,13 +60,13 @@ def saved_cuts(folder: Path, ready: Prepared) -> Sequence[int] | None:
             "replace the kept plan"
         )
     num_nodes = len(ready.lifetimes.forward)
-    if kept["cuts"][-1] != num_nodes:
+    if kept.cuts[-1] != num_nodes:
         raise StoreFormatError(
             f"{path}: expected cuts of a program of {num_nodes} nodes, found "
-            f"{kept['cuts']}; the file was edited or damaged: remove it, and the "
+            f"{[*kept.cuts]}; the file was edited or damaged: remove it, and the "
             "program is planned anew (its bits may differ then)"
         )
-    return kept["cuts"]
+    return kept.cuts
 
 
 def saved_plan(
@@ -101,21 +106,19 @@ def saved_plan(
 def save_plan(folder: Path, ready: Prepared, plan: Plan) -> None:
     """Keeps a plan for later runs."""
     path = plans_folder(folder) / _name(ready)
-    content: dict[str, Any] = {
-        "version": PLAN_VERSION,
-        "fingerprint": ready.fingerprint,
-        "cuts": list(plan.cuts),
-    }
-    if ready.traced.mesh is not None:
-        content["mesh"] = dict(ready.traced.mesh.shape)
-    if ready.rows:
-        names = ready.traced.names
-        content["rows"] = {names[leaf]: count for leaf, count in ready.rows.items()}
-    write_document(path, content)
+    mesh, names = ready.traced.mesh, ready.traced.names
+    kept = KeptPlan(
+        PLAN_VERSION,
+        ready.fingerprint,
+        tuple(plan.cuts),
+        dict(mesh.shape) if mesh is not None else {},
+        {names[leaf]: count for leaf, count in ready.rows.items()},
+    )
+    write_document(path, kept)
 
 
-def _check_mesh(path: Path, kept: Mapping[str, Any], mesh: Mesh | None) -> None:
-    before, now = kept.get("mesh", {}), dict(mesh.shape) if mesh else {}
+def _check_mesh(path: Path, kept: KeptPlan, mesh: Mesh | None) -> None:
+    before, now = kept.mesh, dict(mesh.shape) if mesh else {}
     if before != now:
         raise StreamError(
             f"{path}: the store was trained on {mesh_text(before)}, found arrays on "

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from jaxinf.schema import shown
+from jaxinf.documents import shown
 from jaxinf.train.data.errors import DataError, shown_names
 from jaxinf.train.data.records import PLAIN_TEXT, Record
 

@@ -22,8 +22,8 @@ from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from jaxinf.documents import shown
 from jaxinf.io import MACHINE_MEMORY_BYTES
-from jaxinf.schema import shown
 from jaxinf.train.data.errors import DataError, optional_import, refusing
 from jaxinf.train.data.examples import MOST_LABELS
 from jaxinf.train.data.packing import Row

@@ -8,13 +8,14 @@ its first use, and only columns that are used are read.
 import csv
 import dataclasses
 import json
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxinf.documents import MOST_BYTES, DocumentError, parse_json, shown
 from jaxinf.errors import StoreIOError
 from jaxinf.io import read_bounded
-from jaxinf.schema import MOST_BYTES, SchemaError, json_problem, parse_json, shown
 from jaxinf.train.data.errors import DataError, optional_import, refusing, shown_names
 from jaxinf.train.data.files import is_saved_dataset
 
@@ -129,7 +130,10 @@ def _json_items(path: Path, text: bytes) -> Iterator[Record]:
 def _found(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return "one that is nested too deep"
-    return f"none ({json_problem(error)})"
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return f"none ({error})"
+    digits = sys.get_int_max_str_digits()  # Python's own text advises programmers
+    return f"none (a number of more than {digits} digits)"
 
 
 def _record(where: str, fields: Any) -> Record:
@@ -223,7 +227,7 @@ def _rows_of(
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         document = parse_json(read_bounded(path, MOST_BYTES))
-    except (SchemaError, StoreIOError) as error:
+    except (DocumentError, StoreIOError) as error:
         raise DataError(f"{path}: expected JSON: {error}") from error
     if not isinstance(document, dict):
         raise DataError(f"{path}: expected a JSON object, found {_kind(document)}")

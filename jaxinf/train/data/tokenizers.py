@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from jaxinf.documents import MOST_BYTES, DocumentError, parse_json
 from jaxinf.errors import StoreIOError
 from jaxinf.io import read_bounded
-from jaxinf.schema import MOST_BYTES, SchemaError, parse_json
 from jaxinf.train.data.chat import ChatTemplate, read_chat_template
 from jaxinf.train.data.errors import DataError, optional_import, refusing
 from jaxinf.typing import Array
@@ -303,7 +303,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         document = parse_json(read_bounded(path, MOST_BYTES))
-    except (SchemaError, StoreIOError) as error:
+    except (DocumentError, StoreIOError) as error:
         raise DataError(f"{path}: expected JSON: {error}") from error
     return document if isinstance(document, dict) else {}
 
