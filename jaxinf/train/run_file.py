@@ -9,18 +9,18 @@ What is written reads back as the same run from any directory.
 """
 
 import dataclasses
-import datetime
 import glob
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from jaxinf.command_line import Flag, UsageError, did_you_mean, flags_of
+from jaxinf.documents import DocumentError, convert, shown
 from jaxinf.terminal import exact_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.typing import JsonValue
@@ -29,9 +29,6 @@ NOT_IN_FILES = (*("config", "write-config", "restore", "dry-run", "machine", "tr
 """Flags of one start of a run, not of the run."""
 
 _MOST_BYTES = 1 << 20
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
-_WORDS |= {str: "a text in quotes", Path: "a path in quotes"}
-_GLOB = frozenset("*?[")
 
 
 def read_run(path: Path, *, given: TrainConfig | None = None) -> TrainConfig:
@@ -47,16 +44,21 @@ def read_run(path: Path, *, given: TrainConfig | None = None) -> TrainConfig:
     values: dict[str, Any] = {}
     problems = []
     for key, value in _document(path).items():
+        where = key if re.fullmatch(r"[\w-]{1,60}", key, re.ASCII) else shown(key)
         try:
             flag = _flag(flags, key, value)
             if flag.field.name in values:
                 raise ValueError("set twice, once with - and once with _")
-            values[flag.field.name] = _read(flag, value)
+            values[flag.field.name] = _read(flag, value, where)
+        except DocumentError as error:
+            problems.append(str(error))
         except ValueError as error:
-            problems.append(f"{_quoted(key)}: {error}")
+            problems.append(f"{where}: {error}")
     if problems:
         listed = "\n  ".join(problems)
-        raise UsageError(f"--config {path}: expected a run's settings, got\n  {listed}")
+        raise UsageError(
+            f"--config {path}: expected a run's settings, found\n  {listed}"
+        )
     if given is not None:
         # A repeated flag would be added to the default's list.
         values = {
@@ -96,111 +98,45 @@ def _flag(flags: Mapping[str, Flag], key: str, value: Any) -> Flag:
     name = key.replace("_", "-")
     if name in NOT_IN_FILES:
         raise ValueError(f"belongs to one start, not to the run; give --{name} instead")
-    if name in flags:
-        return flags[name]
-    if isinstance(value, dict):
-        raise ValueError("a table; settings of a run are not in tables")
-    near = did_you_mean(name, [*flags]) or "--help lists them"
-    raise ValueError(f"no setting of a run; {near}")
+    if name not in flags:
+        if isinstance(value, dict):
+            raise ValueError("a table; settings of a run are not in tables")
+        near = did_you_mean(name, [*flags]) or "--help lists them"
+        raise ValueError(f"no setting of a run; {near}")
+    return flags[name]
 
 
-# --- one value -----------------------------------------------------------------------
-
-
-def _read(flag: Flag, value: Any) -> Any:
+def _read(flag: Flag, value: Any, where: str) -> Any:
     """Returns a value of TOML as the flag's.
 
     Raises:
       ValueError: says what was expected, and what was found.
     """
-    if flag.constructor is not None:
-        return _constructed(flag, value)
-    kind = _kind(flag)
-    if kind is not tuple:
-        return _one(flag, kind, value)
-    if not isinstance(value, list):
-        raise ValueError(f'expected a list, such as ["a", "b"], got {_shown(value)}')
-    (element, *_) = get_args(flag.type)
-    return tuple(_one(flag, element, item) for item in value)
-
-
-def _kind(flag: Flag) -> Any:
-    """Returns the Python type of a flag's value, None aside."""
-    if flag.choices:
-        return str
-    if get_origin(flag.type) is tuple:
-        return tuple
-    return next((t for t in get_args(flag.type) if t is not NoneType), flag.type)
-
-
-def _one(flag: Flag, kind: Any, value: Any) -> Any:
-    if kind is float and _is_int(value):
-        value = float(_bounded(value))
-    accepted = str if kind is Path else kind
-    if type(value) is not accepted:
-        expected = f"one of {', '.join(flag.choices)}" if flag.choices else _WORDS[kind]
-        raise ValueError(f"expected {expected}, got {_shown(value)}")
-    if accepted is int:
-        return _bounded(value)
-    if accepted is not str:
-        return value
-    if "\0" in value:
-        raise ValueError("expected a text without NUL, got one with it")
+    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError("expected a number of at most 64 bits, found a larger one")
+    texts = value if isinstance(value, list) else [value]
+    if any(isinstance(text, str) and "\0" in text for text in texts):
+        raise ValueError("expected a text without NUL, found one with it")
     if flag.choices and value not in flag.choices:
-        near = did_you_mean(value, flag.choices)
+        near = did_you_mean(str(value), flag.choices)
         raise ValueError(
-            f"expected one of {', '.join(flag.choices)}, got {_shown(value)}"
+            f"expected one of {', '.join(flag.choices)}, found {shown(value)}"
             f"{near and '; '}{near}"
         )
-    return kind(value)
-
-
-def _constructed(flag: Flag, value: Any) -> Any:
-    """Reads what the command line reads from a text of a form of its own."""
-    if not isinstance(value, str) and not _is_int(value):
+    if flag.constructor is None:
+        return convert(value, flag.type, where, dec_hook=_path)
+    if type(value) not in (str, int):
         form = flag.constructor.metavar
-        raise ValueError(f"expected {form} in quotes, or a number, got {_shown(value)}")
-    text = value if isinstance(value, str) else str(_bounded(value))
-    return flag.constructor.instance_from_str([text])
+        raise ValueError(
+            f"expected {form} in quotes, or a number, found {shown(value)}"
+        )
+    return flag.constructor.instance_from_str([str(value)])
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _bounded(value: int) -> int:
-    """Refuses what is no integer of TOML; Python would not even print some of them."""
-    if not -(1 << 63) <= value < 1 << 63:
-        raise ValueError("expected a number of at most 64 bits, got a larger one")
-    return value
-
-
-def _shown(value: Any) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case str():
-            return f"the text {json.dumps(_short(value), ensure_ascii=False)}"
-        case int():
-            return f"the whole number {_bounded(value)}"
-        case float():
-            return f"the number {value!r}"
-        case dict():
-            return "a table"
-        case list():
-            return "a list"
-        case datetime.date() | datetime.time():
-            return f"the date or time {value}"
-    raise AssertionError(type(value))
-
-
-def _quoted(key: str) -> str:
-    is_bare = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
-    return _short(key) if is_bare else json.dumps(_short(key), ensure_ascii=False)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:59] + "…"
+def _path(kind: type, value: Any) -> Any:
+    if kind is not Path or not isinstance(value, str):
+        raise ValueError("expected a path in quotes")
+    return Path(value)
 
 
 # --- writing -------------------------------------------------------------------------
@@ -276,11 +212,14 @@ def words_of_run(config: TrainConfig, base: TrainConfig | None = None) -> list[s
 
 def _plain(flag: Flag, value: Any) -> JsonValue:
     """Returns a flag's value as it stands in a file."""
-    if isinstance(value, Path):
-        return str(Path(os.path.expanduser(value)).absolute())
     if isinstance(value, tuple):
-        is_data = flag.name in ("data", "validation")
-        return [_absolute(v) if is_data else _plain(flag, v) for v in value]
+        return [_plain(flag, one) for one in value]
+    if isinstance(value, Path) or flag.name in ("data", "validation"):
+        name, here = os.path.expanduser(value), os.getcwd()
+        is_pattern = isinstance(value, str) and {*name} & {*"*?["}
+        if is_pattern and not os.path.exists(name):
+            here = glob.escape(here)
+        return os.path.join(here, name)
     return _formed(flag, value)
 
 
@@ -292,20 +231,7 @@ def _formed(flag: Flag, value: Any) -> Any:
     return flag.constructor.str_from_instance(value)[0]
 
 
-def _absolute(pattern: str) -> str:
-    """Returns a name, or a pattern, of files that means the same from anywhere."""
-    pattern = os.path.expanduser(pattern)
-    here = os.getcwd()
-    if _GLOB & {*pattern} and not os.path.exists(pattern):
-        here = glob.escape(here)
-    return os.path.join(here, pattern)
-
-
 def _toml(value: JsonValue) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
+    if isinstance(value, float):  # JSON has no infinity
         return repr(value)
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
