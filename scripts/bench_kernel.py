@@ -12,14 +12,16 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxinf.cli.rates import least_s, update_int8
-from jaxinf.kernels import compiled
+from jaxinf.cli.probe import least_s
+from jaxinf.kernels import CompiledKernel, Passage, compiled
+from jaxinf.layout import CodedSlot
 from jaxinf.native import toolchain
 from jaxinf.program import trace_update
 
@@ -72,6 +74,27 @@ def median_seconds(functions, repetitions):
             times[index].append(time.perf_counter() - began)
         order.reverse()
     return [statistics.median(values[1:]) for values in times]
+
+
+def update_int8(kernel: CompiledKernel, num: int) -> Callable[[], object]:
+    """Returns a run with moments in 8 bits, and the checksums that a store asks for."""
+    rng = np.random.default_rng(0)
+    gradient, params, mu = rng.standard_normal((3, num), np.float32)
+    slots = []
+    for values in (mu, mu * mu):
+        scales = np.zeros(-(-num // 256), np.float32)
+        slots.append(CodedSlot(np.zeros(num, np.uint8), scales, key=3))
+        slots[-1].encode(values)
+    out, wanted = np.empty_like(gradient), [True] * 5
+    return lambda: kernel.run(
+        gradient=gradient,
+        params=params,
+        slots=slots,
+        arrays=[],
+        out=out,
+        scalars=[np.float32(0.1), np.float32(0.001)],
+        passage=Passage(reads=wanted, writes=wanted),
+    )
 
 
 def measure(num: int, repetitions: int) -> dict[str, object]:

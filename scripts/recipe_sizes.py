@@ -4,8 +4,8 @@
     python scripts/recipe_sizes.py RUN.toml   # of another run
 
 The chunks are laid out as for a new store of the run, and the states that an update
-reads and writes are counted in whole pages. Reads of a streamed run's params, and
-gradients that wait on the drive, are given at most: what memory saves is not counted.
+reads and writes are counted in whole pages. The programs of a streamed run are traced
+for a batch of causal language modelling.
 """
 
 import sys
@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import format_bytes, format_count
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.count import Count, count
 from jaxinf.train.run_file import read_run
-from jaxinf.train.sizes import sizes_of
 
 RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
 PRESETS = {"Llama-2-7b-hf": ("llama", "llama2-7b")}
@@ -37,6 +39,13 @@ def run_of(path: Path) -> TrainConfig:
     return replace(run, source=None, model=model, preset=preset)
 
 
+def counted(run: TrainConfig) -> Count:
+    """Counts a run, without the values of its batch if it is not streamed."""
+    tokens = np.zeros((run.batch_size, run.seq_len or 64), np.int32)
+    batch = {"tokens": tokens, "targets": tokens} if run.mode == "stream" else None
+    return count(run, batch, None)[0]
+
+
 def table(paths: Sequence[Path]) -> str:
     """Returns a table of runs in Markdown."""
     lines = [
@@ -45,14 +54,14 @@ def table(paths: Sequence[Path]) -> str:
     ]
     for path in paths:
         run = run_of(path)
-        sizes, most = sizes_of(run)[0], "at most " if run.mode == "stream" else ""
+        sizes = counted(run)
         cells = [
             f"[{path.stem}](#{path.stem})",
             format_count(sizes.num_params),
-            format_bytes(sizes.memory_bytes),
+            format_bytes(sizes.host_bytes),
             format_bytes(sizes.disk_bytes),
-            most + format_bytes(sizes.read_bytes),
-            most + format_bytes(sizes.written_bytes),
+            format_bytes(sizes.read_bytes),
+            format_bytes(sizes.written_bytes),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -45,8 +45,6 @@ SIZES = {
     r"keep_steps=100": "keep_steps=2",
     r"(range\((?:stream\.)?store\.step), \d+": r"\1, 2",
     r"% 100 == 0": "% 2 == 0",
-    r"(jaxinf plan .*)--processes \d+": r"\1--processes 2",
-    r"process_figures\.py --plans": "process_figures.py --plans --processes 2",
     r"make_mesh\(\(2, 2\)": "make_mesh((1, 1)",
 }
 """What a test has in place of printed steps, models, data, meshes and processes."""

@@ -24,7 +24,7 @@ LAYERS = [
         "command_line",
         "interrupts",
     },
-    {"store", "kernels", "compress", "plan"},
+    {"store", "kernels", "compress"},
     {"csd", "exchange"},
     {"engine"},
     {"optimizer", "streaming"},

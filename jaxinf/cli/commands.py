@@ -5,8 +5,6 @@ an error in the command line; no failure shows a traceback.
 """
 
 import contextlib
-import dataclasses
-import json
 import logging
 import os
 import sys
@@ -27,22 +25,16 @@ from jaxinf.cli import (
     verification,
 )
 from jaxinf.cli.exchange import Export, Import, Memory
-from jaxinf.cli.options import StorePath, option
+from jaxinf.cli.options import FLAGS, StorePath, option
+from jaxinf.cli.plan import Plan
+from jaxinf.cli.plan import main as plan
 from jaxinf.cli.processes import TogetherOptions, over_processes
 from jaxinf.cli.stores import Store
 from jaxinf.command_line import ByteSize, UsageError, parse
 from jaxinf.errors import JaxinfError
 from jaxinf.exchange import DEFAULT_MEMORY_BYTES
-from jaxinf.terminal import make_console, printable
+from jaxinf.terminal import printable
 from jaxinf.train.__main__ import main as train
-from jaxinf.train.config import TrainConfig
-from jaxinf.train.forecast import RunPlan
-from jaxinf.train.help import check_names
-from jaxinf.train.limits import Fit, LossyFlag
-from jaxinf.train.loop import fit_run, plan_processes, plan_run
-from jaxinf.train.progress import Say, planning
-from jaxinf.train.run_file import read_run
-from jaxinf.train.several import SeveralPlan
 
 _SUCCESS, _FAILURE, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
@@ -118,127 +110,24 @@ class Doctor:
             "nothing."
         ),
     ] = 1 << 30
-    json: Annotated[bool, option("Print one JSON document instead.")] = False
-    machine: Annotated[
+    json: Annotated[
         Path | None,
         option(
-            "Also measure copies, matrix products and updates, and write this "
-            "machine's rates to FILE, each with its unit and source.",
+            "Also measure programs, updates and commits, for some ten seconds, and "
+            "write the eight numbers that jaxinf plan --machine FILE takes.",
             "FILE",
         ),
     ] = None
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
-        usable = doctor.run(
-            self.paths or (".",),
-            self.size,
-            as_json=self.json,
-            machine_file=self.machine,
-        )
+        usable = doctor.run(self.paths or (".",), self.size, machine_file=self.json)
         return _SUCCESS if usable else _FAILURE
 
 
 @dataclass(frozen=True)
 class Train:
     """Train a model: python -m jaxinf.train, whose --help shows its flags."""
-
-
-@dataclass(frozen=True)
-class Plan(TrainConfig):
-    """Say what a training run would take: memory, disk, bytes, and time.
-
-    Takes the trainer's flags. Nothing is trained or written. The time is that of a
-    simulated step on a machine, and without --machine unknown. The exit status is 1 if
-    the run does not fit, which --processes does not look at.
-    """
-
-    # Find the settings that are fastest on --machine, and print them as a command line.
-    # Flags that are given stay as they are; --memory and --device-memory are limits, by
-    # default nine tenths of what the machine has.
-    fit: bool = False
-
-    # Compile each program and run it some times, and use its time in place of its count
-    # of operations. That takes as long as in the run, and some seconds.
-    measure: bool = False
-
-    # For --fit: years that the drives have to last, if it trains without a pause.
-    years: Annotated[
-        float | None,
-        tyro.conf.arg(metavar="YEARS", help_behavior_hint="(default: none)"),
-    ] = None
-
-    # For --fit: flags that may be chosen though they may lose bits.
-    allow: tuple[LossyFlag, ...] = ()
-
-    # Plan a run in so many processes, one on each host: bytes of its drives and links,
-    # with --machine, which is each host, times.
-    processes: Annotated[
-        int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: none)")
-    ] = None
-
-    # For --processes: failures of one host in a year; says what they take.
-    failures: Annotated[
-        float | None,
-        tyro.conf.arg(metavar="PER_YEAR", help_behavior_hint="(default: none)"),
-    ] = None
-
-    # For --failures: time from a failure to the next step.
-    restart: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
-
-    # Print one JSON document instead.
-    json: bool = False
-
-    def with_file(self, words: Sequence[str]) -> "Plan":
-        """Returns the plan with the settings of --config, of which flags win.
-
-        Args:
-          words: the command line that this was parsed from.
-
-        Raises:
-          UsageError: The file cannot be read, or has what no run has.
-        """
-        if self.run_file is None:
-            return self
-        held = Plan(**vars(read_run(self.run_file, given=self)))
-        plan: Plan = parse(Plan, words, prog="jaxinf plan", default=held, config=_FLAGS)
-        return plan
-
-    def run(self) -> int:
-        """Prints to standard output; returns the exit status."""
-        with planning(make_console(sys.stderr)) as say:
-            plan = self._plan(say)
-        if self.json:
-            print(json.dumps(plan.to_json(), indent=1, allow_nan=False))
-        else:
-            plan.print(make_console(soft_wrap=True))
-        if isinstance(plan, Fit):
-            fits = plan.best is not None
-        else:
-            fits = not (isinstance(plan, RunPlan) and plan.misfits)
-        return _SUCCESS if fits else _FAILURE
-
-    def _plan(self, say: Say) -> Fit | RunPlan | SeveralPlan:
-        names = [one.name for one in dataclasses.fields(TrainConfig)]
-        config = TrainConfig(**{name: getattr(self, name) for name in names})
-        if self.processes is None and self.failures is not None:
-            raise UsageError("--failures: expected with --processes; add it")
-        if self.processes is not None:
-            if self.fit or self.measure:
-                raise UsageError("--fit, --measure: not supported yet with --processes")
-            store = self.store or Path("STORE")
-            config = dataclasses.replace(config, store=store)
-            return plan_processes(config, self.processes, self.failures, self.restart)
-        if self.fit:
-            return fit_run(
-                config, self.years, self.allow, measures=self.measure, say=say
-            )
-        if self.years is not None or self.allow:
-            raise UsageError("--years, --allow: expected with --fit; add it")
-        # A run needs the name of a store, which a plan does not.
-        store = self.store or (None if self.mode == "memory" else Path("STORE"))
-        config = dataclasses.replace(self, store=store)
-        return plan_run(config, measures=self.measure, say=say)
 
 
 @dataclass(frozen=True)
@@ -412,9 +301,6 @@ COMMANDS: Any = (
 """What ``jaxinf`` can be told to do."""
 
 
-_FLAGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the console script.
 
@@ -433,23 +319,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _SUCCESS
     if words[:1] == ["train"]:
         return train(words[1:])
+
+    def run() -> int:
+        if words[:1] == ["plan"]:
+            return plan(words[1:])
+        command = parse(
+            COMMANDS,
+            words or ["--help"],
+            prog="jaxinf",
+            description="Storage-offloaded training for JAX: stores, drives, and "
+            "plans. --version shows the version.",
+            config=FLAGS,
+        )
+        status: int = command.run()
+        return status
+
     try:
-        check_names(words if words[:1] == ["plan"] else ())
-    except UsageError as error:
-        return _report(error, _USAGE)
-    command = parse(
-        COMMANDS,
-        words or ["--help"],
-        prog="jaxinf",
-        description="Storage-offloaded training for JAX: stores, drives, and plans. "
-        "--version shows the version.",
-        config=_FLAGS,
-    )
-    try:
-        if isinstance(command, Plan):
-            command = command.with_file(words[1:])
         with _without_stray_warnings():
-            status = command.run()
+            status = run()
             sys.stdout.flush()
             return status
     except UsageError as error:

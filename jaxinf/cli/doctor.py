@@ -2,22 +2,10 @@
 
 Invariant: no file made for a measurement is left behind.
 
-``--json`` prints one document: ``usable``; ``paths``, for each directory ``path``,
-``usable``, ``source``, ``mount_point``, ``filesystem``, ``free_bytes``,
-``total_bytes``, ``adam_params`` (that fit, in fp32), ``direct_io``, ``hard_links``,
-``symlinks``, ``locks``, ``bandwidth`` (``file_bytes`` and ``read_``, ``write_``,
-``mixed_bytes_per_s``, or null), ``adam_params_per_s`` and ``problems`` (``what``,
-``remedy``, ``fatal``); ``machine``: ``cpu`` (``model``, ``num_cores``, ``isa``),
-``memory_bytes``, ``available_bytes``, ``compiler``, ``packages``, ``jax_devices``,
-``problems``; ``cards``, for each ``address``, ``firmware``, ``p2p``, ``paths`` (those
-on the drive beside it), ``problems``.
-
-``--machine FILE`` writes another one, with what `jaxinf.plan.read_machine` reads.
+``--json FILE`` also writes the numbers that ``jaxinf plan --machine FILE`` takes.
 """
 
 import contextlib
-import json
-import socket
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -29,22 +17,18 @@ from rich.text import Text
 
 from jaxinf.cli.machine import Machine, Problem, look_at_machine
 from jaxinf.cli.place import Place, look_at_place
-from jaxinf.cli.rates import measure_machine
+from jaxinf.cli.probe import measure_machine
 from jaxinf.cli.terminal import facts_table, heading, show_progress
 from jaxinf.command_line import UsageError
 from jaxinf.csd.cards.runtime import has_runtime
 from jaxinf.csd.cards.sysfs import card_of, list_cards
 from jaxinf.errors import CsdError
-from jaxinf.plan import write_machine
 from jaxinf.terminal import format_bytes, make_console, printable
+from jaxinf.train.machine import write_machine
 
 
 def run(
-    paths: Sequence[str],
-    file_bytes: int,
-    *,
-    as_json: bool,
-    machine_file: Path | None = None,
+    paths: Sequence[str], file_bytes: int, *, machine_file: Path | None = None
 ) -> bool:
     """Examines the machine and the directories, and prints the findings.
 
@@ -56,11 +40,8 @@ def run(
     Raises:
       UsageError: the rates cannot be measured, or the file cannot be written.
     """
-    if machine_file is not None and not machine_file.expanduser().parent.is_dir():
-        raise UsageError(
-            f"--machine {machine_file}: expected a file in a directory that exists; "
-            f"mkdir -p {machine_file.parent}"
-        )
+    if machine_file is not None:
+        _check_parent(machine_file.expanduser())
     places = []
     for text in paths:
         path = Path(text).expanduser().absolute()
@@ -72,40 +53,48 @@ def run(
     verdict = f"cannot hold a store: {printable(bad)}" if bad else ""
     if not bad and any(problem.is_fatal for problem in machine.problems):
         verdict = "JAX cannot run here"
-    if as_json:
-        document = {
-            "usable": not verdict,
-            "paths": [place.to_json() for place in places],
-            "machine": machine.to_json(),
-            "cards": cards,
+    console = make_console()
+    for place in places:
+        _print(console, str(place.path), place.to_rows(), place.problems)
+    _print(console, "this machine", _machine_rows(machine), machine.problems)
+    for card in cards:
+        rows = {
+            "firmware": card["firmware"] or "unknown",
+            "P2P": card["p2p"],
+            "beside": ", ".join(card["paths"]) or "none of these directories",
         }
-        print(json.dumps(document, indent=1, allow_nan=False, default=Problem.to_json))
-    else:
-        console = make_console()
-        for place in places:
-            _print(console, str(place.path), place.to_rows(), place.problems)
-        _print(console, "this machine", _machine_rows(machine), machine.problems)
-        for card in cards:
-            rows = {
-                "firmware": card["firmware"] or "unknown",
-                "P2P": card["p2p"],
-                "beside": ", ".join(card["paths"]) or "none of these directories",
-            }
-            _print(console, f"card {card['address']}", rows, card["problems"])
-        style = "bold red" if verdict else "bold green"
-        console.print(Text(f"\n{verdict or 'ready'}", style=style))
+        _print(console, f"card {card['address']}", rows, card["problems"])
+    style = "bold red" if verdict else "bold green"
+    console.print(Text(f"\n{verdict or 'ready'}", style=style))
     if machine_file is not None and not verdict:
-        _write_machine(machine_file.expanduser(), machine, places)
+        _write_machine(machine_file.expanduser(), places)
     return not verdict
 
 
-def _write_machine(file: Path, machine: Machine, places: Sequence[Place]) -> None:
-    name = f"{socket.gethostname()}, {machine.cpu_model}"
+def _check_parent(file: Path) -> None:
+    """Refuses a place for the file before seconds are spent on measuring."""
     try:
-        write_machine(file, measure_machine(name, machine, places))
-    except (OSError, ValueError) as error:
-        found = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"--machine {file}: {found}") from None
+        found = "" if file.parent.is_dir() else "none"
+    except OSError as error:
+        found = str(error.strerror)
+    if found:
+        raise UsageError(
+            f"--json {file}: expected a file in a directory that exists, found: "
+            f"{found}; mkdir -p {file.parent}"
+        )
+
+
+def _write_machine(file: Path, places: Sequence[Place]) -> None:
+    drives = {p.path: p.bandwidth for p in places if p.bandwidth is not None}
+    if not drives:
+        raise UsageError(
+            f"--json {file}: expected a directory whose bandwidth was measured, found "
+            "none: give one that can be written, and a --size above 0"
+        )
+    try:
+        write_machine(measure_machine(next(iter(drives)), [*drives.values()]), file)
+    except OSError as error:
+        raise UsageError(f"--json {file}: {error.strerror}") from None
     make_console(sys.stderr).print(f"wrote {printable(str(file))}")
 
 

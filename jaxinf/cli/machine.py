@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from jaxinf.native import toolchain
 
@@ -28,10 +27,6 @@ class Problem:
     what: str
     remedy: str
     is_fatal: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {"what": self.what, "remedy": self.remedy, "fatal": self.is_fatal}
 
 
 @dataclass(frozen=True)
@@ -59,22 +54,6 @@ class Machine:
     packages: dict[str, str | None]
     devices: list[str]
     problems: list[Problem] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "cpu": {
-                "model": self.cpu_model,
-                "num_cores": self.num_cores,
-                "isa": self.isa,
-            },
-            "memory_bytes": self.memory_bytes,
-            "available_bytes": self.available_bytes,
-            "compiler": self.compiler,
-            "packages": self.packages,
-            "jax_devices": self.devices,
-            "problems": self.problems,
-        }
 
 
 def look_at_machine(*, proc: Path = Path("/proc")) -> Machine:

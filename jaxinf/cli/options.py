@@ -17,3 +17,6 @@ StorePath = Annotated[
     tyro.conf.Positional[str], option("The store's directory.", "STORE")
 ]
 """Annotates the first word after a command's verb."""
+
+FLAGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
+"""How the commands' flags are made."""

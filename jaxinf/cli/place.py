@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jaxinf.cli.bandwidth import Bandwidth, measure_bandwidth
 from jaxinf.cli.machine import Problem
+from jaxinf.cli.probe import Bandwidth, measure_bandwidth
 from jaxinf.errors import StoreError
 from jaxinf.io import supports_direct
 from jaxinf.store.links import can_link
@@ -58,28 +58,6 @@ class Place:
         """Whether a store can be made here."""
         return not any(problem.is_fatal for problem in self.problems)
 
-    def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        mount, speed = self.mount, self.bandwidth
-        return {
-            "path": str(self.path),
-            "usable": self.is_usable,
-            **(mount._asdict() if mount else dict.fromkeys(Mount._fields)),
-            "free_bytes": self.free_bytes,
-            "total_bytes": self.total_bytes,
-            "adam_params": self.free_bytes // _ADAM_STORED_BYTES,
-            **{name: self.abilities.get(name) for name in _ABILITIES},
-            "bandwidth": speed
-            and {
-                "file_bytes": speed.file_bytes,
-                "read_bytes_per_s": speed.read,
-                "write_bytes_per_s": speed.write,
-                "mixed_bytes_per_s": speed.mixed,
-            },
-            "adam_params_per_s": speed and speed.mixed / _ADAM_STEP_BYTES,
-            "problems": self.problems,
-        }
-
     def to_rows(self) -> dict[str, str]:
         """For the terminal."""
         rows = {}
@@ -92,12 +70,12 @@ class Place:
         if speed := self.bandwidth:
             is_direct, size = (
                 self.abilities["direct_io"],
-                format_bytes(speed.file_bytes),
+                format_bytes(speed.moved_bytes),
             )
             how = "direct" if is_direct else "buffered, so partly memory's"
             read, write = format_rate(speed.read), format_rate(speed.write)
             rows["bandwidth"] = f"read {read}, write {write}, mixed "
-            rows["bandwidth"] += f"{format_rate(speed.mixed)} ({how}, {size})"
+            rows["bandwidth"] += f"{format_rate(speed.mixed)} ({how}, {size} moved)"
             params = format_count(speed.mixed / _ADAM_STEP_BYTES)
             rows["means"] = f"{params} params/s with Adam in fp32"
         return rows

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinf import compat
+from jaxinf.program import UpdateProgram
 from jaxinf.streaming.binding import planned
 from jaxinf.streaming.bound import Ends
 from jaxinf.streaming.fit import Fitted
@@ -50,10 +51,16 @@ class Count:
     link_down_bytes: int
     operations: float
     _ready: Prepared = field(repr=False, compare=False)
+    _update: UpdateProgram | None = field(repr=False, compare=False)
 
 
 def count(
-    ends: Ends, ready: Prepared, *, store_bytes: int = 0, now_bytes: int = 0
+    ends: Ends,
+    ready: Prepared,
+    update: UpdateProgram | None = None,
+    *,
+    store_bytes: int = 0,
+    now_bytes: int = 0,
 ) -> Count:
     """Plans a step and counts; blocks.
 
@@ -93,6 +100,7 @@ def count(
         link_down_bytes=num_runs * down,
         operations=num_runs * _step_operations(plan),
         _ready=traced,
+        _update=update,
     )
 
 

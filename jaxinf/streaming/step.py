@@ -270,8 +270,8 @@ class TrainingStep(Step):
           params: Shapes and dtypes, such as of ``jax.eval_shape(init_fn, key)``; by
             default the step's, which `init` or `load` has set.
           device: The memory of another device than JAX's, to plan for.
-          like: The count of a step of the same loss function and params, which need not
-            be traced again if the batch has the same shapes.
+          like: The count of a step of the same loss function, params and optimizer,
+            which need not be traced again if the batch has the same shapes.
 
         Raises:
           BudgetError: Memory does not suffice; names a budget that does.
@@ -282,12 +282,12 @@ class TrainingStep(Step):
             check_params(params)
             params = abstract(params)
         setup = replace(self._setup, executables=Estimates(), other_limit=device)
-        known = Known() if like is None else Known(like._ready)
+        known = Known() if like is None else Known(like._ready, like._update)
         dry = self._dry(batch, params, setup, known)
         with outside_mesh():
             now_bytes = dry.store_bytes if dry.is_there else 0
             sizes = {"store_bytes": dry.store_bytes, "now_bytes": now_bytes}
-            return count(dry.ends, dry.ready, **sizes)
+            return count(dry.ends, dry.ready, dry.update, **sizes)
 
     def _compiled(self, batch: PyTree, params: PyTree) -> DryRun:
         """As `dry_run`, with compiled programs."""

@@ -16,7 +16,7 @@ from jaxinf.command_line import UsageError, parse
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import printable
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.help import PROGRAM, check_names, help_of
+from jaxinf.train.help import PROGRAM, check_names, help_of, started_as
 from jaxinf.train.loop import train
 from jaxinf.train.run_file import read_run
 
@@ -33,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         check_names(words)
-        config = _config(words)
+        config = config_of(words)
     except UsageError as error:
         return _fail(2, error)
     # JAX logs a callback's exception with a traceback before it raises it. The store
     # keeps the exception, which becomes the message here.
     logging.getLogger(compat.CALLBACK_LOGGER).setLevel(logging.CRITICAL)
     try:
-        command = shlex.join([*PROGRAM.split(), *words_to_resume(words)])
+        command = f"{started_as()} {shlex.join(words_to_resume(words))}"
         return train(config, command=command)
     except UsageError as error:
         return _fail(2, error)
@@ -50,17 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _config(words: Sequence[str]) -> TrainConfig:
+def config_of(words: Sequence[str], prog: str = PROGRAM) -> TrainConfig:
     """Returns the run that a command line asks for; its flags win over its file.
 
     Raises:
       UsageError: the file of --config cannot be read, or asks for what no run has.
     """
-    config: TrainConfig = parse(TrainConfig, words, prog=PROGRAM)
+    config: TrainConfig = parse(TrainConfig, words, prog=prog)
     if config.run_file is None:
         return config
     held = read_run(config.run_file, given=config)
-    return parse(TrainConfig, words, prog=PROGRAM, default=held)
+    return parse(TrainConfig, words, prog=prog, default=held)
 
 
 def words_to_resume(words: Sequence[str]) -> list[str]:

@@ -5,8 +5,12 @@ Invariant: each flag is in a group.
 
 import argparse
 import re
+import shlex
+import shutil
+import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -96,12 +100,43 @@ def check_names(words: Sequence[str]) -> None:
             raise UsageError(f"{name}: not known; {advice[name]}")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Returns a parser that has the flags in groups, for help alone."""
+def started_as() -> str:
+    """Returns the command that started this process, as it runs when pasted."""
+    started = Path(sys.argv[0])
+    if started.name == "jaxinf":
+        return f"{installed('jaxinf')} train"
+    module = "jaxinf train" if started.parent.name == "jaxinf" else "jaxinf.train"
+    return f"{installed(Path(sys.executable).name)} -m {module}"
+
+
+def installed(name: str) -> str:
+    """Returns what starts a program that is installed beside this Python."""
+    path = Path(sys.executable).with_name(name)
+    is_other = path.exists() and shutil.which(name) != str(path)
+    return near(path) if is_other else name
+
+
+def near(path: Path) -> str:
+    """Returns a path as a word of a shell, from here if it is below."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if here in path.parents else path))
+
+
+def make_parser(
+    prog: str = PROGRAM, own: type[Any] | None = None
+) -> argparse.ArgumentParser:
+    """Returns a parser that has the flags in groups, for help alone.
+
+    Args:
+      own: flags of a command beside the trainer's, which are its first group.
+    """
     with warnings.catch_warnings():
         # tyro has no other way to the flags; pyproject.toml bounds its version.
         warnings.simplefilter("ignore", DeprecationWarning)
-        parser: Any = tyro.extras.get_parser(TrainConfig, prog=PROGRAM)
+        parser: Any = tyro.extras.get_parser(TrainConfig, prog=prog)
+        of_command: Any = own and tyro.extras.get_parser(
+            own, config=(tyro.conf.FlagCreatePairsOff,)
+        )
     flags = {
         action.option_strings[0].removeprefix("--"): action
         for action in parser._actions
@@ -110,6 +145,11 @@ def make_parser() -> argparse.ArgumentParser:
     for action in flags.values():  # a metavar says itself that values repeat
         action.nargs = action.nargs and None
     parser._action_groups = []
+    if own is not None:
+        parser.description = of_command.description
+        group = parser.add_argument_group(prog.split()[-1])
+        own_flags = of_command._action_groups[-1]._group_actions
+        group._group_actions = [x for x in own_flags if x.dest != "help"]
     for title, names in _GROUPS.items():
         group = parser.add_argument_group(title)
         group._group_actions = [flags.pop(name) for name in names.split()]
@@ -117,19 +157,21 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def help_of(words: Sequence[str]) -> str:
-    """Returns the help that a command line asks for, or nothing."""
+def help_of(
+    words: Sequence[str], prog: str = PROGRAM, own: type[Any] | None = None
+) -> str:
+    """Returns the help that a command line asks for, or nothing; see `make_parser`."""
     is_all = "--help-all" in words
     if not is_all and not {"-h", "--help"} & {*words}:
         return ""
-    parser: Any = make_parser()
+    parser: Any = make_parser(prog, own)
     lines = argparse.HelpFormatter(parser.prog, max_help_position=26)
     lines.add_text(f"usage: {parser.prog} [FLAGS]")
     for text in re.split(r"\n\s*\n", parser.description):
         lines.add_text(text)
     for group in parser._action_groups:
         actions = group._group_actions
-        if not is_all:
+        if group.title in _GROUPS and not is_all:
             actions = [x for x in actions if x.option_strings[0][2:] in _COMMON]
         lines.start_section(group.title)
         lines.add_arguments(actions)

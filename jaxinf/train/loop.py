@@ -12,11 +12,9 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -35,22 +33,17 @@ from jaxinf.train.data.loader import Batch, Batches
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, num_tokens
 from jaxinf.train.exports import ExportsOfRun
-from jaxinf.train.fit import Search, first_way, limits_of
-from jaxinf.train.forecast import RunPlan, plan
 from jaxinf.train.freezing import check_source
-from jaxinf.train.limits import Fit, LossyFlag
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.lora import Lora, with_new
-from jaxinf.train.measuring import StepTimer
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine
 from jaxinf.train.on_store import OnStore
 from jaxinf.train.opening import open_backend
 from jaxinf.train.optimizers import check_optimizer, make_optimizer
-from jaxinf.train.options import ProcessOptions
-from jaxinf.train.prediction import Prediction
+from jaxinf.train.plan import machine_of, plan_run, plan_text
 from jaxinf.train.pretrained import deferred_params
 from jaxinf.train.processes import Processes, start
-from jaxinf.train.progress import Progress, Say, planning, unsaid
+from jaxinf.train.progress import Progress
 from jaxinf.train.recorder import Recorder
 from jaxinf.train.report import (
     describe,
@@ -62,9 +55,9 @@ from jaxinf.train.report import (
 from jaxinf.train.resume import Identity, first_payload
 from jaxinf.train.run_file import text_of_run, write_run
 from jaxinf.train.schedules import learning_rates, resolved_settings
-from jaxinf.train.several import SeveralPlan, plan_several
 from jaxinf.train.signals import StopRequest
 from jaxinf.train.step import TrainStep
+from jaxinf.train.step_timer import StepTimer
 from jaxinf.train.trackers import Trackers, check_trackers
 from jaxinf.typing import PyTree
 
@@ -109,10 +102,11 @@ def train(
     batches = make_batches(config, data)
     say_config(console, config, data)
     if config.dry_run:
-        with planning(console) as say:
-            planned = plan(config, batches[0], say=say)
-        planned.print(console)
-        return 1 if planned.misfits else 0
+        machine = machine_of(config)
+        plan = plan_run(config, batches[0], machine)
+        text = plan_text(plan, batches[0], machine)
+        console.print(text, markup=False, highlight=False)
+        return int(plan.excess > 1)
     with (
         contextlib.closing(
             open_backend(config, make_optimizer(config), processes)
@@ -122,7 +116,6 @@ def train(
         ) as run,
     ):
         _keep_config(run.step, config, run_file)
-        run.prediction.write(config.logs / "plan.json", run.step)
         signal_number = run.go()
         if run.step < config.steps:
             say_stopped(console, config, run.step, command)
@@ -131,99 +124,8 @@ def train(
         found, params = run.evaluate(), processes.local(run.evaluated)
         if processes.is_first or backend.needs_all:
             say_evaluation(console, found, run.evaluator, params)
-        say_results(console, config, backend, run.prediction)
+        say_results(console, config, backend)
         return run.exports.end()
-
-
-def plan_run(
-    config: TrainConfig, *, measures: bool = False, say: Say = unsaid
-) -> RunPlan:
-    """Plans a run; reads its data, and writes nothing. Blocks for some seconds.
-
-    Args:
-      measures: whether programs are compiled and run, and their times used.
-
-    Raises:
-      UsageError: the config asks for something impossible.
-      JaxinfError: the optimizer or the store's options do not fit each other.
-    """
-    config = check(config)
-    check_optimizer(config)
-    config, data = load(config)
-    return plan(config, make_batches(config, data)[0], measures=measures, say=say)
-
-
-def plan_processes(
-    config: TrainConfig,
-    count: int,
-    failures: float | None = None,
-    restart_s: float = 60.0,
-) -> SeveralPlan:
-    """Plans a run in several processes; writes nothing. Blocks for some seconds.
-
-    Args:
-      config: the run; of the flags of several processes only ``--fsdp`` counts.
-
-    Raises:
-      UsageError: as `plan_run`; or it is no run of so many processes.
-    """
-    if count < 1:
-        raise UsageError(f"--processes: expected at least 1, got {count}")
-    if config.mode != "update":
-        raise UsageError(
-            f"--processes: expected --mode update, got {config.mode}, whose params and "
-            "values several processes move in a way that is not modelled"
-        )
-    if config.batch_size % count:
-        raise UsageError(
-            f"--batch-size: expected a multiple of the {count} processes, got "
-            f"{config.batch_size}"
-        )
-    if failures is not None and not 0 < failures < math.inf:
-        raise UsageError(f"--failures: expected more than 0, got {failures:g}")
-    is_sharded = config.fsdp
-    alone = ProcessOptions()
-    own = dataclasses.replace(
-        config, **vars(alone), batch_size=config.batch_size // count
-    )
-    own = check(own)
-    check_optimizer(own)
-    own, data = load(own)
-    batch = make_batches(own, data)[0]
-    return plan_several(
-        own,
-        batch,
-        count,
-        is_sharded=is_sharded,
-        failures=failures,
-        restart_s=restart_s,
-    )
-
-
-def fit_run(
-    config: TrainConfig,
-    years: float | None = None,
-    allowed: Iterable[LossyFlag] = (),
-    *,
-    measures: bool = False,
-    say: Say = unsaid,
-) -> Fit:
-    """Finds the fastest settings of a run; writes nothing. Blocks, for a minute or so.
-
-    Args:
-      config: flags that are to stay. Its ``memory`` and ``device_memory`` are limits;
-        by default nine tenths of what the machine has.
-      allowed: flags that may be chosen though they may lose bits.
-      measures: whether the programs of the fastest are compiled and run, and their
-        times decide between these.
-
-    Raises:
-      UsageError: there is no machine, or the flags contradict each other.
-    """
-    asked, limits = limits_of(config, years, allowed)
-    loaded, data = load(first_way(asked, limits))
-    search = Search(loaded, asked, make_batches(loaded, data)[0], say=say)
-    return search.fit(limits, measures=measures)
 
 
 def _import(config: TrainConfig, console: Console) -> None:
@@ -333,8 +235,6 @@ class _Run:
         self._num_updates = backend.committed_step(self._state)
         self._learning_rate = learning_rates(config)
         self._data = data
-        with console.status("planning the run"):
-            self.prediction = Prediction.of(config, batches[0])
         self._open_logs()
 
     @functools.cached_property
@@ -381,7 +281,7 @@ class _Run:
         with (
             contextlib.closing(coming),
             Progress(self._console, first=first, last=last, unit=unit) as progress,
-            Recorder(self._metrics, progress, self._sums, self.prediction) as recorder,
+            Recorder(self._metrics, progress, self._sums) as recorder,
             StopRequest(self._say_stopping) as stop,
         ):
             while self.step < last and not (stopped := self._stops(stop)):

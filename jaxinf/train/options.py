@@ -152,13 +152,13 @@ class RunOptions:
     # Write the run, as its flags and --config have it, to a new file, and stop.
     write_config: Annotated[Path | None, _shown("FILE", "none: train")] = None
 
-    # Say what the run takes in memory, on drives and, with --machine, in time, and
-    # stop. Nothing is written.
+    # Count what the run takes in memory, on drives and, with --machine, in time, and
+    # stop. Nothing is written. The exit status is 1 if it does not fit.
     dry_run: bool = False
 
-    # Predict times, too: a file that "jaxinf doctor --machine FILE" wrote, or a machine
-    # of the package: a100-x4, h100-x4, smartssd-server, vm-2-cores, workstation.
-    machine: Annotated[str | None, _shown("{FILE,NAME}", "none: no times")] = None
+    # For --dry-run: memory and rates of a machine, in a file that "jaxinf doctor --json
+    # FILE" wrote, or that you write (docs/training.md).
+    machine: Annotated[Path | None, _shown("FILE", "this one; no times")] = None
 
     # Record what each thread, drive and JAX device does in steps FIRST to LAST, by
     # default three early ones, as LOG_DIR/trace.json, which ui.perfetto.dev opens.

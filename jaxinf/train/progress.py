@@ -33,7 +33,10 @@ def unsaid(text: str) -> None:
 
 @contextlib.contextmanager
 def planning(console: Console) -> Iterator[Say]:
-    """Shows what is planned now in a transient line, if that is a terminal."""
+    """Shows what is planned now in a transient line; in a pipe each in a line."""
+    if not console.is_terminal:
+        yield lambda text: console.print(printable(text), markup=False)
+        return
     with console.status("planning", refresh_per_second=4) as status:
         yield lambda text: status.update(Text(printable(text)))
 

@@ -7,7 +7,6 @@ from types import TracebackType
 
 from jaxinf.train.backend import Costs
 from jaxinf.train.metrics import MetricsLog, StepLine
-from jaxinf.train.prediction import Prediction
 from jaxinf.train.processes import SumLog
 from jaxinf.train.progress import Progress
 
@@ -20,10 +19,8 @@ class Recorder:
         log: MetricsLog,
         progress: Progress,
         sums: SumLog | None = None,
-        prediction: Prediction | None = None,
     ) -> None:
         self._log, self._progress, self._sums = log, progress, sums
-        self._prediction = prediction
         self._held: tuple[StepLine, Costs] | None = None
 
     def __enter__(self) -> "Recorder":
@@ -64,5 +61,3 @@ class Recorder:
         if self._sums is not None:
             self._sums.write(line)
         self._progress.costs(line)
-        if self._prediction is not None:
-            self._prediction.add(line)

@@ -4,12 +4,12 @@ Invariant: they name things the user can act on: paths, sizes, commands.
 """
 
 import os
-import shlex
-import shutil
+import statistics
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from jaxinf_models import num_params
 from rich.console import Console
@@ -20,9 +20,10 @@ from jaxinf.train.backend import Backend
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, TextEntropy
+from jaxinf.train.help import installed, near
+from jaxinf.train.memory import peak_rss_bytes
 from jaxinf.train.metrics import read_lines
 from jaxinf.train.on_store import KeptInStore
-from jaxinf.train.prediction import Prediction
 from jaxinf.train.schedules import (
     num_warmup_steps,
     peak_learning_rate,
@@ -32,6 +33,7 @@ from jaxinf.train.streamed import Streamed
 from jaxinf.typing import PyTree
 
 _WIDTH = 48
+_NUM_FIRST = 2  # steps that read and compile anew
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
@@ -99,15 +101,14 @@ def say_evaluation(
         console.print(f"\nsample, after {prompt!r}:\n{text}\n")
 
 
-def say_results(
-    console: Console, config: TrainConfig, backend: Backend, prediction: Prediction
-) -> None:
-    """Prints the paths of the results, and what was predicted and found."""
+def say_results(console: Console, config: TrainConfig, backend: Backend) -> None:
+    """Prints what was found, and the paths of the results."""
     if isinstance(backend, Streamed):
         console.print("\n".join(backend.summary()))
-    console.print("\n".join(prediction.lines()), markup=False, highlight=False)
-    console.print(_picture(config.logs / "metrics.jsonl"))
-    jaxinf, logs = _program("jaxinf"), _near(config.logs)
+    lines = [*read_lines(config.logs / "metrics.jsonl")]
+    console.print("\n".join(_costs(lines)), markup=False, highlight=False)
+    console.print(_picture(lines))
+    jaxinf, logs = installed("jaxinf"), near(config.logs)
     if isinstance(backend, KeptInStore):
         path = backend.store.path
         array = min(path.glob("current/*/zarr.json")).parent.name
@@ -117,8 +118,8 @@ def say_results(
         console.print(
             f"store   {path}: step {backend.store.step}, "
             f"{format_bytes(_store_bytes(backend.store))} on disk; to look inside:\n"
-            f"  {jaxinf} inspect {_near(path)}\n"
-            f'  {_program(Path(sys.executable).name)} -c "{code}"'
+            f"  {jaxinf} inspect {near(path)}\n"
+            f'  {installed(Path(sys.executable).name)} -c "{code}"'
         )
     console.print(
         f"logs    {config.logs / 'metrics.jsonl'}; to make a page of them:\n"
@@ -126,9 +127,27 @@ def say_results(
     )
 
 
-def _picture(metrics: Path) -> str:
+def _costs(lines: Sequence[Any]) -> list[str]:
+    """Says what steps took: those of which there is a complete line, but the first."""
+    said, taken = [], [line for line in lines if line["step_s"]]
+    taken = taken[_NUM_FIRST:] or taken
+    if taken:
+        step_s = statistics.median(line["step_s"] for line in taken)
+        said.append(f"time    {step_s:.3g} s a step (median)")
+        read, written = (
+            statistics.fmean(line[f"drive_{way}_bytes"] or 0 for line in taken)
+            for way in ("read", "write")
+        )
+        if read or written:
+            said.append(
+                f"drives  {format_bytes(round(read))} read and "
+                f"{format_bytes(round(written))} written a step (mean)"
+            )
+    return [*said, f"memory  at most {format_bytes(peak_rss_bytes())} resident"]
+
+
+def _picture(lines: Sequence[Any]) -> str:
     """Draws the losses of a run, and the bytes that it moved, from its metrics."""
-    lines = [*read_lines(metrics)]
     losses = [line["loss"] for line in lines if line["loss"] is not None]
     drawn = []
     if losses:
@@ -160,19 +179,6 @@ def _curve(values: Sequence[float]) -> str:
     least = min(means)
     scale = (len(_LEVELS) - 1) / ((max(means) - least) or 1)
     return "".join(_LEVELS[round((mean - least) * scale)] for mean in means)
-
-
-def _program(name: str) -> str:
-    """Returns what starts a program that is installed beside this Python."""
-    path = Path(sys.executable).with_name(name)
-    is_other = path.exists() and shutil.which(name) != str(path)
-    return _near(path) if is_other else name
-
-
-def _near(path: Path) -> str:
-    """Returns a path as a word of a shell, from here if it is below."""
-    here = Path.cwd()
-    return shlex.quote(str(path.relative_to(here) if here in path.parents else path))
 
 
 def say_stopped(console: Console, config: TrainConfig, step: int, command: str) -> None:

@@ -197,7 +197,7 @@ def words_of_run(config: TrainConfig, base: TrainConfig | None = None) -> list[s
     base = base or TrainConfig()
     for flag in flags_of(TrainConfig):
         value, name = getattr(config, flag.field.name), f"--{flag.name}"
-        is_of_run = flag.name == "machine" or flag.name not in NOT_IN_FILES
+        is_of_run = flag.name not in NOT_IN_FILES
         if value == getattr(base, flag.field.name) or not is_of_run:
             continue
         if isinstance(value, bool):

@@ -16,7 +16,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
 from jaxinf.errors import AssignmentError, BudgetError, StreamError
 from jaxinf.exchange import keep_tokenizer
-from jaxinf.streaming import DeviceLimit, DryRun, Known, StreamedStep, stream
+from jaxinf.streaming import Count, DeviceLimit, StreamedStep, stream
 from jaxinf.train.backend import NO_TRAFFIC, Costs
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
@@ -97,39 +97,16 @@ class Streamed(KeptInStore):
 
         return run
 
-    def dry_run(
+    def count(
         self,
         batch: Batch,
         params: PyTree,
-        limit: DeviceLimit | None,
-        *,
-        compiles: bool,
-        known: Known,
-        is_tried: bool = False,
-    ) -> DryRun:
-        """Says what a step takes, as `StreamedStep.dry_run`.
-
-        Args:
-          compiles: Whether programs are compiled; otherwise their memory is estimated,
-            and they are compiled only if they do not fit by that.
-          is_tried: Whether a step that does not fit by estimates is refused at once.
-        """
+        device: DeviceLimit | None,
+        like: Count | None,
+    ) -> Count:
+        """Counts what a step takes; see `StreamedStep.dry_run`."""
         with _named_flags():
-            if not compiles:
-                has_other_device = limit is not None
-                searches = has_other_device and not is_tried
-                try:
-                    return self._step._estimated(
-                        batch,
-                        params,
-                        limit,
-                        searches=searches,
-                        known=known,
-                    )
-                except BudgetError:
-                    if has_other_device or is_tried:
-                        raise
-            return self._step._compiled(batch, params)
+            return self._step.dry_run(batch, params, device=device, like=like)
 
     def function(
         self, fn: Callable[[PyTree, Any], Any], *, average: bool = False

@@ -3,8 +3,8 @@
 One step after another is made with each choice, in turns: the host alone, and the
 device with every k-th subgroup. State stays in memory, so drives are no bound. The
 host's kernels, the device's, and each way of the link are token buckets; all else is as
-in a run. The model is `jaxinf.plan.device_updates`, whose choice is printed, too. It is
-of the updates alone, from the first gradient to the end of the step.
+in a run. The model is `jaxinf.streaming.update.interval`, whose choice is printed, too.
+It is of the updates alone, from the first gradient to the end of the step.
 
     python scripts/repro/device_updates.py --store /mnt/nvme0/tmp
 """
@@ -24,8 +24,8 @@ from throttled import Server
 
 import jaxinf
 from jaxinf.csd import HostCsd
-from jaxinf.plan.device_updates import UpdateRates, interval, update_s
 from jaxinf.streaming import near_storage
+from jaxinf.streaming.update.interval import UpdateRates, interval, update_s
 from jaxinf.streaming.update.on_device import DeviceUpdater
 from jaxinf.streaming.update.store_sink import StoreSink
 

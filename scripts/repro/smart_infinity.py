@@ -20,14 +20,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from jaxinf.plan import Card, Drive, Machine, Rate, read_machine
-
 Method = Literal["BASE", "SU", "SU+O", "SU+O+C"]
 """ZeRO-Infinity; update near storage; with the overlapping handler; compressed."""
 
 METHODS: tuple[Method, ...] = ("BASE", "SU", "SU+O", "SU+O+C")
 
 Server = Literal["gpu", "cpu", "link", "drive", "kernel"]
+
+
+class Rate(NamedTuple):
+    """A number, who says so, and how it is known ("fitted": to published times)."""
+
+    value: float
+    source: str
+    basis: Literal["published", "fitted", "guessed"] = "published"
+
+
+@dataclass(frozen=True)
+class Testbed:
+    """Drives, the processor beside each, the link that they share, and the host.
+
+    Attributes:
+      read, write: of a drive as its host has it, in bytes/s.
+      card_read, card_write: of a drive by the processor beside it, in bytes/s.
+      kernel: of an update's input of state and gradient, in bytes/s.
+      decompressor: of its output of dense gradient, in bytes/s.
+      link: in bytes/s.
+      update: params/s of Adam in fp32 on all cores of the host.
+    """
+
+    read: Rate
+    write: Rate
+    card_read: Rate
+    card_write: Rate
+    kernel: Rate
+    decompressor: Rate
+    link: Rate
+    update: Rate
 
 
 @dataclass(frozen=True)
@@ -80,8 +109,18 @@ class Phase(NamedTuple):
 
 
 _FIT = "fitted to the seconds of figure 9, GPT-2 4.0B"
+_FIGURE_14 = "Smart-Infinity, figure 14"
 
-TESTBED = read_machine("smartssd-server")
+TESTBED = Testbed(
+    read=Rate(3.2e9, "fitted near section III: about 3 GB/s", "fitted"),
+    write=Rate(2.47e9, "fitted to the times of BASE", "fitted"),
+    card_read=Rate(2.79e9, _FIGURE_14),
+    card_write=Rate(1.65e9, _FIGURE_14),
+    kernel=Rate(8.22e9, _FIGURE_14),
+    decompressor=Rate(2.93e9, _FIGURE_14),
+    link=Rate(8e9, "section III: measured over the expansion's one link"),
+    update=Rate(1 / 0.9e-9, _FIT, "fitted"),
+)
 """Up to ten SmartSSDs behind one PCIe 3.0 x16 expansion, a Xeon Gold 6342."""
 
 BUFFERS_S = Rate(0.22e-9, _FIT, "fitted")
@@ -114,31 +153,29 @@ def gpus_of_figure_17(base_s: float, workload: Workload, num_csds: int) -> Gpu:
 
 
 def phases(
-    machine: Machine, gpu: Gpu, workload: Workload, method: Method, num_csds: int
+    testbed: Testbed, gpu: Gpu, workload: Workload, method: Method, num_csds: int
 ) -> tuple[Phase, ...]:
     """Returns the phases of an iteration, in order.
 
     Args:
-      machine: storage and host.
+      testbed: storage and host.
       gpu: the accelerator.
       workload: the model and its optimizer.
       method: the method of the update.
       num_csds: number of drives for BASE, of CSDs for the others.
 
     Raises:
-      ValueError: the method is unknown, there is less than one CSD, or the machine
-        has none.
+      ValueError: the method is unknown, or there is less than one CSD.
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r}: expected one of {', '.join(METHODS)}")
     if num_csds < 1:
         raise ValueError(f"num_csds={num_csds}: expected 1 or more")
-    system = _system(machine)
     num = workload.num_params
     is_compressed = method == "SU+O+C"
     sent_bytes = num * workload.gradient_bytes
     sent_bytes *= workload.sent_ratio if is_compressed else 1
-    to_drives = _host_write(system, num_csds)
+    to_drives = _host_write(testbed, num_csds)
     before = [
         Phase("forward", "gpu", num * gpu.forward_s.value),
         Phase("backward", "gpu", num * gpu.backward_s.value),
@@ -147,15 +184,15 @@ def phases(
     if is_compressed:
         before.append(Phase("select", "gpu", num * gpu.select_s.value))
     if method == "BASE":
-        return (*before, *_update_on_host(system, workload, num_csds))
-    update = _update_on_csds(system, workload, sent_bytes, num_csds, is_compressed)
+        return (*before, *_update_on_host(testbed, workload, num_csds))
+    update = _update_on_csds(testbed, workload, sent_bytes, num_csds, is_compressed)
     if method == "SU":
         update.append(Phase("buffers", "cpu", num * BUFFERS_S.value))
     return (*before, *update)
 
 
 def update_s(
-    machine: Machine,
+    testbed: Testbed,
     workload: Workload,
     method: Method,
     num_csds: int,
@@ -165,7 +202,7 @@ def update_s(
     """Returns seconds of the update alone, from the last gradient's write on.
 
     Args:
-      machine: storage and host.
+      testbed: storage and host.
       workload: the model and its optimizer.
       method: the method of the update.
       num_csds: number of drives for BASE, of CSDs for the others.
@@ -175,16 +212,16 @@ def update_s(
       ValueError: as `phases`.
     """
     none = Rate(0.0, "not part of an update")
-    parts = phases(machine, Gpu(none, none, none), workload, method, num_csds)
+    parts = phases(testbed, Gpu(none, none, none), workload, method, num_csds)
     update = [part for part in parts if part.name not in _BEFORE_UPDATE]
     return _served_s(update, in_turn=not overlap)
 
 
 def iteration_s(
-    machine: Machine, gpu: Gpu, workload: Workload, method: Method, num_csds: int
+    testbed: Testbed, gpu: Gpu, workload: Workload, method: Method, num_csds: int
 ) -> float:
     """Returns seconds of an iteration; see `phases` for the arguments and errors."""
-    return _served_s(phases(machine, gpu, workload, method, num_csds))
+    return _served_s(phases(testbed, gpu, workload, method, num_csds))
 
 
 def _served_s(parts: Sequence[Phase], *, in_turn: bool = True) -> float:
@@ -197,41 +234,24 @@ def _served_s(parts: Sequence[Phase], *, in_turn: bool = True) -> float:
 _BEFORE_UPDATE = ("forward", "backward", "write gradients", "select")
 
 
-class _System(NamedTuple):
-    drive: Drive
-    card: Card
-    link: float
-    update_s: float
+def _host_write(testbed: Testbed, num_csds: int) -> float:
+    return min(num_csds * testbed.write.value, testbed.link.value)
 
 
-def _system(machine: Machine) -> _System:
-    if not machine.drives or machine.card is None or machine.link is None:
-        raise ValueError(
-            f"machine {machine.name}: expected drives, a card beside each, and "
-            "the link that they share, as of smartssd-server"
-        )
-    update_s = 1 / (machine.num_cores * machine.updates["adam fp32"].value)
-    return _System(machine.drives[0], machine.card, machine.link.value, update_s)
-
-
-def _host_write(system: _System, num_csds: int) -> float:
-    return min(num_csds * system.drive.write.value, system.link)
-
-
-def _update_on_host(system: _System, workload: Workload, num_csds: int) -> list[Phase]:
+def _update_on_host(testbed: Testbed, workload: Workload, num_csds: int) -> list[Phase]:
     num, state_bytes = workload.num_params, workload.state_bytes
-    read = min(num_csds * system.drive.read.value, system.link)
+    read = min(num_csds * testbed.read.value, testbed.link.value)
     read_bytes = num * (state_bytes + workload.gradient_bytes)
-    write_s = num * state_bytes / _host_write(system, num_csds)
+    write_s = num * state_bytes / _host_write(testbed, num_csds)
     return [
         Phase("read states and gradients", "link", read_bytes / read),
-        Phase("update", "cpu", num * system.update_s),
+        Phase("update", "cpu", num / testbed.update.value),
         Phase("write states", "link", write_s),
     ]
 
 
 def _update_on_csds(
-    system: _System,
+    testbed: Testbed,
     workload: Workload,
     sent_bytes: float,
     num_csds: int,
@@ -240,8 +260,8 @@ def _update_on_csds(
     num = workload.num_params / num_csds
     state_bytes, gradient_bytes = num * workload.state_bytes, sent_bytes / num_csds
     dense_bytes = num * workload.gradient_bytes
-    read, write = system.card.read.value, system.card.write.value
-    kernel_s = (state_bytes + dense_bytes) / system.card.kernel.value
+    read, write = testbed.card_read.value, testbed.card_write.value
+    kernel_s = (state_bytes + dense_bytes) / testbed.kernel.value
     result = [
         Phase("read gradients", "drive", gradient_bytes / read),
         Phase("read states", "drive", state_bytes / read),
@@ -249,7 +269,7 @@ def _update_on_csds(
         Phase("write states", "drive", state_bytes / write),
     ]
     if is_compressed:
-        seconds = dense_bytes / system.card.decompressor.value
+        seconds = dense_bytes / testbed.decompressor.value
         result.insert(2, Phase("decompress", "kernel", seconds))
     params_bytes = workload.num_params * workload.param_bytes
-    return [*result, Phase("read params", "link", params_bytes / system.link)]
+    return [*result, Phase("read params", "link", params_bytes / testbed.link.value)]

@@ -6,61 +6,41 @@ from pathlib import Path
 
 import pytest
 
-import jaxinf.cli.bandwidth as bandwidth
 import jaxinf.cli.doctor as doctor
 import jaxinf.cli.machine as machine
 import jaxinf.cli.place as place
+import jaxinf.cli.probe as probe
 import jaxinf.optimizer.callback
 from jaxinf.csd.cards.sysfs import CardInfo
 from jaxinf.errors import DeviceConfigurationError
-from jaxinf.plan import read_machine
-
-PATH_KEYS = [
-    "path",
-    "usable",
-    "source",
-    "mount_point",
-    "filesystem",
-    "free_bytes",
-    "total_bytes",
-    "adam_params",
-    "direct_io",
-    "hard_links",
-    "symlinks",
-    "locks",
-    "bandwidth",
-    "adam_params_per_s",
-    "problems",
-]
+from jaxinf.train.machine import read_machine
 
 
-def _doctor(run_json, path, size="1MiB", status=0):
-    return run_json("doctor", path, "--size", size, status=status)
+def looked(path, file_bytes=0):
+    return place.look_at_place(path, file_bytes, lambda done, total: None)
 
 
-def test_a_usable_directory(tmp_path, run_json):
-    found = _doctor(run_json, tmp_path)
-    assert found["usable"] is True
-    [here] = found["paths"]
-    assert list(here) == PATH_KEYS
-    assert here["path"] == str(tmp_path)
-    assert here["usable"]
-    assert here["symlinks"]
-    assert here["hard_links"]
-    assert here["adam_params"] == here["free_bytes"] // 24
-    speeds = here["bandwidth"]
-    assert speeds["file_bytes"] == 1 << 20
-    assert min(speeds.values()) > 0
-    assert here["adam_params_per_s"] == speeds["mixed_bytes_per_s"] / 20
+def fatal(found):
+    return [problem for problem in found.problems if problem.is_fatal]
+
+
+def test_a_usable_directory(tmp_path):
+    found = looked(tmp_path, 1 << 20)
+    assert found.is_usable
+    assert found.abilities["symlinks"]
+    assert found.abilities["hard_links"]
+    speeds = found.bandwidth
+    assert speeds.moved_bytes == 3 << 20
+    assert min(speeds.read, speeds.write, speeds.mixed) > 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_machine(tmp_path, run_json):
-    found = _doctor(run_json, tmp_path, "0")["machine"]
-    assert found["cpu"]["num_cores"] == len(os.sched_getaffinity(0))
-    assert found["memory_bytes"] > found["available_bytes"] > 0
-    assert found["packages"]["jax"]
-    assert any(device.startswith("cpu") for device in found["jax_devices"])
+def test_the_machine():
+    found = machine.look_at_machine()
+    assert found.num_cores == len(os.sched_getaffinity(0))
+    assert found.memory_bytes > found.available_bytes > 0
+    assert found.packages["jax"]
+    assert any(device.startswith("cpu") for device in found.devices)
 
 
 def test_text(tmp_path, run):
@@ -73,14 +53,17 @@ def test_text(tmp_path, run):
 @pytest.mark.long
 def test_a_machine_is_written(tmp_path, run):
     file = tmp_path / "machine.json"
-    result = run("doctor", str(tmp_path), "--size", "8MiB", "--machine", str(file))
+    result = run("doctor", str(tmp_path), "--size", "8MiB", "--json", str(file))
     assert (result.status, f"wrote {file}" in result.err) == (0, True)
-    machine = read_machine(file)
-    rates = dict(machine.rates())
-    assert {rate.basis for rate in rates.values()} == {"measured"}
-    assert {"drives[0].mixed", "updates['adamw int8']", "copy"} <= set(rates)
-    assert {"launches", "calls", "moves", "commits"} <= set(rates)
-    assert machine.device is None
+    found = read_machine(file)
+    assert found.host_bytes > 0
+    assert found.drive_bytes_per_s > 1e6
+    assert found.operations_per_s > 1e8
+    assert found.params_per_s > 1e5
+    assert 0 < found.commit_s < 10
+    assert found.device_bytes is found.link_bytes_per_s is None
+    assert found.drive_rated_write_bytes is None
+    assert os.listdir(tmp_path) == ["machine.json"]
 
 
 @pytest.mark.parametrize(
@@ -88,42 +71,50 @@ def test_a_machine_is_written(tmp_path, run):
     [
         (("--size", "0"), "expected a directory whose bandwidth was measured"),
         (
-            ("--size", "8MiB", "--machine", "/proc/none/machine.json"),
+            ("--size", "8MiB", "--json", "/proc/none/machine.json"),
             "in a directory that exists",
         ),
     ],
 )
 def test_a_machine_that_cannot_be_written(tmp_path, run, words, message):
     file = tmp_path / "machine.json"
-    result = run("doctor", str(tmp_path), "--machine", str(file), *words)
+    result = run("doctor", str(tmp_path), "--json", str(file), *words)
     assert (result.status, message in result.err) == (2, True)
     assert not file.exists()
 
 
-def test_no_measuring(tmp_path, run_json):
-    [here] = _doctor(run_json, tmp_path, "0")["paths"]
-    assert here["bandwidth"] is here["adam_params_per_s"] is None
-    assert here["usable"]
+def test_no_measuring(tmp_path):
+    found = looked(tmp_path)
+    assert found.bandwidth is None
+    assert found.is_usable
 
 
-def test_several_paths_and_one_is_bad(tmp_path, run, run_json):
+def test_several_paths_and_one_is_bad(tmp_path, run):
     (tmp_path / "file").touch()
+    for name, what, remedy in (("gone", "nothing", "mkdir -p"), ("file", "a file", "")):
+        [problem] = fatal(looked(tmp_path / name))
+        assert f"found {what}" in problem.what
+        assert remedy in problem.remedy
     words = ["doctor", tmp_path, tmp_path / "gone", tmp_path / "file", "--size", "0"]
-    found = run_json(*words, status=1)
-    assert found["usable"] is False
-    assert [here["usable"] for here in found["paths"]] == [True, False, False]
-    assert "mkdir -p" in found["paths"][1]["problems"][0]["remedy"]
-    assert "found a file" in found["paths"][2]["problems"][0]["what"]
     result = run(*words)
     assert result.status == 1
     assert "cannot hold a store" in result.out
 
 
-def test_a_memory_file_system_is_told(memory_dir, run_json):
-    [here] = _doctor(run_json, memory_dir)["paths"]
-    assert here["filesystem"] == "tmpfs"
-    assert here["usable"]
-    assert any("is memory" in problem["what"] for problem in here["problems"])
+def test_a_directory_that_may_not_be_seen(tmp_path, monkeypatch):
+    def refuse(self):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    [problem] = fatal(looked(tmp_path / "hidden"))
+    assert "Permission denied" in problem.what
+
+
+def test_a_memory_file_system_is_told(memory_dir):
+    found = looked(memory_dir)
+    assert found.mount.filesystem == "tmpfs"
+    assert found.is_usable
+    assert any("is memory" in problem.what for problem in found.problems)
 
 
 @pytest.fixture
@@ -139,33 +130,30 @@ def memory_dir():
     ("code", "part"),
     [(errno.EACCES, "Permission denied"), (errno.ENOSPC, "No space left")],
 )
-def test_a_directory_that_cannot_be_written(
-    tmp_path, code, part, run_json, monkeypatch
-):
+def test_a_directory_that_cannot_be_written(tmp_path, code, part, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
-    [here] = _doctor(run_json, tmp_path, status=1)["paths"]
-    [problem] = [problem for problem in here["problems"] if problem["fatal"]]
-    assert part in problem["what"]
-    assert problem["remedy"]
+    [problem] = fatal(looked(tmp_path))
+    assert part in problem.what
+    assert problem.remedy
 
 
 @pytest.mark.parametrize(
-    ("name", "fatal"),
+    ("name", "is_fatal"),
     [("hard_links", False), ("symlinks", True), ("locks", True)],
 )
-def test_what_a_file_system_lacks(tmp_path, name, fatal, run_json, monkeypatch):
+def test_what_a_file_system_lacks(tmp_path, name, is_fatal, monkeypatch):
     def refuse(scratch):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setitem(place._ABILITIES, name, (refuse, *place._ABILITIES[name][1:]))
-    [here] = _doctor(run_json, tmp_path, "0", status=int(fatal))["paths"]
-    assert here[name] is False
-    [problem] = [p for p in here["problems"] if "not supported" in p["what"]]
-    assert problem["fatal"] is fatal
-    assert "ext4" in problem["remedy"]
+    found = looked(tmp_path)
+    assert found.abilities[name] is False
+    [problem] = [p for p in found.problems if "not supported" in p.what]
+    assert problem.is_fatal is is_fatal
+    assert "ext4" in problem.remedy
 
 
 def test_without_direct_io(tmp_path, run, monkeypatch):
@@ -178,7 +166,7 @@ def test_without_direct_io(tmp_path, run, monkeypatch):
 
 def test_little_space_makes_a_shorter_file(tmp_path, monkeypatch):
     monkeypatch.setattr(place, "_SHARE_OF_FREE", 1 << 60)
-    found = place.look_at_place(tmp_path, 1 << 30, lambda done, total: None)
+    found = looked(tmp_path, 1 << 30)
     assert found.bandwidth is None
     assert any("too short to measure" in problem.what for problem in found.problems)
     assert found.is_usable
@@ -210,15 +198,22 @@ def test_the_file_has_no_name_while_it_is_measured(tmp_path):
     def progress(done, total):
         seen.append((done, total, list(tmp_path.iterdir())))
 
-    found = bandwidth.measure_bandwidth(tmp_path, 1 << 20, progress)
-    assert found.file_bytes == 1 << 20
+    found = probe.measure_bandwidth(tmp_path, 1 << 20, progress)
+    assert found.moved_bytes == 3 << 20
     assert seen[-1][:2] == (3 << 20, 3 << 20)
     assert all(names == [] for *_, names in seen)
 
 
+def test_a_slow_drive_ends_the_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "_MOST_S", 0.0)
+    found = probe.measure_bandwidth(tmp_path, 1 << 30, lambda done, total: None)
+    assert found.moved_bytes < 1 << 30
+    assert min(found.read, found.write, found.mixed) > 0
+
+
 def test_a_file_too_short(tmp_path):
     with pytest.raises(ValueError, match="too short to measure with; give at least"):
-        bandwidth.measure_bandwidth(tmp_path, 4096, lambda done, total: None)
+        probe.measure_bandwidth(tmp_path, 4096, lambda done, total: None)
 
 
 MOUNTS = """\
@@ -341,12 +336,12 @@ def test_no_jax_device_is_fatal(tmp_path, error, part, run, monkeypatch):
 # --- cards -------------------------------------------------------------------------
 
 
-def test_no_cards_are_no_problem(tmp_path, run, run_json):
-    assert _doctor(run_json, tmp_path, "0")["cards"] == []
+def test_no_cards_are_no_problem(tmp_path, run):
+    assert doctor._look_at_cards([tmp_path]) == []
     assert "card " not in run("doctor", tmp_path, "--size", "0").out
 
 
-def test_cards_and_what_is_off(tmp_path, run, run_json, monkeypatch):
+def test_cards_and_what_is_off(tmp_path, run, monkeypatch):
     infos = [
         CardInfo("0000:40:00.1", "xilinx_u2_gen3x4_xdma_gc_base_2", "on", ()),
         CardInfo("0000:50:00.1", "", "off", ()),
@@ -354,14 +349,12 @@ def test_cards_and_what_is_off(tmp_path, run, run_json, monkeypatch):
     monkeypatch.setattr(doctor, "list_cards", lambda: infos)
     monkeypatch.setattr(doctor, "card_of", lambda path, found: found[1])
     monkeypatch.delenv("XILINX_XRT", raising=False)
-    one, two = _doctor(run_json, tmp_path, "0")["cards"]
+    one, two = doctor._look_at_cards([tmp_path])
     assert list(one) == ["address", "firmware", "p2p", "paths", "problems"]
     assert (one["p2p"], two["p2p"]) == ("on", "off")
     assert (one["paths"], two["paths"]) == ([], [str(tmp_path)])
-    assert "setup.sh" in one["problems"][0]["remedy"]
-    assert (
-        "xbutil configure --device 0000:50:00.1 --p2p" in two["problems"][0]["remedy"]
-    )
+    assert "setup.sh" in one["problems"][0].remedy
+    assert "xbutil configure --device 0000:50:00.1 --p2p" in two["problems"][0].remedy
     text = run("doctor", tmp_path, "--size", "0").out
     for part in ("card 0000:40:00.1", "xilinx_u2_gen3x4", "P2P is off", "unknown"):
         assert part in text

@@ -23,11 +23,11 @@ from jaxinf.errors import (
     StreamError,
 )
 from jaxinf.layout import Subgroup
-from jaxinf.plan.device_updates import UpdateRates
 from jaxinf.program import trace_update
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.update import assigning
 from jaxinf.streaming.update.choosing import Choosing
+from jaxinf.streaming.update.interval import UpdateRates
 from jaxinf.streaming.update.on_device import (
     DeviceUpdater,
     UpdatePrograms,

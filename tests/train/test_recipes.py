@@ -88,7 +88,7 @@ def test_a_recipe_starts_and_takes_what_is_planned(name, small, tmp_path, lines)
     found = lines(tmp_path / "store-log")
     assert [line["step"] for line in found] == [1, 2]
     run = recipe_sizes.run_of(tmp_path / "store-log" / "config.toml")
-    sizes, _ = recipe_sizes.sizes_of(run)
+    sizes = recipe_sizes.counted(run)
     drives = [tmp_path / "store", *run.csd_root]
     files = [f for d in drives for f in d.rglob("c/**/*") if f.is_file()]
     held = sum(file.lstat().st_blocks * 512 for file in files)

@@ -1,7 +1,9 @@
 """Runs that a signal ends: their committed step, and how they continue."""
 
+import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,7 +61,10 @@ def test_signal_commits_and_resumes(
     step = int(re.search(r"stopped after step (\d+) of 9999", out)[1])
     assert step == 6  # which was under way
     command = shlex.split(out.strip().splitlines()[-1])
-    assert command[:3] == ["python", "-m", "jaxinf.train"]
+    assert command[1:3] == ["-m", "jaxinf.train"]
+    program = shutil.which(command[0])  # as a shell would find it
+    assert program
+    assert os.path.samefile(program, sys.executable)
     assert command[command.index("--store") + 1] == str(tmp_path / "store")
 
     with jaxinf.open_store(tmp_path / "store") as store:

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from jaxinf.engine import Assignment, Store, StoreShape, SubgroupLayout, assigned
 from jaxinf.errors import AssignmentError, StreamError
-from jaxinf.plan.device_updates import UpdateRates
 from jaxinf.program import Kernel, UpdateProgram
 from jaxinf.store import CommitRecord
 from jaxinf.streaming.plan.device import free_device_bytes
@@ -21,6 +20,7 @@ from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.update.choosing import Choosing
+from jaxinf.streaming.update.interval import UpdateRates
 from jaxinf.streaming.update.on_device import NUM_ROOMS, DeviceUpdater, room_bytes
 from jaxinf.streaming.update.rates import measured_rates, moved_s
 from jaxinf.streaming.update.store_sink import NUM_UNDER_WAY

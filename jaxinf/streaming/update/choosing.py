@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from jaxinf.engine import Assignment
-from jaxinf.plan.device_updates import UpdateRates, interval
+from jaxinf.streaming.update.interval import UpdateRates, interval
 
 _LOG = logging.getLogger("jaxinf")
 

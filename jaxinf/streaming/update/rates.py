@@ -16,9 +16,9 @@ from jaxinf.csd import CsdBuffer, Rounding, ScalarInputs
 from jaxinf.csd.host import HostCsd
 from jaxinf.engine import SubgroupLayout
 from jaxinf.io import BufferPool, ByteMeters
-from jaxinf.plan.device_updates import UpdateRates
 from jaxinf.program import Kernel
 from jaxinf.streaming.move.probe import probe
+from jaxinf.streaming.update.interval import UpdateRates
 from jaxinf.streaming.update.on_device import NUM_ROOMS, DeviceUpdater
 from jaxinf.streaming.update.traffic import StepMoves
 from jaxinf.typing import FLOAT32

@@ -55,12 +55,3 @@ def interval(rates: UpdateRates) -> int:
     every = math.ceil(1 + late / rates.host - 1e-9)
     gained = 1 - update_s(rates, every) / update_s(rates, 0)
     return every if gained >= _LEAST_GAIN else 0
-
-
-def least_drive_bytes_per_s(host: float, moved_bytes: float) -> float:
-    """Returns the bandwidth of drives below which the device cannot help.
-
-    Args:
-      moved_bytes: Bytes that drives read and write for a param.
-    """
-    return moved_bytes / host

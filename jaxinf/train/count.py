@@ -1,0 +1,309 @@
+"""What a run takes, counted before it, and the time of its step by one formula.
+
+    layout of the store ──┐
+    programs, traced ─────┼─► Count ─► needed, beside what there is
+    a machine's numbers ──┘       └──► seconds of a step
+
+Invariant: nothing is compiled or written, and no param is made.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxinf_models import num_params
+
+from jaxinf.engine import (
+    StoreDescription,
+    can_take,
+    check_compressed,
+    describe,
+    gradient_forms,
+    keeps_feedback,
+    moved_states,
+)
+from jaxinf.program import averaged, trace_init
+from jaxinf.store import Member, required_bytes
+from jaxinf.streaming import Count as StepCount
+from jaxinf.streaming import DeviceLimit, trace_optimizer
+from jaxinf.streaming.update.traffic import moved_bytes, written_bytes
+from jaxinf.train.config import TrainConfig
+from jaxinf.train.data.loader import Batch
+from jaxinf.train.on_store import KeptInStore
+from jaxinf.train.opening import open_backend
+from jaxinf.train.optimizers import make_optimizer
+from jaxinf.train.processes import sharded_dimension
+from jaxinf.train.step import loss_of
+from jaxinf.train.streamed import Streamed
+from jaxinf.typing import FLOAT32, PyTree
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one process of a run takes, and what a step moves and computes.
+
+    Attributes:
+      num_params: Of the whole model.
+      host_bytes: Memory of the host at its peak, beside some 400 MB of the process.
+      device_bytes: The same of a JAX device with memory of its own; else 0.
+      disk_bytes: Both slots of the store, and values and gradients that wait there.
+      read_bytes, written_bytes: Of the drives, in the mean of steps.
+      up_bytes, down_bytes: To a device with memory of its own, and from it.
+      operations: Of all programs; of the optimizer none.
+      updated: Params that the host's processor updates.
+      num_drives: Drives that share the store's bytes.
+    """
+
+    num_params: int
+    host_bytes: int
+    device_bytes: int
+    disk_bytes: int
+    read_bytes: int
+    written_bytes: int
+    up_bytes: int
+    down_bytes: int
+    operations: float
+    updated: int
+    num_drives: int
+
+
+def count(
+    config: TrainConfig,
+    batch: Batch | None,
+    device_bytes: int | None,
+    like: StepCount | None = None,
+) -> tuple[Count, StepCount | None]:
+    """Counts what a run takes; traces it, for some seconds.
+
+    Args:
+      config: A run that `check` has returned.
+      batch: A batch of it; only its shapes count. None leaves programs out, which a
+        streamed run cannot.
+      device_bytes: Memory of the JAX device; None if it computes in the host's.
+      like: What this returned for a run with the same model, task and precision.
+
+    Returns:
+      The count, and what another need not trace again.
+
+    Raises:
+      JaxinfError: As `jaxinf.open_store`, `jaxinf.smart_update`, `jaxinf.stream`.
+    """
+    if config.mode == "memory":
+        state = jax.eval_shape(make_optimizer(config).init, config.abstract[1])
+        return _whole(
+            config, batch, device_bytes, (0, 0, 0, 0), _num_bytes(state)
+        ), None
+    if config.mode == "update":
+        with _planned_store(config) as backend:
+            moved = _moved(config, backend, describe_store(config))
+        return _whole(config, batch, device_bytes, moved), None
+    assert batch is not None
+    limit = None
+    if device_bytes is not None:
+        num_bytes = config.device_memory or device_bytes
+        limit = DeviceLimit(num_bytes, is_host=False)
+    with _planned_store(config) as backend:
+        assert isinstance(backend, Streamed)
+        found = backend.count(batch, config.abstract[1], limit, like)
+    total = num_params(config.model_config)
+    every = config.device_updates if limit is not None else None
+    on_device = total // every if isinstance(every, int) and every else 0
+    state_bytes = 2 * FLOAT32.itemsize * on_device
+    made = Count(
+        num_params=total,
+        host_bytes=found.host_bytes,
+        device_bytes=found.device_bytes,
+        disk_bytes=found.disk_bytes,
+        read_bytes=found.drive_read_bytes,
+        written_bytes=found.drive_write_bytes,
+        up_bytes=found.link_up_bytes + state_bytes,
+        down_bytes=found.link_down_bytes + state_bytes,
+        operations=found.operations,
+        updated=total - on_device,
+        num_drives=_num_drives(config),
+    )
+    return made, found
+
+
+def count_process(
+    config: TrainConfig,
+    batch: Batch,
+    device_bytes: int | None,
+    num_processes: int,
+) -> Count:
+    """Counts what the process that takes the most of a run in ``--mode update`` takes.
+
+    Args:
+      config: The run of one process: with its share of a batch.
+
+    Raises:
+      JaxinfError: As `count`.
+    """
+    description = describe_store(config, num_processes)
+    with _planned_store(config) as backend:
+        members = [
+            _moved(
+                config, backend, description, Member("0" * 32, number, num_processes)
+            )
+            for number in range(num_processes)
+        ]
+    most = [max(values) for values in zip(*members, strict=True)]
+    found = _whole(config, batch, device_bytes, (most[0], most[1], most[2], most[3]))
+    if not config.fsdp:
+        return found
+    leaves = jax.tree.leaves(config.abstract[1])
+    shared = sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in leaves
+        if sharded_dimension(leaf.shape, num_processes) is not None
+    )
+    elsewhere = 2 * (shared - shared // num_processes)  # of params and gradients
+    if device_bytes is None:
+        return replace(found, host_bytes=found.host_bytes - elsewhere)
+    return replace(found, device_bytes=found.device_bytes - elsewhere)
+
+
+# --- a step whose loss and gradient are one program ----------------------------------
+
+
+def _whole(
+    config: TrainConfig,
+    batch: Batch | None,
+    device_bytes: int | None,
+    moved: tuple[int, int, int, int],
+    state_bytes: int = 0,
+) -> Count:
+    """Counts a step in ``--mode update`` or ``memory``.
+
+    Args:
+      moved: As `_moved` returns it.
+      state_bytes: Of the optimizer, in JAX's arrays.
+    """
+    disk_bytes, read_bytes, written_bytes, buffer_bytes = moved
+    params = config.abstract[1]
+    leaves = jax.tree.leaves(params)
+    # Params, gradients, clipped gradients, updates; one by one they are soon gone.
+    copies = 4 if waits(config) or config.mode == "memory" else 2
+    programs, operations = copies * _num_bytes(params), 0.0
+    if batch is not None:
+        peak_bytes, operations = _program(config, batch)
+        programs = max(programs, peak_bytes)
+    programs += state_bytes
+    gradients = FLOAT32.itemsize * sum(leaf.size for leaf in leaves)
+    is_apart, is_kept = device_bytes is not None, config.mode == "update"
+    crosses = gradients if is_apart and is_kept else 0
+    return Count(
+        num_params=num_params(config.model_config),
+        host_bytes=buffer_bytes + (2 * crosses if is_apart else programs),
+        device_bytes=programs if is_apart else 0,
+        disk_bytes=disk_bytes,
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        up_bytes=crosses,
+        down_bytes=crosses,
+        operations=operations,
+        updated=sum(leaf.size for leaf in leaves),
+        num_drives=_num_drives(config),
+    )
+
+
+def _program(config: TrainConfig, batch: Batch) -> tuple[int, float]:
+    """Returns the memory of loss and gradient, and their operations."""
+    graphdef, params = config.abstract
+    loss_fn = loss_of(graphdef, config.task_name, config.frozen)
+    shapes = jax.eval_shape(lambda: batch)
+    return 0, program_operations(jax.value_and_grad(loss_fn), params, shapes)
+
+
+def program_operations(function: Any, *args: Any) -> float:
+    """Counts a function's operations, from what JAX lowers."""
+    costs: Any = jax.jit(function).lower(*args).cost_analysis()
+    return float(costs["flops"])
+
+
+def _moved(
+    config: TrainConfig,
+    backend: KeptInStore,
+    description: StoreDescription,
+    member: Member | None = None,
+) -> tuple[int, int, int, int]:
+    """Returns bytes on disk, read, written, and of buffers, of a process's updates."""
+    shape = backend.store._training.shape(description, member)
+    read = memory = 0
+    written = 0.0
+    for number, leaf in enumerate(jax.tree.leaves(config.abstract[1])):
+        has_params = can_take(shape, number, leaf.dtype)
+        for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape):
+            loads, stores = moved_states(description.leaves[number].kernel, layout)
+            memory += layout.num_bytes
+            if shape.stays(layout.subgroup):
+                now, later = written_bytes(shape, layout, stores, ())
+                every = shape.options.mean_steps_per_commit(config.checkpoint_every)
+                written += now + later / (every or config.steps)
+                continue
+            read += moved_bytes(shape, layout, loads - ({0} if has_params else set()))
+            written += moved_bytes(shape, layout, stores)
+    disk = sum(required_bytes(shape.directory).values())
+    return disk, read, round(written), min(config.buffer_bytes, memory)
+
+
+@contextlib.contextmanager
+def _planned_store(config: TrainConfig) -> Iterator[KeptInStore]:
+    """Opens the backend of a run in a temporary directory; nothing is written."""
+    with tempfile.TemporaryDirectory() as folder:
+        roots = tuple(Path(folder, f"drive{n}") for n in range(len(config.csd_root)))
+        for root in roots:
+            root.mkdir()
+        place = Path(folder, "store")
+        elsewhere = replace(config, store=place, csd_root=roots, restore=None)
+        elsewhere = replace(elsewhere, device_updates=None)  # would try the device
+        backend = open_backend(elsewhere, make_optimizer(config))
+        assert isinstance(backend, KeptInStore)
+        with contextlib.closing(backend):
+            yield backend
+
+
+def describe_store(config: TrainConfig, num_processes: int = 1) -> StoreDescription:
+    """Describes the store of a run; traces its optimizer, which takes seconds."""
+    params = config.abstract[1]
+    shards, holders = [], []
+    for leaf in jax.tree.leaves(params):
+        along = sharded_dimension(leaf.shape, num_processes) if config.fsdp else None
+        parts = (num_processes if n == along else 1 for n in range(leaf.ndim))
+        shards.append(tuple(parts))
+        everyone = tuple(range(num_processes))
+        own = tuple((n,) for n in everyone) if along is not None else (everyone,)
+        holders.append(own if num_processes > 1 else ())
+    compress, tx = config.compression, averaged(make_optimizer(config), config.average)
+    update = trace_optimizer(tx, params)
+    check_compressed(compress, update)
+    return describe(
+        update,
+        trace_init(tx, params),
+        shards,
+        average=config.average,
+        has_feedback=keeps_feedback(compress),
+        forms=partial(gradient_forms, compress),
+        holders=holders,
+    )
+
+
+def waits(config: TrainConfig) -> bool:
+    """Whether no update begins before the last gradient."""
+    return bool(config.clip_norm or config.compress)
+
+
+def _num_bytes(tree: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _num_drives(config: TrainConfig) -> int:
+    """Returns the number of drives; directories that are on one count once."""
+    roots = [root.expanduser() for root in config.csd_root]
+    there = {root.stat().st_dev for root in roots if root.is_dir()}
+    return max(1, len(there) + sum(not root.is_dir() for root in roots))
