@@ -41,6 +41,7 @@ from jaxinf.store import (
     check_never_committed,
     check_space,
     claim_csds,
+    complete_spare,
     create_store,
     discard_store,
     finish_rebalance,
@@ -174,6 +175,7 @@ class StorePlace:
         prune_snapshots(directory)
         prune_leftovers(directory)
         directory.prune_replacements()
+        complete_spare(directory)
         if options.restore is not None:
             commit = restore_checkpoint(directory, options.restore)
         assert commit is not None

@@ -38,6 +38,7 @@ from jaxinf.store.contents import (
 from jaxinf.store.creation import (
     check_never_committed,
     check_space,
+    complete_spare,
     create_store,
     discard_store,
     required_bytes,
@@ -186,6 +187,7 @@ __all__ = [
     "checkpoints_to_prune",
     "chunk_holders",
     "claim_csds",
+    "complete_spare",
     "corrupt_chunk",
     "create_store",
     "csd_bytes",

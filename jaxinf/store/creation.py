@@ -3,6 +3,7 @@
 Invariant: only files of this store are removed, and only if it never committed a step.
 """
 
+import logging
 import os
 import shutil
 import time
@@ -16,10 +17,12 @@ from jaxinf.io import fsync_directory
 from jaxinf.io.failures import translated
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
-from jaxinf.store.directory import SLOTS, Slot, StoreDirectory
+from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
+from jaxinf.store.links import copy_file
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import check_owners, check_places, make_csds
 from jaxinf.store.space import check_free_space, stored_bytes
+from jaxinf.store.stock_documents import document_names
 from jaxinf.store.zarr_metadata import (
     COMMIT_SUCCESS_TEXT,
     array_metadata,
@@ -27,6 +30,8 @@ from jaxinf.store.zarr_metadata import (
     orbax_checkpoint_metadata,
     orbax_tree_metadata,
 )
+
+_LOG = logging.getLogger("jaxinf")
 
 
 def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
@@ -82,6 +87,59 @@ def create_store(directory: StoreDirectory) -> None:
                     _create_chunks(directory, slot, leaf, state)
     directory.sync()
     fsync_directory(directory.path)
+
+
+def complete_spare(directory: StoreDirectory) -> None:
+    """Makes files of the spare slot again that are gone; nothing needs their content.
+
+    The caller is the store's writer. A step that the slot held is given up.
+
+    Raises:
+      StoreIOError, StoreSpaceError: the file system refused something.
+    """
+    committed = directory.committed_slot()
+    if committed is None:
+        return
+    spare = other_slot(committed)
+    step, source = directory.step_path(spare), directory.step_path(committed)
+    names = document_names(directory.manifest)
+    documents = [name for name in names if not os.path.lexists(f"{step}/{name}")]
+    chunks = list(_missing_chunks(directory, spare))
+    if not documents and not chunks:
+        return
+    _LOG.warning(
+        "%s: %d files of the spare slot, which holds no step that is needed, are gone; "
+        "they are made again",
+        step,
+        len(documents) + len(chunks),
+    )
+    directory.unpublish(spare)
+    with translated("creation", step):
+        for name in documents:
+            (step / name).parent.mkdir(parents=True, exist_ok=True)
+            copy_file(source / name, step / name)
+        for leaf, position, state in chunks:
+            _create_chunk(directory, spare, leaf, position, state, set())
+    directory.sync()
+
+
+def _missing_chunks(
+    directory: StoreDirectory, slot: Slot
+) -> Iterator[tuple[int, int, StateRecord]]:
+    """Yields chunks of which the file, or the name in the store, is gone."""
+    step = str(directory.step_path(slot))
+    roots = [str(directory.data_path(slot, csd)) for csd in range(directory.num_csds)]
+    for leaf, record, _ in directory.leaves():
+        for state in record.states:
+            array = record.array_name(state.name)
+            for position in record.held:
+                root = roots[record.csds[position]]
+                key = directory.state_chunk(leaf, position, state).key
+                is_there = os.path.lexists(f"{root}/{array}/{key}")
+                if is_there and root != step:
+                    is_there = os.path.lexists(f"{step}/{array}/{key}")
+                if not is_there:
+                    yield leaf, position, state
 
 
 def discard_store(directory: StoreDirectory, named: Sequence[Path] = ()) -> None:
@@ -164,11 +222,25 @@ def _create_chunks(
     record = directory.manifest.leaves[leaf]
     made: set[Path] = set()
     for position in record.held:
-        file = directory.chunk_file(slot, leaf, position, state.name)
-        link = directory.chunk_name(slot, leaf, position, state.name)
-        for folder in {file.parent, link.parent} - made:
-            folder.mkdir(parents=True, exist_ok=True)
-            made.add(folder)
-        directory.allocate(file, directory.state_chunk(leaf, position, state), state)
-        if file != link:
-            link.symlink_to(file)
+        _create_chunk(directory, slot, leaf, position, state, made)
+
+
+def _create_chunk(
+    directory: StoreDirectory,
+    slot: Slot,
+    leaf: int,
+    position: int,
+    state: StateRecord,
+    made: set[Path],
+) -> None:
+    """Makes a chunk's file, and its name in the store, where they are not there."""
+    file = directory.chunk_file(slot, leaf, position, state.name)
+    link = directory.chunk_name(slot, leaf, position, state.name)
+    for folder in {file.parent, link.parent} - made:
+        folder.mkdir(parents=True, exist_ok=True)
+        made.add(folder)
+    if not os.path.lexists(file):
+        layout = directory.state_chunk(leaf, position, state)
+        directory.allocate(file, layout, state)
+    if not os.path.lexists(link):
+        link.symlink_to(file)

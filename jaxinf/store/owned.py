@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxinf.errors import StoreFormatError
+from jaxinf.store.creation import complete_spare
 from jaxinf.store.directory import StoreDirectory, check_there
 from jaxinf.store.journal import read_journal
 from jaxinf.store.lock import StoreLock, lock_exclusively
@@ -95,6 +96,8 @@ def hold_store(
             if not is_member:
                 _check_no_member(directory)
             claim_csds(directory, named)
+            if read_journal(directory) is None:  # its end moves files of both slots
+                complete_spare(directory)
             yield directory
     finally:
         lock.release()

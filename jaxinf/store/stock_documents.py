@@ -22,6 +22,11 @@ STOCK_DOCUMENTS = (*_NAMES, ARRAYS)
 """All names of `stock_documents`."""
 
 
+def document_names(manifest: Manifest) -> list[str]:
+    """Returns the names of a step's documents in other formats."""
+    return [*_NAMES, *_arrays(manifest)]
+
+
 def stock_documents(step: Path, manifest: Manifest) -> dict[str, str]:
     """Returns CRC-32Cs of a step's documents in other formats, 8 hex digits, by name.
 

@@ -26,6 +26,7 @@ from jaxinf.store.stock_documents import (
     STOCK_DOCUMENTS,
     document_checksum,
 )
+from jaxinf.store.whole import member_name
 from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE
 from jaxinf.typing import ProgressCallback
 
@@ -94,6 +95,7 @@ class Verifier:
             return [Damage(step_path, record_path, "commit record", str(error))]
         place = self._place(step_path)
         damages = self.links(place) if place else []
+        damages += self._exchanged(step_path)
         damages += self._documents(step_path)
         damages += self._checkpoint_documents(step_path, place or "")
         for damage in self._sealed(step_path, record):
@@ -113,6 +115,20 @@ class Verifier:
                 if progress is not None:
                     progress(done, total)
         return damages
+
+    def _exchanged(self, step_path: Path) -> Iterator[Damage]:
+        """Checks that a run's member lies at its own place in the run."""
+        member, path = self._directory.manifest.member, self._directory.path
+        own = None if member is None else member_name(member.number)
+        if own in (None, path.name) or not path.name.startswith("process-"):
+            return
+        yield Damage(
+            step_path,
+            path / "jaxinf.json",
+            "member",
+            f"expected this member of a run in {own}, found it in {path.name}; were "
+            "directories of members exchanged? Rename them back",
+        )
 
     def links(self, place: str) -> list[Damage]:
         """Returns links of a step that are missing or have a wrong target.

@@ -13,7 +13,7 @@ from found import NO_ERROR, REFUSED, wrong
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.store import seal
+from jaxinf.store import redivide, seal
 
 PARAMS = {"w": jnp.ones((64, 3)), "b": jnp.ones(7)}
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
@@ -69,23 +69,63 @@ GONE = pytest.mark.parametrize("what", ["chunk", "array", "slot"])
 
 
 @GONE
-@wrong("files of the spare slot, which hold nothing, stop a run", jaxinf.StoreIOError)
-def test_a_run_makes_missing_files_of_the_spare_slot_again(without_spare, what):
+def test_a_run_makes_missing_files_of_the_spare_slot_again(
+    without_spare, what, jaxinf_says, caplog
+):
     path = without_spare(what)
     assert go_on(path, 3) == 6
+    assert "files of the spare slot" in caplog.text
+    assert jaxinf_says("verify", path)[0] == 0
+
+
+@GONE
+@pytest.mark.parametrize(
+    ("command", "words", "step"),
+    [
+        ("store", ["trim"], 4),
+        ("checkpoint", ["restore", "two", "--discard-current"], 3),
+    ],
+    ids=["trim", "restore"],
+)
+def test_commands_make_missing_files_of_the_spare_slot_again(
+    without_spare, jaxinf_says, what, command, words, step
+):
+    path = without_spare(what)
+    status, said = jaxinf_says(command, words[0], path, *words[1:])
+    assert status == 0, said
+    assert go_on(path) == step
 
 
 @pytest.mark.parametrize("what", ["array", "slot"])
-@wrong("a raw ENOENT where files of the spare slot are gone")
-def test_commands_make_missing_files_of_the_spare_slot_again(
-    without_spare, jaxinf_says, what
+def test_a_rebalance_makes_missing_files_of_the_spare_slot_again(
+    without_spare, jaxinf_says, place, what
 ):
     path = without_spare(what)
-    status, said = jaxinf_says("store", "trim", path)
+    (place / "drive").mkdir()
+    line = "store", "rebalance", path, "--csd-root", place / "drive"
+    status, said = jaxinf_says(*line)
     assert status == 0, said
-    status, said = jaxinf_says("checkpoint", "restore", path, "two")
+    current = (path / "current").readlink().name
+    other = "b" if current == "a" else "a"
+    [folder] = (place / "drive").glob("jaxinf-*")
+    shutil.rmtree(folder / other)
+    shutil.rmtree(path / "slots" / other / "mu.w")
+    status, said = jaxinf_says("verify", path)
     assert status == 0, said
-    assert go_on(path) == 3
+    assert go_on(path) == 4
+
+
+def test_members_whose_directories_were_exchanged_are_seen(place, jaxinf_says):
+    go_on(place / "store", 2)
+    redivide(place / "store", 2)
+    assert jaxinf_says("verify", place / "store")[0] == 0
+    first, second = (place / "store" / f"process-0000{n}" for n in range(2))
+    first.rename(place / "first")
+    second.rename(first)
+    (place / "first").rename(second)
+    status, said = jaxinf_says("verify", place / "store")
+    assert status == 1
+    assert "exchanged" in said
 
 
 @wrong("an empty directory beside drives that hold the run begins a new run", NO_ERROR)
