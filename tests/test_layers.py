@@ -20,7 +20,6 @@ LAYERS = [
         "io",
         "layout",
         "schedule",
-        "schema",
         "command_line",
         "interrupts",
     },

@@ -185,31 +185,6 @@ def write_run(config: TrainConfig, path: Path) -> None:
         ) from error
 
 
-def words_of_run(config: TrainConfig, base: TrainConfig | None = None) -> list[str]:
-    """Returns a run as the words of a command line: what differs from another's.
-
-    A start's own flags are left out, but for ``--machine``.
-
-    Args:
-      base: the other; by default one without flags.
-    """
-    words: list[str] = []
-    base = base or TrainConfig()
-    for flag in flags_of(TrainConfig):
-        value, name = getattr(config, flag.field.name), f"--{flag.name}"
-        is_of_run = flag.name not in NOT_IN_FILES
-        if value == getattr(base, flag.field.name) or not is_of_run:
-            continue
-        if isinstance(value, bool):
-            words.append(name if value else f"--no-{flag.name}")
-        elif flag.name == "csd-root":  # one drive each time
-            words += [word for root in value for word in (name, str(root))]
-        else:
-            values = value if isinstance(value, tuple) else (value,)
-            words += [name, *(str(_formed(flag, one)) for one in values)]
-    return words
-
-
 def _plain(flag: Flag, value: Any) -> JsonValue:
     """Returns a flag's value as it stands in a file."""
     if isinstance(value, tuple):
@@ -220,11 +195,7 @@ def _plain(flag: Flag, value: Any) -> JsonValue:
         if is_pattern and not os.path.exists(name):
             here = glob.escape(here)
         return os.path.join(here, name)
-    return _formed(flag, value)
-
-
-def _formed(flag: Flag, value: Any) -> Any:
-    if flag.constructor is None or isinstance(value, str | None):
+    if flag.constructor is None or isinstance(value, str):
         return value
     if flag.constructor.metavar == "BYTES":
         return exact_bytes(value)
