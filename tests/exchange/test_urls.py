@@ -15,6 +15,7 @@ import pytest
 from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError, StoreFormatError
 from jaxinf.exchange import StepFiles, Transit, export_url, import_url
+from jaxinf.io import crc32c
 from jaxinf.store import CommitRecord, StoreDirectory, Verifier, open_array, seal
 
 KILLED = Path(__file__).parents[1] / "support/killed_export.py"
@@ -108,7 +109,20 @@ def edit(file, change):
     file.write_bytes(seal(document))
 
 
+def replace_chunk(folder, name):
+    """Changes a bit of a chunk, and says so in the export's manifest."""
+    raw = bytearray((folder / name).read_bytes())
+    raw[0] ^= 1
+    (folder / name).write_bytes(raw)
+    listed = [len(raw), f"{crc32c(np.frombuffer(raw, np.uint8)):08x}"]
+    edit(folder / "export.json", lambda d: d["objects"].update({name: listed}))
+
+
 DAMAGES = {
+    "a chunk that is not the record's": (
+        lambda f: replace_chunk(f, "params.scale/c"),
+        r"params\.scale/c: expected CRC-32C .*, as its commit\.json says",
+    ),
     "a chunk is gone": (
         lambda f: (f / "params.scale/c").unlink(),
         r"none of params\.scale/c",

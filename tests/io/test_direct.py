@@ -61,6 +61,17 @@ def refusing_open(monkeypatch, no_memory_of_refusals):
     monkeypatch.setattr(os, "open", fake_open)
 
 
+def test_an_odd_end_is_durable_at_once(any_dir, aligned, monkeypatch):
+    path, flushed = _new(any_dir / "f", 2 * _PAGE), []
+    monkeypatch.setattr(
+        os, "fdatasync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}"))
+    )
+    write_from(path, aligned(_PAGE), 0, _PAGE)
+    assert flushed == []
+    write_from(path, aligned(_PAGE + 1), 0, _PAGE + 1)
+    assert flushed == [str(path)]
+
+
 @pytest.mark.parametrize("num_bytes", _LENGTHS)
 @pytest.mark.parametrize("offset", [0, 4096, 5 * 4096])
 def test_round_trip(any_dir, aligned, num_bytes, offset):

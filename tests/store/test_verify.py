@@ -7,7 +7,7 @@ import shutil
 import pytest
 from golden_stores import golden
 
-from jaxinf.store import StoreDirectory, Verifier, seal
+from jaxinf.store import StoreDirectory, Verifier, seal, stock_documents
 
 
 @pytest.fixture
@@ -93,6 +93,32 @@ def test_links_that_orbax_needs(whole, name, target):
     assert damage.file == link
 
 
+def test_a_bit_of_a_chunk(whole):
+    chunk = whole.path / "current/params.a/c/0/0"
+    data = bytearray(chunk.read_bytes())
+    data[3] ^= 1
+    chunk.write_bytes(data)
+    [damage] = damages(whole, "current")
+    assert "leaf a, params, chunk" in damage.what
+    assert damage.problem.startswith("expected CRC-32C ")
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_another_shape_in_the_documents_of_an_array(whole, is_recorded):
+    step = whole.path / "current"
+    file = step / "params.a/zarr.json"
+    document = json.loads(file.read_text())
+    document["shape"][0] += 1
+    file.write_text(json.dumps(document, indent=1) + "\n")
+    if is_recorded:  # so that its checksum is right
+        record = json.loads((step / "commit.json").read_text())
+        record["documents"] = stock_documents(step, whole.manifest)
+        (step / "commit.json").write_bytes(seal(record))
+    [damage] = damages(whole, "current")
+    assert (damage.file, damage.what) == (file, "leaf a, params, zarr metadata")
+    assert "found another document" in damage.problem
+
+
 def test_the_marker_that_orbax_needs(whole):
     (whole.path / "checkpoints/2/orbax.checkpoint").unlink()
     [damage] = damages(whole, "checkpoints/2")
@@ -102,8 +128,8 @@ def test_the_marker_that_orbax_needs(whole):
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
-        ("step", -1, "step: expected a whole number from 0"),
-        ("step", 2**31, "step: expected a whole number from 0"),
+        ("step", -1, "step: expected a whole number >= 0"),
+        ("step", 2**31, "step: expected a whole number <= 2147483647"),
         ("skipped_steps", -1, "skipped_steps: expected a whole number"),
         ("documents", {}, "expected its CRC-32C in commit.json, found none"),
     ],
