@@ -89,6 +89,7 @@ def convert_store(
         codecs = _codecs(held, state, master, average)
         manifest = _laid_out(held, codecs, csds, has_average=_keeps(held, average))
         record = CommitRecord.read(step.path / "commit.json")
+        record.check_fits(step.path / "commit.json", held.manifest)
         with making_store(target, manifest) as directory:
             with StepReader(step.path, record, directory=held) as reader:
                 sums = _fill(directory, held.manifest, reader, record.step, progress)

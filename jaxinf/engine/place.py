@@ -40,6 +40,7 @@ from jaxinf.store import (
     StoreLock,
     check_never_committed,
     check_space,
+    check_unclaimed,
     claim_csds,
     complete_spare,
     create_store,
@@ -76,6 +77,8 @@ class StorePlace:
         self.path = run.options.path
         self._lock: StoreLock | None = None
         check_place(self.path)
+        if not self.is_there():
+            check_unclaimed(self.path, self._options.csd_roots)
 
     def is_there(self) -> bool:
         """Whether there is a store, or the remains of an interrupted creation."""

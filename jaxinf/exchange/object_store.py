@@ -207,6 +207,9 @@ def _parsed(url: str) -> tuple[str, dict[str, Any]]:
     if scheme == "s3" and endpoint:
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
+    if scheme == "s3" and "AWS_ACCESS_KEY_ID" in os.environ:
+        # Otherwise AWS prints that there are no files with credentials.
+        spec["aws_credentials"] = {"type": "environment"}
     if not spec.get("path", "").endswith("/"):
         spec["path"] = spec.get("path", "") + "/"
     if spec["path"] == "/":

@@ -89,9 +89,12 @@ class StepFiles:
         """The step's record.
 
         Raises:
-          StoreFormatError: it is missing or damaged.
+          StoreFormatError: it is missing or damaged, or not of these arrays.
         """
-        return self.record or CommitRecord.read(self.path / "commit.json")
+        path = self.path / "commit.json"
+        record = self.record or CommitRecord.read(path)
+        record.check_fits(path, self.manifest)
+        return record
 
     @cached_property
     def _directory(self) -> StoreDirectory | None:

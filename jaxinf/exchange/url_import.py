@@ -37,6 +37,7 @@ from jaxinf.store import (
 from jaxinf.typing import ProgressCallback
 
 _BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+\.[a-z]+")
+_NUM_GETS = 8  # documents that are read at once
 _AGAIN = "export to this URL again, which writes what is missing or differs"
 
 
@@ -94,6 +95,9 @@ class _UrlSource:
                 f"{place.where}: {MANIFEST} does not list {missing[0]}, a chunk of its "
                 f"jaxinf.json; {_AGAIN}"
             )
+        beside = listed.keys() - {chunk.name for chunk in source.chunks}
+        for _ in over(sorted(beside), lambda n: place.get(n, *listed[n]), _NUM_GETS):
+            pass
         return source
 
     @property

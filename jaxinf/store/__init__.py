@@ -90,7 +90,7 @@ from jaxinf.store.owned import (
     look_at_store,
     read_owned,
 )
-from jaxinf.store.owners import claim_csds
+from jaxinf.store.owners import check_unclaimed, claim_csds
 from jaxinf.store.plans import (
     KeptPlan,
     check_plans_folder,
@@ -182,6 +182,7 @@ __all__ = [
     "check_plans_folder",
     "check_seal",
     "check_space",
+    "check_unclaimed",
     "check_undivided",
     "checkpoint_names",
     "checkpoints_to_prune",

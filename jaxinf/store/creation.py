@@ -15,6 +15,7 @@ from jaxinf.documents import encode
 from jaxinf.errors import StoreFormatError
 from jaxinf.io import fsync_directory
 from jaxinf.io.failures import translated
+from jaxinf.layout import PAGE_BYTES
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
@@ -45,6 +46,17 @@ def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
     return dict(totals)
 
 
+def _beside_bytes(directory: StoreDirectory) -> int:
+    """Returns the bytes of both slots' directories and documents: a page for each."""
+    num_pages = 0
+    for number, record, _ in directory.leaves():
+        for state in record.states:
+            keys = [directory.state_chunk(number, n, state).key for n in record.held]
+            folders = {key[:at] for key in keys for at, c in enumerate(key) if c == "/"}
+            num_pages += 2 + len(folders)
+    return 2 * PAGE_BYTES * num_pages
+
+
 def check_space(directory: StoreDirectory, *, num_more: int = 0) -> None:
     """Refuses a store for which its file systems have no room.
 
@@ -55,10 +67,11 @@ def check_space(directory: StoreDirectory, *, num_more: int = 0) -> None:
     Raises:
       StoreSpaceError: names the file system, the bytes needed and the bytes free.
     """
-    needs = required_bytes(directory).items()
+    needs = required_bytes(directory)
+    needs[directory.path] = needs.get(directory.path, 0) + _beside_bytes(directory)
     kept = f" and {num_more} kept steps" if num_more else ""
     check_free_space(
-        {place: num_bytes // 2 * (2 + num_more) for place, num_bytes in needs},
+        {place: num_bytes // 2 * (2 + num_more) for place, num_bytes in needs.items()},
         f"the store's two slots{kept} of {directory.manifest.num_params:,} params need",
         "free some, or choose another directory or more CSD roots",
     )

@@ -122,6 +122,28 @@ def check_present(directory: StoreDirectory) -> None:
         _check_present(directory, csd)
 
 
+def check_unclaimed(path: Path, roots: Sequence[Path]) -> None:
+    """Refuses to begin a run at a path of which CSDs hold a run's chunks already.
+
+    Args:
+      path: a path without a store; the drive that it was on may not be mounted.
+      roots: CSD roots that the user has named.
+
+    Raises:
+      StoreFormatError: names the path and the chunks.
+    """
+    own = str(path.resolve())
+    for root in roots:
+        for folder in sorted(root.glob("jaxinf-*")):
+            note = _read_note(folder)
+            if note.owner == own and not note.problem:
+                raise StoreFormatError(
+                    f"{path}: expected the store whose chunks are in {folder}, found "
+                    "none there; mount its drive, or restore the directory. To begin "
+                    f'anew, remove that run\'s chunks first: rm -r "{folder}"'
+                )
+
+
 # --- inside --------------------------------------------------------------------------
 
 
@@ -199,7 +221,10 @@ def _unknown(directory: StoreDirectory, csd: int, problem: str) -> StoreFormatEr
 def _read(directory: StoreDirectory, csd: int) -> _Note:
     """Reads the note on a CSD."""
     _check_present(directory, csd)
-    folder = directory.csd_directory(csd)
+    return _read_note(directory.csd_directory(csd))
+
+
+def _read_note(folder: Path) -> _Note:
     try:
         file = open_beneath(folder, _NOTE)
     except FileNotFoundError:

@@ -79,15 +79,17 @@ def joined_step(
 
     Raises:
       StoreMismatchError: they have other leaves or owners.
+      StoreFormatError: a record is not of its part.
     """
     manifests = [part.directory.manifest for part in parts]
     first, places, starts = manifests[0], [], []
-    for part, manifest in zip(parts, manifests, strict=True):
+    for part, manifest, record in zip(parts, manifests, records, strict=True):
         if manifest.common != first.common:
             raise StoreMismatchError(
                 f"{part.directory.path}: expected the leaves and owners of "
                 f"{parts[0].directory.path}, found others; restore its jaxinf.json"
             )
+        record.check_fits(part.path / "commit.json", manifest)
         starts.append(len(places))
         places += part.directory.data_paths(part.path)
     leaves = []

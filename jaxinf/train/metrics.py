@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxinf.io.failures import translated
+
 
 @dataclasses.dataclass(frozen=True)
 class StepLine:
@@ -119,13 +121,19 @@ class JsonLines:
         self._file = path.open("a", buffering=1)
 
     def write(self, step: int, line: str) -> None:
-        """Appends a step's line and flushes it."""
-        self._file.write(line + "\n")
+        """Appends a step's line and flushes it.
+
+        Raises:
+          StoreIOError: names the file.
+        """
+        with translated("log", Path(self._file.name)):
+            self._file.write(line + "\n")
         self.last_step = step
 
     def close(self) -> None:
         """Closes the file; idempotent."""
-        self._file.close()
+        with translated("log", Path(self._file.name)):
+            self._file.close()
 
 
 class MetricsLog:
