@@ -28,7 +28,7 @@ from jaxinf.io import BufferPool, allocate_file, fsync_file, read_into, write_fr
 from jaxinf.kernels import CompiledKernel, Passage, compiled
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.program import trace_update
-from jaxinf.train.count import program_operations
+from jaxinf.streaming.count import num_operations
 from jaxinf.train.machine import Machine, this_machine
 from jaxinf.train.step import loss_of
 from jaxinf.typing import Array, ProgressCallback
@@ -194,7 +194,7 @@ def _operations_per_s(dtype: str) -> float:
     tokens = jnp.zeros((2, 128), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
     gradients_of = jax.value_and_grad(loss_of(graphdef))
-    operations = program_operations(gradients_of, params, batch)
+    operations = num_operations(jax.make_jaxpr(gradients_of)(params, batch))
     params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, leaf.dtype), params)
     compiled = jax.jit(gradients_of)
     return operations / least_s(lambda: jax.block_until_ready(compiled(params, batch)))

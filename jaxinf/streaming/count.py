@@ -170,6 +170,14 @@ def _of_program(program: Program) -> float:
     return _operations(nodes)
 
 
+def num_operations(jaxpr: Any) -> float:
+    """Counts the floating-point operations of a jaxpr, closed or not."""
+    return _operations(
+        (eqn.primitive.name, eqn.invars, eqn.outvars, eqn.params)
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )
+
+
 def _operations(equations: Iterable[tuple[str, Any, Any, Mapping[str, Any]]]) -> float:
     """Counts products of matrices and convolutions; others once for each element."""
     found = 0.0
@@ -186,13 +194,7 @@ def _operations(equations: Iterable[tuple[str, Any, Any, Mapping[str, Any]]]) ->
             found += 2.0 * num_made * math.prod(kernel) / max(1, filters)
         elif inner:
             times = params.get("length", 1)  # of a scan
-            found += times * sum(
-                _operations(
-                    (eqn.primitive.name, eqn.invars, eqn.outvars, eqn.params)
-                    for eqn in getattr(one, "jaxpr", one).eqns
-                )
-                for one in inner
-            )
+            found += times * sum(map(num_operations, inner))
         else:
             found += num_made
     return found

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxinf_models import num_params
 
 from jaxinf.engine import (
@@ -31,9 +32,12 @@ from jaxinf.program import averaged, trace_init
 from jaxinf.store import Member, required_bytes
 from jaxinf.streaming import Count as StepCount
 from jaxinf.streaming import DeviceLimit, trace_optimizer
+from jaxinf.streaming.count import num_operations
+from jaxinf.streaming.program.peak import peak_memory
 from jaxinf.streaming.update.traffic import moved_bytes, written_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
+from jaxinf.train.freezing import trained
 from jaxinf.train.on_store import KeptInStore
 from jaxinf.train.opening import open_backend
 from jaxinf.train.optimizers import make_optimizer
@@ -94,10 +98,7 @@ def count(
       JaxinfError: As `jaxinf.open_store`, `jaxinf.smart_update`, `jaxinf.stream`.
     """
     if config.mode == "memory":
-        state = jax.eval_shape(make_optimizer(config).init, config.abstract[1])
-        return _whole(
-            config, batch, device_bytes, (0, 0, 0, 0), _num_bytes(state)
-        ), None
+        return _whole(config, batch, device_bytes, (0, 0, 0, 0)), None
     if config.mode == "update":
         with _planned_store(config) as backend:
             moved = _moved(config, backend, describe_store(config))
@@ -110,12 +111,13 @@ def count(
     with _planned_store(config) as backend:
         assert isinstance(backend, Streamed)
         found = backend.count(batch, config.abstract[1], limit, like)
-    total = num_params(config.model_config)
-    every = config.device_updates if limit is not None else None
-    on_device = total // every if isinstance(every, int) and every else 0
+    updated, every = _num_trained(config), config.device_updates
+    on_device = 0
+    if limit is not None and isinstance(every, int) and every:
+        on_device = updated // every
     state_bytes = 2 * FLOAT32.itemsize * on_device
     made = Count(
-        num_params=total,
+        num_params=num_params(config.model_config),
         host_bytes=found.host_bytes,
         device_bytes=found.device_bytes,
         disk_bytes=found.disk_bytes,
@@ -124,17 +126,14 @@ def count(
         up_bytes=found.link_up_bytes + state_bytes,
         down_bytes=found.link_down_bytes + state_bytes,
         operations=found.operations,
-        updated=total - on_device,
+        updated=updated - on_device,
         num_drives=_num_drives(config),
     )
     return made, found
 
 
 def count_process(
-    config: TrainConfig,
-    batch: Batch,
-    device_bytes: int | None,
-    num_processes: int,
+    config: TrainConfig, batch: Batch, device_bytes: int | None, num_processes: int
 ) -> Count:
     """Counts what the process that takes the most of a run in ``--mode update`` takes.
 
@@ -146,12 +145,8 @@ def count_process(
     """
     description = describe_store(config, num_processes)
     with _planned_store(config) as backend:
-        members = [
-            _moved(
-                config, backend, description, Member("0" * 32, number, num_processes)
-            )
-            for number in range(num_processes)
-        ]
+        run = [Member("0" * 32, n, num_processes) for n in range(num_processes)]
+        members = [_moved(config, backend, description, one) for one in run]
     most = [max(values) for values in zip(*members, strict=True)]
     found = _whole(config, batch, device_bytes, (most[0], most[1], most[2], most[3]))
     if not config.fsdp:
@@ -176,27 +171,18 @@ def _whole(
     batch: Batch | None,
     device_bytes: int | None,
     moved: tuple[int, int, int, int],
-    state_bytes: int = 0,
 ) -> Count:
-    """Counts a step in ``--mode update`` or ``memory``.
-
-    Args:
-      moved: As `_moved` returns it.
-      state_bytes: Of the optimizer, in JAX's arrays.
-    """
+    """Counts a step in ``--mode update`` or ``memory``; `moved` is as of `_moved`."""
     disk_bytes, read_bytes, written_bytes, buffer_bytes = moved
-    params = config.abstract[1]
-    leaves = jax.tree.leaves(params)
-    # Params, gradients, clipped gradients, updates; one by one they are soon gone.
-    copies = 4 if waits(config) or config.mode == "memory" else 2
-    programs, operations = copies * _num_bytes(params), 0.0
+    updated, operations = _num_trained(config), 0.0
+    made = FLOAT32.itemsize * updated
+    # Gradients, clipped gradients, updates; without clipping they are soon gone.
+    programs = _num_bytes(config.abstract[1]) + (3 if waits(config) else 1) * made
     if batch is not None:
         peak_bytes, operations = _program(config, batch)
         programs = max(programs, peak_bytes)
-    programs += state_bytes
-    gradients = FLOAT32.itemsize * sum(leaf.size for leaf in leaves)
-    is_apart, is_kept = device_bytes is not None, config.mode == "update"
-    crosses = gradients if is_apart and is_kept else 0
+    is_apart = device_bytes is not None
+    crosses = made if is_apart and config.mode == "update" else 0
     return Count(
         num_params=num_params(config.model_config),
         host_bytes=buffer_bytes + (2 * crosses if is_apart else programs),
@@ -207,23 +193,34 @@ def _whole(
         up_bytes=crosses,
         down_bytes=crosses,
         operations=operations,
-        updated=sum(leaf.size for leaf in leaves),
+        updated=updated,
         num_drives=_num_drives(config),
     )
 
 
 def _program(config: TrainConfig, batch: Batch) -> tuple[int, float]:
-    """Returns the memory of loss and gradient, and their operations."""
+    """Returns the memory and the operations of the program of a step.
+
+    It is loss and gradient in ``--mode update``, and the whole step in memory.
+    """
     graphdef, params = config.abstract
     loss_fn = loss_of(graphdef, config.task_name, config.frozen)
-    shapes = jax.eval_shape(lambda: batch)
-    return 0, program_operations(jax.value_and_grad(loss_fn), params, shapes)
+    gradients_of = jax.value_and_grad(loss_fn)
+    batch = jax.eval_shape(lambda: batch)
+    if config.mode == "update":
+        closed = jax.make_jaxpr(gradients_of)(params, batch)
+        return peak_memory(closed).total, num_operations(closed)
+    tx = make_optimizer(config)
+    state = jax.eval_shape(tx.init, params)
 
+    def step(params: PyTree, state: Any, batch: Any) -> Any:
+        value, gradients = gradients_of(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        return jax.tree.map(jnp.add, params, updates), state, value
 
-def program_operations(function: Any, *args: Any) -> float:
-    """Counts a function's operations, from what JAX lowers."""
-    costs: Any = jax.jit(function).lower(*args).cost_analysis()
-    return float(costs["flops"])
+    closed = jax.make_jaxpr(step)(params, state, batch)
+    donated = range(len(jax.tree.leaves((params, state))))
+    return peak_memory(closed, donated).total, num_operations(closed)
 
 
 def _moved(
@@ -296,6 +293,11 @@ def describe_store(config: TrainConfig, num_processes: int = 1) -> StoreDescript
 def waits(config: TrainConfig) -> bool:
     """Whether no update begins before the last gradient."""
     return bool(config.clip_norm or config.compress)
+
+
+def _num_trained(config: TrainConfig) -> int:
+    leaves = jax.tree.leaves(trained(config.frozen, config.abstract[1]))
+    return sum(leaf.size for leaf in leaves)
 
 
 def _num_bytes(tree: PyTree) -> int:
