@@ -1,7 +1,10 @@
 """Refusals of the trainer, with message and exit status."""
 
 import json
+import os
 import re
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -199,3 +202,35 @@ def test_leaves_that_a_checkpoint_lacks_are_not_frozen():
     with pytest.raises(UsageError, match="--lora: head/kernel are not in DIR"):
         check_source(frozen, {"head": {"kernel": np.ones(2)}}, "DIR")
     check_source(frozen, {"head": {"lora_a": np.ones(2)}}, "DIR")
+
+
+def files_below(folder):
+    """Returns the content of all files, and the names of all directories."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+def test_a_start_beside_drives_that_hold_the_run_changes_nothing(run, tmp_path, capsys):
+    store, drive = tmp_path / "store", tmp_path / "drive"
+    drive.mkdir()
+    words = ["--store", store, "--csd-root", drive]
+    assert run(*words, "--steps", 2) == 0
+    shutil.rmtree(store)
+    store.mkdir()
+    before = files_below(tmp_path)
+    capsys.readouterr()
+    assert run(*words, "--steps", 3) == 1
+    said = "".join(capsys.readouterr().err.split())
+    assert str(store) in said
+    assert str(drive) in said
+    assert files_below(tmp_path) == before
+
+
+def test_a_first_start_that_fails_leaves_no_file(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=4096)
+    )
+    assert run("--store", tmp_path / "store", "--steps", 2) == 1
+    assert files_below(tmp_path) == {}
