@@ -3,6 +3,7 @@
 Invariant: the first error is kept as it is, and every listener gets that object.
 """
 
+import enum
 import logging
 import os
 import threading
@@ -59,6 +60,15 @@ class Failure:
             self._listeners.append(listener)
 
 
+class _Told(enum.IntEnum):
+    """Who has been told of a failure, so that nobody is told twice."""
+
+    NOT = 0
+    READERS = 1  # by JAX, of the results of a computation
+    A_CALLER = 2  # by `check`, perhaps in a callback
+    THE_PROGRAM = 3
+
+
 class StoreHealth:
     """Whether a store can be used: it is open and has not failed.
 
@@ -70,19 +80,18 @@ class StoreHealth:
         self.failure = Failure()
         self.is_closed = False
         self._path = path
-        self._is_reported = False
-        self._is_raised_by_jax = False
-        self._is_announced = False
-        self.is_known = False
+        self._told = _Told.NOT
 
     def tell(self) -> None:
-        self.is_known = self.failure.error is not None
+        """As `check`, called by the program itself."""
+        if self.failure.error is not None:
+            self._told = _Told.THE_PROGRAM
         self.check()
 
     def check(self) -> None:
         """Raises the failure that stopped the store, the original exception, if any."""
         if self.failure.error is not None:
-            self._is_reported = True
+            self._told = max(self._told, _Told.A_CALLER)
             self.failure.check()
         if self.is_closed:
             raise closed_error(self._path)
@@ -93,8 +102,7 @@ class StoreHealth:
         Once: later calls change nothing.
         """
         error = self.failure.error
-        if error is not None and not self._is_announced:
-            self._is_announced = True
+        if not (error is None or self.is_over or self in _ANNOUNCED):
             _ANNOUNCED.append(self)
             _LOG.error(
                 "%s: %s: %s. The update is NaN, since other JAX devices wait for this "
@@ -106,11 +114,12 @@ class StoreHealth:
 
     def caught(self) -> None:
         """What `check` has raised did not get to the program."""
-        self._is_reported = self.is_known
+        if self._told is not _Told.THE_PROGRAM:
+            self._told = _Told.NOT
 
     def raised_by_jax(self) -> None:
         """The failure fails a computation on one JAX device, whose results tell it."""
-        self._is_raised_by_jax = True
+        self._told = max(self._told, _Told.READERS)
 
     def is_for(self, error: BaseException) -> bool:
         """Whether an error is a failure, and not a consequence of `close`."""
@@ -119,7 +128,7 @@ class StoreHealth:
     @property
     def is_unreported(self) -> bool:
         """Whether there is a failure that `check` has not raised yet."""
-        return self.failure.error is not None and not self._is_reported
+        return self.failure.error is not None and self._told < _Told.A_CALLER
 
     @property
     def is_untold(self) -> bool:
@@ -127,8 +136,13 @@ class StoreHealth:
 
         JAX raises that of a computation at its call, or to those who read its results.
         """
-        is_told = self._is_raised_by_jax and not has_unread_failure()
-        return self.is_unreported and not is_told
+        is_read = self._told is _Told.READERS and not has_unread_failure()
+        return self.is_unreported and not is_read
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the program knows of the failure, or has closed the store."""
+        return self.is_closed or self._told is _Told.THE_PROGRAM
 
     def disown(self) -> None:
         """Ends the use of the store in a forked child; the parent keeps it."""
@@ -150,7 +164,7 @@ def check_announced() -> None:
     the store, since JAX may try a call in two ways.
     """
     if _ANNOUNCED:
-        _ANNOUNCED[:] = [h for h in _ANNOUNCED if not (h.is_known or h.is_closed)]
+        _ANNOUNCED[:] = [health for health in _ANNOUNCED if not health.is_over]
         for health in _ANNOUNCED:
             health.check()
 
