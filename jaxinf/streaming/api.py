@@ -25,7 +25,7 @@ from jaxinf.streaming.plan.resident import check_resident
 from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.assigning import DeviceUpdates, check_device_updates
 from jaxinf.terminal import given_bytes
-from jaxinf.typing import PathLikeStr
+from jaxinf.typing import PathLikeStr, PyTree
 
 
 def stream(
@@ -39,6 +39,7 @@ def stream(
     policy: Policy = "recompute",
     resident: Literal["params"] | int | str | None = None,
     micro_batches: int = 1,
+    weights: Callable[[PyTree], Any] | None = None,
     order: Order = "auto",
     replan: bool = False,
     nonfinite: NonFinitePolicy | None = None,
@@ -86,7 +87,11 @@ def stream(
         its own.
       micro_batches: Number of equal parts of a batch that run one after another, each
         in the memory of a part. Their gradients are averaged, so losses are those of
-        the whole batch if the loss is a mean over it. aux gets a first axis of parts.
+        the whole batch if the loss is a mean over its rows. aux gets a first axis of
+        parts.
+      weights: With `micro_batches`, ``weights(part)`` gives the weight of a part, such
+        as the number of tokens that its loss is a mean over: loss and gradients are
+        then those of the whole batch. Equal weights by default.
       order: With `micro_batches`, ``"parts"`` runs all segments for a part before the
         next part, ``"layers"`` a segment for all parts before the next segment: params
         are read once for all of them, and values of all parts wait between segments.
@@ -132,6 +137,7 @@ def stream(
         replan=replan,
         nonfinite=nonfinite,
         micro_batches=micro_batches,
+        weights=weights,
         order=order,
         average=average,
         compress=compress,
@@ -157,6 +163,7 @@ def stream_in_memory(
     has_aux: bool = False,
     policy: Policy = "recompute",
     micro_batches: int = 1,
+    weights: Callable[[PyTree], Any] | None = None,
     nonfinite: NonFinitePolicy | None = None,
     scratch: PathLikeStr | None = None,
     activations: Form | None = None,
@@ -169,8 +176,8 @@ def stream_in_memory(
 
     Args:
       loss_fn, tx, memory_bytes, device_memory_bytes, has_aux: As for `jaxinf.stream`.
-      policy, micro_batches, nonfinite, activations, endurance_tbw: As there, too.
-      deterministic: As there, too.
+      policy, micro_batches, weights, nonfinite, activations: As there, too.
+      endurance_tbw, deterministic: As there, too.
       scratch: A folder on a drive for the values of ``"offload"`` and ``"plan"``; by
         default the folder for temporary files, which some systems have in memory.
 
@@ -187,6 +194,7 @@ def stream_in_memory(
         policy=policy,
         nonfinite=nonfinite,
         micro_batches=micro_batches,
+        weights=weights,
         activations=activations,
         endurance_tbw=endurance_tbw,
         deterministic=deterministic,
@@ -275,6 +283,11 @@ def _options(
     check_nonfinite(options.nonfinite)
     if options.micro_batches < 1:
         raise ValueError(f"micro_batches={options.micro_batches}: expected at least 1")
+    if options.weights is not None and options.micro_batches == 1:
+        raise ValueError(
+            "weights: expected several parts of a batch, found micro_batches=1; give "
+            "more, or leave weights out"
+        )
     if options.order not in ORDERS:
         raise ValueError(
             f"order={options.order!r}: expected one of {', '.join(ORDERS)}"

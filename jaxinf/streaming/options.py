@@ -3,7 +3,7 @@
 Invariant: values are checked before they come here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from jaxinf.streaming.plan.calls import Order, Policy, may_leave
 from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.resident import Resident
 from jaxinf.streaming.update.assigning import DeviceUpdates
+from jaxinf.typing import PyTree
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Options:
     replan: bool = False
     nonfinite: NonFinitePolicy | None = None
     micro_batches: int = 1
+    weights: Callable[[PyTree], Any] | None = None
     order: Order = "auto"
     average: Average | None = None
     compress: TopK | None = None

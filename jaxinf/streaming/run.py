@@ -159,6 +159,13 @@ class CompiledMemory:
         return plan
 
 
+class _Part(NamedTuple):
+    """A part of a batch on the device, and the cotangent of its loss."""
+
+    leaves: Sequence[jax.Array]
+    seed: jax.Array
+
+
 class Runner:
     """Runs the steps of a plan; compiles its programs when made.
 
@@ -194,7 +201,7 @@ class Runner:
             self._put(const, const_sharding(const, plan.traced.mesh))
             for const in plan.traced.consts
         ]
-        self._seed = self._put(np.ones((), plan.traced.seed_dtype or np.float32))
+        self._one = self._seed(1.0)
 
     def __call__(
         self,
@@ -202,6 +209,7 @@ class Runner:
         params: Params,
         hand_out: Callable[[Piece, jax.Array], None],
         check: Callable[[], None] = lambda: None,
+        shares: Sequence[float] | None = None,
     ) -> tuple[jax.Array | None, PyTree]:
         """Runs one step.
 
@@ -209,12 +217,17 @@ class Runner:
           batch: A batch of the traced shapes, or of as many parts as the plan has.
           hand_out: Takes a complete gradient; called in the order of completion.
           check: Called where the step can be given up; raises if it must be.
+          shares: What each part's gradient is multiplied by; 1 by default.
 
         Returns:
           The loss, None if there is none, and aux; of parts as `together`.
         """
         parts = parts_of(batch, self.plan.programs.num_parts)
-        placed = [self._placed(part) for part in parts]
+        shares = shares or (1.0,) * len(parts)
+        placed = [
+            _Part(self._placed(part), self._one if share == 1 else self._seed(share))
+            for part, share in zip(parts, shares, strict=True)
+        ]
         values = self.values
         in_flight = self._in_flight
         self.dispatched_s = self.waited_s = ended_s = 0.0
@@ -252,7 +265,7 @@ class Runner:
             for number in range(len(parts))
         ]
         values.reset()
-        return together(results)
+        return together(results, shares)
 
     def _results(self, aux: list[jax.Array]) -> tuple[jax.Array | None, PyTree]:
         loss = None if self.plan.traced.seed_dtype is None else aux.pop(0)
@@ -299,43 +312,41 @@ class Runner:
         self,
         number: int,
         call: Call,
-        batch: Sequence[jax.Array],
+        part: "_Part",
         params: Params,
         check: Callable[[], None],
     ) -> list[Any]:
         def read(ref: Origin | Slot) -> Any:
             match ref:
                 case Slot():
-                    return self._value(ref, batch, params)
+                    return self._value(ref, part, params)
                 case Piece():
                     check()
                     return params.get(number, ref)
                 case _:
-                    return self._given(ref, batch)
+                    return self._given(ref, part)
 
         return [read(ref) for ref in call.inputs]
 
-    def _given(self, ref: Origin, batch: Sequence[jax.Array]) -> Any:
+    def _given(self, ref: Origin, part: "_Part") -> Any:
         match ref:
             case Batch():
-                return batch[ref.leaf]
+                return part.leaves[ref.leaf]
             case Const():
                 return self._consts[ref.number]
             case Seed():
-                return self._seed
+                return part.seed
             case Number():
                 return self._number(ref.number)
             case Piece():
                 raise AssertionError("params are fetched")
 
-    def _value(
-        self, slot: Slot, batch: Sequence[jax.Array], params: Params
-    ) -> jax.Array:
+    def _value(self, slot: Slot, part: "_Part", params: Params) -> jax.Array:
         """Returns a value; computes it again if a drive does not give it back."""
 
         def read(ref: Origin) -> Any:
             is_param = isinstance(ref, Piece)
-            return params.again(ref) if is_param else self._given(ref, batch)
+            return params.again(ref) if is_param else self._given(ref, part)
 
         try:
             return self.values[slot]
@@ -348,6 +359,9 @@ class Runner:
             warnings.warn(f"{error}; the value was computed again", stacklevel=2)
         self.values.give(slot, value)
         return value
+
+    def _seed(self, share: float) -> jax.Array:
+        return self._put(np.array(share, self.plan.traced.seed_dtype or np.float32))
 
     def _number(self, number: int) -> jax.Array:
         if number not in self._numbers:

@@ -10,7 +10,7 @@ leaves nothing under way.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -35,7 +35,7 @@ from jaxinf.streaming.program.zeros import zeros_apart
 from jaxinf.streaming.run import Estimates
 from jaxinf.streaming.shared import Shared
 from jaxinf.streaming.turns import Check, check_not_traced
-from jaxinf.streaming.update.micro_batches import parts_of, together
+from jaxinf.streaming.update.micro_batches import parts_of, shares_of, together
 from jaxinf.typing import PyTree
 
 Results: TypeAlias = tuple[Any, PyTree]
@@ -62,6 +62,8 @@ class Step(ABC):
         self._waited_s = 0.0  # in the last step, for gradients and updates
         self._values = MoverCounts()
         self._wearing = Wearing(setup.options.endurance_tbw)
+        weights = setup.options.weights
+        self._weights = None if weights is None else jax.jit(weights)
 
     def compile(self, batch: PyTree) -> Plan:
         """Plans and compiles for batches like this one; otherwise the first run does.
@@ -187,13 +189,14 @@ class Step(ABC):
             bound.begin()
             sink.begin(given, bound.params)
 
+        shares = shares_of(batch, self._options.micro_batches, self._weights)
         self._together.begin(self._named, _form(batch), prepare)
         try:
-            parts = self._parts(bound, batch, check)
+            parts = self._parts(bound, batch, check, shares)
             self._values = bound.runner.values.counts()
             self._waited_s += sink.waited_s
             began_s = time.perf_counter()
-            loss, aux = together(parts)
+            loss, aux = together(parts, shares)
             if "value" in given and "value" not in own_args:
                 given["value"] = on_this_process(loss)
             if sink.finish(given, parts, check):
@@ -208,13 +211,18 @@ class Step(ABC):
             raise
         return loss, aux if self._options.has_aux else None
 
-    def _parts(self, bound: Bound, batch: PyTree, check: Check) -> list[Results]:
+    def _parts(
+        self, bound: Bound, batch: PyTree, check: Check, shares: Sequence[float]
+    ) -> list[Results]:
         """Runs the programs for each part of the batch, or once for all."""
         count, runner, sink = bound.num_runs, bound.runner, bound.sink
         results, dispatched_s, waited_s = [], 0.0, 0.0
+        each = len(shares) // count
         for number, part in enumerate(parts_of(batch, count)):
             sink.begin_part(number)
-            results.append(_run(bound, part, check, is_last=number == count - 1))
+            own = shares[number * each : (number + 1) * each]
+            is_last = number == count - 1
+            results.append(_run(bound, part, check, own, is_last=is_last))
             sink.end_part(number)
             dispatched_s += runner.dispatched_s
             waited_s += runner.waited_s
@@ -233,13 +241,20 @@ def _form(batch: PyTree) -> str:
     return f"{tree} {shapes}"
 
 
-def _run(bound: Bound, batch: PyTree, check: Check, *, is_last: bool) -> Results:
+def _run(
+    bound: Bound,
+    batch: PyTree,
+    check: Check,
+    shares: Sequence[float],
+    *,
+    is_last: bool,
+) -> Results:
     """Runs the programs once; nothing is in flight when it ends."""
     params, runner = bound.params, bound.runner
     try:
         params.begin(check, is_last=is_last)
         put = zeros_apart(bound.ends.zeros, bound.sink.put)
-        return runner(batch, params, put, check)
+        return runner(batch, params, put, check, shares)
     finally:
         runner.settle()  # before the memory that they read is freed
         params.stop()

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
-from jaxinf_models import TaskName, task_loss
+from jaxinf_models import TaskName, score
 
 from jaxinf.train.freezing import Frozen, trained, without_gradients
 from jaxinf.train.lora import model_of
@@ -37,15 +37,30 @@ _NOTHING = Frozen()
 
 
 def loss_of(
-    graphdef: Any, task: TaskName = "causal-lm", frozen: Frozen = _NOTHING
+    graphdef: Any,
+    task: TaskName = "causal-lm",
+    frozen: Frozen = _NOTHING,
+    *,
+    is_part: bool = False,
 ) -> Callable[[PyTree, Any], jax.Array]:
-    """Returns the loss of params and a batch."""
+    """Returns the loss of params and a batch.
+
+    Args:
+      is_part: Whether it is of a part of a batch: 0 if no token of it is learned.
+    """
 
     def loss_fn(params: PyTree, batch: Any) -> jax.Array:
         params = without_gradients(frozen, params)
-        return task_loss(model_of(graphdef, params), task, batch)
+        sums = score(model_of(graphdef, params), task, batch)
+        weight = sums.weight
+        return sums.loss / (jnp.where(weight > 0, weight, 1) if is_part else weight)
 
     return loss_fn
+
+
+def weight_of_part(part: Any) -> Any:
+    """Returns the number of learned tokens, or 1 where each part has as many."""
+    return jnp.sum(part["weights"], dtype=jnp.float32) if "weights" in part else 1.0
 
 
 def compile_train_step(

@@ -23,7 +23,7 @@ from jaxinf.train.data.loader import Batch
 from jaxinf.train.on_store import KeptInStore, refused_as_usage
 from jaxinf.train.optimizers import behind_clipping
 from jaxinf.train.processes import Processes
-from jaxinf.train.step import TrainStep, loss_of
+from jaxinf.train.step import TrainStep, loss_of, weight_of_part
 from jaxinf.typing import JsonValue, PyTree
 
 _FLAGS = {"memory_bytes": "--memory", "device_memory_bytes": "--device-memory"}
@@ -195,8 +195,9 @@ def _streamed_step(
     assert config.memory is not None
     if config.compress is not None:
         optimizer = behind_clipping(config, optimizer)
+    has_parts = config.micro_batches > 1
     return stream(
-        loss_of(graphdef, config.task_name, config.frozen),
+        loss_of(graphdef, config.task_name, config.frozen, is_part=has_parts),
         optimizer,
         store,
         memory_bytes=config.memory,
@@ -205,6 +206,7 @@ def _streamed_step(
         activations=config.activations,
         resident=config.resident,
         micro_batches=config.micro_batches,
+        weights=weight_of_part if has_parts else None,
         order=config.order,
         replan=config.replan,
         nonfinite=config.nonfinite,

@@ -62,6 +62,10 @@ def assert_moves_as_planned(step):
     assert found.drive_write_bytes == planned.drive_write_bytes, (found, planned)
 
 
+def loudness(part):
+    return jnp.sum(part["x"][:2] ** 2)
+
+
 def refusal(call, *args, **kwargs):
     try:
         call(*args, **kwargs)
@@ -147,6 +151,7 @@ OPTIONS = {
     "clipped": (CLIPPED, {}, {}),
     "ratios": (optax.lamb(1e-2), {}, {}),
     "resident_ratios": (optax.lamb(1e-2), {}, {"resident": "params"}),
+    "weighed": (ADAM, {}, {"micro_batches": 2, "weights": loudness}),
     "parts": (CLIPPED, {}, {"micro_batches": 2, "order": "parts"}),
     "typed_parts": (CLIPPED, {}, {"micro_batches": 2, "order": "parts"}),
     "layers": (CLIPPED, {}, {"micro_batches": 2, "order": "layers"}),

@@ -1,5 +1,6 @@
 """Micro-batches: losses and updates of the whole batch, sums on the drive, refusals."""
 
+import itertools
 import os
 import signal
 import threading
@@ -93,6 +94,90 @@ def test_losses_are_those_of_the_whole_batch(tx, count, started):
     _, means = parts(BATCH)
     assert means.shape == (count, DEPTH)
     np.testing.assert_allclose(means.mean(axis=0), whole(BATCH)[1], atol=1e-4)
+
+
+def line(params, batch):
+    """A mean over the elements that a mask names."""
+    errors = (batch["x"] @ params["w"] - batch["y"]) ** 2
+    return jnp.sum(batch["mask"] * errors) / jnp.maximum(jnp.sum(batch["mask"]), 1)
+
+
+MASK = np.zeros((ROWS, WIDTH), np.float32)
+MASK[:2], MASK[2:4, :1], MASK[8:, 5:] = 1, 1, 1  # the second of three parts has none
+MASKED = {"x": BATCH["x"], "y": BATCH["y"], "mask": MASK}
+EVERYTHING = {**MASKED, "mask": np.ones_like(MASK)}
+WEIGHT = {"w": normal(5, WIDTH, WIDTH) / 6}
+MEMORY = {"memory_bytes": 256 << 20}
+
+
+def number_of(part):
+    return jnp.sum(part["mask"])
+
+
+@pytest.fixture
+def after_one(open_store):
+    """Returns loss and params after a step of plain SGD, whose rate is 1."""
+    numbers = itertools.count()
+
+    def run(batch=MASKED, **options):
+        tx = optax.sgd(1.0)
+        if options.pop("in_memory", False):
+            step = jaxinf.stream_in_memory(line, tx, **MEMORY, **options)
+        else:
+            store = open_store(f"store-{next(numbers)}")
+            step = jaxinf.stream(line, tx, store, **MEMORY, **options)
+        with step:
+            step.load(WEIGHT, batch=batch)
+            loss, _ = step(batch)
+            return float(loss), np.asarray(step.params(WEIGHT)["w"])
+
+    return run
+
+
+RUNS = [{"order": "parts"}, {"order": "layers"}, {"in_memory": True}]
+
+
+@pytest.mark.parametrize("how", RUNS, ids=["parts", "layers", "memory"])
+@pytest.mark.parametrize("batch", [EVERYTHING, MASKED], ids=["alike", "unlike"])
+def test_a_step_of_parts_is_that_of_the_whole_batch(batch, how, after_one):
+    """With plain SGD, which sees the scale of gradients."""
+    loss, gradients = jax.value_and_grad(line)(WEIGHT, batch)
+    expected = WEIGHT["w"] - gradients["w"]
+    weights = None if batch is EVERYTHING else number_of
+    found_loss, found = after_one(batch, micro_batches=3, weights=weights, **how)
+    assert found_loss == pytest.approx(float(loss), rel=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", RUNS, ids=["parts", "layers", "memory"])
+def test_equal_weights_change_no_bits(how, after_one):
+    weighed = after_one(EVERYTHING, micro_batches=3, weights=number_of, **how)
+    plain = after_one(EVERYTHING, micro_batches=3, **how)
+    assert weighed[0] == plain[0]
+    np.testing.assert_array_equal(weighed[1], plain[1])
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (lambda part: part["mask"][0], r"a number for each part.*found \[\(32,\)\]"),
+        (lambda part: -1.0, r"at least 0.*found \[-1\.0, -1\.0, -1\.0\]"),
+        (lambda part: jnp.nan, r"finite.*found \[nan, nan, nan\]"),
+        (
+            lambda part: 0 * jnp.sum(part["mask"]),
+            "not all 0.*something counts",
+        ),
+    ],
+    ids=["array", "negative", "nan", "zeros"],
+)
+def test_weights_that_are_none_are_refused(weights, message, after_one):
+    with pytest.raises(StreamError, match=message):
+        after_one(micro_batches=3, weights=weights)
+
+
+def test_weights_without_parts_are_refused(after_one):
+    with pytest.raises(ValueError, match="weights: expected several parts"):
+        after_one(weights=number_of)
 
 
 def test_multi_steps_accumulates_as_before(started):

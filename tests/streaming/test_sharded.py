@@ -63,6 +63,7 @@ def test_params_are_made_by_an_init_function(on_four):
         "resident_ratios",
         "parts",
         "typed_parts",
+        "weighed",
         "layers",
         "typed_layers",
         "rewritten",

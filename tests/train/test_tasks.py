@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxinf_models import MODELS
+from flax import nnx
+from jaxinf_models import MODELS, GPT2Config, make_model, split
 from jaxinf_models.bert import BertConfig
 from jaxinf_models.llama import LlamaConfig
 from jaxinf_models.t5 import T5Config
@@ -19,6 +22,7 @@ import jaxinf
 from jaxinf.store.documents import seal
 from jaxinf.train.__main__ import main
 from jaxinf.train.data.loader import Batches
+from jaxinf.train.step import loss_of, weight_of_part
 
 PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(60)]
 TEXTS = [{"text": f"number {n} of {n % 7}", "label": n % 3} for n in range(60)]
@@ -256,3 +260,19 @@ def test_killed_in_any_step_goes_on_with_the_next_example(
     assert task("gpt2", "pairs", "--store", tmp_path / "store", "--steps", 12) == 0
     assert seen == [{"next_index": step}]
     assert losses(tmp_path / "store-log") == losses(tmp_path / "whole-log")
+
+
+@pytest.mark.long
+def test_a_part_of_which_no_token_is_learned_weighs_nothing():
+    config = GPT2Config(32, 8, num_layers=1, num_heads=1, num_features=8)
+    graphdef, params = split(make_model(config, rngs=nnx.Rngs(0)))
+    tokens = jnp.ones((2, 8), jnp.int32)
+    part = {"tokens": tokens, "targets": tokens, "weights": jnp.zeros((2, 8))}
+    step = jax.jit(jax.value_and_grad(loss_of(graphdef, is_part=True)))
+    loss, gradients = step(params, part)
+    assert loss == weight_of_part(part) == 0
+    assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))
+    part["weights"] = part["weights"].at[1].set(1)
+    assert weight_of_part(part) == 8
+    assert step(params, part)[0] > 1
+    assert weight_of_part({"labels": jnp.arange(4)}) == 1  # as that of each part

@@ -7,7 +7,8 @@ Invariant: the mean of a step's gradients is handed on once; until then the sums
 memory as far as there is room, and beyond that on the drive.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxinf.program import path_name
 from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.move.stage import Handed
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.meshes import is_sharded
+from jaxinf.streaming.program.meshes import is_sharded, on_this_process
 from jaxinf.streaming.program.shards import Gradient
 from jaxinf.streaming.program.trace import abstract
 from jaxinf.streaming.program.zeros import is_zeros
@@ -86,13 +87,55 @@ def sum_bytes(gradient: Any) -> int:
     return int(np.prod(gradient.shape, dtype=np.int64)) * dtype.itemsize
 
 
+def shares_of(
+    batch: PyTree, count: int, weights: Callable[[PyTree], Any] | None
+) -> tuple[float, ...]:
+    """Returns each part's weight in relation to the mean weight; 1 if all are equal.
+
+    The part's loss and gradient are multiplied by it, and the mean is taken over all.
+
+    Args:
+      weights: Returns the weight of a part; None for equal ones.
+
+    Raises:
+      StreamError: A weight is negative or not finite, or all are 0.
+    """
+    if weights is None:
+        return (1.0,) * count
+    made = [jnp.asarray(weights(part)) for part in parts_of(batch, count)]
+    found = [np.asarray(on_this_process(weight), np.float64) for weight in made]
+    if any(weight.shape for weight in found):
+        shapes = sorted({weight.shape for weight in found})
+        raise StreamError(
+            f"weights: expected a number for each part of the batch, found {shapes}; "
+            "return a scalar, such as the number of tokens that count"
+        )
+    total = float(sum(found))
+    if not all(0 <= weight < math.inf for weight in found) or not 0 < total < math.inf:
+        raise StreamError(
+            "weights: expected finite numbers of at least 0 that are not all 0, found "
+            f"{[float(weight) for weight in found]}; give a batch in which something "
+            "counts"
+        )
+    return tuple(float(weight) * count / total for weight in found)
+
+
 def together(
-    results: Sequence[tuple[Any, PyTree]],
+    results: Sequence[tuple[Any, PyTree]], shares: Sequence[float]
 ) -> tuple[Any, PyTree]:
-    """Returns the mean loss, and each aux with a first axis for the parts."""
+    """Returns the mean loss, and each aux with a first axis for the parts.
+
+    Args:
+      shares: From `shares_of`.
+    """
     if len(results) == 1:
         return results[0]
     losses, auxes = zip(*results, strict=True)
+    if losses[0] is not None and any(share != 1 for share in shares):
+        losses = [
+            loss * np.asarray(share, loss.dtype) if share else jnp.zeros_like(loss)
+            for loss, share in zip(losses, shares, strict=True)
+        ]
     loss = jnp.mean(jnp.stack(losses))
     return loss, jax.tree.map(lambda *leaves: jnp.stack(leaves), *auxes)
 
