@@ -7,7 +7,7 @@ Invariant: no file made for a measurement is left behind.
 
 import contextlib
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jaxinf.cli.machine import Machine, Problem, look_at_machine
+from jaxinf.cli.host import Problem, look_at_host
 from jaxinf.cli.place import Place, look_at_place
 from jaxinf.cli.probe import measure_machine
 from jaxinf.cli.terminal import facts_table, heading, show_progress
@@ -23,7 +23,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.csd.cards.runtime import has_runtime
 from jaxinf.csd.cards.sysfs import card_of, list_cards
 from jaxinf.errors import CsdError
-from jaxinf.terminal import format_bytes, make_console, printable
+from jaxinf.terminal import make_console, printable
 from jaxinf.train.machine import write_machine
 
 
@@ -47,16 +47,16 @@ def run(
         path = Path(text).expanduser().absolute()
         with show_progress(f"measuring {printable(str(path))}") as progress:
             places.append(look_at_place(path, file_bytes, progress))
-    machine = look_at_machine()
+    rows, problems = look_at_host()
     cards = _look_at_cards([place.path for place in places])
     bad = ", ".join(str(place.path) for place in places if not place.is_usable)
     verdict = f"cannot hold a store: {printable(bad)}" if bad else ""
-    if not bad and any(problem.is_fatal for problem in machine.problems):
+    if not bad and any(problem.is_fatal for problem in problems):
         verdict = "JAX cannot run here"
     console = make_console()
     for place in places:
         _print(console, str(place.path), place.to_rows(), place.problems)
-    _print(console, "this machine", _machine_rows(machine), machine.problems)
+    _print(console, "this machine", rows, problems)
     for card in cards:
         rows = {
             "firmware": card["firmware"] or "unknown",
@@ -120,19 +120,6 @@ def _look_at_cards(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 # --- on the terminal -----------------------------------------------------------------
-
-
-def _machine_rows(machine: Machine) -> dict[str, str]:
-    memory = format_bytes(machine.memory_bytes)
-    packages = (f"{name} {n}" for name, n in machine.packages.items() if n)
-    devices = (f"{num} x {name}" for name, num in Counter(machine.devices).items())
-    return {
-        "processor": f"{machine.cpu_model}, cores: {machine.num_cores}, {machine.isa}",
-        "memory": f"{memory}, {format_bytes(machine.available_bytes)} available",
-        "packages": ", ".join(packages),
-        "JAX devices": ", ".join(devices) or "none",
-        "compiler": machine.compiler or "none",
-    }
 
 
 def _print(

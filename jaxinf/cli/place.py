@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxinf.cli.machine import Problem
+from jaxinf.cli.host import Problem
 from jaxinf.cli.probe import Bandwidth, measure_bandwidth
 from jaxinf.errors import StoreError
 from jaxinf.io import supports_direct

@@ -1,13 +1,15 @@
 import errno
 import os
 import platform
+import re
 import tempfile
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxinf.cli.doctor as doctor
-import jaxinf.cli.machine as machine
+import jaxinf.cli.host as host
 import jaxinf.cli.place as place
 import jaxinf.cli.probe as probe
 import jaxinf.optimizer.callback
@@ -36,11 +38,12 @@ def test_a_usable_directory(tmp_path):
 
 
 def test_the_machine():
-    found = machine.look_at_machine()
-    assert found.num_cores == len(os.sched_getaffinity(0))
-    assert found.memory_bytes > found.available_bytes > 0
-    assert found.packages["jax"]
-    assert any(device.startswith("cpu") for device in found.devices)
+    found, problems = host.look_at_host()
+    assert f"cores: {len(os.sched_getaffinity(0))}, " in found["processor"]
+    assert re.fullmatch(r"[\d.]+ .iB, [\d.]+ .iB available", found["memory"])
+    assert f"jax {jax.__version__}" in found["packages"]
+    assert "x cpu" in found["JAX devices"]
+    assert not any(problem.is_fatal for problem in problems)
 
 
 def test_text(tmp_path, run):
@@ -252,7 +255,7 @@ V4 = ["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
     [([], 1), (V2, 2), (V2 + V3, 3), (V2 + V3 + V4, 4), (V2 + V4, 2)],
 )
 def test_isa_level(flags, level):
-    assert machine.isa_level(flags) == f"x86-64-v{level}"
+    assert host.isa_level(flags) == f"x86-64-v{level}"
 
 
 def test_a_plugin_without_a_driver(monkeypatch, tmp_path):
@@ -261,8 +264,8 @@ def test_a_plugin_without_a_driver(monkeypatch, tmp_path):
     metadata = "Metadata-Version: 2.1\nName: jax-cuda12-plugin\nVersion: 0.10.2\n"
     (installed / "METADATA").write_text(metadata)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(machine, "_CUDA_DRIVER", "libno-such-driver.so.1")
-    found = [p for p in machine.look_at_machine().problems if "plugin" in p.what]
+    monkeypatch.setattr(host, "_CUDA_DRIVER", "libno-such-driver.so.1")
+    found = [p for p in host.look_at_host()[1] if "plugin" in p.what]
     assert [one.is_fatal for one in found] == [False]
     assert "jax-cuda12-plugin is installed, and NVIDIA's driver is not" in found[0].what
     assert "nvidia-smi" in found[0].remedy
@@ -275,34 +278,33 @@ def test_what_the_machine_lacks(monkeypatch):
     monkeypatch.setattr(jaxinf.optimizer.callback, "check_device_configuration", refuse)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(machine.toolchain, "_installed_zig", lambda: None)
-    monkeypatch.setattr(machine, "isa_level", lambda flags: "x86-64-v2")
-    found = machine.look_at_machine()
-    whats = [problem.what for problem in found.problems]
+    monkeypatch.setattr(host.toolchain, "_installed_zig", lambda: None)
+    monkeypatch.setattr(host, "isa_level", lambda flags: "x86-64-v2")
+    _, found = host.look_at_host()
+    whats = [problem.what for problem in found]
     assert len(whats) == 3
     assert "no fused multiply-add" in whats[0]
     assert "looked for c++, g++, clang++ in PATH" in whats[1]
     assert whats[2] == "8 CPU devices hang"
-    assert found.problems[2].remedy == "Start with PJRT_NPROC=16"
-    assert not any(problem.is_fatal for problem in found.problems)
+    assert found[2].remedy == "Start with PJRT_NPROC=16"
+    assert not any(problem.is_fatal for problem in found)
     assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ
 
 
 def test_another_processor_is_told_what_it_gets(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    found = machine.look_at_machine()
-    assert found.isa == "aarch64"
-    assert found.compiler is None
-    cpu, _, compiler = found.problems
+    found, (cpu, _, compiler) = host.look_at_host()
+    assert found["processor"].endswith("aarch64")
+    assert found["compiler"] == "none"
     assert "aarch64: updates have the bits of jitted optax on an x86-64" in cpu.what
     assert "CXX=no-such-compiler" in compiler.what
 
 
 def test_a_processor_without_kernels(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    monkeypatch.setattr(machine.toolchain, "find_compiler", lambda: None)
-    cpu, foreign, compiler = machine.look_at_machine().problems
+    monkeypatch.setattr(host.toolchain, "find_compiler", lambda: None)
+    cpu, foreign, compiler = host.look_at_host()[1]
     assert "riscv64: jaxinf's C++ is for x86-64 and aarch64. No store" in cpu.what
     assert foreign.what == "this installation of jaxinf is for x86_64, not riscv64"
     assert "pip install --force-reinstall" in foreign.remedy
@@ -310,8 +312,8 @@ def test_a_processor_without_kernels(monkeypatch):
 
 
 def test_the_compiler_is_the_librarys(monkeypatch):
-    monkeypatch.setattr(machine.toolchain, "find_compiler", lambda: "/opt/c++")
-    assert machine.look_at_machine().compiler == "/opt/c++"
+    monkeypatch.setattr(host.toolchain, "find_compiler", lambda: "/opt/c++")
+    assert host.look_at_host()[0]["compiler"] == "/opt/c++"
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ import contextlib
 import ctypes
 import os
 import platform
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from jaxinf.native import toolchain
+from jaxinf.terminal import format_bytes
 
 _V2 = {"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"}
 _CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -29,57 +31,34 @@ class Problem:
     is_fatal: bool = False
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The hardware and software of this machine.
+def look_at_host(*, proc: Path = Path("/proc")) -> tuple[dict[str, str], list[Problem]]:
+    """Examines the machine; starts JAX's clients, which may take seconds.
 
-    Attributes:
-      cpu_model: the processor's own name.
-      num_cores: number of cores that this process may use.
-      isa: the x86-64 level, or the architecture of other processors.
-      memory_bytes: total memory.
-      available_bytes: memory available to programs now.
-      compiler: path of the C++ compiler for kernels, or None.
-      packages: versions of the packages that jaxinf uses; None if not installed.
-      devices: JAX's devices, as it prints them.
-      problems: missing parts and features.
+    Returns:
+      What it has, by name, and what is missing.
     """
-
-    cpu_model: str
-    num_cores: int
-    isa: str
-    memory_bytes: int
-    available_bytes: int
-    compiler: str | None
-    packages: dict[str, str | None]
-    devices: list[str]
-    problems: list[Problem] = field(default_factory=list)
-
-
-def look_at_machine(*, proc: Path = Path("/proc")) -> Machine:
-    """Examines the machine; starts JAX's clients, which may take seconds."""
     problems: list[Problem] = []
     cpu = _cpu_entry(proc / "cpuinfo")
     isa = isa_level(cpu.get("flags", "").split())
     problems += _cpu_problems(isa)
     if foreign := toolchain.foreign_package():
         problems.append(Problem(*foreign))
-    memory = _memory(proc / "meminfo")
     compiler = toolchain.find_compiler()
     if compiler is None:
         problems.append(_no_compiler())
-    packages = {name: _version(name) for name in _PACKAGES}
-    return Machine(
-        cpu_model=cpu.get("model name", platform.processor() or "unknown"),
-        num_cores=len(os.sched_getaffinity(0)),
-        isa=isa,
-        memory_bytes=memory.get("MemTotal", 0),
-        available_bytes=memory.get("MemAvailable", 0),
-        compiler=compiler,
-        packages=packages,
-        devices=_jax_devices(problems),
-        problems=problems,
-    )
+    memory = _memory(proc / "meminfo")
+    total, left = (format_bytes(memory.get(n, 0)) for n in ("MemTotal", "MemAvailable"))
+    model = cpu.get("model name", platform.processor() or "unknown")
+    versions = {name: _version(name) for name in _PACKAGES}
+    devices = Counter(_jax_devices(problems))
+    rows = {
+        "processor": f"{model}, cores: {len(os.sched_getaffinity(0))}, {isa}",
+        "memory": f"{total}, {left} available",
+        "packages": ", ".join(f"{name} {n}" for name, n in versions.items() if n),
+        "JAX devices": ", ".join(f"{num} x {name}" for name, num in devices.items()),
+        "compiler": compiler or "none",
+    }
+    return {name: text or "none" for name, text in rows.items()}, problems
 
 
 def _no_compiler() -> Problem:
