@@ -24,9 +24,15 @@ import optax
 from jaxinf_models import PRESETS, abstract_params
 
 import jaxinf
-from jaxinf.io import BufferPool, allocate_file, fsync_file, read_into, write_from
+from jaxinf.io import (
+    PAGE_BYTES,
+    BufferPool,
+    allocate_file,
+    fsync_file,
+    read_into,
+    write_from,
+)
 from jaxinf.kernels import CompiledKernel, Passage, compiled
-from jaxinf.layout import PAGE_BYTES
 from jaxinf.program import trace_update
 from jaxinf.streaming.count import num_operations
 from jaxinf.train.machine import Machine, this_machine

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxinf.io import Buffer, ByteMeters, DirectIO
-from jaxinf.layout import PAGE_BYTES
+from jaxinf.io import Buffer, ByteMeters, DirectIO, page_ceil
 from jaxinf.native import transfers as native
 
 
@@ -85,6 +84,5 @@ class Transfers:
 
 def _request(piece: Piece) -> tuple[Any, ...]:
     first = piece.buffer_offset_bytes
-    num_pages = -(-piece.num_bytes // PAGE_BYTES)
-    memory = piece.buffer.array[first : first + num_pages * PAGE_BYTES]
+    memory = piece.buffer.array[first : first + page_ceil(piece.num_bytes)]
     return piece.file, memory, piece.file_offset_bytes, piece.num_bytes

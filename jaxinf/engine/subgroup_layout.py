@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from jaxinf.csd import Extent
-from jaxinf.layout import PAGE_BYTES, Subgroup
+from jaxinf.io import page_ceil
+from jaxinf.layout import Subgroup
 from jaxinf.store import ERROR_FEEDBACK, LeafRecord, dtype_of
 
 
@@ -45,8 +46,7 @@ class SubgroupLayout:
     def num_bytes(self) -> int:
         """Length of the buffer."""
         last = self.extents[-1]
-        pages = -(-last.num_bytes // PAGE_BYTES)
-        return last.buffer_offset_bytes + pages * PAGE_BYTES
+        return last.buffer_offset_bytes + page_ceil(last.num_bytes)
 
     def place(self, state: int) -> tuple[int, int, str]:
         """Returns leaf, chunk and name of a state, by which a file is found."""
@@ -68,8 +68,7 @@ class SubgroupLayout:
                     codec=state.codec,
                 )
             )
-            pages = -(-extents[-1].num_bytes // PAGE_BYTES)
-            offset_bytes += pages * PAGE_BYTES
+            offset_bytes += page_ceil(extents[-1].num_bytes)
         names = tuple(s.name for s in leaf.states)
         return cls(subgroup, names, tuple(s.slot for s in leaf.states), tuple(extents))
 

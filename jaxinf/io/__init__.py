@@ -24,11 +24,13 @@ from jaxinf.io.files import (
 )
 from jaxinf.io.memory import MACHINE_MEMORY_BYTES, free_memory
 from jaxinf.io.meters import ByteCounts, ByteMeters
+from jaxinf.io.pages import PAGE_BYTES, page_ceil
 from jaxinf.io.spans import add_span, span, timeline
 from jaxinf.io.support import supports_direct
 
 __all__ = [
     "MACHINE_MEMORY_BYTES",
+    "PAGE_BYTES",
     "Buffer",
     "BufferPool",
     "ByteCounts",
@@ -45,6 +47,7 @@ __all__ = [
     "fsync_file",
     "open_beneath",
     "opened_to_write",
+    "page_ceil",
     "read_beneath",
     "read_bounded",
     "read_into",

@@ -15,7 +15,6 @@ from jaxinf.layout.codecs import CodedSlot
 from jaxinf.layout.grid import (
     CHUNK_ALIGNMENT_ELEMENTS,
     DEFAULT_CHUNK_ELEMENTS,
-    PAGE_BYTES,
     Chunk,
     LeafGrid,
     covers,
@@ -34,7 +33,6 @@ __all__ = [
     "CHUNK_ALIGNMENT_ELEMENTS",
     "CODE_BLOCK",
     "DEFAULT_CHUNK_ELEMENTS",
-    "PAGE_BYTES",
     "SCALES_ALIGNMENT_ELEMENTS",
     "Chunk",
     "CodedSlot",

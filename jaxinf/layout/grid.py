@@ -9,9 +9,6 @@ import math
 import operator
 from dataclasses import dataclass
 
-PAGE_BYTES = 4096
-"""The unit in which direct I/O addresses files and buffers."""
-
 CHUNK_ALIGNMENT_ELEMENTS = 4096
 """A chunk of this many elements is page-aligned in every dtype down to 8 bits."""
 

@@ -68,11 +68,6 @@ class Kernel:
         return len(self.array_dtypes)
 
     @property
-    def reads_gradient(self) -> bool:
-        """Whether the body reads the gradient; a run checks it regardless."""
-        return ("gradient", 0) in self._inputs
-
-    @property
     def reads_params(self) -> bool:
         """Whether the body reads the master params (beside adding `u` to them)."""
         return ("params", 0) in self._inputs

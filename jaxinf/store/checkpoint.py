@@ -228,10 +228,8 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     record = replace(record, documents=documents)
     _check_space(directory, None)
     directory.unpublish(spare)
-    for leaf, record_of_leaf in enumerate(directory.manifest.leaves):
-        for state in record_of_leaf.states:
-            for chunk in record_of_leaf.held:
-                directory.link_chunk(place, spare, leaf, chunk, state.name)
+    for leaf, _, state, chunk in directory.held():
+        directory.link_chunk(place, spare, leaf, chunk, state.name)
     directory.sync()
     directory.publish(spare, record)
     return record
@@ -412,21 +410,14 @@ def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
     has_links = [
         can_link(directory.csd_directory(csd)) for csd in range(directory.num_csds)
     ]
-    for leaf, record in enumerate(directory.manifest.leaves):
-        for state in record.states:
-            for number in record.held:
-                chunk, csd = directory.chunks[leaf][number], record.csds[number]
-                num_files = _files_to_make(
-                    [
-                        directory.chunk_file(slot, leaf, number, state.name)
-                        for slot in SLOTS
-                    ],
-                    pinned if has_links[csd] else None,
-                )
-                if not has_links[csd] and pinned:
-                    num_files += 1
-                num_bytes = num_files * stored_bytes(chunk, state)
-                needs[directory.csd_directory(csd)] += num_bytes
+    for leaf, record, state, number in directory.held():
+        chunk, csd = directory.chunks[leaf][number], record.csds[number]
+        files = [directory.chunk_file(slot, leaf, number, state.name) for slot in SLOTS]
+        num_files = _files_to_make(files, pinned if has_links[csd] else None)
+        if not has_links[csd] and pinned:
+            num_files += 1
+        num_bytes = num_files * stored_bytes(chunk, state)
+        needs[directory.csd_directory(csd)] += num_bytes
     check_free_space(
         needs,
         "with this checkpoint the steps to come need",
@@ -461,11 +452,9 @@ def _files_to_make(files: list[Path], pinned: Slot | None) -> int:
 def _own_bytes(directory: StoreDirectory, place: str) -> int:
     """Returns the bytes of files without other links."""
     total = 0
-    for leaf, record in enumerate(directory.manifest.leaves):
-        for state in record.states:
-            for number in record.held:
-                file = directory.chunk_file(place, leaf, number, state.name)
-                with contextlib.suppress(FileNotFoundError):
-                    status = file.stat()
-                    total += 512 * status.st_blocks if status.st_nlink == 1 else 0
+    for leaf, _, state, number in directory.held():
+        file = directory.chunk_file(place, leaf, number, state.name)
+        with contextlib.suppress(FileNotFoundError):
+            status = file.stat()
+            total += 512 * status.st_blocks if status.st_nlink == 1 else 0
     return total

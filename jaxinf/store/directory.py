@@ -23,11 +23,12 @@ from jaxinf.io import (
     check_regular,
     fsync_directory,
     open_beneath,
+    page_ceil,
     read_beneath,
     sync_filesystem,
 )
 from jaxinf.io.failures import translated
-from jaxinf.layout import PAGE_BYTES, Chunk, scale_chunks
+from jaxinf.layout import Chunk, scale_chunks
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.links import copy_file, link_or_copy
@@ -453,8 +454,8 @@ class StoreDirectory:
     def allocate(self, file: Path, chunk: Chunk, state: StateRecord) -> None:
         """Makes a chunk's file, and preallocates room for its elements."""
         logical_bytes = chunk.stored_elements * state.itemsize
-        pages = -(-chunk.num_elements * state.itemsize // PAGE_BYTES)
-        allocate_file(file, logical_bytes, min(pages * PAGE_BYTES, logical_bytes))
+        allocated_bytes = page_ceil(chunk.num_elements * state.itemsize)
+        allocate_file(file, logical_bytes, min(allocated_bytes, logical_bytes))
 
     def prune_replacements(self) -> None:
         """Removes the leftovers of replaced chunk files, after a crash."""
@@ -462,6 +463,13 @@ class StoreDirectory:
             temporary = self.csd_directory(csd) / _REPLACEMENT
             with translated("removal", temporary):
                 temporary.unlink(missing_ok=True)
+
+    def held(self) -> Iterator[tuple[int, LeafRecord, StateRecord, int]]:
+        """Yields a leaf's number and record, a state and a chunk for each file."""
+        for number, leaf in enumerate(self.manifest.leaves):
+            for state in leaf.states:
+                for chunk in leaf.held:
+                    yield number, leaf, state, chunk
 
     def leaves(self) -> Iterable[tuple[int, LeafRecord, tuple[Chunk, ...]]]:
         """Yields number, record and chunks of each leaf."""

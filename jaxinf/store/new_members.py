@@ -261,24 +261,20 @@ def _moves(source: Source, target: StoreDirectory) -> Iterator[Move]:
     """Yields the files of a new store, those of committed steps first."""
     places = [(place, step.places, step) for place, step in source.steps.items()]
     for place, folders, step in [*places, ("b", source.spares, None)]:
-        for number, leaf in enumerate(target.manifest.leaves):
-            held = source.whole.leaves[number]
+        for number, leaf, state, chunk in target.held():
             if source.has_other_grid(number, target):
                 continue
-            for state in leaf.states:
-                name = leaf.array_name(state.name)
-                for chunk in leaf.held:
-                    key = target.state_chunk(number, chunk, state).key
-                    yield Move(
-                        place,
-                        folders[held.csds[chunk]] / name / key,
-                        target.chunk_file(place, number, chunk, state.name),
-                        target.state_bytes(number, chunk, state),
-                        None
-                        if step is None
-                        else int(step.commit.checksums[name][chunk]),
-                        target.chunk_name(place, number, chunk, state.name),
-                    )
+            name = leaf.array_name(state.name)
+            key = target.state_chunk(number, chunk, state).key
+            csd = source.whole.leaves[number].csds[chunk]
+            yield Move(
+                place,
+                folders[csd] / name / key,
+                target.chunk_file(place, number, chunk, state.name),
+                target.state_bytes(number, chunk, state),
+                None if step is None else int(step.commit.checksums[name][chunk]),
+                target.chunk_name(place, number, chunk, state.name),
+            )
 
 
 @dataclass(frozen=True)
@@ -298,21 +294,18 @@ class _ChunkAnew:
 def _chunks_anew(source: Source, target: StoreDirectory) -> Iterator[_ChunkAnew]:
     """Yields the files of a new store that are written anew, in all its steps."""
     for place in (*source.steps, "b"):
-        for number, leaf, chunks in target.leaves():
-            if not source.has_other_grid(number, target):
-                continue
-            for state in leaf.states:
-                for chunk in leaf.held:
-                    yield _ChunkAnew(
-                        place,
-                        number,
-                        chunk,
-                        state,
-                        leaf.csds[chunk],
-                        target.chunk_file(place, number, chunk, state.name),
-                        target.chunk_name(place, number, chunk, state.name),
-                        stored_bytes(chunks[chunk], state),
-                    )
+        for number, leaf, state, chunk in target.held():
+            if source.has_other_grid(number, target):
+                yield _ChunkAnew(
+                    place,
+                    number,
+                    chunk,
+                    state,
+                    leaf.csds[chunk],
+                    target.chunk_file(place, number, chunk, state.name),
+                    target.chunk_name(place, number, chunk, state.name),
+                    stored_bytes(target.chunks[number][chunk], state),
+                )
 
 
 def _write_anew(

@@ -17,6 +17,7 @@ import numpy as np
 from jaxinf.errors import StoreError
 from jaxinf.io import (
     MACHINE_MEMORY_BYTES,
+    PAGE_BYTES,
     BufferPool,
     ByteMeters,
     check_holds,
@@ -26,7 +27,6 @@ from jaxinf.io import (
     span,
 )
 from jaxinf.layout import (
-    PAGE_BYTES,
     SCALES_ALIGNMENT_ELEMENTS,
     Chunk,
     CodedSlot,

@@ -20,10 +20,10 @@ from jaxinf.io import (
     BufferPool,
     allocate_file,
     fsync_directory,
+    page_ceil,
     write_from,
 )
 from jaxinf.io.failures import translated
-from jaxinf.layout import PAGE_BYTES
 from jaxinf.store.checkpoint import checkpoint_names
 from jaxinf.store.directory import (
     SLOTS,
@@ -222,21 +222,19 @@ def _moves(
         sums = None
         if place in steps and not is_done:
             sums = old.read_record(place).checksums
-        for leaf, record in enumerate(old.manifest.leaves):
-            for state in record.states:
+        for leaf, record, state, chunk in old.held():
+            source = old.chunk_file(place, leaf, chunk, state.name)
+            target = new.chunk_file(place, leaf, chunk, state.name)
+            if source != target:
                 name = record.array_name(state.name)
-                for chunk in range(len(record.csds)):
-                    source = old.chunk_file(place, leaf, chunk, state.name)
-                    target = new.chunk_file(place, leaf, chunk, state.name)
-                    if source != target:
-                        yield Move(
-                            place,
-                            source,
-                            target,
-                            old.state_bytes(leaf, chunk, state),
-                            None if sums is None else int(sums[name][chunk]),
-                            old.chunk_name(place, leaf, chunk, state.name),
-                        )
+                yield Move(
+                    place,
+                    source,
+                    target,
+                    old.state_bytes(leaf, chunk, state),
+                    None if sums is None else int(sums[name][chunk]),
+                    old.chunk_name(place, leaf, chunk, state.name),
+                )
 
 
 def _report(old: StoreDirectory, new: StoreDirectory) -> Rebalanced:
@@ -264,7 +262,7 @@ def space_needs(moves: Sequence[Move], new: StoreDirectory) -> dict[Path, int]:
         inode = (status.st_dev, status.st_ino)
         if status.st_dev != root.parent.stat().st_dev and inode not in seen:
             seen.add(inode)
-            needs[root] += -(-move.num_bytes // PAGE_BYTES) * PAGE_BYTES
+            needs[root] += page_ceil(move.num_bytes)
     return needs
 
 
@@ -361,8 +359,7 @@ def _is_there(
 
 def _copy(move: Move, target: Path, file_bytes: int, pool: BufferPool) -> None:
     """Copies a chunk to another file system; without a step, only allocates it."""
-    pages = -(-move.num_bytes // PAGE_BYTES) * PAGE_BYTES
-    allocate_file(target, file_bytes, min(pages, file_bytes))
+    allocate_file(target, file_bytes, min(page_ceil(move.num_bytes), file_bytes))
     if move.expected is None:
         return
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxinf.errors import StoreSpaceError
-from jaxinf.layout import PAGE_BYTES, Chunk
+from jaxinf.io import page_ceil
+from jaxinf.layout import Chunk
 from jaxinf.store.contents import StateRecord
 from jaxinf.terminal import format_bytes
 
@@ -19,8 +20,7 @@ def stored_bytes(chunk: Chunk, state: StateRecord) -> int:
     if not chunk.num_elements:
         return 0
     num_elements = state.num_elements(chunk.num_elements)
-    pages = -(-num_elements * state.itemsize // PAGE_BYTES)
-    return pages * PAGE_BYTES
+    return page_ceil(num_elements * state.itemsize)
 
 
 def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:

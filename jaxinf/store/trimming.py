@@ -38,11 +38,9 @@ def trim_store(path: Path) -> int:
             )
         spare = other_slot(committed)
         directory.unpublish(spare)
-        for number, leaf, _ in directory.leaves():
-            for state in leaf.states:
-                for chunk in leaf.held:
-                    file = directory.chunk_file(spare, number, chunk, state.name)
-                    num_bytes += _emptied(file)
+        for number, _, state, chunk in directory.held():
+            file = directory.chunk_file(spare, number, chunk, state.name)
+            num_bytes += _emptied(file)
         directory.sync()
     return num_bytes
 

@@ -60,9 +60,7 @@ def step_bytes(directory: StoreDirectory) -> int:
     """Returns the bytes of state in one committed step, without padding."""
     return sum(
         directory.state_bytes(number, chunk, state)
-        for number, leaf in enumerate(directory.manifest.leaves)
-        for state in leaf.states
-        for chunk in leaf.held
+        for number, _, state, chunk in directory.held()
     )
 
 

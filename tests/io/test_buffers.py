@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from jaxinf.errors import StoreClosedError
-from jaxinf.io import BufferPool
-from jaxinf.layout import PAGE_BYTES
+from jaxinf.io import PAGE_BYTES, BufferPool
 
 _PAGE = 4096
 

@@ -11,6 +11,7 @@ from jax import lax
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.kernels import compiled
 from jaxinf.program import leaf_infos, state_layout, trace_init, trace_update
+from jaxinf.program.ir import inputs_of
 
 PARAMS = {"b": jnp.zeros(7), "w": jnp.zeros((200, 300)), "z": jnp.zeros(())}
 
@@ -61,7 +62,7 @@ def test_frozen_leaves_store_nothing():
     for leaf in (b, z):
         assert leaf.slots == ()
         assert leaf.kernel.unchanged == {"params"}
-        assert not leaf.kernel.reads_gradient
+        assert not inputs_of(leaf.kernel.equations, [leaf.kernel.update])
         assert not leaf.kernel.reads_params
         out, params = np.ones(3, np.float32), np.ones(3, np.float32)
         compiled(leaf.kernel).run(

@@ -34,10 +34,9 @@ from jaxinf.csd.cards.memory import CardBuffer, CardMemory
 from jaxinf.csd.cards.xrt import XrtCard, XrtKernel
 from jaxinf.csd.initial import initialise_states
 from jaxinf.errors import CsdError
-from jaxinf.io import BufferPool, ByteMeters, DirectIO, crc32c
+from jaxinf.io import PAGE_BYTES, BufferPool, ByteMeters, DirectIO, crc32c
 from jaxinf.kernels import CardKernel, card_kernel, compiled
 from jaxinf.kernels.card import STATUS_BYTES
-from jaxinf.layout import PAGE_BYTES
 from jaxinf.program import InitKernel, Kernel
 from jaxinf.typing import Array, PathLikeStr
 

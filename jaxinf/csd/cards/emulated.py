@@ -10,8 +10,7 @@ from jaxinf.csd.cards.card import FileIO
 from jaxinf.csd.cards.smartssd import CardFleet
 from jaxinf.csd.cards.standin import ANY_KERNEL, EmulatedXrt
 from jaxinf.csd.cards.xrt import XrtCard
-from jaxinf.io import ByteMeters
-from jaxinf.layout import PAGE_BYTES
+from jaxinf.io import PAGE_BYTES, ByteMeters
 from jaxinf.typing import Array, PathLikeStr
 
 

@@ -20,12 +20,12 @@ from jaxinf.csd.cards.xrt import (
     XrtKernel,
 )
 from jaxinf.errors import CsdError
+from jaxinf.io import PAGE_BYTES, page_ceil
 from jaxinf.kernels import CardKernel
 from jaxinf.kernels.estimates import ESTIMATES_BYTES, rsqrt_estimates
-from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array
 
-_TABLE_BYTES = -(-ESTIMATES_BYTES // PAGE_BYTES) * PAGE_BYTES
+_TABLE_BYTES = page_ceil(ESTIMATES_BYTES)
 BUFFERS_BYTES = DEVICE_BYTES - _TABLE_BYTES
 """The part of a card's memory that the table of estimates leaves for buffers."""
 
@@ -51,7 +51,7 @@ class CardMemory:
     ) -> None:
         self._card = card
         self._state_bytes = max(PAGE_BYTES, state_bytes)
-        self._dense_bytes = max(PAGE_BYTES, _page_ceil(num_elements * _WIDEST_BYTES))
+        self._dense_bytes = max(PAGE_BYTES, page_ceil(num_elements * _WIDEST_BYTES))
         self._set_bytes = set_bytes(state_bytes, num_elements)
         fitting = BUFFERS_BYTES // self._set_bytes
         self._num_left = min(fitting, max(1, limit_bytes // self._set_bytes))
@@ -197,7 +197,7 @@ class CardBuffer:
         self.memory.take_back(self)
 
     def host_pages(self, extent: Extent) -> Array:
-        memory = mmap.mmap(-1, max(PAGE_BYTES, _page_ceil(extent.num_bytes)))
+        memory = mmap.mmap(-1, max(PAGE_BYTES, page_ceil(extent.num_bytes)))
         pages = np.frombuffer(memory, np.uint8)
         self.host[extent.buffer_offset_bytes] = pages
         return pages
@@ -205,10 +205,10 @@ class CardBuffer:
     def pages(self, extent: Extent) -> Array:
         """Returns the whole pages of an extent, through the card's window."""
         start = extent.buffer_offset_bytes
-        return self.state.array[start : start + _page_ceil(extent.num_bytes)]
+        return self.state.array[start : start + page_ceil(extent.num_bytes)]
 
     def part(self, card: XrtCard, extent: Extent) -> Any:
-        key = (extent.buffer_offset_bytes, _page_ceil(extent.num_bytes))
+        key = (extent.buffer_offset_bytes, page_ceil(extent.num_bytes))
         if key not in self.parts:
             self.parts[key] = card.part(self.state, *key)
         return self.parts[key]
@@ -219,9 +219,5 @@ def set_bytes(state_bytes: int, num_elements: int) -> int:
 
     They include the gradient, the result and the status.
     """
-    dense_bytes = max(PAGE_BYTES, _page_ceil(num_elements * _WIDEST_BYTES))
+    dense_bytes = max(PAGE_BYTES, page_ceil(num_elements * _WIDEST_BYTES))
     return max(PAGE_BYTES, state_bytes) + _NUM_DENSE * dense_bytes + PAGE_BYTES
-
-
-def _page_ceil(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

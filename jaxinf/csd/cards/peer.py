@@ -12,9 +12,8 @@ import numpy as np
 
 from jaxinf.csd.cards.xrt import XrtCard
 from jaxinf.errors import CsdError, StoreIOError
-from jaxinf.io import ByteMeters, DirectIO
+from jaxinf.io import PAGE_BYTES, ByteMeters, DirectIO
 from jaxinf.io.support import REFUSALS
-from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array, PathLikeStr
 
 _REMEDY = (

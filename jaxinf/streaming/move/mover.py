@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxinf.io import BufferPool, span
+from jaxinf.io import PAGE_BYTES, BufferPool, span
 from jaxinf.io.buffers import Buffer, Registry, aligned
-from jaxinf.io.pages import PAGE_BYTES
 from jaxinf.schedule.moves import Kind, Moves, Tensor
 from jaxinf.streaming.move.link import Link
 from jaxinf.streaming.move.tensors import Moved

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf.errors import BudgetError
-from jaxinf.io.pages import PAGE_BYTES, page_ceil
+from jaxinf.io import PAGE_BYTES, page_ceil
 from jaxinf.schedule.placement import (
     NUM_COPIES,
     Stay,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxinf.errors import BudgetError
-from jaxinf.io.pages import PAGE_BYTES
+from jaxinf.io import PAGE_BYTES
 from jaxinf.schedule.reads import (
     Fetch,
     fetches_of,
