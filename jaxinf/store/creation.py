@@ -13,9 +13,8 @@ from pathlib import Path
 
 from jaxinf.documents import encode
 from jaxinf.errors import StoreFormatError
-from jaxinf.io import fsync_directory
+from jaxinf.io import PAGE_BYTES, fsync_directory
 from jaxinf.io.failures import translated
-from jaxinf.layout import PAGE_BYTES
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
