@@ -166,7 +166,6 @@ def figures(
         "programs": len(plan.calls.programs),
         "peak_bytes": plan.peak_bytes,
         "offloaded_bytes": streamed.offloaded_bytes,
-        "forecast": str(streamed.step.forecast or ""),
     }
 
 

@@ -83,7 +83,7 @@ if not LONG:
 # `make test-long` have all optimizations.
 SHORT_COMPILED_QUICKLY = {
     *("test_micro_batches.py", "test_device_limit.py", "test_running.py"),
-    *("test_forms.py", "test_dry_run.py", "test_replanning.py", "test_resident.py"),
+    *("test_forms.py", "test_dry_run.py", "test_resident.py"),
     *("test_layer_order.py", "test_device_values.py", "test_offload.py"),
 }
 # Without them, a fused step and its parts, or optax in a jit, have other bits.

@@ -112,8 +112,7 @@ class OpenStore(StoreShape):
         self.exports = run.exports
         self.is_new = commit is None
         self.commit = commit or CommitRecord(step=0, scalar_state=())
-        self.finished = self._first = self.commit
-        self._num_commits = 0
+        self.finished = self.commit
         self.assignment, self.held = Assignment(), HeldStates(self.meters)
         self.health.failure.note = self._note
         self._documents = self.commit.documents
@@ -214,18 +213,6 @@ class OpenStore(StoreShape):
         """Number of finished steps without a commit."""
         return self.finished.step - self.commit.step
 
-    @property
-    def steps_per_commit(self) -> float:
-        """Steps a commit, on average: as the options say, or else as was found so far.
-
-        A step that is not committed counts as if it were now.
-        """
-        planned = self.options.mean_steps_per_commit()
-        if planned is not None:
-            return planned
-        num_commits = self._num_commits + (self.num_uncommitted > 0)
-        return max(1.0, (self.finished.step - self._first.step) / max(1, num_commits))
-
     def must_commit(self, step: int) -> bool:
         """Whether a step is committed as soon as it has finished."""
         every = self.options.steps_per_commit
@@ -254,6 +241,5 @@ class OpenStore(StoreShape):
             with span(_SPANS[action], f"step {record.step}"):
                 actions[action]()
         self.chunks.end_commit()
-        self._num_commits += record.step > self._first.step
         self.commit = self.finished = record
         self.is_new = False

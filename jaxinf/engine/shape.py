@@ -4,13 +4,14 @@ Invariant: it is known before the store is made, and does not change; nor does w
 stays on the host, but for what a device then has of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxinf.engine.division import longest, staying
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreMismatchError
+from jaxinf.io.pages import page_ceil
 from jaxinf.layout import Subgroup, covers
 from jaxinf.store import StoreDirectory
 from jaxinf.typing import AVERAGE
@@ -119,6 +120,21 @@ class StoreShape:
                 for layout in self._layouts[leaf][chunk]
             ]
         return self._boxes[box]
+
+    def file_bytes(self, layout: SubgroupLayout, states: Iterable[int]) -> int:
+        """Returns the bytes that drives move for states of a subgroup, by number.
+
+        Whole pages, but no more than the file has, whose end may be odd.
+        """
+        leaf, number = layout.subgroup.leaf, layout.subgroup.chunk
+        records, moved = self.directory.manifest.leaves[leaf].states, 0
+        for state in states:
+            extent = layout.extents[state]
+            stored = self.directory.state_chunk(leaf, number, records[state])
+            left = stored.stored_elements * extent.dtype.itemsize
+            left -= extent.file_offset_bytes
+            moved += min(page_ceil(extent.num_bytes), left)
+        return moved
 
     def chunks_of(
         self, leaf: int, origin: Sequence[int], extent: Sequence[int]

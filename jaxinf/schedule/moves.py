@@ -3,9 +3,7 @@
     evict ─► out ─► write ─► away: their memory is free   … read ahead if there is room
     value ◄─ back ◄─ read ◄──┘ or from the host           … to `prefetch` or `load`
 
-Whoever has the `Moves` runs what they start: on threads (`streaming.move.mover`), or on
-a virtual clock (`schedule.simulator`). So a run and its prediction differ in times
-alone.
+Whoever has the `Moves` runs what they start, on threads (`streaming.move.mover`).
 Where the device's memory is the host's, the hop between them is left out: no tensor
 goes `"out"`, and what has been read is there.
 
@@ -15,7 +13,7 @@ Invariant: the memory of each tier stays within its room, however slow the moves
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 Kind: TypeAlias = Literal["out", "write", "read", "back"]
 """A hop: device to host, host to drive, drive to host, host to device."""
@@ -71,30 +69,13 @@ class Tensor:
         return self.is_back or self.error is not None
 
 
-_T = TypeVar("_T", bound=Tensor)
-_Contra = TypeVar("_Contra", bound=Tensor, contravariant=True)
-
-
-class Executor(Protocol[_Contra]):
-    """Runs moves; calls `Moves.ended` for each, later."""
-
-    def start(self, tensor: _Contra, kind: Kind, part: int) -> None:
-        """Puts a move into its queue."""
-        ...
-
-    def allocate(self, tensor: _Contra) -> Any:
-        """Returns memory of the host for a tensor; there is room."""
-        ...
-
-    def free_memory(self, memory: Any) -> None:
-        """Frees memory from `allocate`."""
-        ...
-
-
-class Moves(Generic[_T]):
+class Moves:
     """The tensors that move, and the memory that they may take. Has no threads.
 
     Args:
+      executor: Puts a move into its queue by ``start(tensor, kind, part)``, and calls
+        `ended` for it, later. Has memory of the host by ``allocate(tensor)``, where
+        there is room, and frees it by ``free_memory(memory)``.
       has_link: Whether the device has memory of its own.
       way_bytes: Memory of the host for tensors on their way to drives.
       read_bytes: Memory of the host for those read ahead.
@@ -109,7 +90,7 @@ class Moves(Generic[_T]):
 
     def __init__(
         self,
-        executor: Executor[_T],
+        executor: Any,
         *,
         has_link: bool,
         way_bytes: int = 0,
@@ -119,7 +100,7 @@ class Moves(Generic[_T]):
         self._executor = executor
         self._has_link = has_link
         self._way_bytes, self._device_bytes = way_bytes, device_bytes
-        self.tensors: dict[Hashable, _T] = {}
+        self.tensors: dict[Hashable, Any] = {}
         self.num_forwarded = self._read_used = 0
         self.read_bytes = read_bytes
         self.clear()
@@ -139,24 +120,24 @@ class Moves(Generic[_T]):
                 self._free_memory(tensor)
         self.tensors = held
         self.error: BaseException | None = None
-        self._leaving: deque[_T] = deque()
+        self._leaving: deque[Any] = deque()
         self._ahead = deque(order)
-        self._due: deque[_T] = deque()
+        self._due: deque[Any] = deque()
         self._way_room, self._device_room = self._way_bytes, self._device_bytes
         self._read_used = sum(tensor.host_bytes for tensor in held.values())
 
-    def evict(self, tensor: _T) -> None:
+    def evict(self, tensor: Any) -> None:
         """Lets a tensor leave the device, when there is room for it on its way."""
         self.tensors[tensor.key] = tensor
         self._leaving.append(tensor)
         self.advance()
 
-    def is_evicted(self, tensor: _T) -> bool:
+    def is_evicted(self, tensor: Any) -> bool:
         """Whether nothing here holds a tensor in the device's memory."""
         is_out = self._has_link or tensor.host is None
         return tensor.value is None and is_out
 
-    def prefetch(self, tensor: _T) -> None:
+    def prefetch(self, tensor: Any) -> None:
         """Lets a tensor come back, for which the device has memory."""
         tensor.is_due = True
         tensor.is_forwarded = tensor.host is not None and tensor.num_parts > 0
@@ -166,7 +147,7 @@ class Moves(Generic[_T]):
         self._settle(tensor)
         self.advance()
 
-    def load(self, tensors: Iterable[_T]) -> None:
+    def load(self, tensors: Iterable[Any]) -> None:
         """Lets tensors come from drives, in order, each as soon as there is room.
 
         They are new here, or were written and released.
@@ -179,7 +160,7 @@ class Moves(Generic[_T]):
             self._due.append(tensor)
         self.advance()
 
-    def release(self, tensor: _T) -> None:
+    def release(self, tensor: Any) -> None:
         """Notes that nothing reads a tensor on the device any more."""
         tensor.value, tensor.is_over = None, True
         if tensor.has_room:  # also if it could not be read
@@ -189,7 +170,7 @@ class Moves(Generic[_T]):
             self._forget(tensor)
         self.advance()
 
-    def free(self, tensor: _T) -> None:
+    def free(self, tensor: Any) -> None:
         """Notes that nothing reads a tensor on the host any more."""
         tensor.is_held = False
         if tensor.is_over:
@@ -198,7 +179,7 @@ class Moves(Generic[_T]):
         self.advance()
 
     def ended(
-        self, tensor: _T, kind: Kind, found: Any, error: BaseException | None
+        self, tensor: Any, kind: Kind, found: Any, error: BaseException | None
     ) -> None:
         """Takes what a move has made, or what prevented it."""
         tensor.num_moves -= 1
@@ -243,22 +224,22 @@ class Moves(Generic[_T]):
 
     # --- inside --------------------------------------------------------------------
 
-    def _start(self, tensor: _T, kind: Kind, part: int = 0) -> None:
+    def _start(self, tensor: Any, kind: Kind, part: int = 0) -> None:
         tensor.num_moves += 1
         self._executor.start(tensor, kind, part)
 
-    def _is_out(self, tensor: _T, host: Any) -> None:
+    def _is_out(self, tensor: Any, host: Any) -> None:
         tensor.value, tensor.host = None, host
         for part in range(tensor.num_parts):
             self._start(tensor, "write", part)
 
-    def _read(self, tensor: _T) -> None:
+    def _read(self, tensor: Any) -> None:
         tensor.memory = self._executor.allocate(tensor)
         self._read_used += tensor.host_bytes
         for part in range(tensor.num_parts):
             self._start(tensor, "read", part)
 
-    def _settle(self, tensor: _T) -> None:
+    def _settle(self, tensor: Any) -> None:
         """Frees memory of a tensor that has moved; lets it come back if it is due."""
         is_source = tensor.is_forwarded or not tensor.num_parts
         is_used = not tensor.is_written or (is_source and not tensor.is_back)
@@ -276,12 +257,12 @@ class Moves(Generic[_T]):
             else:
                 tensor.value, tensor.is_back = tensor.host, True
 
-    def _free_memory(self, tensor: _T) -> None:
+    def _free_memory(self, tensor: Any) -> None:
         if tensor.memory is not None and not tensor.is_held:
             self._executor.free_memory(tensor.memory)
             tensor.memory = None
             self._read_used -= tensor.host_bytes
 
-    def _forget(self, tensor: _T) -> None:
+    def _forget(self, tensor: Any) -> None:
         self._free_memory(tensor)
         del self.tensors[tensor.key]

@@ -31,10 +31,6 @@ class Fetch(NamedTuple):
     gradient: int | None = None
 
     @property
-    def calls(self) -> tuple[int, int, int | None]:
-        return self.first, self.last, self.gradient
-
-    @property
     def end(self) -> int:
         """The number of the last call during which it must be in memory."""
         return self.last if self.gradient is None else max(self.last, self.gradient)

@@ -6,38 +6,27 @@ parts of that one jaxpr run.
 
 from jaxinf.streaming.api import stream, stream_function, stream_in_memory
 from jaxinf.streaming.count import Count
-from jaxinf.streaming.dry_run import DryRun, Known, LeastMemory
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import Order, Policy
 from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.memory import DeviceLimit, store_memory_bytes
 from jaxinf.streaming.plan.plan import Plan
-from jaxinf.streaming.plan.planner import Forecast
 from jaxinf.streaming.plan.resident import check_resident
-from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.streaming.program.initial import check_init
 from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.assigning import DeviceUpdates
 from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
-from jaxinf.streaming.work import CallTime, Speeds, usual_call, usual_s
 
 __all__ = [
-    "CallTime",
     "Count",
     "DeviceLimit",
     "DeviceUpdates",
-    "DryRun",
-    "Forecast",
     "Form",
     "InMemoryStep",
-    "Known",
-    "LeastMemory",
     "Order",
     "Plan",
     "Policy",
-    "Profile",
-    "Speeds",
     "StreamedFunction",
     "StreamedStep",
     "check_init",
@@ -48,6 +37,4 @@ __all__ = [
     "stream_function",
     "stream_in_memory",
     "trace_optimizer",
-    "usual_call",
-    "usual_s",
 ]

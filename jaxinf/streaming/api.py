@@ -3,9 +3,9 @@
 Invariant: an option that has no effect is refused by name.
 """
 
-import math
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import optax
@@ -47,7 +47,6 @@ def stream(
     compress: TopK | None = None,
     extra_args: Mapping[str, Any] | None = None,
     activations: Form | None = None,
-    endurance_tbw: float | None = None,
     deterministic: bool = True,
     device_updates: DeviceUpdates = None,
     state_tiers: Mapping[str, int | str] | None = None,
@@ -79,8 +78,7 @@ def stream(
         by segment; ``"keep"`` keeps them in memory; ``"offload"`` keeps as many as
         `memory_bytes` allows, and the others on the drive (those of a device with its
         own memory on the host, and on the drive what has no room there); ``"plan"``
-        measures its first steps, and then does for each value what makes a step
-        fastest. The bits are the same.
+        is the same as ``"offload"`` for now. The bits are the same.
       resident: Params that stay on the JAX device between steps: ``"params"`` for all,
         or the most bytes, such as ``"2GiB"``; of the params those that save most
         traffic. They are a part of `memory_bytes`, or of the device's memory if it has
@@ -104,22 +102,20 @@ def stream(
       extra_args: Further arguments of the optimizer's update, with an example for each;
         numbers and arrays are also the values of steps that are given none. ``"value"``
         is each step's loss, unless a step is given another.
-      activations: With ``"offload"`` and ``"plan"``, the form of floating-point values
+      activations: With ``"offload"``, the form of floating-point values
         on the drive: ``"bf16"``, or ``"int8"`` in blocks of 256 with a scale; by
         default they are exact. Losses keep their bits, since forward reads nothing that
         has been rounded; gradients do not, and depend on which values leave.
-      endurance_tbw: Rated writes of the drives, in TB: a step warns if it wears them
-        out within a year. Without it `StreamedStep.wear` says how long drives of common
-        classes last.
       deterministic: Whether programs have the same bits in each run, so that a resumed
         run goes on to the bit. On a GPU they are then compiled with
         ``xla_gpu_deterministic_ops``, which may make them slower; a flag in
         ``XLA_FLAGS`` has precedence. Nothing changes elsewhere (docs/accelerators.md).
       device_updates: The JAX device computes the updates of every so many subgroups of
         the optimizer's state, while the host computes the others; 1 for all that it
-        can, 0 for none, ``"auto"`` for as many as save time, as was measured. Their
-        copies take a fixed part of the device's memory. By default as in the store's
-        last step, and none in a new store (docs/streaming.md, "Updates on the device").
+        can, 0 for none, ``"auto"`` for as many as save time, as is measured when steps
+        are planned. Their copies take a fixed part of the device's memory. By default
+        as in the store's last step, and none in a new store (docs/streaming.md,
+        "Updates on the device").
       state_tiers: With a path as `store`, the `tiers` of `jaxinf.open_store`.
 
     Returns:
@@ -143,7 +139,6 @@ def stream(
         compress=compress,
         extra_args=dict(extra_args or {}),
         activations=activations,
-        endurance_tbw=endurance_tbw,
         deterministic=deterministic,
         device_updates=device_updates,
     )
@@ -167,7 +162,6 @@ def stream_in_memory(
     nonfinite: NonFinitePolicy | None = None,
     scratch: PathLikeStr | None = None,
     activations: Form | None = None,
-    endurance_tbw: float | None = None,
     deterministic: bool = True,
 ) -> InMemoryStep:
     """Makes a training step whose params and optax state are in memory.
@@ -176,10 +170,10 @@ def stream_in_memory(
 
     Args:
       loss_fn, tx, memory_bytes, device_memory_bytes, has_aux: As for `jaxinf.stream`.
-      policy, micro_batches, weights, nonfinite, activations: As there, too.
-      endurance_tbw, deterministic: As there, too.
-      scratch: A folder on a drive for the values of ``"offload"`` and ``"plan"``; by
-        default the folder for temporary files, which some systems have in memory.
+      policy, micro_batches, weights, nonfinite: As there, too.
+      activations, deterministic: As there, too.
+      scratch: A folder on a drive for the values of ``"offload"``; by default the
+        folder for temporary files, which some systems have in memory.
 
     Returns:
       The step: `InMemoryStep.init` or `InMemoryStep.load` first, then call it.
@@ -196,7 +190,6 @@ def stream_in_memory(
         micro_batches=micro_batches,
         weights=weights,
         activations=activations,
-        endurance_tbw=endurance_tbw,
         deterministic=deterministic,
     )
     folder = scratch or tempfile.gettempdir()
@@ -280,6 +273,8 @@ def _options(
         raise ValueError(
             f"policy={options.policy!r}: expected one of {', '.join(POLICIES)}"
         )
+    if options.policy == "plan":
+        options = replace(options, policy="offload")
     check_nonfinite(options.nonfinite)
     if options.micro_batches < 1:
         raise ValueError(f"micro_batches={options.micro_batches}: expected at least 1")
@@ -297,16 +292,12 @@ def _options(
             'order="layers": expected several parts of a batch, found '
             "micro_batches=1; give more, or leave order out"
         )
-    endurance_tbw, form = options.endurance_tbw, options.activations
-    if endurance_tbw is not None and not 0 < endurance_tbw < math.inf:
-        raise ValueError(
-            f"endurance_tbw={endurance_tbw}: expected a finite number above 0"
-        )
+    form = options.activations
     if form not in (None, *FORMS):
         raise ValueError(f"activations={form!r}: expected 'bf16' or 'int8'")
     if form is not None and options.policy in ("recompute", "keep"):
         raise ValueError(
             f'activations={form!r}: no value leaves with policy="{options.policy}"; '
-            'leave it out, or give policy="offload" or "plan"'
+            'leave it out, or give policy="offload"'
         )
     return options

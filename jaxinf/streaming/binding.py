@@ -9,16 +9,22 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from jaxinf.errors import BudgetError
 from jaxinf.streaming.bound import Bound, Ends
-from jaxinf.streaming.budgets import planned_within
 from jaxinf.streaming.fit import Fitted
-from jaxinf.streaming.move.values import value_bytes
-from jaxinf.streaming.plan.plan import Plan, Prepared
-from jaxinf.streaming.replanning import Replanner, make_runner, offload_planned
-from jaxinf.streaming.update.sink import Sink
+from jaxinf.streaming.move.values import make_values
+from jaxinf.streaming.plan.offload import check_tiers
+from jaxinf.streaming.plan.plan import Prepared
+from jaxinf.streaming.run import Runner
+from jaxinf.terminal import exact_bytes
+
+_Plan = TypeVar("_Plan")
+
+# Of what is added to a budget, so much at least goes where bytes are missing: buffers
+# take at most three eighths. The last of three tries is generous.
+_SHARES = 5 / 8, 5 / 8, 1 / 8
 
 
 class Planned(NamedTuple):
@@ -32,10 +38,51 @@ class Planned(NamedTuple):
     ready: Prepared
     ends: Ends
     fitted: Fitted
-    is_saved: bool
 
 
-def planned(ends: Ends, ready: Prepared, *, searches: bool = True) -> Planned:
+def within(
+    budgets: Mapping[str, int], plan: Callable[[Mapping[str, int]], _Plan]
+) -> _Plan:
+    """Returns what `plan` makes of budgets.
+
+    Raises:
+      BudgetError: A budget is too small; names one with which `plan` works.
+    """
+    try:
+        return plan(budgets)
+    except BudgetError as error:
+        raise _advised(error, budgets, plan) from None
+
+
+def _advised(
+    error: BudgetError,
+    budgets: Mapping[str, int],
+    plan: Callable[[Mapping[str, int]], object],
+) -> BudgetError:
+    """Returns the refusal with budgets that work; blocks while it plans."""
+    tried, last = dict(budgets), error
+    for share in _SHARES:
+        if last.limit not in tried:
+            break
+        more = max(1, int(last.missing_bytes / share))
+        tried[last.limit] = _rounded(tried[last.limit] + more)
+        try:
+            plan(tried)
+        except BudgetError as other:
+            last = other
+            continue
+        raised = {name: n for name, n in tried.items() if n != budgets[name]}
+        return error._advising({name: exact_bytes(n) for name, n in raised.items()})
+    return error
+
+
+def _rounded(num_bytes: int) -> int:
+    """Returns whole MiB that are easily read: at most 1/32 more."""
+    unit = max(1 << 20, 1 << max(0, num_bytes.bit_length() - 6))
+    return -(-num_bytes // unit) * unit
+
+
+def planned(ends: Ends, ready: Prepared) -> Planned:
     """Cuts a step to fit, and chooses the order of the parts of a batch; compiles it.
 
     With ``order="auto"`` parts are in layer order if that fits with the same cuts and
@@ -43,27 +90,26 @@ def planned(ends: Ends, ready: Prepared, *, searches: bool = True) -> Planned:
 
     Args:
       ready: The loss function, traced for a part of the batch.
-      searches: Whether to look for a budget that works where one is too small.
 
     Raises:
       BudgetError: A budget is too small; names one that works.
       StreamError: The program cannot be cut to fit, or the saved plan is another's.
     """
-    options, is_alone = ends.setup.options, ends.setup.together.is_alone
-    found = planned_within(
-        options.budgets, fitting(ends, ready), searches=searches and is_alone
-    )
-    ready, ends, fitted, _ = found
-    layers = ends.in_layers() if options.chooses_order and is_alone else None
+    options, fit = ends.setup.options, fitting(ends, ready)
+    if not ends.setup.together.is_alone:  # these plan once
+        return fit(options.budgets)
+    found = within(options.budgets, fit)
+    layers = found.ends.in_layers() if options.chooses_order else None
     if layers is None:
         return found
-    for_all = replace(ready, num_parts=options.micro_batches)
+    for_all = replace(found.ready, num_parts=options.micro_batches)
     try:
-        other = layers.fitted(for_all, options.budgets, fitted.plan.cuts)
+        other = layers.fitted(for_all, options.budgets, found.fitted.plan.cuts)
     except BudgetError:  # values of all parts do not fit
         return found
-    beside = Planned(for_all, layers, other, fitted.is_saved)
-    return beside if _moved_bytes(beside) < _moved_bytes(found) else found
+    other = replace(other, is_saved=found.fitted.is_saved)
+    is_less = layers.moved(other).all_bytes < found.ends.moved(found.fitted).all_bytes
+    return Planned(for_all, layers, other) if is_less else found
 
 
 def fitting(ends: Ends, ready: Prepared) -> Callable[[Mapping[str, int]], Planned]:
@@ -74,34 +120,19 @@ def fitting(ends: Ends, ready: Prepared) -> Callable[[Mapping[str, int]], Planne
     in_rows = cache(lambda: ends.in_rows(ready))
     kept = ends.kept_rows(ready)
 
-    def fitted(ends: Ends, ready: Prepared, budgets: Mapping[str, int]) -> Planned:
-        made = ends.fitted(ready, budgets)
-        return Planned(ready, ends, made, made.is_saved)
-
     def fit(budgets: Mapping[str, int]) -> Planned:
         if not kept or in_rows() is None:
             try:
-                return fitted(ends, ready, budgets)
+                return Planned(ready, ends, ends.fitted(ready, budgets))
             except BudgetError:
                 if kept is not None or in_rows() is None:
                     raise
         found = in_rows()
         assert found is not None, "there are tables in rows"
-        return fitted(*found, budgets)
+        other, rows = found
+        return Planned(rows, other, other.fitted(rows, budgets))
 
     return fit
-
-
-def _moved_bytes(found: Planned) -> int:
-    ready, ends, fitted, _ = found
-    options, executables = ends.setup.options, ends.setup.executables
-    graph = ready.lifetimes.graph
-    plan, replanner = offload_planned(fitted, graph, executables, options, ())
-    if replanner is not None:
-        replanner.close()
-    values = value_bytes(plan, fitted.tiers(plan.calls))
-    moved, _, by_commits = ends.moved(fitted, plan, values)
-    return moved.drive_read_bytes + moved.drive_write_bytes + by_commits
 
 
 def bind(ends: Ends, ready: Prepared) -> Bound:
@@ -125,44 +156,16 @@ def bind(ends: Ends, ready: Prepared) -> Bound:
 
 def _made(found: Planned, undone: ExitStack) -> Bound:
     """Saves a new plan, and takes the room of its step, which `undone` frees."""
-    ready, ends, fitted, is_saved = found
-    setup, graph = ends.setup, ready.lifetimes.graph
-    if not is_saved:
+    ready, ends, fitted = found
+    if not fitted.is_saved:
         ends.save(ready, fitted.plan)
     sink = ends.sink(fitted)
     undone.callback(sink.close)
-    plan, replanner = offload_planned(
-        fitted, graph, setup.executables, setup.options, ends.folders, sink.waiting
-    )
-    made = _bound(ends, fitted.without_graph(), sink, plan, replanner)
+    if fitted.tiers is not None:
+        check_tiers(fitted.tiers, fitted.host_bytes)
+    values = make_values(fitted.plan, fitted.tiers, ends.folders, ends.meters)
+    undone.callback(values.close)
+    runner = Runner(fitted.plan, ends.setup.executables, values)
+    made = ends.bound(runner, replace(fitted, plan=runner.plan), sink)
     undone.callback(made.close)
     return made
-
-
-def rebind(bound: Bound) -> Bound:
-    """Returns the same bound to what its planner has chosen; closes the old one.
-
-    No step may be under way, nor its commit.
-    """
-    found = bound.replanner
-    assert found is not None, "only a planned step changes"
-    bound.close_calls()
-    return _bound(bound.ends, bound.fitted, bound.sink, found.plan, found)
-
-
-def _bound(
-    ends: Ends,
-    fitted: Fitted,
-    sink: Sink,
-    plan: Plan,
-    replanner: Replanner | None,
-) -> Bound:
-    runner = make_runner(
-        fitted,
-        plan,
-        ends.setup.executables,
-        ends.folders,
-        replanner,
-        ends.meters,
-    )
-    return replace(ends.bound(runner, fitted, sink), replanner=replanner)

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxinf.errors import BudgetError, StreamError
+from jaxinf.errors import StreamError
 from jaxinf.io import ByteCounts, ByteMeters
+from jaxinf.schedule.placement import Waiting
 from jaxinf.streaming.fit import Fitted, Reads
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
@@ -25,7 +26,6 @@ from jaxinf.streaming.move.scratch import Folders
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.agreement import Together
-from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, Division
 from jaxinf.streaming.plan.offload import check_leaving
@@ -35,16 +35,14 @@ from jaxinf.streaming.plan.saved import saved_cuts, saved_plan, saved_rows
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import Unit
-from jaxinf.streaming.replanning import Replanner
 from jaxinf.streaming.run import (
-    Estimates,
     Executables,
     Runner,
     compiled_bytes,
     compiled_temp_bytes,
+    offloaded,
 )
 from jaxinf.streaming.update.sink import Sink
-from jaxinf.streaming.update.traffic import StepMoves
 from jaxinf.typing import JsonValue
 
 
@@ -85,6 +83,26 @@ class Setup:
             limit = mesh_limit(mesh.local_devices, self.options.device_memory_bytes)
         num_bytes = budgets.get("device_memory_bytes", limit.num_bytes)
         return replace(limit, num_bytes=num_bytes)
+
+
+class Moved(NamedTuple):
+    """Bytes that a step moves on drives.
+
+    An optimizer that leaves state alone in some steps moves fewer in those. Of state
+    that stays in a memory, what commits alone write is divided among their steps; with
+    ``durability="checkpoint"``, where no one knows these, it does not count.
+
+    Attributes:
+      waiting_bytes: Values and gradients that wait there, at most.
+    """
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    waiting_bytes: int = 0
+
+    @property
+    def all_bytes(self) -> int:
+        return self.read_bytes + self.written_bytes
 
 
 class _Kept(NamedTuple):
@@ -223,35 +241,36 @@ class Ends(ABC):
             units = residents(plan)
             return units.all_bytes + programs_bytes(units.applied(plan))
 
-        budget_bytes, limit = division.programs, division.limit
-        policy, plan = options.policy, None
-        if kept is not None:
+        budget_bytes, limit, policy = division.programs, division.limit, options.policy
+        if kept is None:
+            plan = ready.plan(budget_bytes, policy, measure, limit)
+        else:
             folder, most = self.saved_in, budget_bytes + division.spare
             plan = saved_plan(folder, ready, kept.cuts, most, policy, measure, limit)
             programs = max(division.programs, plan.peak_bytes)  # with what is spare
             division = replace(division, programs=programs)
-        is_saved = plan is not None and kept is not None and kept.is_own
-        if plan is None and isinstance(executables, Estimates):
-            _check_smallest(ready, policy, budget_bytes, limit)
-        plan = plan or ready.plan(budget_bytes, policy, measure, limit)
         units = residents(plan)
         rest_bytes = plan.peak_bytes - units.all_bytes
         plan = replace(units.applied(plan), peak_bytes=rest_bytes)
-        division = units.left(division)
-        host_bytes, stays = division.staged, units.units
+        division, host_bytes = units.left(division), 0
         if division.staged:
+            host_bytes = division.staged
             if plan.is_offloaded:
-                host_bytes -= self.passing_bytes(plan, stays)
+                host_bytes -= self.passing_bytes(plan, units.units)
                 host_bytes //= division.pool_factor
                 temps = compiled_temp_bytes(plan, executables)
                 check_leaving(
-                    plan.ways,
+                    plan.calls,
                     division.programs,
                     lambda calls: calls.call_bytes(temps),
                     host_bytes,
                 )
             if self.reads is not None:
-                self.reads(plan, division, stays)  # or it refuses
+                self.reads(plan, division, units.units)  # or it refuses
+        if plan.is_offloaded:
+            room_bytes = division.programs
+            plan = offloaded(plan, executables, room_bytes, options.activations)
+        is_saved = kept is not None and kept.is_own
         return Fitted(plan, units, division, host_bytes, self.reads, is_saved)
 
     @property
@@ -267,24 +286,13 @@ class Ends(ABC):
     def save(self, ready: Prepared, plan: Plan) -> None:
         """Saves a new plan's cuts, if bits have to last longer than this process."""
 
-    def moved(
-        self, fitted: Fitted, plan: Plan, value_bytes: int
-    ) -> tuple[ByteCounts, int, int]:
-        """Returns bytes that a step moves on drives, and the most that wait there.
+    def waiting(self, fitted: Fitted) -> tuple[Waiting | None, Waiting | None]:
+        """Returns gradients that wait for the last one, and sums of micro-batches."""
+        return None, None
 
-        And those that a commit writes beside, if steps do not say when. By default 0.
-
-        Args:
-          value_bytes: Bytes of values on drives in one run of its calls.
-        """
-        return ByteCounts(), 0, 0
-
-    steps_per_commit = 1.0
-    """Steps a commit, on average so far."""
-
-    def moves(self, fitted: Fitted, plan: Plan) -> StepMoves:
-        """Returns what a step moves beside values; nothing by default."""
-        return StepMoves()
+    def moved(self, fitted: Fitted) -> Moved:
+        """Returns the bytes that a step moves on drives; by default 0."""
+        return Moved()
 
     @abstractmethod
     def sink(self, fitted: Fitted) -> Sink:
@@ -295,34 +303,12 @@ class Ends(ABC):
         """Makes what a plan's calls need, and counts what they move."""
 
 
-def _check_smallest(
-    ready: Prepared, policy: Policy, budget_bytes: int, limit: str
-) -> None:
-    """Refuses at once what by estimates is known to be too little.
-
-    Raises:
-      BudgetError: The smallest cut takes more.
-    """
-    smallest = ready.keys.made(("smallest", policy, ready.num_parts))
-    is_least = policy != "plan"  # it has other cuts with another budget
-    if is_least and smallest is not None and smallest > budget_bytes:
-        raise BudgetError(
-            limit,
-            f"it leaves {budget_bytes} bytes for the program, whose smallest cut takes "
-            f"{smallest} by estimates",
-            smallest - budget_bytes,
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """Programs for batches of one shape, and what they run with.
 
     Attributes:
       fitted: The plan and the memory that they were fitted to.
-      replanner: With ``"plan"``, what plans the step.
-      step_traffic: Bytes that a step moves on the drive.
-      commit_bytes: Bytes that a commit writes beside, see `Ends.moved`.
       store_bytes: Memory for the store's buffers.
     """
 
@@ -331,9 +317,6 @@ class Bound:
     runner: Runner
     params: Params
     sink: Sink
-    replanner: Replanner | None = None
-    step_traffic: ByteCounts = field(default_factory=ByteCounts)
-    commit_bytes: int = 0
     reused_bytes: int = 0
     store_bytes: int = 0
 
@@ -344,25 +327,18 @@ class Bound:
 
     @property
     def traffic(self) -> ByteCounts:
-        """Bytes that a step moves on the drive, with its part of a commit's."""
-        written = self.step_traffic.drive_write_bytes
-        written += round(self.commit_bytes / self.ends.steps_per_commit)
-        return replace(self.step_traffic, drive_write_bytes=written)
+        """Bytes that the plan moves on the drive in a step."""
+        moved = self.ends.moved(self.fitted)
+        return ByteCounts(
+            drive_read_bytes=moved.read_bytes, drive_write_bytes=moved.written_bytes
+        )
 
     def begin(self) -> None:
         self.params.counts = MoverCounts()
         self.runner.values.counts()
-        if self.replanner is not None:
-            self.replanner.begin()
 
     def close(self) -> None:
         """Frees memory and files; idempotent."""
-        self.close_calls()
-        self.sink.close()
-        if self.replanner is not None:
-            self.replanner.close()
-
-    def close_calls(self) -> None:
-        """Frees what depends on the order of the calls; idempotent."""
         self.runner.values.close()
         self.params.close()
+        self.sink.close()

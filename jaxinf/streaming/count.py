@@ -13,12 +13,10 @@ from jaxinf.program import UpdateProgram
 from jaxinf.streaming.binding import planned
 from jaxinf.streaming.bound import Ends
 from jaxinf.streaming.fit import Fitted
-from jaxinf.streaming.move.values import value_bytes
-from jaxinf.streaming.plan.memory import NUM_STAGED, Division
+from jaxinf.streaming.plan.memory import NUM_STAGED
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.programs import Program
-from jaxinf.streaming.replanning import offload_planned
 from jaxinf.streaming.run import compiled_temp_bytes
 
 
@@ -58,7 +56,6 @@ def count(
     ends: Ends,
     ready: Prepared,
     update: UpdateProgram | None = None,
-    *,
     store_bytes: int = 0,
     now_bytes: int = 0,
 ) -> Count:
@@ -66,88 +63,68 @@ def count(
 
     Args:
       ends: Made for programs that are not compiled.
+      update: The optimizer, if its state is in a store.
       store_bytes: Bytes of the store with both slots.
 
     Raises:
       BudgetError: A budget is too small; names one that works.
       StreamError: The program cannot be cut to fit, or the saved plan is another's.
     """
-    traced = ready
-    ready, ends, fitted, _ = planned(ends, ready)
-    setup = ends.setup
-    plan, _ = offload_planned(
-        fitted, ready.lifetimes.graph, setup.executables, setup.options, ()
-    )
-    tiers = fitted.tiers(plan.calls)
-    moved, waiting_bytes, commit_bytes = ends.moved(
-        fitted, plan, value_bytes(plan, tiers)
-    )
-    host_bytes, device_bytes = _memory(ends, fitted, plan)
-    num_runs, up, down = setup.options.num_runs, 0, 0
-    if not setup.limit.is_host:
+    _, ends, fitted = planned(ends, ready)
+    plan, moved, num_runs = fitted.plan, ends.moved(fitted), ends.setup.options.num_runs
+    host_bytes, device_bytes = _memory(ends, fitted)
+    up = down = 0
+    if device_bytes:
         away = sum(plan.calls.lives[slot].num_bytes for slot in plan.calls.evictions)
-        fetched = sum(one.unit.num_bytes for one in fitted.reading(plan)[0].fetches)
-        up, down = fetched + away, _gradient_bytes(plan) + away
+        up = away + sum(one.unit.num_bytes for one in fitted.reading.fetches)
+        down = away + sum(
+            call.program.output_bytes[i]
+            for call in plan.calls.calls
+            for i in {i for _, i in call.gradients}
+        )
     return Count(
         plan=plan.without_graph(),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
-        disk_bytes=store_bytes + waiting_bytes,
+        disk_bytes=store_bytes + moved.waiting_bytes,
         now_bytes=now_bytes,
-        drive_read_bytes=moved.drive_read_bytes,
-        drive_write_bytes=moved.drive_write_bytes + commit_bytes,
+        drive_read_bytes=moved.read_bytes,
+        drive_write_bytes=moved.written_bytes,
         link_up_bytes=num_runs * up,
         link_down_bytes=num_runs * down,
         operations=num_runs * _step_operations(plan),
-        _ready=traced,
+        _ready=ready,
         _update=update,
     )
 
 
-def _gradient_bytes(plan: Plan) -> int:
-    return sum(
-        call.program.output_bytes[i]
-        for call in plan.calls.calls
-        for i in {i for _, i in call.gradients}
-    )
-
-
-def _memory(ends: Ends, fitted: Fitted, plan: Plan) -> tuple[int, int]:
+def _memory(ends: Ends, fitted: Fitted) -> tuple[int, int]:
     """Returns the memory of the host at a step's peak, and of a device with its own."""
-    reading, division = fitted.reading(plan)
-    moves = ends.moves(fitted, plan)
-    state_bytes = sum(one.layout.num_bytes for _, one in moves.updates)
-    on_drive = None if moves.waiting is None else moves.waiting.on_drive
+    plan, reading, division = fitted.plan, fitted.reading, fitted.beside_values
     programs = plan.peak_bytes + plan.resident_bytes
-    if ends.setup.limit.is_host:
-        read_bytes, _ = reading.memory(division)
-        spare = max(0, division.programs - plan.peak_bytes)
-        unused = reading.room_bytes - read_bytes
-        ahead = max(0, read_bytes - (reading.room_bytes - spare))
-        if on_drive is not None:
-            temps = compiled_temp_bytes(plan, ends.setup.executables)
-            most = _most_bytes(plan, temps, on_drive)
+    host_bytes, _ = reading.memory(division)
+    if ends.setup.limit.is_host:  # where gradients wait in the programs' memory
+        last, _ = ends.waiting(fitted)
+        if last is not None:
+            most = _most_bytes(ends, plan, last.on_drive)
             programs = max(programs, most + plan.resident_bytes)
-        return programs + ahead + min(division.ring + unused, state_bytes), 0
-    host_bytes = min(division.ring, state_bytes) + _on_host(fitted, plan, division)
+        spare = max(0, division.programs - plan.peak_bytes)
+        ahead = max(0, host_bytes - (reading.room_bytes - spare))
+        return programs + ahead + division.ring, 0
+    tiers = fitted.tiers
+    pinned = division.gradients + (0 if tiers is None else tiers.host_bytes)
+    params = NUM_STAGED * reading.largest_bytes
+    host_bytes = division.ring + division.pool_factor * pinned + params
     return host_bytes, programs + division.leaving
 
 
-def _on_host(fitted: Fitted, plan: Plan, division: Division) -> int:
-    """Memory of the host for what is on its way to a device, or from it."""
-    tiers = fitted.tiers(plan.calls)
-    values = 0 if tiers is None else division.pool_factor * tiers.host_bytes
-    params = NUM_STAGED * fitted.reading(plan)[0].largest_bytes
-    return values + params + division.pool_factor * division.gradients
-
-
-def _most_bytes(
-    plan: Plan, temps: Mapping[str, int], on_drive: Mapping[Piece, int]
-) -> int:
+def _most_bytes(ends: Ends, plan: Plan, on_drive: Mapping[Piece, int]) -> int:
     """Memory of programs at their most, with gradients that wait for the last one."""
     most = held = 0
-    used = plan.calls.call_bytes(temps)
-    for call, num_bytes in zip(plan.calls.calls, used, strict=True):
+    temps = compiled_temp_bytes(plan, ends.setup.executables)
+    for call, num_bytes in zip(
+        plan.calls.calls, plan.calls.call_bytes(temps), strict=True
+    ):
         most = max(most, held + num_bytes)
         held += sum(
             call.program.output_bytes[i]

@@ -6,11 +6,10 @@ Invariant: what is fitted takes no more than the memory.
 import hashlib
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 from jaxinf.schedule.placement import Tiers
-from jaxinf.schedule.simulator import Trips
-from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.offload import plan_tiers
 from jaxinf.streaming.plan.plan import Plan
@@ -25,7 +24,7 @@ Reads: TypeAlias = Callable[[Plan, Division, Set[Unit]], Reading]
 
 @dataclass(frozen=True)
 class Fitted:
-    """A plan that fits, and what follows from it whatever the order of its calls.
+    """A plan that fits, and what follows from it.
 
     Attributes:
       host_bytes: Memory of the host for values that leave a device with memory of its
@@ -44,9 +43,9 @@ class Fitted:
     def digest(self) -> JsonValue:
         """What processes that run its programs together must have in common."""
         units = sorted(unit.place for unit in self.units.units)
-        reading, _ = self.reading(self.plan)
         fetches = [
-            (*fetch.unit.place, fetch.first, fetch.last) for fetch in reading.fetches
+            (*fetch.unit.place, fetch.first, fetch.last)
+            for fetch in self.reading.fetches
         ]
         text = repr((self.plan.traced.mesh, self.plan.cuts, units, fetches))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -55,21 +54,24 @@ class Fitted:
         """Returns the same for when the plan's programs are compiled."""
         return replace(self, plan=self.plan.without_graph())
 
-    def tiers(self, calls: Calls) -> Tiers | None:
+    @cached_property
+    def tiers(self) -> Tiers | None:
         """Where values wait; None if the device's memory is the host's."""
-        return plan_tiers(calls, self.host_bytes) if self.division.staged else None
+        if not self.division.staged:
+            return None
+        return plan_tiers(self.plan.calls, self.host_bytes)
 
-    def reading(self, plan: Plan) -> tuple[Reading, Division]:
-        """The reads of a run, and the memory beside its values."""
-        if self.reads is None:  # values may take all that there is
-            return Reading((), 0), self.division
-        division, tiers = self.division, self.tiers(plan.calls)
-        if tiers is not None and tiers.host_bytes:
-            pool_bytes = division.pool_factor * tiers.host_bytes
-            division = division.without(pool_bytes, "keeping values")
-        return self.reads(plan, division, self.units.units), division
+    @cached_property
+    def beside_values(self) -> Division:
+        """The memory beside values that wait on the host."""
+        if self.reads is None or self.tiers is None or not self.tiers.host_bytes:
+            return self.division
+        pool_bytes = self.division.pool_factor * self.tiers.host_bytes
+        return self.division.without(pool_bytes, "keeping values")
 
-    def loads(self, calls: Calls, peak_bytes: int) -> Trips:
-        plan = replace(self.plan, calls=calls, peak_bytes=peak_bytes)
-        reading, division = self.reading(plan)
-        return reading.trips(division)
+    @cached_property
+    def reading(self) -> Reading:
+        """The reads of a run."""
+        if self.reads is None:
+            return Reading((), 0)
+        return self.reads(self.plan, self.beside_values, self.units.units)

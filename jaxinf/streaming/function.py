@@ -114,8 +114,7 @@ class FunctionEnds(StoreParamsEnds):
         return NoGradients(self.setup.together)
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
-        params, _, _ = self._source(
-            runner,
+        params, _ = self._source(
             fitted,
             average=self._average,
             is_shared=self._step is not None,

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxinf.errors import BudgetError, StreamError
-from jaxinf.io import ByteCounts
-from jaxinf.streaming.bound import Bound, Ends, Setup
-from jaxinf.streaming.budgets import planned_within
-from jaxinf.streaming.dry_run import Dry, Known
+from jaxinf.streaming.binding import within
+from jaxinf.streaming.bound import Bound, Ends, Moved, Setup
+from jaxinf.streaming.count import Count
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import MemoryParams
+from jaxinf.streaming.move.values import value_bytes
 from jaxinf.streaming.plan.memory import Division, divide_rest
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
 from jaxinf.streaming.plan.resident import ResidentUnits
@@ -91,12 +91,10 @@ class MemoryEnds(Ends):
 
         return all_stay
 
-    def moved(
-        self, fitted: Fitted, plan: Plan, value_bytes: int
-    ) -> tuple[ByteCounts, int, int]:
-        moved = value_bytes * self.setup.options.num_runs
-        traffic = ByteCounts(drive_read_bytes=moved, drive_write_bytes=moved)
-        return traffic, value_bytes, 0
+    def moved(self, fitted: Fitted) -> Moved:
+        waits = value_bytes(fitted.plan, fitted.tiers)
+        moved = waits * self.setup.options.num_runs
+        return Moved(moved, moved, waits)
 
     def sink(self, fitted: Fitted) -> OptaxSink:
         options = self.setup.options
@@ -112,7 +110,6 @@ class MemoryEnds(Ends):
             runner=runner,
             params=MemoryParams(lambda: jax.tree.leaves(optimizer.params)),
             sink=sink,
-            step_traffic=self.moved(fitted, runner.plan, runner.values.num_bytes)[0],
         )
 
 
@@ -126,7 +123,7 @@ class InMemoryStep(TrainingStep):
       loss_fn: The loss function.
       tx: Any optax optimizer.
       setup: Memory, policy and so on.
-      scratch: A folder on a drive for values of ``"offload"`` and ``"plan"``.
+      scratch: A folder on a drive for values of ``"offload"``.
     """
 
     def __init__(
@@ -223,9 +220,7 @@ class InMemoryStep(TrainingStep):
         check_params(params)
         if batch is not None:
             ready = self._traced(abstract(params), batch)
-            planned_within(
-                self._options.budgets, partial(self._ends(ready).fitted, ready)
-            )
+            within(self._options.budgets, partial(self._ends(ready).fitted, ready))
 
     def _prepare(self, batch: PyTree) -> Prepared:
         return self._traced(abstract(self._optimizer.params), batch)
@@ -242,10 +237,12 @@ class InMemoryStep(TrainingStep):
             )
         return ready.to_run(is_deterministic=self._options.deterministic)
 
-    def _dry(self, batch: PyTree, params: PyTree, setup: Setup, known: Known) -> Dry:
+    def _dry(
+        self, batch: PyTree, params: PyTree, setup: Setup, like: Count | None
+    ) -> tuple[Any, ...]:
         params = abstract(self._optimizer.params) if params is None else params
         ready = self._traced(params, batch)
-        return Dry(ready, self._ends(ready, setup))
+        return self._ends(ready, setup), ready
 
     def _ends(self, ready: Prepared, setup: Setup | None = None) -> MemoryEnds:
         setup = setup or self._setup

@@ -4,28 +4,29 @@ Invariant: what is planned takes no more than the budgets, and depends on the st
 chunks alone, so a step can be planned before its store is made.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
 from functools import partial
 
-from jaxinf.engine import Store, StoreShape
-from jaxinf.io import ByteCounts, ByteMeters
+from jaxinf.engine import Store, StoreShape, SubgroupLayout, can_take, moved_states
+from jaxinf.io import ByteMeters
 from jaxinf.program import UpdateProgram, effect_of_nonfinite
 from jaxinf.schedule.placement import Waiting, waiting
-from jaxinf.store import csd_shares, plans_folder
-from jaxinf.streaming.bound import Bound, Ends, Setup
+from jaxinf.store import MASTER_PARAMS, csd_shares, plans_folder
+from jaxinf.streaming.bound import Bound, Ends, Moved, Setup
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.reader import StoreReader
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.scratch import Folder, Folders
 from jaxinf.streaming.move.spill import Spill, file_bytes
+from jaxinf.streaming.move.values import value_bytes
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.reads import (
     Reading,
-    completions,
     planned_fetches,
     reused_bytes,
     staged_bytes,
@@ -44,13 +45,8 @@ from jaxinf.streaming.update.optimizer import arrivals_of, needed_whole, passes_
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.streaming.update.store_sink import StoreSink, deferred_bytes
-from jaxinf.streaming.update.traffic import (
-    StepMoves,
-    fetched_bytes,
-    is_parted,
-    reads_params,
-    update_moves,
-)
+
+_PARAMS = 0  # the first of a leaf's states
 
 
 class StoreParamsEnds(Ends):
@@ -100,16 +96,15 @@ class StoreParamsEnds(Ends):
 
     def _source(
         self,
-        runner: Runner,
         fitted: Fitted,
         gives: frozenset[Unit] = frozenset(),
         *,
         average: bool = False,
         is_shared: bool = False,
-    ) -> tuple[StoreParams, Reading, int]:
-        """Returns the params source, its reads, and the memory that none needs."""
-        reading, division = fitted.reading(runner.plan)
-        host_bytes, device_bytes = reading.memory(division)
+    ) -> tuple[StoreParams, int]:
+        """Returns the params source, and the memory that no read needs."""
+        reading = fitted.reading
+        host_bytes, device_bytes = reading.memory(fitted.beside_values)
         is_staged = device_bytes is not None
         params = StoreParams(
             self._store_units,
@@ -128,7 +123,7 @@ class StoreParamsEnds(Ends):
             together=self.setup.together,
         )
         unused_bytes = 0 if is_staged else reading.room_bytes - host_bytes
-        return params, reading, unused_bytes
+        return params, unused_bytes
 
 
 class StoreEnds(StoreParamsEnds):
@@ -140,7 +135,7 @@ class StoreEnds(StoreParamsEnds):
       store: The store; its training is bound to the optimizer when it is used.
       ready: The loss function, traced for the batch.
       shape: The store's chunks; it need not be there.
-      like: Those of the same loss function and optimizer, whose programs are used, too.
+      last: Has compiled programs of the same optimizer.
     """
 
     def __init__(
@@ -151,7 +146,7 @@ class StoreEnds(StoreParamsEnds):
         program: UpdateProgram,
         shape: StoreShape,
         setup: Setup,
-        like: Ends | None = None,
+        last: PassRunner | None = None,
     ) -> None:
         options = setup.options
         pieces, params = ready.gradient_pieces, ready.traced.params
@@ -168,7 +163,6 @@ class StoreEnds(StoreParamsEnds):
         self.num_drives = max(1, shape.directory.num_csds)
         self.saved_in = None if options.replan else store.path
         bits = {"is_deterministic": options.deterministic}
-        last = like._numbers if isinstance(like, StoreEnds) else None
         self._numbers = PassRunner(self._training, program, passes, last, **bits)
         self._compressor = Compressor(self._training, options.compress, shape, **bits)
         arrivals = arrivals_of(pieces, [leaf.shape for leaf in params], passes.whole)
@@ -227,7 +221,15 @@ class StoreEnds(StoreParamsEnds):
         return max(undivided, default=0) + 2 * max(updated, default=0)
 
     def _rereads(self, unit: Unit) -> bool:
-        return reads_params(self._shape, unit, self._program, self._passes)
+        shape, passes, leaf = self._shape, self._passes, unit.leaf
+        if not can_take(shape, leaf, unit.dtype):
+            return False  # they are not what is stored
+        part = passes.part(passes.num_passes - 1, leaf)
+        if part is not None and passes.params[leaf] in part.own:
+            return True
+        kernel = self._program.leaves[leaf].kernel
+        loads = (moved_states(kernel, layout)[0] for layout in self._layouts(unit))
+        return any(_PARAMS in own for own in loads)
 
     def _takes_read(self, unit: Unit) -> bool:
         return unit.is_divided and not self._is_deferred and self._rereads(unit)
@@ -237,7 +239,11 @@ class StoreEnds(StoreParamsEnds):
 
         A chunk that a step overwrites in parts cannot be compared with its checksum.
         """
-        is_hidden = self._shape.options.rewrites_steps and is_parted(self._shape, unit)
+        chunks = self._shape.directory.chunks[unit.leaf]
+        is_hidden = self._shape.options.rewrites_steps and any(
+            one.subgroup.num_elements < chunks[one.subgroup.chunk].num_elements
+            for one in self._layouts(unit)
+        )
         return unit.is_divided and not is_hidden and self._rereads(unit)
 
     def in_rows(self, ready: Prepared) -> "tuple[Ends, Prepared] | None":
@@ -248,8 +254,8 @@ class StoreEnds(StoreParamsEnds):
         made = tables_in_rows(ready, shape.chunk_rows, self.kept_rows(ready), whole)
         if made is None:
             return None
-        like = program, shape, self.setup, self
-        return StoreEnds(self._store, self._resident, made, *like), made
+        given = program, shape, self.setup, self._numbers
+        return StoreEnds(self._store, self._resident, made, *given), made
 
     def in_layers(self) -> "StoreEnds":
         made = copy(self)
@@ -268,17 +274,13 @@ class StoreEnds(StoreParamsEnds):
         return [Folder(directory.csd_directory(n), share) for n, share in shares]
 
     @property
-    def steps_per_commit(self) -> float:
-        return self._training.opened.steps_per_commit
-
-    @property
     def meters(self) -> ByteMeters:
         return self._training.opened.meters
 
     def sink(self, fitted: Fitted) -> StoreSink:
         options, division = self.setup.options, fitted.division
         spill = partial(Spill, self.folders, meters=self.meters)
-        planned = self._waiting(fitted)
+        planned = self.waiting(fitted)
         room_bytes = division.gradients
         room_bytes -= sum(one.capacity_bytes for one in planned if one is not None)
         last, summed = (None if one is None else spill(one) for one in planned)
@@ -294,14 +296,11 @@ class StoreEnds(StoreParamsEnds):
             last,
             sums,
             effect_of_nonfinite(options.nonfinite, is_guarded=self._program.is_guarded),
-            self._assigning.chosen(
-                lambda: self.moves(fitted, fitted.plan), division.gradients
-            ),
+            self._assigning.chosen(division.gradients),
             copies=not self.setup.limit.is_host,
         )
 
-    def _waiting(self, fitted: Fitted) -> tuple[Waiting | None, Waiting | None]:
-        """Returns gradients that wait for the last one, and sums of micro-batches."""
+    def waiting(self, fitted: Fitted) -> tuple[Waiting | None, Waiting | None]:
         calls, room_bytes = fitted.plan.calls.calls, fitted.division.gradients
         last = sums = None
         if self._is_deferred:
@@ -314,62 +313,83 @@ class StoreEnds(StoreParamsEnds):
         return last, sums
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
-        calls = runner.plan.calls.calls
         given = frozenset(filter(self._takes_resident, fitted.units.units))
-        params, reading, unused_bytes = self._source(runner, fitted, given)
-        reused = reused_bytes(reading.fetches, calls, self._store_units)
-        values = runner.values.num_bytes
-        traffic, _, by_commits = self.moved(fitted, runner.plan, values)
+        params, unused_bytes = self._source(fitted, given)
+        calls, fetches = runner.plan.calls.calls, fitted.reading.fetches
+        reused = reused_bytes(fetches, calls, self._store_units)
         return Bound(
             ends=self,
             fitted=fitted,
             runner=runner,
             params=params,
             sink=sink,
-            step_traffic=traffic,
-            commit_bytes=by_commits,
             reused_bytes=self.setup.options.num_runs * reused,
             store_bytes=fitted.division.ring + unused_bytes,
         )
 
-    def moved(
-        self, fitted: Fitted, plan: Plan, value_bytes: int
-    ) -> tuple[ByteCounts, int, int]:
-        moves, sums = self.moves(fitted, plan), self._waiting(fitted)[1]
-        num_early = self.setup.options.num_runs - 1
-        waiting_bytes = value_bytes
-        written = (1 + num_early) * value_bytes
-        if sums is not None:
-            waiting_bytes += file_bytes(sums)
-            written += num_early * file_bytes(sums)
-        read = (1 + num_early) * moves.params_bytes + written
-        if moves.waiting is not None:
-            waiting_bytes += file_bytes(moves.waiting)
-            written += file_bytes(moves.waiting)
-            read += moves.waiting.num_reads * file_bytes(moves.waiting)
-        for _, one in moves.updates:
-            read, written = read + one.read_bytes, written + one.written_bytes
-        by_commits = sum(one.commit_bytes for _, one in moves.updates)
-        if every := self._shape.options.mean_steps_per_commit():
-            written, by_commits = written + round(by_commits / every), 0
-        moved = ByteCounts(drive_read_bytes=read, drive_write_bytes=written)
-        return moved, waiting_bytes, by_commits
+    # --- counted -------------------------------------------------------------------
 
-    def moves(self, fitted: Fitted, plan: Plan) -> StepMoves:
-        fetches, num_calls = fitted.reading(plan)[0].fetches, len(plan.calls.calls)
-        made = completions(plan.calls.calls, self._store_units)
+    def moved(self, fitted: Fitted) -> Moved:
+        num_runs, fetches = self.setup.options.num_runs, fitted.reading.fetches
+        waits = value_bytes(fitted.plan, fitted.tiers)
+        read = written = num_runs * waits
+        read += num_runs * sum(self._params_bytes(one.unit) for one in fetches)
+        last, sums = self.waiting(fitted)
+        if sums is not None:
+            waits += file_bytes(sums)
+            written += (num_runs - 1) * file_bytes(sums)
+            read += (num_runs - 1) * file_bytes(sums)
+        if last is not None:
+            waits += file_bytes(last)
+            written += file_bytes(last)
+            read += last.num_reads * file_bytes(last)
         given = {one.unit for one in fetches if one.gradient is not None}
         given.update(filter(self._takes_resident, fitted.units.units))
-        program = self._program, self._passes
-        updates = [
-            (num_calls if self._is_deferred else made[unit], one)
-            for unit in sorted(self._units, key=lambda one: (made[one], one.place))
-            for one in update_moves(
-                self._shape, unit, *program, has_params=unit in given
-            )
-        ]
-        fetched = fetched_bytes(self._shape, fetches)
-        moves = StepMoves(fetched, self._waiting(fitted)[0], updates)
-        if self.num_drives == 1:
-            return moves
-        return moves._replace(shares=csd_shares(self._shape.directory.manifest))
+        for unit in self._units:
+            own = self._moved_by_update(unit, has_params=unit in given)
+            read, written = read + own[0], written + own[1]
+        return Moved(read, written, waits)
+
+    def _layouts(self, unit: Unit) -> Sequence[SubgroupLayout]:
+        return self._shape.layouts(unit.leaf, unit.origin, unit.extent)
+
+    def _params_bytes(self, unit: Unit) -> int:
+        """Bytes of a unit's params on drives."""
+        return sum(
+            self._shape.file_bytes(one, [_PARAMS]) for one in self._layouts(unit)
+        )
+
+    def _moved_by_update(self, unit: Unit, *, has_params: bool) -> tuple[int, int]:
+        """Returns bytes of state that a unit's update reads and writes.
+
+        Args:
+          has_params: Whether it takes params that are in memory.
+        """
+        shape, kernel = self._shape, self._program.leaves[unit.leaf].kernel
+        names = self._read_by_passes(unit, has_params=has_params)
+        every = shape.options.mean_steps_per_commit() or math.inf
+        read, written = 0, 0.0
+        for layout in self._layouts(unit):
+            loads, stores = moved_states(kernel, layout)
+            if not shape.stays(layout.subgroup):
+                loads -= {_PARAMS} if has_params else set()
+                read += shape.file_bytes(layout, loads)
+                read += shape.file_bytes(layout, map(layout.slots.index, names))
+                written += shape.file_bytes(layout, stores)
+                continue
+            for state in stores:
+                by_commits = shape.options.rewrites_steps and state != _PARAMS
+                num_bytes = shape.file_bytes(layout, [state])
+                written += num_bytes / every if by_commits else num_bytes
+        return read, round(written)
+
+    def _read_by_passes(self, unit: Unit, *, has_params: bool) -> list[str]:
+        """Returns the states that passes over a unit's gradient read, each time."""
+        passes, found = self._passes, list[str]()
+        for number in range(passes.num_passes):
+            part = passes.part(number, unit.leaf)
+            own = () if part is None else part.own
+            found += [passes.recalled[v][1].name for v in own if v in passes.recalled]
+            if passes.params[unit.leaf] in own and not has_params:
+                found.append(MASTER_PARAMS)
+        return found

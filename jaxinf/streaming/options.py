@@ -34,7 +34,6 @@ class Options:
     compress: TopK | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     activations: Form | None = None
-    endurance_tbw: float | None = None
     deterministic: bool = True
     device_updates: DeviceUpdates = None
 

@@ -20,16 +20,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.errors import StoreIOError
 from jaxinf.io import add_span, span
-from jaxinf.streaming.call_timer import Watch
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan.calls import Call, Calls, Slot
+from jaxinf.streaming.plan.calls import Call, Slot
 from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.memory import num_together
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.shardings import Shardings, const_sharding, output_bytes
 from jaxinf.streaming.program.graph import Batch, Const, Number, Origin, Piece, Seed
-from jaxinf.streaming.program.programs import bytes_beside, compile_program
+from jaxinf.streaming.program.programs import (
+    bytes_beside,
+    compile_program,
+    estimated_bytes,
+)
 from jaxinf.streaming.recovery import computed_again
 from jaxinf.streaming.update.micro_batches import parts_of, together
 from jaxinf.typing import PyTree
@@ -42,18 +45,7 @@ Executables: TypeAlias = dict[tuple[Any, ...], Any]
 
 
 class Estimates(Executables):
-    """Has estimates of temporaries in place of compiled programs, for one device."""
-
-
-class _Estimate(NamedTuple):
-    """As a compiled program says what memory it takes."""
-
-    temp_size_in_bytes: int
-    argument_size_in_bytes: int = 0
-    output_size_in_bytes: int = 0
-
-    def memory_analysis(self) -> "_Estimate":
-        return self
+    """Has estimated bytes of temporaries in place of programs for one device."""
 
 
 def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
@@ -65,15 +57,15 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
     Args:
       executables: Programs compiled before; new ones are added.
     """
-    found = []
-    shardings = Shardings(plan)
+    found, shardings = [], Shardings(plan)
+    is_estimated = isinstance(executables, Estimates) and plan.traced.mesh is None
     for call in plan.calls.calls:
         program = call.program
         donated = plan.calls.donated[program.key]
         inputs, outputs = shardings.inputs(call), shardings.outputs(call)
         known = (program.key, donated, inputs, outputs)
-        if known not in executables and isinstance(executables, Estimates):
-            executables[known] = _Estimate(program.temp_bytes)
+        if known not in executables and is_estimated:
+            executables[known] = estimated_bytes(program, donated)
         elif known not in executables:
             executables[known] = compile_program(
                 program,
@@ -113,50 +105,26 @@ def compiled_temp_bytes(plan: Plan, executables: Executables) -> dict[str, int]:
     return found
 
 
-class CompiledMemory:
-    """Memory of a plan's programs in whatever order they are called.
+def offloaded(
+    plan: Plan, executables: Executables, budget_bytes: int, form: Form | None = None
+) -> Plan:
+    """Returns the plan with as few values on a drive as the budget allows; blocks.
 
     A program is compiled anew where its outputs may reuse other values' memory, and may
     then take other temporaries. Those of the largest variant count.
     """
-
-    def __init__(
-        self,
-        plan: Plan,
-        executables: Executables,
-        budget_bytes: int,
-        form: Form | None = None,
-    ) -> None:
-        self._plan = plan
-        self._executables = executables
-        self._budget_bytes = budget_bytes
-        self._form: Form | None = form
-        self._temps = compiled_temp_bytes(plan, executables)
-
-    def call_bytes(self, calls: Calls) -> Sequence[int]:
-        """Returns the memory during each call, as it is known so far."""
-        return calls.call_bytes(self._temps)
-
-    def admits(self, calls: Calls) -> bool:
-        """Compiles the programs of calls, and returns whether these fit; blocks."""
-        plan = replace(self._plan, calls=calls)
-        compiled = compile_plan(plan, self._executables)
-        for call, executable in zip(calls.calls, compiled, strict=True):
-            key = call.program.key
-            temp_bytes = bytes_beside(call.program, executable)
-            self._temps[key] = max(self._temps.get(key, 0), temp_bytes)
-        return max(self.call_bytes(calls), default=0) <= self._budget_bytes
-
-    def fitted(self) -> Plan:
-        """Returns the plan with as few values on a drive as possible; blocks."""
-        temps: dict[str, int] = {}
-        plan = self._plan
-        while temps != self._temps:
-            temps = dict(self._temps)
-            plan = self._plan.fitted(self._budget_bytes, temps, self._form)
-            if self.admits(plan.calls):
-                break
-        return plan
+    temps, before = compiled_temp_bytes(plan, executables), dict[str, int]()
+    found = plan
+    while temps != before:
+        before = dict(temps)
+        found = plan.fitted(budget_bytes, temps, form)
+        compiled = compile_plan(found, executables)
+        for call, executable in zip(found.calls.calls, compiled, strict=True):
+            own = bytes_beside(call.program, executable)
+            temps[call.program.key] = max(temps[call.program.key], own)
+        if found.calls.peak_bytes(temps) <= budget_bytes:
+            break
+    return found
 
 
 class _Part(NamedTuple):
@@ -172,7 +140,6 @@ class Runner:
     Args:
       plan: The plan; the runner keeps it without its graph.
       values: Holds values between calls; by default in memory.
-      watch: Measures the calls; None if no one asks.
 
     Attributes:
       dispatched_s: Time that the last step took to hand programs to the device.
@@ -184,11 +151,9 @@ class Runner:
         plan: Plan,
         executables: Executables | None = None,
         values: Values | None = None,
-        watch: Watch | None = None,
     ) -> None:
         self.values = Values() if values is None else values
         self.waited_s = 0.0
-        self._watch = watch
         self._executables = compile_plan(
             plan, {} if executables is None else executables
         )
@@ -304,8 +269,6 @@ class Runner:
         if fence is None:  # the next call may reuse the memory of all outputs
             self._await(outputs)
         output = None if fence is None else outputs[fence]
-        if self._watch is not None:
-            self._watch.called(began_s, output)
         return outputs, called_s, output
 
     def _inputs(

@@ -22,7 +22,7 @@ from jaxinf.engine import (
     part_holders,
 )
 from jaxinf.program import UpdateProgram, trace_init
-from jaxinf.streaming.budgets import planned_within
+from jaxinf.streaming.binding import within
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.program.graph import Piece
@@ -109,7 +109,7 @@ def planned_leaves(
             check(budgets)
         return made
 
-    return planned_within(budgets, plan, searches=together.is_alone)
+    return within(budgets, plan) if together.is_alone else plan(budgets)
 
 
 def write_leaf(

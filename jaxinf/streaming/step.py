@@ -20,15 +20,12 @@ import numpy as np
 from jax.dtypes import result_type
 
 from jaxinf.io import ByteCounts
-from jaxinf.streaming.binding import bind, rebind
+from jaxinf.streaming.binding import bind
 from jaxinf.streaming.bound import Bound, Ends, Setup
 from jaxinf.streaming.count import Count, count
-from jaxinf.streaming.dry_run import Dry, DryRun, Known, dry_run
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
 from jaxinf.streaming.plan.plan import Plan, Prepared
-from jaxinf.streaming.plan.planner import Forecast
-from jaxinf.streaming.plan.wear import Wear, Wearing
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.zeros import zeros_apart
@@ -60,8 +57,7 @@ class Step(ABC):
         self._last: Bound | None = None
         self._num_skipped = 0
         self._waited_s = 0.0  # in the last step, for gradients and updates
-        self._values = MoverCounts()
-        self._wearing = Wearing(setup.options.endurance_tbw)
+        self._values: MoverCounts | None = None  # of the last step
         weights = setup.options.weights
         self._weights = None if weights is None else jax.jit(weights)
 
@@ -82,11 +78,7 @@ class Step(ABC):
     @property
     def plan(self) -> Plan | None:
         """The plan of the last run, or of the first once it is planned; else None."""
-        bound = self._last
-        if bound is None:
-            return None
-        plan, replanner = bound.runner.plan, bound.replanner
-        return plan if replanner is None else replanner.shown(plan, self._wearing.wear)
+        return None if self._last is None else self._last.runner.plan
 
     @abstractmethod
     def close(self) -> None:
@@ -141,15 +133,8 @@ class Step(ABC):
         return "a step"
 
     def _take_turn(self, key: Any) -> Bound:
-        """Returns what batches are bound to, and gives it the memory for reading.
-
-        It is bound again if its planner has chosen something else by now.
-        """
+        """Returns what batches are bound to, and gives it the memory for reading."""
         bound = self._bound[key]
-        if bound.replanner is not None and bound.replanner.is_changed:
-            bound.replanner.is_changed = False
-            self._join()  # updates may still take params
-            bound = self._bound[key] = rebind(bound)
         self._shared.give(bound.params)
         self._last = bound
         return bound
@@ -157,25 +142,15 @@ class Step(ABC):
     def _call(self, batch: PyTree, extra_args: Mapping[str, Any] | None) -> Results:
         check_not_traced(batch, extra_args)
         self._turns.settle()
-        called_s = time.perf_counter()
         key = self._key(batch)
 
-        def body(check: Check) -> tuple[Results, float, int]:
+        def body(check: Check) -> Results:
             bound = self._take_turn(key)
             noting = self._together.noting(check)
             with outside_mesh():
-                results = self._step(bound, batch, extra_args or {}, noting)
-            step_s = time.perf_counter() - called_s
-            if bound.replanner is not None:
-                peak_bytes = bound.runner.values.peak_bytes
-                bound.replanner.ended(
-                    step_s, self._values, peak_bytes, bound.params.counts
-                )
-            return results, step_s, bound.traffic.drive_write_bytes
+                return self._step(bound, batch, extra_args or {}, noting)
 
-        results, step_s, written_bytes = self._turns.run(body)
-        self._wearing.add(step_s, written_bytes)
-        return results
+        return self._turns.run(body)
 
     def _step(
         self, bound: Bound, batch: PyTree, own_args: Mapping[str, Any], check: Check
@@ -278,7 +253,8 @@ class TrainingStep(Step):
         """Counts what a step takes and moves; no program is compiled. Blocks.
 
         Nothing is written, and params are never made. Temporaries are estimated, so
-        compiled programs may need a little more memory.
+        compiled programs may need a little more memory. On several devices programs are
+        compiled, as their shardings are not known before.
 
         Args:
           batch: Arrays, or shapes and dtypes.
@@ -297,66 +273,15 @@ class TrainingStep(Step):
             check_params(params)
             params = abstract(params)
         setup = replace(self._setup, executables=Estimates(), other_limit=device)
-        known = Known() if like is None else Known(like._ready, like._update)
-        dry = self._dry(batch, params, setup, known)
+        dry = self._dry(batch, params, setup, like)
         with outside_mesh():
-            now_bytes = dry.store_bytes if dry.is_there else 0
-            sizes = {"store_bytes": dry.store_bytes, "now_bytes": now_bytes}
-            return count(dry.ends, dry.ready, dry.update, **sizes)
-
-    def _compiled(self, batch: PyTree, params: PyTree) -> DryRun:
-        """As `dry_run`, with compiled programs."""
-        return self._dry_run(batch, params, self._setup, known=Known())
-
-    def _estimated(
-        self,
-        batch: PyTree,
-        params: PyTree,
-        limit: DeviceLimit | None = None,
-        *,
-        searches: bool = True,
-        known: Known,
-    ) -> DryRun:
-        """As `dry_run`, with estimates of temporaries: no program is compiled.
-
-        A step may be planned otherwise when they are known.
-
-        Args:
-          searches: Whether to look for a budget that works where one is too small.
-          known: What need not be traced again.
-        """
-        setup = replace(self._setup, executables=Estimates(), other_limit=limit)
-        return self._dry_run(batch, params, setup, searches=searches, known=known)
-
-    def _dry_run(
-        self,
-        batch: PyTree,
-        params: PyTree,
-        setup: Setup,
-        *,
-        searches: bool = True,
-        known: Known,
-    ) -> DryRun:
-        self._turns.settle()
-        if params is not None:
-            check_params(params)
-            params = abstract(params)
-        dry = self._dry(batch, params, setup, known)
-        with outside_mesh():
-            return dry_run(dry, searches=searches)
+            return count(*dry)
 
     @abstractmethod
-    def _dry(self, batch: PyTree, params: PyTree, setup: Setup, known: Known) -> Dry:
-        """Returns what a dry run is of; params are the step's if they are None."""
-
-    @property
-    def forecast(self) -> Forecast | None:
-        """With ``"plan"``, expected and found time and memory of a step.
-
-        None while the first steps are measured.
-        """
-        replanner = None if self._last is None else self._last.replanner
-        return None if replanner is None else replanner.forecast
+    def _dry(
+        self, batch: PyTree, params: PyTree, setup: Setup, like: Count | None
+    ) -> tuple[Any, ...]:
+        """Returns the arguments of `count`; params are the step's if they are None."""
 
     @property
     def num_skipped(self) -> int:
@@ -364,19 +289,11 @@ class TrainingStep(Step):
         return self._num_skipped
 
     @property
-    def wear(self) -> Wear | None:
-        """Bytes written by the last steps, and how long drives last; None before one.
-
-        State counts, and activations and gradients that wait on drives.
-        """
-        return self._wearing.wear
-
-    @property
     def traffic(self) -> ByteCounts | None:
         """Bytes that the plan moves on the drive in a step; None before the first.
 
-        An optimizer that leaves state alone in some steps moves fewer in those. What
-        commits alone write is divided among the steps; with ``durability="checkpoint"``
-        among those from one commit to the next, so far.
+        An optimizer that leaves state alone in some steps moves fewer in those. Of
+        state that stays in a memory, what commits alone write is divided among their
+        steps; with ``durability="checkpoint"`` it does not count.
         """
         return None if self._last is None else self._last.traffic

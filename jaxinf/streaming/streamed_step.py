@@ -27,7 +27,7 @@ from jaxinf.program import UpdateProgram, averaged
 from jaxinf.store import required_bytes
 from jaxinf.streaming.binding import fitting
 from jaxinf.streaming.bound import Bound, Setup
-from jaxinf.streaming.dry_run import Dry, Known
+from jaxinf.streaming.count import Count
 from jaxinf.streaming.function import Beside, StreamedFunction
 from jaxinf.streaming.metrics import StreamMetrics
 from jaxinf.streaming.near_storage import StoreEnds
@@ -241,18 +241,21 @@ class StreamedStep(TrainingStep):
         program = self._traced_optimizer(self._started())
         return self._ends_of(ready, program, self.store._training.opened, self._setup)
 
-    def _dry(self, batch: PyTree, params: PyTree, setup: Setup, known: Known) -> Dry:
+    def _dry(
+        self, batch: PyTree, params: PyTree, setup: Setup, like: Count | None
+    ) -> tuple[Any, ...]:
         avals = self._started() if params is None else params
         training = self.store._training
-        ready = self._traced(avals, batch, known.ready)
+        ready = self._traced(avals, batch, None if like is None else like._ready)
         with outside_mesh():
-            update = known.update or self._traced_optimizer(avals)
-            pieces, made = ready.gradient_pieces, known.description
-            made = made or described(*self._made_of, update, avals, pieces)[1]
-            shape, is_there = training.shape(made), training.commit is not None
+            update = None if like is None else like._update
+            update = update or self._traced_optimizer(avals)
+            _, made = described(*self._made_of, update, avals, ready.gradient_pieces)
+            shape = training.shape(made)
             num_bytes = sum(required_bytes(shape.directory).values())
-            ends = self._ends_of(ready, update, shape, setup, known.ends)
-        return Dry(ready, ends, num_bytes, is_there, update, made)
+            ends = self._ends_of(ready, update, shape, setup)
+        now_bytes = 0 if training.commit is None else num_bytes
+        return ends, ready, update, num_bytes, now_bytes
 
     def _ends_of(self, *made: Any) -> StoreEnds:
         return StoreEnds(self.store, self._shared.resident, *made)
@@ -308,7 +311,7 @@ class StreamedStep(TrainingStep):
     def metrics(self) -> StreamMetrics | None:
         """Metrics of the last step; None before the first."""
         bound = self._last
-        if bound is None or self.wear is None:
+        if bound is None or self._values is None:
             return None
         return StreamMetrics.of(bound, self._values, self._waited_s)
 

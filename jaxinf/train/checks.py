@@ -255,7 +255,7 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 _OF_STREAMING = ("device_memory", "policy", "resident", "micro_batches", "order")
-_OF_STREAMING += ("replan", "activations", "endurance_tbw", "deterministic")
+_OF_STREAMING += ("replan", "activations", "deterministic")
 _OF_STREAMING += ("device_updates",)
 _NOT_STREAMED = ("reference",)
 

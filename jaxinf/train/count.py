@@ -34,7 +34,6 @@ from jaxinf.streaming import Count as StepCount
 from jaxinf.streaming import DeviceLimit, trace_optimizer
 from jaxinf.streaming.count import num_operations
 from jaxinf.streaming.program.peak import peak_memory
-from jaxinf.streaming.update.traffic import moved_bytes, written_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.freezing import trained
@@ -239,12 +238,13 @@ def _moved(
             loads, stores = moved_states(description.leaves[number].kernel, layout)
             memory += layout.num_bytes
             if shape.stays(layout.subgroup):
-                now, later = written_bytes(shape, layout, stores, ())
-                every = shape.options.mean_steps_per_commit(config.checkpoint_every)
-                written += now + later / (every or config.steps)
+                every = 1.0
+                if shape.options.rewrites_steps:  # commits alone write them
+                    every = shape.options.mean_steps_per_commit(config.checkpoint_every)
+                written += shape.file_bytes(layout, stores) / (every or config.steps)
                 continue
-            read += moved_bytes(shape, layout, loads - ({0} if has_params else set()))
-            written += moved_bytes(shape, layout, stores)
+            read += shape.file_bytes(layout, loads - ({0} if has_params else set()))
+            written += shape.file_bytes(layout, stores)
     disk = sum(required_bytes(shape.directory).values())
     return disk, read, round(written), min(config.buffer_bytes, memory)
 

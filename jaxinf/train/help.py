@@ -34,7 +34,7 @@ _GROUPS = {
     "schedule warmup-steps clip-norm compress ema eval-average reference",
     "memory and drives": "memory device-memory csd-root csd state master "
     "state-tier resident policy activations micro-batches order device-updates replan "
-    "deterministic endurance-tbw",
+    "deterministic",
     "commits and checkpoints": "durability checkpoint-every keep-last keep-every "
     "keep-best restore export-every export-to",
     "several processes": "distributed coordinator num-processes process-id elastic "

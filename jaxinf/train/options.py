@@ -296,10 +296,6 @@ class StreamOptions:
     # same.
     order: Order = "auto"
 
-    # For --mode stream: rated writes of the drives, in TB. A run warns if its steps
-    # wear them out within a year. By default the summary is for common classes.
-    endurance_tbw: Annotated[float | None, _shown("TB", "none")] = None
-
     # For --mode stream: the JAX device computes the updates of every so many parts of
     # the optimizer's state, and the host the others. auto: as many as save time, as was
     # measured, or none (docs/streaming.md).

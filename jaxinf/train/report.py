@@ -29,7 +29,6 @@ from jaxinf.train.schedules import (
     peak_learning_rate,
     weight_decay,
 )
-from jaxinf.train.streamed import Streamed
 from jaxinf.typing import PyTree
 
 _WIDTH = 48
@@ -103,8 +102,6 @@ def say_evaluation(
 
 def say_results(console: Console, config: TrainConfig, backend: Backend) -> None:
     """Prints what was found, and the paths of the results."""
-    if isinstance(backend, Streamed):
-        console.print("\n".join(backend.summary()))
     lines = [*read_lines(config.logs / "metrics.jsonl")]
     console.print("\n".join(_costs(lines)), markup=False, highlight=False)
     console.print(_picture(lines))

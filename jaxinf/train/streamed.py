@@ -131,9 +131,6 @@ class Streamed(KeptInStore):
             "phases": {"wait": round(waited_s + metrics.waited_updates_s, 6)},
         }
         on_drives = metrics.spilled_drive_bytes + metrics.offloaded_drive_bytes
-        forecast = self._step.forecast
-        if forecast is not None:
-            streamed["stream"]["forecast"] = dataclasses.asdict(forecast)
         if is_skipped:
             return lambda: NO_TRAFFIC | streamed
         number = self._number
@@ -145,20 +142,6 @@ class Streamed(KeptInStore):
             return found | streamed
 
         return costs
-
-    def summary(self) -> list[str]:
-        """Lines on the plan and on the wear of drives, for the end of a run."""
-        plan, forecast, wear = self._step.plan, self._step.forecast, self._step.wear
-        lines = []
-        if plan is not None and plan.choice is not None:
-            lines.append(f"plan    {plan.choice}")
-        if forecast is not None:
-            lines.append(f"        {forecast}")
-        if wear is not None:
-            lines.append(f"wear    {wear}")
-            if wear.warning is not None:
-                lines.append(f"        {wear.warning}")
-        return lines
 
     def num_skipped(self, state: Any) -> int:
         return self._num_skipped
@@ -212,7 +195,6 @@ def _streamed_step(
         nonfinite=config.nonfinite,
         average=config.average,
         compress=config.compression,
-        endurance_tbw=config.endurance_tbw,
         deterministic=config.deterministic,
         device_updates=config.device_updates,
     )

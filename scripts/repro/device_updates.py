@@ -3,8 +3,9 @@
 One step after another is made with each choice, in turns: the host alone, and the
 device with every k-th subgroup. State stays in memory, so drives are no bound. The
 host's kernels, the device's, and each way of the link are token buckets; all else is as
-in a run. The model is `jaxinf.streaming.update.interval`, whose choice is printed, too.
-It is of the updates alone, from the first gradient to the end of the step.
+in a run. The model takes the slower side's time, and the choice that
+``device_updates="auto"`` makes of these rates is printed, too. It is of the updates
+alone, from the first gradient to the end of the step.
 
     python scripts/repro/device_updates.py --store /mnt/nvme0/tmp
 """
@@ -25,8 +26,8 @@ from throttled import Server
 import jaxinf
 from jaxinf.csd import HostCsd
 from jaxinf.streaming import near_storage
-from jaxinf.streaming.update.interval import UpdateRates, interval, update_s
 from jaxinf.streaming.update.on_device import DeviceUpdater
+from jaxinf.streaming.update.rates import interval
 from jaxinf.streaming.update.store_sink import StoreSink
 
 STATE_BYTES = 12
@@ -69,6 +70,12 @@ def emulate(host: float, device: float, link: float) -> None:
 
     HostCsd.update = on_host
     near_storage.DeviceUpdater = Emulated
+
+
+def update_s(host_s: float, device_s: float, every: int) -> float:
+    """Returns the seconds of an update, on average, if the slower side sets them."""
+    share = 1 / every if every else 0.0
+    return max((1 - share) * host_s, share * device_s)
 
 
 def loss(params: Any, scale: Any) -> Any:
@@ -141,7 +148,6 @@ def main() -> None:
     arguments = parser.parse_args()
     sent = STATE_BYTES + GRADIENT_BYTES
     slowest = max(1 / arguments.device, sent / arguments.link)
-    rates = UpdateRates(1 / arguments.host, 0.0, slowest, 0.0)
     emulate(arguments.host, arguments.device, arguments.link)
     num = arguments.leaves * arguments.elements
     whole, updates = measured(arguments)
@@ -152,12 +158,16 @@ def main() -> None:
             "least_s": min(seconds),
             "most_s": max(seconds),
             "updates_s": statistics.median(updates[every]),
-            "model_s": num * update_s(rates, every),
+            "model_s": num * update_s(1 / arguments.host, slowest, every),
         }
         for every, seconds in whole.items()
     ]
     best = min(rows, key=lambda row: row["found_s"])["every"]
-    document = {"choice": interval(rates), "fastest": best, "rows": rows}
+    document = {
+        "choice": interval(1 / arguments.host, 0.0, slowest),
+        "fastest": best,
+        "rows": rows,
+    }
     if arguments.json:
         print(json.dumps(document))
         return

@@ -25,8 +25,8 @@ COLOURS = {
     "keep": "#9a9a9a",
     "recompute": "#d1662f",
     "offload": "#2a78b5",
-    "planned 0.53": "#3d9a50",
-    "planned 0.40": "#7a5fa8",
+    "offload 0.53": "#3d9a50",
+    "offload 0.40": "#7a5fa8",
 }
 LEFT_OUT = "keep"
 

@@ -1,9 +1,9 @@
-"""SSDTrain's measure: peak of activations and time of a step, for four policies.
+"""SSDTrain's measure: peak of activations and time of a step, by policy.
 
     keep        all values that backward needs stay in memory
     recompute   every segment runs forward again
     offload     all values that can leave are on the drive meanwhile
-    planned     keep, offload or recompute by plan, in a share of keep's memory
+    … 0.40      as few values as fit in that share of keep's memory are on the drive
 
 The stacks have the shape of the paper's BERT, GPT and T5 (2408.10013): 4 layers and a
 hidden size of 8192, the latter divided by 16. Programs have one core, transfers and
@@ -27,7 +27,6 @@ import os
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +42,6 @@ import numpy as np
 import rok
 from throttled import Passage, Server, held_up
 
-from jaxinf.streaming.call_timer import Watch
 from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.move.scratch import Part, Scratch
 from jaxinf.streaming.move.values import Values
@@ -51,9 +49,7 @@ from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.forms import FORMS
 from jaxinf.streaming.plan.offload import fitted
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
-from jaxinf.streaming.plan.search import Choice, Problem, choose
-from jaxinf.streaming.plan.simulator import Profile
-from jaxinf.streaming.program.cut import choose_cuts, isolated
+from jaxinf.streaming.program.cut import choose_cuts
 from jaxinf.streaming.run import Executables, Runner, compiled_temp_bytes
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -65,7 +61,7 @@ LIMITS = [1 << n for n in range(28, 22, -1)]
 # The memory of keep may be this much above that of the best cuts for keep, which is
 # what peaks are compared with.
 TOLERANCE = 1.15
-PROFILED_STEPS = 3
+MEASURED_STEPS = 3
 PUBLISHED = "peak -28 to -40 %, -47 % at most, almost no time (2408.10013)"
 
 
@@ -168,13 +164,12 @@ class Policy:
 
     name: str
     runner: Runner
-    choice: Choice | None
     seconds: list[float]
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of values in the last step."""
-        return self.runner.values.peak_bytes
+        """The most bytes of values in a step."""
+        return max(value_bytes(self.runner.plan.calls))
 
 
 class SlowScratch(Scratch):
@@ -218,47 +213,40 @@ class Stack:
         self.executables: Executables = {}
         self.temps = compiled_temp_bytes(self.plan, self.executables)
         self.keep = self.policy("keep", self.planned("keep"))
-        self.profile = self._profiled(arguments.limit)
-        self.drive = Server()
+        self.drive, self.bytes_per_s = Server(), self._measured(arguments.limit)
 
     def _cut(self) -> tuple[Plan, int]:
         """The cuts with which offloading saves most, and the lowest peak of keep.
 
-        The cuts are among those that suit keep. If possible, large values that are
-        cheap to compute again have segments of their own in them.
+        The cuts are among those that suit keep.
         """
         plans = {cuts: self.ready.plan_of(cuts, "offload") for cuts in self._all_cuts()}
-        kept = {cuts: max(plan.calls.value_bytes()) for cuts, plan in plans.items()}
+        kept = {cuts: max(value_bytes(plan.calls)) for cuts, plan in plans.items()}
         least = min(kept.values())
-        good = {cuts for cuts, most in kept.items() if most <= TOLERANCE * least}
-        fine = {isolated(self.ready.lifetimes, cuts) for cuts in plans}
-        chosen = [cuts for cuts in plans if cuts in (good & fine or good)]
-        return plans[min(chosen, key=lambda cuts: least_bytes(plans[cuts]))], least
+        good = [cuts for cuts, most in kept.items() if most <= TOLERANCE * least]
+        return plans[min(good, key=lambda cuts: least_bytes(plans[cuts]))], least
 
     def _all_cuts(self) -> list[tuple[int, ...]]:
         """Cuts to choose from, from long segments to short ones."""
         times, tokens = self.ready.lifetimes, self.ready.tokens
-        coarse = [choose_cuts(times, tokens, limit) for limit in LIMITS]
-        return list(dict.fromkeys([*coarse, *(isolated(times, c) for c in coarse)]))
+        return list(dict.fromkeys(choose_cuts(times, tokens, n) for n in LIMITS))
 
     def planned(self, policy: Any) -> Plan:
         """The plan with the same programs under another policy."""
         return self.ready.plan_of(self.plan.cuts, policy)
 
-    def policy(
-        self, name: str, plan: Plan, values: Values | None = None, choice: Any = None
-    ) -> Policy:
+    def policy(self, name: str, plan: Plan, values: Values | None = None) -> Policy:
         """A policy, compiled."""
-        return Policy(name, Runner(plan, self.executables, values=values), choice, [])
+        return Policy(name, Runner(plan, self.executables, values=values), [])
 
-    def with_calls(self, name: str, calls: Calls, choice: Any = None) -> Policy:
+    def with_calls(self, name: str, calls: Calls) -> Policy:
         """A policy whose values may leave for the drive."""
-        scratch = SlowScratch([self.place], self.drive, self.profile.write)
+        scratch = SlowScratch([self.place], self.drive, self.bytes_per_s)
         values = Values(calls, scratch)
-        return self.policy(name, replace(self.plan, calls=calls), values, choice)
+        return self.policy(name, replace(self.plan, calls=calls), values)
 
     def chosen(self, share: float) -> Policy:
-        """The plan in a share of keep's memory; ends the program if there is none."""
+        """Offload in a share of keep's memory; ends the program if it does not fit."""
         policy = self.find(share)
         if policy is None:
             sys.exit(
@@ -268,21 +256,17 @@ class Stack:
         return policy
 
     def find(self, share: float) -> Policy | None:
-        """The plan in a share of keep's memory; None if there is none."""
-        budget = int(share * self.most_bytes)
-        graph = self.ready.lifetimes.graph
-        problem = Problem(
-            graph, self.plan.programs, budget, Calls.value_bytes, form=self.form
-        )
-        choice = choose(problem, self.profile)
-        if choice is None:
+        """Offload in a share of keep's memory; None if it does not fit."""
+        budget, calls = int(share * self.most_bytes), self.plan.calls
+        found = fitted(replace(calls, form=self.form), budget, value_bytes)
+        if max(value_bytes(found)) > budget:
             return None
-        return self.with_calls(f"planned {share:.2f}", choice.calls, choice)
+        return self.with_calls(f"offload {share:.2f}", found)
 
     def recompute(self) -> Policy:
         """Recomputation of all segments, at the cuts with which its peak is lowest."""
         plans = [self.ready.plan_of(cuts, "recompute") for cuts in self._all_cuts()]
-        best = min(plans, key=lambda plan: max(plan.calls.value_bytes()))
+        best = min(plans, key=lambda plan: max(value_bytes(plan.calls)))
         return self.policy("recompute", best)
 
     def step(self, policy: Policy) -> float:
@@ -293,35 +277,25 @@ class Stack:
         loss.block_until_ready()
         return time.perf_counter() - began_s
 
-    def _profiled(self, limit: float) -> Profile:
-        """Measures the programs, and gives the drive its bandwidth."""
-        watch = Watch()
-        profiled = Policy(
-            "profiled",
-            Runner(self.keep.runner.plan, self.executables, watch=watch),
-            None,
-            [],
-        )
-        found: defaultdict[str, list[float]] = defaultdict(list)
-        steps = []
-        self.step(self.keep)
-        for _ in range(PROFILED_STEPS):
-            steps.append(self.step(profiled))
-            calls = profiled.runner.plan.calls.calls
-            for call, call_s in zip(calls, watch.take(), strict=True):
-                found[call.program.key].append(call_s)
-        watch.close()
-        seconds = {key: statistics.median(times) for key, times in found.items()}
-        for program in self.plan.calls.programs.values():
-            seconds.setdefault(program.key, 0.0)
-        half_s = statistics.median(steps) / 2
-        rate = limit * self.most_bytes / half_s if limit else math.inf
-        return Profile(seconds, rate, rate)
+    def _measured(self, limit: float) -> float:
+        """The drive's bandwidth, from the time of a step that keeps its values."""
+        times = [self.step(self.keep) for _ in range(1 + MEASURED_STEPS)]
+        half_s = statistics.median(times[1:]) / 2
+        return limit * self.most_bytes / half_s if limit else math.inf
 
 
 def least_bytes(plan: Plan) -> int:
     """Peak of values if all that can are on the drive meanwhile."""
-    return max(fitted(plan.calls, 0, Calls.value_bytes).value_bytes())
+    return max(value_bytes(fitted(plan.calls, 0, value_bytes)))
+
+
+def value_bytes(calls: Calls) -> list[int]:
+    """Bytes of values during each call: held ones, new ones, and those of the next."""
+    made = [0] * (len(calls.calls) + 1)
+    for life in calls.lives.values():
+        made[life.made] += life.num_bytes
+    held = calls.held_bytes()
+    return [own + made[n] + made[n + 1] for n, own in enumerate(held)]
 
 
 def in_turns(stack: Stack, policies: list[Policy], rounds: int) -> None:
@@ -342,10 +316,8 @@ def measured(stack: Stack, policies: list[Policy]) -> dict[str, Any]:
         pairs = zip(policy.seconds, keep.seconds, strict=True)
         ratios = [own / kept for own, kept in pairs]
         ratio, (low, high) = statistics.median(ratios), interval(ratios)
-        calls = policy.runner.plan.calls
         one: dict[str, Any] = {
             "peak_bytes": policy.peak_bytes,
-            "planned_peak_bytes": max(calls.value_bytes()),
             "peak_ratio": round(policy.peak_bytes / stack.most_bytes, 4),
             "time_ratio": round(ratio, 4),
             "time_interval": [round(low, 4), round(high, 4)],
@@ -353,9 +325,6 @@ def measured(stack: Stack, policies: list[Policy]) -> dict[str, Any]:
             "written_bytes": policy.runner.values.num_bytes,
             "temporary_bytes": max(stack.temps.values()),
         }
-        if policy.choice is not None:
-            one["expected_s"] = round(policy.choice.expected_s, 4)
-            one["num_repeated"] = len(policy.choice.repeats)
         found[policy.name] = one
     return found
 
@@ -387,9 +356,9 @@ def curve(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def all_policies(stack: Stack, shares: list[float]) -> list[Policy]:
-    """Keep, recompute, offload all, and plans in shares of keep's memory."""
+    """Keep, recompute, offload all, and as few as fit in shares of keep's memory."""
     calls = replace(stack.plan.calls, form=stack.form)
-    least = fitted(calls, 0, Calls.value_bytes)
+    least = fitted(calls, 0, value_bytes)
     planned = (stack.find(share) for share in shares)
     return [
         stack.keep,
@@ -451,11 +420,9 @@ def main() -> None:
     for name in arguments.stack:
         stack = Stack(name, arguments, arguments.batch)
         policies = [stack.keep, *(stack.chosen(share) for share in arguments.share)]
-        for policy in policies[1:]:
-            print(f"{name} {policy.name}: {policy.choice}")
         in_turns(stack, policies, arguments.rounds)
         stacks[name] = measured(stack, policies)
-        stacks[name]["drive_bytes_per_s"] = stack.profile.write
+        stacks[name]["drive_bytes_per_s"] = stack.bytes_per_s
         show(name, {p.name: stacks[name][p.name] for p in policies})
         for policy in policies:
             policy.runner.values.close()
@@ -463,7 +430,7 @@ def main() -> None:
     found |= {"rounds": arguments.rounds}
     worst = {}
     for share in arguments.share:
-        ones = [one[f"planned {share:.2f}"] for one in stacks.values()]
+        ones = [one[f"offload {share:.2f}"] for one in stacks.values()]
         worst[share] = {
             "peak_ratio": max(one["peak_ratio"] for one in ones),
             "time_ratio": max(one["time_ratio"] for one in ones),

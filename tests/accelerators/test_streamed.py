@@ -16,6 +16,7 @@ from ahead_of_time import Target, compiling_for
 from flax import nnx
 from jaxinf_models import MODELS, abstract_params
 from jaxinf_models.losses import task_loss
+from streaming import smallest_bytes
 from zoo import ZOO, Program
 
 import jaxinf
@@ -92,7 +93,7 @@ def plan_step(place, note, monkeypatch):
             tx,
             place / "store",
             memory_bytes="256MiB",
-            device_memory_bytes=share * traced(program).smallest_bytes(),
+            device_memory_bytes=share * smallest_bytes(traced(program)),
             has_aux=program.has_aux,
             **options,
         )
@@ -132,7 +133,7 @@ def test_a_streamed_step(plan_step, name, device):
     # A TPU pads the zoo's short arrays to many times their size.
     share = 32 if name in ZOO and device == "v5e" else 2
     fitted, built = plan_step(name, device, share=share)
-    limit_bytes = share * traced(program_of(name)).smallest_bytes()
+    limit_bytes = share * smallest_bytes(traced(program_of(name)))
     check_built(built, device)
     assert name != "gpt2" or any(one.donated[0] for one in built)
     calls = len(fitted.plan.calls.programs)
@@ -202,7 +203,7 @@ def test_a_function(note, device):
     program, target = program_of("gpt2"), Target(device)
     ready = prepare_function(program.loss, program.params, program.batch)
     with compiling_for(target) as built, jax.default_device(target.devices[0]):
-        plan = ready.plan(3 * ready.smallest_bytes() // 2)
+        plan = ready.plan(3 * smallest_bytes(ready) // 2)
         executables = {}
         compile_plan(plan, executables)
         peak_bytes = compiled_bytes(plan, executables)

@@ -16,22 +16,17 @@ def child(tmp_path_factory):
     assert not list(folder.iterdir())
 
 
-@pytest.fixture(scope="module", params=["offload", "plan"])
-def policy(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def expected(child, policy):
+def expected(child):
     """Losses without a failure."""
-    answer = child(policy=policy)
+    answer = child(policy="offload")
     assert not answer["told"]
     return answer["losses"]
 
 
 @pytest.mark.parametrize("after", [0, 5])
-def test_values_that_cannot_be_read_are_computed_again(child, expected, policy, after):
-    answer = child(policy=policy, call="preadv", errno=errno.EIO, after=after)
+def test_values_that_cannot_be_read_are_computed_again(child, expected, after):
+    answer = child(policy="offload", call="preadv", errno=errno.EIO, after=after)
     assert answer["written_bytes"] > 0
     assert answer["hits"] > 0
     assert answer["losses"] == expected
@@ -42,10 +37,8 @@ def test_values_that_cannot_be_read_are_computed_again(child, expected, policy, 
 @pytest.mark.parametrize(
     ("code", "kind"), [(errno.ENOSPC, "StoreSpaceError"), (errno.EIO, "StoreIOError")]
 )
-def test_values_that_cannot_be_written_end_the_step(
-    child, expected, policy, code, kind
-):
-    answer = child(policy=policy, call="pwritev", errno=code, after=5)
+def test_values_that_cannot_be_written_end_the_step(child, expected, code, kind):
+    answer = child(policy="offload", call="pwritev", errno=code, after=5)
     assert answer["hits"] > 0
     assert answer["error"].startswith(kind)
     assert "a file of activations" in answer["error"]

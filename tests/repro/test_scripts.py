@@ -57,7 +57,7 @@ def test_scaling_of_emulated_cards(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_activations_peak_is_as_planned(tmp_path):
+def test_activations_fit_in_a_share_of_the_memory(tmp_path):
     sizes = ("--hidden", 128, "--length", 512, "--batch", 1, "--layers", 4)
     options = ("--stack", "gpt", "--rounds", 2, "--share", 0.7, "--limit", 0)
     done = run_script(
@@ -67,9 +67,7 @@ def test_activations_peak_is_as_planned(tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["peak_ratio"] <= 0.7
     assert found["time_ratio"] > 0
-    planned = found["stacks"]["gpt"]["planned 0.70"]
-    assert planned["peak_bytes"] == planned["planned_peak_bytes"]
-    assert planned["written_bytes"] > 0
+    assert found["stacks"]["gpt"]["offload 0.70"]["written_bytes"] > 0
     assert not [*tmp_path.iterdir()]
 
 

@@ -1,5 +1,6 @@
 """Updates that a JAX device computes: the bits of the host's, and what is refused."""
 
+import math
 import threading
 from typing import Any
 
@@ -25,9 +26,7 @@ from jaxinf.errors import (
 from jaxinf.layout import Subgroup
 from jaxinf.program import trace_update
 from jaxinf.streaming.plan import memory
-from jaxinf.streaming.update import assigning
-from jaxinf.streaming.update.choosing import Choosing
-from jaxinf.streaming.update.interval import UpdateRates
+from jaxinf.streaming.update import assigning, rates
 from jaxinf.streaming.update.on_device import (
     DeviceUpdater,
     UpdatePrograms,
@@ -321,88 +320,45 @@ def test_what_the_device_cannot_compute_is_refused(opened, place):
     assert not any((place / name).exists() for name in ("nine", "small"))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("rates", "every", "reason"),
+    ("host_s", "handled_s", "device_s", "every"),
     [
-        (UpdateRates(4e-9, 1e-9, 10e-9, 1e-9), 4, "for 1e9 params"),
-        (UpdateRates(4e-9, 1e-9, 1e-9, 8e-9), 0, "drives are the bound"),
-        (UpdateRates(4e-9, 4e-9, 1e-9, 0.0), 0, "the device would save less than 5 %"),
+        (4.0, 1.0, 10.0, 4),
+        (4.0, 4.0, 1.0, 0),  # the device would save nothing
+        (4.0, 1.0, 1.0, 1),
+        (4.0, 1.0, 9.1, 4),
+        (1.0, 0.0, 30.0, 0),  # it would save less than 5 %
+        (4.0, 1.0, math.inf, 0),
     ],
 )
-def test_the_choice_of_rates_is_logged_and_kept(
-    opened, monkeypatch, caplog, rates, every, reason
-):
-    measured = assigning.measured_rates
+def test_the_host_never_waits_for_the_device(host_s, handled_s, device_s, every):
+    assert rates.interval(host_s, handled_s, device_s) == every
+
+
+@pytest.mark.parametrize("every", [4, 0])
+def test_what_is_measured_is_logged_and_kept(opened, monkeypatch, caplog, every):
     found = []
 
-    def given(*arguments):
-        found.append(measured(*arguments))
-        return rates
+    def given(*seconds):
+        found.append(seconds)
+        return every
 
-    monkeypatch.setattr(assigning, "measured_rates", given)
-    tx = OPTIMIZERS["accumulated" if every else "adamw"]
+    monkeypatch.setattr(rates, "interval", given)
+    plain = opened(None, "plain")
+    losses, expected = train(plain), states(plain.store)
     with caplog.at_level("INFO", "jaxinf"):
-        step = opened("auto", "store", tx)
-    assert f"device_updates={every or None}: {reason}" in caplog.text
-    assert all(0 <= seconds < 1 for seconds in found[0])
-    step(batches()[0])
+        step = opened("auto", "store")
+    assert f"device_updates={every}, as measured" in caplog.text
+    assert all(0 < seconds < 1 for seconds in found[0])
+    assert train(step) == losses
     assert num_assigned(step) == (8 // every if every else 0)
+    assert_same(step, expected)
     step.close()
-    step = opened("auto", "store", tx)
+    step = opened("auto", "store")
     assert len(found) == 1, "it keeps to the choice of its commit"
     step(batches()[1])
     step.store.wait()
     assert step.store._training.opened.commit.device_updates == every
-
-
-OF_HOST = UpdateRates(4e-9, 4e-9, 1e-9, 0.0)
-OF_BOTH = UpdateRates(4e-9, 1e-9, 4e-9, 0.0)
-
-
-def test_a_choice_lasts_while_steps_take_what_they_took():
-    found = []
-
-    def measure():
-        found.append(1)
-        return OF_BOTH if len(found) % 2 else OF_HOST
-
-    choosing = Choosing(lambda every: Assignment(every=every), None, measure)
-
-    def after(*steps_s):
-        for seconds in steps_s:
-            choosing.ended(seconds)
-        return choosing.assignment().every, len(found)
-
-    assert after() == (2, 1)
-    assert after(9.0, *[1.0] * 30) == (2, 1)
-    assert after(*[2.0, 1.0] * 30) == (0, 2), "longer, when half of ten steps are"
-    assert after(*[2.0, 1.0] * 30, *[1.8] * 10) == (0, 2), "as long, on the whole"
-    assert after(*[1.0] * 6) == (2, 3), "shorter"
-    assert after(*[1.0] * 11, *[2.0] * 29) == (2, 3), "its patience doubles"
-    assert after(2.0) == (0, 4)
-    fixed = Choosing(lambda every: Assignment(every=every), 3)
-    for seconds in (1.0, *[1.0] * 30, *[2.0] * 30):
-        fixed.ended(seconds)
-        assert fixed.assignment().every == 3
-
-
-def test_another_choice_keeps_the_bits(opened, monkeypatch):
-    plain = opened(None, "plain")
-    losses, expected = train(plain), states(plain.store)
-    rates = [OF_BOTH, OF_HOST, UpdateRates(4e-9, 1e-9, 8e-9, 0.0)]
-    monkeypatch.setattr(assigning, "measured_rates", lambda *_: rates.pop(0))
-    step = opened("auto", "store", store={"durability": 3})
-    found, numbers = [], []
-    for number, batch in enumerate(batches()):
-        found.append(float(step(batch)[0]))
-        numbers.append(num_assigned(step))
-        for seconds in (1.0, *[1.0 + number % 2] * 10, *[2.0 - number % 2] * 80):
-            step._last.sink.choosing.ended(seconds)
-    step.store.wait()
-    assert (found, numbers) == (losses, [4, 0, 2])
-    assert step.store._training.opened.commit.device_updates == 3
-    assert_same(step, expected)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Values in fewer bits on the drive: losses to the bit, gradients nearly, traffic."""
 
-from dataclasses import replace
-
 import numpy as np
 import optax
 import pytest
@@ -10,6 +8,7 @@ from streaming import (
     assert_same_bits,
     prepared,
     relative_error,
+    smallest_bytes,
     streamed,
 )
 from zoo import ZOO
@@ -18,10 +17,7 @@ import jaxinf
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
-from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.plan import Plan
-from jaxinf.streaming.plan.search import Problem, choose
-from jaxinf.streaming.plan.simulator import Profile, simulate
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +28,7 @@ def small_values_leave(monkeypatch):
 def planned(program, form):
     """Plans of one program: with all values in memory, and with all that can away."""
     ready = prepared(program)
-    cuts = ready.plan(ready.smallest_bytes() * 3 // 2).cuts
+    cuts = ready.plan(smallest_bytes(ready) * 3 // 2).cuts
     keep, offload = (ready.plan_of(cuts, policy) for policy in ("keep", "offload"))
     # Whatever temporaries take, there is no room for any value.
     return keep, offload.fitted(0, offload.calls.temp_bytes, form)
@@ -79,27 +75,22 @@ def test_losses_keep_their_bits_and_gradients_are_near(name, form, tmp_path):
 def test_what_forward_reads_again_is_exact():
     _, plan = planned(ZOO["u_net"](), "int8")
     calls = plan.calls
+    num_forward = sum(call.is_forward for call in calls.calls)
     forward = {
-        slot: one
-        for slot, one in calls.evictions.items()
-        if one.needed < calls.num_forward
+        slot: one for slot, one in calls.evictions.items() if one.needed < num_forward
     }
     assert forward, "a skip connection waits on the drive"
     for slot, one in forward.items():
         assert calls.coding(slot, one.needed) is None
         assert calls.stored_bytes(slot, one.needed) >= calls.lives[slot].num_bytes
-    assert not any(call.is_repeat for call in calls.calls[: calls.num_forward])
 
 
 @pytest.mark.long
 def test_a_plan_counts_the_bytes_on_the_drive(tmp_path):
     program = ZOO["gpt2_nano"]()
-    written, times = {}, {}
+    written = {}
     for form in (None, "bf16", "int8"):
         _, plan = planned(program, form)
-        rates = Profile(
-            {one.key: 0.0 for one in plan.calls.programs.values()}, 1000.0, 1000.0
-        )
         calls = plan.calls
         values = Values(calls, Scratch([tmp_path]))
         written[form] = values.num_bytes
@@ -107,25 +98,8 @@ def test_a_plan_counts_the_bytes_on_the_drive(tmp_path):
             calls.stored_bytes(s, one.needed) for s, one in calls.evictions.items()
         ]
         assert values.num_bytes == sum(stored)
-        times[form] = simulate(calls, rates)
-        assert times[form] == pytest.approx(2 * values.num_bytes / 1000.0)
         values.close()
     assert written["int8"] < written["bf16"] < written[None]
-
-
-def test_the_planner_recomputes_less_with_shorter_values():
-    program = ZOO["haiku"](depth=8)
-    ready = prepared(program)
-    plan = ready.plan(ready.smallest_bytes() * 3 // 2, "offload")
-    budget = int(0.6 * max(plan.calls.value_bytes()))
-    seconds = {one.key: 1.0 for one in plan.calls.programs.values()}
-    problem = Problem(ready.lifetimes.graph, plan.programs, budget, Calls.value_bytes)
-    rates = Profile(seconds, 2000.0, 2000.0)
-    exact = choose(problem, rates)
-    coded = choose(replace(problem, form="int8"), rates)
-    assert coded.calls.form == "int8"
-    assert coded.expected_s <= exact.expected_s
-    assert len(coded.repeats) <= len(exact.repeats)
 
 
 @pytest.fixture

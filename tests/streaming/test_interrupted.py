@@ -360,7 +360,7 @@ def test_damaged_params_are_named_and_not_trained_on(open_store):
 
 # --- Ctrl-C at each line ---------------------------------------------------------
 
-AXES = ("store", "memory"), ("recompute", "keep", "offload", "plan"), (1, 4)
+AXES = ("store", "memory"), ("recompute", "keep", "offload"), (1, 4)
 AXES += (("", "again"),)
 FUNCTIONS = [("function", "recompute", 1, again) for again in AXES[-1]]
 CASES = [*product(*AXES), *FUNCTIONS]

@@ -14,6 +14,7 @@ from streaming import (
     in_memory,
     numbers,
     run,
+    smallest_bytes,
     spill_beyond,
     states,
 )
@@ -111,7 +112,7 @@ def test_bits_are_those_of_one_part_after_another(name, tmp_path):
     for count, policy in ((min(4, num_rows), "recompute"), (2, "keep")):
         part = first_part(program.batch, count)
         ready = prepare(program.loss, program.params, part, has_aux=program.has_aux)
-        cuts = ready.plan(ready.smallest_bytes() * 5 // 4).cuts
+        cuts = ready.plan(smallest_bytes(ready) * 5 // 4).cuts
         executables = {}
         expected = part_by_part(program, ready, cuts, count, executables, tmp_path)
         plan = replace(ready, num_parts=count).plan_of(cuts, policy)
@@ -125,7 +126,7 @@ def test_bits_are_those_of_one_part_after_another(name, tmp_path):
 def test_a_segment_runs_for_all_parts_before_the_next_one():
     program = tied()
     ready = prepared(program, 3)
-    plan = ready.plan(ready.smallest_bytes() * 5 // 4)
+    plan = ready.plan(smallest_bytes(ready) * 5 // 4)
     calls, programs = plan.calls.calls, plan.programs
     early = programs.num_early
     assert 1 < early < len(programs.forward)
@@ -178,9 +179,8 @@ def assert_trained_alike(found, expected):
         (CLIPPED, {"policy": "keep"}),
         pytest.param(CLIPPED, {"resident": "8KiB"}, marks=pytest.mark.long),
         pytest.param(ADAM, {"policy": "offload"}, marks=pytest.mark.long),
-        pytest.param(ADAM, {"policy": "plan"}, marks=pytest.mark.long),
     ],
-    ids=["adam", "clipped", "resident", "offload", "plan"],
+    ids=["adam", "clipped", "resident", "offload"],
 )
 def test_training_is_that_of_parts(tx, options, streamed, monkeypatch):
     spill_beyond(monkeypatch, 4096)
@@ -294,7 +294,9 @@ def test_an_order_is_chosen_that_moves_fewer_bytes(streamed):
     assert_trained_alike(chosen, layers)
     assert made[2].plan.cuts == made[0].plan.cuts
     assert IN_LAYERS in str(made[2].plan)
-    assert made[2].traffic == made[1].traffic == foretold.traffic
+    assert made[2].traffic == made[1].traffic
+    assert foretold.drive_read_bytes == made[2].traffic.drive_read_bytes
+    assert foretold.drive_write_bytes == made[2].traffic.drive_write_bytes
     assert str(made[2].plan) == str(made[1].plan)
     # A run that has begun in an order keeps its cuts.
     made[2].close()

@@ -1,6 +1,5 @@
 """Steps and arguments that are refused by name, with nothing lost."""
 
-import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Event
@@ -244,10 +243,11 @@ def test_the_stores_own_budget_is_not_used(state, streamed, open_store):
         tx.init(program.params)
 
 
-@pytest.mark.parametrize("endurance_tbw", [math.nan, math.inf, 0, -1.0])
-def test_an_endurance_that_is_no_number_is_refused(endurance_tbw, streamed):
-    with pytest.raises(ValueError, match=r"endurance_tbw=\S+: expected a finite"):
-        streamed(ZOO["l2_penalty"](depth=2), CLIP, endurance_tbw=endurance_tbw)
+def test_the_planned_policy_is_that_of_offload(streamed):
+    step = streamed(ZOO["l2_penalty"](depth=2), CLIP, policy="plan")
+    program = ZOO["l2_penalty"](depth=2)
+    step.load(program.params, batch=program.batch)
+    assert "a step (offload)" in str(step.plan)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])

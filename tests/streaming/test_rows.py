@@ -94,13 +94,12 @@ HALF = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of())
         (params_of(), {}),
         (params_of(), {"policy": "keep"}),
         (params_of(), {"policy": "offload"}),
-        (params_of(), {"policy": "plan"}),
         (params_of(), {"resident": "params"}),
         (HALF, {}),
         (HALF, {"policy": "offload", "resident": "params"}),
     ],
     ids=[
-        *("memory", "keep", "offload", "plan", "resident"),
+        *("memory", "keep", "offload", "resident"),
         *("half", "half-offload"),
     ],
 )

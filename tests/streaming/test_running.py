@@ -64,25 +64,6 @@ def test_at_most_two_programs_are_in_flight(opened, monkeypatch):
     assert set(running) == {0, 1}
 
 
-@pytest.mark.long
-def test_nothing_is_compiled_again_when_the_choice_changes(opened, monkeypatch):
-    compile, compiled = jax.stages.Lowered.compile, []
-
-    def noting(self, *args, **options):
-        compiled.append(self.as_text())
-        return compile(self, *args, **options)
-
-    monkeypatch.setattr(jax.stages.Lowered, "compile", noting)
-    step, choices = opened("plan"), set()
-    for _ in range(9):
-        step(BATCH)
-        calls = step.plan.calls
-        choices.add((tuple(call.program.key for call in calls.calls), *calls.evictions))
-        assert any(calls.donated.values())
-    assert len(choices) > 1
-    assert len(compiled) == len(set(compiled))
-
-
 # --- freed memory ------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from streaming import assert_near, prepared, streamed
+from streaming import assert_near, prepared, smallest_bytes, streamed
 from zoo import ZOO
 
 from jaxinf.streaming.plan.plan import prepare
@@ -93,7 +93,7 @@ def test_gradients_are_those_of_one_jit(name):
     ready = prepared(program)
     transposed = transposed_products(ready.lifetimes.graph.nodes)
     assert all(node.params["permutation"] != (1, 0) for node in transposed)
-    plan = ready.plan(ready.smallest_bytes() * 2)
+    plan = ready.plan(smallest_bytes(ready) * 2)
     loss, _, gradients = streamed(program, plan, {})
     expected_loss, expected = jax.jit(
         jax.value_and_grad(program.loss, has_aux=program.has_aux)

@@ -224,7 +224,7 @@ KINDS = {"store": Stored, "memory": InMemory, "function": Function}
 
 def main(folder, policy, parts, what, every, again=""):
     global NUM_ROWS
-    if policy in ("offload", "plan"):  # values are too large for its memory
+    if policy == "offload":  # values are too large for its memory
         offload.SMALL_BYTES, NUM_ROWS = 1, 8192 * int(parts)
     seed = f"{policy} {parts} {what} {again}"
     chosen = random.Random(seed)

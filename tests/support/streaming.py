@@ -33,6 +33,7 @@ __all__ = [
     "read_ahead",
     "relative_error",
     "run",
+    "smallest_bytes",
     "spill_beyond",
     "states",
     "streamed",
@@ -48,6 +49,13 @@ CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 
 def prepared(program):
     return prepare(program.loss, program.params, program.batch, has_aux=program.has_aux)
+
+
+def smallest_bytes(ready, policy="recompute"):
+    """Returns the smallest budget that `ready.plan` accepts by estimates."""
+    usual, large = ready._limits(0)
+    cuts = {ready._cuts(limit) for limit in (*usual, *large)}
+    return min(ready.plan_of(one, policy).peak_bytes for one in cuts)
 
 
 def in_memory(leaves):

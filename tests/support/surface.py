@@ -30,7 +30,7 @@ REMEDY = (
 WIDTH = 88
 
 # Descriptions of a plan, for people; docs/stability.md says that they may change.
-UNSTABLE = {"Plan", "Forecast"}
+UNSTABLE = {"Plan"}
 
 
 def lines() -> Iterator[str]:

@@ -3,7 +3,7 @@
 import hashlib
 import sys
 
-from streaming import numbers, prepared, streamed
+from streaming import numbers, prepared, smallest_bytes, streamed
 from zoo import ZOO
 
 __all__ = ["digest"]
@@ -14,7 +14,7 @@ def digest(name, cuts=None):
     program = ZOO[name]()
     ready = prepared(program)
     if cuts is None:
-        cuts = ready.plan(ready.smallest_bytes() * 3 // 2).cuts
+        cuts = ready.plan(smallest_bytes(ready) * 3 // 2).cuts
     found = numbers(streamed(program, ready.plan_of(cuts), {}))
     text = ready.fingerprint.encode() + b"".join(leaf.tobytes() for leaf in found)
     return cuts, hashlib.sha256(text).hexdigest()

@@ -26,7 +26,6 @@ FULL = TrainConfig(
     device_memory=12345,
     activations="int8",
     resident="2GiB",
-    endurance_tbw=600.5,
     device_updates=3,
     eval_batches=12,
     replan=True,

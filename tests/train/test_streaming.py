@@ -77,26 +77,6 @@ def test_stopped_and_resumed_is_uninterrupted(run, losses, tmp_path):
 
 
 @pytest.mark.long
-def test_a_planned_run_has_the_losses_of_keep(run, losses, lines, tmp_path, capsys):
-    plan = (*STREAM, "--policy", "plan", "--endurance-tbw", 1e9)
-    assert run("--store", tmp_path / "plan", *plan, "--steps", 4) == 0
-    told = capsys.readouterr().out
-    assert "plan    0 values of 0 B leave, 0 segments run forward again" in told
-    assert "        expected" in told
-    assert "wear    " in told
-    assert "years by rating: 1e+09 TBW" in told
-    assert "forecast" not in lines(tmp_path / "plan-log")[0]["stream"]
-    forecast = lines(tmp_path / "plan-log")[-1]["stream"]["forecast"]
-    assert forecast["found_peak_bytes"] == forecast["expected_peak_bytes"]
-    chosen = ("num_offloaded", "offloaded_bytes", "num_repeated")
-    assert [forecast[name] for name in chosen] == [0, 0, 0]
-    assert run("--store", tmp_path / "keep", *plan, "--steps", 1) == 0  # the same cuts
-    keep = (*STREAM, "--policy", "keep", "--steps", 4)
-    assert run("--store", tmp_path / "keep", *keep) == 0
-    assert losses(tmp_path / "plan-log") == losses(tmp_path / "keep-log")
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "is_wanted"),
     [((), True), pytest.param(NO_BITS, False, marks=pytest.mark.long)],

@@ -31,7 +31,6 @@ class MoverCounts:
     """Traffic and times since the previous counts.
 
     Attributes:
-      write_s, read_s: Times in which some drive wrote, or read.
       waited_s: Time that the caller waited for any move.
       num_got, num_ready: Number of tensors that the caller got, and of those that were
         on the device already.
@@ -42,16 +41,12 @@ class MoverCounts:
 
     num_written_bytes: int = 0
     num_read_bytes: int = 0
-    write_s: float = 0.0
-    read_s: float = 0.0
     waited_s: float = 0.0
     num_got: int = 0
     num_ready: int = 0
     num_forwarded: int = 0
     num_out_bytes: int = 0
     num_back_bytes: int = 0
-    out_s: float = 0.0
-    back_s: float = 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -102,7 +97,7 @@ class Mover:
         self._threads = _Threads(drives, name, pool, link)
         self._workers = self._threads.workers
         self._changed = self._workers.changed
-        self._moves: Moves[Any] = Moves(
+        self._moves = Moves(
             self._threads,
             has_link=has_link,
             way_bytes=way_bytes,
@@ -257,10 +252,6 @@ class Mover:
             counts, self._threads.counts = self._threads.counts, MoverCounts()
             counts.num_forwarded = self._moves.num_forwarded
             self._moves.num_forwarded = 0
-        counts.write_s = self._workers.take_s("write")
-        counts.read_s = self._workers.take_s("read")
-        counts.out_s = self._workers.take_s("out")
-        counts.back_s = self._workers.take_s("back")
         return counts
 
     def _await(self, is_done: Callable[[], bool]) -> None:
@@ -282,7 +273,7 @@ class _NewBuffer(NamedTuple):
 
 
 class _Threads:
-    """Runs moves on threads, as `Executor`; all but `_move` under the lock."""
+    """Runs moves on threads, for `Moves`; all but `_move` under the lock."""
 
     def __init__(
         self,
@@ -294,7 +285,7 @@ class _Threads:
         self.pool, self.link = pool, link
         self._hops = {"out": len(drives), "back": len(drives) + 1}
         queues = [*drives, *([] if link is None else [1, link.num_calls])]
-        self.workers = Workers(queues, ("write", "read", "out", "back"), name)
+        self.workers = Workers(queues, name)
         self.counts = MoverCounts()
         self.ended: Callable[[Any, Kind, Any, BaseException | None], None]
 
@@ -337,19 +328,16 @@ class _Threads:
                 counts.num_back_bytes += found.nbytes
 
     def _move(self, tensor: Any, kind: Kind, part: int, bounce: Array) -> Any:
-        if kind == "out":
-            jax.block_until_ready(tensor.value)
-        elif kind == "write":
-            jax.block_until_ready(tensor.host)
-        with self.workers.timed(kind):
-            match kind:
-                case "out":
-                    with span("out", tensor.key, num_bytes=tensor.value.nbytes):
-                        return tensor.copied_out()
-                case "write":
-                    return tensor.write(part, bounce)
-                case _:
-                    return tensor.read(part, tensor.memory.array, bounce)
+        match kind:
+            case "out":
+                jax.block_until_ready(tensor.value)
+                with span("out", tensor.key, num_bytes=tensor.value.nbytes):
+                    return tensor.copied_out()
+            case "write":
+                jax.block_until_ready(tensor.host)
+                return tensor.write(part, bounce)
+            case _:
+                return tensor.read(part, tensor.memory.array, bounce)
 
     def _cross(self, bounce: Array) -> None:
         """Copies what waits to the device, if another call has not; on a thread."""
@@ -360,10 +348,7 @@ class _Threads:
         if not batch:
             return
         num_bytes = sum(tensor.host_bytes for tensor in batch)
-        with (
-            self.workers.timed("back"),
-            span("back", batch[0].key, num_bytes=num_bytes),
-        ):
+        with span("back", batch[0].key, num_bytes=num_bytes):
             for tensor, found, error in self.link.cross(batch):
                 with self.workers.changed:
                     if error is None:

@@ -38,7 +38,6 @@ class Values:
     Attributes:
       num_bytes: Bytes that are written to drives in a step, and read again; at most, as
         a value that is still on its way out comes back from memory.
-      peak_bytes: Most bytes of values in the device's memory in the last step.
     """
 
     def __init__(
@@ -64,17 +63,14 @@ class Values:
             registry=compat.memory_registry(default_device()) if tiers else None,
         )
         self.num_bytes = sum(place.num_bytes for place in self._places.values())
-        self._lives = {slot: calls.lives[slot] for slot in evictions}
         in_order = sorted(evictions.items(), key=lambda item: item[1].needed)
         first_gone = sorted(in_order, key=lambda item: item[1].gone)
         self._leaving = _by_call((slot, one.written) for slot, one in first_gone)
         self._gone = _by_call((slot, one.gone) for slot, one in in_order)
         self._back = _by_call((slot, one.back) for slot, one in in_order)
-        self._ends = _by_call((s, one.reads[-1]) for s, one in self._lives.items())
+        self._ends = _by_call((s, calls.lives[s].reads[-1]) for s in evictions)
         self._held: dict[Slot, jax.Array] = {}
         self._away: set[Slot] = set()
-        self._dropped_bytes: dict[int, int] = {}
-        self._now_bytes = self._most_bytes = self.peak_bytes = 0
         self.reset()
 
     def __getitem__(self, slot: Slot) -> jax.Array:
@@ -112,22 +108,19 @@ class Values:
             self._mover.wait_evicted(slot)
             del self._held[slot]
             self._away.add(slot)
-            self._count(-self._lives[slot].num_bytes)
         for slot in self._back.get(number, ()):
             self._mover.prefetch(slot)
-            self._count(self._lives[slot].num_bytes)
 
     def put(self, slots: Sequence[Slot | None], outputs: Sequence[jax.Array]) -> None:
         """Takes a call's outputs, those that have a slot."""
         for slot, output in zip(slots, outputs, strict=True):
             if slot is not None:
                 self._held[slot] = output
-                self._count(output.nbytes)
 
     def after(self, number: int, drops: Sequence[Slot]) -> None:
         """Drops what no call after that of this number reads; lets others leave."""
-        dropped = [self._held.pop(slot) for slot in drops]
-        self._dropped_bytes[number] = sum(value.nbytes for value in dropped)
+        for slot in drops:
+            del self._held[slot]
         for slot in self._leaving.get(number, ()):
             place = self._places.get(slot, Place(()))
             way_bytes = self._num_copies * place.memory_bytes
@@ -143,7 +136,6 @@ class Values:
 
     def done(self, number: int) -> None:
         """Frees memory that the call of that number was the last to read; may block."""
-        self._count(-self._dropped_bytes.pop(number))
         for slot in self._ends.get(number, ()):
             self._away.discard(slot)
             self._mover.release(slot)
@@ -152,16 +144,8 @@ class Values:
         """Drops everything; no call may be under way. Blocks until no value moves."""
         self._held.clear()
         self._away.clear()
-        self._dropped_bytes.clear()
-        if self._most_bytes:  # else it was reset before
-            self.peak_bytes, self._most_bytes = self._most_bytes, 0
-        self._now_bytes = 0
         self._mover.reset(self._order)
         self._mover.rest()  # it goes back to the system between steps
-
-    def _count(self, num_bytes: int) -> None:
-        self._now_bytes += num_bytes
-        self._most_bytes = max(self._most_bytes, self._now_bytes)
 
     def counts(self) -> MoverCounts:
         """Returns the traffic of values since the last call."""

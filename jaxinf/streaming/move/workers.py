@@ -1,4 +1,4 @@
-"""Threads that move values: queues of jobs, and the time that they take.
+"""Threads that move values, and their queues of jobs.
 
 Invariant: the jobs of a queue begin in the order in which they were submitted. What
 ends a job runs under the lock, one at a time.
@@ -6,12 +6,10 @@ ends a job runs under the lock, one at a time.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxinf.io import BufferPool
-from jaxinf.io.spans import Clock
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.typing import Array
 
@@ -43,17 +41,13 @@ class Workers:
     """
 
     def __init__(
-        self,
-        num_threads: Sequence[int],
-        kinds: Sequence[str],
-        name: str = "jaxinf-activations",
+        self, num_threads: Sequence[int], name: str = "jaxinf-activations"
     ) -> None:
         self._name = name
         self.changed = threading.Condition()
         self._num_threads = num_threads
         self._jobs: list[deque[Job]] = [deque() for _ in num_threads]
         self._num_running = 0
-        self._clocks = {kind: Clock() for kind in kinds}
         self._threads: list[threading.Thread] = []
         self._is_resetting = False
         self._is_closed = False
@@ -66,23 +60,6 @@ class Workers:
             self._start()
         self._jobs[queue].append(job)
         self.changed.notify_all()
-
-    @contextmanager
-    def timed(self, kind: str) -> Iterator[None]:
-        """Counts the time of a part of a job."""
-        clock = self._clocks[kind]
-        with self.changed:
-            clock.start()
-        try:
-            yield
-        finally:
-            with self.changed:
-                clock.stop()
-
-    def take_s(self, kind: str) -> float:
-        """Returns the time of a kind since the last call."""
-        with self.changed:
-            return self._clocks[kind].take_s()
 
     def reset(self) -> None:
         """Drops jobs that have not begun; blocks until none runs.

@@ -11,9 +11,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-import numpy as np
-
-from jaxinf.schedule.placement import Eviction, Stay, occupancy
+from jaxinf.schedule.placement import Eviction
 from jaxinf.streaming.plan.forms import Coding, Form, coding_of, stored_bytes
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program
@@ -31,7 +29,7 @@ def may_leave(policy: Policy, num_parts: int) -> bool:
     Args:
       num_parts: Number of parts of a batch whose values wait between segments.
     """
-    return policy in ("offload", "plan") or num_parts > 1
+    return policy == "offload" or num_parts > 1
 
 
 class Slot(NamedTuple):
@@ -223,26 +221,6 @@ class Calls:
             change[one.gone - 1] -= lives[slot].num_bytes
             change[one.back - 1] += lives[slot].num_bytes
         return [*accumulate(change[:-1])]
-
-    def value_bytes(self) -> list[int]:
-        """Returns the bytes of values during each call: held ones, and new ones.
-
-        The call after it waits with room for its outputs. Neither params, temporaries
-        nor gradients count.
-        """
-        made = [
-            Stay(one.made, one.made + 1, one.num_bytes) for one in self.lives.values()
-        ]
-        own = occupancy(len(self.calls), made)
-        return (own + np.append(own[1:], 0)[: len(own)] + self.held_bytes()).tolist()
-
-    @cached_property
-    def num_forward(self) -> int:
-        """Number of calls before the first that belongs to backward."""
-        for number, call in enumerate(self.calls):
-            if call.is_repeat or call.program.name.startswith("backward"):
-                return number
-        return len(self.calls)
 
     def coding(self, slot: Slot, needed: int) -> Coding | None:
         """Returns the form of a value on a drive; None if its bits are kept.

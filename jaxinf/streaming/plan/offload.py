@@ -6,8 +6,7 @@ Invariant: a step's memory is as planned at every call, however fast the drive i
 value's memory is free from one given call to another.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import jax
@@ -68,15 +67,6 @@ def fitted_lending(
     return fitted(calls, budget_bytes, memory).lent()
 
 
-def leaving_bytes(calls: Calls, budget_bytes: int) -> float:
-    """An estimate of the bytes that leave in a step; infinite if it does not fit."""
-    temps = calls.temp_bytes
-    found = fitted_lending(calls, budget_bytes, lambda one: one.call_bytes(temps))
-    if found.peak_bytes(temps) > budget_bytes:
-        return math.inf
-    return sum(found.lives[slot].num_bytes for slot in found.evictions)
-
-
 def candidates(calls: Calls) -> list[Stay]:
     """Returns the stays of values, by slot, that these may give up.
 
@@ -128,7 +118,7 @@ def check_tiers(tiers: Tiers, host_bytes: int) -> None:
 
 
 def check_leaving(
-    ways: Iterable[Calls],
+    calls: Calls,
     budget_bytes: int,
     memory: Callable[[Calls], Sequence[int]],
     host_bytes: int,
@@ -136,18 +126,13 @@ def check_leaving(
     """Refuses a host without room for values that have to leave the device.
 
     Args:
-      ways: Calls without evictions; one of them has to fit.
+      calls: Calls without evictions.
       memory: Returns the memory during each call, such as `Calls.call_bytes`.
       host_bytes: The most memory of the host for values.
 
     Raises:
       BudgetError: As `check_tiers`.
     """
-    fitting = [fitted_lending(calls, budget_bytes, memory) for calls in ways]
-    tiers = [
-        plan_tiers(calls, host_bytes)
-        for calls in fitting
-        if max(memory(calls), default=0) <= budget_bytes
-    ]
-    if tiers and all(one.least_bytes for one in tiers):
-        check_tiers(tiers[-1], host_bytes)
+    found = fitted_lending(calls, budget_bytes, memory)
+    if max(memory(found), default=0) <= budget_bytes:
+        check_tiers(plan_tiers(found, host_bytes), host_bytes)

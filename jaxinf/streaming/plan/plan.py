@@ -16,18 +16,10 @@ from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.offload import (
     fitted_lending,
     least_offloaded_bytes,
-    leaving_bytes,
 )
 from jaxinf.streaming.plan.report import largest_text, plan_text
-from jaxinf.streaming.plan.search import Choice
-from jaxinf.streaming.plan.sequence import Repeats, all_repeats, make_calls
-from jaxinf.streaming.plan.wear import Wear
-from jaxinf.streaming.program.cut import (
-    choose_cuts,
-    isolated,
-    isolated_segments,
-    segment_bytes,
-)
+from jaxinf.streaming.plan.sequence import make_calls
+from jaxinf.streaming.program.cut import choose_cuts, segment_bytes
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.inline import build_graph
 from jaxinf.streaming.program.keys import Keys, stable_digest
@@ -57,9 +49,6 @@ class Plan:
       policy: The treatment of values that backward needs.
       peak_bytes: The peak memory of a step, as estimated before compilation.
       resident_bytes: Memory of params that stay between steps, in addition.
-      recomputing: With `"plan"`, the calls if all segments run forward again.
-      choice: With `"plan"`, what was chosen for values and segments.
-      wear: With `"plan"`, the wear of drives by the last steps.
       tables: What is in rows, and what is whole and why, a line each.
     """
 
@@ -70,9 +59,6 @@ class Plan:
     policy: Policy
     peak_bytes: int
     resident_bytes: int = 0
-    recomputing: Calls | None = None
-    choice: Choice | None = None
-    wear: Wear | None = None
     tables: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -95,14 +81,7 @@ class Plan:
                 self.programs.num_parts,
             ),
             calls=replace(self.calls, calls=tuple(calls)),
-            recomputing=None,
-            choice=None,
         )
-
-    def chosen(self, choice: Choice) -> "Plan":
-        """Returns the plan with the calls of a choice."""
-        peak = choice.peak_bytes
-        return replace(self, calls=choice.calls, peak_bytes=peak, choice=choice)
 
     @property
     def is_offloaded(self) -> bool:
@@ -114,12 +93,7 @@ class Plan:
         """Returns the least memory of a step; argument as for `Calls.peak_bytes`."""
         if not self.is_offloaded:
             return self.calls.peak_bytes(temp_bytes)
-        return min(least_offloaded_bytes(calls, temp_bytes) for calls in self.ways)
-
-    @property
-    def ways(self) -> tuple[Calls, ...]:
-        """The calls, and with `"plan"` those if all segments run forward again."""
-        return (self.calls, self.recomputing) if self.recomputing else (self.calls,)
+        return least_offloaded_bytes(self.calls, temp_bytes)
 
     def fitted(
         self,
@@ -226,12 +200,7 @@ class Prepared:
         # Cuts, and so bits, do not depend on the number of parts.
         one = self if self.num_parts == 1 else replace(self, num_parts=1)
         alone = cache(lambda cuts: one.plan_of(cuts, policy))
-        tried = self._tried(budget_bytes, policy, alone)
-        if policy == "plan":
-            tried = sorted(
-                tried, key=lambda cuts: leaving_bytes(alone(cuts).calls, budget_bytes)
-            )
-        for cuts in tried:
+        for cuts in self._tried(budget_bytes, policy, alone):
             plan = alone(cuts) if one is self else self.plan_of(cuts, policy)
             peak = plan.least_bytes(without_temps)
             if measure is None:
@@ -245,17 +214,7 @@ class Prepared:
         assert best is not None, "there is a plan for every limit"
         raise self._refusal(*best, budget_bytes, limit)
 
-    def smallest_bytes(self, policy: Policy = "recompute") -> int:
-        """Returns the smallest budget that `plan` accepts by estimates."""
-        what = "smallest", policy, self.num_parts
-        return self.keys.once(what, lambda: self._smallest_bytes(policy))
-
-    def _smallest_bytes(self, policy: Policy) -> int:
-        usual, large = self._limits(0, policy)
-        cuts = {self._cuts(limit, policy) for limit in (*usual, *large)}
-        return min(self.plan_of(one, policy).peak_bytes for one in cuts)
-
-    def _limits(self, budget_bytes: int, policy: Policy) -> tuple[list[int], list[int]]:
+    def _limits(self, budget_bytes: int) -> tuple[list[int], list[int]]:
         """Returns bytes of segments to try: as many as params have, and more.
 
         A segment may take a third of the budget: one runs, one waits, one is fetched.
@@ -265,18 +224,14 @@ class Prepared:
         least = max(0, bits - _MAX_HALVINGS)
         num_nodes = len(self.lifetimes.forward)
         whole = segment_bytes(self.lifetimes, 0, num_nodes) if num_nodes else 0
-        if policy == "plan":  # it compares all cuts
-            bits = max(bits, budget_bytes.bit_length())
-            whole = 0
         usual = [1 << n for n in range(bits, least, -1)]
         usual.sort(key=lambda limit: limit > budget_bytes // _SHARE)
         return usual, [1 << n for n in range(whole.bit_length(), bits, -1)]
 
-    def _cuts(self, limit: int, policy: Policy) -> tuple[int, ...]:
-        cuts = self.keys.once(
+    def _cuts(self, limit: int) -> tuple[int, ...]:
+        return self.keys.once(
             ("cuts", limit), lambda: choose_cuts(self.lifetimes, self.tokens, limit)
         )
-        return isolated(self.lifetimes, cuts) if policy == "plan" else cuts
 
     def _tried(
         self,
@@ -288,34 +243,30 @@ class Prepared:
 
         Large ones come first if they are half as many and take no more memory alone.
         """
-        usual, large = self._limits(budget_bytes, policy)
+        usual, large = self._limits(budget_bytes)
         first: list[Plan] = []
         fitting = [limit for limit in large if limit <= budget_bytes // _SHARE]
         if fitting and policy in ("recompute", "keep"):
-            plans = (alone(self._cuts(limit, policy)) for limit in usual)
+            plans = (alone(self._cuts(limit)) for limit in usual)
             fine = next((one for one in plans if one.peak_bytes <= budget_bytes), None)
-            coarse = (alone(self._cuts(limit, policy)) for limit in fitting)
+            coarse = (alone(self._cuts(limit)) for limit in fitting)
             first = [one for one in coarse if fine is None or _is_better(one, fine)]
         yielded: set[tuple[int, ...]] = set()
-        others = (self._cuts(limit, policy) for limit in chain(usual, large))
+        others = (self._cuts(limit) for limit in chain(usual, large))
         for cuts in chain((plan.cuts for plan in first), others):
             if cuts not in yielded:
                 yielded.add(cuts)
                 yield cuts
 
     def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
-        graph, recomputing = self.lifetimes.graph, None
+        graph = self.lifetimes.graph
         programs = make_programs(self.lifetimes, cuts, self.keys)
         programs = with_sums(programs, graph, self.num_parts, self.keys)
-        alone = isolated_segments(self.lifetimes, cuts[:-1])
-        repeats: Repeats = dict.fromkeys(alone, "all") if policy == "recompute" else {}
-        calls = make_calls(graph, programs, policy, repeats)
+        calls = make_calls(graph, programs, policy)
         if self.traced.mesh is not None:  # shardings of values are not known yet
             calls = replace(calls, lenders=frozenset())
-        if policy == "plan":
-            recomputing = make_calls(graph, programs, policy, all_repeats(programs))
         made = self.traced, tuple(cuts), programs, calls, policy, 0
-        plan = Plan(*made, recomputing=recomputing, tables=self.tables)
+        plan = Plan(*made, tables=self.tables)
         return replace(plan, peak_bytes=plan.least_bytes())
 
     def _refusal(

@@ -9,7 +9,7 @@ JAX device; beyond it a unit is read again.
 from bisect import bisect_right
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,14 +22,10 @@ from jaxinf.schedule.reads import (
     held_bytes,
     keep_between,
 )
-from jaxinf.schedule.simulator import Trip, Trips
 from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.plan.memory import NUM_STAGED, Division
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.program.units import StoreUnits, Unit
-
-# Units that pass the host are simulated together, up to its memory divided by this.
-_NUM_PASSING = 4
 
 
 class Reading(NamedTuple):
@@ -62,45 +58,6 @@ class Reading(NamedTuple):
         if not division.staged:
             return self.needed_bytes, None
         return division.staged - self.largest_bytes, self.room_bytes
-
-    def trips(self, division: Division, *, merges: bool = True) -> Trips:
-        """Returns the reads for a simulation.
-
-        Args:
-          merges: Whether those for the same calls are one.
-        """
-        read_bytes, device_bytes = self.memory(division)
-        most = read_bytes if device_bytes is None else read_bytes // _NUM_PASSING
-        most = most if merges else 0
-        found: dict[Any, list[int]] = {}
-        trips = []
-        for fetch in self.fetches:
-            num_bytes, host_bytes = fetch.unit.num_bytes, fetch.unit.page_bytes
-            one = found.get(fetch.calls)
-            if one is None or one[1] + host_bytes > most:
-                one = found[fetch.calls] = [0, 0, 0]
-                trips.append((fetch, one))
-            one[0] += num_bytes
-            one[1] += host_bytes
-            one[2] += 1
-        return Trips(
-            [
-                Trip(
-                    one.first,
-                    one.last,
-                    num_bytes,
-                    num_bytes,
-                    host_bytes,
-                    held=one.end,
-                    num_moves=num_moves,
-                )
-                for one, (num_bytes, host_bytes, num_moves) in trips
-            ],
-            {},
-            has_link=device_bytes is not None,
-            read_bytes=read_bytes,
-            device_bytes=device_bytes or 0,
-        )
 
     @property
     def _sums(self) -> list[int]:

@@ -36,9 +36,8 @@ def plan_text(plan: Any) -> str:
         head += f"; on {mesh_text(traced.mesh)}"
     if plan.resident_bytes:
         head += f"; {format_bytes(plan.resident_bytes)} of params stay"
-    about = [str(one) for one in (plan.choice, plan.wear) if one is not None]
     title = f"{'segment':>9}  {'forward':>7}  {'backward':>8}  params"
-    return "\n".join([head, *plan.tables, *about, "", title, *_lines(plan, numbers)])
+    return "\n".join([head, *plan.tables, "", title, *_lines(plan, numbers)])
 
 
 def largest_text(plan: Any, sizes: Mapping[Piece, int]) -> str:

@@ -62,13 +62,8 @@ class ResidentUnits:
 
     def applied(self, plan: Plan) -> Plan:
         """Returns the plan with these units in memory; they do not count in calls."""
-        calls, *other = (replace(way, resident=self.pieces) for way in plan.ways)
-        return replace(
-            plan,
-            calls=calls,
-            recomputing=other[0] if other else None,
-            resident_bytes=self.num_bytes,
-        )
+        calls = replace(plan.calls, resident=self.pieces)
+        return replace(plan, calls=calls, resident_bytes=self.num_bytes)
 
     def left(self, division: Division) -> Division:
         """Returns the memory that is left beside what stays.
@@ -164,7 +159,7 @@ class ResidentChooser:
 def _read_again(plan: Plan) -> Sequence[Sequence[Piece]]:
     """The params that are read beside each call if its segment runs forward again.
 
-    A plan may choose that, and a value that is lost on a drive is computed again.
+    So a value that is lost on a drive is computed again.
     """
     if not plan.is_offloaded:
         return ()

@@ -1,8 +1,7 @@
-"""Puts the calls of one step in order, and says which run again.
+"""Puts the calls of one step in order.
 
     keep          F0 F1 F2 B2 B1 B0
-    1 for its own F0 F1 F2 B2 F1 B1 B0      what others read of F1 is kept
-    1 for all     F0 F1 F2 F1 B2 B1 B0      if B2 reads what F1 makes
+    recompute     F0 F1 F2 B2 F1 B1 F0 B0   what other segments read of F1 is kept
 
 Of several parts of a batch, a segment runs for each before the next one does; the last
 ones, with loss and scores, for one part after another. So params are read for all parts
@@ -15,11 +14,10 @@ inputs, so its bits are the same.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from jaxinf.program.graph import Value
 from jaxinf.streaming.plan.calls import Call, Calls, Policy, Slot, may_leave
@@ -28,51 +26,17 @@ from jaxinf.streaming.program.programs import Program, Programs
 
 _NEVER = -1
 
-Reach: TypeAlias = Literal["own", "all"]
 
-Repeats: TypeAlias = Mapping[int, Reach]
-"""Segments that run forward again: for their own backward part, or for all parts.
-
-For its own part a segment runs right before it, and other parts read what was kept. For
-all parts it runs before the first that reads one of its values, and none was kept.
-"""
-
-
-def all_repeats(programs: Programs) -> Repeats:
-    """Returns that every segment but the last runs forward again.
-
-    For its own backward part if that reads what it makes, else for all parts.
-    """
-    pairs = zip(programs.forward[:-1], programs.backward, strict=False)
-    return {
-        k: "own" if backward and {*forward.outputs} & {*backward.inputs} else "all"
-        for k, (forward, backward) in enumerate(pairs)
-    }
-
-
-def make_calls(
-    graph: Graph,
-    programs: Programs,
-    policy: Policy,
-    repeats: Repeats = MappingProxyType({}),
-) -> Calls:
-    """Makes the calls of one step under a policy.
-
-    Args:
-      repeats: Segments that run forward again; with `"recompute"` those of them that do
-        so for all parts.
-    """
+def make_calls(graph: Graph, programs: Programs, policy: Policy) -> Calls:
+    """Makes the calls of one step under a policy."""
     builder = _Builder(graph, programs)
     last, num_early = len(programs.forward) - 1, programs.num_early
-    if policy == "recompute":
-        repeats = {**dict.fromkeys(range(last), "own"), **repeats}
-    again = [programs.forward[k] for k, reach in repeats.items() if reach == "all"]
 
     def backward(k: int, part: _Part) -> None:
         program = programs.backward[k]
         if program is None:
             return
-        if repeats.get(k) == "own":
+        if policy == "recompute" and k < last:
             builder.repeat(programs.forward[k], program, part)
         builder.call(program, part)
 
@@ -82,7 +46,6 @@ def make_calls(
     for part in builder.block():
         for program in programs.forward[num_early:]:
             builder.call(program, part)
-        part.forget(again, builder.results)
         for k in range(last, num_early - 1, -1):
             backward(k, part)
     for k in range(num_early - 1, -1, -1):
@@ -114,12 +77,6 @@ class _Part:
     number: int
     slots: dict[Value, Slot] = field(default_factory=dict)
     repeated: dict[Value, Slot] = field(default_factory=dict)
-    forgotten: dict[Value, Program] = field(default_factory=dict)
-
-    def forget(self, programs: Iterable[Program], kept: Collection[Value]) -> None:
-        """Lets what programs made be made again when it is read next."""
-        made = {value: program for program in programs for value in program.outputs}
-        self.forgotten = {value: made[value] for value in made if value not in kept}
 
     def slot(self, value: Value) -> Slot:
         return self.repeated.get(value) or self.slots[value]
@@ -156,28 +113,13 @@ class _Builder:
 
     def call(self, program: Program, part: _Part) -> None:
         if program.outputs:
-            self._remember(program, part)
             part.slots.update(self._add(program, part))
         part.repeated = {}
 
     def repeat(self, forward: Program, reader: Program, part: _Part) -> None:
         """Calls a program again for what its own backward part reads, if anything."""
         if set(forward.outputs) & set(reader.inputs):
-            self._remember(forward, part)
             part.repeated = self._add(forward, part, is_repeat=True)
-
-    def _remember(self, reader: Program, part: _Part) -> None:
-        """Calls programs again that made what a program reads."""
-        pending = [reader] if part.forgotten else []
-        while pending:
-            read = (v for v in pending[-1].inputs if v not in part.repeated)
-            maker = next(filter(None, map(part.forgotten.get, read)), None)
-            if maker is not None:
-                pending.append(maker)
-            elif (program := pending.pop()) is not reader:
-                own = [v for v in program.outputs if part.forgotten.pop(v, None)]
-                slots = self._add(program, part, is_repeat=True)
-                part.slots.update({value: slots[value] for value in own})
 
     def _add(
         self, program: Program, part: _Part, *, is_repeat: bool = False

@@ -3,15 +3,13 @@
 Invariant: cuts depend on the graph and the limit alone; equal blocks are cut alike.
 """
 
-import math
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxinf.program.graph import Node
-from jaxinf.streaming.program.graph import Piece, num_bytes
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.lifetimes import Lifetimes
 
 # Smaller blocks share a segment: each program costs a dispatch.
@@ -21,10 +19,6 @@ _SEGMENT_COST = 1 << 16
 # The cost of a byte above the limit, if no cut can avoid it.
 _EXCESS_COST = 64
 _MAX_CANDIDATES = 400
-# A product of matrices with fewer terms a sum is cheap to compute again for its bytes:
-# that of queries and keys has 64 or 128.
-_FEW_TERMS = 128
-_LARGE_BYTES = 1 << 20
 # Factor by which a cut may exceed the cheapest one, to save a block.
 _PHASE_TOLERANCE = 1.5
 # So often at least blocks repeat.
@@ -60,34 +54,6 @@ def choose_cuts(
         cuts += chooser.grouped(blocks)
     cuts += chooser.divide(cuts[-1], num_nodes)
     return tuple(cuts)
-
-
-def isolated(lifetimes: Lifetimes, cuts: Sequence[int]) -> tuple[int, ...]:
-    """Gives large values that are cheap to compute segments of their own.
-
-    So they can be computed again without the rest of their segment.
-    """
-    found = set(cuts)
-    for i, node in enumerate(lifetimes.forward):
-        if _is_worth_a_segment(node):
-            found |= {i, i + 1}
-    return tuple(sorted(found))
-
-
-def isolated_segments(lifetimes: Lifetimes, cuts: Sequence[int]) -> list[int]:
-    nodes = lifetimes.forward
-    return [
-        number
-        for number, (start, end) in enumerate(pairwise(cuts))
-        if end == start + 1 and _is_worth_a_segment(nodes[start])
-    ]
-
-
-def _is_worth_a_segment(node: Node) -> bool:
-    if node.name != "dot_general" or num_bytes(node.outputs) < _LARGE_BYTES:
-        return False
-    (axes, _), _ = node.params["dimension_numbers"]
-    return math.prod(node.inputs[0].shape[axis] for axis in axes) <= _FEW_TERMS
 
 
 def segment_bytes(lifetimes: Lifetimes, start: int, end: int) -> int:

@@ -64,10 +64,6 @@ class Keys:
             self._made[what] = make()
         return self._made[what]
 
-    def made(self, what: Hashable) -> Any:
-        """Returns what was made by this name; None if nothing was."""
-        return self._made.get(what)
-
     def node(self, node: Node) -> str:
         """Text of a node's computation and the types of its operands."""
         if node not in self._nodes:

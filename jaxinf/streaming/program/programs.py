@@ -20,6 +20,7 @@ from jaxinf.streaming.program.classify import LIGHT
 from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes, struct
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.lifetimes import Lifetimes
+from jaxinf.streaming.program.peak import peak_memory
 
 # glibc keeps smaller blocks anyway, so a plan is not exact to within their size.
 LARGE_BYTES = 32 << 20
@@ -214,6 +215,13 @@ def lowered(
     return function.lower(*avals)
 
 
+def estimated_bytes(program: Program, donated: Sequence[int] = ()) -> int:
+    """Returns the temporaries of a program, estimated without compiling it."""
+    avals = [struct(value.aval, None) for value in program.inputs]
+    closed = jax.make_jaxpr(function_of(program))(*avals)
+    return peak_memory(closed, donated).temporaries
+
+
 def compiler_options(
     nodes: Sequence[Node], *, is_deterministic: bool = True
 ) -> dict[str, Any] | None:
@@ -262,7 +270,12 @@ def bytes_beside(program: Program, executable: Any) -> int:
     """Returns the memory that a program takes beside its inputs and outputs.
 
     Temporaries, as XLA reports them; and what a TPU adds to arrays to fill its tiles.
+
+    Args:
+      executable: The compiled program, or what `estimated_bytes` has returned.
     """
+    if isinstance(executable, int):
+        return executable
     memory = executable.memory_analysis()
     if jax.default_backend() == "cpu":
         return memory.temp_size_in_bytes

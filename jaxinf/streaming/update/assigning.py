@@ -4,8 +4,8 @@ Invariant: what a run was asked for and cannot have is refused before a store is
 changed, and a resumed run keeps to the choice that its commit records.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+import logging
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -19,12 +19,11 @@ from jaxinf.streaming.plan.device import free_device_bytes
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import mesh_text
-from jaxinf.streaming.update.choosing import Choosing
-from jaxinf.streaming.update.interval import UpdateRates
 from jaxinf.streaming.update.on_device import NUM_ROOMS, DeviceUpdater, room_bytes
-from jaxinf.streaming.update.rates import measured_rates, moved_s
+from jaxinf.streaming.update.rates import measured_interval
 from jaxinf.streaming.update.store_sink import NUM_UNDER_WAY
-from jaxinf.streaming.update.traffic import StepMoves
+
+_LOG = logging.getLogger("jaxinf")
 
 DeviceUpdates: TypeAlias = int | Literal["auto"] | None
 """The device computes every so many subgroups, 0 for none; None for as many as in the
@@ -136,24 +135,18 @@ class Assigning:
         num_bytes = (NUM_UNDER_WAY - 1) * max(gradient_bytes.values(), default=0)
         return division.without(num_bytes, "gradients of updates under way")
 
-    def chosen(self, moves: Callable[[], StepMoves], room_bytes: int) -> Choosing:
-        """Returns what chooses for steps; measures with ``"auto"``, and then blocks.
+    def chosen(self, room_bytes: int) -> Assignment:
+        """Returns the assignment of steps; with ``"auto"`` measures it, and blocks.
 
         Args:
           room_bytes: Memory of the host that is free between steps.
         """
         layouts = self._layouts()
-        if not self._is_auto or not layouts:
-            return Choosing(self._assigned, self._every or 0)
-        longest = max(layouts, key=lambda pair: pair[0].subgroup.num_elements)
-        directory = self._store._training.opened.directory
-        roots = [directory.csd_directory(n) for n in range(directory.num_csds)]
-        drive_s = partial(moved_s, roots, moves())
-
-        def measure() -> UpdateRates:
-            return measured_rates(self._updater, *longest, drive_s(), room_bytes)
-
-        return Choosing(self._assigned, self._every, measure)
+        if self._every is None and layouts:
+            longest = max(layouts, key=lambda pair: pair[0].subgroup.num_elements)
+            self._every = measured_interval(self._updater, *longest, room_bytes)
+            _LOG.info("device_updates=%s, as measured", self._every)
+        return self._assigned(self._every or 0)
 
     # --- inside --------------------------------------------------------------------
 

@@ -1,12 +1,15 @@
-"""Measures what updates take of the host, of a device, and of drives.
+"""How many updates a JAX device computes: as many as the host never waits for.
 
-Invariant: nothing is read or written but memory and files that are freed at the end.
+    buffers ─► all cores of the host: one each ─► seconds a subgroup
+            ─► the device: as many as it has room for
+
+Invariant: nothing is read or written but memory, which is freed at the end.
 """
 
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,23 +20,18 @@ from jaxinf.csd.host import HostCsd
 from jaxinf.engine import SubgroupLayout
 from jaxinf.io import BufferPool, ByteMeters
 from jaxinf.program import Kernel
-from jaxinf.streaming.move.probe import probe
-from jaxinf.streaming.update.interval import UpdateRates
 from jaxinf.streaming.update.on_device import NUM_ROOMS, DeviceUpdater
-from jaxinf.streaming.update.traffic import StepMoves
 from jaxinf.typing import FLOAT32
 
 _NUM_ROUNDS = 4
+# What the device has to save, of the time of the updates.
+_LEAST_GAIN = 0.05
 
 
-def measured_rates(
-    updater: DeviceUpdater,
-    layout: SubgroupLayout,
-    kernel: Kernel,
-    drive: float,
-    room_bytes: int,
-) -> UpdateRates:
-    """Returns the rates for a subgroup's states; blocks while they are measured.
+def measured_interval(
+    updater: DeviceUpdater, layout: SubgroupLayout, kernel: Kernel, room_bytes: int
+) -> int:
+    """Returns k, where the device is to compute each k-th update; 0 for none. Blocks.
 
     The host's cores each update a subgroup of their own, and the device as many as it
     has room for, each a few times; the first time of each does not count.
@@ -42,8 +40,8 @@ def measured_rates(
       room_bytes: Memory of the host. If it is short, fewer are updated at once, but one
         in any case.
     """
-    num_params = layout.subgroup.num_elements
-    own_bytes = layout.num_bytes + num_params * FLOAT32.itemsize  # and its result
+    own_bytes = layout.num_bytes  # and its result
+    own_bytes += layout.subgroup.num_elements * FLOAT32.itemsize
     most = max(1, room_bytes // own_bytes - 1)  # and the gradient of all
     num_cores, num_rooms = len(os.sched_getaffinity(0)), min(NUM_ROOMS, most)
     num_busy = min(num_cores, most)
@@ -53,30 +51,28 @@ def measured_rates(
         run = _Runs(csd, layout, kernel)
         host_s, _ = run.timed(num_busy, run.on_host)
         device_s, used_s = run.timed(num_rooms, lambda n: run.on_device(updater, n))
-        return UpdateRates(
-            host_s / num_params,
-            used_s / num_cores / num_params,
-            device_s / num_params,
-            drive,
-        )
+        return interval(host_s, used_s / num_cores, device_s)
     finally:
         pool.close()
 
 
-def moved_s(roots: Sequence[Path], moves: StepMoves) -> float:
-    """Measures drives; returns their seconds for a param's state. Blocks."""
-    probed = probe(roots)
-    num_params = read = written = 0
-    for _, one in moves.updates:
-        num_params += one.layout.subgroup.num_elements
-        read += one.read_bytes
-        written += one.written_bytes
-    seconds = 0.0
-    for name, num_bytes in (("read", read), ("written", written)):
-        if name not in probed:
-            return math.inf  # it is full
-        seconds += num_bytes / probed[name].num_bytes * probed[name].seconds
-    return seconds / max(1, num_params)
+def interval(host_s: float, handled_s: float, device_s: float) -> int:
+    """Returns the smallest k at which the host never waits for the device.
+
+    It is 0, for no update on the device, if that would save less than 5 % of the time.
+
+    Args:
+      host_s: Seconds of an update on all cores of the host.
+      handled_s: Of these cores for one that the device computes: copies and checksums.
+      device_s: Of the device.
+    """
+    late_s = max(0.0, device_s - handled_s)
+    if not math.isfinite(late_s) or late_s >= host_s * (1 << 16):
+        return 0
+    every = math.ceil(1 + late_s / host_s - 1e-9)
+    beside_s = (1 - 1 / every) * host_s + handled_s / every
+    gained = 1 - max(beside_s, device_s / every) / host_s
+    return every if gained >= _LEAST_GAIN else 0
 
 
 class _Runs:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinf.schedule.placement import Waiting
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.program.graph import Piece
@@ -65,11 +64,6 @@ class Sink(ABC):
 
     def close(self) -> None:
         """Frees memory and files; idempotent."""
-
-    @property
-    def waiting(self) -> Waiting | None:
-        """Gradients that wait for the last one; None if none does."""
-        return None
 
     @property
     def waited_s(self) -> float:

@@ -8,7 +8,6 @@ Invariant: the store advances by one step if every gradient arrived and was fini
   otherwise it does not advance.
 """
 
-import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,10 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinf.engine import Training, UpdateRequest
+from jaxinf.engine import Assignment, Training, UpdateRequest
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.program import NonFinitePolicy, UpdateProgram
-from jaxinf.schedule.placement import Waiting
 from jaxinf.store import ScalarState
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.spill import Spill
@@ -35,7 +33,6 @@ from jaxinf.streaming.program.shards import (
 )
 from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.streaming.update.asked import Asked, Asking, Gathered
-from jaxinf.streaming.update.choosing import Choosing
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.micro_batches import Sums
 from jaxinf.streaming.update.passes import PassRunner
@@ -62,7 +59,7 @@ class StoreSink(Sink):
       capacity_bytes: Bytes of gradients that may wait; one is always accepted.
       spill: Holds gradients until the last one arrives; None if none waits.
       sums: Adds gradients up over parts of a batch; None for one part.
-      choosing: Chooses the updates that a JAX device computes.
+      assignment: The updates that a JAX device computes.
       copies: Whether gradients are copied to pinned memory of the host, from a device
         with memory of its own.
     """
@@ -79,7 +76,7 @@ class StoreSink(Sink):
         spill: Spill | None,
         sums: Sums | None,
         nonfinite: NonFinitePolicy,
-        choosing: Choosing,
+        assignment: Assignment,
         *,
         copies: bool,
     ) -> None:
@@ -89,9 +86,8 @@ class StoreSink(Sink):
         self._stage = Stage("jaxinf-updates", capacity_bytes, _SHORT_BYTES)
         self._nonfinite: NonFinitePolicy = nonfinite
         self._copies = copies
-        self.choosing, self._assignment = choosing, choosing.assignment()
+        self._assignment = assignment
         self._under_way = UnderWay(NUM_UNDER_WAY)
-        self._began_s = 0.0
         self._fetched: Params
         self.spill = spill
         self.sums = sums
@@ -111,9 +107,7 @@ class StoreSink(Sink):
         self._fetched = params
         opened = self._training.opened
         self._step = opened.finished.step
-        self._assignment = self.choosing.assignment()
         opened.assign(self._assignment)
-        self._began_s = time.perf_counter()
         self._passes.begin(extra_args)
         self._gathering, self._bad = {}, []
         self._stage.waited_s = 0.0
@@ -167,7 +161,6 @@ class StoreSink(Sink):
         num_skipped = record.skipped_steps + self._num_skipped
         self._training.steps.finish(self._step, scalars, num_skipped)
         self._num_skipped = 0
-        self.choosing.ended(time.perf_counter() - self._began_s)
         return True
 
     def abandon(self) -> None:
@@ -177,10 +170,6 @@ class StoreSink(Sink):
         self._reset_spills()
         self._passes.close()
         self._training.steps.abandon()
-
-    @property
-    def waiting(self) -> Waiting | None:
-        return None if self.spill is None else self.spill.planned
 
     @property
     def waited_s(self) -> float:

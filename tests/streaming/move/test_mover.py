@@ -136,8 +136,6 @@ def test_values_come_back(mover, has_link):
         assert counts.num_written_bytes == on_drive
         assert (counts.num_read_bytes == on_drive) == (not counts.num_forwarded)
         assert has_link or not counts.num_forwarded
-        assert (counts.out_s > 0) == (counts.back_s > 0) == has_link
-        assert counts.write_s > 0
         mover.reset()
 
 

@@ -6,7 +6,7 @@ from jaxinf.streaming.move.workers import Job, Workers
 
 
 def test_jobs_of_a_queue_run_in_order():
-    workers, found = Workers([1, 1], ("move",)), []
+    workers, found = Workers([1, 1]), []
     with workers.changed:
         for number in range(20):
             job = Job(lambda _, n=number: n, lambda moved, _: found.append(moved))
@@ -18,7 +18,7 @@ def test_jobs_of_a_queue_run_in_order():
 
 
 def test_an_error_is_handed_on():
-    workers, found = Workers([1], ("move",)), []
+    workers, found = Workers([1]), []
     with workers.changed:
         workers.submit(0, Job(lambda _: 1 // 0, lambda *ended: found.append(ended)))
         workers.changed.wait_for(lambda: found)
@@ -29,7 +29,7 @@ def test_an_error_is_handed_on():
 
 
 def test_a_reset_drops_what_the_end_of_a_job_submits(monkeypatch):
-    workers, ran = Workers([1], ("move",)), []
+    workers, ran = Workers([1]), []
     begun, waiting = threading.Event(), threading.Event()
 
     def move(bounce):
