@@ -67,37 +67,15 @@ def keeps_what_is_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-# Tests of these are not about what XLA makes of a program: it only has to run. Most of
-# updates and of streaming and those of models are, and have all of XLA's optimizations.
-COMPILED_QUICKLY = {
-    *("cli", "engine", "exchange", "programs", "store", "train", "test_origin.py"),
-    *("test_reading_state.py", "test_restart.py", "test_state_formats.py"),
-    *("test_started.py", "test_transform_refusals.py", "test_untrained_leaves.py"),
-    *("test_interrupted.py", "test_reads.py", "test_refused.py"),
-    *("test_saved_plans.py", "test_streamed.py"),
-    "test_kills.py",  # compares a program with itself
-}
-if not LONG:
-    COMPILED_QUICKLY.add("distributed")
-# Of these, what `make test` has compares programs with themselves. Their members of
-# `make test-long` have all optimizations.
-SHORT_COMPILED_QUICKLY = {
-    *("test_micro_batches.py", "test_device_limit.py", "test_running.py"),
-    *("test_forms.py", "test_dry_run.py", "test_resident.py"),
-    *("test_layer_order.py", "test_device_values.py", "test_offload.py"),
-}
-# Without them, a fused step and its parts, or optax in a jit, have other bits.
-COMPILED_FULLY = {"test_compression.py", "test_migration.py", "test_optimizers.py"}
-COMPILED_FULLY.add("test_device_updates.py")
-
-
 def is_quick(item: pytest.Item) -> bool:
-    """Whether programs of a test are compiled without most optimizations."""
-    places = set(item.path.relative_to(ROOT).parts)
-    quickly = COMPILED_QUICKLY
-    if not item.get_closest_marker("long"):
-        quickly = quickly | SHORT_COMPILED_QUICKLY
-    return bool(places & quickly) and not places & COMPILED_FULLY
+    """Whether programs of a test are compiled without most optimizations.
+
+    Not in modules marked `optimized`, which compare bits with those of a fused program;
+    of those marked `optimized("long")`, only the long tests do.
+    """
+    mark = item.get_closest_marker("optimized")
+    is_short = not LONG and item.get_closest_marker("long") is None
+    return mark is None or (mark.args == ("long",) and is_short)
 
 
 FLAGS = os.environ.get("XLA_FLAGS", "").split()

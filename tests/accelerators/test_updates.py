@@ -21,6 +21,8 @@ from jaxinf_models import loss as model_loss
 
 import jaxinf
 
+pytestmark = pytest.mark.optimized
+
 every = pytest.mark.every
 NANO = dataclasses.replace(gpt2.PRESETS["nano"], num_layers=2)
 WIDE = dataclasses.replace(NANO, num_features=512)  # a call for each kernel

@@ -9,6 +9,8 @@ import pytest
 from jaxinf.compress import compress_leaf, dense_leaf, sparsify, top_k
 from jaxinf.layout import LeafGrid, choose_grid
 
+pytestmark = pytest.mark.optimized
+
 SHAPES = [
     ((), 4096),
     ((0, 4), 4096),

@@ -10,6 +10,8 @@ from families import family
 
 from jaxinf.compress.select import select
 
+pytestmark = pytest.mark.optimized
+
 jitted = jax.jit(select, static_argnums=(1, 2))
 rng = np.random.default_rng(0)
 

@@ -9,6 +9,8 @@ from places import LONG
 from processes import losses, running
 from shim import built_shim
 
+pytestmark = pytest.mark.optimized("long")
+
 only_long = pytest.mark.skipif(not LONG, reason="takes heartbeats; JAXINF_FAULTS=long")
 PACE = ("--steps", 40, "--pace", 0.3, "--layout", "replicated")
 QUICK = ("--limit", 8)

@@ -18,6 +18,8 @@ from processes import PROGRAM, losses, running
 
 from jaxinf.cli.commands import main
 
+pytestmark = pytest.mark.optimized("long")
+
 FRESH = ("create", "initialise", "checkpoint")
 ONCE = (*FRESH, "recover", "restore")
 FEW = {

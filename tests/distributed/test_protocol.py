@@ -6,6 +6,8 @@ from protocol_explorer import EARLY, WITHOUT_MEETING, Violation, explore
 
 from jaxinf.store import HeldSteps, StepId, agreed_step
 
+pytestmark = pytest.mark.optimized("long")
+
 SIZES = [(2, 3, 2), (3, 3, 1), *([(2, 3, 3), (3, 3, 2)] if LONG else [])]
 
 

@@ -8,6 +8,8 @@ from processes import losses, run_alone, running
 
 from jaxinf.cli.commands import main
 
+pytestmark = pytest.mark.optimized("long")
+
 
 @pytest.mark.parametrize(
     "layout", [pytest.param("fsdp", marks=pytest.mark.long), "mixed"]

@@ -12,6 +12,8 @@ from jaxinf.errors import StoreFormatError, StoreMismatchError
 from jaxinf.train import processes
 from jaxinf.train.__main__ import main
 
+pytestmark = pytest.mark.optimized("long")
+
 REFUSED = PROGRAM.with_name("refused_program.py")
 
 EXPECTED = {

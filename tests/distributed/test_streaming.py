@@ -9,6 +9,8 @@ from places import LONG
 from processes import PROGRAM, losses, running
 from shim import built_shim
 
+pytestmark = pytest.mark.optimized("long")
+
 STREAMED = PROGRAM.with_name("streamed_program.py")
 MIXED = ("--layout", "mixed")
 

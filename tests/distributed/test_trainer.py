@@ -14,6 +14,8 @@ from jaxinf.cli.commands import main as cli
 from jaxinf.train.__main__ import main
 from jaxinf.train.run_file import read_run
 
+pytestmark = pytest.mark.optimized("long")
+
 TRAINER = ("-m", "jaxinf.train", "--distributed")
 SMALL = ("--seq-len", 16, "--batch-size", 4, "--sample-bytes", 2)
 SMALL += ("--data", Path(__file__).with_name("test_deaths.py"))

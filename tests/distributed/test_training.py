@@ -8,6 +8,8 @@ from places import LONG
 from processes import losses, running
 from shim import built_shim
 
+pytestmark = pytest.mark.optimized("long")
+
 FORMATS = {
     "fp32": [],
     "int8": ["--dtype", "bfloat16", "--options", '{"state": "int8"}'],

@@ -13,6 +13,8 @@ from processes import running
 
 from jaxinf.cli.commands import main
 
+pytestmark = pytest.mark.optimized("long")
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):

@@ -11,6 +11,8 @@ from streaming import states
 
 import jaxinf
 
+pytestmark = pytest.mark.optimized
+
 RARE = ("", "-rare")
 # State on the device is not written while one commit covers several steps: 4 writes.
 TIMES = {"device": (2, 9), "updated": (4, 11), "write": (3, 4), "commit": (1, 2)}

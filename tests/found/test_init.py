@@ -9,6 +9,8 @@ from found import NO_ERROR, REFUSED, wrong
 
 import jaxinf
 
+pytestmark = pytest.mark.optimized
+
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 64)}
 
 

@@ -14,6 +14,8 @@ import jaxinf
 from jaxinf.cli import main as jaxinf_main
 from jaxinf.train.__main__ import main
 
+pytestmark = pytest.mark.optimized
+
 WEIGHTS = np.array([1, 1, 63, 63], np.float32)
 BATCH = {"x": np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6), "w": WEIGHTS}
 PARAMS = {"w": jnp.linspace(0.5, 1.5, 6)}

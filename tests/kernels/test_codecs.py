@@ -13,6 +13,8 @@ from jaxinf.layout.codecs import encode_bf16, random_bits
 from jaxinf.native.toolchain import levels
 from jaxinf.program import trace_update
 
+pytestmark = pytest.mark.optimized
+
 SIZES = [1, 255, 256, 257, 511, 512, 513, 4096, 100_003]
 TRACE = trace_update(optax.trace(decay=1.0), np.zeros(8, np.float32)).leaves[0].kernel
 

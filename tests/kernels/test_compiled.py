@@ -20,6 +20,8 @@ from jaxinf.kernels.standard import standard_kernels
 from jaxinf.native import toolchain
 from jaxinf.program import trace_update
 
+pytestmark = pytest.mark.optimized
+
 BFLOAT16, FLOAT16 = jnp.bfloat16.dtype, np.dtype(np.float16)
 COMPILER = toolchain.find_compiler()
 LEVELS = toolchain.levels()

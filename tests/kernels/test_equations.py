@@ -20,10 +20,13 @@ from jaxinf.native import libraries, toolchain
 from jaxinf.program import trace_update
 from jaxinf.program.ir import Constant, Input, Result
 
-pytestmark = pytest.mark.skipif(
-    not toolchain.levels() or toolchain.find_compiler() is None,
-    reason="no C++ compiler for this processor",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not toolchain.levels() or toolchain.find_compiler() is None,
+        reason="no C++ compiler for this processor",
+    ),
+    pytest.mark.optimized,
+]
 NUM = 10007
 SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 COMPARISONS = frozenset("eq ne lt le gt ge".split())

@@ -12,9 +12,12 @@ from jaxinf.kernels import compiled, initialise
 from jaxinf.native import toolchain
 from jaxinf.program import trace_init, trace_update
 
-pytestmark = pytest.mark.skipif(
-    not toolchain.levels(), reason="the processor is neither x86-64 nor aarch64"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not toolchain.levels(), reason="the processor is neither x86-64 nor aarch64"
+    ),
+    pytest.mark.optimized,
+]
 BFLOAT16 = jnp.bfloat16.dtype
 SCALARS = [np.float32(0.1), np.float32(0.001)]  # of adam: 1 - b1 ** t, 1 - b2 ** t
 

@@ -14,6 +14,8 @@ from jaxinf.native import toolchain
 from jaxinf.program import trace_update
 from jaxinf.program.ir import inputs_of
 
+pytestmark = pytest.mark.optimized
+
 needs_compiler = pytest.mark.skipif(
     not toolchain.levels() or toolchain.find_compiler() is None,
     reason="no C++ compiler for this processor",

@@ -9,6 +9,8 @@ from families import family
 
 from jaxinf.program import trace_init, trace_update
 
+pytestmark = pytest.mark.optimized
+
 DECAY = optax.linear_schedule(0.1, 0.01, 3)
 
 

@@ -12,6 +12,8 @@ from jaxinf.kernels.passage import stored_arrays
 from jaxinf.layout import CodedSlot
 from jaxinf.program import trace_update
 
+pytestmark = pytest.mark.optimized
+
 SIZES = [0, 1, 3, 255, 257, 511, 512, 513, 5000, 65_537, (1 << 18) + 5]
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),

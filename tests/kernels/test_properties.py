@@ -8,6 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.optimized
+
 PARTS = {
     "clip": lambda: optax.clip(0.7),
     "global_norm": lambda: optax.clip_by_global_norm(0.9),

@@ -11,6 +11,8 @@ import jaxinf
 from jaxinf.kernels.specialise import specialise, state_read
 from jaxinf.program import trace_update
 
+pytestmark = pytest.mark.optimized
+
 PARAMS = {"w": jnp.ones((5000,)), "b": jnp.ones((3, 2))}
 
 

@@ -16,6 +16,8 @@ from jaxinf.native import toolchain
 from jaxinf.native.toolchain import levels
 from jaxinf.program import trace_update
 
+pytestmark = pytest.mark.optimized
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LOWS = np.arange(1 << 16, dtype=np.uint32)
 # Zeros, denormals, the smallest and largest normals, neighbours of a carry, infinities,

@@ -24,6 +24,8 @@ from jaxinf.cli import main as jaxinf_main
 from jaxinf.exchange import HuggingFaceFolder
 from jaxinf.train.__main__ import main as train
 
+pytestmark = pytest.mark.optimized
+
 EXTRA = "needs the extra 'test-models': pip install '.[test-models]'"
 torch = pytest.importorskip("torch", reason=EXTRA)
 transformers = pytest.importorskip("transformers", reason=EXTRA)

@@ -19,6 +19,8 @@ from jaxinf.errors import StoreCorruptError, StoreMismatchError
 from jaxinf.layout import CodedSlot
 from jaxinf.store import StoreDirectory, Verifier
 
+pytestmark = pytest.mark.optimized
+
 SHAPES = {"w": (70, 100), "b": (5,)}
 ONE = {"w": (70, 100)}
 DECAY = 0.9

@@ -11,6 +11,8 @@ import small_stores
 import jaxinf
 from jaxinf.compress import sparsify
 
+pytestmark = pytest.mark.optimized
+
 # Small chunks, and less memory than one needs: several chunks in a leaf, and several
 # subgroups in a chunk.
 OPTIONS = {"chunk_elements": 20_480, "memory_bytes": 1 << 20, "num_workers": 4}

@@ -13,6 +13,8 @@ import jaxinf
 from jaxinf.optimizer import grouping
 from jaxinf.optimizer.grouping import Member, grouped
 
+pytestmark = pytest.mark.optimized
+
 KIB, MIB = 1 << 10, 1 << 20
 
 

@@ -14,6 +14,8 @@ import jaxinf
 from jaxinf.errors import StaleStateError, StoreMismatchError
 from jaxinf.typing import DeferredArray
 
+pytestmark = pytest.mark.optimized
+
 PARAMS = {
     "w": jnp.linspace(-1.0, 1.0, 96 * 64).reshape(96, 64),
     "b": {"c": jnp.ones(3)},

@@ -11,6 +11,8 @@ from families import family
 
 import jaxinf
 
+pytestmark = pytest.mark.optimized
+
 SHAPES = {"a": (300, 1025), "b": (), "c": (5,), "d": (4096, 3)}
 NUM_PARAMS = sum(int(np.prod(s)) for s in SHAPES.values())
 

@@ -13,6 +13,8 @@ from clipped_steps import clipped, make, train
 
 import jaxinf
 
+pytestmark = pytest.mark.optimized
+
 PROGRAM = Path(clipped_steps.__file__)
 
 

@@ -20,6 +20,8 @@ from families import family
 
 import jaxinf
 
+pytestmark = pytest.mark.optimized
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "classify_optimizers.py"))
 CASES = SCRIPT["cases"]()

@@ -12,6 +12,8 @@ import pytest
 import jaxinf
 from jaxinf.optimizer.packing import PACKED_BYTES, Packing
 
+pytestmark = pytest.mark.optimized
+
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16, np.int32, np.uint32, np.uint8)
 
 

@@ -24,6 +24,8 @@ from jaxinf.errors import (
 )
 from jaxinf.store import StoreDirectory, Verifier
 
+pytestmark = pytest.mark.optimized
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = {"a": (300, 1025), "b": (), "c": (5,), "d": (4096, 3), "e": (40, 3, 77)}
 NUM_PARAMS = sum(int(np.prod(s)) for s in SHAPES.values())

@@ -13,6 +13,8 @@ from flax.training.train_state import TrainState
 
 import jaxinf
 
+pytestmark = pytest.mark.optimized
+
 OPTIMIZERS = {
     "adam": lambda: optax.adam(1e-2),
     "adamw schedule clip": lambda: optax.chain(

@@ -14,6 +14,8 @@ from hlo_order import called_lines, computations, numbers
 
 import jaxinf
 
+pytestmark = pytest.mark.optimized
+
 PROGRAM = Path(__file__).parents[1] / "programs" / "sharded_updates.py"
 DEVICES = {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=4",

@@ -10,6 +10,8 @@ import pytest
 
 import jaxinf
 
+pytestmark = pytest.mark.optimized
+
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 5000), "b": jnp.ones(3)}
 GRADIENTS = jax.tree.map(jnp.sin, PARAMS)
 

@@ -13,6 +13,8 @@ from families import family
 
 import jaxinf
 
+pytestmark = pytest.mark.optimized
+
 DTYPES = [jnp.bfloat16, jnp.float16]
 SIZE = 5000
 

@@ -14,6 +14,8 @@ from jaxinf.native import toolchain
 from jaxinf.program import is_computable, joined_params, kernel_function, split_params
 from jaxinf.typing import BFLOAT16
 
+pytestmark = pytest.mark.optimized
+
 # A scalar that XLA is given ranks otherwise than one that it computes, so that with two
 # products another one is fused.
 OTHERWISE = {"rmsprop_momentum_schedule"}

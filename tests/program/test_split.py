@@ -13,6 +13,8 @@ from jaxinf.kernels import compiled
 from jaxinf.program import leaf_infos, state_layout, trace_init, trace_update
 from jaxinf.program.ir import inputs_of
 
+pytestmark = pytest.mark.optimized
+
 PARAMS = {"b": jnp.zeros(7), "w": jnp.zeros((200, 300)), "z": jnp.zeros(())}
 
 

@@ -13,7 +13,7 @@ from jaxinf.csd import Extent, Rounding, ScalarInputs, Transfer, open_csds
 from jaxinf.io import ByteMeters
 from jaxinf.program import trace_update
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.optimized]
 
 NUM_BYTES = 4000
 EXTENT = Extent(np.dtype(np.float32), NUM_BYTES // 4, 0, 0)

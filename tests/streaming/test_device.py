@@ -18,6 +18,8 @@ from jaxinf.streaming.program import shards
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import Unit
 
+pytestmark = pytest.mark.optimized
+
 PAGE_BYTES = 4096
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}

@@ -14,6 +14,8 @@ from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, divide
 
+pytestmark = pytest.mark.optimized("long")
+
 GIB = 1 << 30
 H100 = "NVIDIA H100 80GB HBM3"
 MIG = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"

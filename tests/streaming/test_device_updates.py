@@ -33,6 +33,8 @@ from jaxinf.streaming.update.on_device import (
     room_bytes,
 )
 
+pytestmark = pytest.mark.optimized
+
 SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 9)
 OPTIMIZERS = {
     "adamw": TX,

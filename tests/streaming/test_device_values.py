@@ -28,6 +28,8 @@ from jaxinf.streaming.plan import offload
 from jaxinf.streaming.plan.offload import least_offloaded_bytes, plan_tiers
 from jaxinf.streaming.run import compiled_temp_bytes
 
+pytestmark = pytest.mark.optimized("long")
+
 TX = optax.adam(1e-2)
 ENOUGH = 1 << 40
 DRIVE = threading.Lock()

@@ -10,6 +10,8 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.errors import BudgetError, StreamError
 
+pytestmark = pytest.mark.optimized("long")
+
 PROGRAM = ZOO["stack_by_index"]()
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 SHAPES = jax.eval_shape(lambda: PROGRAM.params)

@@ -19,6 +19,8 @@ from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
 from jaxinf.streaming.plan.plan import Plan
 
+pytestmark = pytest.mark.optimized("long")
+
 
 @pytest.fixture(autouse=True)
 def small_values_leave(monkeypatch):

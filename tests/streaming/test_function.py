@@ -12,6 +12,8 @@ import jaxinf
 from jaxinf.errors import StoreFormatError, StoreMismatchError, StreamError
 from jaxinf.streaming.plan import memory
 
+pytestmark = pytest.mark.optimized
+
 MEMORY_BYTES = 256 << 20
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 ADAM = optax.adam(1e-2)

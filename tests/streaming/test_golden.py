@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from golden_streams import CUTS, PARAMS, opened, run, unpacked
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.mark.long
 def test_the_golden_store_goes_on_to_the_bit(tmp_path):

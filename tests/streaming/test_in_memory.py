@@ -12,6 +12,8 @@ from zoo import ZOO, normal
 import jaxinf
 from jaxinf.errors import StreamError
 
+pytestmark = pytest.mark.optimized
+
 MEMORY_BYTES = 64 << 20
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 

@@ -9,6 +9,8 @@ from jaxinf.errors import StreamError
 from jaxinf.streaming.program.initial import trace_params
 from jaxinf.streaming.program.threefry import can_fuse, fused_bits
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.mark.parametrize("shape", [(), (1,), (5, 7), (2, 3, 4), (1025,)])
 def test_fused_bits_are_those_of_jax(shape):

@@ -31,6 +31,8 @@ from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update.micro_batches import Sums, first_part, parts_of, together
 from jaxinf.streaming.update.store_sink import StoreSink
 
+pytestmark = pytest.mark.optimized("long")
+
 ADAM = optax.adam(1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
 LAYERS = {"micro_batches": 2, "order": "layers"}

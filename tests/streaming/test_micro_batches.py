@@ -21,6 +21,8 @@ from jaxinf.errors import StreamError
 from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.update.store_sink import StoreSink
 
+pytestmark = pytest.mark.optimized("long")
+
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 ADAM = optax.adam(1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAM)

@@ -22,6 +22,8 @@ from jaxinf.streaming.plan.offload import fitted, least_offloaded_bytes
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.run import Runner, compiled_temp_bytes
 
+pytestmark = pytest.mark.optimized("long")
+
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 TX = optax.adam(1e-2)
 

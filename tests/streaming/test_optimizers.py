@@ -18,6 +18,8 @@ from families import family
 
 import jaxinf
 
+pytestmark = pytest.mark.optimized
+
 PAGE = Path(__file__).parents[2] / "docs/optimizers.md"
 ROWS = re.findall(
     r"^\| `([\w.]+)`(, \w+)? \| \w+ \| ([\w, ]+) \|", PAGE.read_text(), re.MULTILINE

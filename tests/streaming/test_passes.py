@@ -34,6 +34,8 @@ from jaxinf.streaming import passes_for, trace_optimizer
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.update.passes import PassRunner
 
+pytestmark = pytest.mark.optimized
+
 PROGRAM = Path(passes_run.__file__)
 
 

@@ -13,6 +13,8 @@ from jaxinf.streaming.program.cut import choose_cuts
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.run import Runner
 
+pytestmark = pytest.mark.optimized
+
 SLOW = ("linen", "linen_scan_remat_dropout", "gpt2_nano", "nnx_batch_norm")
 SLOW += ("linen_scan", "haiku", "half_precision_loss")
 DEEP = (

@@ -10,6 +10,8 @@ from jaxinf import compat
 from jaxinf.streaming.plan.plan import prepare
 from jaxinf.streaming.program.programs import compiler_options, sums_large_products
 
+pytestmark = pytest.mark.optimized
+
 MIB = 1 << 20
 LARGE, SMALL, FLAT = (1, 2, 2048, 2048), (1, 2, 64, 64), (4096, 2048)
 

@@ -26,6 +26,8 @@ from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.resident import ResidentChooser, updated_in_place
 from jaxinf.streaming.program.units import StoreUnits
 
+pytestmark = pytest.mark.optimized("long")
+
 MEMORY_BYTES = 256 << 20
 TIER_BYTES = 64 << 10
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}

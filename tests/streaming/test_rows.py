@@ -33,6 +33,8 @@ from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.plan.plan import prepare_function
 from jaxinf.streaming.program.tables import find_tables
 
+pytestmark = pytest.mark.optimized
+
 MUCH = "96MiB"
 KILLS = [("init", 2), ("update", 3), ("update", 9)]
 

@@ -17,6 +17,8 @@ from jaxinf.csd import HostCsd
 from jaxinf.engine import ParamsReader
 from jaxinf.streaming.move.scratch import Scratch
 
+pytestmark = pytest.mark.optimized("long")
+
 TX = optax.adam(1e-2)
 LAYERS = [normal(i, 32, 32) / 6 for i in range(12)]
 BATCH = normal(100, 8192, 32)

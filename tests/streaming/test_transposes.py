@@ -10,6 +10,8 @@ from zoo import ZOO
 
 from jaxinf.streaming.plan.plan import prepare
 
+pytestmark = pytest.mark.optimized
+
 LONG = pytest.mark.long
 
 

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.optimized
+
 
 def assert_alike(found, expected):
     assert dict(found) == pytest.approx(dict(expected), rel=1e-4)

@@ -5,6 +5,8 @@ import pytest
 
 from jaxinf.engine import updaters
 
+pytestmark = pytest.mark.optimized
+
 STREAM = ("--mode", "stream", "--memory", "256MiB", "--steps", 4)
 
 

@@ -16,6 +16,8 @@ from jaxinf.train.optimizers import check_optimizer, make_optimizer, optax_optim
 from jaxinf.train.schedules import learning_rates
 from jaxinf.train.step import compile_train_step
 
+pytestmark = pytest.mark.optimized
+
 TINY = GPT2Config(32, 8, num_layers=1, num_heads=1, num_features=8)
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.ones(4)}
 FIXED = {"schedule": "constant", "warmup_steps": 0, "clip_norm": 0.0}

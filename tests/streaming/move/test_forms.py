@@ -13,6 +13,8 @@ from jaxinf.streaming.move.scratch import Scratch, raw_bytes
 from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.plan.forms import PART_BYTES, Coding, coding_of, stored_bytes
 
+pytestmark = pytest.mark.optimized("long")
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LENGTHS = [1, 255, 256, 257, 65_536, 65_537, 200_001]
 

@@ -12,6 +12,8 @@ from zoo import ZOO
 
 from jaxinf.streaming.program.peak import peak_memory
 
+pytestmark = pytest.mark.optimized
+
 # The same memory, compiled in a fraction of the time.
 QUICK = {"xla_backend_optimization_level": 0}
 
