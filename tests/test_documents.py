@@ -218,7 +218,7 @@ jax.tree.map(np.testing.assert_array_equal, imported, trained[0])
 """,
     "docs/compression.md": "tx.update(params, tx.init(params), params)",
     "docs/integrations.md": "opened = jaxinf.store_of(STORE); opened.wait()\n"
-    "assert opened.step >= 1 or 'count' in globals()",
+    "assert opened.step >= 1 or 'held' in globals()",
     "docs/performance.md": "tx.update(params, tx.init(params), params)",
     "docs/streaming.md": "assert float(loss) > 0",
 }

@@ -16,7 +16,12 @@ import optax
 
 def is_inside_multi_steps() -> bool:
     """Whether a method of an ``optax.MultiSteps`` is among the callers."""
-    return any(isinstance(f.f_locals.get("self"), optax.MultiSteps) for f in _callers())
+    module = optax.MultiSteps.__module__  # not f_locals, which would keep tracers
+    return any(
+        f.f_code.co_qualname.startswith("MultiSteps.")
+        and f.f_globals.get("__name__") == module
+        for f in _callers()
+    )
 
 
 def is_inside_lookahead() -> bool:

@@ -11,6 +11,7 @@ from jaxinf.engine.compression import (
 )
 from jaxinf.engine.convert import convert_store
 from jaxinf.engine.description import LeafDescription, StoreDescription, describe
+from jaxinf.engine.divergence import warn_of_unseen
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import check_announced
 from jaxinf.engine.opened import OpenStore
@@ -42,7 +43,6 @@ from jaxinf.engine.store import (
     close,
     open_store,
     store_of,
-    store_with_id,
 )
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.training import Training
@@ -96,6 +96,6 @@ __all__ = [
     "shard_counts",
     "shard_holders",
     "store_of",
-    "store_with_id",
     "sum_bits",
+    "warn_of_unseen",
 ]

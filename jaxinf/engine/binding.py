@@ -20,6 +20,7 @@ from jaxinf.engine.divergence import (
     RESTART,
     UPDATE,
     check_known,
+    diverged_at_first,
     stale_state,
 )
 from jaxinf.engine.opened import OpenStore
@@ -86,6 +87,8 @@ class Binding:
     Attributes:
       origin: the origin of the states that updates return from now on, as in
         `jaxinf.SmartUpdateState`.
+      has_advanced: whether the run has made a step of its own since the store was
+        opened, or begun anew.
     """
 
     def __init__(
@@ -100,7 +103,8 @@ class Binding:
         self._has_compared = False
         self._at: _State | None = None  # the state that the next update should get
         self._before: _State | None = None  # the one that the last update got
-        self._has_warned = self._has_warned_unheld = False
+        self._has_warned = False
+        self.has_advanced = False
 
     def is_at(self, step: int, origin: int) -> bool:
         """Whether a state is the last step's, so that nothing must be compared."""
@@ -109,10 +113,12 @@ class Binding:
     def begin_anew(self) -> None:
         """Binds the run to the initial state of a new store."""
         self._at, self._before = (0, UPDATE), None
+        self.has_advanced = False
 
     def advance(self, step: int) -> None:
         """Notes that an update has ended, which returns a state of a step."""
         self._at, self._before = (step, self.origin), self._at
+        self.has_advanced = True
 
     def release(self) -> None:
         """Unbinds the run, so that the next step must bind it first."""
@@ -187,6 +193,8 @@ class Binding:
             same = [c for c in self._candidates if not c.differing]
             if not same and self._at is not None:
                 raise stale_state(path, step, self._at[0])
+            if not same and not step:
+                raise diverged_at_first(f"{path}: leaf {self._candidates[0].differing}")
             if not same:
                 raise StoreMismatchError(
                     f"{path}: the state given to update is of step {step}, the "
@@ -197,10 +205,7 @@ class Binding:
                     f"checkpoint, {RESTART}"
                 )
             if not self._has_compared and opened.directory.manifest.num_params:
-                is_own = self._at is not None  # a state that this run's update got
-                warns = not (is_own or self._has_warned_unheld)
-                check_known(path, step, origin, warns=warns)
-                self._has_warned_unheld |= warns
+                check_known(path, step, origin)
             self._go_on_from(opened, same)
             self._forget()
             if origin != INIT_WITH_OTHERS:

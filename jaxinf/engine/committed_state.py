@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxinf.csd import CsdInfo
 from jaxinf.engine.dispatched import wait_for_callbacks
+from jaxinf.engine.divergence import warn_of_unseen
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.optax_state import placed_leaves, scalar_array
 from jaxinf.engine.replicas import gathered_replicas, gathered_whole, own_parts
@@ -152,6 +153,8 @@ class CommittedState:
         self._check_like(trained(like))
         places = [place for place, leaf in enumerate(leaves) if is_trained(leaf)]
         with self._training.paused():
+            unseen = self._training.opened.finished.steps_without_params
+            warn_of_unseen(self.path, unseen)
             number_of = self._training.opened.state_number
             for number, place in enumerate(places):
                 chosen = number_of(number, average=average)
@@ -302,7 +305,7 @@ class CommittedState:
         return open_array(self._directory.step_path(slot), record, state)
 
     def read(self, state: str, leaf: str) -> Array:
-        """Reads a leaf's committed state, decoded; blocks.
+        """Reads a leaf's state, decoded, after the steps in flight; blocks.
 
         Args:
           state: ``"params"``, ``"mu"``, …: as for `tensorstore`, except arrays that
@@ -315,6 +318,7 @@ class CommittedState:
         Raises:
           ValueError: no such leaf or state; lists what there is.
         """
+        self._wait_for(None)
         record = find_leaf(self._manifest, state, leaf)
         chosen = record.state(state)
         if chosen.is_beside:

@@ -41,9 +41,10 @@ def wait_for_dispatched() -> None:
 
     These are the computations of all live arrays, and those dispatched by this thread.
     Errors are not raised, since a store keeps its own. Ctrl-C ends the wait for arrays.
+    A callback does not wait, as it is a part of such a computation.
     """
-    if not compat.has_backend():  # asking for its arrays would start it
-        return
+    if not compat.has_backend() or _is_thread_of_jax():
+        return  # asking for its arrays would start a backend
     pause_s = _SHORTEST_S
     while not all(map(_is_ready, jax.live_arrays())):
         time.sleep(pause_s)

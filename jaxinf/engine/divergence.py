@@ -3,7 +3,7 @@
 Invariant: zeros and denormals count as equal, as JAX on a CPU flushes denormals.
 """
 
-import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,8 +15,6 @@ from jaxinf.errors import DivergedParamsError, StaleStateError, StoreMismatchErr
 from jaxinf.layout import gather
 from jaxinf.store import CommitRecord, StepReader, StoreDirectory
 from jaxinf.typing import Array
-
-_LOG = logging.getLogger("jaxinf")
 
 UPDATE, INIT_WITH_OTHERS = 0, 1
 """Origins of a state, as in `jaxinf.SmartUpdateState`; later ones are updates, too."""
@@ -34,6 +32,8 @@ def compare_chunk(
     layout: SubgroupLayout,
     params: Array,
     origin: Sequence[int],
+    *,
+    is_first: bool,
 ) -> None:
     """Checks that params equal a chunk, except for zeros and denormals.
 
@@ -42,6 +42,7 @@ def compare_chunk(
     Args:
       params: the leaf or a shard of it, in the dtype of the store's params.
       origin: index in the leaf of the array's first element.
+      is_first: as for `diverged_error`.
 
     Raises:
       DivergedParamsError: they differ; names the place.
@@ -60,7 +61,8 @@ def compare_chunk(
             if found is None and not same_values(held, given):
                 first = int(np.argmax(held != given))
                 few = slice(first, first + 3)
-                found = diverged_error(record.name, given[few].copy(), held[few].copy())
+                values = given[few].copy(), held[few].copy()
+                found = diverged_error(record.name, *values, is_first=is_first)
     if found is not None:  # the chunk is not damaged
         raise found
 
@@ -85,8 +87,16 @@ def same_values(a: Array, b: Array, *, bound: float = 0.0) -> bool:
     return bool(same.all())
 
 
-def diverged_error(name: str, given: Array, held: Array) -> DivergedParamsError:
-    """Makes the error for params that differ from the store's master."""
+def diverged_error(
+    name: str, given: Array, held: Array, *, is_first: bool
+) -> DivergedParamsError:
+    """Makes the error for params that differ from the store's master.
+
+    Args:
+      is_first: whether they are given to the first step.
+    """
+    if is_first:
+        return diverged_at_first(f"leaf {name}")
     return DivergedParamsError(
         f"leaf {name}: the params given to update are not those the store's master is "
         f"of (at one place they are {given}, the store's {held}); apply the returned "
@@ -95,11 +105,34 @@ def diverged_error(name: str, given: Array, held: Array) -> DivergedParamsError:
     )
 
 
-def check_known(path: Path, step: int, origin: int, *, warns: bool) -> None:
-    """Refuses to go on without params where `init` saw others than the step's.
+def diverged_at_first(where: str) -> DivergedParamsError:
+    """Makes the error for params of a first step that `init` has not seen."""
+    return DivergedParamsError(
+        f"{where}: the params given to the first update are not those that init was "
+        "given. Call tx.init with the params that you train, after other weights have "
+        "been put in their place: on a new store, or on this one with smart_update(…, "
+        'on_existing="restart")'
+    )
+
+
+def warn_of_unseen(path: Path, steps: int) -> None:
+    """Warns if the caller's params were not compared with the master.
 
     Args:
-      warns: whether to warn of a state that may have been restored beside other params.
+      steps: number of the last steps for which they were not given.
+    """
+    if steps:
+        warnings.warn(
+            f"{path}: the last {steps} updates were given no params, so the store's "
+            "params are not compared with yours, and differ from them if updates were "
+            "changed after update, or params replaced. Give them: tx.update(grads, "
+            "state, params)",
+            stacklevel=3,
+        )
+
+
+def check_known(path: Path, step: int, origin: int) -> None:
+    """Refuses to go on without params where `init` saw others than the step's.
 
     Raises:
       StoreMismatchError: the state is of such an `init`.
@@ -111,14 +144,6 @@ def check_known(path: Path, step: int, origin: int, *, warns: bool) -> None:
             "own, params = store.params(like=params) and state = tx.init(params), or "
             "restore params and state from one checkpoint, or give update the params "
             f"so that they can be compared, tx.update(grads, state, params), {RESTART}"
-        )
-    if warns:
-        _LOG.warning(
-            "%s: update was given no params, so they are not held against those of "
-            "step %d in the store; give them: tx.update(grads, state, params). This is "
-            "said once",
-            path,
-            step,
         )
 
 

@@ -32,12 +32,18 @@ class OpenStores:
     """All open stores of a process, by path. Thread-safe."""
 
     def __init__(self) -> None:
-        self.guard = threading.RLock()
+        self._guard = threading.RLock()
         self._by_path: dict[Path, Opened] = {}
+        self._locks: dict[Path, threading.RLock] = {}
+
+    def lock(self, path: Path) -> threading.RLock:
+        """Returns the lock that is held while the store of a path opens or closes."""
+        with self._guard:
+            return self._locks.setdefault(path.resolve(), threading.RLock())
 
     def get(self, path: Path) -> Opened | None:
         """Returns the open store of a path; None if there is none, or it was closed."""
-        with self.guard:
+        with self._guard:
             held = self._by_path.get(path.resolve())
             if held is not None and held.training.is_closed:
                 self.forget(held)
@@ -62,7 +68,7 @@ class OpenStores:
           ValueError: an option that the caller has set differs from the open store's.
           StoreError: as `jaxinf.open_store` documents.
         """
-        with self.guard:
+        with self.lock(options.path):
             held = self.get(options.path)
             if held is not None and held.training.failure is not None:
                 _LOG.warning(
@@ -74,24 +80,29 @@ class OpenStores:
                 held.training.close()
                 self.forget(held)
                 held = None
-            if held is None:
-                self._by_path = {p: self._by_path[p] for p in self._live()}
-                held = Opened(Training(options, members))
-                self._by_path[options.path.resolve()] = held
-            else:
+            if held is not None:
                 _check_given(held.training, options, given)
+                return held
+            held = Opened(Training(options, members))
+            with self._guard:
+                self._by_path = {p: self._by_path[p] for p in self._live()}
+                self._by_path[options.path.resolve()] = held
             return held
 
     def _live(self) -> list[Path]:
         return [p for p, h in self._by_path.items() if not h.training.is_closed]
 
+    def begin_anew(self) -> None:
+        """Gives up the locks, which a thread of this fork's parent may hold."""
+        self._guard, self._locks = threading.RLock(), {}
+
     def forget(self, held: Opened) -> None:
         """Removes a store that is closed, or that belongs to this fork's parent."""
-        with self.guard:
+        with self._guard:
             self._by_path = {p: h for p, h in self._by_path.items() if h is not held}
 
     def all(self) -> list[Opened]:
-        with self.guard:
+        with self._guard:
             held = self._by_path.values()
             return [one for one in held if not one.training.is_closed]
 

@@ -164,7 +164,7 @@ def scalar_array(value: Array, like: Any) -> jax.Array:
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         impls: list[Any] = []  # of a shape it is known while tracing alone
         jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
-        return jax.random.wrap_key_data(value, impl=impls[0])
+        return jax.random.wrap_key_data(jnp.asarray(value), impl=impls[0])
     sharding = getattr(like, "sharding", None)
     if not getattr(like, "committed", True):
         sharding = None

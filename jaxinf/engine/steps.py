@@ -184,6 +184,8 @@ class StepEngine:
         scalars: Sequence[ScalarState],
         skipped_steps: int,
         inexact: Mapping[int, float] = MappingProxyType({}),
+        *,
+        is_compared: bool = True,
     ) -> None:
         """Ends the step after `step` in the background, when all leaves are updated.
 
@@ -195,6 +197,7 @@ class StepEngine:
           inexact: leaves whose 16-bit params at the caller differ in bits from
             `UpdateRequest.out`, and the greatest difference. The next step does not
             use the caller's.
+          is_compared: whether the caller's params, if it has any, were given.
 
         Raises:
           NonFiniteScalarError: the gradients are finite, and a kernel computed with a
@@ -209,6 +212,7 @@ class StepEngine:
                 self.wait()  # commits the steps before
                 raise error
             before = self._opened.finished.inexact
+            unseen = self._opened.finished.steps_without_params + 1
             still = {name: before[name] for name in self._kept_names() & before.keys()}
             record = CommitRecord(
                 step=step,
@@ -216,6 +220,7 @@ class StepEngine:
                 skipped_steps=skipped_steps,
                 payload=self._annotations.take(step),
                 inexact=still | {self._name(n): bound for n, bound in inexact.items()},
+                steps_without_params=0 if is_compared else unseen,
                 device_updates=self._opened.assignment.every,
                 device_tier=self._opened.assignment.tier_bytes,
             )

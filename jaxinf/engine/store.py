@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -290,13 +289,21 @@ class Store(CommittedState):
             being handled, or no result of the failed computation is left to read).
         """
         held = self._opened.holders
-        with _OPEN.guard:
+        if len(held) == 1 and not self._run.is_closed:
+            check_thread(f"{self.path}: close")
+        with _OPEN.lock(self.path):
             if self not in held or self._run.is_closed:
                 return
             if len(held) > 1:
                 held.remove(self)
                 return
-        check_thread(f"{self.path}: close")
+            self._close_last()
+        if sys.exception() is None:
+            raise_kept()
+        if self._run.is_failure_untold:
+            self._run.check()
+
+    def _close_last(self) -> None:
         training = self._run
         try:
             wait_for_dispatched()
@@ -311,10 +318,6 @@ class Store(CommittedState):
             raise
         finally:
             self._release()
-        if sys.exception() is None:
-            raise_kept()
-        if training.is_failure_untold:
-            training.check()
 
     def _release(self) -> None:
         try:
@@ -454,7 +457,7 @@ def open_store(
     }
     given = {name: value for name, value in given.items() if value is not None}
     options = StoreOptions(path, **{**_DEFAULTS, **given})
-    with _OPEN.guard:
+    with _OPEN.lock(path):
         return Store(_OPEN.open(options, given, members))
 
 
@@ -506,24 +509,6 @@ def store_of(path: PathLikeStr) -> Store:
     return held.holders[0]
 
 
-def store_with_id(store_id: str) -> Store:
-    """The open store of an id, which a store keeps when it is moved.
-
-    Raises:
-      ValueError: none is open, or several are, as a copy has the same id.
-    """
-    found = [one for one in _OPEN.all() if one.training.store_id == store_id]
-    found = [one for one in found if one.holders]
-    if len(found) != 1:
-        paths = ", ".join(str(one.training.options.path) for one in found)
-        raise ValueError(
-            f"store {store_id}: expected one open store of this id in the process, "
-            f"found {f'{len(found)} ({paths})' if found else 'none'}; "
-            + ("close the copies" if found else "open it with jaxinf.open_store")
-        )
-    return found[0].holders[0]
-
-
 def close(path: PathLikeStr) -> None:
     """Closes the store at a path with all its handles; see `Store.close`.
 
@@ -564,7 +549,7 @@ def _close_all() -> None:
 
 def _forget_all() -> None:
     """Ends the use of all stores in a forked child; the parent keeps them."""
-    _OPEN.guard = threading.RLock()  # a thread of the parent may hold the old lock
+    _OPEN.begin_anew()
     for held in _OPEN.all():
         held.training.disown()
         _OPEN.forget(held)

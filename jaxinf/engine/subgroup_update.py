@@ -32,6 +32,7 @@ class SubgroupUpdate:
       given: the caller's params, if they are used instead of the stored ones.
       compared: the caller's params, if they are compared with the stored ones.
       is_probed: whether to compare the stored params with the request's probe.
+      is_first: whether it is an update of the store's first step.
       inexact: a difference of the caller's params that does not count.
       is_whole: whether the chunk's file is unchanged since the last step.
       updater: what computes it in place of the CSD; None if the CSD does.
@@ -49,6 +50,7 @@ class SubgroupUpdate:
     given: Array | None
     compared: Array | None
     is_probed: bool
+    is_first: bool
     inexact: float
     is_whole: bool
     updater: Updater | None = None
@@ -147,7 +149,8 @@ class SubgroupUpdate:
             if self.is_whole:
                 self.chunks.check_file(self.layout, 0)  # damage would explain it
             name = self.directory.manifest.leaves[self.request.leaf].name
-            raise diverged_error(name, given[:3], stored[:3])
+            few = given[:3], stored[:3]
+            raise diverged_error(name, *few, is_first=self.is_first)
 
     def _check_given(self, params: Array, checksum: int) -> None:
         """Checks that the given params equal those that the last step stored.
@@ -156,4 +159,11 @@ class SubgroupUpdate:
         """
         if not self.chunks.matches(self.layout, 0, checksum):
             origin = self.request.origin
-            compare_chunk(self.directory, self.chunks, self.layout, params, origin)
+            compare_chunk(
+                self.directory,
+                self.chunks,
+                self.layout,
+                params,
+                origin,
+                is_first=self.is_first,
+            )

@@ -19,6 +19,7 @@ from jaxinf.engine.admission import check_division, check_same
 from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.binding import Binding
 from jaxinf.engine.description import StoreDescription, kernel_needs
+from jaxinf.engine.dispatched import wait_for_dispatched
 from jaxinf.engine.divergence import RESTART
 from jaxinf.engine.division import check_memory
 from jaxinf.engine.kept_steps import archive, check_room
@@ -59,6 +60,7 @@ class Training:
         mesh; empty if they are not sharded.
       shapes: shapes and dtypes of these params, in the optimizer's form; None before.
       members: the processes that have the store together.
+      has_warned_of_params: whether a run that gives no params was told so.
       exports: the exports of its steps to a URL.
       binding: the run's binding to a step of the store, made by its first step.
 
@@ -72,6 +74,7 @@ class Training:
         self.shapes: Any = None
         self.members = members or Members(options.path)
         self._run = StoreRun.of(options, self.members)
+        self.has_warned_of_params = False
         self.exports = self._run.exports
         self._run.health.failure.listen(self._tell_others)
         self._place = StorePlace(self._run)
@@ -115,13 +118,6 @@ class Training:
                 f"{self.options.path}: the store is empty until tx.init has run on it"
             )
         return self._opened
-
-    @property
-    def store_id(self) -> str:
-        """The id of the store, also of one that is still to be made."""
-        if self._opened is None:
-            return self._run.new_id
-        return self._opened.directory.manifest.store_id
 
     @property
     def has_files(self) -> bool:
@@ -318,11 +314,14 @@ class Training:
     def restart(self, description: StoreDescription) -> None:
         """Keeps the existing run as a checkpoint, and waits for a new one.
 
+        Steps in flight are waited for.
+
         The committed step does not change until `finish_initialisation`.
 
         Raises:
           StoreMismatchError: the new run has other leaves or another optimizer.
         """
+        wait_for_dispatched()
         with self._guard:
             self.wait()
             opened = self.opened

@@ -111,6 +111,7 @@ def request_tasks(
             given=given if is_taken else None,
             compared=given if is_given and inexact is not None else None,
             is_probed=is_first and request.probe.size > 0 and 0 in loads,
+            is_first=step == 1,
             inexact=inexact or 0.0,
             is_whole=is_whole,
             updater=updater,

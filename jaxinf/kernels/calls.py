@@ -295,6 +295,7 @@ class Call:
 def array_fields(array: Array | CodedSlot) -> tuple[int, int, int, int, int]:
     if not isinstance(array, CodedSlot):
         return array.ctypes.data, 0, _CODES[array.dtype], 0, 0
+    assert array.key is not None, "machine code rounds stochastically"
     codes, scales, rest = array.codes.ctypes.data, array.scales, array.remainders
     key, first = array.key & _WORD, array.first & _WORD
     if rest is not None:

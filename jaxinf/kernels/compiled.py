@@ -224,7 +224,8 @@ def _find(kernel: Kernel) -> CompiledKernel:
         ) from error
     except (toolchain.CompilerError, OSError) as error:
         raise CsdError(
-            f"the optimizer's kernel is not in this installation: {error}"
+            "the optimizer's kernel is not in this installation, and was not "
+            f"compiled: {error}"
         ) from error
 
 

@@ -5,7 +5,6 @@ Invariant: the text depends on the equations alone. Literals are numbered argume
 hyperparameters or in the precision of their state share one compiled function.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -114,10 +113,8 @@ class _Emitter:
                 self.names[value] = f"new_{self._slot_name(number)}"
 
     def _slot_name(self, number: int) -> str:
-        name = re.sub(r"\W+", "_", self.body.slots[number]).strip("_") or "slot"
-        taken = [re.sub(r"\W+", "_", s).strip("_") for s in self.body.slots]
-        reserved = taken.count(name) > 1 or name[0].isdigit() or name in _RESERVED
-        return f"{name}_{number}" if reserved else name
+        name = self.body.slots[number]
+        return name if name in _READABLE else f"slot_{number}"
 
     def _member(self, name: str, kind: str, value: str) -> str:
         self.members.append(f"const {kind} {name};")
@@ -243,14 +240,8 @@ def _initialisers(setup: Sequence[str]) -> str:
     return "".join(f"\n      {':' if i == 0 else ','} {s}" for i, s in enumerate(setup))
 
 
-_RESERVED = frozenset(
-    """
-    F32 I32 U32 L lanes update params gradient slots arrays new_slots scalars
-    constants auto bool break case char class const default delete do double else enum
-    float for if int long new operator private public return short signed static struct
-    switch template this throw true false union unsigned using virtual void while
-    """.split()
-)
+_READABLE = frozenset(("average", "mu", "nu", "sum_of_squares", "trace"))
+"""Names of state that kernels of the package have; of others C++ sees the number."""
 
 _TEMPLATE = """\
 #include "shell.hpp"

@@ -256,9 +256,10 @@ def run_compiler(arguments: Sequence[str]) -> None:
     except OSError as error:
         raise CompilerError(f"{arguments[0]}: {error}") from error
     if result.returncode:
-        text = result.stderr.strip()[-2000:]
+        text = result.stderr.strip()
+        found = [line for line in text.splitlines() if "error" in line] or [text]
         raise CompilerError(
-            f"{' '.join(arguments)} exited with status {result.returncode}:\n{text}"
+            f"{arguments[0]} exited with status {result.returncode}: {found[0]}"
         )
 
 

@@ -3,7 +3,7 @@
 Invariant: optax and JAX meet the store here; lower layers know nothing of callbacks.
 """
 
-from jaxinf.optimizer.state import SmartUpdateState, Stored, StoredArray
+from jaxinf.optimizer.state import SmartUpdateState, StoredArray
 from jaxinf.optimizer.transform import smart_update
 
-__all__ = ["SmartUpdateState", "Stored", "StoredArray", "smart_update"]
+__all__ = ["SmartUpdateState", "StoredArray", "smart_update"]

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import Store, StoreDescription
+from jaxinf.engine import Store, StoreDescription, warn_of_unseen
 from jaxinf.errors import StoreMismatchError
 from jaxinf.optimizer.callback import FAILED
 from jaxinf.optimizer.host_side import named_scalars
@@ -63,12 +63,22 @@ class HostInit:
                     )
                 if self._on_existing == "restart":
                     training.restart(self._description)
+            is_first = not self._has_begun
             if not self._has_begun:
                 # An update of others must be given params in any case.
                 dtypes = {leaf.dtype for leaf in self._description.leaves}
                 self._has_seen_others = dtypes != {"float32"}
             self._has_begun = True
         is_new = training.bind(self._description, may_create=True)
+        if is_first and not is_new and training.binding.has_advanced:
+            raise StoreMismatchError(
+                f"{self._store.path}: expected the first init on this open store, "
+                "found one after steps of its own: it would keep moments and counts, "
+                "which optax's init resets. To begin anew, use smart_update(…, "
+                'on_existing="restart"), which keeps the run as a checkpoint; to go '
+                "on, give update the state that the last call returned. Closed and "
+                "opened, the store resumes"
+            )
         self._store.wait()
         return is_new
 
@@ -153,6 +163,8 @@ class HostInit:
             training.finish_initialisation(named_scalars(self._description, scalars))
         else:
             training.binding.release()
+            unseen = training.opened.finished.steps_without_params
+            warn_of_unseen(self._store.path, unseen)
         commit = training.opened.finished
         self._check_scalars(scalars, commit.scalar_state)
         origin = int(not is_new and self._has_seen_others)

@@ -53,6 +53,7 @@ class HostSide:
         self._nonfinite: NonFinitePolicy | None = nonfinite
         self._started = StartedUpdates(store)
         self._has_warned = False
+        self._has_spoilt = False
 
     def settle(self, program: UpdateProgram) -> None:
         """Settles the effect of a non-finite gradient, when the optimizer is known."""
@@ -238,6 +239,31 @@ class HostSide:
         if requests:
             is_finite = self.store._training.steps.update(int(call.step), *requests)
             outs.statuses[places] = np.where(is_finite, FINITE, NON_FINITE)
+            if not self.checks_finite:
+                bad = [n for n, ok in zip(places, is_finite, strict=True) if not ok]
+                self._note_spoilt(description, call, outs, bad)
+
+    def _note_spoilt(
+        self,
+        description: StoreDescription,
+        call: HostCall,
+        outs: HostResult,
+        places: Sequence[int],
+    ) -> None:
+        """Says once that an optimizer has let NaN or Inf through to the params."""
+        for place in places:
+            out = outs.arrays[place]
+            if self._has_spoilt or out is None or np.isfinite(out).all():
+                continue
+            self._has_spoilt = True
+            _LOG.warning(
+                "%s: step %d: NaN or Inf of the gradient got into leaf %s and is "
+                "committed, as the optimizer lets it through; go back to a checkpoint "
+                "of before (open_store(…, restore=NAME)). This is said once",
+                self.store.path,
+                int(call.step) + 1,
+                description.leaves[call.leaves[place].number].name,
+            )
 
     def start(
         self, description: StoreDescription, outs: HostResult, call: HostCall
@@ -266,10 +292,13 @@ class HostSide:
         description: StoreDescription,
         verdict: Array,
         arguments: tuple[Array, Array, Array, Array, Sequence[Array]],
+        *,
+        is_compared: bool,
     ) -> None:
         """Callback: ends the step when every leaf has been updated.
 
         Args:
+          is_compared: whether the update was given params.
           arguments: step and skipped steps of the state; for each leaf the status, and
             the greatest difference of its updated 16-bit params from the store's, or
             `EXACT`; the new scalar state.
@@ -288,7 +317,9 @@ class HostSide:
         else:
             named = named_scalars(description, scalars)
             leaves = {int(n): float(inexact[n]) for n in np.flatnonzero(inexact >= 0)}
-            training.steps.finish(int(step), named, int(skipped), leaves)
+            training.steps.finish(
+                int(step), named, int(skipped), leaves, is_compared=is_compared
+            )
             training.binding.advance(int(step) + 1)
             verdict[...] = COMMITTED
 

@@ -34,7 +34,7 @@ from jaxinf.optimizer.sharding import (
 )
 from jaxinf.optimizer.state import SmartUpdateState, first_state
 from jaxinf.optimizer.wrapped import Wrapped
-from jaxinf.program import InitProgram, key_data, trained
+from jaxinf.program import InitProgram, key_data, leaf_infos, trained
 from jaxinf.typing import DeferredArray, PyTree
 
 
@@ -58,6 +58,7 @@ def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
     )
     if is_known:
         seen = [getattr(leaf, "sharding", None) for leaf in leaves]
+        _check_memory(params, seen)
         wrapped.store._training.shardings = on_one_mesh(seen)
     shardings = wrapped.shardings or (() if is_known else traced_shardings(leaves))
     program, update = wrapped.trace(params, wrapped.example_args)
@@ -69,8 +70,22 @@ def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
         made = _init_eagerly(wrapped, description, program, leaves)
     wrapped.store._training.shapes = Shapes.of(params)
     feedback = wrapped.structure_of_feedback(params).unflatten(made.feedback)
-    store_id = wrapped.store._training.store_id
-    return first_state(program, made.initial, made.held, feedback, store_id)
+    return first_state(program, made.initial, made.held, feedback)
+
+
+def _check_memory(params: PyTree, shardings: Sequence[Any]) -> None:
+    """Refuses params that are not in their devices' own memory."""
+    for info, sharding in zip(leaf_infos(params), shardings, strict=True):
+        kind = getattr(sharding, "memory_kind", None)
+        if kind is None:
+            continue
+        own = next(iter(sharding.device_set)).default_memory().kind
+        if kind != own:
+            raise ValueError(
+                f"init: leaf {info.name}: expected params in the memory of their "
+                f"device, {own}, found {kind}; put them there: jax.device_put(params, "
+                f"sharding.with_memory_kind({own!r}))"
+            )
 
 
 def _init_eagerly(

@@ -3,7 +3,7 @@
 Invariant: a state belongs to one step of the store, and advances only with it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -12,89 +12,99 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf import compat
-from jaxinf.engine import (
-    StoreDescription,
-    check_announced,
-    store_with_id,
-)
-from jaxinf.errors import StaleStateError
+from jaxinf.engine import StoreDescription, check_announced
+from jaxinf.errors import StaleStateError, StoreError
 from jaxinf.interrupts import raise_kept
 from jaxinf.optimizer.callback import FAILED
 from jaxinf.optimizer.host_side import COMMITTED, SKIPPED
 from jaxinf.program import InitProgram
 from jaxinf.store import leaf_name
-from jaxinf.typing import Array, PyTree
+from jaxinf.typing import PyTree
 
 
-@dataclass(frozen=True, eq=False)
-class StoredArray:
-    """A placeholder for an array that is on storage, as a leaf of a tree.
-
-    Attributes of a `SmartUpdateState` consist of it: `state.acc_grads`, `state.mu`. It
-    has no values: NumPy and JAX refuse it with a ValueError that says how to read it.
-    It knows its store by an id and not by a path, so that a store may be moved.
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Stored:
+    """A stored array's node in the state that JAX sees: a tree without leaves.
 
     Attributes:
       leaf: the name of the params' leaf, its keys joined by ``/``.
       state: the name of the state, such as ``mu``.
       shape: the array's shape.
       dtype: the array's dtype in optax; the store may keep it in fewer bits.
-      store_id: the store's id. It does not count in comparisons with placeholders, so
-        that the states of two runs are trees of one structure.
     """
 
     leaf: str
     state: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    store_id: str
 
-    def read(self) -> Array:
-        """Reads the array of the last committed step from the open store; blocks.
 
-        Raises:
-          ValueError: the store is not open in this process.
-        """
-        return store_with_id(self.store_id).read(self.state, self.leaf)
+class StoredArray:
+    """A stored array as attributes of the state show it: it has no values.
+
+    Optax, NumPy and JAX, which want values, get the error that says how to read it, and
+    so does ``jax.tree.map``. Optax's functions that look for other state pass over it,
+    as it has no leaves.
+    """
+
+    def __init__(self, node: Stored) -> None:
+        self._node = node
+        self.shape, self.dtype = node.shape, node.dtype
+
+    def __repr__(self) -> str:
+        return f"StoredArray({self._node.state} of {self._node.leaf})"
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(self._refusal if name.isalpha() else name)
+        raise _NoAttribute(self._refusal if name.isalpha() else name)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, StoredArray):
-            raise ValueError(self._refusal)
-        return _compared(self) == _compared(other)
+        raise StoreError(self._refusal)
 
-    def __hash__(self) -> int:
-        return hash(_compared(self))
+    __hash__ = object.__hash__
 
     @property  # JAX gets it before it looks at the value
     def __jax_array__(self) -> NoReturn:
-        raise ValueError(self._refusal)
+        raise StoreError(self._refusal)
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        raise ValueError(self._refusal)
+        raise StoreError(self._refusal)
 
     @property
     def _refusal(self) -> str:
+        node = self._node
         return (
-            f"{self.state} of leaf {self.leaf} is in the store, not in JAX, which "
-            "cannot compute with it. Outside of jit read it, with read() of this "
-            f"placeholder or store.read({self.state!r}, {self.leaf!r}); in jit compute "
+            f"{node.state} of leaf {node.leaf} is in the store, not in JAX, which "
+            "cannot compute with it. Outside of jit take the whole state of optax, "
+            "store.state(like=plain.init(params)) with the optimizer that smart_update "
+            f"was given, or store.read({node.state!r}, {node.leaf!r}); in jit compute "
             "with the gradients instead"
         )
 
 
-def _compared(placeholder: StoredArray) -> tuple[Any, ...]:
-    return placeholder.leaf, placeholder.state, placeholder.shape, placeholder.dtype
+def _refuse_values(node: Stored, _: Any) -> NoReturn:
+    raise StoreError(StoredArray(node)._refusal)
 
 
-@jax.tree_util.register_static
-class Stored(StoredArray):
-    """A `StoredArray` in the transform's state: a tree node without leaves."""
+# JAX makes trees anew where it has computed with their leaves.
+jax.tree_util.register_pytree_node(
+    StoredArray, lambda array: ((), array._node), _refuse_values
+)
 
 
-class SmartUpdateState(NamedTuple):
+class _NoAttribute(StoreError, AttributeError):
+    """The refusal of a stored array where its attributes are asked for."""
+
+
+class _Fields(NamedTuple):
+    step: jax.Array
+    skipped_steps: jax.Array
+    origin: jax.Array
+    optimizer: PyTree
+    error_feedback: PyTree = ()
+
+
+class SmartUpdateState(_Fields):
     """State of `smart_update`, without the arrays on storage.
 
     Attributes:
@@ -104,27 +114,39 @@ class SmartUpdateState(NamedTuple):
         params of the store's step. 1, an `init` that saw others, or none: the next
         update must be given params, so that they can be compared. More: an update after
         the store went back, since another one was discarded.
-      optimizer: optax's own state, with `Stored` in the place of each stored array;
-        counts and hyperparameters are there to read (and hyperparameters to set). Its
-        attributes are this state's, too: `state.hyperparams`, `state.gradient_step`.
-        One of stored arrays alone, such as `state.acc_grads`, is a tree like the params
-        with a `StoredArray` for each leaf.
+      optimizer: optax's own state, with a `StoredArray` in the place of each stored
+        array; counts and hyperparameters are there to read (and hyperparameters to
+        set). Its attributes are this state's, too: `state.hyperparams`,
+        `state.gradient_step`, `state.acc_grads`. JAX sees nothing of a stored array.
       error_feedback: float32, a tree like the params: the sum of gradient elements that
         compression has not sent; empty without error feedback.
     """
 
-    step: jax.Array
-    skipped_steps: jax.Array
-    origin: jax.Array
-    optimizer: PyTree
-    error_feedback: PyTree = ()
+    def __new__(
+        cls,
+        step: jax.Array,
+        skipped_steps: jax.Array,
+        origin: jax.Array,
+        optimizer: PyTree,
+        error_feedback: PyTree = (),
+    ) -> "SmartUpdateState":
+        fields = step, skipped_steps, origin, _hidden(optimizer), error_feedback
+        return tuple.__new__(cls, fields)
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> "SmartUpdateState":  # pyright: ignore
+        return cls(*iterable)
+
+    @property
+    def optimizer(self) -> PyTree:  # pyright: ignore
+        return _shown(self[3])
 
     def __getattr__(self, name: str) -> Any:
         # Not for protocols, which would take the state for what the optimizer's is.
-        if not name.startswith("_") and hasattr(self.optimizer, name):
-            return _shown(getattr(self.optimizer, name))
+        if not name.startswith("_") and hasattr(self[3], name):
+            return _shown(getattr(self[3], name))
         raise AttributeError(
-            f"neither {type(self).__name__} nor the {type(self.optimizer).__name__} in "
+            f"neither {type(self).__name__} nor the {type(self[3]).__name__} in "
             f"it has the attribute {name!r}; optax.tree_utils.tree_get(state, {name!r})"
             " finds what lies deeper"
         )
@@ -142,27 +164,30 @@ def _check() -> None:
 compat.register_checked(SmartUpdateState, _check)
 
 
+def in_jax(state: SmartUpdateState) -> PyTree:
+    """Returns optax's state as JAX sees it, whose leaves are the scalar state."""
+    return state[3]
+
+
 def first_state(
     program: InitProgram,
     initial: Sequence[jax.Array],
     held: Sequence[Any],
     feedback: PyTree,
-    store_id: str,
 ) -> SmartUpdateState:
     """Makes the state that `init` returns.
 
     Args:
       initial: its scalar state, for the types.
     """
-    compat.register_with_flax(Stored)
+    compat.register_with_flax(StoredArray)
     step, skipped, origin, *scalars = held
     layout = program.layout
     leaves: list[Any] = [None] * layout.treedef.num_leaves
     for leaf in program.leaves:
         name, shape = leaf_name(leaf.info.path), leaf.info.shape
         for slot in leaf.slots:
-            stored = Stored(name, slot.name, shape, slot.dtype, store_id)
-            leaves[slot.state_index] = stored
+            leaves[slot.state_index] = Stored(name, slot.name, shape, slot.dtype)
     for index, value, like in zip(layout.scalar_indices, scalars, initial, strict=True):
         leaves[index] = _typed(value, like)
     return SmartUpdateState(
@@ -190,7 +215,7 @@ def next_state(
     """
     is_committed = verdict == COMMITTED
     kept = [jnp.where(is_committed, n, o) for n, o in zip(new, old, strict=True)]
-    optimizer = jax.tree.structure(state.optimizer)
+    optimizer = jax.tree.structure(in_jax(state))
     num = optimizer.num_leaves
     return SmartUpdateState(
         state.step + is_committed.astype(jnp.int32),
@@ -218,11 +243,11 @@ def check_state(
     Raises:
       StaleStateError: names the difference.
     """
-    num_scalars = len(jax.tree.leaves(state.optimizer))
+    num_scalars = len(jax.tree.leaves(in_jax(state)))
     if num_scalars != len(description.scalar_paths):
         raise StaleStateError(
             f"the state given to update has {num_scalars} scalars "
-            f"({jax.tree.structure(state.optimizer)}), the optimizer's has "
+            f"({jax.tree.structure(in_jax(state))}), the optimizer's has "
             f"{list(description.scalar_paths)}; make it with the init of the same "
             "transformation"
         )
@@ -236,19 +261,55 @@ def check_state(
 
 
 def _shown(tree: PyTree) -> PyTree:
-    """Returns a tree of placeholders alone with leaves in their place."""
-    nodes = jax.tree.leaves(tree, is_leaf=_is_placeholder)
-    if not nodes or not all(map(_is_placeholder, nodes)):
-        return tree  # not a copy: hyperparameters are set in it
-    return jax.tree.map(_leaf_of, tree, is_leaf=_is_placeholder)
+    """Returns a tree that refuses to compute with stored arrays.
+
+    Dicts of other state are not copied.
+    """
+    if not _has_stored(tree):
+        return tree  # hyperparameters are set in it
+
+    def stays(node: Any) -> bool:
+        return isinstance(node, Stored) or (
+            isinstance(node, dict) and not _has_stored(node)
+        )
+
+    return jax.tree.map(
+        lambda node: StoredArray(node) if isinstance(node, Stored) else node,
+        tree,
+        is_leaf=stays,
+    )
 
 
-def _is_placeholder(node: Any) -> bool:
-    return isinstance(node, Stored)
+def _has_stored(tree: PyTree) -> bool:
+    return _first_stored(tree) is not None
 
 
-def _leaf_of(node: Stored) -> StoredArray:
-    return StoredArray(node.leaf, node.state, node.shape, node.dtype, node.store_id)
+def _hidden(tree: PyTree) -> PyTree:
+    """The reverse of `_shown`."""
+    if not isinstance(_first_stored(tree), StoredArray):
+        return tree
+    return jax.tree.map(
+        lambda leaf: leaf._node if isinstance(leaf, StoredArray) else leaf,
+        tree,
+        is_leaf=lambda node: isinstance(node, StoredArray),
+    )
+
+
+def _first_stored(tree: PyTree) -> Stored | StoredArray | None:
+    """Returns one of a tree's stored arrays; JAX would visit all, at each step."""
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Stored | StoredArray):
+            return node
+        if isinstance(node, dict):
+            nodes += node.values()
+        elif isinstance(node, list | tuple):
+            nodes += node
+        else:
+            children = jax.tree.leaves(node, is_leaf=lambda x, own=node: x is not own)
+            nodes += [child for child in children if child is not node]
+    return None
 
 
 def _typed(value: Any, like: jax.Array) -> jax.Array:

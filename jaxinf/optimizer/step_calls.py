@@ -193,18 +193,19 @@ class StepCalls:
         results: Sequence[LeafResult],
         inexact: jax.Array,
         scalars: Sequence[jax.Array],
+        *,
+        is_compared: bool,
     ) -> jax.Array:
         """Ends the step; returns an int32: committed, skipped or failed.
 
         Args:
-          inexact: for each leaf, see `HostSide.commit`.
+          inexact, is_compared: see `HostSide.commit`.
         """
         state = self._state
         statuses = jnp.stack([result.status for result in results])
+        commit = partial(self._host.commit, self._description, is_compared=is_compared)
         return call_once(
-            self._host.guarded(
-                partial(self._host.commit, self._description), is_last=True
-            ),
+            self._host.guarded(commit, is_last=True),
             self._mesh,
             (
                 state.step,

@@ -173,6 +173,8 @@ def _update_function(wrapped: Wrapped) -> Any:
             made, state = traced(*arrays, extra_args, (), *fixed)
         else:
             made, state = run(*arrays, extra_args, given.shapes)
+        if params is None:
+            _warn_without_params(wrapped.store)
         return given.updates(made), state
 
     def run(
@@ -222,6 +224,18 @@ def warn_of_varying_bits() -> None:
             f"XLA_FLAGS=--{compat.DETERMINISTIC}=true for the same bits, or =false to "
             "say that they do not matter (docs/accelerators.md)",
             stacklevel=4,
+        )
+
+
+def _warn_without_params(store: Store) -> None:
+    """Warns once a run that its params are not compared with the store's."""
+    if not store._training.has_warned_of_params:
+        store._training.has_warned_of_params = True
+        warnings.warn(
+            f"{store.path}: update was given no params. Whether they are those of the "
+            "store, and whether updates are applied unchanged, cannot be seen. Give "
+            "them: tx.update(grads, state, params). This is said once",
+            stacklevel=3,
         )
 
 

@@ -25,11 +25,11 @@ from jaxinf.optimizer.entering import entering
 from jaxinf.optimizer.gathering import Resharding
 from jaxinf.optimizer.host_side import COMMITTED
 from jaxinf.optimizer.leaf_call import HostCall
-from jaxinf.optimizer.state import SmartUpdateState, check_state, next_state
+from jaxinf.optimizer.state import SmartUpdateState, check_state, in_jax, next_state
 from jaxinf.optimizer.step_calls import StepCalls
 from jaxinf.optimizer.wrapped import Wrapped
 from jaxinf.program import LeafInputs
-from jaxinf.typing import PyTree
+from jaxinf.typing import FLOAT_DTYPES, PyTree
 
 
 def run_update(
@@ -64,7 +64,7 @@ def run_update(
     on_device = _device_params(wrapped, known, params, extra_args)
     zeros = [jnp.zeros(leaf.shape, leaf.device_dtype) for leaf in description.leaves]
     seen = [z if g is None else g for g, z in zip(gradients, zeros, strict=True)]
-    old = jax.tree.leaves(state.optimizer)
+    old = jax.tree.leaves(in_jax(state))
     feedback = jax.tree.leaves(state.error_feedback)
     prologue = partial(program.prologue, seen, on_device or zeros, old, extra_args)
     step = StepCalls(wrapped, description, places.stored, state)
@@ -90,7 +90,7 @@ def run_update(
     arrays = places.to_program([one.array for one in results])
     changes = _changes(wrapped, arrays, on_device, gradients)
     inexact = jnp.stack([difference for _, difference in changes])
-    verdict = step.commit(results, inexact, new)
+    verdict = step.commit(results, inexact, new, is_compared=params is not None)
     left = places.to_program([one.feedback for one in results][: len(feedback)])
     return (
         treedef.unflatten([_applied(verdict, update) for update, _ in changes]),
@@ -131,11 +131,18 @@ def _check(
 
     Raises:
       ValueError: a gradient has another shape than its params; names the leaf.
+      TypeError: a gradient has 64 bits, or is no floating-point array; the same.
       JaxinfError: as `check_state`, or the store is another optimizer's.
     """
     num_feedback = len(gradients) if wrapped.has_feedback else 0
     check_state(state, description, num_feedback=num_feedback)
     for leaf, gradient in zip(description.leaves, gradients, strict=True):
+        if gradient is not None and gradient.dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                f"update: leaf {leaf.name}: expected a gradient of 32 or 16 bits, "
+                f"found {gradient.dtype}; cast gradients to the params' dtypes, "
+                "jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)"
+            )
         if gradient is not None and gradient.shape != leaf.shape:
             raise ValueError(
                 f"update: leaf {leaf.name}: expected a gradient of the params' shape "

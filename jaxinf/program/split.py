@@ -27,8 +27,9 @@ from jaxinf.program.ir import (
 from jaxinf.program.tree import LeafInfo
 
 _REMEDY = (
-    "near storage an update must be elementwise in stored state; use an optimizer "
-    "without it (docs/optimizers.md lists them), or keep this one's state in memory"
+    "near storage an update must be elementwise in stored state; train with "
+    "jaxinf.stream, where LAMB and others may reduce over it, use an optimizer without "
+    "it (docs/optimizers.md lists them), or keep this one's state in memory"
 )
 # Transformations with nearly the same meaning before an optimizer as after it.
 _ON_GRADIENTS = (

@@ -115,6 +115,7 @@ class _Record(Document, frozen=True):
     device_updates: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 0
     device_tier: Annotated[int, Meta(ge=1, le=2**63 - 1)] = 0
     inexact: dict[str, Sum] = msgspec.field(default_factory=dict)
+    steps_without_params: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 0
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ class CommitRecord:
       device_updates: a JAX device computed every so many updates of subgroups; 0: none.
       device_tier: bytes of its memory for state that stays there; updates of what
         stays are the device's, too.
+      steps_without_params: number of the last steps whose update was given no params,
+        so that they were not compared with the master.
       commit: in a member, the id of the commit, which all members' records have; empty
         in other stores.
       committed_at: time of the commit for people to read, UTC.
@@ -148,6 +151,7 @@ class CommitRecord:
     inexact: Mapping[str, float] = field(default_factory=dict)
     device_updates: int = 0
     device_tier: int = 0
+    steps_without_params: int = 0
     commit: str = ""
     committed_at: str = field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -249,7 +253,7 @@ class CommitRecord:
 
 
 _AS_THEY_ARE = ("step", "skipped_steps", "payload", "committed_at", "documents")
-_AS_THEY_ARE += ("commit", "device_updates", "device_tier")
+_AS_THEY_ARE += ("commit", "device_updates", "device_tier", "steps_without_params")
 """Attributes of a record that are the same in its document."""
 
 

@@ -118,7 +118,6 @@ def test_an_export_of_a_schedule_free_run_is_of_x(place):
     np.testing.assert_allclose(found[name], x, atol=1e-6)
 
 
-@wrong("a NaN that apply_if_finite lets through is committed without a word")
 def test_a_nan_that_is_let_through_is_named(open_store, caplog, recwarn, capfd):
     store = open_store()
     tx = optax.apply_if_finite(optax.adam(1e-2), max_consecutive_errors=1)

@@ -399,7 +399,7 @@ def test_a_compiler_that_fails_is_quoted(run_python, tmp_path):
     script.chmod(0o755)
     cache = {"JAXINF_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(script)}
     result = run_python(REFUSED, **cache)
-    assert "exited with status 3:\nerror: out of cheese\npackage" in result.stdout
+    assert "exited with status 3: error: out of cheese\npackage" in result.stdout
 
 
 @needs_levels

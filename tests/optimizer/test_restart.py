@@ -235,27 +235,14 @@ def test_rolls_back_to_a_checkpoint_and_says_so(open_store, caplog):
     assert_same(rest, whole)
 
 
-def test_a_second_init_binds_anew(open_store):
-    store, tx = again(open_store)
-    params = make_params()
-    state = tx.init(params)
-    step = jax.jit(tx.update)
-    updates, state = step(params, state, params)
-    new = optax.apply_updates(params, updates)
-    state = tx.init(new)
-    updates, state = step(new, state, new)
-    store.wait(state)
-    assert store.step == 2
-
-
-def test_without_params_it_binds_by_step_and_warns(open_store, caplog):
+def test_without_params_it_binds_by_step_and_warns(open_store):
     kept = start(open_store, tx=optax.sgd(0.1, momentum=0.9))
     store = open_store()
     tx = jaxinf.smart_update(optax.sgd(0.1, momentum=0.9), store)
     tx.init(make_params())
-    store.wait(tx.update(*kept[3])[1])
+    with pytest.warns(UserWarning, match="update was given no params"):
+        store.wait(tx.update(*kept[3])[1])
     assert store.step == 4
-    assert "update was given no params" in caplog.text
 
 
 def test_kept_steps_are_found_again(open_store):

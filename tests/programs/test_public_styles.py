@@ -20,6 +20,8 @@ from public_styles import (
 
 import jaxinf
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*given no params")
+
 LINES = dict.fromkeys(("nanodo", "lm1b", "imagenet", "equinox_cnn", "big_vision"), 2)
 """Lines that are changed or added; one in each of the others."""
 
