@@ -70,8 +70,14 @@ class Plan:
     @property
     def excess(self) -> float:
         """By how much the tightest tier is too small: at most 1 fits."""
-        shares = (n / there for n, there in self.tiers.values() if there)
-        return max(shares, default=0.0)
+        known = [(n, there) for n, there in self.tiers.values() if there is not None]
+        return max((needed / max(there, 1) for needed, there in known), default=0.0)
+
+    @property
+    def misfits(self) -> list[str]:
+        """Tiers that are too small."""
+        tiers = self.tiers.items()
+        return [name for name, (n, there) in tiers if there is not None and n > there]
 
     def to_json(self) -> dict[str, JsonValue]:
         """For ``--json``."""
@@ -95,7 +101,8 @@ class Plan:
         needs = self.needs
         for name, (needed, there) in self.tiers.items():
             line = f"{name:8}needed {format_bytes(needed)}"
-            yield line + (f", there is {format_bytes(int(there))}" if there else "")
+            has = "" if there is None else f", there is {format_bytes(int(there))}"
+            yield line + has
         if needs.read_bytes or needs.written_bytes:
             yield (
                 f"drives  {format_bytes(needs.read_bytes)} read and "
@@ -108,12 +115,12 @@ class Plan:
             )
         else:
             yield from self._time_lines(self.time)
-        for name, (needed, there) in self.tiers.items():
-            if there and needed > there:
-                yield (
-                    f"does not fit: the {name} needs {format_bytes(needed)}, has "
-                    f"{format_bytes(int(there))}"
-                )
+        for name in self.misfits:
+            needed, there = self.tiers[name]
+            yield (
+                f"does not fit: the {name} needs {format_bytes(needed)}, has "
+                f"{format_bytes(int(there or 0))}"
+            )
 
     def _time_lines(self, time: StepTime) -> Iterator[str]:
         total = timedelta(seconds=round(time.step_s * self.config.steps))
@@ -156,7 +163,8 @@ def plan_run(
     Raises:
       JaxinfError: As `count`.
     """
-    device_bytes = machine.device_bytes and int(machine.device_bytes)
+    apart = machine.device_bytes
+    device_bytes = None if apart is None else int(apart)
     made: StepCount | None = None
     if num_processes > 1:
         needs = count_process(config, batch, device_bytes, num_processes)
@@ -215,13 +223,18 @@ def _advice(plan: Plan, batch: Batch, machine: Machine) -> str:
 def _helps(config: TrainConfig, machine: Machine) -> Iterator[dict[str, Any]]:
     """Yields changes that make memory or disk smaller."""
     if config.mode != "stream":
-        yield {"mode": "stream", "memory": config.memory or _memory(machine)}
+        yield _streamed(config, machine)
     elif config.policy != "recompute":
         yield {"policy": "recompute"}
     elif config.batch_size % (4 * config.micro_batches) == 0:
         yield {"micro_batches": 4 * config.micro_batches}
     if config.state is None and config.mode != "memory":
         yield {"state": "int8"}
+
+
+def _streamed(config: TrainConfig, machine: Machine) -> dict[str, Any]:
+    memory = {} if config.memory else {"memory": _memory(machine)}
+    return {"mode": "stream", **memory}
 
 
 def _memory(machine: Machine) -> int:
@@ -291,8 +304,8 @@ class Setting:
             ]
         found = {name: format_bytes(needed) for name, (needed, _) in plan.tiers.items()}
         sizes = [found.get(name, "-") for name in ("host", "device", "disk")]
-        over = [n for n, (need, there) in plan.tiers.items() if there and need > there]
-        note = f"does not fit the {' and the '.join(over)}" if over else self.cost
+        over = " and the ".join(plan.misfits)
+        note = f"does not fit the {over}" if over else self.cost
         limit = plan.time.limit + (f"; {note}" if note else "")
         return [words, *sizes, f"{plan.time.step_s:.3g} s", limit]
 
@@ -334,7 +347,7 @@ def fit(
 
     tried({})
     if is_free("mode"):
-        tried({"mode": "stream", "memory": config.memory or _memory(machine)})
+        tried(_streamed(config, machine))
     for settings in (_policies, _parts, _kept):
         best = min(found, key=lambda one: one.order)
         if best.plan is not None:
@@ -367,6 +380,7 @@ def _parts(plan: Plan, machine: Machine) -> Iterator[dict[str, Any]]:
 def _kept(plan: Plan, machine: Machine) -> Iterator[dict[str, Any]]:
     """Yields memory for state that stays between steps: what the host has left."""
     left = (_memory(machine) - plan.needs.host_bytes) // _MIB * _MIB
-    if plan.config.mode == "update" and left >= _LEAST_KEPT_BYTES:
+    is_free = plan.config.mode == "update" and plan.config.memory is None
+    if is_free and left >= _LEAST_KEPT_BYTES:
         memory = plan.config.buffer_bytes + left
         yield {"state_tier": StateTier(left), "memory": memory}
