@@ -10,7 +10,9 @@ from flax import nnx
 from jaxinf_models import MODELS, abstract_params, config_for, task_loss
 from zoo import ZOO
 
+from jaxinf.streaming.plan.plan import prepare
 from jaxinf.streaming.program.peak import peak_memory
+from jaxinf.streaming.run import Estimates, compiled_bytes
 
 pytestmark = pytest.mark.optimized
 
@@ -119,6 +121,23 @@ def test_steps_of_larger_models(name, rows, seq):
     sizes = OWN_SIZES.get(name, SIZES)
     config = dataclasses.replace(MODELS[name].presets[PRESETS[name]], **sizes)
     assert_step_near(config, MODELS[name].tasks[0], rows, seq)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_a_streamed_step_of_small_models(name):
+    """The peak of all calls, each of which is another program."""
+    family, task = MODELS[name], MODELS[name].tasks[0]
+    config = config_for(family.presets["nano"], task)
+    graphdef, params = abstract_params(config)
+
+    def loss(params, batch):
+        return task_loss(nnx.merge(graphdef, params), task, batch)
+
+    ready = prepare(loss, params, batch_of(config, task, 8, 128))
+    plan = ready.plan(ready.smallest_bytes() * 3 // 2)
+    expected = compiled_bytes(plan, {})
+    assert 0.95 * expected < compiled_bytes(plan, Estimates()) < 1.15 * expected
 
 
 SQUARE = jax.ShapeDtypeStruct((64, 64), jnp.float32)
