@@ -138,11 +138,13 @@ def _problem(text: str, value: Any, where: str) -> str:
     text, _, place = text.partition(" - at `")
     place, _, of_key = place.rstrip("`").partition("` in `")
     place = (of_key or place).removeprefix("$")
-    found = ""
-    if not of_key and "..." not in place:  # msgspec names no key of a mapping
-        for name, number in re.findall(r"\.(\w+)|\[(\d+)\]", place):
+    try:
+        for name, number in re.findall(r"\.(\w+)|\[(.*?)\]", place):
             value = value[name or int(number)]
-        found = f", found {shown(value)}"
+        found = "" if of_key else f", found {shown(value)}"
+    except (LookupError, TypeError, ValueError):
+        # msgspec names no key of a mapping, and an unknown key may look like a place.
+        found = ""
     where = (where + place).removeprefix(".") or "the document"
     where += ": a key" if of_key else ""
     if missing := re.fullmatch(r"Object missing required field `(.*)`", text):

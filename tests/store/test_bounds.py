@@ -16,6 +16,7 @@ import jaxinf
 from jaxinf.documents import (
     MOST_BYTES,
     MOST_NESTING,
+    Document,
     DocumentError,
     decode,
     parse_json,
@@ -177,6 +178,19 @@ def test_errors_hold_nothing_that_a_terminal_obeys():
 def test_bounds_of_documents(raw, problem):
     with pytest.raises(DocumentError, match=problem):
         decode(raw, tuple[Annotated[int, Meta(ge=0)], ...])
+
+
+@pytest.mark.parametrize(
+    "key", ["x - at `$.a[9]", "x - at `$[...]", "x` - at `key` in `$.a`", "\n`"]
+)
+def test_a_key_that_looks_like_a_place_is_refused_as_a_key(key):
+    class Known(Document, frozen=True):
+        a: tuple[int, ...] = ()
+
+    with pytest.raises(DocumentError, match=r"key|field"):
+        decode(json.dumps({"a": [1], key: 2}).encode(), Known)
+    with pytest.raises(DocumentError, match=r"^a\[0\]: expected a whole number, found"):
+        decode(json.dumps({"a": [key]}).encode(), Known)
 
 
 def test_brackets_in_texts_do_not_nest():
