@@ -1,14 +1,21 @@
 """The trainer keeps checkpoints, and restores them."""
 
 import json
+from types import SimpleNamespace
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreMismatchError
 from jaxinf.train.__main__ import words_to_resume
+from jaxinf.train.best import Best, evaluation_line
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.evaluate import Evaluation, Evaluator
 from jaxinf.train.loop import train
+from jaxinf.train.lora import model_of
 
 
 @pytest.fixture
@@ -95,3 +102,47 @@ def test_a_restored_run_keeps_its_own_checkpoints(config, tmp_path):
 def test_what_is_shownwords_to_resume_does_not_go_back_again():
     assert words_to_resume(["--restore", "4", "--steps", "8"]) == ["--steps", "8"]
     assert words_to_resume(["--steps", "8", "--restore=4"]) == ["--steps", "8"]
+
+
+def test_the_best_evaluated_step_is_kept(tmp_path):
+    kept = []
+
+    def replaced(state, name):
+        kept.append((state, name))
+        return True
+
+    backend = SimpleNamespace(checkpoint_steps=dict, replace_checkpoint=replaced)
+    best = Best(backend, tmp_path / "validation.jsonl")
+    offered = [best.offer(n, loss) for n, loss in enumerate([3.0, 4.0, 2.0, 2.5, 2.0])]
+    assert offered == [True, False, True, False, False]
+    assert kept == [(0, "best"), (2, "best")]
+
+
+def test_the_best_loss_is_found_again(tmp_path):
+    log = tmp_path / "validation.jsonl"
+    found = [Evaluation(2.0, 0.5), Evaluation(3.0, 0.5)]
+    lines = [evaluation_line(n, n, one) for n, one in enumerate(found)]
+    log.write_text("\n".join(lines))
+    backend = SimpleNamespace(checkpoint_steps=lambda: {"best": 0})
+    assert Best(backend, log).loss == 2.0
+
+
+def test_an_evaluation_weighs_batches_by_their_tokens():
+    scores = {"long": (90.0, 30.0, 15.0), "short": (2.0, 2.0, 1.0)}
+    given = SimpleNamespace(
+        _num_batches=lambda: 2,
+        _batches=["long", "short"],
+        _score=lambda params, batch: scores[batch],
+    )
+    assert Evaluator.evaluate(given, None) == Evaluation(92 / 32, 16 / 32)
+
+
+def test_adapters_are_added_with_their_scale():
+    layer = nnx.Linear(6, 5, use_bias=False, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(nnx.Dict(attn=layer))
+    tree = nnx.to_pure_dict(params)
+    a, b = jnp.full((6, 2), 0.25), jnp.full((2, 5), 0.5)
+    tree["attn"] |= {"lora_a": a, "lora_b": b}
+    x = jnp.arange(6.0)
+    expected = layer(x) + (16 / 2) * (x @ a @ b)
+    np.testing.assert_allclose(model_of(graphdef, tree).attn(x), expected, rtol=1e-6)
