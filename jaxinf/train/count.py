@@ -192,7 +192,7 @@ def _whole(
         up_bytes=crosses,
         down_bytes=crosses,
         operations=operations,
-        updated=updated,
+        updated=0 if is_apart and config.mode == "memory" else updated,
         num_drives=_num_drives(config),
     )
 

@@ -141,13 +141,13 @@ def step_time(config: TrainConfig, count: Count, machine: Machine) -> StepTime:
     terms = {name: amount / rates[rate] for name, (amount, rate) in work.items()}
     beside, alone = dict(terms), {}
     if waits(config):
-        alone["programs"] = beside.pop("programs")
+        alone["programs"] = beside.pop("programs", 0.0)
     elif machine.device_bytes is None:
-        own = beside.pop("programs"), beside.pop("updates")
+        own = beside.pop("programs", 0.0), beside.pop("updates", 0.0)
         beside["programs and updates"] = sum(own)
     if commits:
         alone["commit"] = commits * (machine.commit_s or 0.0)
-    return StepTime(terms, beside or {"programs": 0.0}, alone)
+    return StepTime(terms, beside or {"drives": 0.0}, alone)
 
 
 def _commits(config: TrainConfig) -> float:
