@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import small_stores
 from covering import covering
 from families import BEYOND
 from raw_stores import memory_directory
@@ -58,7 +59,7 @@ def uninterrupted():
         losses, found = [], {}
         with (
             memory_directory() as path,
-            jaxinf.open_store(path / "s", **CHUNKS) as store,
+            small_stores.open_store(path / "s", **CHUNKS) as store,
         ):
             step = open_step(lambda *_, **options: store, "s", program, tx)
             for number in range(NUM_STEPS + 1):
