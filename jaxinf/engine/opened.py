@@ -26,6 +26,7 @@ from jaxinf.store import (
     CommitAction,
     CommitRecord,
     StoreDirectory,
+    complete_spare,
     next_slot,
     stock_documents,
 )
@@ -110,7 +111,7 @@ class OpenStore(StoreShape):
         super().__init__(run.options, directory, csds.layouts)
         self.health, self.meters, self.members = run.health, run.meters, run.members
         self.exports = run.exports
-        self.is_new = commit is None
+        self.is_new = self._has_whole_slots = commit is None
         self.commit = commit or CommitRecord(step=0, scalar_state=())
         self.finished = self.commit
         self.assignment, self.held = Assignment(), HeldStates(self.meters)
@@ -136,6 +137,13 @@ class OpenStore(StoreShape):
             failure=run.health.failure,
         )
         self.handler.keep_in_memory(self.host_tier)
+
+    def begin_slot(self) -> None:
+        """Makes the slot that is written next free of a step, and whole."""
+        if not self._has_whole_slots:  # not while opening: it looks at every file
+            complete_spare(self.directory)
+            self._has_whole_slots = True
+        self.directory.unpublish(self.chunks.target)
 
     def close(self) -> None:
         """Stops the workers and frees their memory; commits nothing."""

@@ -128,9 +128,9 @@ def write_step(opened: OpenStore, given: GivenStep) -> None:
 
     After an exception the step may be written anew.
     """
-    directory, handler = opened.directory, opened.handler
+    handler = opened.handler
     handler.prefetch(())  # forgets what was read of step 0
-    directory.unpublish(opened.chunks.target)
+    opened.begin_slot()
     handler.defer_writes(False)
     try:
         for leaf, state, array in given.stored:

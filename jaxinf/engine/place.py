@@ -178,8 +178,8 @@ class StorePlace:
         prune_snapshots(directory)
         prune_leftovers(directory)
         directory.prune_replacements()
-        complete_spare(directory)
         if options.restore is not None:
+            complete_spare(directory)
             commit = restore_checkpoint(directory, options.restore)
         assert commit is not None
         return directory, commit

@@ -349,7 +349,7 @@ class StepEngine:
                 )
             if not self._is_open:
                 if not opened.num_uncommitted:
-                    opened.directory.unpublish(opened.chunks.target)
+                    opened.begin_slot()
                 if not self._metrics:  # earlier traffic is of `init`, not of a step
                     self._counted = opened.meters.snapshot()
                 opened.handler.defer_writes(not opened.must_commit(step + 1))
