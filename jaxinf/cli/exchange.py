@@ -123,6 +123,7 @@ class Export:
             raise UsageError("--bandwidth goes with --format zarr")
         destination = Path(self.destination).expanduser().absolute()
         with _step_of(store, self.checkpoint) as found:
+            _warn_of_unseen(store, found)
             step = replace(found, average=self.average)
             title = f"step {step.commit.step} to {destination}"
             with show_progress(title) as progress:
@@ -165,6 +166,7 @@ class Export:
             url = f"file://{Path(url).expanduser().absolute()}"
         place = ObjectStore(url)
         with _step_of(store, self.checkpoint) as step:
+            _warn_of_unseen(store, step)
             title = f"step {step.commit.step} to {place.where}"
             with show_progress(title) as progress:
                 done = export_url(
@@ -253,6 +255,14 @@ class Import:
                 url, store, csds=roots, memory_bytes=self.memory, progress=progress
             )
         _print_report(store, report)
+
+
+def _warn_of_unseen(store: Path, step: StepFiles) -> None:
+    if steps := step.commit.steps_without_params:
+        make_console(sys.stderr).print(
+            f"warning: {store}: the last {steps} updates were given no params, so the "
+            "exported ones were not compared with the program's"
+        )
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import pytest
 from found import REFUSED
 
 import jaxinf
+from jaxinf.cli import main
 
 pytestmark = pytest.mark.optimized
 
@@ -92,6 +93,19 @@ def test_params_replaced_after_init_are_noticed_without_params(open_store):
     store.wait(state)
     with pytest.warns(UserWarning, match="params"):
         store.params(params)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_export_of_params_that_were_never_compared_warns(open_store, place, capsys):
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    take_steps(tx, PARAMS, tx.init(PARAMS), 2, give=False)
+    store.close()
+    words = ("checkpoint", "export", place / "store", place / "out")
+    words = (*words, "--format", "safetensors")
+    assert main([str(word) for word in words]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the last 2 updates were given no params" in said
 
 
 def test_params_replaced_after_init_are_refused_with_the_right_remedy(open_store):
