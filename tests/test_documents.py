@@ -183,14 +183,12 @@ with jaxinf.open_store("STORE", csds=["mnt/nvme0", "mnt/nvme1"]) as store:
     "docs/training.md": """
 import json, pyarrow, pyarrow.parquet
 from PIL import Image
-from tokenizers import Tokenizer, models
+from small_tokenizers import word_level
 pair = {"prompt": "one", "response": "two"}
 said = [{"role": r, "content": c} for r, c in (("user", "one"), ("assistant", "two"))]
 for name, record in (("pairs.jsonl", pair), ("chat.jsonl", {"messages": said})):
     Path(name).write_text((json.dumps(record) + "\\n") * 50)
-words = ["[UNK]", "<|endoftext|>", "one", "two"]
-model = models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[UNK]")
-Tokenizer(model).save("tokenizer.json")
+word_level(Path("tokenizer"), ["one", "two"], "</s>", eos_token="</s>")
 texts = pyarrow.table({"text": ["one two three"] * 50})
 pyarrow.parquet.write_table(texts, "wiki.parquet")
 for number in range(40):

@@ -16,7 +16,13 @@ from jaxinf.io import read_beneath, read_bounded, write_bytes_atomically
 
 _OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _OF_TOKENIZERS += ("added_tokens.json", "chat_template.jinja", "tokenizer.model")
-_OF_TOKENIZERS += ("spiece.model", "vocab.json", "merges.txt", "vocab.txt")
+_OF_TOKENIZERS += (
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
 _OF_MODELS = ("generation_config.json", "preprocessor_config.json")
 _FOLDER = "tokenizer"
 
@@ -27,23 +33,17 @@ def tokenizer_files(
     """Reads the files of a tokenizer, by name.
 
     Args:
-      tokenizer: the ``tokenizer.json``, or its folder; by default that of the weights.
+      tokenizer: the folder, or its ``tokenizer.json``; by default that of the weights.
       weights: the folder of the weights that a run begins with.
 
     Raises:
       ExchangeError: a file is a link out of its folder.
       StoreIOError: a file cannot be read, or is larger than 64 MiB.
     """
-    if tokenizer is not None and tokenizer.is_dir():
-        tokenizer /= "tokenizer.json"
-    files: dict[str, Path] = {}
-    if weights is not None:
-        files = {name: weights / name for name in _OF_MODELS}
-    folder = weights if tokenizer is None else tokenizer.parent
-    if folder is not None:
-        files |= {name: folder / name for name in _OF_TOKENIZERS}
-    if tokenizer is not None:
-        files["tokenizer.json"] = tokenizer
+    if tokenizer is not None and not tokenizer.is_dir():
+        tokenizer = tokenizer.parent
+    places = ((weights, _OF_MODELS), (tokenizer or weights, _OF_TOKENIZERS))
+    files = {n: folder / n for folder, names in places if folder for n in names}
     found = {name: path for name, path in files.items() if path.is_file()}
     for path in found.values():
         _check_inside(path)

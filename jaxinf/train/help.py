@@ -27,7 +27,7 @@ _COMMON = (
 
 _GROUPS = {
     "run": "config write-config dry-run machine store steps seed mode nonfinite dtype",
-    "data": "data validation validation-fraction tokenizer text-field loss-on "
+    "data": "data validation validation-fraction tokenizer fields loss-on "
     "mask-rate num-labels batch-size seq-len",
     "model": "model preset model-config from task freeze lora param-dtype",
     "optimizer": "optimizer optimizer-args learning-rate weight-decay momentum "
@@ -56,7 +56,7 @@ _OTHER_NAMES = {
     "model-name-or-path model-name pretrained-model pretrained": "write --from DIR, "
     "or for new weights --model and --preset",
     "config-name": "write --model-config FILE",
-    "tokenizer-name": "write --tokenizer FILE",
+    "tokenizer-name": "write --tokenizer DIR",
     "dataset dataset-name train-file train-data data-path": "write --data PATH",
     "validation-file eval-file eval-data val-data": "write --validation PATH",
     "max-seq-length max-seq-len max-length block-size context-length": "write "

@@ -10,10 +10,12 @@ import jax
 from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.image_files import load_images
 from jaxinf.train.data.images import ImageShape
-from jaxinf.train.data.load import TrainingData, load_data
 from jaxinf.train.data.loader import Batches
-from jaxinf.train.data.tokenizers import tokenizer_in
+from jaxinf.train.data.parts import TrainingData
+from jaxinf.train.data.texts import load_texts
+from jaxinf.train.data.tokenizer import tokenizer_in
 
 _SEQ_LEN = 64
 
@@ -30,19 +32,8 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
     """
     try:
         config = with_tokenizer(config)
-        limit = getattr(config.model_config, "num_positions", None)
-        seq_len = config.seq_len
-        if seq_len is None and config.source is None:
-            seq_len = min(_SEQ_LEN, limit or _SEQ_LEN)
-        data = load_data(
-            config,
-            task=config.task_name,
-            seq_len=seq_len,
-            most_tokens=limit,
-            is_pretrained=config.source is not None,
-            num_token_types=getattr(config.model_config, "num_token_types", 0),
-            image_shape=_image_shape(config),
-        )
+        shape = _image_shape(config)
+        data = load_images(config, shape) if shape else _load_texts(config)
         for rows in (data.train, data.validation):
             rows[0]  # decodes the first image, which may not suit the model
     except DataError as error:
@@ -51,6 +42,21 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
     if data.num_labels is not None:
         config = dataclasses.replace(config, num_labels=data.num_labels)
     return dataclasses.replace(config, seq_len=data.seq_len or None), data
+
+
+def _load_texts(config: TrainConfig) -> TrainingData:
+    limit = getattr(config.model_config, "num_positions", None)
+    seq_len = config.seq_len
+    if seq_len is None and config.source is None:
+        seq_len = min(_SEQ_LEN, limit or _SEQ_LEN)
+    return load_texts(
+        config,
+        task=config.task_name,
+        seq_len=seq_len,
+        most_tokens=limit,
+        is_pretrained=config.source is not None,
+        num_token_types=getattr(config.model_config, "num_token_types", 0),
+    )
 
 
 def with_tokenizer(config: TrainConfig) -> TrainConfig:

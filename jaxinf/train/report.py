@@ -47,6 +47,7 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
         batch = f"{config.batch_size} x {config.seq_len} {unit}"
         if config.source is not None:
             notes += f"        tokens by {data.tokenizer.name}\n"
+        notes += f"example {data.example}\n"
     place = "memory" if config.store is None else f"store {config.store.absolute()}"
     console.print(
         f"model   {config.model_name}: {num_params(model):,} params in "

@@ -136,7 +136,7 @@ class Identity:
             f"{self._where}: expected the batch of step {step} to be the one that the "
             f"run saw, found another, of the same data: a package that makes batches "
             f"has changed. The run had grain {loader['version']}, here is "
-            f"{self._version}; tokenizers, pillow and numpy may differ too. Install "
+            f"{self._version}; transformers, pillow and numpy may differ too. Install "
             "the run's own to go on with it"
         )
 

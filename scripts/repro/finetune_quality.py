@@ -79,7 +79,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """As config.json of Hugging Face: 3.7 M params, most in leaves of 64 Ki or more."""
 
-TOKENIZERS = {"bert": "bert.json", "gpt2": "tokenizer.json"}
+TOKENIZERS = {"bert": "bert", "gpt2": "gpt2"}
 PRETRAINING: dict[str, tuple[Any, ...]] = {
     "bert": ("--learning-rate", 5e-4, "--warmup-steps", 500, "--mask-rate", 0.3),
     "gpt2": ("--learning-rate", 1e-3),
@@ -269,7 +269,7 @@ def sent_bytes(place: Path, config: Path, variant: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         words = ["--model-config", config, "--steps", 1]
         words += ["--data", place / "tasks/pretraining.txt", "--sample-bytes", 0]
-        words += ["--tokenizer", place / "tasks/tokenizer.json"]
+        words += ["--tokenizer", place / "tasks" / TOKENIZERS["gpt2"]]
         words += ["--store", Path(folder, "store"), "--log-dir", Path(folder, "log")]
         words += ["--csd", "emulated"]  # the link to a card has gradients alone
         if variant != "dense":

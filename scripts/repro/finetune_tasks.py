@@ -12,7 +12,7 @@ Examples are divided by file: no function is on both sides, and no example occur
 They are chosen in rounds, one of each file in a round, so that few files are not most
 of a task; all classes have as many, or all that they have. The same Python makes the
 same files. `pretraining.txt` is the text of the files that are trained on. The
-tokenizers have the pairs of bytes (BPE) that are frequent in it; `bert.json` has BERT's
+tokenizers have the pairs of bytes (BPE) that are frequent in it; `bert` has BERT's
 special tokens, too.
 
     python scripts/repro/finetune_tasks.py runs/tasks
@@ -227,7 +227,7 @@ def make(place: Path, most: int | None = None) -> None:
 
 
 def write_tokenizer(place: Path, text: Iterable[str]) -> Any:
-    """Writes `tokenizer.json` for a text, and `bert.json` with BERT's special tokens.
+    """Writes a tokenizer to the folders `gpt2` and, with BERT's form, `bert`.
 
     Returns:
       The tokenizer with them.
@@ -245,12 +245,19 @@ def write_tokenizer(place: Path, text: Iterable[str]) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(text, trainer)
-    place.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(place / "tokenizer.json"))
+    _save(tokenizer, place / "gpt2")
     first, second = ((name, SPECIAL_TOKENS.index(name)) for name in ("[SEP]", "[CLS]"))
     tokenizer.post_processor = processors.BertProcessing(first, second)
-    tokenizer.save(str(place / "bert.json"))
+    _save(tokenizer, place / "bert")
     return tokenizer
+
+
+def _save(tokenizer: Any, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"mask": "[MASK]", "pad": "[PAD]", "sep": "[SEP]", "cls": "[CLS]"}
+    names = {f"{kind}_token": n for kind, n in names.items() if n in SPECIAL_TOKENS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
 def read_task(place: Path, task: str, side: str) -> list[Record]:

@@ -23,7 +23,7 @@ from finetune_results import read
 
 from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.records import read_records, saved_splits
+from jaxinf.train.data.records import is_saved_dataset, read_records
 
 VERSION = 1
 VARIANTS = ("dense", "top_k:0.1", "top_k:0.02", "top_k:0.01")
@@ -86,7 +86,8 @@ def records(root: Path, task: str, part: int | None) -> Iterator[dict[str, Any]]
     spec = TASKS[task]
     file, split = ("train.tsv", "train") if part is None else spec.held[part]
     distributed, saved = root / task / file, root / spec.saved
-    splits = saved_splits(saved) if saved.is_dir() else {}
+    folders = saved.iterdir() if saved.is_dir() else ()
+    splits = {folder.name: folder for folder in folders if is_saved_dataset(folder)}
     if distributed.is_file():
         rows, texts, label = _tsv(distributed), spec.texts[0], spec.label
     elif split in splits:

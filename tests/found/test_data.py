@@ -7,7 +7,6 @@ import lzma
 import re
 
 import pytest
-from found import wrong
 from small_llama import write_llama, write_tokenizer
 
 from jaxinf.train.__main__ import main
@@ -50,7 +49,6 @@ def check_read_or_refused(look, plain, packed, name):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
-@wrong("compressed bytes are trained on")
 def test_a_compressed_file_is_unpacked_or_refused(look, tmp_path, suffix):
     (tmp_path / "corpus.jsonl").write_text(LINES)
     packed = tmp_path / f"corpus.jsonl{suffix}"
@@ -59,7 +57,6 @@ def test_a_compressed_file_is_unpacked_or_refused(look, tmp_path, suffix):
     check_read_or_refused(look, tmp_path / "corpus.jsonl", packed, suffix)
 
 
-@wrong("compressed bytes are trained on")
 def test_a_file_of_zstandard_is_unpacked_or_refused(look, tmp_path):
     """A frame of one raw block, as the format describes it."""
     (tmp_path / "corpus.jsonl").write_text(LINES)
@@ -71,7 +68,6 @@ def test_a_file_of_zstandard_is_unpacked_or_refused(look, tmp_path):
     check_read_or_refused(look, tmp_path / "corpus.jsonl", packed, ".zst")
 
 
-@wrong("a file of a folder is left out without a word")
 def test_a_file_of_a_folder_that_is_left_out_is_named(look, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.jsonl").write_text(LINES)
@@ -84,7 +80,6 @@ def test_a_file_of_a_folder_that_is_left_out_is_named(look, tmp_path):
         assert counts(printed) != counts(look(tmp_path / "data")[1])
 
 
-@wrong("a suffix in capitals makes records a plain text")
 def test_a_suffix_in_capitals_is_the_same_format(look, tmp_path):
     for name in ("corpus.jsonl", "CORPUS.JSONL"):
         (tmp_path / name).write_text(LINES)
@@ -92,7 +87,6 @@ def test_a_suffix_in_capitals_is_the_same_format(look, tmp_path):
     assert counts(loud) == counts(look(tmp_path / "corpus.jsonl")[1])
 
 
-@wrong("a byte order mark makes a list of records a plain text")
 def test_a_byte_order_mark_is_no_part_of_the_data(look, tmp_path):
     text = json.dumps(RECORDS).encode()
     (tmp_path / "plain.json").write_bytes(text)
@@ -101,7 +95,6 @@ def test_a_byte_order_mark_is_no_part_of_the_data(look, tmp_path):
     assert counts(marked) == counts(look(tmp_path / "plain.json")[1])
 
 
-@wrong("text in UTF-16 is trained on with its zero bytes")
 def test_text_in_utf_16_is_decoded_or_refused(look, tmp_path):
     text = "hello world, this is text\n" * 100
     (tmp_path / "plain.txt").write_text(text)
@@ -109,7 +102,6 @@ def test_text_in_utf_16_is_decoded_or_refused(look, tmp_path):
     check_read_or_refused(look, tmp_path / "plain.txt", tmp_path / "wide.txt", "UTF-16")
 
 
-@wrong("tools and calls of messages are dropped")
 @pytest.mark.parametrize("field", ["tools", "tool_calls"])
 def test_calls_without_a_template_are_refused_by_record_and_field(
     look, tmp_path, field
@@ -130,7 +122,6 @@ def test_calls_without_a_template_are_refused_by_record_and_field(
     assert field in printed
 
 
-@wrong("tools and calls of messages do not reach the template")
 def test_calls_reach_the_template(look, tmp_path):
     template = (
         "{% for m in messages %}{{ m['role'] }}:{{ m['content'] or '' }}"
@@ -145,13 +136,12 @@ def test_calls_reach_the_template(look, tmp_path):
     ]
     record = {"messages": messages, "tools": [CALL]}
     (tmp_path / "calls.jsonl").write_text((json.dumps(record) + "\n") * 100)
-    # 23 tokens of text: user:hi assistant:[f] 1
+    # 21 tokens of text: user:hi assistant:[f] 1
     data, model = tmp_path / "calls.jsonl", ("--from", tmp_path / "hf")
-    assert "longer than" in look(data, *model, seq_len=20)[1]
+    assert "longer than" in look(data, *model, seq_len=19)[1]
     assert "longer than" not in look(data, *model, seq_len=30)[1]
 
 
-@wrong("a text begins without the token that its tokenizer begins a text with")
 def test_a_text_begins_as_its_tokenizer_begins_it(look, tmp_path):
     """Each document of a folder has one token more where the tokenizer adds one."""
     text = "".join(json.dumps({"text": f"line {n:03}"}) + "\n" for n in range(300))
@@ -165,7 +155,6 @@ def test_a_text_begins_as_its_tokenizer_begins_it(look, tmp_path):
     assert found[1] - found[0] == 300
 
 
-@wrong("a prompt begins without the token that its tokenizer begins a text with")
 def test_a_prompt_begins_as_its_tokenizer_begins_it(look, tmp_path):
     record = {"prompt": "abcd", "response": "xyz"}
     (tmp_path / "pairs.jsonl").write_text((json.dumps(record) + "\n") * 100)

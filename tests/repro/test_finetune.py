@@ -15,7 +15,7 @@ import pytest
 
 from jaxinf.command_line import UsageError
 from jaxinf.train.data.files import standard_library_files
-from jaxinf.train.data.tokenizers import open_tokenizer
+from jaxinf.train.data.tokenizer import open_tokenizer
 
 pytestmark = pytest.mark.long
 
@@ -39,8 +39,8 @@ def test_tasks_are_divided_by_file_and_have_no_example_twice(few_files, tmp_path
         assert not files[0] & files[1]
         keys = [tasks.key_of(r) for records in sides.values() for r in records]
         assert len({*keys}) == len(keys) > 100
-        tokenizer = open_tokenizer(tmp_path / "one/tokenizer.json")
-        encoded = tokenizer.encode([("", key) for key in keys])
+        tokenizer = open_tokenizer(tmp_path / "one/gpt2")
+        encoded = tokenizer.encode([("", key) for key in keys], is_whole=False)
         assert max(ids.size for ids in encoded) <= tasks.SEQ_LEN
         counts = Counter(r["label"] for r in sides["validation"])
         assert max(counts.values()) <= 4000 // len(counts)

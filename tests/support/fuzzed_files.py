@@ -4,12 +4,14 @@ A seed is a folder: content by relative path. The first cases are the seeds them
 each later one is a seed with a changed file, of the form that its reader parses.
 """
 
+import bz2
 import csv
 import functools
+import gzip
 import io
 import json
+import lzma
 import struct
-import zipfile
 import zlib
 
 import numpy as np
@@ -114,10 +116,16 @@ def _edited_line(rng, raw):
 
 def _lying_arrow(rng, raw):
     """Replaces buffers of columns, which a writer does not check."""
-    with pa.ipc.open_stream(raw) as stream:
-        schema, batches = stream.schema, list(stream)
+    new = pa.ipc.new_stream
+    if raw.startswith(b"ARROW1"):
+        with pa.ipc.open_file(raw) as file:
+            schema, new = file.schema, pa.ipc.new_file
+            batches = [file.get_batch(n) for n in range(file.num_record_batches)]
+    else:
+        with pa.ipc.open_stream(raw) as stream:
+            schema, batches = stream.schema, list(stream)
     made = io.BytesIO()
-    with pa.ipc.new_stream(made, schema) as out:
+    with new(made, schema) as out:
         for batch in batches:
             columns = [_lying_column(rng, column) for column in batch.columns]
             out.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
@@ -147,42 +155,6 @@ def _lying_buffer(rng, raw):
     return numbers.tobytes() + raw[numbers.nbytes :]
 
 
-def _lying_npz(rng, raw):
-    """Changes an array in an archive whose own checksums are right."""
-    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    name = rng.choice(list(members))
-    kind = rng.randrange(4)
-    if kind == 0:
-        members[name] = mangled(rng, members[name])
-    elif kind == 1:
-        members[rng.choice(("images.npy", "labels.npy"))] = members[name]
-    else:
-        at = members[name].index(b"\n") + 1
-        shape = [
-            rng.choice((*_LENGTHS, -1, 4, 6)) for _ in range(rng.choice((1, 3, 4)))
-        ]
-        descr = rng.choice(_DTYPES)
-        if kind == 2:
-            descr = "|u1" if name.startswith("images") else "<i8"
-        header = {
-            "descr": descr,
-            "fortran_order": rng.random() < 0.2,
-            "shape": tuple(shape),
-        }
-        text = (repr(header) + "\n").encode()
-        members[name] = b"\x93NUMPY\1\0" + struct.pack("<H", len(text)) + text
-        members[name] += seeds("npz")[0]["a.npz"][:at]
-    made = io.BytesIO()
-    compression = rng.choice(
-        (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA)
-    )
-    with zipfile.ZipFile(made, "w", compression) as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    return made.getvalue()
-
-
 def _lying_size(rng, raw):
     """Changes width and height, with a checksum that is right again."""
     size = [rng.choice((0, 1, 8, 5000, 20_000, 65_500, 65_535)) for _ in range(2)]
@@ -205,7 +177,6 @@ def _lying_size(rng, raw):
 _CHANGES = {
     "jsonl": (mangled, _edited_line, _edited_line),
     "arrow": (mangled, _lying_arrow, _lying_arrow),
-    "npz": (mangled, _lying_npz, _lying_npz),
     "images": (mangled, mangled, _lying_size),
     "tokenizer": (mangled, edited, edited, edited),
     "config": (mangled, edited, edited, edited),
@@ -219,7 +190,7 @@ _CHANGED = {  # the ends of the names of the files that are changed
     "table": ".csv",
     "parquet": ".parquet",
     "arrow": ".arrow",
-    "npz": ".npz",
+    "packed": (".jsonl", ".gz", ".bz2", ".xz", ".zst"),
     "images": (".png", ".jpg", ".gif", ".bmp", ".tiff", ".ppm", ".webp"),
     "tokenizer": "tokenizer.json",
     "config": "config.json",
@@ -299,30 +270,31 @@ def _parquet_seeds():
 
 def _arrow_seeds():
     found = []
-    state = json.dumps({"_data_files": [{"filename": "a.arrow"}]}).encode()
     for task, table in _tables():
         file = io.BytesIO()
         with pa.ipc.new_stream(file, table.schema) as out:
             out.write_table(table, max_chunksize=3)
         files = {
             "a.arrow": file.getvalue(),
-            "state.json": state,
             "dataset_info.json": b"{}",
         }
         found.append({f"saved/{name}": raw for name, raw in files.items()})
         found[-1]["task"] = task.encode()
+        whole = io.BytesIO()
+        with pa.ipc.new_file(whole, table.schema) as out:
+            out.write_table(table, max_chunksize=3)
+        found.append({"a.arrow": whole.getvalue(), "task": task.encode()})
     return found
 
 
-def _npz_seeds():
-    images = np.random.default_rng(0).integers(0, 256, (6, 4, 4, 3), np.uint8)
-    labels = np.arange(6) % 2
-    found = []
-    for save_one, pixels in ((np.savez, images), (np.savez_compressed, images / 255)):
-        file = io.BytesIO()
-        save_one(file, images=pixels, labels=labels)
-        found.append({"a.npz": file.getvalue()})
-    return found
+def _packed_seeds():
+    lines = "\n".join(json.dumps(row) for row in _rows()[0][1]).encode()
+    zstd = pa.Codec("zstd").compress(lines, asbytes=True)
+    packed = {"gz": gzip.compress(lines), "bz2": bz2.compress(lines)}
+    packed |= {"xz": lzma.compress(lines), "zst": zstd}
+    packed["utf"] = lines.decode().encode("utf-16")
+    return [{f"a.jsonl.{name}" if name != "utf" else "a.jsonl": raw}
+            for name, raw in packed.items()]  # fmt: skip
 
 
 def _image_seeds():
@@ -430,7 +402,7 @@ _SEEDS = {
     "table": _table_seeds,
     "parquet": _parquet_seeds,
     "arrow": _arrow_seeds,
-    "npz": _npz_seeds,
+    "packed": _packed_seeds,
     "images": _image_seeds,
     "tokenizer": _tokenizer_seeds,
     "config": _weight_seeds,

@@ -25,9 +25,10 @@ from jaxinf_models import abstract_params
 
 from jaxinf.errors import JaxinfError
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.load import load_data
+from jaxinf.train.data.image_files import load_images
 from jaxinf.train.data.options import DataOptions
-from jaxinf.train.data.tokenizers import open_tokenizer
+from jaxinf.train.data.texts import load_texts
+from jaxinf.train.data.tokenizer import open_tokenizer
 from jaxinf.train.pretrained import ModelFiles, deferred_params
 
 MEMORY_BYTES = 1 << 30
@@ -49,14 +50,12 @@ def _texts(place):
     )
     kept = place / "task"
     task = kept.read_text() if kept.is_file() else "causal-lm"
-    return _use(load_data(options, task=task, seq_len=20))
+    return _use(load_texts(options, task=task, seq_len=20))
 
 
 def _images(place):
     options = DataOptions(data=(str(next(place.iterdir())),), validation_fraction=0.5)
-    return _use(
-        load_data(options, task="classification", seq_len=8, image_shape=(4, 4, 3))
-    )
+    return _use(load_images(options, (4, 4, 3)))
 
 
 def _use(data):
@@ -64,15 +63,16 @@ def _use(data):
         for number in range(min(len(rows), 20)):
             for values in rows[number].values():
                 assert np.isfinite(values).all()
-    return " ".join((data.description, *data.notes))
+    return " ".join((data.description, data.example, *data.notes))
 
 
 def _tokenizer(place):
     tokenizer = open_tokenizer(place)
     texts = ["one two", "", "Ünïcödé 🙂\n\0 <mask> [UNK]", "</s>" * 9, b"one " * 500]
-    for ids in tokenizer.encode([("text", text) for text in texts]):
+    for ids in tokenizer.encode([("text", text) for text in texts], is_whole=True):
         assert not ids.size or ids.max() < tokenizer.vocab_size
         tokenizer.decode(ids)
+    tokenizer.classified("pair", texts[:2], most=9, has_types=True)
     tokenizer.decode(np.arange(300))
     return tokenizer.name
 
@@ -97,7 +97,7 @@ READERS = {
     "table": _texts,
     "parquet": _texts,
     "arrow": _texts,
-    "npz": _images,
+    "packed": _texts,
     "images": _images,
     "tokenizer": _tokenizer,
     "config": _weights,

@@ -4,7 +4,6 @@ import contextlib
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import recipe_sizes
 from jaxinf_models import MODELS
@@ -12,6 +11,7 @@ from jaxinf_models.bert import BertConfig
 from jaxinf_models.llama import LlamaConfig
 from jaxinf_models.t5 import T5Config
 from jaxinf_models.vit import ViTConfig
+from small_pictures import write_pictures
 
 from jaxinf.cli import main as jaxinf_main
 from jaxinf.train.__main__ import main
@@ -66,9 +66,7 @@ def _folder(place):
 
 def _data(run, place, text):
     if run.model == "vit":
-        images = np.random.default_rng(0).integers(0, 256, (40, 8, 8), np.uint8)
-        np.savez(place / "a.npz", images=images, labels=np.arange(40) % 4)
-        return ["--data", str(place / "a.npz"), "--num-labels", "4"]
+        return ["--data", str(write_pictures(place / "a")), "--num-labels", "4"]
     words = ["--seq-len", "8", "--tokenizer", "None", "--data"]
     if run.model != "t5" and run.source is None:
         return [*words, str(text)]

@@ -11,6 +11,7 @@ from jaxinf_models.bloom import BloomConfig
 from jaxinf_models.llama import LlamaConfig
 from jaxinf_models.t5 import T5Config
 from jaxinf_models.vit import ViTConfig
+from small_pictures import write_pictures
 
 from jaxinf import compat
 from jaxinf.streaming import Plan
@@ -179,7 +180,6 @@ def test_checkpoints_and_skipped_steps(run, losses, tmp_path, capsys):
 @pytest.mark.long
 @pytest.mark.parametrize("model", TINY)
 def test_every_model_streams(run, losses, tmp_path, model):
-    rng = np.random.default_rng(0)
     data, words = tmp_path / "pairs.jsonl", []
     data.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
     if model == "bert":
@@ -187,9 +187,7 @@ def test_every_model_streams(run, losses, tmp_path, model):
         lines = (json.dumps({"text": pair["prompt"]}) + "\n" for pair in PAIRS)
         data.write_text("".join(lines))
     if model == "vit":
-        data = tmp_path / "images.npz"
-        images = rng.integers(0, 256, (40, 8, 8), np.uint8)
-        np.savez(data, images=images, labels=np.arange(40) % 4)
+        data = write_pictures(tmp_path / "images")
         words = ["--seq-len", TrainConfig.seq_len]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MODELS[model].presets, "nano", TINY[model])

@@ -17,6 +17,7 @@ from jaxinf_models.bert import BertConfig
 from jaxinf_models.llama import LlamaConfig
 from jaxinf_models.t5 import T5Config
 from jaxinf_models.vit import ViTConfig
+from small_pictures import write_pictures
 
 import jaxinf
 from jaxinf.store.documents import seal
@@ -40,13 +41,10 @@ def task(tmp_path, tiny):
     files = {
         "pairs": tmp_path / "pairs.jsonl",
         "texts": tmp_path / "texts.jsonl",
-        "images": tmp_path / "images.npz",
+        "images": write_pictures(tmp_path / "images"),
     }
     for name, records in (("pairs", PAIRS), ("texts", TEXTS)):
         files[name].write_text("".join(json.dumps(r) + "\n" for r in records))
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (40, 8, 8), np.uint8)
-    np.savez(files["images"], images=images, labels=np.arange(40) % 4)
 
     def call(model, data, *words):
         place = ["--data", files.get(data, data), "--batch-size", 4]
@@ -137,12 +135,17 @@ def test_evaluation_without_keeping(task, tmp_path):
     [
         ("gpt2", "texts", (), "--task causal-lm expects text or prompts and resp"),
         ("t5", "texts", (), "--task seq2seq expects prompts and responses"),
-        ("vit", "texts", (), "expected images: a folder for each class"),
+        ("vit", "texts", (), "texts.jsonl: expected images: a folder for each"),
         ("vit", "images", ("--num-labels", 3), "labels of 0 to 2 (3 classes), found 3"),
         ("vit", "images", ("--tokenizer", "x"), "--tokenizer: the model takes images"),
         ("vit", "images", ("--seq-len", 12), "--seq-len: the model takes images"),
         ("gpt2", "pairs", ("--task", "masked-lm"), "expected one of gpt2's, causal-lm"),
-        ("gpt2", "pairs", ("--tokenizer", "none"), "--tokenizer none: expected a tok"),
+        (
+            "gpt2",
+            "pairs",
+            ("--tokenizer", "none"),
+            "--tokenizer none: expected a folder",
+        ),
         ("gpt2", "pairs", ("--seed", 2**32), "--seed: expected less than 2**32"),
         ("gpt2", "pairs", ("--seq-len", 1), "--seq-len: expected at least 2"),
         ("gpt2", "pairs", ("--batch-size", 2**62), "expected fewer than 2**31 tok"),

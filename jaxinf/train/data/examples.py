@@ -1,18 +1,18 @@
-"""Turns records into examples, and marks the parts that the model learns.
+"""Turns records into examples, and names the fields that they come from.
 
     {"text": …}                              the text is learned
     {"prompt": …, "response": …}             the response is learned
     {"messages": [{"role", "content"}, …]}   the assistant's messages are learned
-    {"text": …, "label": n}                  the label is learned
-    {"text": …, "text_pair": …, "label": n}  the label of two texts is learned
-
-A model's own chat template, where there is one, decides the text of messages.
+    {"text": …, "label": …}                  the label is learned
+    {"text": …, "text_pair": …, "label": …}  the label of two texts is learned
+    {"instruction", "input", "output"}       Alpaca's: the output is learned
+    {"conversations": [{"from", "value"}]}   ShareGPT's: as messages
 
 Invariant: a record has exactly one of these forms, or is refused with file and line.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from jaxinf.documents import shown
@@ -20,32 +20,16 @@ from jaxinf.train.data.errors import DataError, shown_names
 from jaxinf.train.data.records import PLAIN_TEXT, Record
 
 ExampleKind: TypeAlias = Literal["text", "dialogue", "labelled"]
+Text: TypeAlias = str | bytes
+Message: TypeAlias = Mapping[str, Any]
 
 MOST_LABELS = 1 << 31
 """Classes that an int32 label can tell apart."""
 
-_PAIR = "text_pair"
-_DIALOGUE_FIELDS = ("prompt", "response", "messages")
-MessageForm: TypeAlias = Callable[
-    [str, Sequence[Mapping[str, str]]], list[tuple[str, bool]]
-]
-"""Takes the place of a record and its messages; returns texts, which joined are the
-whole, and whether each is learned."""
-
+_OWN = ("text", "text_pair", "label", "prompt", "response", "messages", "tools")
+_ALPACA = ("instruction", "input", "output")
+_SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _ROLES = ("system", "user", "assistant", "tool")
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A run of text.
-
-    Attributes:
-      text: the text; UTF-8 if it is bytes.
-    """
-
-    text: str | bytes
-    is_learned: bool = True
-    has_end: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,43 +39,63 @@ class Example:
     Attributes:
       where: file and line or row.
       kind: ``dialogue`` for prompts and messages.
-      label: the label of a ``labelled`` example.
-      has_text_field: whether the text is from a record's field.
-      is_joined: whether the parts are one text for the tokenizer.
+      texts: the text, the text and its pair, or the prompt and its response; UTF-8 if
+        it is bytes.
+      messages: a conversation, in place of texts.
+      label: the number or name of the class of a ``labelled`` example.
+      fields: the record's fields that are used: ``text=body,label``.
     """
 
     where: str
     kind: ExampleKind
-    parts: tuple[Part, ...]
-    label: int | None = None
-    has_text_field: bool = False
-    is_joined: bool = False
+    texts: tuple[Text, ...] = ()
+    messages: Sequence[Message] = ()
+    tools: Any = None
+    label: int | str = -1
+    fields: str = ""
 
 
-def used_fields(text_field: str) -> set[str]:
-    return {text_field, _PAIR, "label", *_DIALOGUE_FIELDS}
+def field_map(given: str) -> dict[str, str]:
+    """Reads ``prompt=instruction,response=output``: fields of records by our names.
+
+    Raises:
+      DataError: it is not of this form.
+    """
+    pairs = [word.partition("=") for word in given.split(",") if given]
+    found = {name.strip(): source.strip() for name, _, source in pairs}
+    if len(found) < len(pairs) or not all(found.values()) or {*found} - {*_OWN}:
+        raise DataError(
+            f"--fields {given}: expected our names, each once, with yours: "
+            f"prompt=instruction,response=output; ours are {', '.join(_OWN)}"
+        )
+    return found
+
+
+def used_fields(mapping: Mapping[str, str]) -> set[str]:
+    return {*_OWN, *_ALPACA, "conversations", *mapping.values()}
 
 
 def read_examples(
     records: Iterable[Record],
     *,
-    text_field: str,
+    mapping: Mapping[str, str],
     unused: set[str],
-    message_form: MessageForm | None = None,
+    has_template: bool = False,
 ) -> Iterator[Example]:
     """Yields the examples of records.
 
     Args:
       records: records of one or more files.
-      message_form: the model's own form of messages; by default `_plain_form`.
+      mapping: fields of records by our names.
+      unused: names of other fields, which are added.
+      has_template: whether Alpaca's records become messages for a chat template.
 
     Raises:
-      DataError: a record has no known form, or another one than the record before, or
-        `message_form` refuses its messages.
+      DataError: a record has no known form, or another one than the record before.
     """
     first: Example | None = None
     for record in records:
-        example = _example_of(record, text_field, unused, message_form)
+        example = _example_of(record, mapping, unused, has_template)
         first = first or example
         if example.kind != first.kind:
             raise DataError(
@@ -99,113 +103,191 @@ def read_examples(
                 f"fields {record.names} after those of {first.where}, which "
                 f"are {first.kind}; train on them one after the other"
             )
-        if example.kind == "labelled" and len(example.parts) != len(first.parts):
+        if example.kind == "labelled" and len(example.texts) != len(first.texts):
             has, lacks = first, example
-            if len(first.parts) < len(example.parts):
+            if len(first.texts) < len(example.texts):
                 has, lacks = example, first
             raise DataError(
-                f"{lacks.where}: expected a field {_PAIR!r}, as {has.where} has, found "
-                "none; give it in all records, or in none"
+                f"{lacks.where}: expected a field 'text_pair', as {has.where} has, "
+                "found none; give it in all records, or in none"
             )
         yield example
 
 
 def _example_of(
-    record: Record, text_field: str, unused: set[str], form: MessageForm | None
+    record: Record, mapping: Mapping[str, str], unused: set[str], has_template: bool
 ) -> Example:
-    fields = {name: v for name, v in record.fields.items() if v is not None}
-    if isinstance(fields.get(PLAIN_TEXT), bytes):  # JSON has no bytes
-        return Example(record.where, "text", (Part(fields[PLAIN_TEXT], has_end=True),))
-    known = (
-        {text_field, _PAIR, "label"}
-        if text_field in fields
-        else _dialogue_fields(fields)
-    )
-    if not known:
-        beside = f" beside {_PAIR!r}" if _PAIR in fields else ""
+    where, raw = record.where, record.fields
+    if isinstance(raw.get(PLAIN_TEXT), bytes):  # JSON has no bytes
+        return Example(where, "text", (raw[PLAIN_TEXT],))
+    taken = {*mapping.values()}
+    names = {n: mapping.get(n, n) for n in _OWN if n in mapping or n not in taken}
+    found = {n: source for n, source in names.items() if raw.get(source) is not None}
+    own = {n for n, value in raw.items() if value is not None}
+    form = _form_of({*found}, own, {*mapping})
+    if form is None:
+        asked = [mapping[name] for name in mapping if mapping[name] not in own]
+        wanted = "a field 'text', the fields 'prompt' and 'response', or 'messages'"
+        if "text_pair" in found:
+            wanted = f"a field 'text' beside {names['text_pair']!r}"
+        if asked:
+            wanted = f"a field {asked[0]!r}, as --fields names it"
         raise DataError(
-            f"{record.where}: expected a field {text_field!r}{beside} "
-            "(--text-field), the fields 'prompt' and 'response', or 'messages'; found "
-            f"{shown_names({*fields, *record.unread}) or 'no fields'}"
+            f"{where}: expected {wanted} (--fields gives them other names); found "
+            f"{shown_names({*own, *record.unread}) or 'no fields'}"
         )
-    unused |= {*fields, *record.unread} - known
-    if "messages" in known:
-        messages = _messages(record.where, fields["messages"])
-        if form is None:
-            return Example(record.where, "dialogue", tuple(_plain_form(messages)))
-        parts = tuple(Part(*part) for part in form(record.where, messages))
-        return Example(record.where, "dialogue", parts, is_joined=True)
-    if "prompt" in known:
-        prompt, response = (_text(record, fields, n) for n in ("prompt", "response"))
-        parts = (Part(prompt, is_learned=False), Part(response, has_end=True))
-        return Example(record.where, "dialogue", parts)
-    if _PAIR in fields:
-        parts = tuple(Part(_text(record, fields, n)) for n in (text_field, _PAIR))
-        label = _label(record.where, {"label": None, **fields})
-        return Example(record.where, "labelled", parts, label, has_text_field=True)
-    text = _text(record, fields, text_field)
-    if "label" not in fields:
-        parts = (Part(text, has_end=True),)
-        return Example(record.where, "text", parts, has_text_field=True)
-    label = _label(record.where, fields)
-    return Example(record.where, "labelled", (Part(text),), label, has_text_field=True)
+    values = {name: raw[found[name]] for name in form if name in found}
+    used = {found.get(name, name) for name in form} & own
+    unused |= {*own, *record.unread} - used
+    said = ",".join(
+        name if found.get(name, name) == name else f"{name}={found[name]}"
+        for name in form
+        if found.get(name, name) in used
+    )
+    if "output" in form:
+        alpaca = {name: raw.get(name) for name in _ALPACA}
+        return _alpaca(where, alpaca, has_template, said)
+    if "conversations" in form:
+        said = "messages=conversations"
+        values = {"messages": _share_gpt(where, raw["conversations"])}
+    if "messages" in values or "conversations" in form:
+        messages = _messages(where, values["messages"])
+        tools = values.get("tools")
+        return Example(where, "dialogue", (), messages, tools, fields=said)
+    texts = {n: _text(where, found[n], values[n]) for n in form if n in values
+             and n != "label"}  # fmt: skip
+    if "prompt" in form:
+        texts = {name: texts[name] for name in ("prompt", "response")}
+        return Example(where, "dialogue", tuple(texts.values()), fields=said)
+    if "label" not in values and len(texts) == 1:
+        return Example(where, "text", tuple(texts.values()), fields=said)
+    label = _label(where, values.get("label"))
+    return Example(where, "labelled", tuple(texts.values()), label=label, fields=said)
 
 
-def _dialogue_fields(fields: Mapping[str, Any]) -> set[str]:
-    if "messages" in fields:
-        return {"messages"}
-    return {"prompt", "response"} if {"prompt", "response"} <= set(fields) else set()
+def _form_of(
+    found: set[str], own: set[str], mapped: set[str]
+) -> tuple[str, ...] | None:
+    """Returns the names that a record's form may use: one with mapped names first."""
+    texts = ("text", "text_pair", "label")
+    forms = [(texts, {"text"}), (("messages", "tools"), {"messages"})]
+    forms += [(("prompt", "response"), {"prompt", "response"})]
+    for form, needed in forms:
+        if mapped & {*form} and needed <= found:
+            return form
+    if mapped:
+        return None
+    if {"instruction", "output"} <= own:  # their `text`, if any, is all of it
+        return _ALPACA
+    forms.insert(2, (("conversations",), {"conversations"}))
+    return next((form for form, needed in forms if needed <= found | own), None)
 
 
-def _text(record: Record, fields: Mapping[str, Any], name: str) -> str | bytes:
-    value = fields[name]
+def _alpaca(
+    where: str, fields: Mapping[str, Any], has_template: bool, said: str
+) -> Example:
+    task = _text(where, "instruction", fields["instruction"])
+    answer = _text(where, "output", fields["output"])
+    given = fields["input"] or ""
+    if not isinstance(task, str) or not isinstance(given, str):
+        raise DataError(f"{where}: expected text in 'instruction' and 'input'")
+    if has_template:
+        user = f"{task}\n\n{given}" if given else task
+        roles = (("user", user), ("assistant", answer))
+        messages = [{"role": role, "content": text} for role, text in roles]
+        return Example(where, "dialogue", (), messages, fields=said)
+    # The headings of Stanford's own training.
+    given = f"### Input:\n{given}\n\n" if given else ""
+    prompt = f"### Instruction:\n{task}\n\n{given}### Response:\n"
+    return Example(where, "dialogue", (prompt, answer), fields=said)
+
+
+def _share_gpt(where: str, turns: Any) -> Any:
+    if not isinstance(turns, list):
+        return turns
+    found = []
+    for number, turn in enumerate(turns, 1):
+        if isinstance(turn, dict) and turn.get("role") is None:
+            said = turn.get("from")
+            if not isinstance(said, str) or "value" not in turn:
+                raise DataError(
+                    f"{where}: turn {number}: expected 'from' and 'value' in "
+                    f"'conversations', found {shown_names(set(turn)) or 'neither'}"
+                )
+            turn = {"role": _SPEAKERS.get(said, said), "content": turn["value"]}
+        found.append(turn)
+    return found
+
+
+def _text(where: str, name: str, value: Any) -> Text:
     if not isinstance(value, str | bytes) or not value:
         found = "an empty one" if value in ("", b"") else f"a {type(value).__name__}"
-        raise DataError(
-            f"{record.where}: expected text in field {name!r}, found {found}"
-        )
+        raise DataError(f"{where}: expected text in field {name!r}, found {found}")
     return value
 
 
-def _label(where: str, fields: Mapping[str, Any]) -> int:
-    label = fields["label"]
-    if type(label) is not int or not 0 <= label < MOST_LABELS:
+def _label(where: str, label: Any) -> int | str:
+    is_number = type(label) is int and 0 <= label < MOST_LABELS
+    if not is_number and not (isinstance(label, str) and label):
         raise DataError(
-            f"{where}: expected a label of 0 or more, found {shown(label)}; number the "
-            f"classes from 0, all below {MOST_LABELS}"
+            f"{where}: expected a label of 0 or more, or a class's name, found "
+            f"{shown(label)}; number the classes from 0, all below {MOST_LABELS}"
         )
     return label
 
 
-def _messages(where: str, messages: Any) -> list[dict[str, str]]:
+def _messages(where: str, messages: Any) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise DataError(
             f"{where}: expected a list of messages, found {shown(messages)}"
         )
-    found = [_message(f"{where}: message {n}", m) for n, m in enumerate(messages, 1)]
-    roles = {message["role"] for message in found}
+    roles = []
+    for number, message in enumerate(messages, 1):
+        roles.append(message.get("role") if isinstance(message, dict) else None)
+        if not isinstance(roles[-1], str):
+            raise DataError(
+                f"{where}: message {number}: expected a role of {_ROLES}, found "
+                f"{shown(roles[-1])}"
+            )
     if "assistant" not in roles:
         raise DataError(
             f"{where}: expected a message of the assistant, from which the model "
-            f"learns; found roles {sorted(roles)}"
+            f"learns; found roles {shown_names(set(roles))}"
         )
-    return found
+    return messages
 
 
-def _plain_form(messages: Sequence[Mapping[str, str]]) -> Iterator[Part]:
-    """Joins ``<|role|>``, newline, content; an end follows the assistant's messages."""
-    for message in messages:
-        is_learned = message["role"] == "assistant"
-        yield Part(f"<|{message['role']}|>\n", is_learned=False)
-        yield Part(message["content"], is_learned=is_learned, has_end=is_learned)
-        yield Part("\n", is_learned=False)
+def plain_parts(example: Example) -> Iterator[tuple[str, bool]]:
+    """Yields a conversation without a chat template, and what of it is an answer.
 
+    Joins ``<|role|>``, newline, content, newline; an end follows each answer.
 
-def _message(where: str, message: Any) -> dict[str, str]:
-    fields = message if isinstance(message, dict) else {}
-    role, content = fields.get("role"), fields.get("content")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise DataError(f"{where}: expected a role of {_ROLES}, found {shown(role)}")
-    if not isinstance(content, str) or not content:
-        raise DataError(f"{where}: expected text as content, found {shown(content)}")
-    return {"role": role, "content": content}
+    Raises:
+      DataError: it has what this form does not show, such as calls of tools.
+    """
+    remedy = "; give --tokenizer a folder with a chat template, or leave it out"
+    if example.tools is not None:
+        raise DataError(
+            f"{example.where}: expected no field 'tools', which only a chat template "
+            f"can show{remedy}"
+        )
+    for number, message in enumerate(example.messages, 1):
+        where = f"{example.where}: message {number}"
+        role, content = message["role"], message.get("content")
+        others = {name for name, value in message.items() if value is not None}
+        if others := others - {"role", "content"}:
+            raise DataError(
+                f"{where}: expected a role and its content, found "
+                f"{shown_names(others)}, which only a chat template can show{remedy}"
+            )
+        if role not in _ROLES:
+            raise DataError(
+                f"{where}: expected a role of {_ROLES}, found {shown(role)}"
+            )
+        if not isinstance(content, str) or not content:
+            raise DataError(
+                f"{where}: expected text as content, found {shown(content)}"
+            )
+        yield f"<|{role}|>\n", False
+        yield content, role == "assistant"
+        yield "\n", False

@@ -1,4 +1,4 @@
-"""Resolves names, directories and globs to data files; finds the default text.
+"""Finds data files by name, folder and glob, their splits, and the default text.
 
 Invariant: the result depends on the file system alone; it is sorted, and each file
 occurs once.
@@ -11,36 +11,48 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.formats import is_data
+from jaxinf.train.data.records import is_saved_dataset
 
-_SNIFF_BYTES = 8192
 _MIN_LIBRARY_BYTES = 5_000_000
 # Tests and generated tables, which are neither prose nor programs.
 _SKIPPED_LIBRARY_DIRS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     | {"encodings", "pydoc_data"}
 )
-# Data files that are not text.
-_BINARY_SUFFIXES = (".parquet",)
-# Files that `datasets` leaves in its folders.
-_SAVED_MARKS = ("dataset_dict.json", "dataset_info.json")
+_HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test")
 
 
-def find_files(patterns: Sequence[str]) -> list[Path]:
+def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
     """Resolves the names that a user gives for data.
-        patterns: each a file (taken as it is), a directory (every Parquet and text file
-            below it, hidden ones left out; text means: not empty, and no NUL among the
-            first 8,192 bytes; a folder that `datasets` saved counts as one file), or a
-            glob, where `**` crosses directories (files only).
+
+    Args:
+      patterns: each a file (taken as it is), a directory (every table and text file
+        below it, packed ones too, hidden ones not; text has no NUL among the first
+        8,192 bytes; a folder that `datasets` saved counts as one file), or a glob,
+        where `**` crosses directories (files only).
 
     Returns:
-        Resolved paths, sorted, each once.
+      Resolved paths, sorted, each once; and those of directories that are left out,
+      because they are none of these and not empty.
 
     Raises:
-        DataError: a pattern matches no file.
+      DataError: a pattern matches no file.
     """
     found: set[Path] = set()
+    left_out: set[Path] = set()
     for pattern in patterns:
-        matched = {path.resolve() for path in _matches(os.path.expanduser(pattern))}
+        path = Path(os.path.expanduser(pattern))
+        if path.is_dir():
+            below = [file.resolve() for file in _walk(path)]
+            matched = {f for f in below if is_saved_dataset(f) or is_data(f)}
+            others = [f for f in {*below} - matched if f.is_file()]
+            left_out |= {f for f in others if f.stat().st_size}
+        else:
+            names = (
+                [str(path)] if path.is_file() else glob.iglob(str(path), recursive=True)
+            )
+            matched = {Path(name).resolve() for name in names if os.path.isfile(name)}
         if not matched:
             raise DataError(
                 f"data {pattern!r}: expected a file, a directory that holds text "
@@ -48,18 +60,7 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
                 f"found no file (looked from {Path.cwd()})"
             )
         found |= matched
-    return sorted(found)
-
-
-def _matches(pattern: str) -> Iterator[Path]:
-    path = Path(pattern)
-    if path.is_dir():
-        yield from (file for file in _walk(path) if _looks_like_data(file))
-    elif path.is_file():
-        yield path
-    else:
-        names = glob.iglob(pattern, recursive=True)
-        yield from (Path(name) for name in names if os.path.isfile(name))
+    return sorted(found), sorted(left_out - found)
 
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -76,21 +77,52 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-def is_saved_dataset(path: Path) -> bool:
-    """Whether a path is a folder made by `save_to_disk` of `datasets`."""
-    return any((path / name).is_file() for name in _SAVED_MARKS)
+def by_split(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Returns the paths for training, and those for validation if there are splits.
+
+    Raises:
+      DataError: there are splits, but none for training.
+    """
+    train: list[Path] = []
+    held: list[Path] = []
+    for path in paths:
+        splits = _splits(path)
+        if splits and "train" not in splits:
+            raise DataError(
+                f"{path}: expected a split named train, found {sorted(splits)}; name "
+                "the folder of one of them"
+            )
+        train.append(splits.get("train", path))
+        held += [splits[name] for name in _HELD_OUT_SPLITS if name in splits][:1]
+    return train, held
 
 
-def _looks_like_data(path: Path) -> bool:
-    if is_saved_dataset(path):
-        return True
-    if not path.is_file():  # a socket, a pipe, a dangling link
-        return False
-    if path.suffix in _BINARY_SUFFIXES:
-        return True
-    with path.open("rb") as file:
-        head = file.read(_SNIFF_BYTES)
-    return bool(head) and b"\0" not in head
+def held_out_split(paths: Sequence[Path]) -> list[Path]:
+    """Returns the paths for evaluation: one split of each, or the path itself.
+
+    Raises:
+      DataError: there are splits, but none for validation.
+    """
+    found: list[Path] = []
+    for path in paths:
+        splits = _splits(path)
+        names = [name for name in _HELD_OUT_SPLITS if name in splits]
+        if splits and not names:
+            raise DataError(
+                f"--validation {path}: expected a split named validation or test, "
+                f"found {sorted(splits)}"
+            )
+        found.append(splits[names[0]] if names else path)
+    return found
+
+
+def _splits(path: Path) -> dict[str, Path]:
+    """Returns the splits of a saved `DatasetDict`, or of a folder with `train`."""
+    is_dict = (path / "dataset_dict.json").is_file()
+    if not is_dict and (is_saved_dataset(path) or not (path / "train").is_dir()):
+        return {}
+    names = [folder.name for folder in path.iterdir() if folder.is_dir()]
+    return {name: path / name for name in names}
 
 
 def standard_library_files() -> list[Path]:

@@ -21,18 +21,19 @@ class Masking:
 
     Attributes:
       rate: share of a row's tokens to choose, at least one.
+      special: ids that are never chosen, such as ends of documents.
     """
 
     rate: float
     mask: int
-    end: int | None
+    special: tuple[int, ...]
     vocab_size: int
 
     def __call__(self, row: Row, rng: np.random.Generator) -> Row:
         """Masks a row; adds `targets`, and `weights` of 1 for chosen tokens."""
         tokens = row["tokens"]
-        allowed = np.flatnonzero((tokens != self.end) & (row["segments"] > 0))
-        if not allowed.size:  # a row of ends alone; at least one token must count
+        allowed = np.flatnonzero(~np.isin(tokens, self.special) & (row["segments"] > 0))
+        if not allowed.size:  # a row of special ones; at least one token must count
             allowed = np.arange(tokens.size)
         num = max(1, round(self.rate * allowed.size))
         chosen = rng.permutation(allowed)[:num]

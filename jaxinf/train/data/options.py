@@ -11,6 +11,7 @@ import tyro
 from jaxinf_models import TaskName
 
 from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.examples import field_map
 
 
 def shown(metavar: str, default: str) -> Any:
@@ -22,9 +23,9 @@ def shown(metavar: str, default: str) -> Any:
 class DataOptions:
     """The data, its held-out part, and the tokenizer."""
 
-    # The training data: text files, JSON lines, Parquet, folders of these, quoted
-    # globs; folders saved by Hugging Face datasets; images in a folder for each class,
-    # or an .npz with images and labels. docs/training.md describes each.
+    # The training data: text files, JSON lines, CSV, Parquet, Arrow, packed ones, too,
+    # folders of these, quoted globs; folders saved by Hugging Face datasets; images in
+    # a folder for each class. docs/training.md describes each.
     data: Annotated[
         tuple[str, ...], shown("PATH...", "Python's standard library sources")
     ] = ()
@@ -36,13 +37,13 @@ class DataOptions:
     # The share of the data that is held out.
     validation_fraction: float = 0.05
 
-    # A tokenizer.json, or a folder with one; without it every byte is a token.
-    tokenizer: Annotated[Path | None, shown("FILE", "bytes")] = None
+    # A Hugging Face folder with a tokenizer; without it every byte is a token.
+    tokenizer: Annotated[Path | None, shown("DIR", "bytes")] = None
 
-    # The field with the text of a record. Other known fields are prompt and response;
-    # messages, a list of {role, content}; label, the number of a class from 0; and
-    # text_pair, a second text beside the first one and its label.
-    text_field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
+    # Fields of records under other names, as OURS=YOURS,...: ours are text; prompt and
+    # response; messages and tools; label, a class's number or name; and text_pair.
+    # Alpaca's and ShareGPT's fields are known.
+    fields: Annotated[str, shown("OURS=YOURS,...", "our names")] = ""
 
     # With prompts and responses, or messages: learn the answers alone, or all text.
     loss_on: Literal["answers", "all"] = "answers"
@@ -76,6 +77,7 @@ def check_options(
             f"--num-labels: expected at least 2, at most {1 << 31}, got "
             f"{options.num_labels}"
         )
+    field_map(options.fields)
     if options.validation:
         _check_unset(
             options, "validation_fraction", "--validation says what to hold out"
@@ -87,7 +89,7 @@ def check_options(
     if task != "classification":
         _check_unset(options, "num_labels", f"--task {task} has no classes")
     if takes_images:
-        for name in ("tokenizer", "text_field"):
+        for name in ("tokenizer", "fields"):
             _check_unset(options, name, "the model takes images")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from jaxinf.train.data.loader import RowMap
 from jaxinf.train.data.packing import Rows
-from jaxinf.train.data.tokenizers import Tokenizer
+from jaxinf.train.data.tokenizer import Tokenizer
 from jaxinf.typing import Array, JsonValue
 
 
@@ -26,6 +26,8 @@ class TrainingData:
         the task is not to continue text.
       seq_len: tokens in a row; 0 for images.
       prompt: ids for the model to continue, held out; None as above.
+      example: the first example, decoded, what is learned in guillemets, and the
+        fields of its record; empty for images.
     """
 
     train: Rows
@@ -39,6 +41,7 @@ class TrainingData:
     held_out_tokens: Array | None
     seq_len: int = 0
     prompt: Array | None = None
+    example: str = ""
 
 
 def digest_of(parts: Iterable[str]) -> str:

@@ -1,30 +1,25 @@
-"""Reads records from files: text, JSON, CSV, Parquet, folders saved by `datasets`.
+"""Reads records from files: text, JSON, CSV, Parquet, Arrow, folders of `datasets`.
 
 Invariant: a record knows its file and line, so that errors can name them. Files are
 read in parts if their format allows it. A batch of a table is validated in full before
 its first use, and only columns that are used are read.
 """
 
-import csv
 import dataclasses
 import json
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from jaxinf.documents import MOST_BYTES, DocumentError, parse_json, shown
-from jaxinf.errors import StoreIOError
-from jaxinf.io import read_bounded
+from jaxinf.documents import MOST_BYTES
 from jaxinf.train.data.errors import DataError, optional_import, refusing, shown_names
-from jaxinf.train.data.files import is_saved_dataset
+from jaxinf.train.data.formats import format_of, open_file, read_whole
 
-_JSON_SUFFIXES = (".jsonl", ".ndjson")
-_TABLE_SUFFIXES = {".csv": ",", ".tsv": "\t"}
-_ARRAY_SUFFIXES = (".npz", ".npy")
-_MOST_DIGITS = 10
 PLAIN_TEXT = ""  # the field of a plain text file; users cannot give this name
 _ROWS_AT_ONCE = 1024
+_SAVED_MARKS = ("dataset_dict.json", "dataset_info.json")
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,62 +52,49 @@ def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
       used: names of the columns to read of a table.
 
     Raises:
-      DataError: the file is malformed; names the line or row.
+      DataError: the file is malformed, or not of a kind that is read; names the line
+        or row.
       OSError: the file cannot be read.
     """
     if is_saved_dataset(path):
-        return _saved_rows(path, used)
-    if path.suffix in _JSON_SUFFIXES:
-        return _json_lines(path)
-    if path.suffix == ".parquet":
-        return _parquet_rows(path, used)
-    if path.suffix in _TABLE_SUFFIXES:
-        return _table_rows(path, _TABLE_SUFFIXES[path.suffix])
-    if path.suffix in _ARRAY_SUFFIXES:
-        raise DataError(
-            f"{path}: expected text, JSON, CSV or Parquet, found NumPy's arrays, which "
-            "models of images take; leave it out, or give --model vit"
-        )
-    text = path.read_bytes()
-    if path.suffix == ".json" and text.lstrip()[:1] == b"[":
-        return _json_items(path, text)
-    return iter((Record(str(path), {PLAIN_TEXT: text}),) if text else ())
+        parts = sorted(path.glob("*.arrow"))  # but those of later calls of `map`
+        for part in (part for part in parts if not part.name.startswith("cache-")):
+            yield from _stream_rows(part, used)
+        return
+    kind = format_of(path)
+    if kind in ("parquet", "arrow"):
+        yield from _table_rows(path, kind, used)
+        return
+    with refusing(f"{path}: expected a whole file of {kind}"), open_file(path) as file:
+        if kind == "lines":
+            yield from _json_lines(path, file)
+        elif kind in _DELIMITERS:
+            yield from _csv_rows(path, file, _DELIMITERS[kind], used)
+        elif text := read_whole(path, file):
+            is_list = kind == "json" and text.lstrip()[:1] == b"["
+            fields = {PLAIN_TEXT: text}
+            yield from (
+                _json_items(path, text) if is_list else [Record(str(path), fields)]
+            )
 
 
-def saved_splits(path: Path) -> dict[str, Path]:
-    """Returns the splits of a saved `DatasetDict` by name; none for a `Dataset`.
-
-    Raises:
-      DataError: it lists splits that do not exist.
-    """
-    listing = path / "dataset_dict.json"
-    if not listing.is_file():
-        return {}
-    names = _read_json(listing).get("splits")
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise DataError(
-            f'{listing}: expected {{"splits": [names]}}, found {shown(names)}'
-        )
-    splits = {name: path / _plain_name(name, listing) for name in names}
-    for name, folder in splits.items():
-        if not is_saved_dataset(folder):
-            raise DataError(f"{listing}: split {name!r}: found no data in {folder}")
-    return splits
+def is_saved_dataset(path: Path) -> bool:
+    """Whether a path is a folder made by `save_to_disk` of `datasets`."""
+    return any((path / name).is_file() for name in _SAVED_MARKS)
 
 
-def _json_lines(path: Path) -> Iterator[Record]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            where = f"{path}:{number}"
-            try:
-                fields = json.loads(line.rstrip(b"\r\n"))
-            except (ValueError, RecursionError) as error:
-                found = "an empty line" if not line.strip() else _found(error)
-                raise DataError(
-                    f"{where}: expected a JSON object, found {found}; mend or remove "
-                    "the line"
-                ) from error
-            yield _record(where, fields)
+def _json_lines(path: Path, file: IO[bytes]) -> Iterator[Record]:
+    for number, line in enumerate(file, 1):
+        where = f"{path}:{number}"
+        try:
+            fields = json.loads(line.rstrip(b"\r\n"))
+        except (ValueError, RecursionError) as error:
+            found = "an empty line" if not line.strip() else _found(error)
+            raise DataError(
+                f"{where}: expected a JSON object, found {found}; mend or remove "
+                "the line"
+            ) from error
+        yield _record(where, fields)
 
 
 def _json_items(path: Path, text: bytes) -> Iterator[Record]:
@@ -144,62 +126,57 @@ def _record(where: str, fields: Any) -> Record:
     )
 
 
-def _table_rows(path: Path, delimiter: str) -> Iterator[Record]:
-    """Yields the rows below a line of names; digits as ``label`` are a number."""
-    csv.field_size_limit(max(csv.field_size_limit(), MOST_BYTES))  # of the process
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictReader(file, delimiter=delimiter, strict=True)
-            for number, fields in enumerate(rows, 1):
-                where = f"{path}: row {number}"
-                if None in fields or None in fields.values():
-                    raise DataError(
-                        f"{where}: expected {len(rows.fieldnames or ())} columns, as "
-                        "the first line names, found another number; mend the row"
-                    )
-                label = fields.get("label", "")
-                is_number = label.isdecimal() and len(label) < _MOST_DIGITS
-                yield Record(
-                    where, fields | ({"label": int(label)} if is_number else {})
-                )
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path}: expected a table in UTF-8 whose first line names the columns: "
-            f"{error}; save it as JSON lines or Parquet"
-        ) from error
+def _csv_rows(
+    path: Path, file: IO[bytes], delimiter: str, used: Collection[str]
+) -> Iterator[Record]:
+    """Yields the rows below a line of names, as text."""
+    csv = optional_import("pyarrow.csv", what=str(path))
+    text = optional_import("pyarrow", what=str(path)).string()
+
+    def opened(file: IO[bytes], names: Sequence[str]) -> Any:
+        types = dict.fromkeys(names, text)
+        return csv.open_csv(
+            file,
+            csv.ReadOptions(use_threads=False, block_size=MOST_BYTES),
+            csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+            csv.ConvertOptions(column_types=types, strings_can_be_null=False),
+        )
+
+    what = f"{path}: expected a table in UTF-8 whose first line names the columns"
+    with refusing(what, "mend it, or save it as JSON lines or Parquet"):
+        with open_file(path) as head:
+            names = opened(head, ()).schema.names
+        yield from _rows_of(path, opened(file, names), names, used)
 
 
-def _parquet_rows(path: Path, used: Collection[str]) -> Iterator[Record]:
-    parquet = optional_import("pyarrow.parquet", what=str(path))
-    with (
-        refusing(f"{path}: expected a Parquet file"),
-        parquet.ParquetFile(path) as file,
-    ):
-        names = file.schema_arrow.names
-        columns = [name for name in names if name in used]
-        batches = file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns)
+def _table_rows(path: Path, kind: str, used: Collection[str]) -> Iterator[Record]:
+    with path.open("rb") as file:
+        is_stream = kind == "arrow" and file.read(6) != b"ARROW1"
+    if is_stream:
+        yield from _stream_rows(path, used)
+        return
+    dataset = optional_import("pyarrow.dataset", what=str(path))
+    with refusing(f"{path}: expected a file of {kind.capitalize()}"):
+        table = dataset.dataset(str(path), format=kind)
+        names = table.schema.names
+        batches = table.to_batches(
+            columns=[name for name in names if name in used],
+            batch_size=_ROWS_AT_ONCE,
+            batch_readahead=1,
+            fragment_readahead=1,
+            use_threads=False,
+        )
         yield from _rows_of(path, batches, names, used)
 
 
-def _saved_rows(folder: Path, used: Collection[str]) -> Iterator[Record]:
-    arrow = optional_import("pyarrow", what=str(folder))
-    listing = folder / "state.json"
-    if not listing.is_file():
-        raise DataError(f"{folder}: expected a saved dataset, found no state.json")
-    entries: Any = _read_json(listing).get("_data_files")
-    try:
-        names = [_plain_name(entry["filename"], listing) for entry in entries]
-    except (TypeError, KeyError) as error:
-        raise DataError(
-            f"{listing}: expected the names of arrow files under _data_files, found "
-            f"{shown(entries)}"
-        ) from error
-    for name in names:
-        path = folder / name
-        what = f"{path}: expected an arrow file"
-        with refusing(what), arrow.memory_map(str(path)) as file:
-            batches = arrow.ipc.open_stream(file)
-            yield from _rows_of(path, batches, batches.schema.names, used)
+def _stream_rows(path: Path, used: Collection[str]) -> Iterator[Record]:
+    arrow = optional_import("pyarrow", what=str(path))
+    with (
+        refusing(f"{path}: expected an arrow file"),
+        arrow.memory_map(str(path)) as file,
+    ):
+        batches = arrow.ipc.open_stream(file)
+        yield from _rows_of(path, batches, batches.schema.names, used)
 
 
 def _rows_of(
@@ -222,23 +199,6 @@ def _rows_of(
                 number += 1
                 fields = {n: v[row] for n, v in zip(columns, values, strict=True)}
                 yield Record(f"{path}: row {number}", fields, unread)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        document = parse_json(read_bounded(path, MOST_BYTES))
-    except (DocumentError, StoreIOError) as error:
-        raise DataError(f"{path}: expected JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise DataError(f"{path}: expected a JSON object, found {_kind(document)}")
-    return document
-
-
-def _plain_name(name: Any, where: Path) -> str:
-    """Checks that an untrusted name stays within the listing's own folder."""
-    if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-        raise DataError(f"{where}: expected a name in this folder, found {shown(name)}")
-    return name
 
 
 def _kind(value: object) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.examples import Example
-from jaxinf.train.data.tokenizers import FileTokenizer, Text, TextForm, Tokenizer
+from jaxinf.train.data.examples import Example, plain_parts
+from jaxinf.train.data.tokenizer import FolderTokenizer, Tokenizer
 from jaxinf.typing import Array
 
 _EXAMPLES_AT_ONCE = 1024
@@ -26,14 +26,17 @@ class Encoded:
     Attributes:
       where: its file and line or row.
       tokens: uint8 to uint32 [n].
+      label: -1 for none; a class's name until all are known.
       token_types: uint8 [n], the number of each token's text; None for one text.
+      num_uncut: number of tokens before a cut; 0 if it is the number of tokens.
     """
 
     where: str
     tokens: Array
     is_learned: Array
-    label: int
+    label: int | str
     token_types: Array | None = None
+    num_uncut: int = 0
 
     def digest(self) -> bytes:
         """SHA-256 of its content, without `where`."""
@@ -43,6 +46,23 @@ class Encoded:
         if self.token_types is not None:
             digest.update(self.token_types.data)
         return digest.digest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """How a run encodes its examples.
+
+    Attributes:
+      most: most tokens of a labelled text or a source; more are cut.
+      num_types: types of tokens that the model tells apart; 0 for none.
+      learn_all: whether prompts are learned, too.
+      is_apart: whether sources and answers are apart, as for T5.
+    """
+
+    most: int
+    num_types: int
+    learn_all: bool
+    is_apart: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -155,98 +175,99 @@ class Sequences:
 
 
 def encode_examples(
-    examples: Iterable[Example], tokenizer: Tokenizer, *, learn_all: bool
-) -> Iterator[list[Encoded]]:
-    """Encodes the parts of examples, many in each call of the tokenizer.
-
-    Args:
-      learn_all: whether prompts are learned, too; parts that are joined say it
-        themselves.
+    examples: Iterable[Example], tokenizer: Tokenizer, how: Encoding
+) -> Iterator[tuple[Encoded, ...]]:
+    """Encodes examples, many in each call of the tokenizer.
 
     Yields:
-      The parts of an example, in their order.
+      The tokens of an example; of a source and its answer both apart, if `how` says so.
 
     Raises:
-      DataError: the tokenizer cannot read a text.
+      DataError: the tokenizer cannot read a text, or there is none.
     """
     coming = iter(examples)
     while group := list(itertools.islice(coming, _EXAMPLES_AT_ONCE)):
-        apart = [example for example in group if not example.is_joined]
-        texts: list[Text] = [(e.where, p.text) for e in apart for p in e.parts]
-        ids = iter(tokenizer.encode(texts))
-        joined = iter(_encoded_whole(tokenizer, [e for e in group if e.is_joined]))
-        for example in group:
-            yield (
-                [next(joined)]
-                if example.is_joined
-                else [
-                    _encoded(example.where, part_ids, part.is_learned or learn_all, end)
-                    for part, part_ids in zip(example.parts, ids, strict=False)
-                    for end in [tokenizer.end if part.has_end else None]
-                ]
-            )
+        if group[0].kind == "text":
+            texts = [(e.where, e.texts[0]) for e in group]
+            for example, ids in zip(
+                group, tokenizer.encode(texts, is_whole=True), strict=True
+            ):
+                ids = ids if tokenizer.adds_end else _ended(ids, tokenizer)
+                yield (_encoded(example.where, [(ids, True)]),)
+        elif group[0].kind == "labelled":
+            yield from ((_classified(example, tokenizer, how),) for example in group)
+        else:
+            yield from _dialogues(group, tokenizer, how)
 
 
-def _encoded_whole(
-    tokenizer: Tokenizer, examples: Sequence[Example]
-) -> Iterator[Encoded]:
-    """Encodes parts as one text; a token is learned if any of its characters is."""
-    if not examples:
-        return
-    assert isinstance(tokenizer, FileTokenizer)
-    texts = [(e.where, "".join(str(p.text) for p in e.parts)) for e in examples]
-    encodings = tokenizer.encode_with_places(texts)
-    for example, (ids, places) in zip(examples, encodings, strict=True):
-        is_learned, at = np.zeros(len(ids), np.bool_), 0
-        for part in example.parts:
-            end = at + len(part.text)
-            if part.is_learned:
-                is_learned |= (places[:, 0] < end) & (places[:, 1] > at)
-            at = end
-        yield Encoded(example.where, ids, is_learned, -1)
-
-
-def _encoded(where: str, ids: Array, is_learned: bool, end: int | None) -> Encoded:
-    if end is not None:
-        ids = np.append(ids, np.array([end], ids.dtype))
-    return Encoded(where, ids, np.broadcast_to(np.bool_(is_learned), ids.shape), -1)
-
-
-def join(parts: Sequence[Encoded], label: int | None) -> Encoded:
-    """Joins the parts of an example.
-
-    Raises:
-      DataError: it has no tokens.
-    """
-    tokens = np.concatenate([part.tokens for part in parts])
-    if not tokens.size:
-        raise DataError(f"{parts[0].where}: expected text, found none")
-    is_learned = np.concatenate([part.is_learned for part in parts])
-    if is_learned.all():
-        is_learned = np.broadcast_to(np.True_, is_learned.shape)  # takes no memory
-    return Encoded(parts[0].where, tokens, is_learned, -1 if label is None else label)
-
-
-def join_texts(
-    texts: Sequence[Encoded], form: TextForm, label: int, seq_len: int
-) -> Encoded:
-    """Joins texts in a form; of what is too long, the longer text is cut first.
-
-    Args:
-      texts: one or two, without special tokens.
-      seq_len: most tokens of the result; at least one more than `form.num_special` for
-        each text.
-    """
-    room = seq_len - form.num_special
-    sizes = [text.tokens.size for text in texts]
-    if len(sizes) == 2 and sum(sizes) > room:
-        short = min(sizes)
-        short = short if 2 * short <= room else room // 2
-        is_second_short = sizes[1] < sizes[0]
-        sizes = [room - short, short] if is_second_short else [short, room - short]
-    parts = [text.tokens[: min(n, room)] for text, n in zip(texts, sizes, strict=True)]
-    tokens, types = form.join(*parts)
-    return Encoded(
-        *(texts[0].where, tokens, np.broadcast_to(np.True_, tokens.shape), label),
-        token_types=types,
+def _dialogues(
+    group: Sequence[Example], tokenizer: Tokenizer, how: Encoding
+) -> Iterator[tuple[Encoded, ...]]:
+    pairs = [(e.where, *e.texts) for e in group if not e.messages]
+    sources = tokenizer.encode(
+        [(where, prompt) for where, prompt, _ in pairs],
+        is_whole=True,
+        most=how.most if how.is_apart else None,
     )
+    answers = tokenizer.encode(
+        [(where, answer) for where, _, answer in pairs], is_whole=how.is_apart
+    )
+    both = zip(sources, answers, strict=True)
+    for example in group:
+        where = example.where
+        if not example.messages:
+            source, answer = next(both)
+            if not (how.is_apart and tokenizer.adds_end):
+                answer = _ended(answer, tokenizer)
+            parts = [(source, how.learn_all), (answer, True)]
+            apart = [[part] for part in parts] if how.is_apart else [parts]
+            yield tuple(_encoded(where, some) for some in apart)
+        elif isinstance(tokenizer, FolderTokenizer) and tokenizer.has_template:
+            ids, is_learned = tokenizer.conversation(example, learn_all=how.learn_all)
+            yield (Encoded(where, ids, is_learned, -1),)
+        else:
+            yield (_plain(example, tokenizer, how.learn_all),)
+
+
+def _plain(example: Example, tokenizer: Tokenizer, learn_all: bool) -> Encoded:
+    """Encodes a conversation without a chat template; it begins as a prompt does."""
+    texts, learned = zip(*plain_parts(example), strict=True)
+    first, *others = [(example.where, text) for text in texts]
+    ids = tokenizer.encode([first], is_whole=True)
+    ids += tokenizer.encode(others, is_whole=False)
+    return _encoded(
+        example.where,
+        [
+            (_ended(part, tokenizer) if is_answer else part, is_answer or learn_all)
+            for part, is_answer in zip(ids, learned, strict=True)
+        ],
+    )
+
+
+def _classified(example: Example, tokenizer: Tokenizer, how: Encoding) -> Encoded:
+    ids, types, num = tokenizer.classified(
+        example.where, example.texts, most=how.most, has_types=how.num_types > 0
+    )
+    if types is not None and types.max() >= how.num_types:
+        raise DataError(
+            f"--tokenizer {tokenizer.name}: expected token types below "
+            f"{how.num_types}, as the model has, found {types.max()} in pairs of texts"
+        )
+    is_learned = np.broadcast_to(np.True_, ids.shape)
+    return Encoded(example.where, ids, is_learned, example.label, types, num)
+
+
+def _ended(ids: Array, tokenizer: Tokenizer) -> Array:
+    if tokenizer.end is None:
+        return ids
+    return np.append(ids, np.array([tokenizer.end], ids.dtype))
+
+
+def _encoded(where: str, parts: Sequence[tuple[Array, bool]]) -> Encoded:
+    tokens = np.concatenate([ids for ids, _ in parts])
+    if not tokens.size:
+        raise DataError(f"{where}: expected text, found none")
+    if all(is_learned for _, is_learned in parts):  # takes no memory
+        return Encoded(where, tokens, np.broadcast_to(np.True_, tokens.shape), -1)
+    learned = [np.full(ids.size, is_learned) for ids, is_learned in parts]
+    return Encoded(where, tokens, np.concatenate(learned), -1)

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from jaxinf.train.data.load import load_data
+from jaxinf.train.data.image_files import load_images
 from jaxinf.train.data.options import DataOptions
+from jaxinf.train.data.texts import load_texts
 
 
 @pytest.fixture
@@ -25,17 +26,14 @@ def write(tmp_path):
 
 @pytest.fixture
 def load():
-    """Loads data from paths, with arguments of `DataOptions` and `load_data`."""
+    """Loads data from paths, with arguments of `DataOptions` and `load_texts`."""
 
-    def call(*paths, task="causal-lm", seq_len=8, **options):
-        names = ("most_tokens", "is_pretrained", "image_shape", "num_token_types")
+    def call(*paths, task="causal-lm", seq_len=8, image_shape=None, **options):
+        names = ("most_tokens", "is_pretrained", "num_token_types")
         own = {name: options.pop(name) for name in names if name in options}
-        data = tuple(str(path) for path in paths)
-        return load_data(
-            DataOptions(data=data, **options),
-            task=task,
-            seq_len=seq_len,
-            **own,
-        )
+        given = DataOptions(data=tuple(str(path) for path in paths), **options)
+        if image_shape is not None:
+            return load_images(given, image_shape)
+        return load_texts(given, task=task, seq_len=seq_len, **own)
 
     return call

@@ -3,28 +3,34 @@
 import pytest
 
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.examples import Part, read_examples
+from jaxinf.train.data.examples import field_map, plain_parts, read_examples
 from jaxinf.train.data.records import Record
 
 
-def read(*fields, text_field="text", unused=None):
-    records = [Record(f"f.jsonl:{n}", f) for n, f in enumerate(fields, 1)]
-    unused = set() if unused is None else unused
-    return list(read_examples(records, text_field=text_field, unused=unused))
+def read(*records, fields="", unused=None, has_template=False):
+    records = [Record(f"f.jsonl:{n}", f) for n, f in enumerate(records, 1)]
+    return list(
+        read_examples(
+            records,
+            mapping=field_map(fields),
+            unused=set() if unused is None else unused,
+            has_template=has_template,
+        )
+    )
 
 
 def test_text_and_its_field():
     unused = set()
-    (example,) = read({"body": "one", "id": 7}, text_field="body", unused=unused)
-    assert example.kind == "text"
-    assert example.parts == (Part("one", has_end=True),)
+    (example,) = read({"body": "one", "id": 7}, fields="text=body", unused=unused)
+    assert (example.kind, example.texts) == ("text", ("one",))
+    assert example.fields == "text=body"
     assert unused == {"id"}
 
 
-def test_only_the_response_is_learned():
+def test_prompt_and_response():
     (example,) = read({"prompt": "1+1=", "response": "2"})
-    assert example.kind == "dialogue"
-    assert example.parts == (Part("1+1=", is_learned=False), Part("2", has_end=True))
+    assert (example.kind, example.texts) == ("dialogue", ("1+1=", "2"))
+    assert example.fields == "prompt,response"
 
 
 def test_only_what_the_assistant_says_is_learned():
@@ -32,14 +38,77 @@ def test_only_what_the_assistant_says_is_learned():
         {"role": "user", "content": "1+1?"},
         {"role": "assistant", "content": "2"},
         {"role": "user", "content": "sure?"},
-        {"role": "assistant", "content": "yes"},
+        {"role": "assistant", "content": "yes", "name": None},
     ]
     (example,) = read({"messages": messages, "text": None})
-    assert "".join(str(part.text) for part in example.parts) == (
+    parts = list(plain_parts(example))
+    assert "".join(text for text, _ in parts) == (
         "<|user|>\n1+1?\n<|assistant|>\n2\n<|user|>\nsure?\n<|assistant|>\nyes\n"
     )
-    assert [p.text for p in example.parts if p.is_learned] == ["2", "yes"]
-    assert [p.text for p in example.parts if p.has_end] == ["2", "yes"]
+    assert [text for text, is_answer in parts if is_answer] == ["2", "yes"]
+
+
+ALPACA = {"instruction": "Add", "input": "1, 2", "output": "3"}
+
+
+def test_fields_of_alpaca():
+    unused = set()
+    (example,) = read({**ALPACA, "text": "all of it"}, unused=unused)
+    prompt = "### Instruction:\nAdd\n\n### Input:\n1, 2\n\n### Response:\n"
+    assert (example.kind, example.texts) == ("dialogue", (prompt, "3"))
+    assert (example.fields, unused) == ("instruction,input,output", {"text"})
+    (example,) = read({**ALPACA, "input": ""})
+    assert example.texts[0] == "### Instruction:\nAdd\n\n### Response:\n"
+    (example,) = read(ALPACA, has_template=True)
+    assert [m["content"] for m in example.messages] == ["Add\n\n1, 2", "3"]
+
+
+def test_fields_of_share_gpt():
+    turns = [("system", "be"), ("human", "1+1?"), ("gpt", "2"), ("tool", "x")]
+    turns = [{"from": name, "value": text} for name, text in turns]
+    (example,) = read({"conversations": turns, "id": 3})
+    roles = [message["role"] for message in example.messages]
+    assert roles == ["system", "user", "assistant", "tool"]
+    assert example.messages[1]["content"] == "1+1?"
+    assert example.fields == "messages=conversations"
+
+
+@pytest.mark.parametrize(
+    ("fields", "record", "found"),
+    [
+        ("prompt=q,response=a", {"q": "1", "a": "2", "text": "x"}, ("1", "2")),
+        ("prompt=text,response=label", {"text": "1", "label": "2"}, ("1", "2")),
+        ("prompt = instruction, response=output", ALPACA, ("Add", "3")),
+        ("text=output", ALPACA, ("3",)),
+        ("text=a,text_pair=b,label=c", {"a": "1", "b": "2", "c": 0}, ("1", "2")),
+        ("label=class", {"text": "1", "class": "good"}, ("1",)),
+    ],
+)
+def test_fields_under_other_names(fields, record, found):
+    (example,) = read(record, fields=fields)
+    assert example.texts == found
+    assert (
+        example.fields
+        == ",".join(w.strip() for w in fields.split(",")).replace(" ", "")
+        or example.fields == "text,label=class"
+    )
+
+
+@pytest.mark.parametrize("given", ["text", "text=", "txt=a", "text=a,text=b", "=a"])
+def test_field_maps_that_are_none(given):
+    with pytest.raises(DataError, match=f"--fields {given}: expected our names"):
+        field_map(given)
+
+
+def test_calls_of_tools_need_a_template():
+    messages = [{"role": "assistant", "content": "a", "reasoning_content": "b"}]
+    (example,) = read({"messages": messages})
+    with pytest.raises(DataError, match=r"f.jsonl:1: message 1: .*'reasoning_cont"):
+        list(plain_parts(example))
+    messages = [{"role": "assistant", "content": "a"}]
+    (example,) = read({"messages": messages, "tools": [{}]})
+    with pytest.raises(DataError, match=r"f.jsonl:1: expected no field 'tools'"):
+        list(plain_parts(example))
 
 
 def test_labelled_text():
@@ -50,7 +119,7 @@ def test_labelled_text():
 def test_pair_of_texts():
     (example,) = read({"text": "a", "text_pair": "b", "label": 1})
     assert (example.kind, example.label) == ("labelled", 1)
-    assert example.parts == (Part("a"), Part("b"))
+    assert example.texts == ("a", "b")
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -63,7 +132,7 @@ def test_pairs_in_some_records_only(order):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"txt": "one"}, r"a field 'text' \(--text-field\).*found 'txt'"),
+        ({"txt": "one"}, r"a field 'text'.*\(--fields gives.*found 'txt'"),
         ({}, "found no fields"),
         ({"text": None}, "found no fields"),
         ({"text": ""}, "expected text in field 'text', found an empty one"),
@@ -75,20 +144,38 @@ def test_pairs_in_some_records_only(order):
         ({"text": "a", "label": 2**31}, "classes from 0, all below 2147483648"),
         ({"text_pair": "a", "label": 1}, "a field 'text' beside 'text_pair'"),
         ({"text": "a", "text_pair": "", "label": 1}, "'text_pair', found an empty one"),
-        ({"text": "a", "text_pair": "b"}, "expected a label of 0 or more, found None"),
-        ({"text": "a", "label": "x"}, "expected a label of 0 or more, found 'x'"),
+        ({"text": "a", "text_pair": "b"}, "or a class's name, found None"),
+        ({"text": "a", "label": ""}, "or a class's name, found ''"),
+        ({"text": "a", "label": 1.5}, "or a class's name, found 1.5"),
         ({"text": "a", "label": -1}, "found -1"),
         ({"text": "a", "label": True}, "found True"),
         ({"messages": []}, "expected a list of messages"),
         ({"messages": [{"role": "user", "content": "a"}]}, "a message of the assist"),
-        ({"messages": [{"role": "me", "content": "a"}]}, "message 1: expected a role"),
+        ({"messages": [{"role": 1, "content": "a"}]}, "message 1: expected a role"),
+        ({"conversations": [{"value": "a"}]}, "turn 1: expected 'from' and 'value'"),
+        ({"conversations": "a"}, "expected a list of messages, found 'a'"),
+        ({"instruction": "a", "output": ""}, "field 'output', found an empty one"),
+        ({"instruction": "a", "output": "b", "input": 3}, "text in 'instruction' and"),
         ({"messages": ["a"]}, "message 1: expected a role"),
-        ({"messages": [{"role": "user", "content": None}]}, "text as content, found N"),
     ],
 )
 def test_records_that_are_none(fields, message):
     with pytest.raises(DataError, match=r"f.jsonl:1.*" + message):
         read(fields)
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        ({"role": "assistant", "content": None}, "text as content, found None"),
+        ({"role": "assistant", "content": [1]}, "text as content, found a list"),
+        ({"role": "me", "content": "a"}, "expected a role of"),
+    ],
+)
+def test_messages_without_a_template(message, found):
+    (example,) = read({"messages": [message, {"role": "assistant", "content": "a"}]})
+    with pytest.raises(DataError, match=f"f.jsonl:1: message 1: .*{found}"):
+        list(plain_parts(example))
 
 
 def test_kinds_do_not_mix():

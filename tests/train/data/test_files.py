@@ -1,5 +1,9 @@
 """The files that a user means by a name, a directory, a glob."""
 
+import bz2
+import gzip
+import lzma
+
 import numpy as np
 import pytest
 
@@ -29,12 +33,22 @@ def names(root, files):
 
 
 def test_directory_gives_text_files(tree):
-    files = find_files([str(tree)])
+    files, left_out = find_files([str(tree)])
     assert names(tree, files) == ["a.txt", "sub/b.py", "sub/deep/c.py"]
+    assert names(tree, left_out) == ["sub/binary.dat"]
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_directory_gives_packed_and_marked_files(tree, compress):
+    (tree / "d").write_bytes(compress(b"text"))
+    (tree / "e.TXT").write_text("text", encoding="utf-16")
+    files, left_out = find_files([str(tree)])
+    assert {"d", "e.TXT"} <= {*names(tree, files)}
+    assert len(left_out) == 1
 
 
 def test_named_file_is_taken_as_it_is(tree):
-    files = find_files([str(tree / "sub/binary.dat"), str(tree / ".hidden")])
+    files, _ = find_files([str(tree / "sub/binary.dat"), str(tree / ".hidden")])
     assert names(tree, files) == [".hidden", "sub/binary.dat"]
 
 
@@ -47,26 +61,26 @@ def test_named_file_is_taken_as_it_is(tree):
     ],
 )
 def test_globs(tree, pattern, expected):
-    assert names(tree, find_files([str(tree / pattern)])) == expected
+    assert names(tree, find_files([str(tree / pattern)])[0]) == expected
 
 
 def test_brackets_in_a_name_are_no_glob(tmp_path):
     file = tmp_path / "notes[1].txt"
     file.write_text("text")
-    assert find_files([str(file)]) == [file.resolve()]
+    assert find_files([str(file)]) == ([file.resolve()], [])
 
 
 def test_duplicates_and_links_count_once(tree):
     (tree / "link.txt").symlink_to(tree / "a.txt")
     (tree / "dangling.txt").symlink_to(tree / "nowhere")
     patterns = [str(tree), str(tree / "a.txt"), str(tree / "sub/../a.txt")]
-    assert names(tree, find_files(patterns))[:2] == ["a.txt", "sub/b.py"]
-    assert len(find_files(patterns)) == 3
+    assert names(tree, find_files(patterns)[0])[:2] == ["a.txt", "sub/b.py"]
+    assert len(find_files(patterns)[0]) == 3
 
 
 def test_relative_pattern(tree, monkeypatch):
     monkeypatch.chdir(tree)
-    assert names(tree, find_files(["sub"])) == ["sub/b.py", "sub/deep/c.py"]
+    assert names(tree, find_files(["sub"])[0]) == ["sub/b.py", "sub/deep/c.py"]
 
 
 @pytest.mark.parametrize("pattern", ["nothing.txt", "**/*.rs", "void"])

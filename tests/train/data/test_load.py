@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tokenizers
+from small_tokenizers import byte_level, word_level
 
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.loader import Batches
@@ -23,16 +24,9 @@ TEXTS = [{"text": f"text number {n}, all of it.", "id": n} for n in range(40)]
 PAIRED = [{**record, "text_pair": f"is it {n}?"} for n, record in enumerate(LABELLED)]
 
 
-def word_tokenizer(path, *special):
-    words = ["[UNK]", "text", "number", *map(str, range(40)), *special]
-    model = tokenizers.models.WordLevel(
-        {word: n for n, word in enumerate(words)}, unk_token="[UNK]"
-    )
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(list(special))
-    tokenizer.save(str(path))
-    return path
+def word_tokenizer(folder, *special, **config):
+    words = ["text", "number", *map(str, range(40))]
+    return word_level(folder, words, *special, **config)
 
 
 def picture_folder(root):
@@ -47,13 +41,6 @@ def picture_folder(root):
     return root
 
 
-def picture_arrays(path):
-    rng = np.random.default_rng(1)
-    images = rng.integers(0, 256, (20, 6, 6), np.uint8)
-    np.savez(path, images=images, labels=np.arange(20) % 4)
-    return path
-
-
 @pytest.fixture
 def source(tmp_path, write):
     """Writes one of the kinds of data; returns the arguments of `load`."""
@@ -64,7 +51,13 @@ def source(tmp_path, write):
         "saved": lambda: ([SAVED], {}),
         "tokens": lambda: (
             [write("a.jsonl", TEXTS)],
-            {"tokenizer": word_tokenizer(tmp_path / "t.json", "</s>", "[MASK]")},
+            {
+                "tokenizer": word_tokenizer(
+                    *(tmp_path / "t", "</s>", "[MASK]"),
+                    eos_token="</s>",
+                    mask_token="[MASK]",
+                )
+            },
         ),
         "pairs": lambda: ([write("a.jsonl", PAIRS)], {}),
         "labelled": lambda: ([write("a.jsonl", LABELLED)], {}),
@@ -72,10 +65,6 @@ def source(tmp_path, write):
         "folder": lambda: (
             [picture_folder(tmp_path / "pictures")],
             {"image_shape": (8, 8, 3)},
-        ),
-        "arrays": lambda: (
-            [picture_arrays(tmp_path / "a.npz")],
-            {"image_shape": (6, 6, 1)},
         ),
     }
     return lambda kind: makers[kind]()
@@ -96,7 +85,6 @@ TASKS_OF = {
     "labelled": ("classification",),
     "paired": ("classification",),
     "folder": ("classification",),
-    "arrays": ("classification",),
 }
 CASES = [(kind, task) for kind, tasks in TASKS_OF.items() for task in tasks]
 
@@ -149,6 +137,108 @@ def test_the_tail_of_a_text_is_held_out(load, write):
     held = data.held_out_tokens
     assert not set(train) & set(held)
     assert held.tolist() == [*range(152, 201), 0][-held.size :]
+
+
+def test_labels_are_names_or_digits(load, write):
+    names = ["neg", "pos", "neutral"]
+    named = [{**record, "label": names[record["label"]]} for record in LABELLED]
+    data = load(write("a.jsonl", named), task="classification", seq_len=16)
+    assert data.num_labels == 3
+    assert data.notes[0] == "classes: 0 neg, 1 neutral, 2 pos"
+    assert data.example == "number 0\\x00 → «neg» (text,label)"
+    digits = "text,label\n" + "".join(f"a,{r['label']}\n" for r in LABELLED)
+    assert load(write("b.csv", digits), task="classification").num_labels == 3
+    held = write("c.jsonl", [{"text": "a", "label": "bad"}])
+    with pytest.raises(DataError, match="'neutral', 'pos', found 'bad', which it lac"):
+        load(write("a.jsonl", named), task="classification", validation=(str(held),))
+
+
+@pytest.mark.parametrize(
+    ("records", "options", "found"),
+    [
+        (PAIRS, {}, "0+1=«1\\x00» (prompt,response)"),
+        (PAIRS, {"loss_on": "all"}, "«0+1=1\\x00» (prompt,response)"),
+        (PAIRS, {"task": "seq2seq"}, "0+1=«1\\x00» (prompt,response)"),
+        (PAIRS * 9, {"fields": "text=prompt"}, "«0+1=\\x00» (text=prompt)"),
+        (
+            [{"conversations": [{"from": "gpt", "value": "\x1b[2Jü\u202e"}]}] * 40,
+            {"seq_len": 50},
+            "<|assistant|>\\n«\\x1b[2Jü\\u202e\\x00»\\n (messages=conversations)",
+        ),
+        (
+            [{"text": "a" * 300}] * 40,
+            {},
+            f"«{'a' * 120}…» (text)",
+        ),
+    ],
+)
+def test_the_first_example_is_said(load, write, records, options, found):
+    options = {"seq_len": 16, **options}
+    assert load(write("a.jsonl", records), **options).example == found
+
+
+def test_what_a_folder_leaves_out_is_said(load, write):
+    path = write("d/a.txt", "some text\n" * 40)
+    write("d/b.bin", b"\0")
+    (note,) = load(path.parent).notes
+    assert note == (
+        "1 files of folders are neither text nor tables and are left out: 'b.bin'"
+    )
+
+
+def test_conversations_by_a_template(load, write, tmp_path):
+    template = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    folder = byte_level(tmp_path / "t", "<|im_end|>", eos_token="<|im_end|>",
+                        chat_template=template)  # fmt: skip
+    talk = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    path = write("a.jsonl", [{"messages": talk}] * 4)
+    how = {"tokenizer": folder, "seq_len": 40, "is_pretrained": True}
+    data = load(path, **how)
+    row = data.train[0]
+    learned = row["targets"][row["weights"] > 0]
+    assert data.tokenizer.decode(learned) == b"a<|im_end|>" * row["segments"].max()
+    assert data.tokenizer.decode(data.prompt) == b"user:u<|im_end|>assistant:"
+    assert data.example == "user:u<|im_end|>assistant:«a<|im_end|>» (messages)"
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"a.jsonl:1: expected a chat template beside"):
+        load(path, **how)
+    assert len(load(path, **{**how, "is_pretrained": False}).train)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_documents_begin_and_end_as_their_tokenizer_has_it(
+    load, write, tmp_path, begins
+):
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>",
+        special_tokens=[("<s>", 43), ("</s>", 44)],
+    ) if begins else None  # fmt: skip
+    folder = word_tokenizer(
+        tmp_path / "t", "<s>", "</s>", processor=processor, **special
+    )
+    start, end = ([43], [44]) if begins else ([], [])
+
+    def first(records, **options):
+        path = write("a.jsonl", records * 80)
+        return load(path, tokenizer=folder, **{"seq_len": 6, **options}).train[0]
+
+    row = first([{"text": "text 1"}])
+    whole = [*start, 1, 4, 44]
+    assert row["tokens"].tolist() == (whole * 3)[:6]
+    row = first([{"prompt": "text 1", "response": "2"}], loss_on="all")
+    assert row["tokens"][: 3 + 2 * begins].tolist() == [*start, 1, 4, *end, 5]
+    assert row["targets"][2 + 2 * begins] == 44
+    row = first([{"prompt": "text 1", "response": "2"}], task="seq2seq")
+    source = [*start, 1, 4, *end]
+    assert row["tokens"][row["segments"] > 0].tolist() == source
+    assert row["targets"][row["weights"] > 0].tolist() == [*start, 5, 44]
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    row = first([{"messages": talk}], seq_len=20)
+    assert (row["tokens"] == 43).sum() == row["segments"].max() * begins
 
 
 def test_validation_of_its_own(load, write):
@@ -227,13 +317,13 @@ def test_json_that_is_read_as_text_is_said(load, write):
 def test_field_of_the_text(load, write):
     path = write("a.jsonl", [{"body": record["text"]} for record in TEXTS])
     assert (
-        load(path, text_field="body").identity == load(write("b.jsonl", TEXTS)).identity
+        load(path, fields="text=body").identity
+        == load(write("b.jsonl", TEXTS)).identity
     )
-    for data in (write("a.txt", "text " * 99), write("c.jsonl", PAIRS)):
-        with pytest.raises(
-            DataError, match="--text-field body: the data has no record"
-        ):
-            load(data, text_field="body")
+    with pytest.raises(DataError, match="--fields text=body: the data has no record"):
+        load(write("a.txt", "text " * 99), fields="text=body")
+    with pytest.raises(DataError, match="expected a field 'body', as --fields names"):
+        load(write("c.jsonl", PAIRS), fields="text=body")
 
 
 def test_order_of_files_does_not_count(load, write):
@@ -247,7 +337,7 @@ def test_order_of_files_does_not_count(load, write):
 
 
 def test_masked_lm_needs_a_mask(load, write, tmp_path):
-    path = word_tokenizer(tmp_path / "t.json", "</s>")
+    path = word_tokenizer(tmp_path / "t", "</s>", eos_token="</s>")
     with pytest.raises(DataError, match="masked-lm needs a mask token"):
         load(write("a.jsonl", TEXTS), task="masked-lm", tokenizer=path)
 
@@ -263,6 +353,11 @@ def test_masked_lm_needs_a_mask(load, write, tmp_path):
         (PAIRS[:1], "causal-lm", "expected at least one validation example"),
         (TEXTS[:1], "causal-lm", r"seq_len \+ 1 = 9 tokens of validation text, got 1"),
         ([{"text": "a", "label": 7}] * 3, "classification", "labels of 0 to 2"),
+        (
+            [{"text": "a", "label": "x"}, {"text": "a", "label": 1}],
+            "classification",
+            "labels that are all names or all numbers, found 'x' and 1",
+        ),
         (
             [{"messages": [{"role": "assistant", "content": "a"}]}],
             "seq2seq",
@@ -341,7 +436,9 @@ def test_pairs_of_bytes(load, write, cut_first):
 
 @pytest.mark.parametrize("sizes", [(2, 3), (9, 2), (2, 9), (9, 8), (8, 9), (9, 9)])
 def test_pairs_are_as_their_tokenizer_has_them(load, write, tmp_path, sizes):
-    path = word_tokenizer(tmp_path / "t.json", "[CLS]", "[SEP]", "[PAD]")
+    path = word_tokenizer(
+        *(tmp_path / "t", "[CLS]", "[SEP]", "[PAD]"), pad_token="[PAD]"
+    ).joinpath("tokenizer.json")
     whole = tokenizers.Tokenizer.from_file(str(path))
     special = [(name, whole.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
     whole.post_processor = tokenizers.processors.TemplateProcessing(

@@ -1,17 +1,22 @@
 """Records of files in all formats, and refusals with their places."""
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
 from jaxinf.train.data import errors, records
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.records import PLAIN_TEXT, read_records, saved_splits
+from jaxinf.train.data.files import by_split, held_out_split
+from jaxinf.train.data.records import PLAIN_TEXT, read_records
 
 USED = ("text",)
 SAVED = Path(__file__).parents[2] / "golden" / "saved_dataset"
@@ -73,16 +78,16 @@ def test_a_list_in_json(write):
 def test_tables(write):
     path = write("a.csv", '\ufefftext,label\n"one, two\n",3\nb,many\n')
     rows = read_records(path, USED)
-    assert [row.fields for row in rows] == [
-        {"text": "one, two\n", "label": 3},
-        {"text": "b", "label": "many"},
-    ]
+    assert [row.fields for row in rows] == [{"text": "one, two\n"}, {"text": "b"}]
+    rows = list(read_records(path, ("label", "text")))
+    assert [row.fields["label"] for row in rows] == ["3", "many"]
+    assert rows[1].where == f"{path}: row 2"
     assert texts(write("a.tsv", "text\tn\none\t1\n")) == ["one"]
     assert texts(write("c.csv", "text\n" + "a" * 200_000)) == ["a" * 200_000]
     for content, found in (
-        (b"text,label\na\n", "row 1: expected 2 columns"),
-        (b"text\na,b\n", "row 1: expected 1 columns"),
-        (b'text\n"a', "expected a table in UTF-8"),
+        (b"text,label\na\n", "Row #2: Expected 2 columns, got 1: a; mend it"),
+        (b"text\na,b\n", "Row #2: Expected 1 columns, got 2: a,b"),
+        (b"text,text\na,b\n", "expected each column once, found 'text', 'text'"),
         (b"text\n\xff\n", "expected a table in UTF-8"),
     ):
         with pytest.raises(DataError, match=found):
@@ -108,12 +113,6 @@ def test_malformed_lines_are_named(write, line, found):
         list(read_records(path, USED))
 
 
-@pytest.mark.parametrize("name", ["a.npz", "images.npy"])
-def test_arrays_are_no_text(write, name):
-    with pytest.raises(DataError, match=f"{name}: expected text.*; leave it out"):
-        read_records(write(name, b"PK"), USED)
-
-
 def test_parquet(tmp_path):
     path = tmp_path / "a.parquet"
     table = pa.table({"text": [f"text {n}" for n in range(3000)]})
@@ -123,52 +122,90 @@ def test_parquet(tmp_path):
 
 
 def test_parquet_that_is_none(write):
-    with pytest.raises(DataError, match=r"a.parquet: expected a Parquet file"):
+    with pytest.raises(
+        DataError, match=r"a.parquet: expected a file of Parquet: Arrow"
+    ):
         list(read_records(write("a.parquet", b"PAR1 not really PAR1"), USED))
 
 
 def test_saved_dataset():
-    splits = saved_splits(SAVED)
-    assert sorted(splits) == ["test", "train"]
-    assert texts(splits["train"]) == [f"text {n}" for n in range(5)]
-    assert texts(splits["test"]) == [f"text {n}" for n in range(5, 8)]
-    assert saved_splits(splits["train"]) == {}
+    train, held = by_split([SAVED])
+    assert (train, held) == ([SAVED / "train"], [SAVED / "test"])
+    assert held_out_split([SAVED]) == held
+    assert texts(SAVED / "train") == [f"text {n}" for n in range(5)]
+    assert texts(SAVED / "test") == [f"text {n}" for n in range(5, 8)]
+    assert by_split([SAVED / "train"]) == ([SAVED / "train"], [])
 
 
-def saved(write, state, splits=None):
-    root = write("saved/state.json", json.dumps(state)).parent
-    write("saved/dataset_info.json", "{}")
-    if splits is not None:
-        write("saved/dataset_dict.json", json.dumps(splits))
-    return root
+def test_what_map_left_beside_a_saved_dataset_is_no_part_of_it(write, tmp_path):
+    root = saved_batch(write, pa.record_batch({"text": ["one"]}))
+    (root / "cache-1234.arrow").write_bytes((root / "a.arrow").read_bytes())
+    assert texts(root) == ["one"]
+    (root / "b.arrow").write_bytes(b"no arrow")
+    with pytest.raises(DataError, match=r"b.arrow: expected an arrow file"):
+        texts(root)
+
+
+FORMS = {
+    "plain": lambda raw: raw,
+    "gzip": gzip.compress,
+    "two members": lambda raw: gzip.compress(raw[:40]) + gzip.compress(raw[40:]),
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zstd": lambda raw: pa.Codec("zstd").compress(raw, asbytes=True),
+    "lz4": lambda raw: pa.Codec("lz4").compress(raw, asbytes=True),
+    "mark": lambda raw: b"\xef\xbb\xbf" + raw,
+    "utf-16": lambda raw: raw.decode().encode("utf-16"),
+    "utf-16-be": lambda raw: b"\xfe\xff" + raw.decode().encode("utf-16-be"),
+    "utf-32": lambda raw: raw.decode().encode("utf-32"),
+    "packed mark": lambda raw: gzip.compress(b"\xef\xbb\xbf" + raw),
+}
+ROWS = [{"text": f"line {n}\u2028ü"} for n in range(9)]
+WHOLE = {
+    ".jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS),
+    ".JSON": json.dumps(ROWS),
+    ".csv": "text\n" + "".join(f"{row['text']}\n" for row in ROWS),
+    ".txt": "line one\nü\n" * 9,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("suffix", WHOLE)
+def test_the_same_text_in_each_form(write, suffix, form):
+    raw = WHOLE[suffix].encode()
+    for name in (f"a{suffix}", f"a{suffix.upper()}.gz"):
+        path = write(name, FORMS[form](raw))
+        found = [record.fields for record in read_records(path, USED)]
+        assert found == (ROWS if suffix != ".txt" else [{PLAIN_TEXT: raw}])
 
 
 @pytest.mark.parametrize(
-    ("state", "found"),
+    ("name", "content", "found"),
     [
-        ({}, "found None"),
-        ({"_data_files": [{}]}, "found a list of 1"),
-        ({"_data_files": [{"filename": "../x.arrow"}]}, "a name in this folder"),
-        ({"_data_files": [{"filename": "no.arrow"}]}, "expected an arrow file"),
-        ([], "found a list"),
+        ("a.zip", b"PK\3\4", "found a zip archive"),
+        ("a.npz", b"PK\3\4", "found a zip archive, or arrays of NumPy"),
+        ("a.npy", b"\x93NUMPY", "found an array of NumPy"),
+        ("a.tar.gz", b"\x1f\x8b", "found a tar archive"),
+        ("a.parquet", gzip.compress(b"PAR1"), "found a packed table"),
+        ("a.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9], "EOFError"),
+        ("a.jsonl.xz", lzma.compress(b"{}\n" * 99)[:-9], "EOFError"),
+        ("a.txt", b"\xff\xfea", "UnicodeDecodeError: 'utf-16"),
     ],
 )
-def test_saved_dataset_that_is_damaged(write, state, found):
-    with pytest.raises(DataError, match=found):
-        list(read_records(saved(write, state), USED))
+def test_files_that_are_not_read(write, name, content, found):
+    with pytest.raises(DataError, match=f"{name}: expected .*{found}"):
+        list(read_records(write(name, content), USED))
 
 
-@pytest.mark.parametrize(
-    ("splits", "found"),
-    [
-        ({"splits": ["train"]}, "'train': found no data"),
-        ({"splits": ["../saved"]}, "a name in this folder"),
-        ({}, "found None"),
-    ],
-)
-def test_splits_that_are_not_there(write, splits, found):
-    with pytest.raises(DataError, match=found):
-        saved_splits(saved(write, {}, splits))
+def test_tables_that_are_packed_or_of_arrow(tmp_path):
+    turns = [[{"role": "user", "content": None}], [{"role": "a", "content": "b"}]]
+    table = pa.table({"text": ["one", "two"], "none": pa.nulls(2), "turns": turns})
+    pyarrow.feather.write_feather(table, tmp_path / "a.Feather", compression="zstd")
+    pyarrow.parquet.write_table(table, tmp_path / "a.PARQUET", compression="zstd")
+    (tmp_path / "by-content").write_bytes((tmp_path / "a.PARQUET").read_bytes())
+    for path in tmp_path.iterdir():
+        records = list(read_records(path, ("text", "none", "turns")))
+        assert [record.fields for record in records] == table.to_pylist()
 
 
 def test_missing_package_names_its_extra(write, monkeypatch):
@@ -195,7 +232,7 @@ def saved_batch(write, batch):
     file = io.BytesIO()
     with pa.ipc.new_stream(file, batch.schema) as out:
         out.write_batch(batch)
-    root = saved(write, {"_data_files": [{"filename": "a.arrow"}]})
+    root = write("saved/dataset_info.json", "{}").parent
     (root / "a.arrow").write_bytes(file.getvalue())
     return root
 

@@ -1,0 +1,336 @@
+"""Text to token ids and back: by bytes, or by a tokenizer of `transformers`.
+
+Invariant: ids are those of `tokenizer(text).input_ids`, of `tokenizer(a, b)` and of
+`apply_chat_template`; special tokens are where those functions put them.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from jaxinf.train.data.errors import DataError, optional_import, refusing
+from jaxinf.train.data.examples import Example, Message, Text
+from jaxinf.typing import Array
+
+Place: TypeAlias = tuple[str, Text]
+"""The place of a text, for errors, and the text."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt")
+TOKENIZER_FILES += ("sentencepiece.bpe.model", "vocab.json", "tekken.json")
+_BYTE_IDS = 257  # the bytes and the mask
+_MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# A template may write the date; a resumed run must see the same tokens.
+_FIXED_DATE = "{% macro strftime_now(form) %}{{ form "
+for _sign, _text in zip("dbBmYy", "26 Jul July 07 2024 24".split(), strict=True):
+    _FIXED_DATE += f"| replace('%{_sign}', '{_text}') "
+_FIXED_DATE += "}}{% endmacro %}"
+
+
+class ByteTokenizer:
+    """Every byte is its own id; NUL ends a document. Id 256 is no byte: it masks a byte
+    for a masked language model, and begins a decoder's answer."""
+
+    name = "bytes"
+    vocab_size = 256
+    end: int | None = 0
+    mask: int | None = 256
+    start = 256
+    pad = 0
+    special: tuple[int, ...] = (0,)
+    adds_end = False
+    fingerprint = "bytes"
+    has_template = False
+
+    def encode(
+        self, texts: Sequence[Place], *, is_whole: bool, most: int | None = None
+    ) -> list[Array]:
+        return [np.frombuffer(_as_bytes(*text), np.uint8)[:most] for text in texts]
+
+    def num_special(self, num_texts: int, *, has_types: bool) -> int:
+        return num_texts if has_types else 1
+
+    def classified(
+        self, where: str, texts: Sequence[Text], *, most: int, has_types: bool
+    ) -> tuple[Array, Array | None, int]:
+        parts = self.encode([(where, text) for text in texts], is_whole=False)
+        num_special = self.num_special(len(parts), has_types=has_types)
+        sizes = [part.size for part in parts]
+        num, room = sum(sizes) + num_special, most - num_special
+        if len(sizes) == 2 and sum(sizes) > room:
+            short = min(sizes)
+            short = short if 2 * short <= room else room // 2
+            is_second_short = sizes[1] < sizes[0]
+            sizes = [room - short, short] if is_second_short else [short, room - short]
+        end = np.zeros(1, np.uint8)
+        parts = [part[: min(n, room)] for part, n in zip(parts, sizes, strict=True)]
+        if len(parts) == 1 or not has_types:
+            return np.concatenate([*parts, end]), None, num
+        types = np.repeat(np.array([0, 1], np.uint8), [part.size + 1 for part in parts])
+        return np.concatenate([parts[0], end, parts[1], end]), types, num
+
+    def decode(self, ids: Array) -> bytes:
+        return bytes(min(int(i), 0xFF) for i in np.asarray(ids))
+
+
+class FolderTokenizer:
+    """The tokenizer of a Hugging Face folder, run by `transformers`; immutable.
+
+    Args:
+      path: the folder, or its `tokenizer.json`.
+
+    Attributes:
+      vocab_size: one more than the largest id of a text.
+      end: id of the end of a document, or None.
+      mask: id of the mask, or None.
+      start: id at the beginning of an answer, for a decoder.
+      pad: id for padding, which has no effect.
+      special: ids that are no text.
+      adds_end: whether it adds the end to a whole text itself.
+      fingerprint: text that changes whenever ids may change.
+      has_template: whether it has a form of conversations.
+
+    Raises:
+      DataError: it is missing or malformed, or `transformers` is not installed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        folder = path.parent if path.name == "tokenizer.json" else path
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise DataError(
+                f"--tokenizer {path}: expected a folder with a tokenizer.json, or that "
+                "file, found none; leave it out to train on bytes"
+            )
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        package = optional_import("transformers", what=f"--tokenizer {path}")
+        self.name = str(path)
+        with refusing(f"--tokenizer {path}: expected a tokenizer of transformers"):
+            found = package.AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+            vocabulary = found.get_vocab()
+            fast = found.backend_tokenizer if found.is_fast else None
+            content = fast.to_str() if fast else repr(sorted(vocabulary.items()))
+            ends = (found.eos_token_id, found.sep_token_id)
+            self.special = tuple(found.all_special_ids)
+            self.has_template = found.chat_template is not None
+            last = found("a", return_token_type_ids=False).input_ids[-1:]
+        if not vocabulary:
+            raise DataError(f"--tokenizer {path}: expected tokens, found none")
+        self._tokenizer = found
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.end = next((one for one in ends if one is not None), None)
+        self.adds_end = last == [self.end]
+        self.mask, pad = found.mask_token_id, found.pad_token_id
+        self.start = self.pad = pad if pad is not None else self.end or 0  # as T5 has
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        self.fingerprint = f"transformers {digest} end {self.end} mask {self.mask}"
+        self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+
+    def encode(
+        self, texts: Sequence[Place], *, is_whole: bool, most: int | None = None
+    ) -> list[Array]:
+        """Returns the ids of each text, uint8 to uint32 [n].
+
+        Args:
+          is_whole: whether with the special tokens around a text.
+          most: most tokens; more are cut, special ones kept.
+
+        Raises:
+          DataError: a text cannot be read; names its place.
+        """
+        if not texts:
+            return []
+        strings = [_as_str(where, _as_bytes(where, text)) for where, text in texts]
+        with self._reading(texts[0][0]):
+            found = self._call(strings, add_special_tokens=is_whole).input_ids
+            if most is not None:
+                long = [n for n, ids in enumerate(found) if len(ids) > most]
+                for n in long:
+                    found[n] = self._call(strings[n], most=most).input_ids
+        return [self._ids(ids) for ids in found]
+
+    def num_special(self, num_texts: int, *, has_types: bool) -> int:
+        return self._tokenizer.num_special_tokens_to_add(pair=num_texts == 2)
+
+    def classified(
+        self, where: str, texts: Sequence[Text], *, most: int, has_types: bool
+    ) -> tuple[Array, Array | None, int]:
+        """Encodes a text or a pair; of what is too long, the longer text is cut first.
+
+        Args:
+          has_types: whether the model has types of tokens.
+
+        Returns:
+          Ids, their types (uint8) for a pair if the model has them, and the number of
+          tokens before the cut.
+        """
+        strings = [_as_str(where, _as_bytes(where, text)) for text in texts]
+        is_typed = has_types and len(strings) == 2
+        with self._reading(where):
+            found = self._call(*strings, return_token_type_ids=is_typed)
+            num = len(found.input_ids)
+            if num > most:
+                found = self._call(*strings, return_token_type_ids=is_typed, most=most)
+        ids = self._ids(found.input_ids)
+        if not has_types:  # transformers reads such a model before the last padding
+            ids = ids[: 1 + max(np.flatnonzero(ids != self.pad), default=0)]
+        types = np.array(found.token_type_ids, np.uint8) if is_typed else None
+        return ids, types, num
+
+    def conversation(self, example: Example, *, learn_all: bool) -> tuple[Array, Array]:
+        """Returns the ids of messages by the chat template, and which are learned.
+
+        Raises:
+          DataError: the template refuses them, or its answers cannot be told.
+        """
+        messages, tools, where = [*example.messages], example.tools, example.where
+        what = f"{where}: expected messages that the chat template of --tokenizer "
+        with refusing(f"{what}{self.name} can write"):
+            template = self._tokenizer.get_chat_template(tools=tools)
+            if _MARKS_ANSWERS.search(template) and not learn_all:
+                found = self._rendered(
+                    messages, tools, tokenize=True, return_assistant_tokens_mask=True
+                )
+                is_learned = np.array(found["assistant_masks"], np.bool_)
+                return self._ids(found["input_ids"]), is_learned
+            text = self._rendered(messages, tools)
+            found = self._call(
+                text, add_special_tokens=False, return_offsets_mapping=True
+            )
+            ids = self._ids(found.input_ids)
+            if learn_all:
+                return ids, np.ones(ids.size, np.bool_)
+            places = np.array(found.offset_mapping, np.int64).reshape(-1, 2)
+            is_learned = np.zeros(ids.size, np.bool_)
+            for start, end in self._answers(example, text):
+                is_learned |= (places[:, 0] < end) & (places[:, 1] > start)
+        return ids, is_learned
+
+    def _answers(self, example: Example, text: str) -> Iterator[tuple[int, int]]:
+        """Yields where answers are: what their messages add to those before them.
+
+        Text behind all messages, which a template may write, is no answer.
+        """
+        at = 0
+        for number, message in enumerate(example.messages):
+            before = [*example.messages[:number]]
+            if message["role"] != "assistant" or not before:  # answers nothing
+                continue
+            prompt = self._rendered(before, example.tools, add_generation_prompt=True)
+            through = self._rendered([*before, message], example.tools)
+            differ = (n for n, one in enumerate(prompt) if through[n : n + 1] != one)
+            start = len(prompt) if through.startswith(prompt) else next(differ)
+            rest = prompt[start:]
+            stop = len(through) - len(rest)
+            is_added = through.endswith(rest) and at <= start < stop
+            if rest and is_added:
+                is_added = prompt == self._rendered(before, example.tools)
+            if not is_added or text[:stop] != through[:stop]:
+                raise DataError(
+                    f"{example.where}: expected the chat template of --tokenizer "
+                    f"{self.name} to write each message behind those before it, found "
+                    f"that message {number + 1} changes the text before it, or that "
+                    "later messages change it; so its answer cannot be told from the "
+                    "prompt: give one answer in each record, or --loss-on all, or mark "
+                    "answers in the template by {% generation %}"
+                )
+            yield start, stop
+            at = stop
+
+    def _rendered(
+        self, messages: list[Message], tools: Any, *, tokenize: bool = False, **how: Any
+    ) -> Any:
+        template = self._tokenizer.get_chat_template(tools=tools)
+        return self._tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=_FIXED_DATE + template,
+            tokenize=tokenize,
+            return_dict=tokenize,
+            **how,
+        )
+
+    def _call(self, *texts: Any, most: int | None = None, **how: Any) -> Any:
+        how = {"return_token_type_ids": False, **how}
+        return self._tokenizer(
+            *texts,
+            return_attention_mask=False,
+            truncation=most is not None,
+            max_length=most,
+            verbose=False,
+            **how,
+        )
+
+    def _ids(self, ids: Sequence[int]) -> Array:
+        found = np.array(ids, np.uint32)
+        if found.size and int(found.max()) >= self.vocab_size:
+            raise DataError(
+                f"--tokenizer {self.name}: expected ids below {self.vocab_size}, as "
+                f"its vocabulary has, found {found.max()}"
+            )
+        return found.astype(self._dtype)
+
+    def _reading(self, where: str) -> contextlib.AbstractContextManager[None]:
+        return refusing(f"--tokenizer {self.name}: expected ids of {where}")
+
+    def decode(self, ids: Array) -> bytes:
+        known = [int(i) for i in np.asarray(ids) if i < self.vocab_size]
+        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
+        with refusing(f"--tokenizer {self.name}: expected a text for ids"):
+            return decode(known, clean_up_tokenization_spaces=False).encode()
+
+
+Tokenizer: TypeAlias = ByteTokenizer | FolderTokenizer
+
+
+def open_tokenizer(path: Path | None) -> Tokenizer:
+    """Opens the tokenizer of a folder, or that of bytes if there is none.
+
+    Raises:
+      DataError: as `FolderTokenizer`.
+    """
+    return ByteTokenizer() if path is None else FolderTokenizer(path.expanduser())
+
+
+def tokenizer_in(folder: Path, num_ids: int) -> Path | None:
+    """Finds the tokenizer of a checkpoint; None if its model reads bytes.
+
+    Raises:
+      DataError: it has none, and more ids than bytes.
+    """
+    place = folder.expanduser()
+    if any((place / name).is_file() for name in TOKENIZER_FILES):
+        return place
+    if num_ids <= _BYTE_IDS:
+        return None
+    raise DataError(
+        f"--from {folder}: expected a tokenizer.json, found no tokenizer, and a model "
+        f"of {num_ids} ids, more than bytes; copy it from where the weights are from, "
+        "or name one with --tokenizer"
+    )
+
+
+def _as_bytes(where: str, text: Text) -> bytes:
+    if isinstance(text, bytes):
+        return text
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: expected text, found {error.reason}") from error
+
+
+def _as_str(where: str, text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: expected UTF-8, found byte {text[error.start]:#x} at offset "
+            f"{error.start}; convert the file, or train on bytes (no --tokenizer)"
+        ) from error

@@ -1,0 +1,240 @@
+"""Ids, masks and special tokens are those of transformers; bytes need none of it."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+from small_tokenizers import KINDS, TEMPLATES, byte_level, word_level, write_kind
+from transformers import AutoTokenizer
+
+from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.examples import Example
+from jaxinf.train.data.tokenizer import ByteTokenizer, open_tokenizer
+
+TEXTS = ["one two", "the text number nine", "ü", "two </s> one", "three\n four "]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1, "y": None}}}
+TALK = [
+    {"role": "user", "content": "one two?"},
+    {"role": "assistant", "content": "three", "reasoning_content": "four is more"},
+    {"role": "user", "content": "text"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "name": "f", "content": "nine"},
+    {"role": "assistant", "content": "it is nine"},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "all of it"}}]
+
+
+@pytest.fixture(params=KINDS)
+def both(request, tmp_path):
+    """Our tokenizer of a folder, and that of transformers."""
+    folder = write_kind(tmp_path / "t", request.param)
+    return open_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def test_bytes():
+    tokenizer = open_tokenizer(None)
+    ids = tokenizer.encode([("a", "aü"), ("b", b"\xff")], is_whole=True)
+    assert [i.tolist() for i in ids] == [[97, 0xC3, 0xBC], [255]]
+    assert tokenizer.decode(ids[0]).decode() == "aü"
+    assert tokenizer.decode(np.array([65, 50000])) == b"A\xff"
+    assert (tokenizer.end, tokenizer.vocab_size) == (0, 256)
+
+
+def test_bytes_import_no_package_of_the_extra():
+    code = "import sys, jaxinf.train.data.texts as t; t.open_tokenizer(None);"
+    code += "print({'transformers', 'tokenizers', 'pyarrow', 'PIL'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout == "set()\n", found.stderr
+
+
+def test_ids_of_texts(both):
+    ours, theirs = both
+    places = [("a", text) for text in TEXTS]
+    for is_whole in (True, False):
+        found = [ids.tolist() for ids in ours.encode(places, is_whole=is_whole)]
+        assert found == theirs(TEXTS, add_special_tokens=is_whole).input_ids
+    found = [ids.tolist() for ids in ours.encode(places, is_whole=True, most=4)]
+    assert found == theirs(TEXTS, truncation=True, max_length=4).input_ids
+    assert ours.adds_end == (theirs("one").input_ids[-1] == ours.end)
+    for ids in found:
+        expected = theirs.decode(ids, clean_up_tokenization_spaces=False)
+        assert ours.decode(np.array(ids)).decode() == expected
+
+
+@pytest.mark.parametrize("most", [6, 9, 99])
+def test_ids_of_pairs(both, most):
+    ours, theirs = both
+    for pair in zip(TEXTS, TEXTS[::-1], strict=True):
+        expected = theirs(*pair, return_token_type_ids=True, truncation=True,
+                          max_length=most)  # fmt: skip
+        ids, types, num = ours.classified("a", pair, most=most, has_types=True)
+        assert ids.tolist() == expected.input_ids
+        assert types.tolist() == expected.token_type_ids
+        assert num == len(theirs(*pair).input_ids)
+        ids, types, _ = ours.classified("a", pair, most=most, has_types=False)
+        # transformers reads the class at the last token that is no padding.
+        pad = ours.pad if theirs.pad_token_id is None else theirs.pad_token_id
+        kept = 1 + max(n for n, one in enumerate(expected.input_ids) if one != pad)
+        assert ids.tolist() == expected.input_ids[:kept]
+        assert types is None
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_conversations(tmp_path, template):
+    special = ("<s>", "<|im_start|>", "<|im_end|>")
+    config = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    folder = byte_level(
+        tmp_path / "t", *special, chat_template=TEMPLATES[template], **config
+    )
+    ours, theirs = open_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    talk = TALK if template == "tools" else [*TALK[:3], TALK[-1]]
+    tools = TOOLS if template == "tools" else None
+    example = Example("a.jsonl:1", "dialogue", (), talk, tools)
+    ids, is_learned = ours.conversation(example, learn_all=False)
+    text = theirs.apply_chat_template(talk, tools=tools, tokenize=False)
+    expected = theirs.apply_chat_template(
+        talk, tools=tools, return_dict=True,
+        return_assistant_tokens_mask=template == "marked",
+    )  # fmt: skip
+    assert ids.tolist() == expected["input_ids"]
+    assert ours.decode(ids).decode() == text
+    if template == "marked":
+        assert is_learned.tolist() == [bool(m) for m in expected["assistant_masks"]]
+    starts = np.flatnonzero(np.diff(is_learned, prepend=False) & is_learned)
+    ends = np.flatnonzero(np.diff(is_learned, append=False) & is_learned) + 1
+    found = [
+        ours.decode(ids[start:end]).decode()
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    end = {"plain": "\n", "marked": "<|im_end|>"}.get(template, "<|im_end|>\n")
+    thought = {"thinking": "<think>four is more</think>"}.get(template, "")
+    call = '<call>{"name": "f", "arguments": {"x": 1, "y": null}}'
+    answers = [thought + "three", call, "it is nine"]
+    assert found == [a + end for a in answers if a != call or template == "tools"]
+    ids, is_learned = ours.conversation(example, learn_all=True)
+    assert ids.tolist() == expected["input_ids"]
+    assert is_learned.all()
+
+
+REFUSED = {
+    "last-only": ("{{ messages[-1]['content'] }}", "changes the text before it"),
+    "no-answer": ("{{ messages[0]['content'] }}", "changes the text before it"),
+    "rewritten": (
+        "{% for m in messages %}{% if loop.last %}last {% endif %}{{ m['content'] }}\n"
+        "{% endfor %}",
+        "changes the text before it",
+    ),
+    "other-prompt": (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant\n{% endif %}",
+        "changes the text before it",
+    ),
+    "internals": ("{{ messages.__class__.__mro__ }}", "SecurityError"),
+    "change": ("{{ messages.append(1) }}", "SecurityError"),
+    "include": ("{% include '/etc/passwd' %}", "no loader"),
+    "refusal": ("{{ raise_exception('no tools') }}", "no tools"),
+    "no-template": ("{% if", "TemplateSyntaxError"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_templates_that_are_refused(tmp_path, name):
+    template, message = REFUSED[name]
+    tokenizer = open_tokenizer(byte_level(tmp_path, chat_template=template))
+    example = Example("a.jsonl:1", "dialogue", (), TALK[:2])
+    with pytest.raises(DataError, match=r"^a.jsonl:1: expected ") as caught:
+        tokenizer.conversation(example, learn_all=False)
+    assert message in str(caught.value)
+
+
+def test_text_behind_all_messages_is_no_answer(tmp_path):
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}$"
+    tokenizer = open_tokenizer(byte_level(tmp_path, chat_template=template))
+    example = Example("a.jsonl:1", "dialogue", (), TALK[:3] + TALK[-1:])
+    ids, is_learned = tokenizer.conversation(example, learn_all=False)
+    assert tokenizer.decode(ids) == b"one two?threetextit is nine$"
+    assert tokenizer.decode(ids[is_learned]) == b"threeit is nine"
+
+
+def test_a_template_sees_the_same_day_always(tmp_path):
+    template = "{{ strftime_now('%d %b %Y') }}"
+    tokenizer = open_tokenizer(byte_level(tmp_path, chat_template=template))
+    example = Example("a.jsonl:1", "dialogue", (), TALK[:2])
+    ids, _ = tokenizer.conversation(example, learn_all=True)
+    assert tokenizer.decode(ids) == b"26 Jul 2024"
+
+
+def test_a_tokenizer_without_a_config(tmp_path):
+    word_level(tmp_path, ["one"], "</s>")
+    (tmp_path / "tokenizer_config.json").unlink()
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        tokenizer = open_tokenizer(path)
+        assert (tokenizer.end, tokenizer.mask, tokenizer.pad) == (None, None, 0)
+
+
+def test_truncation_and_padding_of_the_file_do_not_count(tmp_path):
+    path = word_level(tmp_path, ["one", "two"]) / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(path))
+    (ids,) = open_tokenizer(path).encode([("a", "one two one")], is_whole=True)
+    assert ids.tolist() == [1, 2, 1]
+
+
+def test_fingerprint_tells_tokenizers_apart(tmp_path):
+    first = open_tokenizer(word_level(tmp_path / "a", ["one"])).fingerprint
+    assert open_tokenizer(word_level(tmp_path / "b", ["one"])).fingerprint == first
+    other = word_level(tmp_path / "c", ["one"], "</s>")
+    assert open_tokenizer(other).fingerprint != first
+    assert ByteTokenizer().fingerprint != first
+
+
+def test_text_that_is_none(tmp_path):
+    tokenizer = open_tokenizer(word_level(tmp_path, ["one"]))
+    with pytest.raises(DataError, match=r"a.txt: expected UTF-8, found byte 0xff at"):
+        tokenizer.encode([("a.txt", b"one\xff")], is_whole=True)
+    for one in (tokenizer, ByteTokenizer()):
+        with pytest.raises(DataError, match=r"a.jsonl:3: expected text, found surrog"):
+            one.encode([("a.jsonl:3", "\ud800")], is_whole=True)
+
+
+@pytest.mark.parametrize("content", [None, b"{}", b"not JSON", b"\xff"])
+def test_folders_that_are_none(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=r"--tokenizer .*tokenizer.json: expected"):
+        open_tokenizer(path)
+
+
+def test_code_of_a_folder_is_not_run(tmp_path):
+    config = {
+        "auto_map": {"AutoTokenizer": ["own.Own", None]},
+        "tokenizer_class": "Own",
+    }
+    folder = word_level(tmp_path, ["one"], **config)
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text("{}")
+    with pytest.raises(DataError, match="expected a tokenizer of transformers"):
+        open_tokenizer(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_tokenizer_that_panics(tmp_path):
+    path = word_level(tmp_path, ["one"]) / "tokenizer.json"
+    document = json.loads(path.read_text())
+    document["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
+    path.write_text(json.dumps(document))
+    with pytest.raises(DataError, match="PanicException"):
+        open_tokenizer(path).encode([("a.txt", "nine")], is_whole=True)
+
+
+def test_a_package_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(DataError, match=r"needs transformers.*pip install '.\[data\]'"):
+        open_tokenizer(word_level(tmp_path, ["one"]))
