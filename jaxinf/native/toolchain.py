@@ -38,8 +38,7 @@ INCLUDE = Path(__file__).parent / "cpp"
 GENERATED = Path(__file__).parent / "generated"
 RSQRT_ESTIMATES = INCLUDE / "rsqrt_estimates.cpp"
 TRANSFERS = INCLUDE / "transfers.cpp"
-BLOCK_CODES = INCLUDE / "block_codes.cpp"
-HELPERS = (RSQRT_ESTIMATES, TRANSFERS, BLOCK_CODES)
+HELPERS = (RSQRT_ESTIMATES, TRANSFERS)
 """Sources that are compiled beside kernels."""
 PREBUILT = Path(__file__).parent / "prebuilt"
 

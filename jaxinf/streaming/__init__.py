@@ -9,7 +9,6 @@ from jaxinf.streaming.count import Count
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import Order, Policy
-from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.memory import DeviceLimit, store_memory_bytes
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.resident import check_resident
@@ -22,7 +21,6 @@ __all__ = [
     "Count",
     "DeviceLimit",
     "DeviceUpdates",
-    "Form",
     "InMemoryStep",
     "Order",
     "Plan",

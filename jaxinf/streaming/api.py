@@ -19,7 +19,6 @@ from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.plan.calls import ORDERS, POLICIES, Order, Policy
-from jaxinf.streaming.plan.forms import FORMS, Form
 from jaxinf.streaming.plan.memory import store_memory_bytes
 from jaxinf.streaming.plan.resident import check_resident
 from jaxinf.streaming.streamed_step import StreamedStep
@@ -46,7 +45,6 @@ def stream(
     average: Average | None = None,
     compress: TopK | None = None,
     extra_args: Mapping[str, Any] | None = None,
-    activations: Form | None = None,
     deterministic: bool = True,
     device_updates: DeviceUpdates = None,
     state_tiers: Mapping[str, int | str] | None = None,
@@ -102,10 +100,6 @@ def stream(
       extra_args: Further arguments of the optimizer's update, with an example for each;
         numbers and arrays are also the values of steps that are given none. ``"value"``
         is each step's loss, unless a step is given another.
-      activations: With ``"offload"``, the form of floating-point values
-        on the drive: ``"bf16"``, or ``"int8"`` in blocks of 256 with a scale; by
-        default they are exact. Losses keep their bits, since forward reads nothing that
-        has been rounded; gradients do not, and depend on which values leave.
       deterministic: Whether programs have the same bits in each run, so that a resumed
         run goes on to the bit. On a GPU they are then compiled with
         ``xla_gpu_deterministic_ops``, which may make them slower; a flag in
@@ -138,7 +132,6 @@ def stream(
         average=average,
         compress=compress,
         extra_args=dict(extra_args or {}),
-        activations=activations,
         deterministic=deterministic,
         device_updates=device_updates,
     )
@@ -161,7 +154,6 @@ def stream_in_memory(
     weights: Callable[[PyTree], Any] | None = None,
     nonfinite: NonFinitePolicy | None = None,
     scratch: PathLikeStr | None = None,
-    activations: Form | None = None,
     deterministic: bool = True,
 ) -> InMemoryStep:
     """Makes a training step whose params and optax state are in memory.
@@ -171,7 +163,7 @@ def stream_in_memory(
     Args:
       loss_fn, tx, memory_bytes, device_memory_bytes, has_aux: As for `jaxinf.stream`.
       policy, micro_batches, weights, nonfinite: As there, too.
-      activations, deterministic: As there, too.
+      deterministic: As there, too.
       scratch: A folder on a drive for the values of ``"offload"``; by default the
         folder for temporary files, which some systems have in memory.
 
@@ -189,7 +181,6 @@ def stream_in_memory(
         nonfinite=nonfinite,
         micro_batches=micro_batches,
         weights=weights,
-        activations=activations,
         deterministic=deterministic,
     )
     folder = scratch or tempfile.gettempdir()
@@ -291,13 +282,5 @@ def _options(
         raise ValueError(
             'order="layers": expected several parts of a batch, found '
             "micro_batches=1; give more, or leave order out"
-        )
-    form = options.activations
-    if form not in (None, *FORMS):
-        raise ValueError(f"activations={form!r}: expected 'bf16' or 'int8'")
-    if form is not None and options.policy in ("recompute", "keep"):
-        raise ValueError(
-            f'activations={form!r}: no value leaves with policy="{options.policy}"; '
-            'leave it out, or give policy="offload"'
         )
     return options

@@ -269,7 +269,7 @@ class Ends(ABC):
                 self.reads(plan, division, units.units)  # or it refuses
         if plan.is_offloaded:
             room_bytes = division.programs
-            plan = offloaded(plan, executables, room_bytes, options.activations)
+            plan = offloaded(plan, executables, room_bytes)
         is_saved = kept is not None and kept.is_own
         return Fitted(plan, units, division, host_bytes, self.reads, is_saved)
 

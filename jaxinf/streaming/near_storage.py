@@ -19,10 +19,9 @@ from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.reader import StoreReader
 from jaxinf.streaming.move.resident import Resident
-from jaxinf.streaming.move.scratch import Folder, Folders
+from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Folders
 from jaxinf.streaming.move.spill import Spill, file_bytes
 from jaxinf.streaming.move.values import value_bytes
-from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.reads import (

@@ -10,7 +10,6 @@ from typing import Any
 from jaxinf.compress import TopK
 from jaxinf.program import Average, NonFinitePolicy
 from jaxinf.streaming.plan.calls import Order, Policy, may_leave
-from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.resident import Resident
 from jaxinf.streaming.update.assigning import DeviceUpdates
 from jaxinf.typing import PyTree
@@ -33,7 +32,6 @@ class Options:
     average: Average | None = None
     compress: TopK | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
-    activations: Form | None = None
     deterministic: bool = True
     device_updates: DeviceUpdates = None
 

@@ -23,7 +23,6 @@ from jaxinf.io import add_span, span
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Call, Slot
-from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.memory import num_together
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.shardings import Shardings, const_sharding, output_bytes
@@ -105,9 +104,7 @@ def compiled_temp_bytes(plan: Plan, executables: Executables) -> dict[str, int]:
     return found
 
 
-def offloaded(
-    plan: Plan, executables: Executables, budget_bytes: int, form: Form | None = None
-) -> Plan:
+def offloaded(plan: Plan, executables: Executables, budget_bytes: int) -> Plan:
     """Returns the plan with as few values on a drive as the budget allows; blocks.
 
     A program is compiled anew where its outputs may reuse other values' memory, and may
@@ -117,7 +114,7 @@ def offloaded(
     found = plan
     while temps != before:
         before = dict(temps)
-        found = plan.fitted(budget_bytes, temps, form)
+        found = plan.fitted(budget_bytes, temps)
         compiled = compile_plan(found, executables)
         for call, executable in zip(found.calls.calls, compiled, strict=True):
             own = bytes_beside(call.program, executable)

@@ -255,8 +255,7 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 _OF_STREAMING = ("device_memory", "policy", "resident", "micro_batches", "order")
-_OF_STREAMING += ("replan", "activations", "deterministic")
-_OF_STREAMING += ("device_updates",)
+_OF_STREAMING += ("replan", "deterministic", "device_updates")
 _NOT_STREAMED = ("reference",)
 
 
@@ -291,11 +290,6 @@ def _check_streaming(config: TrainConfig) -> None:
         raise UsageError(
             "--order layers: expected several parts of a batch; give --micro-batches, "
             "or leave it out"
-        )
-    if config.activations is not None and config.policy in ("recompute", "keep"):
-        raise UsageError(
-            f"--activations {config.activations}: no activation leaves with --policy "
-            f"{config.policy}; leave it out, or give --policy offload"
         )
     if not config.steps:
         raise UsageError(

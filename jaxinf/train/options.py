@@ -12,7 +12,7 @@ import tyro
 
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.engine import Durability, MasterChoice, StateFormat
-from jaxinf.streaming import DeviceUpdates, Form, Order, Policy
+from jaxinf.streaming import DeviceUpdates, Order, Policy
 from jaxinf.terminal import parse_bytes
 from jaxinf.train.data.options import shown as _shown
 
@@ -275,10 +275,6 @@ class StreamOptions:
     # on the drive meanwhile. plan: whichever makes a step fastest, by the times of the
     # first steps. The bits are the same.
     policy: Policy = "recompute"
-
-    # For --policy offload: the form of floating-point activations on the drive. Losses
-    # keep their bits, gradients do not (docs/streaming.md).
-    activations: Annotated[Form | None, _shown("{bf16,int8}", "none")] = None
 
     # For --mode stream: params that stay in memory between steps: all (params), or so
     # many bytes of them, such as 2GiB, which are a part of --memory.

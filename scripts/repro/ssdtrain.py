@@ -46,7 +46,6 @@ from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.move.scratch import Part, Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Calls
-from jaxinf.streaming.plan.forms import FORMS
 from jaxinf.streaming.plan.offload import fitted
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
 from jaxinf.streaming.program.cut import choose_cuts
@@ -180,10 +179,10 @@ class SlowScratch(Scratch):
         self._drive = drive
         self._bytes_per_s = bytes_per_s if math.isfinite(bytes_per_s) else None
 
-    def write(self, part: Part, *arguments: Any, **named: Any) -> Part:
+    def write(self, part: Part, *arguments: Any, **named: Any) -> None:
         """As `Scratch.write`."""
         with held_up(Passage(self._drive, part.num_bytes, self._bytes_per_s)):
-            return super().write(part, *arguments, **named)
+            super().write(part, *arguments, **named)
 
     def read(self, part: Part, *arguments: Any, **named: Any) -> None:
         """As `Scratch.read`."""
@@ -207,7 +206,7 @@ class Stack:
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
         self.params = MemoryParams(lambda: leaves)
         self.params.begin(lambda: None)
-        self.name, self.place, self.form = name, arguments.store, arguments.activations
+        self.name, self.place = name, arguments.store
         self.ready: Prepared = prepare(loss, params, self.batch)
         self.plan, self.most_bytes = self._cut()
         self.executables: Executables = {}
@@ -258,7 +257,7 @@ class Stack:
     def find(self, share: float) -> Policy | None:
         """Offload in a share of keep's memory; None if it does not fit."""
         budget, calls = int(share * self.most_bytes), self.plan.calls
-        found = fitted(replace(calls, form=self.form), budget, value_bytes)
+        found = fitted(calls, budget, value_bytes)
         if max(value_bytes(found)) > budget:
             return None
         return self.with_calls(f"offload {share:.2f}", found)
@@ -357,8 +356,7 @@ def curve(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def all_policies(stack: Stack, shares: list[float]) -> list[Policy]:
     """Keep, recompute, offload all, and as few as fit in shares of keep's memory."""
-    calls = replace(stack.plan.calls, form=stack.form)
-    least = fitted(calls, 0, value_bytes)
+    least = fitted(stack.plan.calls, 0, value_bytes)
     planned = (stack.find(share) for share in shares)
     return [
         stack.keep,
@@ -370,7 +368,7 @@ def all_policies(stack: Stack, shares: list[float]) -> list[Policy]:
 
 def described(arguments: argparse.Namespace) -> dict[str, Any]:
     """The sizes of the stacks."""
-    names = ("length", "hidden", "layers", "activations")
+    names = ("length", "hidden", "layers")
     sizes: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     return sizes | {"scale": PAPER_HIDDEN / arguments.hidden}
 
@@ -389,7 +387,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=PAPER_HIDDEN // SCALE)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--stack", nargs="+", choices=STACKS, default=list(STACKS))
-    parser.add_argument("--activations", choices=FORMS, help="form on the drive")
     parser.add_argument("--share", type=float, nargs="+", default=SHARES)
     parser.add_argument(
         "--rok", type=int, nargs="?", const=5, metavar="ROUNDS", help="the ROK curve"

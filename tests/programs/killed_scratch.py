@@ -7,8 +7,7 @@ import sys
 import numpy as np
 
 from jaxinf.io.buffers import aligned
-from jaxinf.streaming.move.scratch import Scratch
-from jaxinf.streaming.plan.forms import PART_BYTES
+from jaxinf.streaming.move.scratch import PART_BYTES, Scratch
 
 
 def main(folder):

@@ -40,7 +40,7 @@ def small_values_leave(monkeypatch):
     monkeypatch.setattr(offload, "SMALL_BYTES", 1)
 
 
-def plans(program, form=None, share=0.0):
+def plans(program, share=0.0):
     """Plans of one program: with all values in memory, and with as many away as fit."""
     ready = prepared(program)
     cuts = ready.plan(smallest_bytes(ready) * 3 // 2).cuts
@@ -48,7 +48,7 @@ def plans(program, form=None, share=0.0):
     temps = compiled_temp_bytes(offload, executables := {})
     least = least_offloaded_bytes(offload.calls, temps)
     budget = least + int(share * (offload.calls.peak_bytes(temps) - least))
-    return keep, offload.fitted(budget, temps, form), executables
+    return keep, offload.fitted(budget, temps), executables
 
 
 def least_of(calls):
@@ -153,28 +153,6 @@ def test_bits_do_not_depend_on_a_slow_drive(tmp_path, monkeypatch):
     assert_same_bits(found, streamed(program, keep, executables))
     assert values.most_bytes <= least
     values.close()
-
-
-@pytest.mark.usefixtures("small_values_leave")
-@pytest.mark.parametrize("form", ["bf16", "int8"])
-def test_coded_values_have_the_bits_of_those_without_a_device(form, tmp_path):
-    program = ZOO["l2_penalty"]()
-    keep, plan, executables = plans(program, form)
-    values = Values(plan.calls, Scratch([tmp_path]))
-    expected = streamed(program, plan, executables, values=values)
-    values.close()
-    tiers = plan_tiers(plan.calls, least_of(plan.calls))
-    values = Values(plan.calls, Scratch([tmp_path]), tiers)
-    found = streamed(program, plan, executables, values=values)
-    counts = values.counts()
-    values.close()
-    exact = streamed(program, keep, executables)
-    assert_same_bits(found[:2], exact[:2])
-    if len(tiers.on_drive) == len(plan.calls.evictions) and not counts.num_forwarded:
-        assert_same_bits(found, expected)
-    assert counts.num_written_bytes < sum(
-        plan.calls.lives[slot].num_bytes for slot in tiers.on_drive
-    )
 
 
 # --- where values wait -------------------------------------------------------------

@@ -262,9 +262,7 @@ def test_what_waits_may_be_on_a_drive(streamed, monkeypatch):
     parts = streamed(program, tx, "parts", micro_batches=3, order="parts")
     expected = trained(parts, program)
     real = Plan.fitted
-    monkeypatch.setattr(
-        Plan, "fitted", lambda self, _, temps, form=None: real(self, 0, temps, form)
-    )
+    monkeypatch.setattr(Plan, "fitted", lambda self, _, temps: real(self, 0, temps))
     step = streamed(
         program, tx, "layers", micro_batches=3, order="layers", policy="offload"
     )

@@ -22,7 +22,6 @@ from jaxinf.streaming.run import Runner
 
 __all__ = [
     "CHUNKS",
-    "FORM_LIMITS",
     "assert_near",
     "assert_same_bits",
     "bytes_held",
@@ -31,7 +30,6 @@ __all__ = [
     "numbers",
     "prepared",
     "read_ahead",
-    "relative_error",
     "run",
     "smallest_bytes",
     "spill_beyond",
@@ -40,8 +38,6 @@ __all__ = [
     "until_it_waits",
 ]
 
-FORM_LIMITS = {"bf16": 0.01, "int8": 0.06}
-"""Most relative errors of all gradients together, by the form of values on drives."""
 
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 """Options of a store of small chunks."""
@@ -168,17 +164,6 @@ def assert_same_bits(found, expected):
 def assert_near(found, expected, atol):
     for one, other in zip(numbers(found), numbers(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=atol)
-
-
-def relative_error(found, expected):
-    """The norm of the difference of two lists of arrays, over that of the second."""
-    pairs = zip(found, expected, strict=True)
-    wrong = [
-        np.linalg.norm(np.subtract(one, two, dtype=np.float64)) for one, two in pairs
-    ]
-    return np.linalg.norm(wrong) / np.linalg.norm(
-        [np.linalg.norm(one.astype(np.float64)) for one in expected]
-    )
 
 
 def until_it_waits(thread):

@@ -14,8 +14,6 @@ from jaxinf_models.vit import ViTConfig
 from small_pictures import write_pictures
 
 from jaxinf import compat
-from jaxinf.streaming import Plan
-from jaxinf.streaming.plan import offload
 from jaxinf.terminal import make_console
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.metrics import StepLine
@@ -105,26 +103,6 @@ def test_micro_batches_have_the_losses_of_the_whole(
 
 
 @pytest.mark.long
-def test_activations_in_eight_bits(
-    run, losses, lines, uninterrupted, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(offload, "SMALL_BYTES", 1)
-    real = Plan.fitted
-    monkeypatch.setattr(
-        Plan, "fitted", lambda self, _, temps, form=None: real(self, 0, temps, form)
-    )
-    moved = {}
-    for form in ("none", "int8"):
-        words = ("--store", tmp_path / form, *STREAM, "--policy", "offload")
-        words += () if form == "none" else ("--activations", form)
-        assert run(*words, "--steps", 3) == 0
-        log = tmp_path / f"{form}-log"
-        moved[form] = lines(log)[0]["stream"]["offloaded_drive_bytes"]
-        np.testing.assert_allclose(losses(log), uninterrupted[:3], rtol=2e-3)
-    assert 0 < moved["int8"] < 0.3 * moved["none"]
-
-
-@pytest.mark.long
 def test_evaluation_and_sample_are_those_of_mode_update(run, tmp_path, capsys):
     words = ("--steps", 4, "--eval-every", 2, "--sample-bytes", 6, "--keep-best")
     found = []
@@ -211,15 +189,10 @@ def test_every_model_streams(run, losses, tmp_path, model):
             "--resident='some': expected \"params\"",
         ),
         (("--device-memory", "1GiB"), "--device-memory: --mode update does not have"),
-        (("--activations", "int8"), "--activations: --mode update does not have"),
         (
             ("--no-deterministic",),
             "--no-deterministic: --mode update does not have it; leave it out, or give "
             "--mode stream",
-        ),
-        (
-            (*STREAM, "--activations", "int8"),
-            "--activations int8: no activation leaves with --policy recompute",
         ),
         (
             (*STREAM, "--order", "layers"),

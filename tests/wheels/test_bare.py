@@ -15,14 +15,14 @@ KERNELS = """
 import logging, sys
 from jaxinf.kernels.compiled import compile_kernel
 from jaxinf.kernels.standard import standard_kernels
-from jaxinf.native import block_codes, toolchain, transfers
+from jaxinf.native import toolchain, transfers
 from jaxinf.kernels.estimates import rsqrt_estimates
 logging.basicConfig()
 origins = {
     compile_kernel(kernel, level=level).origin
     for kernel in standard_kernels().values() for level in toolchain.levels()
 }
-helpers = transfers.function(), block_codes.function(), rsqrt_estimates()[0] > 0
+helpers = transfers.function(), rsqrt_estimates()[0] > 0
 print(*origins, all(x is not None for x in helpers), len(standard_kernels()))
 """
 ANOTHER = """

@@ -22,7 +22,6 @@ from jaxinf.schedule.moves import Kind, Moves, Tensor
 from jaxinf.streaming.move.link import Link
 from jaxinf.streaming.move.tensors import Moved
 from jaxinf.streaming.move.workers import THREADS_PER_DRIVE, Job, Workers
-from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.typing import Array
 
 
@@ -199,9 +198,9 @@ class Mover:
         with self._changed:
             host, num_written = tensor.host, tensor.num_written
         if host is None:
-            host, bounce = aligned(tensor.host_bytes), aligned(PART_BYTES)
+            host = aligned(tensor.host_bytes)
             for part in range(num_written):
-                tensor.read(part, host, bounce)
+                tensor.read(part, host)
         link = self._threads.link
         return tensor.in_place(host) if link is None else link.copied(tensor, host)
 
@@ -337,7 +336,7 @@ class _Threads:
                 jax.block_until_ready(tensor.host)
                 return tensor.write(part, bounce)
             case _:
-                return tensor.read(part, tensor.memory.array, bounce)
+                return tensor.read(part, tensor.memory.array)
 
     def _cross(self, bounce: Array) -> None:
         """Copies what waits to the device, if another call has not; on a thread."""

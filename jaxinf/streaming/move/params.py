@@ -103,7 +103,7 @@ class _Fetched(Moved):
     def queue(self, part: int) -> int:
         return 0
 
-    def read(self, part: int, out: Array, bounce: Array) -> int:
+    def read(self, part: int, out: Array) -> int:
         self.reader.read(self.unit, self.unit.views(out))
         return self.unit.num_bytes
 

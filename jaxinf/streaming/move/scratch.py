@@ -1,6 +1,6 @@
 """Files without names, in which values wait on one or more drives.
 
-    value ─► parts of up to 4 MiB ─► in fewer bits? ─► drive 0, drive 1, …, drive 0, …
+    value ─► parts of up to 4 MiB ─► drive 0, drive 1, …, drive 0, …
 
 Invariant: the files have no name, so they disappear with the process, however it ends,
 and runs that share a folder never meet. They are never synced.
@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -23,8 +23,10 @@ from jaxinf.io import ByteMeters, read_into, span, write_from
 from jaxinf.io.failures import translated
 from jaxinf.io.pages import page_ceil
 from jaxinf.store import drive_of
-from jaxinf.streaming.plan.forms import Coding, runs_of
 from jaxinf.typing import Array, PathLikeStr
+
+PART_BYTES = 4 << 20
+"""The longest part of a value that is moved at once."""
 
 
 class Folder(NamedTuple):
@@ -51,19 +53,16 @@ class Part:
 
     Attributes:
       offset_bytes: Position in the drive's file, in whole pages.
-      coding: The form of its numbers; None if they are stored as they are.
     """
 
     drive: int
     offset_bytes: int
     start: int
     stop: int
-    coding: Coding | None = None
 
     @property
     def num_bytes(self) -> int:
-        length = self.stop - self.start
-        return length if self.coding is None else self.coding.stored_bytes(length)
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,8 @@ class Place:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are moved each way: whole pages."""
+        """Bytes that are moved each way, and memory for the value: whole pages."""
         return sum(page_ceil(part.num_bytes) for part in self.parts)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Memory for the value when it has come back: whole pages."""
-        return sum(page_ceil(part.stop - part.start) for part in self.parts)
 
 
 class Scratch:
@@ -114,16 +108,15 @@ class Scratch:
     def num_drives(self) -> int:
         return len(self._folders)
 
-    def allocate(self, num_bytes: int, coding: Coding | None = None) -> Place:
+    def allocate(self, num_bytes: int) -> Place:
         """Returns a place for a value; its parts take turns on the drives.
 
-        A drive with a larger share comes more often. A part that is coded has room for
-        one that is not.
+        A drive with a larger share comes more often.
         """
         parts = []
-        for start, stop in runs_of(num_bytes):
-            drive = self._next_drive()
-            parts.append(Part(drive, self._ends[drive], start, stop, coding))
+        for start in range(0, max(num_bytes, 1), PART_BYTES):
+            drive, stop = self._next_drive(), min(start + PART_BYTES, num_bytes)
+            parts.append(Part(drive, self._ends[drive], start, stop))
             self._ends[drive] += page_ceil(stop - start)
         return Place(tuple(parts))
 
@@ -158,29 +151,20 @@ class Scratch:
         self._ends = [0] * len(self._folders)
         self._credit = [0.0] * len(self._folders)
 
-    def write(self, part: Part, raw: Array, bounce: Array, what: object = "") -> Part:
+    def write(self, part: Part, raw: Array, bounce: Array, what: object = "") -> None:
         """Writes a part of a value; blocks.
 
         Args:
           raw: The whole value, `uint8`, contiguous.
           bounce: Page-aligned memory for a part, which the drive reads.
 
-        Returns:
-          The part to read, without a coding if its numbers cannot be coded.
-
         Raises:
           StoreSpaceError, StoreIOError: The drive is full, or failed.
         """
         self._open()
-        run, coding = raw[part.start : part.stop], part.coding
-        if coding and not coding.encode(
-            run, bounce[: part.num_bytes], start=part.start
-        ):
-            part = replace(part, coding=None)
         length = part.num_bytes
         padded = bounce[: page_ceil(length)]
-        if part.coding is None:
-            padded[:length] = run
+        padded[:length] = raw[part.start : part.stop]
         padded[length:] = 0
         with self._request("write", part.drive, length, what):
             write_from(
@@ -191,25 +175,18 @@ class Scratch:
                 meters=self._meters,
                 shown=self._shown(part.drive),
             )
-        return part
 
-    def read(
-        self, part: Part, out: Array, bounce: Array | None = None, what: object = ""
-    ) -> None:
+    def read(self, part: Part, out: Array, what: object = "") -> None:
         """Reads a part into the whole value's memory; blocks.
 
         Args:
           out: `uint8`, page-aligned, with room for the value in whole pages.
-          bounce: As for `write`; only needed for a part that is coded.
 
         Raises:
           StoreIOError: The drive failed.
         """
         length = page_ceil(part.num_bytes)
         target = out[part.start : part.start + length]
-        if part.coding is not None:
-            assert bounce is not None, "a coded part is read into memory of its own"
-            target = bounce[:length]
         with self._request("read", part.drive, length, what):
             read_into(
                 self._path(part.drive),
@@ -219,8 +196,6 @@ class Scratch:
                 meters=self._meters,
                 shown=self._shown(part.drive),
             )
-        if part.coding is not None:
-            part.coding.decode(target[: part.num_bytes], out[part.start : part.stop])
 
     def close(self) -> None:
         """Closes the files, which removes them; idempotent."""

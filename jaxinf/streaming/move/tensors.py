@@ -1,7 +1,6 @@
 """The tensors that a `Mover` moves, and how each is written, read and copied.
 
-Invariant: a tensor comes back with the bits that it left with, but for the low ones if
-it was coded.
+Invariant: a tensor comes back with the bits that it left with.
 """
 
 import math
@@ -15,7 +14,7 @@ import numpy as np
 
 from jaxinf.schedule.moves import Tensor
 from jaxinf.streaming.move.link import Crossing
-from jaxinf.streaming.move.scratch import Part, Place, Scratch, raw_bytes
+from jaxinf.streaming.move.scratch import Place, Scratch, raw_bytes
 from jaxinf.streaming.program.shards import PINNED
 from jaxinf.typing import Array
 
@@ -29,7 +28,7 @@ class Moved(Tensor, ABC):
         """Returns the number of the drive of a part."""
 
     @abstractmethod
-    def read(self, part: int, out: Array, bounce: Array) -> int:
+    def read(self, part: int, out: Array) -> int:
         """Reads a part into the tensor's memory; returns its bytes on the drive."""
 
     @abstractmethod
@@ -63,11 +62,10 @@ class Evicted(Moved):
 
     scratch: Scratch = field(default_factory=lambda: Scratch(()))
     place: Place = field(default_factory=lambda: Place(()))
-    written: list[Part] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_parts = len(self.place.parts)
-        self.host_bytes = self.place.memory_bytes
+        self.host_bytes = self.place.num_bytes
         self._shape, self._dtype = self.value.shape, self.value.dtype
         self._sharding = getattr(self.value, "sharding", None)
 
@@ -77,13 +75,12 @@ class Evicted(Moved):
     def write(self, part: int, bounce: Array) -> int:
         """Writes a part; returns its bytes on the drive. Blocks."""
         raw = raw_bytes(np.asarray(self.host))
-        written = self.scratch.write(self.place.parts[part], raw, bounce, self.key)
-        self.written.append(written)
-        return written.num_bytes
+        self.scratch.write(self.place.parts[part], raw, bounce, self.key)
+        return self.place.parts[part].num_bytes
 
-    def read(self, part: int, out: Array, bounce: Array) -> int:
-        self.scratch.read(self.written[part], out, bounce, self.key)
-        return self.written[part].num_bytes
+    def read(self, part: int, out: Array) -> int:
+        self.scratch.read(self.place.parts[part], out, self.key)
+        return self.place.parts[part].num_bytes
 
     def copied_out(self) -> jax.Array:
         """Returns a copy in pinned memory; blocks."""

@@ -3,8 +3,7 @@
     call a makes v ─► … ─► evict ─► … ─► evicted ─► … ─► prefetch ─► call b reads v
                                     memory is free in between
 
-Invariant: a value that was away has the bits that it left with, unless the calls
-give it a form in fewer bits.
+Invariant: a value that was away has the bits that it left with.
 """
 
 import tempfile
@@ -123,7 +122,7 @@ class Values:
             del self._held[slot]
         for slot in self._leaving.get(number, ()):
             place = self._places.get(slot, Place(()))
-            way_bytes = self._num_copies * place.memory_bytes
+            way_bytes = self._num_copies * place.num_bytes
             self._mover.evict(
                 Evicted(
                     slot,
@@ -187,11 +186,10 @@ def _placed(
     calls: Calls, scratch: Scratch, slots: Iterable[Slot] | None
 ) -> Mapping[Slot, Place]:
     """Places values on drives, by default all that leave; no room is taken."""
-    places: dict[Slot, Place] = {}
-    for slot in calls.evictions if slots is None else slots:
-        coding = calls.coding(slot, calls.evictions[slot].needed)
-        places[slot] = scratch.allocate(calls.lives[slot].num_bytes, coding)
-    return places
+    return {
+        slot: scratch.allocate(calls.lives[slot].num_bytes)
+        for slot in (calls.evictions if slots is None else slots)
+    }
 
 
 def _by_call(pairs: Iterable[tuple[Slot, int]]) -> Mapping[int, list[Slot]]:
@@ -207,7 +205,7 @@ def _most_back(calls: Calls, places: Mapping[Slot, Place]) -> int:
         Stay(
             calls.evictions[slot].back,
             calls.lives[slot].reads[-1] + 2,
-            place.memory_bytes,
+            place.num_bytes,
         )
         for slot, place in places.items()
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxinf.io import BufferPool
-from jaxinf.streaming.plan.forms import PART_BYTES
+from jaxinf.streaming.move.scratch import PART_BYTES
 from jaxinf.typing import Array
 
 THREADS_PER_DRIVE = 2

@@ -12,7 +12,6 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from jaxinf.schedule.placement import Eviction
-from jaxinf.streaming.plan.forms import Coding, Form, coding_of, stored_bytes
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program
 
@@ -89,7 +88,6 @@ class Calls:
       lenders: Values whose memory outputs may reuse; None for all at their last use
         that are never on a drive.
       resident: Parts of params that are in memory in any case, and do not count.
-      form: Form of values on drives that only backward reads later; None for exact.
       output_bytes: On several devices, the bytes of each call's outputs in one memory;
         None for one device.
     """
@@ -99,7 +97,6 @@ class Calls:
     evictions: Mapping[Slot, Eviction] = field(default_factory=dict)
     lenders: frozenset[Slot] | None = None
     resident: frozenset[Piece] = frozenset()
-    form: Form | None = None
     output_bytes: Sequence[Sequence[int]] | None = None
 
     @cached_property
@@ -221,23 +218,6 @@ class Calls:
             change[one.gone - 1] -= lives[slot].num_bytes
             change[one.back - 1] += lives[slot].num_bytes
         return [*accumulate(change[:-1])]
-
-    def coding(self, slot: Slot, needed: int) -> Coding | None:
-        """Returns the form of a value on a drive; None if its bits are kept.
-
-        Forward is exact: what it reads again keeps its bits.
-
-        Args:
-          needed: The first call that reads it when it is back.
-        """
-        reads = self.lives[slot].reads
-        if any(self.calls[n].is_forward for n in reads if n >= needed):
-            return None
-        return coding_of(self.form, self.lives[slot].aval.dtype, slot.number)
-
-    def stored_bytes(self, slot: Slot, needed: int) -> int:
-        """Returns the bytes of a value on drives; arguments as for `coding`."""
-        return stored_bytes(self.lives[slot].num_bytes, self.coding(slot, needed))
 
     @cached_property
     def lives(self) -> Mapping[Slot, "Life"]:

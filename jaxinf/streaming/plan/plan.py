@@ -12,7 +12,6 @@ from typing import Any
 
 from jaxinf.errors import BudgetError
 from jaxinf.streaming.plan.calls import Calls, Policy, may_leave
-from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.offload import (
     fitted_lending,
     least_offloaded_bytes,
@@ -95,21 +94,15 @@ class Plan:
             return self.calls.peak_bytes(temp_bytes)
         return least_offloaded_bytes(self.calls, temp_bytes)
 
-    def fitted(
-        self,
-        budget_bytes: int,
-        temp_bytes: Mapping[str, int],
-        form: Form | None = None,
-    ) -> "Plan":
+    def fitted(self, budget_bytes: int, temp_bytes: Mapping[str, int]) -> "Plan":
         """Returns the plan with as few values on a drive as the budget allows.
 
         Args:
           budget_bytes: Memory for a step's programs; at least `peak_bytes`.
           temp_bytes: Temporaries of the compiled programs by key.
-          form: Form of values on drives; see `Calls`.
         """
         calls = fitted_lending(
-            replace(self.calls, form=form),
+            self.calls,
             budget_bytes,
             lambda calls: calls.call_bytes(temp_bytes),
         )

@@ -16,9 +16,8 @@ from jaxinf.errors import StoreIOError, StoreSpaceError
 from jaxinf.io.pages import page_ceil
 from jaxinf.schedule.placement import NUM_COPIES
 from jaxinf.streaming.move.mover import Mover, drive_threads
-from jaxinf.streaming.move.scratch import Place, Scratch
+from jaxinf.streaming.move.scratch import PART_BYTES, Place, Scratch
 from jaxinf.streaming.move.tensors import Evicted
-from jaxinf.streaming.plan.forms import PART_BYTES
 
 SIZES = {"a": 4, "b": 70_000, "c": PART_BYTES + 4, "d": 4096}
 ON_DRIVE = ("c", "b")  # in the order of their next use
@@ -64,7 +63,7 @@ class ValueMover:
 
     def evict(self, key, value):
         place = self._places.get(key, Place(()))
-        room = NUM_COPIES * place.memory_bytes if self._has_link else 0
+        room = NUM_COPIES * place.num_bytes if self._has_link else 0
         self._mover.evict(
             Evicted(
                 key, value=value, way_bytes=room, scratch=self._scratch, place=place
@@ -137,6 +136,21 @@ def test_values_come_back(mover, has_link):
         assert (counts.num_read_bytes == on_drive) == (not counts.num_forwarded)
         assert has_link or not counts.num_forwarded
         mover.reset()
+
+
+@pytest.mark.parametrize("has_link", [False])
+def test_a_slow_drive_is_waited_for_both_ways(mover, monkeypatch):
+    def slow(real):
+        return lambda *given: (time.sleep(0.05), real(*given))[1]
+
+    for name in ("write", "read"):
+        monkeypatch.setattr(Scratch, name, slow(getattr(Scratch, name)))
+    expected, held = values(), values()
+    evicted(mover, held, list(SIZES))
+    assert mover.take_counts().num_written_bytes == sum(SIZES.values())
+    for key in SIZES:
+        assert_back(mover, key, expected)
+    assert mover.take_counts().num_read_bytes == sum(SIZES.values())
 
 
 @with_link

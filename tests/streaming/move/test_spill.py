@@ -7,9 +7,8 @@ import pytest
 
 from jaxinf.io.pages import page_ceil
 from jaxinf.schedule.placement import waiting
-from jaxinf.streaming.move.scratch import Folder, Scratch
+from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Scratch
 from jaxinf.streaming.move.spill import Spill, file_bytes
-from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.streaming.program.graph import Piece
 
 SIZES = [4, 70_000, PART_BYTES + 4, 4096]
