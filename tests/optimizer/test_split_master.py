@@ -30,7 +30,6 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = {"a": (300, 1025), "b": (), "c": (5,), "d": (4096, 3), "e": (40, 3, 77)}
 NUM_PARAMS = sum(int(np.prod(s)) for s in SHAPES.values())
 PADDING = 40 * 4096
-WHERE = {"num_workers": 2}
 
 
 def new_params(seed=0, dtype=jnp.bfloat16):
@@ -57,7 +56,7 @@ def ties_away(master):
 def run(path, num_steps, *, params=None, tx=None, bad_steps=(), **options):
     """Trains; returns decoded state, params on the device, bytes of a step."""
     nonfinite = options.pop("nonfinite", "error")
-    with small_stores.open_store(path, **WHERE, **options) as store:
+    with small_stores.open_store(path, **options) as store:
         wrapped = jaxinf.smart_update(
             tx or optax.adamw(1e-2), store, nonfinite=nonfinite
         )
@@ -190,8 +189,7 @@ ANYWHERE = [*product((1 << 20, 1 << 26), [(0, 0), (299, 1024), (150, 500)])]
 )
 def test_other_params_are_caught_wherever_they_differ(tmp_path, element, memory_bytes):
     params = new_params()
-    options = {"memory_bytes": memory_bytes, **WHERE}
-    with jaxinf.open_store(tmp_path / "store", **options) as store:
+    with jaxinf.open_store(tmp_path / "store", memory_bytes=memory_bytes) as store:
         tx = jaxinf.smart_update(optax.adam(1e-2), store)
         state = tx.init(params)
         updates, state = tx.update(params, state, params)

@@ -475,8 +475,8 @@ def test_half_a_surrogate_pair_is_no_key(open_store):
     ("payload", "problem"),
     [
         ("x" * (17 << 20), "at most 16777216 bytes"),
-        (["\udc80"], "in Unicode"),
-        ([0] * (5 << 20), "at most .* values"),
+        (["\udc80"], "surrogate"),
+        ([0] * (5 << 20), "at most 16777216 bytes"),
     ],
     ids=["long", "surrogate", "many"],
 )
