@@ -41,6 +41,7 @@ SIZES = {
     r"--batch-size \d+": "--batch-size 2",
     r"--seq-len \d+": "--seq-len 16",
     r"--eval-every \d+": "--eval-every 1",
+    r"--size \d+[KMG]iB": "--size 8MiB",
     r" 'h1\[0-9\]/\*' 'h2\[0-3\]/\*'": "",
     r"keep_steps=100": "keep_steps=2",
     r"(range\((?:stream\.)?store\.step), \d+": r"\1, 2",
