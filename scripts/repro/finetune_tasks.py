@@ -257,6 +257,9 @@ def _save(tokenizer: Any, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"mask": "[MASK]", "pad": "[PAD]", "sep": "[SEP]", "cls": "[CLS]"}
     names = {f"{kind}_token": n for kind, n in names.items() if n in SPECIAL_TOKENS}
+    names["tokenizer_class"] = (
+        "PreTrainedTokenizerFast"  # not that of a model beside it
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 

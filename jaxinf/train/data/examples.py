@@ -81,6 +81,7 @@ def read_examples(
     mapping: Mapping[str, str],
     unused: set[str],
     has_template: bool = False,
+    first: Example | None = None,
 ) -> Iterator[Example]:
     """Yields the examples of records.
 
@@ -89,11 +90,11 @@ def read_examples(
       mapping: fields of records by our names.
       unused: names of other fields, which are added.
       has_template: whether Alpaca's records become messages for a chat template.
+      first: an example of the kind that all must have; by default the first.
 
     Raises:
       DataError: a record has no known form, or another one than the record before.
     """
-    first: Example | None = None
     for record in records:
         example = _example_of(record, mapping, unused, has_template)
         first = first or example

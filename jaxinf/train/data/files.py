@@ -77,43 +77,28 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-def by_split(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Returns the paths for training, and those for validation if there are splits.
+def by_split(
+    paths: Sequence[Path], *, is_validation: bool = False
+) -> tuple[list[Path], list[Path]]:
+    """Returns the paths to read, and those to hold out: a split of each with splits.
 
     Raises:
-      DataError: there are splits, but none for training.
-    """
-    train: list[Path] = []
-    held: list[Path] = []
-    for path in paths:
-        splits = _splits(path)
-        if splits and "train" not in splits:
-            raise DataError(
-                f"{path}: expected a split named train, found {sorted(splits)}; name "
-                "the folder of one of them"
-            )
-        train.append(splits.get("train", path))
-        held += [splits[name] for name in _HELD_OUT_SPLITS if name in splits][:1]
-    return train, held
-
-
-def held_out_split(paths: Sequence[Path]) -> list[Path]:
-    """Returns the paths for evaluation: one split of each, or the path itself.
-
-    Raises:
-      DataError: there are splits, but none for validation.
+      DataError: there are splits, but none for training, or for validation.
     """
     found: list[Path] = []
+    held: list[Path] = []
+    wanted = _HELD_OUT_SPLITS if is_validation else ("train",)
     for path in paths:
         splits = _splits(path)
-        names = [name for name in _HELD_OUT_SPLITS if name in splits]
-        if splits and not names:
+        own = [splits[name] for name in wanted if name in splits]
+        if splits and not own:
             raise DataError(
-                f"--validation {path}: expected a split named validation or test, "
-                f"found {sorted(splits)}"
+                f"{path}: expected a split named {' or '.join(wanted)}, found "
+                f"{sorted(splits)}; name the folder of one of them"
             )
-        found.append(splits[names[0]] if names else path)
-    return found
+        found += own[:1] or [path]
+        held += [splits[name] for name in _HELD_OUT_SPLITS if name in splits][:1]
+    return found, held
 
 
 def _splits(path: Path) -> dict[str, Path]:

@@ -15,9 +15,9 @@ from typing import Any
 from jaxinf.documents import shown
 from jaxinf.train.data.errors import DataError, optional_import, shown_names
 from jaxinf.train.data.examples import MOST_LABELS
-from jaxinf.train.data.files import by_split, held_out_split
+from jaxinf.train.data.files import by_split
 from jaxinf.train.data.images import Images, ImageShape, Picture
-from jaxinf.train.data.labels import class_names, num_classes, numbered
+from jaxinf.train.data.labels import num_classes, number_of_classes, numbered
 from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.parts import TrainingData, digest_of
 from jaxinf.train.data.records import Record, is_saved_dataset, read_records
@@ -38,7 +38,7 @@ def load_images(options: DataOptions, shape: ImageShape) -> TrainingData:
         )
     roots, held_roots = by_split(_paths(options.data))
     if options.validation:
-        held_roots = held_out_split(_paths(options.validation))
+        held_roots, _ = by_split(_paths(options.validation), is_validation=True)
     train, names = _pictures(roots, None)
     held, names = _pictures(held_roots, names)
     if not train and held:
@@ -93,8 +93,10 @@ def _pictures(
         if is_table:
             records = list(read_records(root, ("image", "label")))
             labels = [_label(record) for record in records]
-            own = names if names is not None else class_names(labels, str(root))
-            numbers = numbered(labels, own, str(root))
+            number_of = number_of_classes(labels, str(root))
+            has_names = any(str(name) != str(n) for name, n in number_of.items())
+            own = [str(label) for label in number_of] if has_names else None
+            numbers = numbered(labels, number_of, str(root))
             found += map(_picture_record, records, numbers)
         else:
             pictures, own = _folder_pictures(root)

@@ -3,48 +3,39 @@
 Invariant: a class has the same number in all parts of the data.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxinf.train.data.errors import DataError, shown_names
 
 
-def class_names(labels: Sequence[int | str], where: str) -> list[str] | None:
-    """Returns the names of classes, sorted: a class's place is its number.
-
-    Returns:
-      None if labels are numbers, or all texts are decimal digits.
+def number_of_classes(labels: Sequence[int | str], where: str) -> dict[int | str, int]:
+    """Returns the numbers of classes: their own, or of names their places in order.
 
     Raises:
       DataError: some labels are names, some are numbers.
     """
-    names = {label for label in labels if isinstance(label, str)}
-    numbers = [label for label in labels if isinstance(label, int)]
-    if not names or (not numbers and all(map(_is_number, names))):
-        return None
-    if numbers:
+    names = sorted({label for label in labels if isinstance(label, str)})
+    numbers = sorted({label for label in labels if isinstance(label, int)})
+    if names and numbers:
         raise DataError(
             f"{where}: expected labels that are all names or all numbers, found "
             f"{shown_names(names)} and {numbers[0]}"
         )
-    return sorted(names)
+    if all(name.isdecimal() and len(name) < 10 for name in names):  # as CSV has them
+        return {label: int(label) for label in (*names, *numbers)}
+    return {name: number for number, name in enumerate(names)}
 
 
 def numbered(
-    labels: Sequence[int | str], names: Sequence[str] | None, where: str
+    labels: Sequence[int | str], number_of: Mapping[int | str, int], where: str
 ) -> list[int]:
     """Returns the numbers of labels.
 
     Raises:
-      DataError: a label is no name of a class.
+      DataError: a label is none of the training data.
     """
-    if names is None:
-        wrong = {x for x in labels if isinstance(x, str) and not _is_number(x)}
-        number_of: dict[int | str, int] = {x: int(x) for x in {*labels} - wrong}
-    else:
-        number_of = {name: number for number, name in enumerate(names)}
-        wrong = {str(label) for label in labels if label not in number_of}
-    if wrong:
-        known = "numbers" if names is None else shown_names(names)
+    if wrong := {str(label) for label in labels if label not in number_of}:
+        known = shown_names({str(label) for label in number_of})
         raise DataError(
             f"{where}: expected the labels of --data, {known}, found "
             f"{shown_names(wrong)}, which it lacks; train on examples of them, too, or "
@@ -69,7 +60,3 @@ def num_classes(labels: Sequence[int], num_labels: int | None, where: str) -> in
             "number the classes from 0"
         )
     return num_labels if num_labels is not None else max(2, most + 1)
-
-
-def _is_number(label: str) -> bool:
-    return label.isdecimal() and len(label) < 10

@@ -21,10 +21,9 @@ from jaxinf.train.data.examples import (
 from jaxinf.train.data.files import (
     by_split,
     find_files,
-    held_out_split,
     standard_library_files,
 )
-from jaxinf.train.data.labels import class_names, num_classes, numbered
+from jaxinf.train.data.labels import num_classes, number_of_classes, numbered
 from jaxinf.train.data.masking import Masking
 from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.packing import Packed, Pairs, Rows, Single, Windows
@@ -64,12 +63,12 @@ class _Reading:
 
     Attributes:
       first: the first example of the training data.
-      classes: names of classes, by their numbers.
+      classes: numbers of the training data's classes.
     """
 
     first: Example | None = None
     example: str = ""
-    classes: list[str] | None = None
+    classes: dict[int | str, int] | None = None
     unused: set[str] = dataclasses.field(default_factory=set)
     notes: list[str] = dataclasses.field(default_factory=list)
     num_json: int = 0
@@ -122,17 +121,12 @@ def load_texts(
     train_files, held_files = by_split(files)
     if options.validation:
         found, others = find_files(options.validation)
-        held_files, left_out = held_out_split(found), left_out + others
+        held_files, _ = by_split(found, is_validation=True)
+        left_out = left_out + others
     parts, seq_len = _read(run, reading, train_files, "--data")
     run = dataclasses.replace(run, seq_len=seq_len)
     if held_files:
         held, _ = _read(run, reading, held_files, "--validation")
-        if more := {*held[0].labels.tolist()} - {*parts[0].labels.tolist()}:
-            raise DataError(
-                f"--validation: expected the labels of --data, found "
-                f"{sorted(more)[:8]}, which it lacks; train on examples of them, too, "
-                "or leave them out"
-            )
     else:
         parts, held = _hold_out(parts, reading, options.validation_fraction)
     if left_out:
@@ -155,6 +149,7 @@ def _read(
         mapping=mapping,
         unused=reading.unused,
         has_template=run.tokenizer.has_template and not run.is_apart,
+        first=reading.first,
     )
     how = Encoding(
         most=run.seq_len or run.most_usual_tokens,
@@ -211,7 +206,6 @@ def _checked(
         if example.messages:
             _check_template(run, example.where)
         reading.first = reading.first or example
-        _check_alike(reading.first, example)
         if example is reading.first and example.kind == "labelled":
             _check_room(run, len(example.texts))
         reading.num_json += example.where.endswith(".json")
@@ -228,21 +222,6 @@ def _check_template(run: _Run, where: str) -> None:
         "model of --from knows messages; found none: copy the template of its chat "
         "model, or give prompt and response in place of messages"
     )
-
-
-def _check_alike(first: Example, example: Example) -> None:
-    """Refuses validation data of another kind than the training data."""
-    if first.kind != example.kind:
-        raise DataError(
-            f"--validation: expected {_MEANT[first.kind]} as in --data, found "
-            f"{_MEANT[example.kind]}"
-        )
-    is_paired = len(first.texts) == 2
-    if first.kind == "labelled" and len(example.texts) != len(first.texts):
-        found = ("pairs of texts", "single texts")[:: 1 if is_paired else -1]
-        raise DataError(
-            f"--validation: expected {found[0]} as in --data, found {found[1]}"
-        )
 
 
 def _check_room(run: _Run, num_texts: int) -> None:
@@ -272,12 +251,12 @@ def _numbered(
     reading: _Reading, encoded: Sequence[tuple[Encoded, ...]], flag: str
 ) -> Iterator[Encoded]:
     labels = [one.label for (one,) in encoded]
-    if flag == "--data":
-        reading.classes = class_names(labels, flag)
-        if reading.classes is not None:
-            number_of = [f"{n} {name}" for n, name in enumerate(reading.classes[:20])]
-            more = ", …" if len(reading.classes) > 20 else ""
-            said = _printable(", ".join(number_of))
+    if reading.classes is None:
+        reading.classes = number_of_classes(labels, flag)
+        classes = reading.classes.items()
+        if named := [f"{n} {name}" for name, n in classes if str(name) != str(n)]:
+            more = ", …" if len(named) > 20 else ""
+            said = _printable(", ".join(named[:20]))
             reading.notes.append(f"classes: {said}{more}")
     numbers = numbered(labels, reading.classes, flag)
     for (one,), number in zip(encoded, numbers, strict=True):

@@ -15,7 +15,7 @@ import pytest
 
 from jaxinf.train.data import errors, records
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.files import by_split, held_out_split
+from jaxinf.train.data.files import by_split
 from jaxinf.train.data.records import PLAIN_TEXT, read_records
 
 USED = ("text",)
@@ -131,7 +131,7 @@ def test_parquet_that_is_none(write):
 def test_saved_dataset():
     train, held = by_split([SAVED])
     assert (train, held) == ([SAVED / "train"], [SAVED / "test"])
-    assert held_out_split([SAVED]) == held
+    assert by_split([SAVED], is_validation=True)[0] == held
     assert texts(SAVED / "train") == [f"text {n}" for n in range(5)]
     assert texts(SAVED / "test") == [f"text {n}" for n in range(5, 8)]
     assert by_split([SAVED / "train"]) == ([SAVED / "train"], [])
