@@ -129,6 +129,7 @@ class FolderTokenizer:
         self.adds_end = last == [self.end]
         self.mask, pad = found.mask_token_id, found.pad_token_id
         self.start = self.pad = pad if pad is not None else self.end or 0  # as T5 has
+        self._has_pad = pad is not None or self.end is not None
         digest = hashlib.sha256(content.encode()).hexdigest()
         self.fingerprint = f"transformers {digest} end {self.end} mask {self.mask}"
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
@@ -179,7 +180,7 @@ class FolderTokenizer:
             if num > most:
                 found = self._call(*strings, return_token_type_ids=is_typed, most=most)
         ids = self._ids(found.input_ids)
-        if not has_types:  # transformers reads such a model before the last padding
+        if not has_types and self._has_pad:  # transformers reads before the padding
             ids = ids[: 1 + max(np.flatnonzero(ids != self.pad), default=0)]
         types = np.array(found.token_type_ids, np.uint8) if is_typed else None
         return ids, types, num

@@ -76,7 +76,7 @@ def test_ids_of_pairs(both, most):
         assert num == len(theirs(*pair).input_ids)
         ids, types, _ = ours.classified("a", pair, most=most, has_types=False)
         # transformers reads the class at the last token that is no padding.
-        pad = ours.pad if theirs.pad_token_id is None else theirs.pad_token_id
+        pad = ours.end if theirs.pad_token_id is None else theirs.pad_token_id
         kept = 1 + max(n for n, one in enumerate(expected.input_ids) if one != pad)
         assert ids.tolist() == expected.input_ids[:kept]
         assert types is None
@@ -157,6 +157,12 @@ def test_text_behind_all_messages_is_no_answer(tmp_path):
     ids, is_learned = tokenizer.conversation(example, learn_all=False)
     assert tokenizer.decode(ids) == b"one two?threetextit is nine$"
     assert tokenizer.decode(ids[is_learned]) == b"threeit is nine"
+
+
+def test_a_last_token_is_kept_where_no_id_is_padding(tmp_path):
+    tokenizer = open_tokenizer(word_level(tmp_path, ["one"]))
+    ids, _, _ = tokenizer.classified("a", ["one nine"], most=9, has_types=False)
+    assert ids.tolist() == [1, 0]
 
 
 def test_a_template_sees_the_same_day_always(tmp_path):
