@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -25,13 +25,16 @@ from jaxinf.train.help import check_names, help_of
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.optimizers import check_optimizer
 from jaxinf.train.options import ProcessOptions
-from jaxinf.train.plan import fit, machine_of, plan_run, plan_text
-from jaxinf.train.progress import Say, planning
-from jaxinf.typing import JsonValue
+from jaxinf.train.plan import (
+    fit,
+    fit_table,
+    plan_run,
+    plan_text,
+)
+from jaxinf.train.progress import planning
 
 _PROG = "jaxinf plan"
 _FILES = {".toml": "--config", ".json": "--model-config", "": "--from"}
-_TITLES = ("settings", "host", "device", "disk", "a step", "limit")
 
 
 @dataclass(frozen=True)
@@ -81,47 +84,39 @@ def main(words: Sequence[str]) -> int:
     if rest and not rest[0].startswith("-"):
         rest = [_FILES.get(Path(rest[0]).suffix, "--from"), *rest]
     config, batch = _loaded(config_of(rest, _PROG), own.processes)
-    with planning(make_console(sys.stderr)) as say:
-        if own.fit:
-            fits, text, document = _fitted(rest, config, batch, say)
-        else:
-            fits, text, document = _planned(config, batch, own.processes)
+    if own.fit:
+        with planning(make_console(sys.stderr)) as say:
+            plans, refused = fit(config, batch, say=say)
+        fits = bool(plans) and not plans[0].misfits
+        line = _command(rest, plans[0].words) if fits else None
+        found = f"the fastest that fits:\n  {line}" if fits else "nothing fits"
+        text = "\n".join([*fit_table(plans), *refused, "", found])
+        document: dict[str, Any] = {"best": line, "refused": [*refused]}
+        document["settings"] = [
+            {"flags": [*plan.words], "cost": plan.cost, "plan": plan.to_json()}
+            for plan in plans
+        ]
+    else:
+        plan = plan_run(config, batch, num_processes=own.processes)
+        fits, document = not plan.misfits, dict(plan.to_json())
+        text = plan_text(plan, batch, num_processes=own.processes)
     if own.json:
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
+        text = printable(text, keep="\n")
         make_console(soft_wrap=True).print(text, markup=False, highlight=False)
     return int(not fits)
 
 
-def _planned(
-    config: TrainConfig, batch: Batch, num_processes: int
-) -> tuple[bool, str, JsonValue]:
-    """Returns whether the run fits, a text of it, and the same as JSON."""
-    machine = machine_of(config)
-    plan = plan_run(config, batch, machine, num_processes=num_processes)
-    text = plan_text(plan, batch, machine, num_processes=num_processes)
-    return plan.excess <= 1, text, plan.to_json()
-
-
-def _fitted(
-    words: Sequence[str], config: TrainConfig, batch: Batch, say: Say
-) -> tuple[bool, str, JsonValue]:
-    settings = fit(config, batch, machine_of(config), say=say)
-    best = settings[0]
-    fits = best.plan is not None and best.plan.excess <= 1
-    line = ["jaxinf", "train", *_without_machine(words), *best.words]
+def _command(words: Sequence[str], changes: Sequence[str]) -> str:
+    """Returns the command line of a changed run, without ``--machine``."""
+    line = ["jaxinf", "train", *words, *changes]
+    for n in reversed(range(len(line))):
+        if line[n].partition("=")[0] == "--machine":
+            del line[n : n + 1 + (line[n] == "--machine")]
     if not any(word.startswith("--store") for word in line):
         line += ["--store", "STORE"]
-    rows = [_TITLES, *(one.cells() for one in settings)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    told = f"the fastest that fits:\n  {shlex.join(line)}" if fits else "nothing fits"
-    lines.append(f"\n{told}")
-    document = {
-        "best": shlex.join(line) if fits else None,
-        "settings": [one.to_json() for one in settings],
-    }
-    return fits, printable("\n".join(lines), keep="\n"), document
+    return shlex.join(line)
 
 
 def _loaded(config: TrainConfig, num_processes: int) -> tuple[TrainConfig, Batch]:
@@ -150,13 +145,3 @@ def _loaded(config: TrainConfig, num_processes: int) -> tuple[TrainConfig, Batch
     config, data = load(config)
     batch = make_batches(config, data)[0]
     return replace(config, fsdp=is_sharded), batch
-
-
-def _without_machine(words: Sequence[str]) -> list[str]:
-    kept, coming = [], iter(words)
-    for word in coming:
-        if word == "--machine":
-            next(coming, None)
-        elif not word.startswith("--machine="):
-            kept.append(word)
-    return kept

@@ -6,19 +6,19 @@ Invariant: a drive's file has no name while it is measured, so it disappears how
   process ends; each phase ends after a few seconds, however slow the drive is.
 """
 
-import contextlib
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import optax
 from jaxinf_models import PRESETS, abstract_params
@@ -32,7 +32,7 @@ from jaxinf.io import (
     read_into,
     write_from,
 )
-from jaxinf.kernels import CompiledKernel, Passage, compiled
+from jaxinf.kernels import Passage, compiled
 from jaxinf.program import trace_update
 from jaxinf.streaming.count import num_operations
 from jaxinf.train.machine import Machine, this_machine
@@ -44,7 +44,7 @@ BLOCK_BYTES = 16 << 20
 _MOST_S = 20.0  # of all phases of a drive together
 _LONG_ENOUGH_S = 1.0
 _NUM_PARAMS = 1 << 22
-_NUM_COMMITS = _NUM_RUNS = 8
+_NUM_COMMITS = 8
 _COPIED_BYTES = 256 << 20
 
 _Transfer = Callable[[int, Array], int]
@@ -86,8 +86,12 @@ def measure_bandwidth(
             f"{2 * NUM_THREADS * PAGE_BYTES} bytes"
         )
     half = file_bytes // (2 * block_bytes)
-    all_bytes, moved_bytes = 6 * half * block_bytes, 0
-    with _nameless_file(scratch, 2 * half * block_bytes) as file:
+    file_bytes, moved_bytes, rates = 2 * half * block_bytes, 0, list[float]()
+    arrays, path = _random_arrays(block_bytes), scratch / "data"
+    allocate_file(path, file_bytes, file_bytes)
+    with path.open("rb") as nameless:
+        path.unlink()
+        file = f"/proc/self/fd/{nameless.fileno()}"
 
         def read(block: int, array: Array) -> int:
             read_into(file, array, block * block_bytes, block_bytes)
@@ -100,54 +104,46 @@ def measure_bandwidth(
         def update(block: int, array: Array) -> int:
             return read(block, array) + write(half + block, array)
 
-        rates = []
-        phases = (write, 2 * half), (read, 2 * half), (update, half)
-        for transfer, num_blocks in phases:
+        for transfer, num_blocks in (write, 2 * half), (read, 2 * half), (update, half):
             began_s, before = time.perf_counter(), moved_bytes
-            for done in _moved(transfer, num_blocks, block_bytes):
+            for done in _moved(transfer, num_blocks, arrays):
                 moved_bytes += done
-                progress(moved_bytes, all_bytes)
+                progress(moved_bytes, 3 * file_bytes)
             if transfer is not read:
                 fsync_file(file)
-            taken_s = time.perf_counter() - began_s
-            rates.append((moved_bytes - before) / taken_s)
+            rates.append((moved_bytes - before) / (time.perf_counter() - began_s))
     return Bandwidth(moved_bytes, rates[1], rates[0], rates[2])
 
 
-def _moved(transfer: _Transfer, num_blocks: int, block_bytes: int) -> Iterator[int]:
+def _random_arrays(block_bytes: int) -> list[Array]:
+    """Returns an array for each thread, of bytes that no drive can compress."""
+    pool, rng = BufferPool(NUM_THREADS * block_bytes), np.random.default_rng()
+    arrays = [pool.acquire(block_bytes).array for _ in range(NUM_THREADS)]
+    for array in arrays:
+        words = array.view(np.uint64)
+        words[:] = rng.integers(0, 2**64, words.size, np.uint64)
+    return arrays
+
+
+def _moved(
+    transfer: _Transfer, num_blocks: int, arrays: Sequence[Array]
+) -> Iterator[int]:
     """Yields the bytes of each block that threads have moved, for seconds at most."""
-    until_s = time.perf_counter() + _MOST_S / 3
-    arrays = threading.local()
-    pool = BufferPool(NUM_THREADS * block_bytes)
+    until_s, idle = time.perf_counter() + _MOST_S / 3, [*arrays]
 
     def one(block: int) -> int:
         if block >= NUM_THREADS and time.perf_counter() > until_s:
             return 0
-        if not hasattr(arrays, "own"):
-            arrays.own = pool.acquire(block_bytes).array
-            arrays.own.view(np.uint64)[:] = np.random.default_rng().integers(
-                0, 2**64, block_bytes // 8, np.uint64
-            )  # bytes that no drive can compress
-        return transfer(block, arrays.own)
+        array = idle.pop()
+        num_bytes = transfer(block, array)
+        idle.append(array)
+        return num_bytes
 
     executor = ThreadPoolExecutor(NUM_THREADS)
     try:
         yield from executor.map(one, range(num_blocks))
     finally:
         executor.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _nameless_file(scratch: Path, num_bytes: int) -> Iterator[str]:
-    """Yields a path by which this process opens an unlinked file."""
-    path = scratch / "data"
-    allocate_file(path, num_bytes, num_bytes)
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        path.unlink()
-        yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
 
 
 # --- the rest of a machine -----------------------------------------------------------
@@ -163,7 +159,7 @@ def measure_machine(path: Path, drives: Sequence[Bandwidth]) -> Machine:
     found = this_machine()
     is_apart = found.device_bytes is not None
     dtype = "bfloat16" if is_apart else "float32"
-    return replace(
+    return msgspec.structs.replace(
         found,
         drive_bytes_per_s=_rounded(min(one.mixed for one in drives)),
         link_bytes_per_s=_rounded(_COPIED_BYTES / _copy_s()) if is_apart else None,
@@ -177,20 +173,20 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def least_s(run: Callable[[], object], num_runs: int = 5) -> float:
-    """Returns the least time of some runs, after one that does not count."""
+def usual_s(run: Callable[[], object], num_runs: int = 8) -> float:
+    """Returns the median time of some runs, after one that does not count."""
     run()
     times: list[float] = []
     while len(times) < num_runs and sum(times) < _LONG_ENOUGH_S:
         began_s = time.perf_counter()
         run()
         times.append(time.perf_counter() - began_s)
-    return min(times)
+    return statistics.median(times)
 
 
 def _copy_s() -> float:
     host = np.ones(_COPIED_BYTES // 4, np.float32)
-    return least_s(lambda: jax.block_until_ready(jax.device_put(host)))
+    return usual_s(lambda: jax.block_until_ready(jax.device_put(host)))
 
 
 def _operations_per_s(dtype: str) -> float:
@@ -202,12 +198,8 @@ def _operations_per_s(dtype: str) -> float:
     gradients_of = jax.value_and_grad(loss_of(graphdef))
     operations = num_operations(jax.make_jaxpr(gradients_of)(params, batch))
     params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, leaf.dtype), params)
-    program, times = jax.jit(gradients_of), []
-    for _ in range(_NUM_RUNS):
-        began_s = time.perf_counter()
-        jax.block_until_ready(program(params, batch))
-        times.append(time.perf_counter() - began_s)
-    return operations / statistics.median(times)  # as busy as the machine usually is
+    program = jax.jit(gradients_of)
+    return operations / usual_s(lambda: jax.block_until_ready(program(params, batch)))
 
 
 def _commit_s(path: Path) -> float:
@@ -230,26 +222,29 @@ def _commit_s(path: Path) -> float:
 
 
 def _params_per_s() -> float:
-    """Returns the params that AdamW's kernel updates on all cores in a second."""
-    num_cores = len(os.sched_getaffinity(0))
+    """Returns the params that AdamW's kernel updates on all cores in a second.
+
+    The kernel makes the checksums that a store asks for.
+    """
     kernel = compiled(trace_update(optax.adamw(1e-3), jnp.zeros(8)).leaves[0].kernel)
-    runs = [_update(kernel) for _ in range(num_cores)]
-    with ThreadPoolExecutor(num_cores) as executor:
-        run_s = least_s(lambda: [*executor.map(lambda run: run(), runs)])
-    return num_cores * _NUM_PARAMS / run_s
-
-
-def _update(kernel: CompiledKernel) -> Callable[[], object]:
-    """Returns a run of the kernel, with the checksums that a store asks for."""
-    rng = np.random.default_rng(0)
-    gradient, params, mu = rng.standard_normal((3, _NUM_PARAMS), np.float32)
-    out, nu, wanted = np.empty_like(gradient), mu * mu, [True] * 3
-    return lambda: kernel.run(
-        gradient=gradient,
-        params=params,
-        slots=[mu, nu],
-        arrays=[],
-        out=out,
-        scalars=[np.float32(0.1), np.float32(0.001)],
-        passage=Passage(reads=wanted, writes=wanted),
+    rng, wanted, runs = (
+        np.random.default_rng(0),
+        [True] * 3,
+        list[Callable[[], object]](),
     )
+    for _ in os.sched_getaffinity(0):
+        gradient, params, mu = rng.standard_normal((3, _NUM_PARAMS), np.float32)
+        run = partial(
+            kernel.run,
+            gradient=gradient,
+            params=params,
+            slots=[mu, mu * mu],
+            arrays=[],
+            out=np.empty_like(gradient),
+            scalars=[np.float32(0.1), np.float32(0.001)],
+            passage=Passage(reads=wanted, writes=wanted),
+        )
+        runs.append(run)
+    with ThreadPoolExecutor(len(runs)) as executor:
+        run_s = usual_s(lambda: [*executor.map(lambda run: run(), runs)])
+    return len(runs) * _NUM_PARAMS / run_s

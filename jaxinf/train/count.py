@@ -21,6 +21,7 @@ from jaxinf_models import num_params
 
 from jaxinf.engine import (
     StoreDescription,
+    StoreShape,
     can_take,
     check_compressed,
     describe,
@@ -52,6 +53,7 @@ class Count:
 
     Attributes:
       num_params: Of the whole model.
+      num_drives: Drives that share the store's bytes.
       host_bytes: Memory of the host at its peak, beside some 400 MB of the process.
       device_bytes: The same of a JAX device with memory of its own; else 0.
       disk_bytes: Both slots of the store, and values and gradients that wait there.
@@ -59,35 +61,37 @@ class Count:
       up_bytes, down_bytes: To a device with memory of its own, and from it.
       operations: Of all programs; of the optimizer none.
       updated: Params that the host's processor updates.
-      num_drives: Drives that share the store's bytes.
     """
 
     num_params: int
-    host_bytes: int
-    device_bytes: int
-    disk_bytes: int
-    read_bytes: int
-    written_bytes: int
-    up_bytes: int
-    down_bytes: int
-    operations: float
-    updated: int
     num_drives: int
+    host_bytes: int = 0
+    device_bytes: int = 0
+    disk_bytes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    up_bytes: int = 0
+    down_bytes: int = 0
+    operations: float = 0.0
+    updated: int = 0
 
 
 def count(
     config: TrainConfig,
     batch: Batch | None,
     device_bytes: int | None,
+    *,
+    num_processes: int = 1,
     like: StepCount | None = None,
 ) -> tuple[Count, StepCount | None]:
     """Counts what a run takes; traces it, for some seconds.
 
     Args:
-      config: A run that `check` has returned.
+      config: A run that `check` has returned; of several processes, that of one.
       batch: A batch of it; only its shapes count. None leaves programs out, which a
         streamed run cannot.
       device_bytes: Memory of the JAX device; None if it computes in the host's.
+      num_processes: In ``--mode update``; the one is counted that takes the most.
       like: What this returned for a run with the same model, task and precision.
 
     Returns:
@@ -96,27 +100,33 @@ def count(
     Raises:
       JaxinfError: As `jaxinf.open_store`, `jaxinf.smart_update`, `jaxinf.stream`.
     """
-    if config.mode == "memory":
-        return _whole(config, batch, device_bytes, (0, 0, 0, 0)), None
+    made = Count(num_params(config.model_config), _num_drives(config))
+    if config.mode == "stream":
+        assert batch is not None
+        return _streamed(made, config, batch, device_bytes, like)
     if config.mode == "update":
-        with _planned_store(config) as backend:
-            moved = _moved(config, backend, describe_store(config))
-        return _whole(config, batch, device_bytes, moved), None
-    assert batch is not None
-    limit = None
+        made = _moved(made, config, num_processes)
+    return _whole(made, config, batch, device_bytes, num_processes), None
+
+
+def _streamed(
+    made: Count,
+    config: TrainConfig,
+    batch: Batch,
+    device_bytes: int | None,
+    like: StepCount | None,
+) -> tuple[Count, StepCount]:
+    limit, on_device = None, 0
+    updated, every = _num_trained(config), config.device_updates
     if device_bytes is not None:
-        num_bytes = config.device_memory or device_bytes
-        limit = DeviceLimit(num_bytes, is_host=False)
+        limit = DeviceLimit(config.device_memory or device_bytes, is_host=False)
+        on_device = updated // every if isinstance(every, int) and every else 0
     with _planned_store(config) as backend:
         assert isinstance(backend, Streamed)
         found = backend.count(batch, config.abstract[1], limit, like)
-    updated, every = _num_trained(config), config.device_updates
-    on_device = 0
-    if limit is not None and isinstance(every, int) and every:
-        on_device = updated // every
     state_bytes = 2 * FLOAT32.itemsize * on_device
-    made = Count(
-        num_params=num_params(config.model_config),
+    made = replace(
+        made,
         host_bytes=found.host_bytes,
         device_bytes=found.device_bytes,
         disk_bytes=found.disk_bytes,
@@ -126,74 +136,45 @@ def count(
         down_bytes=found.link_down_bytes + state_bytes,
         operations=found.operations,
         updated=updated - on_device,
-        num_drives=_num_drives(config),
     )
     return made, found
-
-
-def count_process(
-    config: TrainConfig, batch: Batch, device_bytes: int | None, num_processes: int
-) -> Count:
-    """Counts what the process that takes the most of a run in ``--mode update`` takes.
-
-    Args:
-      config: The run of one process: with its share of a batch.
-
-    Raises:
-      JaxinfError: As `count`.
-    """
-    description = describe_store(config, num_processes)
-    with _planned_store(config) as backend:
-        run = [Member("0" * 32, n, num_processes) for n in range(num_processes)]
-        members = [_moved(config, backend, description, one) for one in run]
-    most = [max(values) for values in zip(*members, strict=True)]
-    found = _whole(config, batch, device_bytes, (most[0], most[1], most[2], most[3]))
-    if not config.fsdp:
-        return found
-    leaves = jax.tree.leaves(config.abstract[1])
-    shared = sum(
-        leaf.size * leaf.dtype.itemsize
-        for leaf in leaves
-        if sharded_dimension(leaf.shape, num_processes) is not None
-    )
-    elsewhere = 2 * (shared - shared // num_processes)  # of params and gradients
-    if device_bytes is None:
-        return replace(found, host_bytes=found.host_bytes - elsewhere)
-    return replace(found, device_bytes=found.device_bytes - elsewhere)
 
 
 # --- a step whose loss and gradient are one program ----------------------------------
 
 
 def _whole(
+    made: Count,
     config: TrainConfig,
     batch: Batch | None,
     device_bytes: int | None,
-    moved: tuple[int, int, int, int],
+    num_processes: int,
 ) -> Count:
-    """Counts a step in ``--mode update`` or ``memory``; `moved` is as of `_moved`."""
-    disk_bytes, read_bytes, written_bytes, buffer_bytes = moved
-    updated, operations = _num_trained(config), 0.0
-    made = FLOAT32.itemsize * updated
+    """Adds programs, and what crosses the link, to what a store takes."""
+    params, updated = jax.tree.leaves(config.abstract[1]), _num_trained(config)
+    gradients = FLOAT32.itemsize * updated
     # Gradients, clipped gradients, updates; without clipping they are soon gone.
-    programs = _num_bytes(config.abstract[1]) + (3 if waits(config) else 1) * made
+    programs = _num_bytes(params) + (3 if waits(config) else 1) * gradients
+    operations = 0.0
     if batch is not None:
         peak_bytes, operations = _program(config, batch)
         programs = max(programs, peak_bytes)
+    if config.fsdp:
+        divided = [
+            x for x in params if sharded_dimension(x.shape, num_processes) is not None
+        ]
+        elsewhere = _num_bytes(divided) - _num_bytes(divided) // num_processes
+        programs -= 2 * elsewhere  # params and gradients
     is_apart = device_bytes is not None
-    crosses = made if is_apart and config.mode == "update" else 0
-    return Count(
-        num_params=num_params(config.model_config),
-        host_bytes=buffer_bytes + (2 * crosses if is_apart else programs),
+    crosses = gradients if is_apart and config.mode == "update" else 0
+    return replace(
+        made,
+        host_bytes=made.host_bytes + (2 * crosses if is_apart else programs),
         device_bytes=programs if is_apart else 0,
-        disk_bytes=disk_bytes,
-        read_bytes=read_bytes,
-        written_bytes=written_bytes,
         up_bytes=crosses,
         down_bytes=crosses,
         operations=operations,
         updated=0 if is_apart and config.mode == "memory" else updated,
-        num_drives=_num_drives(config),
     )
 
 
@@ -222,14 +203,25 @@ def _program(config: TrainConfig, batch: Batch) -> tuple[int, float]:
     return peak_memory(closed, donated).total, num_operations(closed)
 
 
-def _moved(
-    config: TrainConfig,
-    backend: KeptInStore,
-    description: StoreDescription,
-    member: Member | None = None,
+def _moved(made: Count, config: TrainConfig, num_processes: int) -> Count:
+    """Adds what updates take of disk and buffers, read and write."""
+    description = _described(config, num_processes)
+    members = [Member("0" * 32, n, num_processes) for n in range(num_processes)]
+    with _planned_store(config) as backend:
+        training = backend.store._training
+        of_each = [
+            _moved_by(config, description, training.shape(description, member))
+            for member in (members if num_processes > 1 else [None])
+        ]
+    disk, read, written, host = (max(one) for one in zip(*of_each, strict=True))
+    made = replace(made, disk_bytes=disk, read_bytes=read, written_bytes=written)
+    return replace(made, host_bytes=host)
+
+
+def _moved_by(
+    config: TrainConfig, description: StoreDescription, shape: StoreShape
 ) -> tuple[int, int, int, int]:
-    """Returns bytes on disk, read, written, and of buffers, of a process's updates."""
-    shape = backend.store._training.shape(description, member)
+    """Returns bytes on disk, read, written, and of buffers."""
     read = memory = 0
     written = 0.0
     for number, leaf in enumerate(jax.tree.leaves(config.abstract[1])):
@@ -265,7 +257,7 @@ def _planned_store(config: TrainConfig) -> Iterator[KeptInStore]:
             yield backend
 
 
-def describe_store(config: TrainConfig, num_processes: int = 1) -> StoreDescription:
+def _described(config: TrainConfig, num_processes: int) -> StoreDescription:
     """Describes the store of a run; traces its optimizer, which takes seconds."""
     params = config.abstract[1]
     shards, holders = [], []

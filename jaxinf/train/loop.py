@@ -40,7 +40,7 @@ from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine
 from jaxinf.train.on_store import OnStore
 from jaxinf.train.opening import open_backend
 from jaxinf.train.optimizers import check_optimizer, make_optimizer
-from jaxinf.train.plan import machine_of, plan_run, plan_text
+from jaxinf.train.plan import plan_run, plan_text
 from jaxinf.train.pretrained import deferred_params
 from jaxinf.train.processes import Processes, start
 from jaxinf.train.progress import Progress
@@ -102,9 +102,8 @@ def train(
     batches = make_batches(config, data)
     say_config(console, config, data)
     if config.dry_run:
-        machine = machine_of(config)
-        plan = plan_run(config, batches[0], machine)
-        text = plan_text(plan, batches[0], machine)
+        plan = plan_run(config, batches[0])
+        text = plan_text(plan, batches[0])
         console.print(text, markup=False, highlight=False)
         return int(plan.excess > 1)
     with (

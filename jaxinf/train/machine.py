@@ -5,25 +5,25 @@
 Invariant: a number that is not known is None, and then there is no time.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeAlias
 
 import jax
+import msgspec
 
-from jaxinf.command_line import UsageError, did_you_mean
+from jaxinf.command_line import UsageError
+from jaxinf.documents import Document, decode, encode
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.count import Count, waits
 
-_MOST = 1e30
+_Number: TypeAlias = Annotated[float, msgspec.Meta(gt=0, lt=1e30)] | None
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(Document, frozen=True):
     """Memory and rates; ``jaxinf doctor --json FILE`` measures them.
 
     Attributes:
@@ -37,14 +37,14 @@ class Machine:
       commit_s: Seconds of a commit.
     """
 
-    host_bytes: float | None = None
-    device_bytes: float | None = None
-    drive_bytes_per_s: float | None = None
-    drive_rated_write_bytes: float | None = None
-    link_bytes_per_s: float | None = None
-    operations_per_s: float | None = None
-    params_per_s: float | None = None
-    commit_s: float | None = None
+    host_bytes: _Number = None
+    device_bytes: _Number = None
+    drive_bytes_per_s: _Number = None
+    drive_rated_write_bytes: _Number = None
+    link_bytes_per_s: _Number = None
+    operations_per_s: _Number = None
+    params_per_s: _Number = None
+    commit_s: _Number = None
 
 
 def this_machine() -> Machine:
@@ -61,31 +61,20 @@ def read_machine(path: Path) -> Machine:
     Raises:
       UsageError: Names the file, and the field that is wrong.
     """
-    names = [field.name for field in fields(Machine)]
     try:
-        document = json.loads(path.expanduser().read_text(encoding="utf-8"))
-        if not isinstance(document, dict):
-            raise ValueError("found no JSON object")
-        for name, value in document.items():
-            if name not in names:
-                advice = did_you_mean(name, names) or f"expected {', '.join(names)}"
-                raise ValueError(f"{name!r} is not known; {advice}")
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 < value < _MOST):
-                raise ValueError(f"{name}: expected a number above 0, found {value!r}")
-    except (OSError, ValueError, RecursionError, RuntimeError) as error:
+        return decode(path.expanduser().read_bytes(), Machine)
+    except (OSError, ValueError, RuntimeError) as error:
         found = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"--machine {path}: expected the numbers of a machine, {found}; 'jaxinf "
-            "doctor --json FILE' writes them"
+            f"--machine {path}: expected numbers of a machine "
+            f"({', '.join(Machine.__struct_fields__)}), found: {found}; "
+            "'jaxinf doctor --json FILE' writes them"
         ) from error
-    return Machine(**document)
 
 
 def write_machine(machine: Machine, path: Path) -> None:
     """Writes what `read_machine` reads, without what is not known."""
-    known = {name: value for name, value in asdict(machine).items() if value}
-    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    path.write_bytes(encode(machine))
 
 
 @dataclass(frozen=True)
@@ -93,25 +82,20 @@ class StepTime:
     """The seconds of a step.
 
     Attributes:
-      terms: Seconds by resource; the longest of `beside` counts.
-      beside: Terms that overlap; of those on one processor, the sum.
-      alone: What nothing overlaps.
+      step_s: The longest of `beside_s`, and all of `alone_s`.
+      limit: The term that a step would be shorter without, by the most.
+      terms_s: By resource.
+      beside_s: Terms that overlap; of those on one processor, the sum.
+      alone_s: What nothing overlaps.
+      life_s: Training after which the drives are worn out, if known.
     """
 
-    terms: Mapping[str, float]
-    beside: Mapping[str, float]
-    alone: Mapping[str, float]
-
-    @property
-    def step_s(self) -> float:
-        return max(self.beside.values()) + sum(self.alone.values())
-
-    @property
-    def limit(self) -> str:
-        """The term that a step would be shorter without, by the most."""
-        most = max(self.beside, key=lambda name: self.beside[name])
-        both = {most: self.beside[most], **self.alone}
-        return max(both, key=lambda name: both[name])
+    step_s: float
+    limit: str
+    terms_s: Mapping[str, float]
+    beside_s: Mapping[str, float]
+    alone_s: Mapping[str, float]
+    life_s: float | None
 
 
 def step_time(config: TrainConfig, count: Count, machine: Machine) -> StepTime:
@@ -123,31 +107,38 @@ def step_time(config: TrainConfig, count: Count, machine: Machine) -> StepTime:
     Raises:
       ValueError: Names the numbers of the machine that are missing.
     """
-    moved = (count.read_bytes + count.written_bytes) / count.num_drives
-    crossed = max(count.up_bytes, count.down_bytes)
-    work = {
-        "drives": (moved, "drive_bytes_per_s"),
-        "link": (crossed, "link_bytes_per_s"),
+    work = {  # and its rate
+        "drives": (count.read_bytes + count.written_bytes, "drive_bytes_per_s"),
+        "link": (max(count.up_bytes, count.down_bytes), "link_bytes_per_s"),
         "programs": (count.operations, "operations_per_s"),
         "updates": (count.updated, "params_per_s"),
+        "commit": (_commits(config), "commit_s"),
     }
-    work = {name: one for name, one in work.items() if one[0]}
-    rates: Mapping[str, Any] = asdict(machine)
-    missing = {rate for _, rate in work.values() if rates[rate] is None}
-    commits = _commits(config)
-    missing |= {"commit_s"} if commits and machine.commit_s is None else set()
+    terms, missing = dict[str, float](), list[str]()
+    for name, (amount, rate) in work.items():
+        value = getattr(machine, rate)
+        if amount and value is None:
+            missing.append(rate)
+        elif amount:
+            terms[name] = amount * value if name == "commit" else amount / value
     if missing:
         raise ValueError(", ".join(sorted(missing)))
-    terms = {name: amount / rates[rate] for name, (amount, rate) in work.items()}
-    beside, alone = dict(terms), {}
+    if "drives" in terms:
+        terms["drives"] /= count.num_drives
+    commit = {"commit": terms.pop("commit")} if "commit" in terms else {}
+    beside, alone = dict(terms), commit
     if waits(config):
-        alone["programs"] = beside.pop("programs", 0.0)
+        alone = {"programs": beside.pop("programs", 0.0), **commit}
     elif machine.device_bytes is None:
         own = beside.pop("programs", 0.0), beside.pop("updates", 0.0)
         beside["programs and updates"] = sum(own)
-    if commits:
-        alone["commit"] = commits * (machine.commit_s or 0.0)
-    return StepTime(terms, beside or {"drives": 0.0}, alone)
+    longest = max(beside, key=lambda name: beside[name], default="drives")
+    most = {longest: beside.get(longest, 0.0), **alone}
+    step_s, limit = sum(most.values()), max(most, key=lambda name: most[name])
+    rated, life_s = machine.drive_rated_write_bytes, None
+    if rated is not None and count.written_bytes:
+        life_s = rated * count.num_drives / count.written_bytes * step_s
+    return StepTime(step_s, limit, terms, beside, alone, life_s)
 
 
 def _commits(config: TrainConfig) -> float:
@@ -159,11 +150,3 @@ def _commits(config: TrainConfig) -> float:
     if config.durability == "checkpoint":
         return 1 / (config.checkpoint_every or math.inf)
     return 1 / int(config.durability)
-
-
-def life_s(count: Count, machine: Machine, step_s: float) -> float | None:
-    """Returns seconds of training after which the drives are worn out, if known."""
-    rated = machine.drive_rated_write_bytes
-    if rated is None or not count.written_bytes:
-        return None
-    return rated * count.num_drives / count.written_bytes * step_s

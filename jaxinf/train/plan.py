@@ -7,8 +7,7 @@ import contextlib
 import math
 import shlex
 import shutil
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,12 +19,11 @@ from jaxinf.streaming import Count as StepCount
 from jaxinf.terminal import exact_bytes, format_bytes
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.count import Count, count, count_process
+from jaxinf.train.count import Count, count
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.machine import (
     Machine,
     StepTime,
-    life_s,
     read_machine,
     step_time,
     this_machine,
@@ -38,6 +36,7 @@ _DAY_S = 86_400.0
 _SHARE = 0.9  # of memory, where no limit is given
 _MIB = 1 << 20
 _LEAST_KEPT_BYTES = 64 * _MIB
+_TIERS = ("host", "device", "disk")
 
 
 @dataclass(frozen=True)
@@ -45,27 +44,27 @@ class Plan:
     """A run, what it takes, and what there is.
 
     Attributes:
-      there: Bytes of the tiers ``host``, ``device`` and ``disk``; None if unknown.
+      changes: What differs from the run that was given, by field.
+      tiers: Bytes needed and there, of what the run uses; None if unknown.
       time: None if a number of the machine is missing.
       missing: Says which.
+      cost: What `changes` cost, such as bits.
       like: What the plan of another way of the run need not trace again.
     """
 
     config: TrainConfig
+    changes: Mapping[str, Any]
     needs: Count
-    there: Mapping[str, float | None]
+    tiers: Mapping[str, tuple[int, float | None]]
     time: StepTime | None = None
     missing: str = ""
-    life_s: float | None = None
+    cost: str = ""
     like: StepCount | None = field(default=None, repr=False)
 
     @property
-    def tiers(self) -> dict[str, tuple[int, float | None]]:
-        """Bytes needed and there, of what the run uses."""
-        needs = self.needs
-        used = {"host": needs.host_bytes, "device": needs.device_bytes}
-        used |= {"disk": needs.disk_bytes}
-        return {name: (n, self.there[name]) for name, n in used.items() if n}
+    def words(self) -> list[str]:
+        """The changes on a command line."""
+        return _words(self.changes)
 
     @property
     def excess(self) -> float:
@@ -79,63 +78,15 @@ class Plan:
         tiers = self.tiers.items()
         return [name for name, (n, there) in tiers if there is not None and n > there]
 
-    def to_json(self) -> dict[str, JsonValue]:
+    def to_json(self) -> Mapping[str, JsonValue]:
         """For ``--json``."""
-        document: dict[str, Any] = {"fits": self.excess <= 1}
+        document: dict[str, Any] = {"fits": not self.misfits}
         document["tiers"] = {
             name: {"needed_bytes": needed, "there_bytes": there}
             for name, (needed, there) in self.tiers.items()
         }
         document["step"] = asdict(self.needs)
-        if (time := self.time) is not None:
-            document["time"] = {"step_s": time.step_s, "limit": time.limit}
-            document["time"] |= {
-                "terms_s": dict(time.terms),
-                "alone_s": dict(time.alone),
-            }
-            document["life_s"] = self.life_s
-        return document
-
-    def lines(self) -> Iterator[str]:
-        """For a terminal."""
-        needs = self.needs
-        for name, (needed, there) in self.tiers.items():
-            line = f"{name:8}needed {format_bytes(needed)}"
-            has = "" if there is None else f", there is {format_bytes(int(there))}"
-            yield line + has
-        if needs.read_bytes or needs.written_bytes:
-            yield (
-                f"drives  {format_bytes(needs.read_bytes)} read and "
-                f"{format_bytes(needs.written_bytes)} written a step"
-            )
-        if self.time is None:
-            yield (
-                f"time    unknown without {self.missing}: 'jaxinf doctor --json FILE' "
-                "measures it, and --machine FILE takes it"
-            )
-        else:
-            yield from self._time_lines(self.time)
-        for name in self.misfits:
-            needed, there = self.tiers[name]
-            yield (
-                f"does not fit: the {name} needs {format_bytes(needed)}, has "
-                f"{format_bytes(int(there or 0))}"
-            )
-
-    def _time_lines(self, time: StepTime) -> Iterator[str]:
-        total = timedelta(seconds=round(time.step_s * self.config.steps))
-        terms = ", ".join(f"{name} {s:.3g}" for name, s in time.terms.items())
-        alone = "".join(f" + {name} {s:.3g}" for name, s in time.alone.items())
-        longest = " or ".join(time.beside)
-        yield f"time    {time.step_s:.3g} s a step, {total} in all; limit: {time.limit}"
-        yield f"        seconds of {terms}; a step is the longest of {longest}{alone}"
-        if self.life_s is not None:
-            yield f"wear    the drives last {_life(self.life_s)} without a pause"
-
-
-def _life(seconds: float) -> str:
-    days = seconds / _DAY_S
-    return f"{days:.3g} days" if days < 365 else f"{days / 365:.3g} years"
+        return document | ({"time": asdict(self.time)} if self.time else {})
 
 
 def machine_of(config: TrainConfig) -> Machine:
@@ -146,8 +97,8 @@ def machine_of(config: TrainConfig) -> Machine:
 def plan_run(
     config: TrainConfig,
     batch: Batch,
-    machine: Machine,
     *,
+    changes: Mapping[str, Any] | None = None,
     num_processes: int = 1,
     like: StepCount | None = None,
 ) -> Plan:
@@ -156,28 +107,35 @@ def plan_run(
     Args:
       config: A run that `check` has returned, and whose data is loaded.
       batch: A batch of it; only its shapes count.
+      changes: Of the run, by field.
       num_processes: Of a run with so many, of which `config` and `batch` are one's, the
         one is planned that takes the most.
       like: That of the plan of another way of the same run.
 
     Raises:
+      UsageError: The changes are refused.
       JaxinfError: As `count`.
     """
+    if changes:
+        config = check(replace(config, **changes))
+    machine = machine_of(config)
     apart = machine.device_bytes
-    device_bytes = None if apart is None else int(apart)
-    made: StepCount | None = None
-    if num_processes > 1:
-        needs = count_process(config, batch, device_bytes, num_processes)
-    else:
-        needs, made = count(config, batch, device_bytes, like)
-    there: dict[str, float | None] = {"host": machine.host_bytes}
-    there |= {"device": machine.device_bytes, "disk": _free_bytes(config)}
-    plan = Plan(config, needs, there, like=made)
+    needs, made = count(
+        config,
+        batch,
+        None if apart is None else int(apart),
+        num_processes=num_processes,
+        like=like,
+    )
+    needed = needs.host_bytes, needs.device_bytes, needs.disk_bytes
+    there = machine.host_bytes, machine.device_bytes, _free_bytes(config)
+    pairs = zip(_TIERS, zip(needed, there, strict=True), strict=True)
+    tiers = {name: pair for name, pair in pairs if pair[0]}
+    plan = Plan(config, changes or {}, needs, tiers, like=made)
     try:
-        time = step_time(config, needs, machine)
+        return replace(plan, time=step_time(config, needs, machine))
     except ValueError as error:
         return replace(plan, missing=str(error))
-    return replace(plan, time=time, life_s=life_s(needs, machine, time.step_s))
 
 
 def _free_bytes(config: TrainConfig) -> float | None:
@@ -194,36 +152,80 @@ def _free_bytes(config: TrainConfig) -> float | None:
     return float(sum(free.values()))
 
 
-def plan_text(
-    plan: Plan, batch: Batch, machine: Machine, *, num_processes: int = 1
-) -> str:
+def plan_text(plan: Plan, batch: Batch, *, num_processes: int = 1) -> str:
     """Returns a plan for a terminal, with what helps most if it does not fit."""
-    lines = [*plan.lines()]
-    if plan.excess > 1 and num_processes == 1:
-        lines.append(_advice(plan, batch, machine))
+    lines = _table([*_rows(plan)])
+    for name in plan.misfits:
+        needed, there = plan.tiers[name]
+        has = format_bytes(int(there or 0))
+        lines += [f"does not fit: the {name} needs {format_bytes(needed)}, has {has}"]
+    if plan.misfits and num_processes == 1:
+        lines.append(_advice(plan, batch))
     return "\n".join([*lines, "nothing was trained or written"])
 
 
-def _advice(plan: Plan, batch: Batch, machine: Machine) -> str:
+def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    needs, time = plan.needs, plan.time
+    for name, (needed, there) in plan.tiers.items():
+        has = "" if there is None else f", there is {format_bytes(int(there))}"
+        yield name, f"needed {format_bytes(needed)}{has}"
+    if needs.read_bytes or needs.written_bytes:
+        read, written = map(format_bytes, (needs.read_bytes, needs.written_bytes))
+        yield "drives", f"{read} read and {written} written a step"
+    if time is None:
+        how = "'jaxinf doctor --json FILE' measures it, and --machine FILE takes it"
+        yield "time", f"unknown without {plan.missing}: {how}"
+        return
+    total = timedelta(seconds=round(time.step_s * plan.config.steps))
+    yield "time", f"{time.step_s:.3g} s a step, {total} in all; limit: {time.limit}"
+    terms = ", ".join(f"{name} {s:.3g}" for name, s in time.terms_s.items())
+    alone = "".join(f" + {name} {s:.3g}" for name, s in time.alone_s.items())
+    longest = " or ".join(time.beside_s) or "nothing"
+    yield "", f"seconds of {terms}; a step is the longest of {longest}{alone}"
+    if time.life_s is not None:
+        days = time.life_s / _DAY_S
+        life = f"{days:.3g} days" if days < 365 else f"{days / 365:.3g} years"
+        yield "wear", f"the drives last {life} without a pause"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns lines in which the cells of a column are as wide as the widest."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+# --- other settings ------------------------------------------------------------------
+
+
+def _words(changes: Mapping[str, Any]) -> list[str]:
+    words = []
+    for name, value in changes.items():
+        text = exact_bytes(value) if name == "memory" else f"{value}"
+        if isinstance(value, StateTier):
+            text = f"host={exact_bytes(value.host)}"
+        words += [f"--{name.replace('_', '-')}", text]
+    return words
+
+
+def _advice(plan: Plan, batch: Batch) -> str:
     """Names the setting after which the tightest tier is the least tight."""
-    best, changes = plan, {}
-    for one in _helps(plan.config, machine):
+    best = plan
+    for changes in _helps(plan.config):
         with contextlib.suppress(JaxinfError, UsageError):
-            ready = check(replace(plan.config, **one))
-            other = plan_run(ready, batch, machine, like=plan.like)
-            if other.excess < best.excess:
-                best, changes = other, one
+            one = plan_run(plan.config, batch, changes=changes, like=plan.like)
+            best = min(best, one, key=lambda plan: plan.excess)
     if best is plan:
         return "no setting helps: take a smaller model, or a larger machine"
-    found = ", ".join(f"{n} {format_bytes(b)}" for n, (b, _) in best.tiers.items())
-    fits = "fits" if best.excess <= 1 else "still does not fit"
-    return f"what helps most: {shlex.join(_words(changes))}, which {fits}: {found}"
+    tiers = best.tiers.items()
+    found = ", ".join(f"{name} {format_bytes(needed)}" for name, (needed, _) in tiers)
+    fits = "still does not fit" if best.misfits else "fits"
+    return f"what helps most: {shlex.join(best.words)}, which {fits}: {found}"
 
 
-def _helps(config: TrainConfig, machine: Machine) -> Iterator[dict[str, Any]]:
+def _helps(config: TrainConfig) -> Iterator[dict[str, Any]]:
     """Yields changes that make memory or disk smaller."""
     if config.mode != "stream":
-        yield _streamed(config, machine)
+        yield _streamed(config)
     elif config.policy != "recompute":
         yield {"policy": "recompute"}
     elif config.batch_size % (4 * config.micro_batches) == 0:
@@ -232,155 +234,95 @@ def _helps(config: TrainConfig, machine: Machine) -> Iterator[dict[str, Any]]:
         yield {"state": "int8"}
 
 
-def _streamed(config: TrainConfig, machine: Machine) -> dict[str, Any]:
-    memory = {} if config.memory else {"memory": _memory(machine)}
+def _streamed(config: TrainConfig) -> dict[str, Any]:
+    memory = {} if config.memory else {"memory": _memory(config)}
     return {"mode": "stream", **memory}
 
 
-def _memory(machine: Machine) -> int:
-    return int((machine.host_bytes or 0) * _SHARE) // _MIB * _MIB
-
-
-def _words(changes: Mapping[str, Any]) -> list[str]:
-    """Returns changes of a run as the words of a command line."""
-    words = []
-    for name, value in changes.items():
-        text = exact_bytes(value) if name == "memory" else f"{value}"
-        if isinstance(value, StateTier):
-            text = f"host={exact_bytes(value.host)}"
-        words += [f"--{name.replace('_', '-')}", text.replace(" ", "")]
-    return words
-
-
-# --- the best of a list of settings --------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A setting of a run that was tried.
-
-    Attributes:
-      changes: Flags, by their field.
-      plan: None if it was refused.
-      cost: What it costs, such as bits; such a setting is not chosen.
-    """
-
-    changes: Mapping[str, Any]
-    plan: Plan | None
-    cost: str = ""
-    refused: str = ""
-
-    @property
-    def words(self) -> list[str]:
-        return _words(self.changes)
-
-    @property
-    def order(self) -> tuple[bool, float, float]:
-        """What fits before what does not, the faster first."""
-        if self.plan is None or self.plan.time is None:
-            return True, math.inf, math.inf
-        excess = self.plan.excess
-        return excess > 1, excess if excess > 1 else 0.0, self.plan.time.step_s
-
-    def to_json(self) -> dict[str, JsonValue]:
-        """For ``--json``."""
-        found = {"cost": self.cost, "refused": self.refused}
-        said = {name: text for name, text in found.items() if text}
-        plan = self.plan and self.plan.to_json()
-        return {"flags": [*self.words], **said, "plan": plan}
-
-    def cells(self) -> list[str]:
-        """Of a row of the table."""
-        words = " ".join(self.words) or "as given"
-        plan = self.plan
-        if plan is None or plan.time is None:
-            return [
-                words,
-                "",
-                "",
-                "",
-                "",
-                textwrap.shorten(f"refused: {self.refused}", 60, placeholder=" …"),
-            ]
-        found = {name: format_bytes(needed) for name, (needed, _) in plan.tiers.items()}
-        sizes = [found.get(name, "-") for name in ("host", "device", "disk")]
-        over = " and the ".join(plan.misfits)
-        note = f"does not fit the {over}" if over else self.cost
-        limit = plan.time.limit + (f"; {note}" if note else "")
-        return [words, *sizes, f"{plan.time.step_s:.3g} s", limit]
+def _memory(config: TrainConfig) -> int:
+    return int((machine_of(config).host_bytes or 0) * _SHARE) // _MIB * _MIB
 
 
 def fit(
-    config: TrainConfig, batch: Batch, machine: Machine, *, say: Say = unsaid
-) -> list[Setting]:
-    """Plans a list of settings of a run, for some seconds, the best setting first.
+    config: TrainConfig, batch: Batch, *, say: Say = unsaid
+) -> tuple[list[Plan], list[str]]:
+    """Plans a run with a list of settings, for some seconds.
 
     One kind of setting after another is tried on the best so far. Flags with another
     value than the default stay as they are.
 
+    Returns:
+      Plans, the best first, at the end those that cost something; and what is refused.
+
     Raises:
       UsageError: A rate of the machine is missing.
-      JaxinfError: Nothing can be planned.
     """
-    default, found = TrainConfig(), list[Setting]()
-    like: StepCount | None = None
+    default, found, refused = TrainConfig(), list[Plan](), list[str]()
 
-    def is_free(*names: str) -> bool:
-        return all(getattr(config, n) == getattr(default, n) for n in names)
+    def is_free(name: str) -> bool:
+        return getattr(config, name) == getattr(default, name)
 
-    def tried(changes: Mapping[str, Any], cost: str = "") -> None:
-        nonlocal like
-        say(f"counting {' '.join(_words(changes)) or 'the run as it is'}")
+    def add(changes: Mapping[str, Any], cost: str = "") -> None:
+        words = " ".join(_words(changes)) or "the run as it is"
+        say(f"counting {words}")
+        like = next((plan.like for plan in found if plan.like), None)
         try:
-            ready = check(replace(config, **changes))
-            plan = plan_run(ready, batch, machine, like=like)
+            plan = plan_run(config, batch, changes=changes, like=like)
         except (JaxinfError, UsageError) as error:
-            found.append(Setting(changes, None, cost, str(error).partition(";")[0]))
+            refused.append(f"refused: {words}: {str(error).partition(';')[0]}")
             return
         if plan.missing:
             raise UsageError(
                 f"--fit: expected {plan.missing} of the machine; give --machine FILE "
                 "that 'jaxinf doctor --json FILE' wrote"
             )
-        like = plan.like or like
-        found.append(Setting(changes, plan, cost))
+        found.append(replace(plan, cost=cost))
 
-    tried({})
+    add({})
     if is_free("mode"):
-        tried(_streamed(config, machine))
-    for settings in (_policies, _parts, _kept):
-        best = min(found, key=lambda one: one.order)
-        if best.plan is not None:
-            for changes in settings(best.plan, machine):
-                if is_free(*changes.keys() - {"memory"}):
-                    tried({**best.changes, **changes})
-    found.sort(key=lambda one: one.order)
-    best = found[0]
-    for state in ("bf16", "int8") if is_free("state") else ():
-        tried({**best.changes, "state": state}, "rounds state")
-    if best.plan is not None and config.clip_norm and not config.compress:
-        free = replace(best.plan.config, clip_norm=0.0)
-        time = step_time(free, best.plan.needs, machine)
-        plan = replace(best.plan, config=free, time=time)
-        found.append(Setting({**best.changes, "clip_norm": 0.0}, plan, "no clipping"))
-    return found
+        add(_streamed(config))
+    for stage in (0, 1):
+        for best in sorted(found, key=_order)[:1]:
+            for changes in _stages(best)[stage]:
+                if all(is_free(name) for name in changes if name != "memory"):
+                    add({**best.changes, **changes})
+    found.sort(key=_order)
+    for best in found[:1]:
+        for state in ("bf16", "int8") if is_free("state") else ():
+            add({**best.changes, "state": state}, "rounds state")
+        if config.clip_norm and not config.compress:
+            add({**best.changes, "clip_norm": 0.0}, "no clipping")
+    return found, refused
 
 
-def _policies(plan: Plan, machine: Machine) -> Iterator[dict[str, Any]]:
-    if plan.config.mode == "stream":
-        yield {"policy": "keep"}
-        yield {"policy": "offload"}
+def _order(plan: Plan) -> tuple[float, float]:
+    """Sorts what fits before what does not, the faster first."""
+    return max(1.0, plan.excess), plan.time.step_s if plan.time else math.inf
 
 
-def _parts(plan: Plan, machine: Machine) -> Iterator[dict[str, Any]]:
-    if plan.config.mode == "stream" and plan.config.batch_size % 4 == 0:
-        yield {"micro_batches": 4}
+def _stages(plan: Plan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns changes to try on a plan, and those to try on the best of these."""
+    config = plan.config
+    if config.mode == "stream":
+        parts = [{"micro_batches": 4}] if config.batch_size % 4 == 0 else []
+        return [{"policy": "keep"}, {"policy": "offload"}], parts
+    left = (_memory(config) - plan.needs.host_bytes) // _MIB * _MIB
+    if config.mode != "update" or config.memory or left < _LEAST_KEPT_BYTES:
+        return [], []
+    memory = config.buffer_bytes + left  # state stays in what the host has left
+    return [{"state_tier": StateTier(left), "memory": memory}], []
 
 
-def _kept(plan: Plan, machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yields memory for state that stays between steps: what the host has left."""
-    left = (_memory(machine) - plan.needs.host_bytes) // _MIB * _MIB
-    is_free = plan.config.mode == "update" and plan.config.memory is None
-    if is_free and left >= _LEAST_KEPT_BYTES:
-        memory = plan.config.buffer_bytes + left
-        yield {"state_tier": StateTier(left), "memory": memory}
+def fit_table(plans: Sequence[Plan]) -> list[str]:
+    """Returns the lines of a table."""
+    rows: list[tuple[str, ...]] = [("settings", *_TIERS, "a step", "limit")]
+    for plan in plans:
+        assert plan.time is not None
+        needed = [plan.tiers.get(name, (0, None))[0] for name in _TIERS]
+        host, device, disk = (format_bytes(n) if n else "-" for n in needed)
+        over = " and the ".join(plan.misfits)
+        note = f"does not fit the {over}" if over else plan.cost
+        limit = "; ".join(filter(None, (plan.time.limit, note)))
+        words, time = " ".join(plan.words) or "as given", f"{plan.time.step_s:.3g} s"
+        rows.append((words, host, device, disk, time, limit))
+    return _table(rows)

@@ -90,7 +90,7 @@ def test_time_and_its_terms(place, run_json):
     assert time["alone_s"] == pytest.approx(alone)
     assert time["step_s"] == pytest.approx(moved / 1e4 + sum(alone.values()))
     life = 1.2e15 / step["written_bytes"] * time["step_s"]
-    assert found["life_s"] == pytest.approx(life)
+    assert time["life_s"] == pytest.approx(life)
 
 
 def test_without_clipping_programs_and_updates_share_the_processor(place, run_json):
@@ -224,25 +224,26 @@ def test_refusals(place, run, words, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "Expecting property name"),
-        ("[]", "found no JSON object"),
-        ('{"host_byte": 1}', "did you mean host_bytes?"),
-        ('{"host_bytes": -1}', "host_bytes: expected a number above 0, found -1"),
-        ('{"host_bytes": 0}', "expected a number above 0"),
+        ("{", "no JSON"),
+        ("[]", "expected an object, found a list of 0"),
+        ('{"host_byte": 1}', "expected no key 'host_byte'"),
+        ('{"host_bytes": 1, "host_bytes": 2}', "a key comes twice"),
+        ('{"host_bytes": -1}', "host_bytes: expected a number > 0.0, found -1"),
+        ('{"host_bytes": 0}', "expected a number > 0.0"),
         ('{"host_bytes": true}', "found True"),
         ('{"host_bytes": "1"}', "found '1'"),
-        ('{"commit_s": NaN}', "found nan"),
-        ('{"commit_s": 1e999}', "found inf"),
+        ('{"commit_s": NaN}', "no JSON"),
+        ('{"commit_s": 1e999}', "no JSON"),
         ('{"commit_s": 1%s}' % ("0" * 5000), "commit_s" if sys.flags.dev_mode else ""),
-        ("[" * 100_000, "recursion"),
-        ("\udcff", "decode"),
+        ("[" * 100_000, "expected nesting of at most"),
+        ("\udcff", "no JSON"),
     ],
 )
 def test_a_machine_that_is_none(place, run, text, message):
     (place / "bad").write_bytes(text.encode(errors="surrogateescape"))
     found = run("plan", *SMALL, "--machine", "bad")
     assert found.status == 2
-    assert "--machine bad: expected the numbers of a machine" in found.err
+    assert "--machine bad: expected numbers of a machine" in found.err
     assert message in found.err
 
 
