@@ -128,7 +128,6 @@ from jaxinf.compat.processes import (
 )
 from jaxinf.compat.tracing import (
     Tracer,
-    counts_elements,
     is_in_transformation,
     is_tracing,
     without_examples,
@@ -176,7 +175,6 @@ __all__ = [
     "called_jaxpr",
     "compile_lowered",
     "coordination",
-    "counts_elements",
     "cpu_client_threads",
     "deterministic_options",
     "has_backend",

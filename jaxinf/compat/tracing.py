@@ -83,13 +83,3 @@ def _refuse_derivative(*_: Any, **refusals: Any) -> None:
 
 batching.primitive_batchers[_WITHOUT_EXAMPLES] = _squeeze_examples
 ad.primitive_jvps[_WITHOUT_EXAMPLES] = _refuse_derivative
-
-
-def counts_elements(dtype: Any) -> bool:
-    """Whether random bits under keys of this dtype are Threefry of the element's index.
-
-    Args:
-      dtype: dtype of a random key.
-    """
-    threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
-    return dtype == threefry and jax.threefry_partitionable.value

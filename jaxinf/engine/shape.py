@@ -60,10 +60,6 @@ class StoreShape:
         """Returns the held subgroups of a leaf, by chunk."""
         return [chunk for chunk in self._layouts[leaf] if chunk]
 
-    def chunk_rows(self, leaf: int) -> int:
-        """Returns the number of a chunk's rows; 1 of a scalar."""
-        return next(iter(self.directory.manifest.leaves[leaf].chunk_shape), 1)
-
     @property
     def least_memory_bytes(self) -> int:
         """The least memory for buffers on the host, in bytes.

@@ -30,7 +30,8 @@ class KeptPlan(Document, frozen=True):
       fingerprint: of the program.
       cuts: the nodes at which segments begin, and the number of nodes.
       mesh: devices along each axis of the mesh; empty without one.
-      rows: rows of a block of each table that is read in blocks.
+      rows: of plans of earlier versions, which read some tables in blocks of rows:
+        the rows of a block, by leaf.
     """
 
     version: _Count

@@ -8,7 +8,7 @@ Invariant: the order is chosen after the cuts, so bits do not depend on it.
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from jaxinf.errors import BudgetError
@@ -95,44 +95,22 @@ def planned(ends: Ends, ready: Prepared) -> Planned:
       BudgetError: A budget is too small; names one that works.
       StreamError: The program cannot be cut to fit, or the saved plan is another's.
     """
-    options, fit = ends.setup.options, fitting(ends, ready)
+    options, fit = ends.setup.options, partial(ends.fitted, ready)
     if not ends.setup.together.is_alone:  # these plan once
-        return fit(options.budgets)
-    found = within(options.budgets, fit)
-    layers = found.ends.in_layers() if options.chooses_order else None
+        return Planned(ready, ends, fit(options.budgets))
+    fitted = within(options.budgets, fit)
+    found = Planned(ready, ends, fitted)
+    layers = ends.in_layers() if options.chooses_order else None
     if layers is None:
         return found
-    for_all = replace(found.ready, num_parts=options.micro_batches)
+    for_all = replace(ready, num_parts=options.micro_batches)
     try:
-        other = layers.fitted(for_all, options.budgets, found.fitted.plan.cuts)
+        other = layers.fitted(for_all, options.budgets, fitted.plan.cuts)
     except BudgetError:  # values of all parts do not fit
         return found
-    other = replace(other, is_saved=found.fitted.is_saved)
-    is_less = layers.moved(other).all_bytes < found.ends.moved(found.fitted).all_bytes
+    other = replace(other, is_saved=fitted.is_saved)
+    is_less = layers.moved(other).all_bytes < ends.moved(fitted).all_bytes
     return Planned(for_all, layers, other) if is_less else found
-
-
-def fitting(ends: Ends, ready: Prepared) -> Callable[[Mapping[str, int]], Planned]:
-    """Returns what cuts a step to fit budgets; it raises as `planned`.
-
-    Tables are in rows if a kept plan has them so; without one, if nothing else fits.
-    """
-    in_rows = cache(lambda: ends.in_rows(ready))
-    kept = ends.kept_rows(ready)
-
-    def fit(budgets: Mapping[str, int]) -> Planned:
-        if not kept or in_rows() is None:
-            try:
-                return Planned(ready, ends, ends.fitted(ready, budgets))
-            except BudgetError:
-                if kept is not None or in_rows() is None:
-                    raise
-        found = in_rows()
-        assert found is not None, "there are tables in rows"
-        other, rows = found
-        return Planned(rows, other, other.fitted(rows, budgets))
-
-    return fit
 
 
 def bind(ends: Ends, ready: Prepared) -> Bound:

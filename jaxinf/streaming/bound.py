@@ -31,7 +31,7 @@ from jaxinf.streaming.plan.memory import DeviceLimit, Division
 from jaxinf.streaming.plan.offload import check_leaving
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.resident import ResidentUnits
-from jaxinf.streaming.plan.saved import saved_cuts, saved_plan, saved_rows
+from jaxinf.streaming.plan.saved import saved_cuts, saved_plan
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import Unit
@@ -144,14 +144,6 @@ class Ends(ABC):
     def passing_bytes(self, plan: Plan, stays: Set[Unit]) -> int:
         """Memory of the host that params take on their way to a device with its own."""
         return 0
-
-    def kept_rows(self, ready: Prepared) -> Mapping[str, int] | None:
-        """Returns what a kept plan has in rows, see `saved_rows`; None without one."""
-        return None if self.saved_in is None else saved_rows(self.saved_in, ready)
-
-    def in_rows(self, ready: Prepared) -> "tuple[Ends, Prepared] | None":
-        """Returns the same with tables in blocks of rows; None if there are none."""
-        return None
 
     def in_layers(self) -> "Ends | None":
         """Returns the same for parts in layer order; None if there is no choice."""

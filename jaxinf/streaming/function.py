@@ -16,13 +16,12 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
-from jaxinf.streaming.bound import Bound, Ends, Setup
+from jaxinf.streaming.bound import Bound, Setup
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.near_storage import StoreParamsEnds
 from jaxinf.streaming.plan.memory import Division, divide_rest, reader_bytes
 from jaxinf.streaming.plan.plan import Prepared, prepare_function
-from jaxinf.streaming.plan.tables import tables_in_rows
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
 from jaxinf.streaming.run import Runner
@@ -69,7 +68,7 @@ class FunctionEnds(StoreParamsEnds):
     ) -> None:
         training = store._training
         training.opened.state_number(0, average=average)  # or refuses
-        store_units = StoreUnits(ready.traced.params, training.can_move, (), ready.rows)
+        store_units = StoreUnits(ready.traced.params, training.can_move)
         units = {store_units.unit(piece) for piece in ready.lifetimes.sizes}
         super().__init__(store, store_units, units, setup, resident)
         self._step, self._average = step, average
@@ -102,13 +101,6 @@ class FunctionEnds(StoreParamsEnds):
             peak_bytes = fitted.plan.peak_bytes
             division = replace(division, programs=max(peak_bytes, less))
         return replace(fitted, division=division, units=units)
-
-    def in_rows(self, ready: Prepared) -> "tuple[Ends, Prepared] | None":
-        made = tables_in_rows(ready, self._training.opened.chunk_rows)
-        if made is None or not self.setup.together.is_alone:
-            return None
-        given = self.setup, self._resident, self._step
-        return FunctionEnds(self._store, made, *given, average=self._average), made
 
     def sink(self, fitted: Fitted) -> Sink:
         return NoGradients(self.setup.together)

@@ -32,7 +32,6 @@ from jaxinf.streaming.plan.reads import (
 )
 from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits
 from jaxinf.streaming.plan.saved import save_plan
-from jaxinf.streaming.plan.tables import tables_in_rows
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
 from jaxinf.streaming.program.zeros import sizes_but_zeros, zeros_of
 from jaxinf.streaming.run import Runner
@@ -40,7 +39,7 @@ from jaxinf.streaming.update.assigning import Assigning
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.micro_batches import Sums, sum_bytes
 from jaxinf.streaming.update.on_device import DeviceUpdater
-from jaxinf.streaming.update.optimizer import arrivals_of, needed_whole, passes_for
+from jaxinf.streaming.update.optimizer import arrivals_of, passes_for
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.streaming.update.store_sink import StoreSink, deferred_bytes
@@ -155,7 +154,7 @@ class StoreEnds(StoreParamsEnds):
             return leaf not in passes.whole and shape.can_move(leaf, origin, extent)
 
         undivided = range(len(params)) if options.compress else passes.computed
-        store_units = StoreUnits(params, can_move, undivided, ready.rows)
+        store_units = StoreUnits(params, can_move, undivided)
         units = {store_units.unit(piece) for piece in pieces}
         super().__init__(store, store_units, units, setup, resident)
         self._program, self._passes, self._shape = program, passes, shape
@@ -244,17 +243,6 @@ class StoreEnds(StoreParamsEnds):
             for one in self._layouts(unit)
         )
         return unit.is_divided and not is_hidden and self._rereads(unit)
-
-    def in_rows(self, ready: Prepared) -> "tuple[Ends, Prepared] | None":
-        if self.setup.options.compress or not self.setup.together.is_alone:
-            return None
-        program, shape = self._program, self._shape
-        whole = partial(needed_whole, program)
-        made = tables_in_rows(ready, shape.chunk_rows, self.kept_rows(ready), whole)
-        if made is None:
-            return None
-        given = program, shape, self.setup, self._numbers
-        return StoreEnds(self._store, self._resident, made, *given), made
 
     def in_layers(self) -> "StoreEnds":
         made = copy(self)

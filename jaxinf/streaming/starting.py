@@ -1,9 +1,9 @@
-"""The first step of a store: each leaf, or block of one, is made, written, dropped.
+"""The first step of a store: each leaf, or shard of one, is made, written, dropped.
 
 Invariant: nothing is written before the leaves and the program are known to fit.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -26,18 +26,14 @@ from jaxinf.streaming.binding import within
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.initial import Shard
+from jaxinf.streaming.program.initial import BUFFERS_SHARE, Shard
 from jaxinf.streaming.program.meshes import mesh_of, on_mesh, without_shardings
 from jaxinf.streaming.program.units import part_counts
 from jaxinf.streaming.update.optimizer import passes_for
 from jaxinf.typing import PyTree
 
-# Part of the memory that the store's buffers take while the first step is made.
-INIT_SHARE = 4
-
-MakeLeaves: TypeAlias = Callable[[int, Sequence[int]], Iterable[Iterable[Shard]]]
-"""Returns the parts of each leaf, made in so many bytes; their rows are multiples of
-the leaf's length."""
+MakeLeaves: TypeAlias = Callable[[int], Iterable[Iterable[Shard]]]
+"""Returns the shards of each leaf, made in so many bytes."""
 
 
 def described(
@@ -87,27 +83,28 @@ def _holders(
 def planned_leaves(
     budgets: Mapping[str, int],
     leaves: MakeLeaves,
-    lengths: Sequence[int],
     check: Callable[[Mapping[str, int]], object] | None,
     together: Together,
-) -> Iterable[Iterable[Shard]]:
+    tier_bytes: int,
+) -> Iterator[Iterable[Shard]]:
     """Returns the leaves to be made, if they and the program fit in memory.
 
     Args:
       check: Plans the program within budgets, or raises; None if it is not known.
+      tier_bytes: Memory for state that stays on the host.
 
     Raises:
       BudgetError: Memory does not suffice; names a budget that does.
     """
 
-    def plan(budgets: Mapping[str, int]) -> Iterable[Iterable[Shard]]:
-        whole = budgets["memory_bytes"]
-        device_bytes = budgets.get("device_memory_bytes") or whole
-        made_bytes = min(device_bytes, whole - whole // INIT_SHARE)
-        made = together.call("the first params", lambda: leaves(made_bytes, lengths))
+    def plan(budgets: Mapping[str, int]) -> Iterator[Iterable[Shard]]:
+        host_bytes = budgets["memory_bytes"] - tier_bytes
+        device_bytes = budgets.get("device_memory_bytes") or host_bytes
+        made_bytes = min(device_bytes, host_bytes)
+        made = together.call("the first params", lambda: leaves(made_bytes))
         if check is not None:
             check(budgets)
-        return made
+        return iter(made)
 
     return within(budgets, plan) if together.is_alone else plan(budgets)
 
@@ -116,11 +113,15 @@ def write_leaf(
     training: Training,
     description: StoreDescription,
     leaf: int,
-    shards: Iterable[Shard],
     inputs: ScalarInputs,
+    made: Iterator[Iterable[Shard]],
+    memory_bytes: int,
 ) -> None:
-    """Writes a leaf's params and its first state; blocks."""
+    """Makes the next leaf, and writes its params and first state; blocks."""
+    opened = training.opened
+    opened.fleet.limit_memory(0)  # idle buffers leave the leaf their memory
+    shards = next(made)
+    opened.limit_memory(memory_bytes // BUFFERS_SHARE)
     for index, shard in shards:
         origin = [dim.start or 0 for dim in index]
         training.initialise(description, leaf, shard, origin, inputs)
-        del shard  # the next one is made in its memory

@@ -25,7 +25,6 @@ from jaxinf.engine import (
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged
 from jaxinf.store import required_bytes
-from jaxinf.streaming.binding import fitting
 from jaxinf.streaming.bound import Bound, Setup
 from jaxinf.streaming.count import Count
 from jaxinf.streaming.function import Beside, StreamedFunction
@@ -33,7 +32,12 @@ from jaxinf.streaming.metrics import StreamMetrics
 from jaxinf.streaming.near_storage import StoreEnds
 from jaxinf.streaming.plan.memory import check_mesh, return_freed_memory
 from jaxinf.streaming.plan.plan import Prepared, prepare
-from jaxinf.streaming.program.initial import Shard, initial_inputs, trace_params
+from jaxinf.streaming.program.initial import (
+    BUFFERS_SHARE,
+    Shard,
+    initial_inputs,
+    trace_params,
+)
 from jaxinf.streaming.program.meshes import (
     mesh_of,
     outside_mesh,
@@ -42,7 +46,6 @@ from jaxinf.streaming.program.meshes import (
 )
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.starting import (
-    INIT_SHARE,
     MakeLeaves,
     described,
     planned_leaves,
@@ -91,8 +94,8 @@ class StreamedStep(TrainingStep):
 
         Args:
           init_fn: ``init_fn(*args)`` returns the params. It is traced, and computed
-            only for a new store, one leaf at a time, or one block of rows where
-            memory has no room for more, with the bits of jitted `init_fn`.
+            only for a new store, one leaf at a time, with the bits of jitted
+            `init_fn`.
           args: Its arguments, such as a random key.
           batch: Arrays, or shapes and dtypes, of a batch. With it a new store's chunks
             suit the program: each slice of stacked layers has its own. Its steps are
@@ -129,7 +132,7 @@ class StreamedStep(TrainingStep):
         check_params(params)
         leaves = jax.tree.leaves(params)
         avals = sharded_like(abstract(params), shardings)
-        self._start(avals, lambda *_: map(distinct_shards, leaves), batch)
+        self._start(avals, lambda _: map(distinct_shards, leaves), batch)
 
     def _start(
         self,
@@ -149,7 +152,7 @@ class StreamedStep(TrainingStep):
     def _start_pieces(self, avals: PyTree, leaves: MakeLeaves) -> None:
         ready = self._ready
         pieces = () if ready is None else ready.gradient_pieces
-        training, whole = self.store._training, self._options.memory_bytes
+        training = self.store._training
         held = check_params(avals)
         check_mesh(mesh := mesh_of(avals), self._options.policy)
         check_processes(training.members, mesh)
@@ -163,17 +166,14 @@ class StreamedStep(TrainingStep):
             if ready is not None:
                 make = partial(self._ends_of, ready, update, shape, self._setup)
                 ends = self._together.call("the optimizer's programs", make)
-                check = fitting(ends, ready)
-            budgets = self._options.budgets
-            lengths = [*map(shape.chunk_rows, range(len(held)))]
-            planning = budgets, leaves, lengths, check, self._together
-            made = iter(planned_leaves(*planning))
+                check = partial(ends.fitted, ready)
+            planning = leaves, check, self._together, shape.options.host_tier_bytes
+            made = planned_leaves(self._options.budgets, *planning)
         self._params = avals
         if training.bind(description, may_create=True, uses_budget=False):
-            training.opened.limit_memory(whole // INIT_SHARE)
+            given = made, self._options.memory_bytes
             for number in range(len(held)):
-                # The next one is made in its memory.
-                write_leaf(training, description, number, next(made), inputs[number])
+                write_leaf(training, description, number, inputs[number], *given)
             training.finish_initialisation(scalars)
         self._num_skipped = training.opened.finished.skipped_steps
         return_freed_memory()  # of traces and of the first params
@@ -364,7 +364,7 @@ def _left(
     store_bytes = 0 if last is None else last.store_bytes
     whole, left = budgets["memory_bytes"], dict(budgets)
     if last is None or whole != setup.options.memory_bytes:
-        store_bytes = max(store_bytes, whole // INIT_SHARE)
+        store_bytes = max(store_bytes, whole // BUFFERS_SHARE)
     left["memory_bytes"] -= store_bytes
     name = "memory_bytes" if setup.limit.is_host else "device_memory_bytes"
     if name in left:

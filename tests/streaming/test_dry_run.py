@@ -9,6 +9,7 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import BudgetError, StreamError
+from jaxinf.streaming.program.graph import Piece
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -66,6 +67,28 @@ def test_a_budget_that_is_too_small_is_answered_with_one_that_works(made):
         step.dry_run(PROGRAM.batch, params=SHAPES)
     with made(**refused.value.works) as step:
         assert step.dry_run(PROGRAM.batch, params=SHAPES).host_bytes
+
+
+def test_a_large_table_is_planned_as_a_whole(place):
+    shape = 257_000, 64
+
+    def loss(params, tokens):
+        logits = params["table"][tokens] @ params["table"].T
+        return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+    def counted(memory_bytes):
+        store = jaxinf.open_store(place / "store")
+        with jaxinf.stream(loss, TX, store, memory_bytes=memory_bytes) as step:
+            shapes = {"table": jax.ShapeDtypeStruct(shape, "float32")}
+            return step.dry_run(jax.ShapeDtypeStruct((8,), "int32"), params=shapes)
+
+    with pytest.raises(BudgetError, match=r"65792000 bytes") as refused:
+        counted("64MiB")
+    plan = counted(**refused.value.works).plan
+    pieces = {piece for call in plan.calls.calls for piece in call.pieces}
+    assert pieces == {Piece(0)}
+    gradients = {piece for call in plan.calls.calls for piece, _ in call.gradients}
+    assert gradients == {Piece(0)}
 
 
 def test_operations_are_those_of_the_products():

@@ -5,7 +5,7 @@ Invariant: the same jaxpr and the same cuts give the same programs, in every pro
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain
 from typing import Any
@@ -48,7 +48,6 @@ class Plan:
       policy: The treatment of values that backward needs.
       peak_bytes: The peak memory of a step, as estimated before compilation.
       resident_bytes: Memory of params that stay between steps, in addition.
-      tables: What is in rows, and what is whole and why, a line each.
     """
 
     traced: Traced
@@ -58,7 +57,6 @@ class Plan:
     policy: Policy
     peak_bytes: int
     resident_bytes: int = 0
-    tables: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -117,15 +115,12 @@ class Prepared:
       traced: The loss function, for a part of a batch if there are several.
       keys: Their texts, and what is made of the graph but once.
       num_parts: Number of parts of a batch that its programs run for in turn.
-      rows: The rows of a block of each table that is read in blocks, by leaf.
     """
 
     traced: Traced
     lifetimes: Lifetimes
     keys: Keys
     num_parts: int = 1
-    rows: Mapping[int, int] = field(default_factory=dict)
-    tables: tuple[str, ...] = ()
 
     @cached_property
     def tokens(self) -> list[str]:
@@ -259,7 +254,7 @@ class Prepared:
         if self.traced.mesh is not None:  # shardings of values are not known yet
             calls = replace(calls, lenders=frozenset())
         made = self.traced, tuple(cuts), programs, calls, policy, 0
-        plan = Plan(*made, tables=self.tables)
+        plan = Plan(*made)
         return replace(plan, peak_bytes=plan.least_bytes())
 
     def _refusal(

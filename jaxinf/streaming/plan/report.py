@@ -37,7 +37,7 @@ def plan_text(plan: Any) -> str:
     if plan.resident_bytes:
         head += f"; {format_bytes(plan.resident_bytes)} of params stay"
     title = f"{'segment':>9}  {'forward':>7}  {'backward':>8}  params"
-    return "\n".join([head, *plan.tables, "", title, *_lines(plan, numbers)])
+    return "\n".join([head, "", title, *_lines(plan, numbers)])
 
 
 def largest_text(plan: Any, sizes: Mapping[Piece, int]) -> str:

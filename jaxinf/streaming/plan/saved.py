@@ -8,7 +8,7 @@ Invariant: a kept plan is used, or refused by name; it is never replaced unless 
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,30 +27,25 @@ from jaxinf.streaming.plan.plan import PLAN_VERSION, Plan, Prepared
 from jaxinf.streaming.program.meshes import mesh_text
 
 
-def saved_rows(folder: Path, ready: Prepared) -> Mapping[str, int] | None:
-    """Reads the rows of a block of each table that the store's plan has in blocks.
-
-    Returns:
-      By name of the leaf; None if the store has no plan.
-
-    Raises:
-      StoreFormatError: The plan is damaged.
-    """
-    path = check_plans_folder(folder) / _name(ready)
-    return read_plan(path).rows if os.path.lexists(path) else None
-
-
 def saved_cuts(folder: Path, ready: Prepared) -> Sequence[int] | None:
     """Reads the store's cuts for these leaves and this batch; None if it has none.
 
     Raises:
-      StreamError: The plan is for another function, version or mesh.
+      StreamError: The plan is for another function, version or mesh, or has tables in
+        blocks of rows.
       StoreFormatError: The plan is damaged.
     """
     path = check_plans_folder(folder) / _name(ready)
     if not os.path.lexists(path):
         return None
     kept = read_plan(path)
+    if kept.rows:
+        raise StreamError(
+            f"{path}: expected a plan that reads each table of params as a whole, "
+            f"found {', '.join(kept.rows)} in blocks of rows, as earlier versions of "
+            "jaxinf read them; pass replan=True for a plan without blocks (bits then "
+            "differ from here on)"
+        )
     _check_mesh(path, kept, ready.traced.mesh)
     if kept.version != PLAN_VERSION or kept.fingerprint != ready.fingerprint:
         raise StreamError(
@@ -106,13 +101,12 @@ def saved_plan(
 def save_plan(folder: Path, ready: Prepared, plan: Plan) -> None:
     """Keeps a plan for later runs."""
     path = plans_folder(folder) / _name(ready)
-    mesh, names = ready.traced.mesh, ready.traced.names
+    mesh = ready.traced.mesh
     kept = KeptPlan(
         PLAN_VERSION,
         ready.fingerprint,
         tuple(plan.cuts),
         dict(mesh.shape) if mesh is not None else {},
-        {names[leaf]: count for leaf, count in ready.rows.items()},
     )
     write_document(path, kept)
 

@@ -5,7 +5,7 @@ part of the program's text.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -102,40 +102,6 @@ class ProgramInliner(Inliner):
         if number == len(self.consts):
             self.consts.append(array)
         return self.input(Const(number), jax.typeof(array))
-
-
-class Rewriter(ProgramInliner):
-    """Makes a program of the nodes of another one, and of functions.
-
-    Attributes:
-      nodes: Its nodes, in the order in which they were appended.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(())
-        self.nodes: list[Node] = []
-        self._traces: dict[Any, Any] = {}
-
-    def append(self, like: Node, inputs: Sequence[Value], aval: Any) -> Value:
-        """Appends a node with the computation of another one; returns its result."""
-        node = Node(like.primitive, tuple(inputs), like.params, context=like.context)
-        node.outputs = (Value(aval, node=node),)
-        self.nodes.append(node)
-        return node.outputs[0]
-
-    def call(self, key: Any, function: Callable[..., Any], *args: Value) -> Value:
-        """Appends the nodes of `function`, traced once for arguments of equal types."""
-        types = tuple(struct(value.aval, None) for value in args)
-        if (key, types) not in self._traces:
-            self._traces[key, types] = jax.make_jaxpr(function)(*types)
-        return self.inline(self._traces[key, types], args)[0]
-
-    def _equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
-        avals = [var.aval for var in eqn.outvars]
-        node = Node(eqn.primitive, tuple(inputs), eqn.params, context=eqn.ctx)
-        node.outputs = tuple(Value(aval, node=node) for aval in avals)
-        self.nodes.append(node)
-        return node.outputs
 
 
 def aval_bytes(aval: Any) -> int:

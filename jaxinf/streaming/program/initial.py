@@ -1,13 +1,13 @@
 """Makes a model's first params leaf by leaf, with the user's own init function.
 
 Invariant: each leaf has the bits of jitted `init_fn`; only one leaf at a time is in
-memory, or a block of its rows if it does not fit.
+memory.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
 from jaxinf.program import InitProgram, key_data, path_name
 from jaxinf.program.graph import Node, Value, bind
 from jaxinf.store import ScalarState, encode_path
-from jaxinf.streaming.program.blocks import BlockBuilder, is_fusable
 from jaxinf.streaming.program.classify import LIGHT
 from jaxinf.streaming.program.graph import (
     Batch,
@@ -34,9 +33,11 @@ from jaxinf.streaming.program.meshes import (
     outside_mesh,
 )
 from jaxinf.streaming.program.programs import Program, function_of, program_of
-from jaxinf.streaming.program.threefry import fused_bits
 from jaxinf.streaming.program.trace import abstract
 from jaxinf.typing import Array, PyTree
+
+BUFFERS_SHARE = 4
+"""Part of the memory that a store's buffers take while a leaf is written."""
 
 Shard: TypeAlias = tuple[tuple[slice, ...], Array]
 """A part of a leaf: its index, and its numbers."""
@@ -101,38 +102,38 @@ class LeafMaker:
             [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.outputs]
         )
 
-    def compile(
-        self, memory_bytes: int, lengths: Sequence[int]
-    ) -> Iterator[Iterator[Shard]]:
+    def compile(self, memory_bytes: int) -> Iterator[list[Shard]]:
         """Compiles the programs of all leaves; blocks.
 
         Args:
-          memory_bytes: Memory for one leaf, or a block of its rows, and temporaries.
-          lengths: Of which number the rows of a block are multiples, by leaf.
+          memory_bytes: Memory for one leaf and temporaries. The store's buffers have a
+            part of it while a leaf is written.
 
         Returns:
-          An iterator that computes the leaves in order, each in one part or in blocks;
-          the caller may drop each part before the next.
+          An iterator that computes the leaves in order, each as one shard; the caller
+          may drop each before the next.
 
         Raises:
           BudgetError: A leaf needs more; names it and the bytes.
         """
-        executables = _Executables()
-        leaves = [
-            list(self._parts(number, memory_bytes, length, executables))
-            for number, length in enumerate(lengths)
-        ]
-        return (map(self._made, parts) for parts in leaves)
-
-    def _made(self, part: "_Part") -> Shard:
-        place, executable, inputs, start = part
-        (array,) = executable(
-            *(
-                np.int32(place[0].start) if value is start else self._argument(value)
-                for value in inputs
+        keys, executables = Keys(), dict[str, Any]()
+        programs = [program_of("leaf", [output], keys) for output in self.outputs]
+        for number, program in enumerate(programs):
+            if program.key not in executables:  # equal ones are compiled once
+                executables[program.key] = _compile(program)
+            memory = executables[program.key].memory_analysis()
+            leaf_bytes = memory.output_size_in_bytes
+            needed = max(
+                leaf_bytes + memory.temp_size_in_bytes,
+                leaf_bytes + leaf_bytes // (BUFFERS_SHARE - 1),
             )
-        )
-        return place, np.asarray(array)
+            if needed > memory_bytes:
+                raise self._refusal(number, needed, memory_bytes)
+        return ([self._made(one, executables[one.key])] for one in programs)
+
+    def _made(self, program: Program, executable: Any) -> Shard:
+        (leaf,) = executable(*map(self._argument, program.inputs))
+        return (slice(None),) * leaf.ndim, np.asarray(leaf)
 
     def _argument(self, value: Value) -> Any:
         origin = value.origin
@@ -145,34 +146,6 @@ class LeafMaker:
                 return jnp.asarray(origin.number, value.dtype)
         raise AssertionError(origin)
 
-    def _parts(
-        self, number: int, memory_bytes: int, length: int, executables: "_Executables"
-    ) -> Iterator["_Part"]:
-        """Yields all of a leaf, or blocks as long as memory allows."""
-        output, whole = self.outputs[number], slice(None)
-        needed = 0
-        for is_fused in (False, True):
-            program, executable, needed = executables.of(output, is_fused=is_fused)
-            if needed <= memory_bytes:
-                place = (whole,) * len(output.shape)
-                yield _Part(place, executable, program.inputs, None)
-                return
-        num_rows = count = output.shape[0] if output.shape else 0
-        while count > length:
-            most = min(count - 1, count * memory_bytes // needed)
-            count = max(1, most // length) * length
-            needed = executables.of(BlockBuilder(count).part(output))[2]
-            if needed <= memory_bytes:
-                break
-        else:
-            raise self._refusal(number, needed, memory_bytes)
-        for first in range(0, num_rows, count):
-            last = min(first + count, num_rows)
-            builder = BlockBuilder(last - first)
-            program, executable, _ = executables.of(builder.part(output))
-            place = (slice(first, last), *(whole for _ in output.shape[1:]))
-            yield _Part(place, executable, program.inputs, builder.start)
-
     def _refusal(self, number: int, needed: int, memory_bytes: int) -> BudgetError:
         path, _ = jax.tree.leaves_with_path(self.avals)[number]
         return BudgetError(
@@ -183,41 +156,6 @@ class LeafMaker:
             "; or divide the leaf in the model, or load params made elsewhere "
             "(step.load)",
         )
-
-
-class _Part(NamedTuple):
-    """A part of a leaf.
-
-    Attributes:
-      start: The input that is the number of its first row; None for all of a leaf.
-    """
-
-    place: tuple[slice, ...]
-    executable: Any
-    inputs: Sequence[Value]
-    start: Value | None
-
-
-class _Executables:
-    """The programs of leaves and of blocks; equal ones are compiled once."""
-
-    def __init__(self) -> None:
-        self._keys = Keys()
-        self._found: dict[Any, Any] = {}
-
-    def of(self, output: Value, *, is_fused: bool = True) -> tuple[Program, Any, int]:
-        """Returns the program of a value, compiled, and the memory that it takes.
-
-        Args:
-          is_fused: Whether draws need no memory of their own, where that is possible.
-        """
-        program = program_of("leaf", [output], self._keys)
-        key = program.key, is_fused and any(map(is_fusable, program.nodes))
-        if key not in self._found:
-            self._found[key] = _compile(program, is_fused)
-        memory = self._found[key].memory_analysis()
-        needed = memory.temp_size_in_bytes + memory.output_size_in_bytes
-        return program, self._found[key], needed
 
 
 class _Builder(ProgramInliner):
@@ -261,17 +199,9 @@ def _is_count(node: Node, eqn: Any) -> bool:
     )
 
 
-def _compile(program: Program, is_fused: bool) -> Any:
-    """Compiles a leaf's program; if `is_fused`, draws need no memory of their own."""
-
-    def compute(node: Node, operands: Sequence[Any]) -> Sequence[jax.Array]:
-        if is_fused and is_fusable(node):
-            params = node.params
-            return [fused_bits(operands[0], params["shape"], params["bit_width"])]
-        return bind(node, operands)
-
+def _compile(program: Program) -> Any:
     avals = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in program.inputs]
-    return jax.jit(function_of(program, compute)).lower(*avals).compile()
+    return jax.jit(function_of(program)).lower(*avals).compile()
 
 
 def initial_inputs(

@@ -57,19 +57,6 @@ class Lifetimes:
         return first
 
     @cached_property
-    def last_use(self) -> Mapping[Piece, int]:
-        """The same of last reads, for blocks of rows; these are of their tables' heads.
-
-        So backward reads them beside the head's other values, in the opposite order.
-        """
-        last: dict[Piece, int] = {}
-        for i, node in enumerate(self.forward):
-            for piece in self.classes.pieces[node]:
-                if piece.rows is not None and piece in self.graph.gradients:
-                    last[piece] = i
-        return last
-
-    @cached_property
     def backward_cuts(self) -> np.ndarray:
         """The backward cut that belongs to each forward cut.
 
@@ -82,8 +69,10 @@ class Lifetimes:
         for j, node in enumerate(self.backward):
             made = [self.made[v] for v in self.classes.needs[node] if v in self.made]
             read = self.classes.pieces[node]
-            used = [self.last_use.get(p, self.first_use.get(p, -1)) for p in read]
-            used += [self.first_use.get(piece, -1) for piece in finished.get(node, ())]
+            used = [
+                self.first_use.get(piece, -1)
+                for piece in (*read, *finished.get(node, ()))
+            ]
             latest = max((*made, *used), default=-1)
             last[latest + 1] = max(last[latest + 1], j + 1)
         after = np.maximum.accumulate(last[::-1])[::-1]
@@ -158,8 +147,6 @@ def _overlaps(piece: Piece, target: Piece) -> bool:
     index, own = target.index, piece.index
     if index[: len(own)] != own and own[: len(index)] != index:
         return False
-    if target.rows is not None:  # a block of a table, which is read in blocks alone
-        return piece == target
     if piece.rows is None or len(index) <= len(own):
         return True
     return piece.rows[0] <= index[len(own)] < piece.rows[1]

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxinf import compat
-from jaxinf.program.graph import Compute, Node, Value, bind, evaluate
+from jaxinf.program.graph import Node, Value, evaluate
 from jaxinf.schedule.placement import Stay, occupancy
 from jaxinf.streaming.program.classify import LIGHT
 from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes, struct
@@ -347,15 +347,12 @@ def _emit(
             stack.pop()
 
 
-def function_of(
-    program: Program,
-    compute: Compute = bind,
-) -> Callable[..., list[jax.Array]]:
+def function_of(program: Program) -> Callable[..., list[jax.Array]]:
     """Returns a program as a function that JAX can trace."""
 
     def run(*args: jax.Array) -> list[jax.Array]:
         env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
-        return evaluate(program.nodes, program.outputs, env, compute)
+        return evaluate(program.nodes, program.outputs, env)
 
     run.__name__ = program.name.replace(" ", "_")
     return run

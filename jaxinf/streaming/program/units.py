@@ -41,7 +41,6 @@ class Unit:
       dtype: Dtype of the params on the JAX device.
       sharding: Its sharding over the mesh; None for one device.
       is_divided: Whether the store moves each of its shards alone.
-      rows: First and last (exclusive) row of a block of a table; None for others.
     """
 
     leaf: int
@@ -50,7 +49,6 @@ class Unit:
     dtype: np.dtype
     sharding: NamedSharding | None = None
     is_divided: bool = field(default=True, compare=False)
-    rows: tuple[int, int] | None = None
 
     @property
     def whole(self) -> Box:
@@ -86,7 +84,7 @@ class Unit:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.leaf, self.index, self.shape, self.rows))
+        return hash((self.leaf, self.index, self.shape))
 
     @cached_property
     def page_bytes(self) -> int:
@@ -153,9 +151,7 @@ class Unit:
 
     def origin_of(self, box: Box) -> tuple[int, ...]:
         """Index in the leaf of a part's first element."""
-        if self.rows is None:
-            return (*self.index, *box.start)
-        return (self.rows[0] + box.start[0], *box.start[1:])
+        return (*self.index, *box.start)
 
     def extent_of(self, box: Box) -> tuple[int, ...]:
         """Shape of a part in the leaf."""
@@ -187,7 +183,7 @@ class Unit:
     @property
     def place(self) -> tuple[int, ...]:
         """Its leaf, and where it begins there: units of a step differ in it."""
-        return (self.leaf, *self.index, *(self.rows or ())[:1])
+        return (self.leaf, *self.index)
 
     @property
     def origin(self) -> tuple[int, ...]:
@@ -213,7 +209,6 @@ class StoreUnits:
       leaves: Abstract values of the params' leaves; with a mesh they have shardings.
       can_move: Whether a box of a leaf (leaf, origin, extent) consists of whole chunks.
       undivided: Leaves whose shards the store does not move alone in any case.
-      tables: Leaves that are read and updated in blocks of rows, of whole chunks.
     """
 
     def __init__(
@@ -221,35 +216,23 @@ class StoreUnits:
         leaves: Sequence[jax.ShapeDtypeStruct],
         can_move: Callable[[int, tuple[int, ...], tuple[int, ...]], bool],
         undivided: Container[int] = (),
-        tables: Container[int] = (),
     ) -> None:
         self._leaves = leaves
-        self._tables = tables
         self._can_move = can_move
         self._undivided = undivided
         self._units: dict[Any, Unit] = {}
         self._depths: dict[tuple[int, int], int] = {}
 
     def unit(self, piece: Piece) -> Unit:
-        is_block = piece.leaf in self._tables
-        key = piece if is_block else (piece.leaf, piece.index)
+        key = piece.leaf, piece.index
         if key not in self._units:
-            find = self._block if is_block else self._find
-            self._units[key] = find(piece)
+            self._units[key] = self._find(piece)
         return self._units[key]
 
     @staticmethod
     def part(unit: Unit, piece: Piece) -> Piece:
         """Returns the piece of the unit's array for a piece of the leaf."""
-        rows = piece.rows if unit.rows is None else None
-        return Piece(piece.leaf, piece.index[len(unit.index) :], rows)
-
-    def _block(self, piece: Piece) -> Unit:
-        aval = self._leaves[piece.leaf]
-        assert piece.rows is not None, "tables are read in blocks"
-        first, last = piece.rows
-        shape = (last - first, *aval.shape[1:])
-        return Unit(piece.leaf, (), shape, np.dtype(aval.dtype), rows=piece.rows)
+        return Piece(piece.leaf, piece.index[len(unit.index) :], piece.rows)
 
     def _find(self, piece: Piece) -> Unit:
         leaf, index = piece.leaf, piece.index

@@ -58,17 +58,11 @@ def passes_for(
       UnsupportedTransformError: It needs too much of all leaves, or too many passes;
         or it needs whole leaves, of which other processes have chunks.
     """
-    sliced: Set[int] = {piece.leaf for piece in pieces if piece.index or piece.rows}
+    sliced: Set[int] = {piece.leaf for piece in pieces if piece.index}
     passes = program.passes(sliced=sliced, late=LATE)
     if not is_alone:
         _check_chunks_suffice(program, passes)
     return passes
-
-
-def needed_whole(program: UpdateProgram, leaves: Set[int]) -> Set[int]:
-    """Returns those of `leaves` of which an optimizer needs more than parts."""
-    passes = program.passes(sliced=leaves, late=LATE)
-    return (passes.whole | passes.computed) & leaves
 
 
 def _check_chunks_suffice(program: UpdateProgram, passes: Passes) -> None:
@@ -94,9 +88,7 @@ def arrivals_of(
     found: dict[int, list[tuple[int, ...]]] = {}
     for piece in pieces:
         shape, depth = shapes[piece.leaf], len(piece.index)
-        if piece.rows is not None:
-            shape = (piece.rows[1] - piece.rows[0], *shape[1:])
-        elif piece.leaf not in whole:
+        if piece.leaf not in whole:
             shape = (*(1,) * depth, *shape[depth:])
         found.setdefault(piece.leaf, []).append(shape)
     return found
