@@ -18,14 +18,12 @@ class Portion:
 
     Attributes:
       chunk: the chunk's position in `LeafGrid.chunks()`.
-      chunk_key: the chunk's file, relative to the array's directory.
       start: leaf index of the box's first element.
       extent: shape of the box.
       offset_elements: the box's start in the chunk's file.
     """
 
     chunk: int
-    chunk_key: str
     start: tuple[int, ...]
     extent: tuple[int, ...]
     offset_elements: int
@@ -80,7 +78,6 @@ def portions(grid: LeafGrid, max_elements: int) -> list[Portion]:
         result.append(
             Portion(
                 chunk=_ravel(index, grid.grid_shape),
-                chunk_key=grid.chunk(index).key,
                 start=box.start,
                 extent=box.extent,
                 offset_elements=_ravel(inside, grid.chunk_shape),

@@ -41,7 +41,6 @@ def test_a_portion_is_a_run_of_its_chunk(grid, max_elements):
     chunks = grid.chunks()
     for portion in portions(grid, max_elements):
         chunk = chunks[portion.chunk]
-        assert portion.chunk_key == chunk.key
         file = whole[chunk.slices].reshape(-1)
         run = file[portion.offset_elements :][: portion.num_elements]
         np.testing.assert_array_equal(run, whole[portion.slices].reshape(-1))
