@@ -65,6 +65,7 @@ class Streamed:
             store,
             memory_bytes=arguments.memory,
             policy=policy,
+            resident=arguments.resident,
             micro_batches=arguments.micro_batches,
             order=arguments.order,
         )
@@ -116,6 +117,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         "micro_batches": arguments.micro_batches,
         "clip_norm": arguments.clip_norm,
         "memory_bytes": arguments.memory,
+        "resident": arguments.resident,
         "load_average": round(os.getloadavg()[0], 2),
         "pairs": arguments.reps,
         "update_step_s": round(statistics.median(update.seconds), 4),
@@ -184,6 +186,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--policy", nargs="+", choices=POLICIES, default=POLICIES, help="by default all"
+    )
+    parser.add_argument(
+        "--resident", metavar="{params,BYTES}", help="params that stay between steps"
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="parts of a batch")
     parser.add_argument("--order", choices=ORDERS, default="parts", help="of the parts")

@@ -47,7 +47,7 @@ from jaxinf.engine.store import (
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.training import Training
 from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
-from jaxinf.engine.update_tasks import can_take, moved_states
+from jaxinf.engine.update_tasks import can_take, changes_params, moved_states
 from jaxinf.engine.updaters import Assignment, Updater, assigned
 
 __all__ = [
@@ -75,6 +75,7 @@ __all__ = [
     "assigned",
     "callers",
     "can_take",
+    "changes_params",
     "check_announced",
     "check_compressed",
     "check_compression",

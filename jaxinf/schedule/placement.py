@@ -45,6 +45,21 @@ class Stay(NamedTuple):
     tensor: Any = None
 
 
+class Candidate(NamedTuple):
+    """A tensor that may stay between steps.
+
+    Attributes:
+      tensor: The tensor, as the caller knows it.
+      saved_bytes: Bytes that do not move in a step if it stays.
+      apart: Calls between its first use and its last.
+    """
+
+    tensor: Any
+    num_bytes: int
+    saved_bytes: int
+    apart: int
+
+
 class Eviction(NamedTuple):
     """The calls between which a tensor leaves the device's memory and is back.
 
@@ -122,6 +137,17 @@ def waiting(sizes: Mapping[Any, int], capacity: int, num_reads: int = 1) -> Wait
     held = set(_together(sizes.items(), capacity))
     others = {one: num_bytes for one, num_bytes in sizes.items() if one not in held}
     return Waiting(capacity, others, num_reads)
+
+
+def reside(candidates: Iterable[Candidate], capacity: int) -> list[Any]:
+    """Returns tensors that stay: those first that save most for a byte of memory.
+
+    Of equal ones those that are used far apart stay, as others may be read once.
+    """
+    ranked = sorted(
+        candidates, key=lambda one: (-one.saved_bytes / one.num_bytes, -one.apart)
+    )
+    return _together(((one.tensor, one.num_bytes) for one in ranked), capacity)
 
 
 def _together(sizes: Iterable[tuple[Any, int]], capacity: int) -> list[Any]:

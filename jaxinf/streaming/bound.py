@@ -8,7 +8,7 @@ Invariant: what a bound step takes stays within the memory of the options.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,9 +30,11 @@ from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, Division
 from jaxinf.streaming.plan.offload import check_leaving
 from jaxinf.streaming.plan.plan import Plan, Prepared
+from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.plan.saved import saved_cuts, saved_plan
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import default_device
+from jaxinf.streaming.program.units import Unit
 from jaxinf.streaming.run import (
     Executables,
     Runner,
@@ -103,28 +105,6 @@ class Moved(NamedTuple):
         return self.read_bytes + self.written_bytes
 
 
-class Held(NamedTuple):
-    """What is in memory beside a plan's programs.
-
-    Attributes:
-      pieces: Parts of params, which do not count in calls.
-      params_bytes: Memory of all params.
-      other_bytes: Memory of what is there beside params.
-    """
-
-    pieces: frozenset[Piece] = frozenset()
-    params_bytes: int = 0
-    other_bytes: int = 0
-
-    @property
-    def all_bytes(self) -> int:
-        return self.params_bytes + self.other_bytes
-
-    def beside(self, plan: Plan) -> Plan:
-        calls = replace(plan.calls, in_memory=self.pieces)
-        return replace(plan, calls=calls, params_bytes=self.params_bytes)
-
-
 class _Kept(NamedTuple):
     """The cuts of a plan that a store keeps, this process's or another's."""
 
@@ -155,15 +135,13 @@ class Ends(ABC):
           BudgetError: A budget does not suffice.
         """
 
-    def held(self, ready: Prepared, division: Division) -> Held:
-        """Returns what is in memory beside the programs; by default nothing.
+    @abstractmethod
+    def residents(
+        self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
+    ) -> Callable[[Plan], ResidentUnits]:
+        """Returns what chooses the params that stay beside a plan."""
 
-        Raises:
-          BudgetError: It has no room.
-        """
-        return Held()
-
-    def passing_bytes(self, plan: Plan) -> int:
+    def passing_bytes(self, plan: Plan, stays: Set[Unit]) -> int:
         """Memory of the host that params take on their way to a device with its own."""
         return 0
 
@@ -249,10 +227,11 @@ class Ends(ABC):
     ) -> Fitted:
         options, executables = self.setup.options, self.setup.executables
         programs_bytes = partial(compiled_bytes, executables=executables)
-        held = self.held(ready, division)
+        residents = self.residents(ready, division, programs_bytes)
 
         def measure(plan: Plan) -> int:
-            return held.all_bytes + programs_bytes(held.beside(plan))
+            units = residents(plan)
+            return units.all_bytes + programs_bytes(units.applied(plan))
 
         budget_bytes, limit, policy = division.programs, division.limit, options.policy
         if kept is None:
@@ -262,14 +241,14 @@ class Ends(ABC):
             plan = saved_plan(folder, ready, kept.cuts, most, policy, measure, limit)
             programs = max(division.programs, plan.peak_bytes)  # with what is spare
             division = replace(division, programs=programs)
-        rest_bytes = plan.peak_bytes - held.all_bytes
-        plan = replace(held.beside(plan), peak_bytes=rest_bytes)
-        programs, host_bytes = division.programs - held.all_bytes, 0
-        division = replace(division, programs=programs)
+        units = residents(plan)
+        rest_bytes = plan.peak_bytes - units.all_bytes
+        plan = replace(units.applied(plan), peak_bytes=rest_bytes)
+        division, host_bytes = units.left(division), 0
         if division.staged:
             host_bytes = division.staged
             if plan.is_offloaded:
-                host_bytes -= self.passing_bytes(plan)
+                host_bytes -= self.passing_bytes(plan, units.units)
                 host_bytes //= division.pool_factor
                 temps = compiled_temp_bytes(plan, executables)
                 check_leaving(
@@ -279,12 +258,12 @@ class Ends(ABC):
                     host_bytes,
                 )
             if self.reads is not None:
-                self.reads(plan, division)  # or it refuses
+                self.reads(plan, division, units.units)  # or it refuses
         if plan.is_offloaded:
             room_bytes = division.programs
             plan = offloaded(plan, executables, room_bytes)
         is_saved = kept is not None and kept.is_own
-        return Fitted(plan, division, host_bytes, self.reads, is_saved)
+        return Fitted(plan, units, division, host_bytes, self.reads, is_saved)
 
     @property
     def folders(self) -> Folders:

@@ -101,13 +101,13 @@ def count(
 def _memory(ends: Ends, fitted: Fitted) -> tuple[int, int]:
     """Returns the memory of the host at a step's peak, and of a device with its own."""
     plan, reading, division = fitted.plan, fitted.reading, fitted.beside_values
-    programs = plan.peak_bytes + plan.params_bytes
+    programs = plan.peak_bytes + plan.resident_bytes
     host_bytes, _ = reading.memory(division)
     if ends.setup.limit.is_host:  # where gradients wait in the programs' memory
         last, _ = ends.waiting(fitted)
         if last is not None:
             most = _most_bytes(ends, plan, last.on_drive)
-            programs = max(programs, most + plan.params_bytes)
+            programs = max(programs, most + plan.resident_bytes)
         spare = max(0, division.programs - plan.peak_bytes)
         ahead = max(0, host_bytes - (reading.room_bytes - spare))
         return programs + ahead + division.ring, 0

@@ -1,10 +1,10 @@
-"""A program fitted to its memory: how it is cut, where values wait.
+"""A program fitted to its memory: how it is cut, what stays, where values wait.
 
 Invariant: what is fitted takes no more than the memory.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -14,10 +14,12 @@ from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.offload import plan_tiers
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.reads import Reading
+from jaxinf.streaming.plan.resident import ResidentUnits
+from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import JsonValue
 
-Reads: TypeAlias = Callable[[Plan, Division], Reading]
-"""Returns the reads of a plan with given memory."""
+Reads: TypeAlias = Callable[[Plan, Division, Set[Unit]], Reading]
+"""Returns the reads of a plan with given memory, beside units that stay."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Fitted:
     """
 
     plan: Plan
+    units: ResidentUnits
     division: Division
     host_bytes: int
     reads: Reads | None
@@ -39,11 +42,12 @@ class Fitted:
     @property
     def digest(self) -> JsonValue:
         """What processes that run its programs together must have in common."""
+        units = sorted(unit.place for unit in self.units.units)
         fetches = [
             (*fetch.unit.place, fetch.first, fetch.last)
             for fetch in self.reading.fetches
         ]
-        text = repr((self.plan.traced.mesh, self.plan.cuts, fetches))
+        text = repr((self.plan.traced.mesh, self.plan.cuts, units, fetches))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def without_graph(self) -> "Fitted":
@@ -70,4 +74,4 @@ class Fitted:
         """The reads of a run."""
         if self.reads is None:
             return Reading((), 0)
-        return self.reads(self.plan, self.beside_values)
+        return self.reads(self.plan, self.beside_values, self.units.units)

@@ -7,7 +7,7 @@
 Invariant: a call reads one finished step of the store, and writes nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,12 @@ from jaxinf.engine import Store
 from jaxinf.errors import StreamError
 from jaxinf.streaming.bound import Bound, Setup
 from jaxinf.streaming.fit import Fitted
+from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.near_storage import StoreParamsEnds
 from jaxinf.streaming.plan.memory import Division, divide_rest, reader_bytes
 from jaxinf.streaming.plan.plan import Prepared, prepare_function
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.program.units import SHARED, StoreUnits, shared_bytes
+from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.shared import Shared
 from jaxinf.streaming.step import Step
@@ -39,10 +40,12 @@ class Beside:
 
     Attributes:
       left: Returns what the step leaves of budgets, by argument.
+      stays: Units that stay for the step.
     """
 
     shared: Shared
     left: Callable[[Mapping[str, int]], Mapping[str, int]]
+    stays: Set[Unit]
 
 
 class FunctionEnds(StoreParamsEnds):
@@ -58,6 +61,7 @@ class FunctionEnds(StoreParamsEnds):
         store: Store,
         ready: Prepared,
         setup: Setup,
+        resident: Resident,
         step: Beside | None,
         *,
         average: bool,
@@ -66,7 +70,7 @@ class FunctionEnds(StoreParamsEnds):
         training.opened.state_number(0, average=average)  # or refuses
         store_units = StoreUnits(ready.traced.params, training.can_move)
         units = {store_units.unit(piece) for piece in ready.lifetimes.sizes}
-        super().__init__(store, store_units, units, setup)
+        super().__init__(store, store_units, units, setup, resident)
         self._step, self._average = step, average
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
@@ -88,19 +92,25 @@ class FunctionEnds(StoreParamsEnds):
         fitted = super().fitted(ready, budgets, cuts)
         if self._step is None:
             return fitted
-        division = fitted.division
+        units, division = fitted.units, fitted.division
+        if not self._average:
+            units = replace(units, units=units.units | self._step.stays)
         if self.setup.limit.is_host:
             # A step's own programs stay in memory beside those of its functions.
             less = division.programs - self.setup.options.memory_bytes // _OWN_SHARE
             peak_bytes = fitted.plan.peak_bytes
             division = replace(division, programs=max(peak_bytes, less))
-        return replace(fitted, division=division)
+        return replace(fitted, division=division, units=units)
 
     def sink(self, fitted: Fitted) -> Sink:
         return NoGradients(self.setup.together)
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
-        params, _ = self._source(fitted, average=self._average)
+        params, _ = self._source(
+            fitted,
+            average=self._average,
+            is_shared=self._step is not None,
+        )
         return Bound(ends=self, fitted=fitted, runner=runner, params=params, sink=sink)
 
 
@@ -139,6 +149,9 @@ class StreamedFunction(Step):
         self._step_beside = step
         self._average = average
         self._params: PyTree | None = None
+        # What stays for a step are params, not their average.
+        self._is_apart = step is None or average
+        self._staying = Shared(setup) if step and average else self._shared
 
     def load(self, params: PyTree) -> None:
         """Tells the tree of the params, if it is not made of nested dicts alone.
@@ -188,6 +201,8 @@ class StreamedFunction(Step):
         """Frees the memory; closes the store if it was given as a path. Idempotent."""
         try:
             self._close_bound()
+            if self._is_apart:
+                self._staying.drop()
         finally:
             if self._closes:
                 self.store.close()
@@ -205,6 +220,7 @@ class StreamedFunction(Step):
             self.store,
             ready,
             self._setup,
+            self._staying.resident,
             self._step_beside,
             average=self._average,
         )

@@ -18,14 +18,15 @@ import optax
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.binding import within
-from jaxinf.streaming.bound import Bound, Ends, Held, Moved, Setup
+from jaxinf.streaming.bound import Bound, Ends, Moved, Setup
 from jaxinf.streaming.count import Count
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.move.values import value_bytes
 from jaxinf.streaming.plan.memory import Division, divide_rest
-from jaxinf.streaming.plan.plan import Prepared, prepare
-from jaxinf.streaming.program.graph import Piece, aval_bytes
+from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
+from jaxinf.streaming.plan.resident import ResidentUnits
+from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.trace import Traced, abstract, check_params
@@ -63,27 +64,32 @@ class MemoryEnds(Ends):
         limit = self.setup.limit_within(budgets)
         return divide_rest(budgets["memory_bytes"], limit)
 
-    def held(self, ready: Prepared, division: Division) -> Held:
+    def residents(
+        self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
+    ) -> Callable[[Plan], ResidentUnits]:
         traced = ready.traced
         params_bytes = sum(map(aval_bytes, traced.params))
         params = traced.params_tree.unflatten(traced.params)
         other_bytes = params_bytes + self._optimizer.state_bytes(params)
-        held = Held(
-            # A part of a leaf is copied for its calls.
-            frozenset(map(Piece, range(len(traced.params)))),
-            params_bytes,
-            other_bytes,
-        )
-        if held.all_bytes > division.programs:
+        held = params_bytes + other_bytes
+        if held > division.programs:
             raise BudgetError(
                 division.limit,
-                f"expected room for params, gradients and optax's state, "
-                f"{held.all_bytes} bytes, found {division.programs}",
-                held.all_bytes - division.programs + 1,
+                f"expected room for params, gradients and optax's state, {held} bytes, "
+                f"found {division.programs}",
+                held - division.programs + 1,
                 ", or give a store, which keeps the state on drives",
             )
 
-        return held
+        def all_stay(plan: Plan) -> ResidentUnits:
+            pieces = {piece for call in plan.calls.calls for piece in call.pieces}
+            # A part of a leaf is copied for its calls.
+            whole = frozenset(p for p in pieces if not p.index and not p.rows)
+            return ResidentUnits(
+                num_bytes=params_bytes, pieces=whole, other_bytes=other_bytes
+            )
+
+        return all_stay
 
     def moved(self, fitted: Fitted) -> Moved:
         waits = value_bytes(fitted.plan, fitted.tiers)

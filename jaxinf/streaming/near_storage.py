@@ -5,7 +5,7 @@ chunks alone, so a step can be planned before its store is made.
 """
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
 from functools import partial
 
@@ -18,6 +18,7 @@ from jaxinf.streaming.bound import Bound, Ends, Moved, Setup
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.reader import StoreReader
+from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Folders
 from jaxinf.streaming.move.spill import Spill, file_bytes
 from jaxinf.streaming.move.values import value_bytes
@@ -29,6 +30,7 @@ from jaxinf.streaming.plan.reads import (
     reused_bytes,
     staged_bytes,
 )
+from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits
 from jaxinf.streaming.plan.saved import save_plan
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
 from jaxinf.streaming.program.zeros import sizes_but_zeros, zeros_of
@@ -54,17 +56,37 @@ class StoreParamsEnds(Ends):
         store_units: StoreUnits,
         units: Set[Unit],
         setup: Setup,
+        resident: Resident,
     ) -> None:
         super().__init__(setup)
         self._store, self._training = store, store._training
-        self._store_units, self._units = store_units, units
+        self._store_units, self._units, self._resident = store_units, units, resident
         self.reads = self._reads
 
-    def passing_bytes(self, plan: Plan) -> int:
-        return staged_bytes(self._store_units, plan)
+    def residents(
+        self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
+    ) -> Callable[[Plan], ResidentUnits]:
+        return ResidentChooser(
+            self.setup.options.resident,
+            self._store_units,
+            self._units,
+            division,
+            lambda plan, part: self._reads(plan, part, frozenset()).fetches,
+            self._rereads,
+            measure,
+        ).choose
 
-    def _reads(self, plan: Plan, division: Division) -> Reading:
-        return planned_fetches(plan, self._store_units, division, self._takes_read)
+    def passing_bytes(self, plan: Plan, stays: Set[Unit]) -> int:
+        return staged_bytes(self._store_units, plan, stays)
+
+    def _reads(self, plan: Plan, division: Division, stays: Set[Unit]) -> Reading:
+        return planned_fetches(
+            plan, self._store_units, division, self._takes_read, stays
+        )
+
+    def _rereads(self, unit: Unit) -> bool:
+        """Whether a unit's update reads params that could be given to it."""
+        return False
 
     def _takes_read(self, unit: Unit) -> bool:
         """Whether a unit's update can take what was read for a program."""
@@ -73,8 +95,10 @@ class StoreParamsEnds(Ends):
     def _source(
         self,
         fitted: Fitted,
+        gives: frozenset[Unit] = frozenset(),
         *,
         average: bool = False,
+        is_shared: bool = False,
     ) -> tuple[StoreParams, int]:
         """Returns the params source, and the memory that no read needs."""
         reading = fitted.reading
@@ -86,9 +110,14 @@ class StoreParamsEnds(Ends):
                 self._training, READER_BYTES, reading.num_first, average=average
             ),
             reading.fetches,
+            self._resident,
             self.setup.device,
             room_bytes=device_bytes if device_bytes is not None else host_bytes,
             host_bytes=host_bytes if is_staged else None,
+            stays=fitted.units.units,
+            in_place=fitted.units.in_place,
+            gives=gives,
+            is_shared=is_shared,
             together=self.setup.together,
         )
         unused_bytes = 0 if is_staged else reading.room_bytes - host_bytes
@@ -110,6 +139,7 @@ class StoreEnds(StoreParamsEnds):
     def __init__(
         self,
         store: Store,
+        resident: Resident,
         ready: Prepared,
         program: UpdateProgram,
         shape: StoreShape,
@@ -126,7 +156,7 @@ class StoreEnds(StoreParamsEnds):
         undivided = range(len(params)) if options.compress else passes.computed
         store_units = StoreUnits(params, can_move, undivided)
         units = {store_units.unit(piece) for piece in pieces}
-        super().__init__(store, store_units, units, setup)
+        super().__init__(store, store_units, units, setup, resident)
         self._program, self._passes, self._shape = program, passes, shape
         self.num_drives = max(1, shape.directory.num_csds)
         self.saved_in = None if options.replan else store.path
@@ -202,6 +232,18 @@ class StoreEnds(StoreParamsEnds):
     def _takes_read(self, unit: Unit) -> bool:
         return unit.is_divided and not self._is_deferred and self._rereads(unit)
 
+    def _takes_resident(self, unit: Unit) -> bool:
+        """Whether a unit's update can take what stays between steps.
+
+        A chunk that a step overwrites in parts cannot be compared with its checksum.
+        """
+        chunks = self._shape.directory.chunks[unit.leaf]
+        is_hidden = self._shape.options.rewrites_steps and any(
+            one.subgroup.num_elements < chunks[one.subgroup.chunk].num_elements
+            for one in self._layouts(unit)
+        )
+        return unit.is_divided and not is_hidden and self._rereads(unit)
+
     def in_layers(self) -> "StoreEnds":
         made = copy(self)
         made.setup, made.reads = self.setup.in_layers(), made._reads
@@ -258,7 +300,8 @@ class StoreEnds(StoreParamsEnds):
         return last, sums
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
-        params, unused_bytes = self._source(fitted)
+        given = frozenset(filter(self._takes_resident, fitted.units.units))
+        params, unused_bytes = self._source(fitted, given)
         calls, fetches = runner.plan.calls.calls, fitted.reading.fetches
         reused = reused_bytes(fetches, calls, self._store_units)
         return Bound(
@@ -288,6 +331,7 @@ class StoreEnds(StoreParamsEnds):
             written += file_bytes(last)
             read += last.num_reads * file_bytes(last)
         given = {one.unit for one in fetches if one.gradient is not None}
+        given.update(filter(self._takes_resident, fitted.units.units))
         for unit in self._units:
             own = self._moved_by_update(unit, has_params=unit in given)
             read, written = read + own[0], written + own[1]

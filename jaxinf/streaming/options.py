@@ -10,6 +10,7 @@ from typing import Any
 from jaxinf.compress import TopK
 from jaxinf.program import Average, NonFinitePolicy
 from jaxinf.streaming.plan.calls import Order, Policy, may_leave
+from jaxinf.streaming.plan.resident import Resident
 from jaxinf.streaming.update.assigning import DeviceUpdates
 from jaxinf.typing import PyTree
 
@@ -20,6 +21,7 @@ class Options:
 
     memory_bytes: int
     device_memory_bytes: int | None = None
+    resident: Resident = None
     has_aux: bool = False
     policy: Policy = "recompute"
     replan: bool = False
@@ -34,7 +36,7 @@ class Options:
     device_updates: DeviceUpdates = None
 
     def of_function(self) -> "Options":
-        """Returns those of a function in a step's memory."""
+        """Returns those of a function in a step's memory; what stays is the step's."""
         return Options(
             self.memory_bytes,
             self.device_memory_bytes,

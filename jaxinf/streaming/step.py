@@ -51,7 +51,7 @@ class Step(ABC):
         self._setup = setup
         self._options = setup.options
         self._together = setup.together
-        self._shared = shared or Shared()
+        self._shared = shared or Shared(setup)
         self._turns = self._shared.turns
         self._bound: dict[Any, Bound] = {}
         self._last: Bound | None = None
@@ -174,11 +174,15 @@ class Step(ABC):
             loss, aux = together(parts, shares)
             if "value" in given and "value" not in own_args:
                 given["value"] = on_this_process(loss)
-            if not sink.finish(given, parts, check):
+            if sink.finish(given, parts, check):
+                bound.params.end()
+            else:
+                bound.params.give_up()
                 self._num_skipped += 1
             self._waited_s += time.perf_counter() - began_s
         except BaseException:
             sink.abandon()
+            bound.params.give_up()
             raise
         return loss, aux if self._options.has_aux else None
 
@@ -223,7 +227,7 @@ def _run(
     """Runs the programs once; nothing is in flight when it ends."""
     params, runner = bound.params, bound.runner
     try:
-        params.begin(is_last=is_last)
+        params.begin(check, is_last=is_last)
         put = zeros_apart(bound.ends.zeros, bound.sink.put)
         return runner(batch, params, put, check, shares)
     finally:

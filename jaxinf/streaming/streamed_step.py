@@ -258,7 +258,7 @@ class StreamedStep(TrainingStep):
         return ends, ready, update, num_bytes, now_bytes
 
     def _ends_of(self, *made: Any) -> StoreEnds:
-        return StoreEnds(self.store, *made)
+        return StoreEnds(self.store, self._shared.resident, *made)
 
     def _traced_optimizer(self, params: PyTree) -> UpdateProgram:
         if self._update is None or self._update[0] is not params:
@@ -293,7 +293,11 @@ class StreamedStep(TrainingStep):
             fn,
             self.store,
             Setup(options.of_function(), self._together),
-            step=Beside(self._shared, partial(_left, self._setup, last)),
+            step=Beside(
+                self._shared,
+                partial(_left, self._setup, last),
+                frozenset() if last is None else last.fitted.units.units,
+            ),
             average=average,
         )
         if self._params is not None:
@@ -338,6 +342,7 @@ class StreamedStep(TrainingStep):
         for function in self._functions:
             function.close()
         super()._close_bound()
+        self._shared.drop()
 
     def __exit__(
         self,
@@ -355,9 +360,13 @@ def _left(
     setup: Setup, last: Bound | None, budgets: Mapping[str, int]
 ) -> Mapping[str, int]:
     """Returns what a step leaves of its budgets to a function."""
+    resident_bytes = 0 if last is None else last.runner.plan.resident_bytes
     store_bytes = 0 if last is None else last.store_bytes
     whole, left = budgets["memory_bytes"], dict(budgets)
     if last is None or whole != setup.options.memory_bytes:
         store_bytes = max(store_bytes, whole // BUFFERS_SHARE)
     left["memory_bytes"] -= store_bytes
+    name = "memory_bytes" if setup.limit.is_host else "device_memory_bytes"
+    if name in left:
+        left[name] -= resident_bytes
     return left

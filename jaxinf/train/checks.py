@@ -13,6 +13,7 @@ from jaxinf.command_line import UsageError, flags_of
 from jaxinf.csd import parse_csd
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore
+from jaxinf.streaming import check_resident
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import check_options
@@ -253,7 +254,7 @@ def _check_optimizer(config: TrainConfig) -> None:
         )
 
 
-_OF_STREAMING = ("device_memory", "policy", "micro_batches", "order")
+_OF_STREAMING = ("device_memory", "policy", "resident", "micro_batches", "order")
 _OF_STREAMING += ("replan", "deterministic", "device_updates")
 _NOT_STREAMED = ("reference",)
 
@@ -281,6 +282,10 @@ def _check_streaming(config: TrainConfig) -> None:
             "--memory: expected the bytes of host memory that a step may take, such as "
             "4GiB, got nothing; --mode stream needs it"
         )
+    try:
+        check_resident(config.resident)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
     if config.order == "layers" and config.micro_batches == 1:
         raise UsageError(
             "--order layers: expected several parts of a batch; give --micro-batches, "

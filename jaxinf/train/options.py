@@ -276,6 +276,10 @@ class StreamOptions:
     # first steps. The bits are the same.
     policy: Policy = "recompute"
 
+    # For --mode stream: params that stay in memory between steps: all (params), or so
+    # many bytes of them, such as 2GiB, which are a part of --memory.
+    resident: Annotated[str | None, _shown("{params,BYTES}", "none")] = None
+
     # For --mode stream, gradient accumulation: parts of a batch that run one after
     # another, so that activations take the memory of a part; their gradients are
     # averaged.

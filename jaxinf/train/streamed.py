@@ -186,6 +186,7 @@ def _streamed_step(
         memory_bytes=config.memory,
         device_memory_bytes=config.device_memory,
         policy=config.policy,
+        resident=config.resident,
         micro_batches=config.micro_batches,
         weights=weight_of_part if has_parts else None,
         order=config.order,

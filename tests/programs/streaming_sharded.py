@@ -146,14 +146,17 @@ def training(place, kind):
 
 
 OPTIONS = {
+    "resident": (ADAM, {}, {"resident": "params"}),
+    "resident_some": (CLIPPED, {}, {"resident": 40_000}),
     "clipped": (CLIPPED, {}, {}),
     "ratios": (optax.lamb(1e-2), {}, {}),
+    "resident_ratios": (optax.lamb(1e-2), {}, {"resident": "params"}),
     "weighed": (ADAM, {}, {"micro_batches": 2, "weights": loudness}),
     "parts": (CLIPPED, {}, {"micro_batches": 2, "order": "parts"}),
     "typed_parts": (CLIPPED, {}, {"micro_batches": 2, "order": "parts"}),
     "layers": (CLIPPED, {}, {"micro_batches": 2, "order": "layers"}),
     "typed_layers": (ADAM, {}, {"micro_batches": 2, "order": "layers"}),
-    "rewritten": (ADAM, {"durability": 4}, {}),
+    "rewritten": (ADAM, {"durability": 4}, {"resident": "params"}),
     "compressed": (ADAM, {}, {"compress": jaxinf.top_k(0.5)}),
     "bf16": (ADAM, {"state": "bf16"}, {}),
 }
@@ -177,8 +180,12 @@ def options(place, name):
                     parts.load(one.params, batch=one.batch)
                 assert trained(parts, one, 3) == losses
                 assert_same_bits(other.params(like=one.params), found)
+        if "resident" in options:
+            assert step.plan.resident_bytes
+        if options.get("resident") == "params":
+            assert step.metrics.fetched_drive_bytes == 0
     with opened(place, name + "_one", **of_store) as store:
-        alone = {**options, "memory_bytes": MEMORY_BYTES}
+        alone = {**options, "resident": None, "memory_bytes": MEMORY_BYTES}
         step = jaxinf.stream(one.plain_loss, tx, store, **alone)
         params, batch = one.on_host
         step.load(params, batch=batch)
@@ -197,6 +204,7 @@ def own_memory(place):
     for name, options in [
         ("host", {}),
         ("device", {"device_memory_bytes": 32 << 20}),
+        ("resident", {"device_memory_bytes": 32 << 20, "resident": "params"}),
     ]:
         is_host = memory.device_is_host if name == "host" else lambda device: False
         with (
@@ -257,7 +265,7 @@ def replicas(place):
             pass
 
     params = read_ahead(Expected(), [Fetch(unit, 0, 0, gradient=0)], 4 * 4096)
-    params.begin()
+    params.begin(lambda: None)
     on_device, shards = params.get(0, Piece(0)), params.take(unit)
     np.testing.assert_array_equal(on_device, expected)
     assert shards is not None
@@ -278,12 +286,12 @@ def function(place):
         return {"loss": one.loss(params, batch), "first": batch["x"] @ params["first"]}
 
     with opened(place, "function") as store:
-        step = streamed(one, store)
+        step = streamed(one, store, resident="params")
         step.load(one.params, batch=one.batch)
         trained(step, one, 1)
         shared = step.function(outputs)
         found = shared(one.batch)
-        assert shared.fetched_bytes > 0
+        assert shared.fetched_bytes == 0
         params = store.params(like=one.params)
         expected = jax.jit(outputs)(params, one.batch)
         np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-6)

@@ -179,9 +179,10 @@ def assert_trained_alike(found, expected):
     [
         (ADAM, {}),
         (CLIPPED, {"policy": "keep"}),
+        pytest.param(CLIPPED, {"resident": "8KiB"}, marks=pytest.mark.long),
         pytest.param(ADAM, {"policy": "offload"}, marks=pytest.mark.long),
     ],
-    ids=["adam", "clipped", "offload"],
+    ids=["adam", "clipped", "resident", "offload"],
 )
 def test_training_is_that_of_parts(tx, options, streamed, monkeypatch):
     spill_beyond(monkeypatch, 4096)
@@ -325,6 +326,13 @@ def test_parts_come_one_after_another_where_layers_do_not_fit(open_store):
     step.load(program.params, batch=program.batch)
     assert IN_LAYERS not in str(step.plan)
     step.close()
+
+
+def test_parts_come_one_after_another_where_nothing_is_read(streamed):
+    program = tied()
+    with streamed(program, ADAM, micro_batches=3, resident="params") as step:
+        step.load(program.params, batch=program.batch)
+        assert IN_LAYERS not in str(step.plan)
 
 
 # --- refused -----------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Values that wait on a drive: bits, memory as planned, traffic, failures."""
 
 import errno
+from itertools import product
 
 import jax
 import numpy as np
@@ -122,13 +123,14 @@ def everything_leaves(monkeypatch):
     monkeypatch.setattr(Plan, "fitted", lambda self, _, temps: real(self, 0, temps))
 
 
-def opened(open_store, name, policy, program, tx=TX, **options):
+def opened(open_store, name, policy, program, tx=TX, resident=None, **options):
     step = jaxinf.stream(
         program.loss,
         tx,
         open_store(name, **CHUNKS, **options),
         memory_bytes=256 << 20,
         policy=policy,
+        resident=resident,
     )
     step.load(program.params, batch=program.batch)
     return step
@@ -163,12 +165,13 @@ def test_training_is_that_of_keep(open_store, everything_leaves, place, num_csds
     ]
 
 
-def test_the_meters_show_the_planned_traffic(open_store, everything_leaves):
+@pytest.mark.parametrize("resident", [None, "params"])
+def test_the_meters_show_the_planned_traffic(open_store, everything_leaves, resident):
     program = ZOO["scan_remat_reverse"]()
-    step = opened(open_store, "store", "offload", program)
+    step = opened(open_store, "store", "offload", program, resident=resident)
     losses(step, program, 3)
     assert step.metrics.offloaded_drive_bytes > 0
-    assert step.metrics.fetched_drive_bytes > 0
+    assert (step.metrics.fetched_drive_bytes > 0) == (resident is None)
     step.store.wait()
     found, planned = step.store.metrics.traffic, step.traffic
     assert found.drive_read_bytes == planned.drive_read_bytes
@@ -201,12 +204,18 @@ READS = {"one": [1], "all": range(1, 1000)}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("numbers", READS)
+@pytest.mark.parametrize(
+    ("resident", "numbers"),
+    family(
+        [*product((None, "params"), READS)],
+        short=[(None, "one"), ("params", "all")],
+    ),
+)
 def test_a_value_that_cannot_be_read_is_computed_again(
-    open_store, everything_leaves, monkeypatch, numbers
+    open_store, everything_leaves, monkeypatch, numbers, resident
 ):
     program = ZOO["l2_penalty"]()
-    step = opened(open_store, "store", "offload", program)
+    step = opened(open_store, "store", "offload", program, resident=resident)
     kept = opened(open_store, "keep", "keep", program)
     found, expected = losses(step, program, 1), losses(kept, program, 4)
     step.store.wait()

@@ -118,12 +118,12 @@ class Ones:
 def test_a_step_is_given_up_while_a_read_waits_for_an_update():
     fetches = [Fetch(unit(0), 0, 0, gradient=3), Fetch(unit(1), 1, 1)]
     params = read_ahead(Ones(), fetches, PAGE_BYTES)
-    params.begin()
+    params.begin(lambda: None)
     np.testing.assert_array_equal(params.get(0, Piece(0)), np.ones(1024))
     params.done(0)
     params.stop()  # there is no room for the second unit
     assert params.counts.num_read_bytes == PAGE_BYTES
-    params.begin()
+    params.begin(lambda: None)
     np.testing.assert_array_equal(params.get(0, Piece(0)), np.ones(1024))
     params.done(0)
     np.testing.assert_array_equal(params.take(unit(0)), np.ones((1, 1024)))

@@ -56,8 +56,11 @@ def test_params_are_made_by_an_init_function(on_four):
 @pytest.mark.parametrize(
     "name",
     [
+        "resident",
+        "resident_some",
         "clipped",
         "ratios",
+        "resident_ratios",
         "parts",
         "typed_parts",
         "weighed",

@@ -15,6 +15,7 @@ from jaxinf.schedule.placement import waiting
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming import near_storage
 from jaxinf.streaming.move.params import MemoryParams, StoreParams
+from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.plan.plan import prepare
 from jaxinf.streaming.program.units import StoreUnits
 from jaxinf.streaming.run import Runner
@@ -56,7 +57,7 @@ def smallest_bytes(ready, policy="recompute"):
 def in_memory(leaves):
     """Returns the params source of a run whose params are these."""
     params = MemoryParams(lambda: leaves)
-    params.begin()
+    params.begin(lambda: None)
     return params
 
 
@@ -73,11 +74,13 @@ def read_ahead(reader, fetches, room_bytes, host_bytes=None):
         jax.ShapeDtypeStruct(unit.shape, unit.dtype, sharding=unit.sharding)
         for unit in units
     ]
+    device = jax.devices()[0]
     return StoreParams(
         StoreUnits(leaves, lambda *_: True),
         reader,
         fetches,
-        jax.devices()[0],
+        Resident(device, is_host=host_bytes is None),
+        device,
         room_bytes=room_bytes,
         host_bytes=host_bytes,
     )

@@ -4,12 +4,12 @@
     drive ─► registered buffer ─► device                     … with memory of its own
     drive ─► buffer ─► pinned_host ─► device                 … that registers none
 
-Invariant: a unit is read ahead, in all calls of a step and in its update.
+Invariant: a unit is read ahead or stays, in all calls of a step and in its update.
 """
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from jaxinf.schedule.reads import Fetch
 from jaxinf.streaming.move.link import Crossing
 from jaxinf.streaming.move.mover import Mover, MoverCounts
 from jaxinf.streaming.move.reader import StoreReader
+from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.tensors import Moved
 from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.program.graph import Piece
@@ -38,8 +39,12 @@ class Params(ABC):
     counts: MoverCounts
 
     @abstractmethod
-    def begin(self, *, is_last: bool = True) -> None:
-        """Gets ready for a run of programs; blocks."""
+    def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
+        """Gets ready for a run of programs; blocks.
+
+        Args:
+          check: Called before long reads; may raise.
+        """
 
     @abstractmethod
     def get(self, number: int, piece: Piece) -> jax.Array:
@@ -63,11 +68,21 @@ class Params(ABC):
         """
         return None
 
+    def target(self, unit: Unit) -> Sequence[Array] | None:
+        """Returns memory for a unit's new shards until `free`; None if not needed."""
+        return None
+
     def free(self, unit: Unit) -> None:
         """Notes that a unit is updated."""
 
     def done(self, number: int) -> None:
         """Notes that a call has run; frees what no later call needs."""
+
+    def end(self) -> None:
+        """Notes that a step has updated the params."""
+
+    def give_up(self) -> None:
+        """Notes that a step has ended early, or was skipped."""
 
     def rest(self) -> None:
         """Frees the memory for reading until the next run."""
@@ -112,7 +127,7 @@ class _Fetched(Moved):
 def on_host_devices(unit: Unit, shards: Sequence[Array]) -> jax.Array:
     """Puts shards on devices that read them in place; see `Unit.put_together`."""
     if unit.is_shared:
-        return unit.put_together(shards)
+        return unit.put_together(shards, in_place=True)
     return unit.on_devices(shards)
 
 
@@ -129,6 +144,9 @@ class StoreParams(Params):
       host_bytes: Of a device with memory of its own, memory for buffers on the host:
         two of the largest unit, and room for the units that wait for their update. A
         third one is taken beside it, pinned. None if its memory is the host's.
+      stays: The units of these programs that stay.
+      in_place: Those of them that no program reads after their update.
+      is_shared: Whether other units stay, too, for someone else.
     """
 
     def __init__(
@@ -136,15 +154,22 @@ class StoreParams(Params):
         store_units: StoreUnits,
         reader: StoreReader,
         fetches: Sequence[Fetch],
+        resident: Resident,
         device: Any,
         *,
         room_bytes: int,
         host_bytes: int | None = None,
+        stays: Collection[Unit] = (),
+        in_place: Collection[Unit] = (),
+        gives: Collection[Unit] = (),
+        is_shared: bool = False,
         together: Together | None = None,
     ) -> None:
         self.counts = MoverCounts()
         self._together = together or Together()
-        self._store_units, self._reader, self._device = store_units, reader, device
+        self._store_units, self._reader, self._resident = store_units, reader, resident
+        self._stays, self._in_place, self._gives = stays, in_place, gives
+        self._is_shared, self._device = is_shared, device
         self._has_link = host_bytes is not None
         self._mover = Mover(
             [1],
@@ -167,12 +192,27 @@ class StoreParams(Params):
             if one.gradient is not None
         }
 
-    def begin(self, *, is_last: bool = True) -> None:
+    def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
+        """Starts to read; blocks until all that stays is there."""
         self._free_updates()
+        version = self._reader.version
+        missing = self._resident.begin(
+            version, self._stays, self._in_place, is_shared=self._is_shared
+        )
+        if missing:
+            self._reader.begin()
+        for unit in missing:
+            check()
+            self._resident.bring(unit, self._bring)
+            self.counts.num_read_bytes += unit.num_bytes
         self.stop()
         if self._fetches:
             self._reader.begin()
             self._mover.load([self._fetched(one, is_last) for one in self._fetches])
+
+    def _bring(self, unit: Unit, shards: Sequence[Array]) -> None:
+        with self._together.holding():
+            self._reader.read(unit, shards)
 
     def _fetched(self, fetch: Fetch, is_last: bool) -> _Fetched:
         unit = fetch.unit
@@ -189,6 +229,8 @@ class StoreParams(Params):
 
     def get(self, number: int, piece: Piece) -> jax.Array:
         unit = self._store_units.unit(piece)
+        if unit in self._stays:
+            return self.again(piece)
         lasts = self._lasts[unit]
         key = (unit, lasts[bisect_left(lasts, number)])
         try:
@@ -200,6 +242,8 @@ class StoreParams(Params):
 
     def again(self, piece: Piece) -> jax.Array:
         unit = self._store_units.unit(piece)
+        if unit in self._stays:
+            return self._part(unit, piece, self._resident.get(unit))
         shards = unit.views(aligned(unit.held_bytes))
         self._reader.read_again(unit, shards)
         return self._part(unit, piece, unit.on_devices(shards))
@@ -226,18 +270,32 @@ class StoreParams(Params):
         self._reader.close()
 
     def take(self, unit: Unit) -> Sequence[Array] | None:
+        if unit in self._stays:
+            return self._resident.take(unit) if unit in self._gives else None
         key = self._updates.get(unit)
         memory = None if key is None else self._mover.held(key)
         return None if memory is None else unit.views(memory)
 
+    def target(self, unit: Unit) -> Sequence[Array] | None:
+        return self._resident.target(unit) if unit in self._stays else None
+
     def free(self, unit: Unit) -> None:
-        if unit in self._updates:
+        if unit in self._stays:
+            self._resident.free(unit)
+        elif unit in self._updates:
             self._mover.free(self._updates[unit])
 
     def _free_updates(self) -> None:
         """Frees units that updates of a step have left, which was given up."""
         for key in self._updates.values():
             self._mover.free(key)
+
+    def end(self) -> None:
+        self._resident.end()
+
+    def give_up(self) -> None:
+        if not self._together.is_alone:  # all bring the same units again
+            self._resident.drop()
 
     @property
     def held_bytes(self) -> int:
@@ -249,6 +307,7 @@ class StoreParams(Params):
         self._mover.rest()
 
     def close(self) -> None:
+        """As `Params.close`; what stays may be another's, too."""
         self.stop()
         self._free_updates()
         self._mover.close()
@@ -262,7 +321,7 @@ class MemoryParams(Params):
         self._held: Sequence[Any] = ()
         self.counts = MoverCounts()
 
-    def begin(self, *, is_last: bool = True) -> None:
+    def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
         self._held = self._leaves()
 
     def get(self, number: int, piece: Piece) -> jax.Array:

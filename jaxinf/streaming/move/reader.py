@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxinf.engine import ParamsReader, Training
 from jaxinf.io import span
+from jaxinf.streaming.move.resident import Version
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import Array
 
@@ -39,6 +40,11 @@ class StoreReader:
         self._num_first = num_first
         self._num_read = 0
         self._reader: ParamsReader | None = None
+
+    @property
+    def version(self) -> Version:
+        """The open store and its last finished step."""
+        return self._training.opened, self._training.opened.finished.step
 
     def begin(self) -> None:
         """Begins a step; there is no commit before it ends."""

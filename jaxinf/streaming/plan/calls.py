@@ -87,7 +87,7 @@ class Calls:
       evictions: Values that are on a drive for a time.
       lenders: Values whose memory outputs may reuse; None for all at their last use
         that are never on a drive.
-      in_memory: Parts of params that are in memory in any case, and do not count.
+      resident: Parts of params that are in memory in any case, and do not count.
       output_bytes: On several devices, the bytes of each call's outputs in one memory;
         None for one device.
     """
@@ -96,7 +96,7 @@ class Calls:
     results: tuple[Slot, ...]
     evictions: Mapping[Slot, Eviction] = field(default_factory=dict)
     lenders: frozenset[Slot] | None = None
-    in_memory: frozenset[Piece] = frozenset()
+    resident: frozenset[Piece] = frozenset()
     output_bytes: Sequence[Sequence[int]] | None = None
 
     @cached_property
@@ -194,7 +194,7 @@ class Calls:
         }
         for number, call in enumerate(self.calls):
             key, made = call.program.key, self._made_bytes[number]
-            read = [one for one in call.params if one[0] not in self.in_memory]
+            read = [one for one in call.params if one[0] not in self.resident]
             new = sum(made) - reused[key]
             found[number] += new + sum(size for _, size in read) + temps[key]
             if number:
@@ -234,7 +234,7 @@ class Calls:
 
     def fetched_bytes(self, call: Call, before: Call | None = None) -> int:
         """Bytes of params that a call reads and that the one before it does not."""
-        held = self.in_memory.union(() if before is None else before.pieces)
+        held = self.resident.union(() if before is None else before.pieces)
         return sum(size for piece, size in call.params if piece not in held)
 
     @cached_property

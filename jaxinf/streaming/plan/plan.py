@@ -47,7 +47,7 @@ class Plan:
       calls: Their calls.
       policy: The treatment of values that backward needs.
       peak_bytes: The peak memory of a step, as estimated before compilation.
-      params_bytes: Memory of params that are all in memory, in addition.
+      resident_bytes: Memory of params that stay between steps, in addition.
     """
 
     traced: Traced
@@ -56,7 +56,7 @@ class Plan:
     calls: Calls
     policy: Policy
     peak_bytes: int
-    params_bytes: int = 0
+    resident_bytes: int = 0
 
     def __str__(self) -> str:
         return plan_text(self)

@@ -7,7 +7,7 @@ JAX device; beyond it a unit is read again.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -69,19 +69,21 @@ def planned_fetches(
     store_units: StoreUnits,
     division: Division,
     can_take: Callable[[Unit], bool],
+    stays: Container[Unit] = (),
 ) -> Reading:
     """Plans the reads of a step.
 
     Args:
       can_take: Whether the update of a unit can take params that were read for a
         program.
+      stays: Units that are in memory and not read.
 
     Raises:
       BudgetError: The host has no room for params on their way to the device.
     """
     calls = plan.calls.calls
     uses = [map(store_units.unit, call.pieces) for call in calls]
-    fetches = tuple(fetches_of(uses))
+    fetches = tuple(fetch for fetch in fetches_of(uses) if fetch.unit not in stays)
     spare = max(0, division.programs - plan.peak_bytes)
     held = held_bytes(fetches, len(calls))
     room = int(held.max(initial=0)) + spare
@@ -110,10 +112,11 @@ def planned_fetches(
     return Reading(fetches, room)
 
 
-def staged_bytes(store_units: StoreUnits, plan: Plan) -> int:
+def staged_bytes(store_units: StoreUnits, plan: Plan, stays: Container[Unit]) -> int:
     """Returns the host's memory that params take on their way to the device."""
     pieces = {piece for call in plan.calls.calls for piece in call.pieces}
-    sizes = (store_units.unit(piece).page_bytes for piece in pieces)
+    units = (store_units.unit(piece) for piece in pieces)
+    sizes = [unit.page_bytes for unit in units if unit not in stays]
     return NUM_STAGED * max(sizes, default=PAGE_BYTES)
 
 

@@ -34,8 +34,8 @@ def plan_text(plan: Any) -> str:
         head += f"; {plan.programs.num_parts} parts of a batch in layer order"
     if traced.mesh is not None:
         head += f"; on {mesh_text(traced.mesh)}"
-    if plan.params_bytes:
-        head += f"; {format_bytes(plan.params_bytes)} of params in memory"
+    if plan.resident_bytes:
+        head += f"; {format_bytes(plan.resident_bytes)} of params stay"
     title = f"{'segment':>9}  {'forward':>7}  {'backward':>8}  params"
     return "\n".join([head, "", title, *_lines(plan, numbers)])
 

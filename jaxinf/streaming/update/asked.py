@@ -1,14 +1,15 @@
 """A unit's update: what is asked of the store, and parts that it must wait for.
 
-Invariant: a unit has one request for each part that moves.
+Invariant: what a process does not update itself is zero in new params.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import UpdateRequest
+from jaxinf.engine import UpdateRequest, changes_params
 from jaxinf.program import UpdateProgram
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import Gradient, shards_of
@@ -18,6 +19,39 @@ from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.typing import Array
 
 _NO_PARAMS = np.empty(0, np.float32)
+
+
+class Asked:
+    """The requests for the update of a unit.
+
+    Attributes:
+      requests: One for each part that moves.
+    """
+
+    def __init__(
+        self, unit: Unit, requests: list[UpdateRequest], *, changes_params: bool
+    ) -> None:
+        self._unit = unit
+        self.requests, self.changes_params = requests, changes_params
+        self._target: Sequence[Array] = ()
+
+    def fill(self, target: Sequence[Array] | None) -> None:
+        """Asks for the new params, too: in the memory of the unit's shards."""
+        if target is None:
+            return
+        unit, outs = self._unit, target
+        if not unit.is_divided:
+            self._target, outs = target, [np.zeros(unit.shape, unit.dtype)]
+        self.requests = [
+            replace(request, out=out.reshape(unit.extent_of(box)), wants_params=True)
+            for request, box, out in zip(self.requests, unit.boxes, outs, strict=True)
+        ]
+
+    def end(self) -> None:
+        for box, shard in zip(self._unit.shards, self._target, strict=False):
+            out = self.requests[0].out
+            assert out is not None, "the new params of all shards"
+            shard[...] = out.reshape(self._unit.shape)[box.slices]
 
 
 class Asking:
@@ -35,7 +69,7 @@ class Asking:
         gradient: Gradient,
         params: Sequence[Array] | None,
         step: int,
-    ) -> list[UpdateRequest]:
+    ) -> Asked:
         """Makes the requests for a unit's update; blocks while inputs are computed.
 
         Args:
@@ -66,7 +100,8 @@ class Asking:
                     feedback=feedback,
                 )
             )
-        return requests
+        changes = changes_params(kernel, inputs)
+        return Asked(unit, requests, changes_params=changes)
 
 
 class Gathered:

@@ -32,7 +32,7 @@ from jaxinf.streaming.program.shards import (
     whole,
 )
 from jaxinf.streaming.program.units import StoreUnits, Unit
-from jaxinf.streaming.update.asked import Asking, Gathered
+from jaxinf.streaming.update.asked import Asked, Asking, Gathered
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.micro_batches import Sums
 from jaxinf.streaming.update.passes import PassRunner
@@ -267,7 +267,7 @@ class StoreSink(Sink):
             self.spill.put(piece, array)
 
     def _update(self, taken: Sequence[Handed]) -> None:
-        asked: dict[Unit, Sequence[UpdateRequest]] = {}
+        asked: dict[Unit, Asked] = {}
         for piece, gradient in taken:
             unit = self._store_units.unit(piece)
             gathered = self._gathered(unit, piece, gradient)
@@ -277,19 +277,21 @@ class StoreSink(Sink):
                 self._bad.append(self._program.leaves[unit.leaf].info.name)
                 self._fetched.free(unit)
             else:
-                params = self._fetched.take(unit)
-                asked[unit] = self._asking(unit, gathered, params, self._step)
-        requests = [request for own in asked.values() for request in own]
+                asked[unit] = self._ask(unit, gathered)
+        requests = [request for one in asked.values() for request in one.requests]
         if not requests:
             return
         if self._assignment.updater is None:
-            self._run(list(asked), requests)
+            self._run(asked, requests)
         else:
-            self._under_way.start(partial(self._run, list(asked), requests))
+            self._under_way.start(partial(self._run, asked, requests))
 
-    def _run(self, units: Sequence[Unit], requests: Sequence[UpdateRequest]) -> None:
+    def _run(
+        self, asked: Mapping[Unit, Asked], requests: Sequence[UpdateRequest]
+    ) -> None:
         finite = self._training.steps.update(self._step, *requests)
-        for unit in units:
+        for unit, one in asked.items():
+            one.end()
             self._fetched.free(unit)
         self._bad += [
             self._program.leaves[request.leaf].info.name
@@ -313,6 +315,13 @@ class StoreSink(Sink):
         """Whether a gradient refuses the step, which the CSDs could not tell."""
         is_checked = self._compressor.is_on and self._nonfinite != "allow"
         return is_checked and not is_finite(np.asarray(gradient))
+
+    def _ask(self, unit: Unit, gradient: Gradient) -> Asked:
+        params = self._fetched.take(unit)
+        asked = self._asking(unit, gradient, params, self._step)
+        if asked.changes_params:
+            asked.fill(self._fetched.target(unit))
+        return asked
 
 
 def deferred_bytes(
