@@ -24,7 +24,7 @@ from jaxinf.engine import (
     UpdateRequest,
 )
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.layout import PAGE_BYTES
+from jaxinf.io import PAGE_BYTES
 from jaxinf.optimizer.grouping import Member, grouped
 from jaxinf.program import Average, averaged, trace_init, trace_update
 from jaxinf.store import (

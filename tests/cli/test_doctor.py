@@ -59,11 +59,11 @@ def test_a_machine_is_written(tmp_path, run):
     result = run("doctor", str(tmp_path), "--size", "8MiB", "--json", str(file))
     assert (result.status, f"wrote {file}" in result.err) == (0, True)
     found = read_machine(file)
-    assert found.host_bytes > 0
-    assert found.drive_bytes_per_s > 1e6
-    assert found.operations_per_s > 1e8
-    assert found.params_per_s > 1e5
-    assert 0 < found.commit_s < 10
+    assert found.host_bytes
+    assert (found.drive_bytes_per_s or 0) > 1e6
+    assert (found.operations_per_s or 0) > 1e8
+    assert (found.params_per_s or 0) > 1e5
+    assert 0 < (found.commit_s or 0) < 10
     assert found.device_bytes is found.link_bytes_per_s is None
     assert found.drive_rated_write_bytes is None
     assert os.listdir(tmp_path) == ["machine.json"]

@@ -2,7 +2,7 @@
 
 import shutil
 import weakref
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -108,9 +108,9 @@ def test_a_loaded_state_goes_on_as_the_run_did(open_store, name):
 
 def test_a_run_of_plain_optax_goes_on_in_a_store(open_store):
     plain = CASES["adamw"]()
-    middle = _steps(plain, PARAMS, plain.init(PARAMS), 0, 4)
-    expected = _steps(plain, *middle, 4, 7)
-    _same(_go_on(open_store(), plain, *middle, 4), expected)
+    params, state = _steps(plain, PARAMS, plain.init(PARAMS), 0, 4)
+    expected = _steps(plain, params, state, 4, 7)
+    _same(_go_on(open_store(), plain, params, state, 4), expected)
 
 
 @pytest.mark.parametrize(
@@ -152,10 +152,13 @@ class _Late(DeferredArray):
 
 def test_leaves_may_be_read_one_by_one(open_store):
     plain = optax.adam(1e-2)
-    middle = _steps(plain, PARAMS, plain.init(PARAMS), 0, 4)
-    expected = _steps(plain, *middle, 4, 7)
-    late = jax.tree.map(lambda x: _Late(x) if x.ndim else x, middle)
-    _same(_go_on(open_store(), plain, *late, 4), expected)
+    params, state = _steps(plain, PARAMS, plain.init(PARAMS), 0, 4)
+    expected = _steps(plain, params, state, 4, 7)
+    late = [
+        jax.tree.map(lambda x: _Late(x) if x.ndim else x, tree)
+        for tree in (params, state)
+    ]
+    _same(_go_on(open_store(), plain, late[0], late[1], 4), expected)
 
 
 def test_dicts_and_lists_may_take_the_place_of_named_tuples(open_store):
@@ -197,7 +200,7 @@ def test_schedule_free_params_are_those_of_optax(open_store):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
-def _loadable(open_store, tx=None):
+def _loadable(open_store, tx=None) -> Any:
     tx = tx or optax.adam(1e-2)
     store = open_store()
     jaxinf.smart_update(tx, store).init(PARAMS)
@@ -299,7 +302,7 @@ def test_a_crash_before_the_commit_leaves_step_0(open_store, place):
 
 def test_a_load_that_failed_leaves_a_store_that_trains(open_store):
     plain = optax.adam(1e-2)
-    adam, rest = plain.init(PARAMS)
+    adam, rest = cast(Any, plain.init(PARAMS))
     broken = adam._replace(nu={**adam.nu, "w": _Broken(adam.nu["w"])}), rest
     store = open_store()
     tx = jaxinf.smart_update(plain, store)

@@ -155,13 +155,13 @@ class Interrupted:
     def __init__(self, path, handled, handler=None):
         self.num_calls = 0
 
-        def commit(*arguments):
+        def commit(*arguments, **options):
             self.num_calls += 1
             for is_handled in handled if self.num_calls == 2 else ():
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
                 while not is_handled():
                     time.sleep(0.001)
-            return COMMIT(*arguments)
+            return COMMIT(*arguments, **options)
 
         HostSide.commit = commit
         self.store, self.step, params, state = training(path)
@@ -227,14 +227,14 @@ def later_one_ends_it(place):
     handled = {2: is_kept_for_long, 3: lambda: store._training.failure is not None}
     num_calls = 0
 
-    def commit(*arguments):
+    def commit(*arguments, **options):
         nonlocal num_calls
         num_calls += 1
         if is_handled := handled.get(num_calls):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             while not is_handled():
                 time.sleep(0.001)
-        return COMMIT(*arguments)
+        return COMMIT(*arguments, **options)
 
     HostSide.commit = commit
     with pytest.raises(jax.errors.JaxRuntimeError, match="KeyboardInterrupt"):
