@@ -23,7 +23,7 @@ _MOST_VALUES = 4 << 20
 """Limit of a document's values, each of which takes tens of bytes of memory."""
 
 _SHOWN_CHARS = 60
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _AS_LISTS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - {*b"[]{}"})
 

@@ -516,22 +516,28 @@ class _Waiting:
     ) -> None:
         self._service, self._gone, self._progress = service, gone, progress
         self._since_s = since_s
+        self._seen: dict[int, tuple[str, float]] = {}  # a report, and when it changed
 
     def heard(self, key: str, number: int) -> str | None:
-        since_s, seen = self._since_s, ""
         while True:
+            self._look()
+            since_s = max(self._since_s, self._seen.get(number, ("", 0.0))[1])
             left_s = since_s + LIMIT_S - time.monotonic()
             text = self._service.get(key, max(0.001, min(left_s, SLICE_S)))
             if text is not None:
                 return text
             if number in self._gone():
                 return self._service.get(key, 0.001)  # what it has said before
-            now = self._progress().get(number)
-            if seen not in ("", now):
-                since_s = time.monotonic()
-            elif left_s <= 0:
+            if left_s <= 0:
                 return None
-            seen = now
+
+    def _look(self) -> None:
+        """Notes who has reported something else, whoever is waited for now."""
+        for number, report in self._progress().items():
+            seen, _ = self._seen.get(number, (report, 0.0))
+            if number not in self._seen or report != seen:
+                is_first = number not in self._seen
+                self._seen[number] = report, 0.0 if is_first else time.monotonic()
 
 
 def _by_number(found: dict[str, str]) -> dict[int, str]:

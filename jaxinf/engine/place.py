@@ -203,6 +203,7 @@ class StorePlace:
         else:
             with lock_exclusively(self.path / "checkpoints.lock"):
                 name = place.removeprefix("checkpoints/")
+                complete_spare(directory)
                 commit = restore_checkpoint(directory, name)
         opened.close()
         return self._attach(directory, self._open_csds(directory.manifest), commit)
@@ -217,6 +218,7 @@ class StorePlace:
         committed = directory.committed_slot()
         assert committed is not None
         opened.close()
+        complete_spare(directory)
         directory.unpublish(other_slot(committed))
         return self._attach(directory, self._open_csds(directory.manifest), None)
 

@@ -11,14 +11,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxinf.documents import encode
+from jaxinf.documents import MOST_BYTES, encode
 from jaxinf.errors import StoreFormatError
-from jaxinf.io import PAGE_BYTES, fsync_directory
+from jaxinf.io import (
+    PAGE_BYTES,
+    fsync_directory,
+    read_beneath,
+    write_bytes_atomically,
+)
 from jaxinf.io.failures import translated
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
-from jaxinf.store.links import copy_file
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import check_owners, check_places, make_csds
 from jaxinf.store.space import check_free_space, stored_bytes
@@ -125,14 +129,34 @@ def complete_spare(directory: StoreDirectory) -> None:
         step,
         len(documents) + len(chunks),
     )
+    for name in documents:
+        _check_folders(step, step / name)
+    for leaf, position, state in chunks:
+        csd = directory.manifest.leaves[leaf].csds[position]
+        file = directory.chunk_file(spare, leaf, position, state.name)
+        _check_folders(directory.data_path(spare, csd), file)
+        _check_folders(step, directory.chunk_name(spare, leaf, position, state.name))
     directory.unpublish(spare)
     with translated("creation", step):
         for name in documents:
             (step / name).parent.mkdir(parents=True, exist_ok=True)
-            copy_file(source / name, step / name)
+            content = read_beneath(source, name, MOST_BYTES)
+            write_bytes_atomically(step / name, content)
         for leaf, position, state in chunks:
             _create_chunk(directory, spare, leaf, position, state, set())
     directory.sync()
+
+
+def _check_folders(root: Path, file: Path) -> None:
+    """Refuses a file to which a link of a folder below the root leads."""
+    for folder in file.parents:
+        if folder == root:
+            return
+        if folder.is_symlink():
+            raise StoreFormatError(
+                f"{folder}: expected a directory of the store, found a link; nothing "
+                "was written through it. Remove the link, and open the store again"
+            )
 
 
 def _missing_chunks(

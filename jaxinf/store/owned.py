@@ -96,7 +96,9 @@ def hold_store(
             if not is_member:
                 _check_no_member(directory)
             claim_csds(directory, named)
-            if read_journal(directory) is None:  # its end moves files of both slots
+            # A journal's end moves files of both slots; a member's other slot may hold
+            # the step that all of a run have.
+            if not is_member and read_journal(directory) is None:
                 complete_spare(directory)
             yield directory
     finally:

@@ -139,8 +139,9 @@ def check_unclaimed(path: Path, roots: Sequence[Path]) -> None:
             if note.owner == own and not note.problem:
                 raise StoreFormatError(
                     f"{path}: expected the store whose chunks are in {folder}, found "
-                    "none there; mount its drive, or restore the directory. To begin "
-                    f'anew, remove that run\'s chunks first: rm -r "{folder}"'
+                    "none there; mount its drive, or restore the directory. If you "
+                    "moved that store, open it once where it is now, which renews its "
+                    "note; to begin anew, choose another path or another csd root"
                 )
 
 

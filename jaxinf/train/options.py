@@ -272,8 +272,7 @@ class StreamOptions:
 
     # For --mode stream. recompute: activations are computed again for the backward
     # pass. keep: they stay in memory. offload: those that --memory has no room for are
-    # on the drive meanwhile. plan: whichever makes a step fastest, by the times of the
-    # first steps. The bits are the same.
+    # on the drive meanwhile. plan: the same as offload. The bits are the same.
     policy: Policy = "recompute"
 
     # For --mode stream: params that stay in memory between steps: all (params), or so

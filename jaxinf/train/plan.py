@@ -33,6 +33,7 @@ from jaxinf.train.progress import Say, unsaid
 from jaxinf.typing import JsonValue
 
 _DAY_S = 86_400.0
+_MOST_S = 1e6 * _DAY_S
 _SHARE = 0.9  # of memory, where no limit is given
 _MIB = 1 << 20
 _LEAST_KEPT_BYTES = 64 * _MIB
@@ -176,7 +177,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
         how = "'jaxinf doctor --json FILE' measures it, and --machine FILE takes it"
         yield "time", f"unknown without {plan.missing}: {how}"
         return
-    total = timedelta(seconds=round(time.step_s * plan.config.steps))
+    total = timedelta(seconds=round(min(time.step_s * plan.config.steps, _MOST_S)))
     yield "time", f"{time.step_s:.3g} s a step, {total} in all; limit: {time.limit}"
     terms = ", ".join(f"{name} {s:.3g}" for name, s in time.terms_s.items())
     alone = "".join(f" + {name} {s:.3g}" for name, s in time.alone_s.items())
@@ -265,7 +266,7 @@ def fit(
     def add(changes: Mapping[str, Any], cost: str = "") -> None:
         words = " ".join(_words(changes)) or "the run as it is"
         say(f"counting {words}")
-        like = next((plan.like for plan in found if plan.like), None)
+        like = None if "clip_norm" in changes else found[0].like if found else None
         try:
             plan = plan_run(config, batch, changes=changes, like=like)
         except (JaxinfError, UsageError) as error:
@@ -290,7 +291,7 @@ def fit(
     for best in found[:1]:
         for state in ("bf16", "int8") if is_free("state") else ():
             add({**best.changes, "state": state}, "rounds state")
-        if config.clip_norm and not config.compress:
+        if config.clip_norm and is_free("clip_norm") and not config.compress:
             add({**best.changes, "clip_norm": 0.0}, "no clipping")
     return found, refused
 
