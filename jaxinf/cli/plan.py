@@ -88,7 +88,8 @@ def main(words: Sequence[str]) -> int:
         with planning(make_console(sys.stderr)) as say:
             plans, refused = fit(config, batch, say=say)
         fits = bool(plans) and not plans[0].misfits
-        line = _command(rest, plans[0].words) if fits else None
+        is_named = config_of(rest, _PROG).store is not None or config.store is None
+        line = _command(rest, plans[0].words, is_named) if fits else None
         found = f"the fastest that fits:\n  {line}" if fits else "nothing fits"
         text = "\n".join([*fit_table(plans), *refused, "", found])
         document: dict[str, Any] = {"best": line, "refused": [*refused]}
@@ -108,13 +109,17 @@ def main(words: Sequence[str]) -> int:
     return int(not fits)
 
 
-def _command(words: Sequence[str], changes: Sequence[str]) -> str:
-    """Returns the command line of a changed run, without ``--machine``."""
+def _command(words: Sequence[str], changes: Sequence[str], is_named: bool) -> str:
+    """Returns the command line of a changed run, without ``--machine``.
+
+    Args:
+      is_named: whether the run names its store, or has none.
+    """
     line = ["jaxinf", "train", *words, *changes]
     for n in reversed(range(len(line))):
         if line[n].partition("=")[0] == "--machine":
             del line[n : n + 1 + (line[n] == "--machine")]
-    if not any(word.startswith("--store") for word in line):
+    if not is_named:
         line += ["--store", "STORE"]
     return shlex.join(line)
 

@@ -134,7 +134,7 @@ def check_unclaimed(path: Path, roots: Sequence[Path]) -> None:
     """
     own = str(path.resolve())
     for root in roots:
-        for folder in sorted(root.glob("jaxinf-*")):
+        for folder in filter(Path.is_dir, sorted(root.glob("jaxinf-*"))):
             note = _read_note(folder)
             if note.owner == own and not note.problem:
                 raise StoreFormatError(
@@ -229,7 +229,10 @@ def _read_note(folder: Path) -> _Note:
     try:
         file = open_beneath(folder, _NOTE)
     except FileNotFoundError:
-        is_unmade = {*SLOTS, "checkpoints"}.isdisjoint(os.listdir(folder))
+        try:
+            is_unmade = {*SLOTS, "checkpoints"}.isdisjoint(os.listdir(folder))
+        except OSError as error:
+            return _Note(None, f"its directory cannot be read ({error})")
         return _Note(None, "it is missing", is_unmade)
     except (OSError, StoreIOError) as error:
         return _Note(None, f"it cannot be opened ({error})")
