@@ -40,6 +40,14 @@ def run(
     Raises:
       UsageError: the rates cannot be measured, or the file cannot be written.
     """
+    for given in (*paths, *([] if machine_file is None else [machine_file])):
+        try:
+            Path(given).expanduser()
+        except RuntimeError as error:
+            raise UsageError(
+                f"doctor: {given}: expected the home of a user, found no such user; "
+                "give the path in full"
+            ) from error
     if machine_file is not None:
         _check_parent(machine_file.expanduser())
     places = []

@@ -103,9 +103,9 @@ class Store(CommittedState):
 
         For a run that has begun elsewhere, such as with plain optax and Orbax. The
         store must be at step 0, after ``tx.init(params)``; ``tx.init(params)`` then
-        gives the state to go on with. Updates have the bits of a run that went on.
-        Until the commit the store stays at step 0. In a program of several processes
-        all call it.
+        gives the state to go on with. Updates have the bits of a run that went on; a
+        store in fewer bits rounds state that did not come from such a store. Until the
+        commit the store stays at step 0. In a program of several processes all call it.
 
         Args:
           params: a tree like the params, or their float32 master.

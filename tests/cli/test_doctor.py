@@ -360,3 +360,10 @@ def test_cards_and_what_is_off(tmp_path, run, monkeypatch):
     text = run("doctor", tmp_path, "--size", "0").out
     for part in ("card 0000:40:00.1", "xilinx_u2_gen3x4", "P2P is off", "unknown"):
         assert part in text
+
+
+@pytest.mark.parametrize("words", [["~nosuch/f"], ["--json", "~nosuch/f"]])
+def test_a_home_of_nobody_is_refused(run, words):
+    result = run("doctor", *words)
+    assert result.status == 2
+    assert "~nosuch/f: expected the home of a user" in result.err
