@@ -7,9 +7,8 @@ from pathlib import Path
 import device_updates
 import numpy as np
 import pytest
+import small_stores
 from streaming import states
-
-import jaxinf
 
 pytestmark = pytest.mark.optimized
 
@@ -39,7 +38,7 @@ MORE_KILLS = [
 def expected(tmp_path_factory):
     """All state after the steps of the host alone."""
     path = tmp_path_factory.mktemp("plain") / "store"
-    store = jaxinf.open_store(path, **device_updates.CHUNKS)
+    store = small_stores.open_store(path, **device_updates.CHUNKS)
     with device_updates.open_step(store, None) as step:
         for batch in device_updates.batches():
             step(batch)
@@ -59,7 +58,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(name, point, number, place, exp
     killed = subprocess.run([*map(str, command)], capture_output=True, check=False)
     assert killed.returncode == -9, killed.stderr.decode()
     noted = Path(f"{path}.step")
-    store = jaxinf.open_store(path, **device_updates.CHUNKS, tiers={"device": 0})
+    store = small_stores.open_store(path, **device_updates.CHUNKS, tiers={"device": 0})
     committed = int(noted.read_text()) if noted.exists() else 0
     assert committed <= store.step <= committed + 1 + ("rare" in name)
     with device_updates.open_step(store, 2, replan=True) as step:
