@@ -516,28 +516,24 @@ class _Waiting:
     ) -> None:
         self._service, self._gone, self._progress = service, gone, progress
         self._since_s = since_s
-        self._seen: dict[int, tuple[str, float]] = {}  # a report, and when it changed
+        self._reports: dict[int, str] = {}
+        self._changed_s: dict[int, float] = {}
 
     def heard(self, key: str, number: int) -> str | None:
         while True:
-            self._look()
-            since_s = max(self._since_s, self._seen.get(number, ("", 0.0))[1])
+            since_s = self._changed_s.get(number, self._since_s)
             left_s = since_s + LIMIT_S - time.monotonic()
             text = self._service.get(key, max(0.001, min(left_s, SLICE_S)))
             if text is not None:
                 return text
             if number in self._gone():
                 return self._service.get(key, 0.001)  # what it has said before
-            if left_s <= 0:
+            before, self._reports = self._reports, self._progress()
+            for one, report in self._reports.items():  # not only of the awaited one
+                if before.get(one, report) != report:
+                    self._changed_s[one] = time.monotonic()
+            if left_s <= 0 and self._changed_s.get(number, 0.0) <= since_s:
                 return None
-
-    def _look(self) -> None:
-        """Notes who has reported something else, whoever is waited for now."""
-        for number, report in self._progress().items():
-            seen, _ = self._seen.get(number, (report, 0.0))
-            if number not in self._seen or report != seen:
-                is_first = number not in self._seen
-                self._seen[number] = report, 0.0 if is_first else time.monotonic()
 
 
 def _by_number(found: dict[str, str]) -> dict[int, str]:

@@ -36,6 +36,19 @@ def test_progress_extends_the_wait(heard):
     assert heard(1.0, lambda: {1: str(time.monotonic())}) == "there"
 
 
+def test_progress_counts_while_another_is_waited_for(monkeypatch):
+    monkeypatch.setattr(members, "LIMIT_S", 0.3)
+    monkeypatch.setattr(members, "SLICE_S", 0.05)
+
+    def progress():
+        return dict.fromkeys((1, 2), str(time.monotonic()))
+
+    waiting = members._Waiting(Service(1.0), dict, progress, time.monotonic())
+    assert waiting.heard("key", 1) == "there"
+    waiting._service = Service(0.2)
+    assert waiting.heard("key", 2) == "there"
+
+
 @pytest.mark.parametrize("said", [{}, {1: "7"}, {0: "other"}])
 def test_silence_ends_it(heard, said):
     began_s = time.monotonic()
