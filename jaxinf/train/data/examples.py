@@ -17,14 +17,12 @@ from typing import Any, Literal, TypeAlias
 
 from jaxinf.documents import shown
 from jaxinf.train.data.errors import DataError, shown_names
+from jaxinf.train.data.labels import checked_label
 from jaxinf.train.data.records import PLAIN_TEXT, Record
 
 ExampleKind: TypeAlias = Literal["text", "dialogue", "labelled"]
 Text: TypeAlias = str | bytes
 Message: TypeAlias = Mapping[str, Any]
-
-MOST_LABELS = 1 << 31
-"""Classes that an int32 label can tell apart."""
 
 _OWN = ("text", "text_pair", "label", "prompt", "response", "messages", "tools")
 _ALPACA = ("instruction", "input", "output")
@@ -162,7 +160,7 @@ def _example_of(
         return Example(where, "dialogue", tuple(texts.values()), fields=said)
     if "label" not in values and len(texts) == 1:
         return Example(where, "text", tuple(texts.values()), fields=said)
-    label = _label(where, values.get("label"))
+    label = checked_label(values.get("label"), where)
     return Example(where, "labelled", tuple(texts.values()), label=label, fields=said)
 
 
@@ -225,16 +223,6 @@ def _text(where: str, name: str, value: Any) -> Text:
         found = "an empty one" if value in ("", b"") else f"a {type(value).__name__}"
         raise DataError(f"{where}: expected text in field {name!r}, found {found}")
     return value
-
-
-def _label(where: str, label: Any) -> int | str:
-    is_number = type(label) is int and 0 <= label < MOST_LABELS
-    if not is_number and not (isinstance(label, str) and label):
-        raise DataError(
-            f"{where}: expected a label of 0 or more, or a class's name, found "
-            f"{shown(label)}; number the classes from 0, all below {MOST_LABELS}"
-        )
-    return label
 
 
 def _messages(where: str, messages: Any) -> list[Message]:

@@ -10,14 +10,16 @@ Invariant: the parts have the same classes, and every label is one of them.
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from jaxinf.documents import shown
 from jaxinf.train.data.errors import DataError, optional_import, shown_names
-from jaxinf.train.data.examples import MOST_LABELS
 from jaxinf.train.data.files import by_split
 from jaxinf.train.data.images import Images, ImageShape, Picture
-from jaxinf.train.data.labels import num_classes, number_of_classes, numbered
+from jaxinf.train.data.labels import (
+    checked_label,
+    num_classes,
+    number_of_classes,
+    numbered,
+)
 from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.parts import TrainingData, digest_of
 from jaxinf.train.data.records import Record, is_saved_dataset, read_records
@@ -92,7 +94,9 @@ def _pictures(
             )
         if is_table:
             records = list(read_records(root, ("image", "label")))
-            labels = [_label(record) for record in records]
+            labels = [
+                checked_label(one.fields.get("label"), one.where) for one in records
+            ]
             number_of = number_of_classes(labels, str(root))
             has_names = any(str(name) != str(n) for name, n in number_of.items())
             own = [str(label) for label in number_of] if has_names else None
@@ -135,17 +139,6 @@ def _picture_file(path: Path, label: int) -> Picture:
         )
     identity = f"{label}/{path.name} {path.stat().st_size}"
     return Picture(str(path), path, label, hashlib.sha256(identity.encode()).digest())
-
-
-def _label(record: Record) -> int | str:
-    label: Any = record.fields.get("label")
-    is_number = type(label) is int and 0 <= label < MOST_LABELS
-    if not is_number and not (isinstance(label, str) and label):
-        raise DataError(
-            f"{record.where}: expected an integer label from 0 to {MOST_LABELS - 1}, "
-            f"or a class's name, found {shown(label)}"
-        )
-    return label
 
 
 def _picture_record(record: Record, label: int) -> Picture:

@@ -4,8 +4,27 @@ Invariant: a class has the same number in all parts of the data.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from jaxinf.documents import shown
 from jaxinf.train.data.errors import DataError, shown_names
+
+_MOST_LABELS = 1 << 31  # that an int32 can tell apart
+
+
+def checked_label(label: Any, where: str) -> int | str:
+    """Returns a label that is a number or a name.
+
+    Raises:
+      DataError: it is something else.
+    """
+    is_number = type(label) is int and 0 <= label < _MOST_LABELS
+    if not is_number and not (isinstance(label, str) and label):
+        raise DataError(
+            f"{where}: expected an integer label from 0 to {_MOST_LABELS - 1}, or a "
+            f"class's name, found {shown(label)}; number the classes from 0"
+        )
+    return label
 
 
 def number_of_classes(labels: Sequence[int | str], where: str) -> dict[int | str, int]:

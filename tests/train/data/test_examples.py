@@ -141,7 +141,7 @@ def test_pairs_in_some_records_only(order):
         ({"prompt": "a", "response": ""}, "field 'response', found an empty one"),
         ({"prompt": ["a"], "response": "b"}, "field 'prompt', found a list"),
         ({"": 1}, "expected a field 'text'.*found ''"),
-        ({"text": "a", "label": 2**31}, "classes from 0, all below 2147483648"),
+        ({"text": "a", "label": 2**31}, "label from 0 to 2147483647"),
         ({"text_pair": "a", "label": 1}, "a field 'text' beside 'text_pair'"),
         ({"text": "a", "text_pair": "", "label": 1}, "'text_pair', found an empty one"),
         ({"text": "a", "text_pair": "b"}, "or a class's name, found None"),
