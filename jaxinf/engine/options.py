@@ -33,6 +33,9 @@ AverageChoice: TypeAlias = Literal["fp32", "bf16", "none"]
 MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
 """Format of the master of bfloat16 params; see `jaxinf.engine.convert_store`."""
 
+LEAST_WORKERS, WORKERS_A_DRIVE = 4, 2
+"""Requests at the drives at once."""
+
 
 class StoreOptions:
     """The options of `jaxinf.open_store`. Checked on construction.
@@ -102,7 +105,7 @@ class StoreOptions:
 
     def workers_of(self, num_csds: int) -> int:
         """Returns the number of requests at the drives at once, beside the kernels."""
-        return max(4, 2 * num_csds)
+        return max(LEAST_WORKERS, WORKERS_A_DRIVE * num_csds)
 
     def _tier_bytes(self, tiers: Mapping[str, int | str]) -> tuple[int, int | None]:
         """Returns the host's, and the JAX device's or None if it is not given."""

@@ -11,16 +11,15 @@ from jaxinf.engine import division, options
 from jaxinf.layout import choose
 
 _CHUNK_ELEMENTS = choose.DEFAULT_CHUNK_ELEMENTS
-_WORKERS_OF = options.StoreOptions.workers_of
+_WORKERS = options.LEAST_WORKERS, options.WORKERS_A_DRIVE
 
 
 def reset(*, chunk_elements: int | None = None, num_workers: int | None = None) -> None:
     """Sets the longest chunk of new stores and the number of workers, or neither."""
     longest = chunk_elements or _CHUNK_ELEMENTS
     choose.DEFAULT_CHUNK_ELEMENTS = division.DEFAULT_CHUNK_ELEMENTS = longest
-    options.StoreOptions.workers_of = (  # type: ignore[method-assign]
-        _WORKERS_OF if num_workers is None else lambda *_: num_workers
-    )
+    workers = _WORKERS if num_workers is None else (num_workers, 0)
+    options.LEAST_WORKERS, options.WORKERS_A_DRIVE = workers
 
 
 def open_store(
