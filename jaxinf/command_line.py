@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
@@ -27,6 +28,24 @@ ByteSize = tyro.constructors.PrimitiveConstructorSpec[int](
 
 class UsageError(Exception):
     """The command line parses, but asks for something impossible; exit status 2."""
+
+
+def expand_home(path: Path, name: str) -> Path:
+    """Returns a path with ``~`` replaced.
+
+    Args:
+      name: the flag or command that it is given to, for the error.
+
+    Raises:
+      UsageError: there is no such user.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise UsageError(
+            f"{name} {path}: expected the home of a user, found no such user; give the "
+            "path in full"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

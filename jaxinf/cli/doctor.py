@@ -19,7 +19,7 @@ from jaxinf.cli.host import Problem, look_at_host
 from jaxinf.cli.place import Place, look_at_place
 from jaxinf.cli.probe import measure_machine
 from jaxinf.cli.terminal import facts_table, heading, show_progress
-from jaxinf.command_line import UsageError
+from jaxinf.command_line import UsageError, expand_home
 from jaxinf.csd.cards.runtime import has_runtime
 from jaxinf.csd.cards.sysfs import card_of, list_cards
 from jaxinf.errors import CsdError
@@ -40,19 +40,11 @@ def run(
     Raises:
       UsageError: the rates cannot be measured, or the file cannot be written.
     """
-    for given in (*paths, *([] if machine_file is None else [machine_file])):
-        try:
-            Path(given).expanduser()
-        except RuntimeError as error:
-            raise UsageError(
-                f"doctor: {given}: expected the home of a user, found no such user; "
-                "give the path in full"
-            ) from error
     if machine_file is not None:
-        _check_parent(machine_file.expanduser())
+        machine_file = expand_home(machine_file, "--json")
+        _check_parent(machine_file)
     places = []
-    for text in paths:
-        path = Path(text).expanduser().absolute()
+    for path in [expand_home(Path(one), "doctor").absolute() for one in paths]:
         with show_progress(f"measuring {printable(str(path))}") as progress:
             places.append(look_at_place(path, file_bytes, progress))
     rows, problems = look_at_host()
@@ -75,7 +67,7 @@ def run(
     style = "bold red" if verdict else "bold green"
     console.print(Text(f"\n{verdict or 'ready'}", style=style))
     if machine_file is not None and not verdict:
-        _write_machine(machine_file.expanduser(), places)
+        _write_machine(machine_file, places)
     return not verdict
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxinf_models import MODELS, abstract_params
 
-from jaxinf.command_line import UsageError, flags_of
+from jaxinf.command_line import UsageError, expand_home, flags_of
 from jaxinf.csd import parse_csd
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore
@@ -130,14 +130,8 @@ def _check_places(config: TrainConfig) -> None:
     for flag in flags_of(TrainConfig):
         value = getattr(config, flag.field.name)
         for path in value if isinstance(value, tuple) else (value,):
-            try:
-                if isinstance(path, Path):
-                    path.expanduser()
-            except RuntimeError as error:
-                raise UsageError(
-                    f"--{flag.name} {path}: expected the home of a user, found no such "
-                    "user; give the path in full"
-                ) from error
+            if isinstance(path, Path):
+                expand_home(path, f"--{flag.name}")
 
 
 def _check_ranges(config: TrainConfig) -> None:
