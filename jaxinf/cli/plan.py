@@ -83,13 +83,14 @@ def main(words: Sequence[str]) -> int:
         raise UsageError("--fit: not supported with --processes; leave one out")
     if rest and not rest[0].startswith("-"):
         rest = [_FILES.get(Path(rest[0]).suffix, "--from"), *rest]
-    config, batch = _loaded(config_of(rest, _PROG), own.processes)
+    given = config_of(rest, _PROG)
+    config, batch = _loaded(given, own.processes)
     if own.fit:
         with planning(make_console(sys.stderr)) as say:
             plans, refused = fit(config, batch, say=say)
         fits = bool(plans) and not plans[0].misfits
-        is_named = config_of(rest, _PROG).store is not None or config.store is None
-        line = _command(rest, plans[0].words, is_named) if fits else None
+        named = [] if given.store == config.store else ["--store", "STORE"]
+        line = _command([*rest, *plans[0].words, *named]) if fits else None
         found = f"the fastest that fits:\n  {line}" if fits else "nothing fits"
         text = "\n".join([*fit_table(plans), *refused, "", found])
         document: dict[str, Any] = {"best": line, "refused": [*refused]}
@@ -109,18 +110,12 @@ def main(words: Sequence[str]) -> int:
     return int(not fits)
 
 
-def _command(words: Sequence[str], changes: Sequence[str], is_named: bool) -> str:
-    """Returns the command line of a changed run, without ``--machine``.
-
-    Args:
-      is_named: whether the run names its store, or has none.
-    """
-    line = ["jaxinf", "train", *words, *changes]
+def _command(words: Sequence[str]) -> str:
+    """Returns the command line of a run, without ``--machine``."""
+    line = ["jaxinf", "train", *words]
     for n in reversed(range(len(line))):
         if line[n].partition("=")[0] == "--machine":
             del line[n : n + 1 + (line[n] == "--machine")]
-    if not is_named:
-        line += ["--store", "STORE"]
     return shlex.join(line)
 
 

@@ -318,6 +318,11 @@ _OF_THE_STORE += (
 def _check_processes(config: TrainConfig) -> None:
     """Refuses flags of several processes in one, and modes that need one process."""
     config.check_given("fsdp")
+    if config.distributed and config.dry_run:
+        raise UsageError(
+            "--dry-run: expected a run of one process; for N of them write jaxinf plan "
+            "--processes N with the other flags"
+        )
     if config.distributed and not config.steps:
         raise UsageError(
             "--distributed: --steps 0 runs in one process; leave --distributed out"

@@ -151,8 +151,8 @@ def _whole(
     num_processes: int,
 ) -> Count:
     """Adds programs, and what crosses the link, to what a store takes."""
-    params, updated = jax.tree.leaves(config.abstract[1]), _num_trained(config)
-    gradients = FLOAT32.itemsize * updated
+    params = jax.tree.leaves(config.abstract[1])
+    gradients = FLOAT32.itemsize * _num_trained(config)
     # Gradients, clipped gradients, updates; without clipping they are soon gone.
     programs = _num_bytes(params) + (3 if waits(config) else 1) * gradients
     operations = 0.0
@@ -166,7 +166,7 @@ def _whole(
         elsewhere = _num_bytes(divided) - _num_bytes(divided) // num_processes
         programs -= 2 * elsewhere  # params and gradients
     is_apart = device_bytes is not None
-    crosses = gradients if is_apart and config.mode == "update" else 0
+    crosses = FLOAT32.itemsize * made.updated if is_apart else 0
     return replace(
         made,
         host_bytes=made.host_bytes + (2 * crosses if is_apart else programs),
@@ -174,7 +174,7 @@ def _whole(
         up_bytes=crosses,
         down_bytes=crosses,
         operations=operations,
-        updated=0 if is_apart and config.mode == "memory" else updated,
+        updated=made.updated if is_apart else made.updated or _num_trained(config),
     )
 
 
@@ -213,22 +213,23 @@ def _moved(made: Count, config: TrainConfig, num_processes: int) -> Count:
             _moved_by(config, description, training.shape(description, member))
             for member in (members if num_processes > 1 else [None])
         ]
-    disk, read, written, host = (max(one) for one in zip(*of_each, strict=True))
+    disk, read, written, host, updated = map(max, zip(*of_each, strict=True))
     made = replace(made, disk_bytes=disk, read_bytes=read, written_bytes=written)
-    return replace(made, host_bytes=host)
+    return replace(made, host_bytes=host, updated=updated)
 
 
 def _moved_by(
     config: TrainConfig, description: StoreDescription, shape: StoreShape
-) -> tuple[int, int, int, int]:
-    """Returns bytes on disk, read, written, and of buffers."""
-    read = memory = 0
+) -> tuple[int, int, int, int, int]:
+    """Returns bytes on disk, read, written, and of buffers; and updated params."""
+    read = memory = updated = 0
     written = 0.0
     for number, leaf in enumerate(jax.tree.leaves(config.abstract[1])):
         has_params = can_take(shape, number, leaf.dtype)
         for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape):
             loads, stores = moved_states(description.leaves[number].kernel, layout)
             memory += layout.num_bytes
+            updated += layout.extents[0].num_elements if stores else 0
             if shape.stays(layout.subgroup):
                 every = 1.0
                 if shape.options.rewrites_steps:  # commits alone write them
@@ -238,7 +239,8 @@ def _moved_by(
             read += shape.file_bytes(layout, loads - ({0} if has_params else set()))
             written += shape.file_bytes(layout, stores)
     disk = sum(required_bytes(shape.directory).values())
-    return disk, read, round(written), min(config.buffer_bytes, memory)
+    buffers = min(config.buffer_bytes, memory)
+    return disk, read, round(written), buffers, updated
 
 
 @contextlib.contextmanager

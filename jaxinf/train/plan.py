@@ -236,8 +236,12 @@ def _helps(config: TrainConfig) -> Iterator[dict[str, Any]]:
 
 
 def _streamed(config: TrainConfig) -> dict[str, Any]:
-    memory = {} if config.memory else {"memory": _memory(config)}
-    return {"mode": "stream", **memory}
+    changes: dict[str, Any] = {"mode": "stream"}
+    if not config.memory:
+        changes["memory"] = _memory(config)
+    if config.store is None:
+        changes["store"] = Path("STORE")
+    return changes
 
 
 def _memory(config: TrainConfig) -> int:

@@ -111,16 +111,32 @@ def test_drives_share_what_a_step_moves(place, run_json):
     assert two == pytest.approx(one / 2)
 
 
-@pytest.mark.parametrize("words", [(), ("--mode", "memory"), ("--processes", 2)])
-def test_memory_that_is_too_small(place, run, run_json, words):
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ((), "what helps most: --state int8, which still does not fit"),
+        (("--mode", "memory"), "no setting helps"),
+        (("--processes", 2), ""),
+    ],
+)
+def test_memory_that_is_too_small(place, run, run_json, words, advice):
     few = machine(place, host_bytes=1000)
     found = run("plan", *SMALL, *few, *words)
     assert found.status == 1, found.err
     assert re.search(r"does not fit: the host needs .*, has 0.98 KiB", found.out)
-    assert ("what helps most" in found.out or "no setting helps" in found.out) == (
-        "--processes" not in words
-    )
+    assert advice in found.out
+    assert bool(advice) == ("helps" in found.out)
     assert run_json("plan", *SMALL, *few, *words, status=1)["fits"] is False
+
+
+def test_a_run_in_memory_that_does_not_fit_is_told_to_stream(place, run):
+    words = ("--preset", "nano", "--batch-size", 8, "--mode", "memory")
+    found = run("plan", *words, *machine(place, host_bytes=39e6))
+    assert found.status == 1, found.err
+    assert re.search(
+        r"helps most: --mode stream --memory \d+MiB --store STORE, which fits",
+        found.out,
+    )
 
 
 def test_a_disk_that_is_too_small(place, run, monkeypatch):
@@ -176,6 +192,7 @@ def test_fit_prints_a_table_and_a_command(place, run, run_json):
     assert "--fit" not in line
     found = run_json(*words)
     assert found["best"] == line
+    assert "STORE" not in line
     times = [one["plan"]["time"]["step_s"] for one in found["settings"] if one["plan"]]
     kept = times[: len(times) - 3]  # bits and clipping are not given up
     assert kept == sorted(kept)
@@ -198,7 +215,8 @@ def test_nothing_fits(place, run):
 def test_processes_take_a_share(place, run_json):
     whole = run_json("plan", *SMALL)["step"]
     share = run_json("plan", *SMALL, "--processes", 2)["step"]
-    assert 0.4 * whole["disk_bytes"] < share["disk_bytes"] < 0.7 * whole["disk_bytes"]
+    for name in ("disk_bytes", "updated"):
+        assert 0.4 * whole[name] < share[name] < 0.7 * whole[name]
     sharded = run_json("plan", *SMALL, "--processes", 2, "--fsdp")["step"]
     assert sharded["host_bytes"] < share["host_bytes"]
 

@@ -120,6 +120,7 @@ def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
         ((), "--store: expected a directory"),
         (("--store", "s", "--steps", -3), "at least 1, got -3; 0 imports what --from"),
         (("--store", "s", "--seq-len", 17), "--seq-len: expected at most 16"),
+        (("--store", "s", "--distributed", "--dry-run"), "jaxinf plan --processes N"),
         (("--store", "s", "--optimizer", "sgd"), "--learning-rate: expected"),
         (("--store", "s", "--momentum", "0.5"), "--momentum: expected with sgd"),
         (("--store", "s", "--optimizer", "adamix"), "did you mean"),
