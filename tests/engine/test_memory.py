@@ -1,6 +1,7 @@
 """State of any size passes through the budget, and needs no more memory."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,4 +35,5 @@ def test_the_cap_holds_a_greater_budget_back(tmp_path):
     """Shows that the test above can fail."""
     done = run(tmp_path, 160 * MIB)
     assert done.returncode != 0
+    assert re.search("MemoryError|allocate|std::bad_alloc|out of memory", done.stderr)
     assert not done.stdout
