@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from jaxinf.engine.divergence import (
+    FROM_STORE,
     INIT_WITH_OTHERS,
     RESTART,
     UPDATE,
@@ -47,18 +48,17 @@ _DISCARDED = (
 )
 
 AHEAD = (
-    "The store is ahead, and nothing is lost if you go on from it: params = "
-    "store.params(like=params), state = tx.init(params), and store.step is the number "
-    "of steps done. A step to come back to must be kept: call store.checkpoint("
-    "state=state) beside your program's own save, or open the store with keep_steps= "
-    "set to its interval. Or restore your checkpoint of a step that is here, "
-    f"{RESTART}, and restore none"
+    f"The store is ahead, and nothing is lost if you go on from it. {FROM_STORE}; "
+    "store.step is the number of steps done. A step to come back to must be kept: "
+    "call store.checkpoint(state=state) beside your program's own save, or open the "
+    "store with keep_steps= set to its interval. Or restore your checkpoint of a step "
+    f"that is here, {RESTART}, and restore none"
 )
 """The remedy where a program comes back to a step that was not kept."""
 
 BEHIND = (
-    "The store has not come so far: restore your checkpoint of a step that is here, or "
-    "go on from the store: params = store.params(like=params), state = tx.init(params)"
+    "The store has not come so far: restore your checkpoint of a step that is here. "
+    f"{FROM_STORE}"
 )
 """The remedy where the store lost steps, or is another one."""
 

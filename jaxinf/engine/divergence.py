@@ -25,6 +25,12 @@ RESTART = (
 )
 """A remedy in several messages."""
 
+FROM_STORE = (
+    "To go on from the store, open it again: params = store.params(like=params), state "
+    "= tx.init(params)"
+)
+"""Another one: an open store that has made steps refuses a second `init`."""
+
 
 def compare_chunk(
     directory: StoreDirectory,
@@ -140,8 +146,7 @@ def check_known(path: Path, step: int, origin: int) -> None:
     if origin == INIT_WITH_OTHERS:
         raise StoreMismatchError(
             f"{path}: update was given no params, and a state of init, which saw other "
-            f"params than the store holds of step {step}, or none. Take the store's "
-            "own, params = store.params(like=params) and state = tx.init(params), or "
+            f"params than the store holds of step {step}, or none. {FROM_STORE}; or "
             "restore params and state from one checkpoint, or give update the params "
             f"so that they can be compared, tx.update(grads, state, params), {RESTART}"
         )
@@ -154,15 +159,13 @@ def stale_state(path: Path, step: int, at: int) -> StaleStateError:
             f"{path}: the optimizer state given to update is of a step {step} that was "
             "given up: update was called again with the state before it, so the store "
             f"went back and made another step {at}. Go on with the params and the "
-            "state that the last call returned, or take the store's: params = "
-            "store.params(like=params) and state = tx.init(params)"
+            f"state that the last call returned. {FROM_STORE}"
         )
     return StaleStateError(
         f"{path}: the optimizer state given to update is of step {step}, the store is "
         f"at step {at}. Each call of update is a step of the store, also one "
         "whose results are thrown away (jitted.lower(…).compile() compiles without "
         "one); give each call the state that the last one returned, and each model a "
-        "store of its own (one store per init). To go on from the store, use params = "
-        "store.params(like=params) and state = tx.init(params), or open the checkpoint "
-        "of that step"
+        f"store of its own (one store per init). {FROM_STORE}; or open the "
+        "checkpoint of that step"
     )
