@@ -22,10 +22,10 @@ def kill(number):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def finish_or_die(steps, step, *arguments):
+def finish_or_die(steps, step, *arguments, **named):
     if step == 3 and style == "purejaxrl":  # its steps begin in one jit
         os.kill(os.getpid(), signal.SIGKILL)
-    return FINISH(steps, step, *arguments)
+    return FINISH(steps, step, *arguments, **named)
 
 
 StepEngine.finish = finish_or_die
