@@ -117,7 +117,7 @@ def test_fresh_params_never_train_on_an_old_state(how, open_store, place, kept, 
         said = [str(one.message) for one in caught]
         return found, any("update was given no params" in one for one in said)
 
-    said = r"no params, and a state of init.* of step 2, .*open it again: .*params\(like"
+    said = r"no params, and a state of init.* of step 2, .*open it again.*params\(like"
     refused(open_store, place, how, FRESH, said, gives=False)
     refused(open_store, place, how, FRESH, "the params are not those", gives=True)
     store, tx = opened(open_store)
