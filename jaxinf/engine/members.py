@@ -185,7 +185,7 @@ class Members:
             names = ", ".join(map(str, missing))
             raise ProcessError(
                 f"{self.path}: step {step}: expected all {self.count} processes to "
-                f"have it durable within {LIMIT_S:g} s, or to move bytes, found none "
+                f"have it durable within {LIMIT_S:g} s, or to work on it, found none "
                 f"of process {names}, which hangs, is stopped, or "
                 f"does something else; step {step} is not committed here. Look at that "
                 "process, end the run and start it again",
@@ -209,7 +209,8 @@ class Members:
         """Tells the others from time to time how far this process is, until it leaves.
 
         Args:
-          progress: a number that changes as long as the store moves bytes.
+          progress: a number that changes as long as the store moves bytes, or makes,
+            links, copies or flushes files.
         """
         service = self._service
         if service is None:

@@ -20,7 +20,7 @@ from jaxinf.engine.pipeline import TransferHandler
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.updaters import Assignment
-from jaxinf.io import ByteMeters, span
+from jaxinf.io import ByteMeters, file_progress, span
 from jaxinf.store import (
     COMMIT,
     CommitAction,
@@ -59,7 +59,7 @@ class StoreRun:
         health = StoreHealth(options.path)
         new_id = uuid.uuid4().hex
         exports, meters = Exports(options, members), ByteMeters()
-        members.report(lambda: hash(meters.snapshot()))
+        members.report(lambda: hash((meters.snapshot(), file_progress())))
         return cls(options, health, meters, new_id, members, exports)
 
 

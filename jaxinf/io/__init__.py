@@ -14,6 +14,7 @@ from jaxinf.io.beneath import (
 from jaxinf.io.buffers import Buffer, BufferPool
 from jaxinf.io.checksums import crc32c, crc32c_combine
 from jaxinf.io.direct import DirectIO, read_into, write_from
+from jaxinf.io.failures import file_progress
 from jaxinf.io.files import (
     allocate_file,
     fsync_directory,
@@ -42,6 +43,7 @@ __all__ = [
     "check_regular",
     "crc32c",
     "crc32c_combine",
+    "file_progress",
     "free_memory",
     "fsync_directory",
     "fsync_file",

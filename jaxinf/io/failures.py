@@ -4,7 +4,9 @@ Invariant: no `OSError` about a store's file leaves this package untranslated.
 """
 
 import errno
+import itertools
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,7 +76,30 @@ def translated(
     action: str, path: PathLikeStr, offset_bytes: int | None = None
 ) -> Iterator[None]:
     """Translates an `OSError` of the body into a `StoreError`."""
+    global _last_ended
+    call = next(_calls)
+    _under_way[call] = time.monotonic()
     try:
         yield
     except OSError as error:
         raise store_error(action, path, error, offset_bytes) from error
+    finally:
+        del _under_way[call]
+        _last_ended = call
+
+
+_LONGEST_S = 600.0  # so long one call counts as progress: a flush takes minutes
+_calls = itertools.count(1)
+_under_way: dict[int, float] = {}
+_last_ended = 0
+
+
+def file_progress() -> tuple[int, int]:
+    """Returns what changes as long as this process is at work on files.
+
+    Bytes have their own meters: this is for work that moves none, such as a flush, or
+    that nobody meters, such as making a store.
+    """
+    now_s = time.monotonic()
+    is_busy = any(now_s - s < _LONGEST_S for s in [*_under_way.values()])
+    return _last_ended, int(now_s) if is_busy else 0

@@ -2,12 +2,15 @@ import ctypes
 import errno
 import os
 import resource
+import threading
+import time
 
 import pytest
 
 from jaxinf.errors import StoreIOError, StoreSpaceError
 from jaxinf.io import (
     allocate_file,
+    file_progress,
     fsync_directory,
     fsync_file,
     sync_filesystem,
@@ -144,3 +147,21 @@ def test_sync_failures(tmp_path):
     for sync in (fsync_directory, sync_filesystem):
         with pytest.raises(StoreIOError, match="ENOTDIR"):
             sync(path)
+
+
+def test_a_long_flush_is_progress_and_idleness_is_none(memory_dir, monkeypatch):
+    idle = file_progress()
+    time.sleep(1.1)
+    assert file_progress() == idle
+    may_end, fsync = threading.Event(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (may_end.wait(60), fsync(fd)))
+    thread = threading.Thread(target=fsync_directory, args=(memory_dir,))
+    thread.start()
+    seen = {file_progress() for _ in range(30) if not time.sleep(0.1)}
+    monkeypatch.setattr("jaxinf.io.failures._LONGEST_S", 0.5)
+    stuck = {file_progress() for _ in range(15) if not time.sleep(0.1)}
+    may_end.set()
+    thread.join()
+    assert len(seen) > 1
+    assert len(stuck) == 1
+    assert file_progress() != idle
