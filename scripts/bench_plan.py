@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-MODEL = ["--preset", "small", "--batch-size", "1", "--seq-len", "32"]
+MODEL = ["--preset", "small", "--batch-size", "2", "--seq-len", "128"]
 STREAM = ["--mode", "stream", "--memory", "1536MiB"]
 NUM_FIRST = 3  # steps that compile and read anew
 
