@@ -21,6 +21,7 @@ from jaxinf.train.__main__ import config_of
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
+from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.help import check_names, help_of
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.optimizers import check_optimizer
@@ -32,6 +33,7 @@ from jaxinf.train.plan import (
     plan_text,
 )
 from jaxinf.train.progress import planning
+from jaxinf.train.report import say_config
 
 _PROG = "jaxinf plan"
 _FILES = {".toml": "--config", ".json": "--model-config", "": "--from"}
@@ -62,6 +64,15 @@ class Plan:
             "N",
         ),
     ] = 1
+    machine: Annotated[
+        Path | None,
+        option(
+            "Memory and rates of a machine, in a file that 'jaxinf doctor --json FILE' "
+            "wrote, or that you write (docs/training.md). By default this one, without "
+            "times.",
+            "FILE",
+        ),
+    ] = None
     json: Annotated[bool, option("Print one JSON document instead.")] = False
 
 
@@ -84,13 +95,18 @@ def main(words: Sequence[str]) -> int:
     if rest and not rest[0].startswith("-"):
         rest = [_FILES.get(Path(rest[0]).suffix, "--from"), *rest]
     given = config_of(rest, _PROG)
-    config, batch = _loaded(given, own.processes)
+    given = replace(given, machine=own.machine)
+    config, data, batch = _loaded(given, own.processes)
+    console = make_console(soft_wrap=True)
+    if not own.fit and not own.json:
+        say_config(console, config, data)
     if own.fit:
         with planning(make_console(sys.stderr)) as say:
             plans, refused = fit(config, batch, say=say)
         fits = bool(plans) and not plans[0].misfits
         named = [] if given.store == config.store else ["--store", "STORE"]
-        line = _command([*rest, *plans[0].words, *named]) if fits else None
+        words = ["jaxinf", "train", *rest]
+        line = shlex.join([*words, *plans[0].words, *named]) if fits else None
         found = f"the fastest that fits:\n  {line}" if fits else "nothing fits"
         text = "\n".join([*fit_table(plans), *refused, "", found])
         document: dict[str, Any] = {"best": line, "refused": [*refused]}
@@ -106,20 +122,13 @@ def main(words: Sequence[str]) -> int:
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
         text = printable(text, keep="\n")
-        make_console(soft_wrap=True).print(text, markup=False, highlight=False)
+        console.print(text, markup=False, highlight=False)
     return int(not fits)
 
 
-def _command(words: Sequence[str]) -> str:
-    """Returns the command line of a run, without ``--machine``."""
-    line = ["jaxinf", "train", *words]
-    for n in reversed(range(len(line))):
-        if line[n].partition("=")[0] == "--machine":
-            del line[n : n + 1 + (line[n] == "--machine")]
-    return shlex.join(line)
-
-
-def _loaded(config: TrainConfig, num_processes: int) -> tuple[TrainConfig, Batch]:
+def _loaded(
+    config: TrainConfig, num_processes: int
+) -> tuple[TrainConfig, TrainingData, Batch]:
     """Returns a run with what its data decides, and a batch, both of one process."""
     if config.store is None and config.mode != "memory":
         config = replace(config, store=Path("STORE"))
@@ -144,4 +153,4 @@ def _loaded(config: TrainConfig, num_processes: int) -> tuple[TrainConfig, Batch
     check_optimizer(config)
     config, data = load(config)
     batch = make_batches(config, data)[0]
-    return replace(config, fsdp=is_sharded), batch
+    return replace(config, fsdp=is_sharded), data, batch

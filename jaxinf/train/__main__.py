@@ -16,9 +16,9 @@ from jaxinf.command_line import UsageError, parse
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import printable
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.help import PROGRAM, check_names, help_of, started_as
+from jaxinf.train.help import PROGRAM, check_names, help_of, near, started_as
 from jaxinf.train.loop import train
-from jaxinf.train.run_file import read_run
+from jaxinf.train.run_file import kept_run, read_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,14 +53,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def config_of(words: Sequence[str], prog: str = PROGRAM) -> TrainConfig:
     """Returns the run that a command line asks for; its flags win over its file.
 
+    A command line that says no more than which store it goes on with has the run's own
+    file, in its log directory.
+
     Raises:
       UsageError: the file of --config cannot be read, or asks for what no run has.
     """
     config: TrainConfig = parse(TrainConfig, words, prog=prog)
-    if config.run_file is None:
+    file = config.run_file or kept_run(config)
+    if file is None:
         return config
-    held = read_run(config.run_file, given=config)
-    return parse(TrainConfig, words, prog=prog, default=held)
+    if config.run_file is None:
+        text = f"settings of the run, but for flags that are given: {near(file)}"
+        print(text, file=sys.stderr)
+    return parse(TrainConfig, words, prog=prog, default=read_run(file, given=config))
 
 
 def words_to_resume(words: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ Invariant: no combination of fields is ignored in silence.
 
 import dataclasses
 import math
+from collections.abc import Collection
 from pathlib import Path
 
 from jaxinf_models import MODELS, abstract_params
@@ -43,8 +44,7 @@ def check(config: TrainConfig) -> TrainConfig:
     _check_trained(config)
     _check_optimizer(config)
     _check_compression(config)
-    if config.average is None and config.eval_average:
-        raise UsageError("--eval-average: give --ema DECAY, which keeps an average")
+    _ = config.average  # refuses an --ema that does not parse
     _check_streaming(config)
     _check_exports(config)
     _check_processes(config)
@@ -53,12 +53,8 @@ def check(config: TrainConfig) -> TrainConfig:
     except ValueError as error:
         raise UsageError(f"--csd: {error}") from error
     if config.mode == "memory":
-        _check_memory_mode(config)
-    elif config.reference != "fused":
-        raise UsageError(
-            "--reference: --mode update has the bits of the split reference as it is; "
-            "leave it out, or give --mode memory"
-        )
+        why = "--mode memory keeps nothing on drives; leave it out, or give --mode "
+        _refuse(config, _OF_THE_STORE, f"{why}update")
     elif config.store is None:
         raise UsageError(
             "--store: expected a directory for the optimizer's state, got nothing; "
@@ -148,11 +144,9 @@ def _check_ranges(config: TrainConfig) -> None:
         ("eval_every", 0),
         ("checkpoint_every", 0),
         ("keep_last", 0),
-        ("keep_every", 0),
         ("export_every", 0),
         ("sample_bytes", 0),
         ("weight_decay", 0),
-        ("momentum", 0),
     ):
         value = getattr(config, name)
         if value is not None and not value >= least:
@@ -167,7 +161,11 @@ def _check_ranges(config: TrainConfig) -> None:
         )
     if config.seed >= 1 << 32:
         raise UsageError(f"--seed: expected less than 2**32, got {config.seed}")
-    for name in ("learning_rate", "weight_decay", "momentum"):
+    if config.epochs is not None and not 0 < config.epochs < math.inf:
+        raise UsageError(f"--epochs: expected more than 0, got {config.epochs}")
+    if config.epochs is not None:
+        _refuse(config, ("steps",), "--epochs says how long the run is; leave it out")
+    for name in ("learning_rate", "weight_decay"):
         if (getattr(config, name) or 0) == math.inf:
             raise UsageError(f"{_flag(name)}: expected a finite number, got inf")
     if config.learning_rate is not None and not config.learning_rate > 0:
@@ -217,15 +215,10 @@ def _check_model(config: TrainConfig) -> None:
 
 def _check_source(config: TrainConfig) -> None:
     """Refuses flags that contradict the config.json of --from or --model-config."""
-    given = f"--from {config.source}"
-    others = ["model", "preset", "model_file"]
-    if config.source is None:
-        given = f"--model-config {config.model_file}"
-        others.remove("model_file")
-    for field in dataclasses.fields(config):
-        if field.name in others and getattr(config, field.name) != field.default:
-            flag = _flag(field.name.replace("file", "config"))
-            raise UsageError(f"{flag}: {given} says which model it is; leave it out")
+    given, others = f"--model-config {config.model_file}", ("model", "preset")
+    if config.source is not None:
+        given, others = f"--from {config.source}", (*others, "model_file")
+    _refuse(config, others, f"{given} says which model it is; leave it out")
     if config.mode == "memory" and not config.steps:
         raise UsageError(
             "--steps 0: --mode memory has no store to import into; leave it out, or "
@@ -240,36 +233,23 @@ def _check_optimizer(config: TrainConfig) -> None:
             f"{config.optimizer}; leave it out, or, where the optimizer has it, give "
             f"--optimizer-args weight_decay={config.weight_decay:g}"
         )
-    if config.momentum is not None and config.optimizer != "sgd":
-        raise UsageError(
-            f"--momentum: expected with sgd, got --optimizer {config.optimizer}; leave "
-            "it out, or, where the optimizer has it, give --optimizer-args "
-            f"momentum={config.momentum:g}"
-        )
 
 
+_OF_THE_STORE = ("store", "elastic", "csd_root", "csd", "memory", "durability")
+_OF_THE_STORE += ("state_tier", "state", "master", "ema", "checkpoint_every")
+_OF_THE_STORE += ("keep_last", "export_every", "export_to", "restore")
 _OF_STREAMING = ("device_memory", "policy", "resident", "micro_batches", "order")
 _OF_STREAMING += ("replan", "deterministic", "device_updates")
-_NOT_STREAMED = ("reference",)
 
 
 def _check_streaming(config: TrainConfig) -> None:
-    """Refuses flags of --mode stream in other modes, and of others in it."""
-    is_streamed = config.mode == "stream"
-    for field in dataclasses.fields(config):
-        is_refused = field.name in (_NOT_STREAMED if is_streamed else _OF_STREAMING)
-        if is_refused and getattr(config, field.name) != field.default:
-            flag = _flag(f"no_{field.name}" if field.default is True else field.name)
-            raise UsageError(
-                f"{flag}: --mode {config.mode} does not have it; leave it out"
-                + ("" if is_streamed else ", or give --mode stream")
-            )
-    if not is_streamed:
+    """Refuses flags of --mode stream in other modes, and what it cannot do."""
+    if config.mode != "stream":
+        why = f"--mode {config.mode} does not have it; leave it out, or give "
+        why += "--mode stream"
+        _refuse(config, _OF_STREAMING, why)
         if config.state_tier is not None and config.state_tier.device is not None:
-            raise UsageError(
-                f"--state-tier device={config.state_tier.device}: --mode {config.mode} "
-                "does not have it; leave it out, or give --mode stream"
-            )
+            raise UsageError(f"--state-tier device={config.state_tier.device}: {why}")
         return
     if config.memory is None:
         raise UsageError(
@@ -292,37 +272,9 @@ def _check_streaming(config: TrainConfig) -> None:
         )
 
 
-_OF_THE_STORE = (
-    "store",
-    "elastic",
-    "csd_root",
-    "csd",
-    "memory",
-    "durability",
-)
-_OF_THE_STORE += (
-    "state_tier",
-    "state",
-    "master",
-    "ema",
-    "checkpoint_every",
-    "keep_last",
-    "keep_every",
-    "export_every",
-    "export_to",
-    "keep_best",
-    "restore",
-)
-
-
 def _check_processes(config: TrainConfig) -> None:
     """Refuses flags of several processes in one, and modes that need one process."""
     config.check_given("fsdp")
-    if config.distributed and config.dry_run:
-        raise UsageError(
-            "--dry-run: expected a run of one process; for N of them write jaxinf plan "
-            "--processes N with the other flags"
-        )
     if config.distributed and not config.steps:
         raise UsageError(
             "--distributed: --steps 0 runs in one process; leave --distributed out"
@@ -334,15 +286,12 @@ def _check_processes(config: TrainConfig) -> None:
         )
 
 
-def _check_memory_mode(config: TrainConfig) -> None:
-    """Refuses the flags of a store, which --mode memory does not have."""
+def _refuse(config: TrainConfig, names: Collection[str], why: str) -> None:
+    """Refuses fields that have another value than the default."""
     for field in dataclasses.fields(config):
-        is_of_store = field.name in _OF_THE_STORE
-        if is_of_store and getattr(config, field.name) != field.default:
-            raise UsageError(
-                f"{_flag(field.name)}: --mode memory keeps nothing on drives; leave "
-                "it out, or give --mode update"
-            )
+        if field.name in names and getattr(config, field.name) != field.default:
+            name = f"no_{field.name}" if field.default is True else field.name
+            raise UsageError(f"{_flag(name.replace('_file', '_config'))}: {why}")
 
 
 def _flag(name: str) -> str:

@@ -5,6 +5,7 @@ silence: `jaxinf.train.checks` refuses combinations without a meaning.
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -32,6 +33,7 @@ from jaxinf.train.options import (
     RunOptions,
     StoreOptions,
     StreamOptions,
+    spec,
 )
 from jaxinf.train.pretrained import ModelFiles
 from jaxinf.typing import JsonValue, PyTree
@@ -50,13 +52,18 @@ def _parse_eval_batches(text: str) -> EvalBatches:
     return int(text)
 
 
-_EVAL_BATCHES = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="{INT,all}",
-    instance_from_str=lambda words: _parse_eval_batches(words[0]),
-    is_instance=lambda value: isinstance(value, int | str | None),
-    str_from_instance=lambda value: ["none" if value is None else str(value)],
+_EVAL_BATCHES = spec(
+    "{INT,all}",
+    _parse_eval_batches,
+    lambda value: "none" if value is None else str(value),
 )
+
+
+def _parsed(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
+    try:
+        return None if text is None else parse(text)
+    except ValueError as error:
+        raise UsageError(f"--{flag} {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +142,6 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # Decoupled weight decay, for adamw and lion.
     weight_decay: Annotated[float | None, _shown("FACTOR", "0.1; 0 with --from")] = None
 
-    # Momentum of sgd; with 0 none is stored.
-    momentum: Annotated[float | None, _shown("FACTOR", "0.9")] = None
-
     # The learning rate after the warm-up: constant; falling as a cosine to a tenth at
     # --steps; falling linearly to 0 there; or wsd, constant until the last fifth of
     # --steps, in which it falls linearly to 0. Use constant if you may extend the run
@@ -172,11 +176,9 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # Keep a moving average of the params in the store, with this decay: 0.999. Options
     # may follow, separated by commas: start=N (begin at that step), every=N (average
     # every N steps), debias=true, form=bf16 (2 bytes a param, rounded stochastically).
-    # docs/integrations.md, "EMA of params", says how to read it.
+    # The run is evaluated by it, and samples from it. docs/integrations.md, "EMA of
+    # params", says how to read it.
     ema: Annotated[str | None, _shown("DECAY", "none")] = None
-
-    # With --ema: evaluate, sample and choose the best step by the average.
-    eval_average: bool = False
 
     # Seed of the initial params, the batches and the sample.
     seed: int = 0
@@ -197,7 +199,9 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
         Path | None, _shown("DIR", "STORE-log; runs/memory in --mode memory")
     ] = None
 
-    # Steps between evaluations on the held-out data; 0 is at the end only.
+    # Steps between evaluations on the held-out data; 0 is at the end only. The step of
+    # the lowest loss is kept as a checkpoint named best, which takes the space of one
+    # more copy of the state.
     eval_every: int = 0
 
     # Batches of the held-out data in an evaluation, always the same: a number, or all.
@@ -207,10 +211,6 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
         _shown("{INT,all}", "at most 64, fewer for a large model"),
     ] = None
 
-    # With --eval-every, keep the step of the lowest validation loss as a checkpoint
-    # named best. Like any checkpoint it takes the space of one more copy of the state.
-    keep_best: bool = True
-
     # Number of tokens to generate at the end; 0 is none.
     sample_bytes: Annotated[
         int | None, _shown("INT", "200, fewer where that would take long")
@@ -218,6 +218,12 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
 
     # What --from or --model-config names, as `check` has read it. No flag.
     files: Annotated[ModelFiles | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
+
+    # The number of classes, by the data. No flag.
+    num_labels: Annotated[int | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
+
+    # The machine's file that `jaxinf plan` is given. No flag.
+    machine: Annotated[Path | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
 
     @property
     def model_config(self) -> ModelConfig:
@@ -259,27 +265,18 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
 
     @property
     def compression(self) -> TopK | None:
-        """The compression that `compress` names.
-
-        Raises:
-          UsageError: `compress` does not parse.
-        """
-        try:
-            return None if self.compress is None else parse_compression(self.compress)
-        except ValueError as error:
-            raise UsageError(f"--compress {error}") from error
+        """The compression that `compress` names; a UsageError if it does not parse."""
+        return _parsed("compress", self.compress, parse_compression)
 
     @property
     def adapters(self) -> Lora | None:
-        """The adapters that `lora` names.
+        """The adapters that `lora` names; a UsageError if it does not parse."""
+        return _parsed("lora", self.lora, parse_lora)
 
-        Raises:
-          UsageError: `lora` does not parse.
-        """
-        try:
-            return None if self.lora is None else parse_lora(self.lora)
-        except ValueError as error:
-            raise UsageError(f"--lora {error}") from error
+    @property
+    def average(self) -> Average | None:
+        """The average that `ema` names; a UsageError if it does not parse."""
+        return _parsed(f"ema {self.ema}:", self.ema, parse_ema)
 
     @property
     def frozen(self) -> Frozen:
@@ -296,18 +293,6 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
         if self.adapters is not None:
             params = self.adapters.with_shapes(params)
         return graphdef, params
-
-    @property
-    def average(self) -> Average | None:
-        """The average that `ema` names.
-
-        Raises:
-          UsageError: `ema` does not parse.
-        """
-        try:
-            return None if self.ema is None else parse_ema(self.ema)
-        except ValueError as error:
-            raise UsageError(f"--ema {self.ema}: {error}") from error
 
     @property
     def buffer_bytes(self) -> int:
@@ -329,7 +314,7 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
         return {n: _plain(getattr(self, n)) for n in names if n not in _NOT_OF_RUNS}
 
 
-_NOT_OF_RUNS = ("files", "run_file", "write_config", "dry_run", "machine", "trace")
+_NOT_OF_RUNS = ("files", "run_file", "machine", "trace")
 
 
 def _plain(value: object) -> JsonValue:

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxinf_models import Scores, generate_by, next_token, num_params, score
 
-from jaxinf.train.backend import Backend
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, one_epoch
-from jaxinf.train.data.parts import TrainingData
+from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.entropy import bigram_entropy, unigram_entropy
 from jaxinf.train.lora import model_of
+from jaxinf.train.opening import Backend
 from jaxinf.typing import PyTree
 
 # Params x tokens: nano evaluates 64 batches of 512, some 2 s on two cores.
@@ -74,7 +74,7 @@ class Evaluator:
         def draw(params: PyTree, inputs: Any) -> Any:
             return next_token(model_of(graphdef, params), inputs)
 
-        average = config.eval_average
+        average = config.ema is not None
         self._score = backend.function(scores, average=average)
         self._draw = backend.function(draw, average=average)
         self._batches = one_epoch(

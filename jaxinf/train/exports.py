@@ -7,8 +7,6 @@ from rich.console import Console
 
 from jaxinf.engine import Store
 from jaxinf.terminal import format_bytes
-from jaxinf.train.backend import Backend
-from jaxinf.train.on_store import KeptInStore
 
 _FAILED = 3  # the exit status of a complete run
 
@@ -20,9 +18,8 @@ class ExportsOfRun:
       console: where exported steps are said; the store logs the others.
     """
 
-    def __init__(self, backend: Backend, console: Console) -> None:
-        self._store = backend.store if isinstance(backend, KeptInStore) else None
-        self._console = console
+    def __init__(self, store: Store | None, console: Console) -> None:
+        self._store, self._console = store, console
         self._num_said = 0
 
     def say_new(self) -> None:

@@ -26,17 +26,17 @@ _COMMON = (
 ).split()
 
 _GROUPS = {
-    "run": "config write-config dry-run machine store steps seed mode nonfinite dtype",
+    "run": "config store steps epochs seed mode nonfinite dtype",
     "data": "data validation validation-fraction tokenizer fields loss-on "
-    "mask-rate num-labels batch-size seq-len",
+    "mask-rate batch-size seq-len",
     "model": "model preset model-config from task freeze lora param-dtype",
-    "optimizer": "optimizer optimizer-args learning-rate weight-decay momentum "
-    "schedule warmup-steps clip-norm compress ema eval-average reference",
+    "optimizer": "optimizer optimizer-args learning-rate weight-decay "
+    "schedule warmup-steps clip-norm compress ema",
     "memory and drives": "memory device-memory csd-root csd state master "
     "state-tier resident policy micro-batches order device-updates replan "
     "deterministic",
-    "commits and checkpoints": "durability checkpoint-every keep-last keep-every "
-    "keep-best restore export-every export-to",
+    "commits and checkpoints": "durability checkpoint-every keep-last restore "
+    "export-every export-to",
     "several processes": "distributed coordinator num-processes process-id elastic "
     "fsdp",
     "output": "log-dir eval-every eval-batches sample-bytes tensorboard wandb trace",
@@ -44,8 +44,7 @@ _GROUPS = {
 
 _OTHER_NAMES = {
     "lr base-lr": "write --learning-rate",
-    "epochs num-epochs num-train-epochs max-epochs": "write --steps, which counts "
-    "batches: rows of the data x epochs / --batch-size",
+    "num-epochs num-train-epochs max-epochs": "write --epochs",
     "max-steps num-steps num-train-steps max-iters iterations": "write --steps",
     "gradient-accumulation-steps grad-accum accumulate-grad-batches": "write --mode "
     "stream --micro-batches N, the parts of a --batch-size, or an optimizer in "
@@ -62,6 +61,9 @@ _OTHER_NAMES = {
     "max-seq-length max-seq-len max-length block-size context-length": "write "
     "--seq-len",
     "optim": "write --optimizer",
+    "momentum": "write --optimizer-args momentum=0.9",
+    "dry-run": "write jaxinf plan with the other flags",
+    "num-labels": "leave it out: the classes of the data are counted",
     "adam-beta1 adam-beta2 adam-epsilon": "write --optimizer-args b1=0.9 b2=0.999 "
     "eps=1e-8",
     "lr-scheduler-type lr-scheduler scheduler": "write --schedule",

@@ -1,6 +1,7 @@
 """Plain optax with all state in memory: the baseline.
 
-Invariant: non-finite gradients have the effect that they have in the other modes.
+Invariant: non-finite gradients have the effect that they have in the other modes, and
+losses are the other modes' to the bit, since no jit computes an update and adds it.
 """
 
 import functools
@@ -14,20 +15,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf.compress import sparsify
 from jaxinf.errors import NonFiniteGradientError
-from jaxinf.train.backend import NO_TRAFFIC, Costs
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.freezing import with_zeros
+from jaxinf.train.metrics import NO_TRAFFIC, Costs
 from jaxinf.train.optimizers import make_clipping
 from jaxinf.train.pretrained import held_params, is_deferred
 from jaxinf.train.processes import placed
-from jaxinf.train.step import TrainStep, compile_train_step
+from jaxinf.train.step import TrainStep, compile_step_of
 from jaxinf.typing import JsonValue, PyTree
+
+_skip = functools.partial(optax.apply_if_finite, max_consecutive_errors=2**31 - 1)
 
 
 class _WatchState(NamedTuple):
-    """State of `_watch`."""
-
     num_nonfinite: jax.Array
     inner: Any
 
@@ -35,21 +36,18 @@ class _WatchState(NamedTuple):
 class InMemory:
     """Plain optax, which treats non-finite gradients like `smart_update`."""
 
+    store = None
     needs_all = False
 
     def __init__(
         self, config: TrainConfig, optimizer: optax.GradientTransformation
     ) -> None:
-        self._config = config
-        self._is_error = config.nonfinite == "error"
+        self._config, self._is_error = config, config.nonfinite == "error"
         if config.compression is not None:
             sparse = sparsify(config.compression)
             optimizer = optax.chain(make_clipping(config), sparse, optimizer)
         tx = _watch(optimizer) if self._is_error else _skip(optimizer)
         self._tx = with_zeros(tx) if config.frozen else tx
-
-    def committed(self) -> JsonValue:
-        return None
 
     def init(
         self,
@@ -60,22 +58,11 @@ class InMemory:
     ) -> tuple[Any, Any]:
         params = placed(new_params(), like)
         params = held_params(params) if is_deferred(params) else params
-        return params, jax.jit(self._tx.init, out_shardings=_beside(params, self._tx))(
-            params
-        )
+        init = jax.jit(self._tx.init, out_shardings=_beside(params, self._tx))
+        return params, init(params)
 
-    def compile_step(
-        self, graphdef: Any, params: PyTree, state: Any, batch: Batch
-    ) -> TrainStep:
-        return compile_train_step(
-            graphdef,
-            self._tx,
-            self._config.reference,
-            *(params, state, batch),
-            task=self._config.task_name,
-            is_clipped=self._config.clip_norm > 0,
-            frozen=self._config.frozen,
-        )
+    def compile_step(self, graphdef: Any, *example: Any) -> TrainStep:
+        return compile_step_of(self._config, graphdef, self._tx, "split", *example)
 
     def function(
         self, fn: Callable[[PyTree, Any], Any], *, average: bool = False
@@ -84,9 +71,6 @@ class InMemory:
 
     def average(self, params: PyTree, state: Any) -> PyTree:
         raise AssertionError("check refuses --ema in memory")
-
-    def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
-        """See `Backend`: does nothing."""
 
     def costs(self, state: Any, *, is_skipped: bool) -> Costs:
         return lambda: NO_TRAFFIC
@@ -102,23 +86,11 @@ class InMemory:
             )
         return 0
 
-    def checkpoint(self, state: Any, *, keep_last: int, keep_every: int) -> str | None:
-        """See `Backend`: keeps none."""
-
-    def checkpoint_steps(self) -> dict[str, int]:
-        return {}
-
     def committed_step(self, state: Any) -> int:
         return 0
 
-    def replace_checkpoint(self, state: Any, name: str) -> bool:
-        return False
-
-    def raise_failure(self) -> None:
-        """See `Backend`: does nothing."""
-
     def close(self) -> None:
-        """See `Backend`."""
+        """Does nothing."""
 
 
 def _beside(params: PyTree, tx: optax.GradientTransformation) -> Any:
@@ -150,6 +122,3 @@ def _watch(tx: optax.GradientTransformation) -> optax.GradientTransformation:
         return updates, _WatchState(num_nonfinite, inner)
 
     return optax.GradientTransformation(init, update)
-
-
-_skip = functools.partial(optax.apply_if_finite, max_consecutive_errors=2**31 - 1)

@@ -4,16 +4,16 @@ Invariant: data that the model cannot learn from is refused before a store is ma
 """
 
 import dataclasses
+import math
 
 import jax
 
 from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.image_files import load_images
-from jaxinf.train.data.images import ImageShape
+from jaxinf.train.data.images import ImageShape, load_images
 from jaxinf.train.data.loader import Batches
-from jaxinf.train.data.parts import TrainingData
+from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.data.texts import load_texts
 from jaxinf.train.data.tokenizer import tokenizer_in
 
@@ -24,8 +24,8 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
     """Reads a run's data (blocks).
 
     Returns:
-      The config, with the data's number of classes, the tokenizer, and the length of
-      rows, and the data.
+      The config, with the data's number of classes, the tokenizer, the length of rows,
+      and the steps of its epochs; and the data.
 
     Raises:
       UsageError: the data is empty, malformed, or unsuitable for this model.
@@ -41,6 +41,9 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
     _check_vocabulary(config, data)
     if data.num_labels is not None:
         config = dataclasses.replace(config, num_labels=data.num_labels)
+    if config.epochs is not None:
+        steps = math.ceil(config.epochs * len(data.train) / config.batch_size)
+        config = dataclasses.replace(config, steps=steps)
     return dataclasses.replace(config, seq_len=data.seq_len or None), data
 
 

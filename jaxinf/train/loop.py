@@ -25,12 +25,11 @@ from rich.console import Console
 
 from jaxinf.command_line import UsageError
 from jaxinf.terminal import make_console
-from jaxinf.train.backend import Backend
-from jaxinf.train.best import Best, evaluation_line
+from jaxinf.train.checkpoints import Best, evaluation_line, keep_step
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches
-from jaxinf.train.data.parts import TrainingData
+from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, num_tokens
 from jaxinf.train.exports import ExportsOfRun
 from jaxinf.train.freezing import check_source
@@ -38,13 +37,11 @@ from jaxinf.train.loading import load, make_batches
 from jaxinf.train.lora import Lora, with_new
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine
 from jaxinf.train.on_store import OnStore
-from jaxinf.train.opening import open_backend
+from jaxinf.train.opening import Backend, open_backend
 from jaxinf.train.optimizers import check_optimizer, make_optimizer
-from jaxinf.train.plan import plan_run, plan_text
 from jaxinf.train.pretrained import deferred_params
-from jaxinf.train.processes import Processes, start
+from jaxinf.train.processes import Processes, SumLog, start
 from jaxinf.train.progress import Progress
-from jaxinf.train.recorder import Recorder
 from jaxinf.train.report import (
     describe,
     say_config,
@@ -53,7 +50,7 @@ from jaxinf.train.report import (
     say_stopped,
 )
 from jaxinf.train.resume import Identity, first_payload
-from jaxinf.train.run_file import text_of_run, write_run
+from jaxinf.train.run_file import text_of_run
 from jaxinf.train.schedules import learning_rates, resolved_settings
 from jaxinf.train.signals import StopRequest
 from jaxinf.train.step import TrainStep
@@ -86,10 +83,6 @@ def train(
     check_optimizer(config)
     check_trackers(config)
     console = console or make_console(soft_wrap=True)
-    if config.write_config is not None:
-        write_run(config, config.write_config)
-        console.print(f"wrote {config.write_config}; nothing was trained")
-        return 0
     run_file = text_of_run(config)
     processes = start(config)
     console = processes.console(console)
@@ -101,11 +94,6 @@ def train(
         config, data = load(config)
     batches = make_batches(config, data)
     say_config(console, config, data)
-    if config.dry_run:
-        plan = plan_run(config, batches[0])
-        text = plan_text(plan, batches[0])
-        console.print(text, markup=False, highlight=False)
-        return int(plan.excess > 1)
     with (
         contextlib.closing(
             open_backend(config, make_optimizer(config), processes)
@@ -122,8 +110,8 @@ def train(
             return signal_number and 128 + signal_number
         found, params = run.evaluate(), processes.local(run.evaluated)
         if processes.is_first or backend.needs_all:
-            say_evaluation(console, found, run.evaluator, params)
-        say_results(console, config, backend)
+            say_evaluation(console, config, found, run.evaluator, params)
+        say_results(console, config, backend.store)
         return run.exports.end()
 
 
@@ -135,7 +123,7 @@ def _import(config: TrainConfig, console: Console) -> None:
     config = dataclasses.replace(config, memory=config.buffer_bytes - aside_bytes)
     with contextlib.closing(open_backend(config, make_optimizer(config))) as backend:
         assert isinstance(backend, OnStore)
-        if backend.committed() is not None:
+        if backend.store.step:
             raise UsageError(
                 f"--steps 0: {config.store} is at step {backend.store.step} already; "
                 "give a --store that is new"
@@ -181,7 +169,7 @@ def _check_log_dir(logs: Path) -> None:
 
 
 def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:
-    """Writes config.json and config.toml, or those of a resumed run beside them.
+    """Writes config.json and config.toml; those of the run so far stay beside them.
 
     Args:
       config: the run with what its data and its process have decided.
@@ -198,10 +186,8 @@ def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:
     texts = {"json": json.dumps(document, indent=1) + "\n", "toml": run_file}
     for kind, text in texts.items():
         path = config.logs / f"config.{kind}"
-        if path.exists() and step:
-            path = config.logs / f"config.{step}.{kind}"
-        elif path.exists():
-            path.replace(config.logs / f"config.previous.{kind}")
+        if path.exists():
+            path.replace(config.logs / f"config.{step or 'previous'}.{kind}")
         path.write_text(text, encoding="utf-8")
 
 
@@ -242,9 +228,10 @@ class _Run:
         return Evaluator(self._config, self._data, self._graphdef, self._backend)
 
     def _first_step(self) -> int:
-        payload = self._backend.committed()
-        if payload is None:
+        store = self._backend.store
+        if store is None or not store.step:
             return 0
+        payload = store.payload or {}
         step = self._identity.resume_step(payload, self._batches)
         self._console.print(f"resuming at step {step}")
         for change in self._identity.changes(payload):
@@ -255,16 +242,15 @@ class _Run:
         logs = self._config.logs
         logs.mkdir(parents=True, exist_ok=True)
         self._validation = JsonLines(logs / "validation.jsonl", self.step)
-        self._trackers = Trackers(self._config)
+        trackers, self._sums = Trackers(self._config), None
         if self._config.distributed:
             self._metrics = MetricsLog(logs, self.step)
+            self._sums = SumLog(self._processes, logs.parent, self.step, trackers)
         else:
-            begin, wrote = self._trackers.begin, self._trackers.wrote
-            self._metrics = MetricsLog(logs, self.step, begin, wrote)
-        self._timer = StepTimer(self._config, self.step)
-        self._sums = self._processes.sums(logs, self.step, self._trackers)
-        self._best = Best(self._backend, logs / "validation.jsonl")
-        self.exports = ExportsOfRun(self._backend, self._console)
+            self._metrics = MetricsLog(logs, self.step, trackers.begin, trackers.send)
+        self._trackers, self._timer = trackers, StepTimer(self._config, self.step)
+        self._best = Best(self._backend.store, logs / "validation.jsonl")
+        self.exports = ExportsOfRun(self._backend.store, self._console)
 
     def go(self) -> int:
         """Trains until the last step, or until a signal; returns its number or 0."""
@@ -280,17 +266,19 @@ class _Run:
         with (
             contextlib.closing(coming),
             Progress(self._console, first=first, last=last, unit=unit) as progress,
-            Recorder(self._metrics, progress, self._sums) as recorder,
+            self._metrics.recording(functools.partial(self._complete, progress)),
             StopRequest(self._say_stopping) as stop,
         ):
             while self.step < last and not (stopped := self._stops(stop)):
-                self._one_step(train_step, next(coming), recorder)
+                progress.step(self._one_step(train_step, next(coming)))
                 self.exports.say_new()
                 if self._is_checkpoint_due():
                     self._keep()
                 if self._is_eval_due():
                     found = self.evaluate()
-                    self._console.print(f"step {self.step}: {describe(found)}")
+                    self._console.print(
+                        f"step {self.step}: {describe(self._config, found)}"
+                    )
         return stopped
 
     def _stops(self, stop: StopRequest) -> int:
@@ -310,19 +298,25 @@ class _Run:
         self._console.print(f"compiled in {time.monotonic() - started_s:.1f} s")
         return compiled
 
-    def _one_step(
-        self, train_step: TrainStep, batch: Batch, recorder: Recorder
-    ) -> None:
-        shard = self._batches.shard
-        position = self._identity.position(self.step + 1, batch, shard)
-        self._backend.announce(self._state, position)
+    def _complete(self, progress: Progress, line: StepLine) -> None:
+        if self._sums is not None:
+            self._sums.write(line)
+        progress.costs(line)
+
+    def _one_step(self, train_step: TrainStep, batch: Batch) -> StepLine:
+        store = self._backend.store
+        if store is not None:
+            coming = self._backend.committed_step(self._state) + 1
+            shard = self._batches.shard
+            store.annotate(coming, self._identity.position(self.step + 1, batch, shard))
         try:
             with self._timer.step(self.step + 1):
                 self.params, self._state, (loss, norm) = jax.block_until_ready(
                     train_step(self.params, self._state, self._processes.batch(batch))
                 )
         except jax.errors.JaxRuntimeError:
-            self._backend.raise_failure()
+            if store is not None:
+                store.check()  # raises what stopped it, without JAX's wrapping
             raise
         self.step += 1
         rate = self._learning_rate(self._num_updates)
@@ -335,8 +329,9 @@ class _Run:
             **self._timer.fields(),
         )
         costs = self._backend.costs(self._state, is_skipped=is_skipped)
-        recorder.add(line, costs)
+        self._metrics.add(line, costs)
         self._timer.ended(costs)
+        return line
 
     def _note_skipped(self) -> bool:
         before, self._num_skipped = (
@@ -358,11 +353,11 @@ class _Run:
         return every > 0 and (self.step % every == 0 or is_last)
 
     def _keep(self) -> None:
+        assert self._backend.store is not None, "check refuses it in memory"
         self._timer.forget()
-        name = self._backend.checkpoint(
-            self._state,
-            keep_last=self._config.keep_last,
-            keep_every=self._config.keep_every,
+        step = self._backend.committed_step(self._state)
+        name = keep_step(
+            *(self._backend.store, self._state, step), keep_last=self._config.keep_last
         )
         if name is not None:
             self._console.print(f"step {self.step}: checkpoint {name}")
@@ -373,8 +368,8 @@ class _Run:
 
     @property
     def evaluated(self) -> PyTree:
-        """The params to evaluate: their average with --eval-average."""
-        if self._config.eval_average:
+        """The params to evaluate: their average with --ema."""
+        if self._config.ema is not None:
             return self._backend.average(self.params, self._state)
         return self.params
 
@@ -394,9 +389,9 @@ class _Run:
             committed = self._backend.committed_step(self._state)
             line = evaluation_line(self.step, committed, found)
             self._validation.write(self.step, line)
-            self._trackers.evaluated(self.step, json.loads(line))
-            is_kept = self._config.eval_every and self._config.keep_best
-            if is_kept and self._best.offer(self._state, found.loss):
+            self._trackers.send(json.loads(line), "held_out/")
+            is_offered = self._config.eval_every > 0
+            if is_offered and self._best.offer(self._state, found.loss):
                 self._console.print(f"step {self.step}: checkpoint best")
         return found
 

@@ -14,9 +14,16 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from jaxinf.io import ByteCounts
 from jaxinf.io.failures import translated
+
+Costs: TypeAlias = Callable[[], dict[str, Any]]
+"""Blocks until a step is durable, then returns the fields of its `StepLine` that only
+the store knows."""
+
+NO_TRAFFIC: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(ByteCounts)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +150,7 @@ class MetricsLog:
       log_dir: the log directory; made if it does not exist.
       step: the last committed step; the file is continued after it.
       begin: called with the file and its last step, before a line is written.
+      wrote: called with each line that is written.
     """
 
     def __init__(
@@ -150,9 +158,10 @@ class MetricsLog:
         log_dir: Path,
         step: int,
         begin: Callable[[Path, int], None] = lambda path, step: None,
-        wrote: Callable[[StepLine], None] = lambda _: None,
+        wrote: Callable[[Mapping[str, Any]], None] = lambda _: None,
     ) -> None:
         self._wrote = wrote
+        self._held: tuple[StepLine, Costs] | None = None
         log_dir.mkdir(parents=True, exist_ok=True)
         self._last = log_dir / "metrics.last.json"
         path = log_dir / "metrics.jsonl"
@@ -170,17 +179,51 @@ class MetricsLog:
             is_waiting = waiting is not None and waiting.step == number
             self.write(waiting if waiting and is_waiting else StepLine(number))
 
+    @contextlib.contextmanager
+    def recording(self, complete: Callable[[StepLine], None]) -> Iterator[None]:
+        """Completes the last line at the end, if its step is durable.
+
+        Args:
+          complete: called with each line once its step's costs are known.
+        """
+        self._complete = complete
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # whose cause is the first
+                self._settle()
+            raise
+        self._settle()
+
+    def add(self, line: StepLine, costs: Costs) -> None:
+        """Takes a step with its results; its commit may still be in flight.
+
+        Args:
+          costs: returns the traffic; blocks at most until the next step's end.
+        """
+        self._write_held()
+        self._held = line, costs
+        self.hold(line)
+
+    def _write_held(self) -> None:
+        if self._held is None:
+            return
+        (line, costs), self._held = self._held, None
+        line = line.with_costs(costs())
+        self.write(line)
+        self._complete(line)
+
+    def _settle(self) -> None:
+        self._write_held()
+        self._last.unlink(missing_ok=True)
+
     def hold(self, line: StepLine) -> None:
         """Keeps the line of a step that is still being committed."""
         self._last.write_text(line.to_json())
 
     def write(self, line: StepLine) -> None:
         self._lines.write(line.step, line.to_json())
-        self._wrote(line)
-
-    def settle(self) -> None:
-        """Forgets the held line, which has been written."""
-        self._last.unlink(missing_ok=True)
+        self._wrote(dataclasses.asdict(line))
 
     def close(self) -> None:
         """Closes the file; a line still held is written when the run is resumed."""

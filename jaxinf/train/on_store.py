@@ -3,7 +3,6 @@
 Invariant: a new run's params are compared with a store's before its first step.
 """
 
-import abc
 import contextlib
 import dataclasses
 import functools
@@ -19,12 +18,12 @@ from jaxinf.errors import StoreMismatchError
 from jaxinf.exchange import keep_tokenizer, tokenizer_files
 from jaxinf.optimizer import SmartUpdateState
 from jaxinf.store import required_bytes
-from jaxinf.train.backend import NO_TRAFFIC, Costs
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
+from jaxinf.train.metrics import NO_TRAFFIC, Costs
 from jaxinf.train.pretrained import describe_architecture, is_deferred
 from jaxinf.train.processes import placed
-from jaxinf.train.step import Boundaries, TrainStep, compile_train_step
+from jaxinf.train.step import TrainStep, compile_step_of
 from jaxinf.typing import JsonValue, PyTree
 
 
@@ -37,54 +36,41 @@ def refused_as_usage() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-class KeptInStore(abc.ABC):
+class KeptInStore:
     """A backend whose run is kept in a store."""
-
-    needs_all = False
 
     def __init__(self, config: TrainConfig, store: Store) -> None:
         self._config = config
         self.store = store
 
-    def committed(self) -> JsonValue:
-        if self.store.step == 0:
-            return None
-        return self.store.payload or {}
+    @contextlib.contextmanager
+    def _beginning(self, first: Mapping[str, JsonValue]) -> Iterator[None]:
+        """Annotates a new store, which the body makes, and keeps its tokenizer there.
 
-    @abc.abstractmethod
-    def committed_step(self, state: Any) -> int:
-        """See `Backend`."""
-
-    def _note_new(self, first: Mapping[str, JsonValue]) -> None:
-        """Annotates a new store; compares the model with that of an existing one."""
-        if not self.store.exists:
-            self.store.annotate(0, first)
-        else:
-            self._check_model(first["architecture"])
-
-    def _check_model(self, ours: JsonValue) -> None:
-        """Refuses another model than a store of step 0 was made with."""
-        held = self.store.payload
-        theirs = held.get("architecture") if isinstance(held, Mapping) else None
-        if theirs in (None, ours):
-            return
-        raise StoreMismatchError(
-            f"{self.store.path}: the store was made with "
-            f"{describe_architecture(theirs)}, this command has "
-            f"{describe_architecture(ours)}; give the --from, the "
-            "--model-config, or the --model, --preset, --task and --lora that made it, "
-            "or another --store"
-        )
-
-    def _tokenizer_files(self) -> dict[str, bytes]:
+        Raises:
+          StoreMismatchError: another model than a store of step 0 was made with.
+        """
         tokenizer, weights = self._config.tokenizer, self._config.source
-        return tokenizer_files(
+        files = tokenizer_files(
             tokenizer=tokenizer and tokenizer.expanduser(),
             weights=weights and weights.expanduser(),
         )
-
-    def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
-        self.store.annotate(self.committed_step(state) + 1, position)
+        held = self.store.payload if self.store.exists else None
+        theirs = held.get("architecture") if isinstance(held, Mapping) else None
+        ours = first["architecture"]
+        if not self.store.exists:
+            self.store.annotate(0, first)
+        elif theirs not in (None, ours):
+            raise StoreMismatchError(
+                f"{self.store.path}: the store was made with "
+                f"{describe_architecture(theirs)}, this command has "
+                f"{describe_architecture(ours)}; give the --from, the --model-config, "
+                "or the --model, --preset, --task and --lora that made it, or another "
+                "--store"
+            )
+        with refused_as_usage():
+            yield
+        keep_tokenizer(self.store.path, files)
 
     def _costs_of(self, step: int) -> dict[str, Any]:
         metrics = self.store.metrics_of(step)
@@ -104,40 +90,15 @@ class KeptInStore(abc.ABC):
     def _drive_bytes(self) -> int:
         return sum(required_bytes(self.store._training.opened.directory).values())
 
-    def checkpoint(self, state: Any, *, keep_last: int, keep_every: int) -> str | None:
-        name = str(self.committed_step(state))
-        self.store.wait(state)
-        held = next((c for c in self.store.checkpoints() if c.name == name), None)
-        if held is not None:
-            if held.committed_at == self.store.committed_at:
-                return None
-            self.store.remove_checkpoint(name)  # of steps given up by a restore
-        self.store.checkpoint(name, state=state)
-        self.store.prune_checkpoints(keep_last=keep_last, keep_every=keep_every)
-        return name
-
-    def checkpoint_steps(self) -> dict[str, int]:
-        if not self.store.exists:
-            return {}
-        return {held.name: held.step for held in self.store.checkpoints()}
-
-    def replace_checkpoint(self, state: Any, name: str) -> bool:
-        self.store.wait(state)
-        if name in self.checkpoint_steps():
-            self.store.remove_checkpoint(name)
-        self.store.checkpoint(name, state=state)
-        return True
-
-    def raise_failure(self) -> None:
-        self.store.check()
-
     def close(self) -> None:
-        """See `Backend`."""
+        """Finishes work in flight and releases all resources."""
         self.store.close()
 
 
 class OnStore(KeptInStore):
     """Only the optimizer's state is in the store; params are in memory, too."""
+
+    needs_all = False
 
     def __init__(
         self,
@@ -164,26 +125,17 @@ class OnStore(KeptInStore):
 
     def begin(self, params: PyTree, first: Mapping[str, JsonValue]) -> SmartUpdateState:
         """Makes the store of new params, or compares them with those of its step 0."""
-        files = self._tokenizer_files()
-        self._note_new(first)
-        with refused_as_usage():
+        with self._beginning(first):
             state = self._tx.init(params)
-        keep_tokenizer(self.store.path, files)
         assert isinstance(state, SmartUpdateState)
         return state
 
-    def compile_step(
-        self, graphdef: Any, params: PyTree, state: Any, batch: Batch
-    ) -> TrainStep:
-        return compile_train_step(
-            graphdef,
-            self._tx,
-            self._boundaries,
-            *(params, state, batch),
-            task=self._config.task_name,
-            is_clipped=self._config.clip_norm > 0,
-            frozen=self._config.frozen,
-        )
+    def compile_step(self, graphdef: Any, *example: Any) -> TrainStep:
+        # With clipping, updates wait for all gradients in any case, so a separate jit
+        # costs almost nothing. Compression needs finished gradients, too.
+        needs_all = self._config.clip_norm or self._config.compress
+        boundaries = "halves" if needs_all else "fused"
+        return compile_step_of(self._config, graphdef, self._tx, boundaries, *example)
 
     def function(
         self, fn: Callable[[PyTree, Any], Any], *, average: bool = False
@@ -192,16 +144,6 @@ class OnStore(KeptInStore):
 
     def average(self, params: PyTree, state: Any) -> PyTree:
         return self.store.params(params, state=state, average=True)
-
-    @property
-    def _boundaries(self) -> Boundaries:
-        """The fewest jits that have the reference's bits near storage.
-
-        With clipping, updates wait for all gradients in any case, so a separate jit for
-        the gradients costs almost nothing. Compression needs finished gradients, too.
-        """
-        needs_all = self._config.clip_norm or self._config.compress
-        return "halves" if needs_all else "fused"
 
     def costs(self, state: SmartUpdateState, *, is_skipped: bool) -> Costs:
         if is_skipped:

@@ -3,6 +3,8 @@
 Invariant: nothing is written to a store here.
 """
 
+from typing import TypeAlias
+
 import jax
 import optax
 from jax.sharding import SingleDeviceSharding
@@ -18,12 +20,20 @@ from jaxinf.train.optimizers import behind_clipping
 from jaxinf.train.processes import Processes
 from jaxinf.train.streamed import Streamed
 
+Backend: TypeAlias = OnStore | Streamed | InMemory
+"""The modes, with the few operations that the training loop needs of each.
+
+Where `needs_all`, a function of the params runs in all processes together. `init`
+returns params and optimizer state of the resumed run or new ones: both None if neither
+is ever in memory as a whole.
+"""
+
 
 def open_backend(
     config: TrainConfig,
     optimizer: optax.GradientTransformation,
     processes: Processes | None = None,
-) -> OnStore | Streamed | InMemory:
+) -> Backend:
     """Makes the backend of the config's mode; opens the store without writing to it.
 
     Args:

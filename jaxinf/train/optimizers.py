@@ -102,7 +102,9 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
       UsageError: there is no such optimizer, or it has no such arguments.
     """
     chosen = _find(config.optimizer)
-    options = _flags(config) | _parse_all(config, chosen)
+    options = _defaults(config) | _parse_all(config, chosen)
+    if config.optimizer == "sgd":  # with 0 none is stored
+        options["momentum"] = options["momentum"] or None
     parameters = inspect.signature(chosen).parameters
     missing = [
         f"{name}=…"
@@ -165,15 +167,12 @@ def _find(name: str) -> Callable[..., optax.GradientTransformation]:
     )
 
 
-def _flags(config: TrainConfig) -> dict[str, Any]:
+def _defaults(config: TrainConfig) -> dict[str, Any]:
     """Returns options with a flag or default of ours; `check` restricts the flags."""
     decay = weight_decay(config)
     if decay is not None:
         return {"weight_decay": decay}
-    if config.optimizer == "sgd":
-        momentum = _MOMENTUM if config.momentum is None else config.momentum
-        return {"momentum": momentum or None}
-    return {}
+    return {"momentum": _MOMENTUM} if config.optimizer == "sgd" else {}
 
 
 def _rate(config: TrainConfig, parameter: inspect.Parameter) -> Any:
@@ -208,8 +207,8 @@ def _parse_all(config: TrainConfig, chosen: Callable[..., Any]) -> dict[str, Any
                 f"--optimizer-args {word}: {config.optimizer} has no {key}; it has "
                 f"{', '.join(names)}"
             )
-        has_flag = key in ("weight_decay", "momentum")
-        if key in options or (has_flag and getattr(config, key) is not None):
+        has_flag = key == "weight_decay" and config.weight_decay is not None
+        if key in options or has_flag:
             raise UsageError(f"--optimizer-args {word}: {key} is given twice")
         options[key] = _parse(word, text, parameters[key])
     return options

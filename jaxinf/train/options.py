@@ -4,9 +4,9 @@ Invariant: a field exists only if it works.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -16,7 +16,21 @@ from jaxinf.streaming import DeviceUpdates, Order, Policy
 from jaxinf.terminal import parse_bytes
 from jaxinf.train.data.options import shown as _shown
 
-ReferenceName: TypeAlias = Literal["fused", "split"]
+
+def spec(
+    metavar: str,
+    parse: Callable[[str], Any],
+    say: Callable[[Any], str] = str,
+    **more: Any,
+) -> Any:
+    """Returns how tyro reads and writes a value that is one word."""
+    return tyro.constructors.PrimitiveConstructorSpec(
+        metavar=metavar,
+        instance_from_str=lambda words: parse(words[0] if words else ""),
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [say(value)],
+        **{"nargs": 1, **more},
+    )
 
 
 def _parse_durability(text: str) -> Durability:
@@ -25,15 +39,6 @@ def _parse_durability(text: str) -> Durability:
     if not text.isdecimal() or not int(text):
         raise ValueError(f"{text!r}: expected step, checkpoint, or a number of steps")
     return int(text)
-
-
-_DURABILITY = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="{step,INT,checkpoint}",
-    instance_from_str=lambda words: _parse_durability(words[0]),
-    is_instance=lambda value: isinstance(value, int | str),
-    str_from_instance=lambda value: [str(value)],
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +80,6 @@ def _shown_tier(tier: StateTier | None) -> str:
     return ",".join(f"{name}={size}" for name, size in tier.sizes.items())
 
 
-def _parse_memory(text: str) -> int | None:
-    return None if text.lower() == "none" else parse_bytes(text)
-
-
-_MEMORY = dataclasses.replace(
-    ByteSize, instance_from_str=lambda words: _parse_memory(words[0])
-)
-"""Bytes, or none, which takes back what a run's file says."""
-
-
 def _parse_device_updates(text: str) -> DeviceUpdates:
     words: dict[str, DeviceUpdates] = {"kept": None, "none": 0, "auto": "auto"}
     if text not in words and not text.isdecimal():
@@ -95,44 +90,39 @@ def _parse_device_updates(text: str) -> DeviceUpdates:
     return words[text] if text in words else int(text)
 
 
-_DEVICE_UPDATES = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="{INT,auto,none,kept}",
-    instance_from_str=lambda words: _parse_device_updates(words[0]),
-    is_instance=lambda value: isinstance(value, int | str | None),
-    str_from_instance=lambda value: ["kept" if value is None else str(value)],
-)
-
-
-_STATE_TIER = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="host=BYTES,device=BYTES",
-    instance_from_str=lambda words: _parse_state_tier(words[0]),
-    is_instance=lambda value: isinstance(value, StateTier | None),
-    str_from_instance=lambda value: [_shown_tier(value)],
-)
-
-
-def _parse_trace(words: Sequence[str]) -> tuple[int, int]:
-    if not words:
+def _parse_trace(text: str) -> tuple[int, int]:
+    if not text:
         return 0, 0
-    first, _, last = words[0].partition(":")
+    first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
-        raise ValueError(f"{words[0]!r}: expected FIRST:LAST, such as 10:12")
+        raise ValueError(f"{text!r}: expected FIRST:LAST, such as 10:12")
     if int(last) - int(first) >= MOST_TRACED:
-        raise ValueError(f"{words[0]!r}: expected at most {MOST_TRACED} steps")
+        raise ValueError(f"{text!r}: expected at most {MOST_TRACED} steps")
     return int(first), int(last)
 
 
 MOST_TRACED = 100
 """Steps in a trace, whose spans are kept in memory."""
 
-_TRACE = tyro.constructors.PrimitiveConstructorSpec(
+# None takes back what a run's file says.
+_MEMORY = dataclasses.replace(
+    ByteSize,
+    instance_from_str=lambda words: (
+        None if words[0].lower() == "none" else parse_bytes(words[0])
+    ),
+)
+_DURABILITY = spec("{step,INT,checkpoint}", _parse_durability)
+_DEVICE_UPDATES = spec(
+    "{INT,auto,none,kept}",
+    _parse_device_updates,
+    lambda value: "kept" if value is None else str(value),
+)
+_STATE_TIER = spec("host=BYTES,device=BYTES", _parse_state_tier, _shown_tier)
+_TRACE = spec(
+    "[FIRST:LAST]",
+    _parse_trace,
+    lambda value: f"{value[0]}:{value[1]}" if value else "none",
     nargs=(0, 1),
-    metavar="[FIRST:LAST]",
-    instance_from_str=_parse_trace,
-    is_instance=lambda value: isinstance(value, tuple | None),
-    str_from_instance=lambda value: [f"{value[0]}:{value[1]}"] if value else ["none"],
 )
 
 
@@ -148,17 +138,6 @@ class RunOptions:
             name="config", metavar="FILE", help_behavior_hint="(default: none)"
         ),
     ] = None
-
-    # Write the run, as its flags and --config have it, to a new file, and stop.
-    write_config: Annotated[Path | None, _shown("FILE", "none: train")] = None
-
-    # Count what the run takes in memory, on drives and, with --machine, in time, and
-    # stop. Nothing is written. The exit status is 1 if it does not fit.
-    dry_run: bool = False
-
-    # For --dry-run: memory and rates of a machine, in a file that "jaxinf doctor --json
-    # FILE" wrote, or that you write (docs/training.md).
-    machine: Annotated[Path | None, _shown("FILE", "this one; no times")] = None
 
     # Record what each thread, drive and JAX device does in steps FIRST to LAST, by
     # default three early ones, as LOG_DIR/trace.json, which ui.perfetto.dev opens.
@@ -179,6 +158,9 @@ class RunOptions:
     # Train up to this number of batches in all, including those of earlier runs.
     steps: int = 1000
 
+    # Train on each row of the data so many times, in place of --steps.
+    epochs: Annotated[float | None, _shown("NUMBER", "by --steps")] = None
+
     # update: the optimizer's state is in the store and is updated beside the drive.
     # stream: params, too, are in the store, and pass through --memory bytes; for models
     # larger than memory. memory: plain optax with all state in memory, and nothing is
@@ -191,11 +173,6 @@ class RunOptions:
     memory: Annotated[
         int | None, _MEMORY, _shown("BYTES", "512MiB; --mode stream needs it")
     ] = None
-
-    # For --mode memory. fused: one jit for the whole step, the fastest. split: three
-    # jits, for loss and gradients, the optimizer's update, and the addition; its losses
-    # are those of --mode update to the bit (adamw, adam, sgd, lion, adagrad, on CPU).
-    reference: ReferenceName = "fused"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,9 +220,6 @@ class StoreOptions:
 
     # The number of latest checkpoints to keep; 0 keeps all.
     keep_last: int = 3
-
-    # Also keep checkpoints whose step is a multiple of this; 0 is none.
-    keep_every: int = 0
 
     # Steps between exports to --export-to, beside training; 0 is none. A step that is
     # due while an earlier one is under way is skipped. If an export fails, training

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -185,27 +185,19 @@ class Processes:
             self._service.put(own, f"{step} {number}")
         return 0
 
-    def sum_of(self, line: StepLine) -> StepLine | None:
-        """Returns the line of all processes, in the first one; None in the others."""
+    def lines_of(self, line: StepLine) -> list[Mapping[str, Any]]:
+        """Returns the lines of all processes, in the first one; none in the others."""
         assert self._service is not None
         service, folder = self._service, f"jaxinf/train-lines/{line.step}"
         service.put(f"{folder}/{service.process}", line.to_json())
         if service.process:
-            return None
+            return []
         texts = [
             service.get(f"{folder}/{number}", _TIMEOUT_S)
             for number in range(service.num_processes)
         ]
         service.remove(folder)
-        lines = [json.loads(text) for text in texts if text is not None]
-        sums = {name: _summed([one[name] for one in lines]) for name in _SUMMED}
-        return dataclasses.replace(line, stream=None, **sums)
-
-    def sums(self, logs: Path, step: int, trackers: Trackers) -> "SumLog | None":
-        """Makes the log of sums beside the logs of the processes; None if alone."""
-        if self._service is None:
-            return None
-        return SumLog(self, logs.parent, step, trackers)
+        return [json.loads(text) for text in texts if text is not None]
 
 
 class SumLog:
@@ -222,10 +214,14 @@ class SumLog:
 
     def write(self, line: StepLine) -> None:
         """Takes this process's line of a step; all processes call it."""
-        found = self._processes.sum_of(line)
-        if found is not None and self._lines is not None:
-            self._lines.write(found.step, found.to_json())
-            self._trackers.wrote(found)
+        found = self._processes.lines_of(line)
+        if self._lines is None:
+            return
+        values = {name: [one[name] for one in found] for name in _SUMMED}
+        sums = {name: None if None in v else sum(v) for name, v in values.items()}
+        line = dataclasses.replace(line, stream=None, **sums)
+        self._lines.write(line.step, line.to_json())
+        self._trackers.send(dataclasses.asdict(line))
 
     def close(self) -> None:
         """Closes the file."""
@@ -335,7 +331,3 @@ def _await(address: str) -> None:
                     "its host's name as the others reach it"
                 ) from error
         time.sleep(0.2)
-
-
-def _summed(values: list[Any]) -> Any:
-    return None if None in values else sum(values)

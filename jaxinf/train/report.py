@@ -11,19 +11,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jax
 from jaxinf_models import num_params
 from rich.console import Console
 
 from jaxinf.engine import Store
 from jaxinf.terminal import format_bytes, printable
-from jaxinf.train.backend import Backend
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.parts import TrainingData
+from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, TextEntropy
+from jaxinf.train.freezing import trained
 from jaxinf.train.help import installed, near
 from jaxinf.train.memory import peak_rss_bytes
 from jaxinf.train.metrics import read_lines
-from jaxinf.train.on_store import KeptInStore
 from jaxinf.train.schedules import (
     num_warmup_steps,
     peak_learning_rate,
@@ -55,9 +55,12 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
         f"task    {config.task_name}\n"
         f"data    {source}: {data.description}\n"
         f"{notes}"
-        f"steps   {config.steps} of {batch}, seed {config.seed}\n"
+        f"steps   {config.steps} of {batch}, seed {config.seed}: "
+        f"{config.steps * config.batch_size / len(data.train):.3g} epochs of "
+        f"{len(data.train):,} rows\n"
         f"rate    {_rate_line(config)}\n"
         f"{_compression_line(config)}"
+        f"{_trained_line(config)}"
         f"state   in {place}; logs in {config.logs}"
     )
 
@@ -67,6 +70,8 @@ def _rate_line(config: TrainConfig) -> str:
     decay, num_warmup = weight_decay(config), num_warmup_steps(config)
     line = f"{config.optimizer}, learning rate {peak_learning_rate(config):g}, "
     line += f"{config.schedule} after {num_warmup} steps of warm-up"
+    if num_warmup > config.steps / 10:
+        line += " (more than a tenth of the run)"
     if decay is not None:
         line += f", weight decay {decay:g}"
     given = (config.learning_rate, config.warmup_steps)
@@ -75,6 +80,13 @@ def _rate_line(config: TrainConfig) -> str:
     if config.source is None or given.count(None) < len(given):
         return line
     return f"{line} (defaults for fine-tuning)"
+
+
+def _trained_line(config: TrainConfig) -> str:
+    if not config.frozen:
+        return ""
+    leaves = jax.tree.leaves(trained(config.frozen, config.abstract[1]))
+    return f"train   {sum(leaf.size for leaf in leaves):,} params; others stay\n"
 
 
 def _compression_line(config: TrainConfig) -> str:
@@ -88,10 +100,14 @@ def _compression_line(config: TrainConfig) -> str:
 
 
 def say_evaluation(
-    console: Console, found: Evaluation, evaluator: Evaluator, params: PyTree
+    console: Console,
+    config: TrainConfig,
+    found: Evaluation,
+    evaluator: Evaluator,
+    params: PyTree,
 ) -> None:
     """Prints the final losses and a sample."""
-    console.print(describe(found))
+    console.print(describe(config, found))
     entropy = evaluator.text_entropy()
     if entropy is not None:
         console.print(_judgement(found, entropy))
@@ -101,21 +117,21 @@ def say_evaluation(
         console.print(f"\nsample, after {prompt!r}:\n{text}\n")
 
 
-def say_results(console: Console, config: TrainConfig, backend: Backend) -> None:
+def say_results(console: Console, config: TrainConfig, store: Store | None) -> None:
     """Prints what was found, and the paths of the results."""
     lines = [*read_lines(config.logs / "metrics.jsonl")]
     console.print("\n".join(_costs(lines)), markup=False, highlight=False)
     console.print(_picture(lines))
     jaxinf, logs = installed("jaxinf"), near(config.logs)
-    if isinstance(backend, KeptInStore):
-        path = backend.store.path
+    if store is not None:
+        path = store.path
         array = min(path.glob("current/*/zarr.json")).parent.name
         url = f"{path.as_uri()}/current/{array}/|zarr3:"
         opened = f"ts.open('{url}').result()"
         code = f"import tensorstore as ts; print({opened}.read().result())"
         console.print(
-            f"store   {path}: step {backend.store.step}, "
-            f"{format_bytes(_store_bytes(backend.store))} on disk; to look inside:\n"
+            f"store   {path}: step {store.step}, "
+            f"{format_bytes(_store_bytes(store))} on disk; to look inside:\n"
             f"  {jaxinf} inspect {near(path)}\n"
             f'  {installed(Path(sys.executable).name)} -c "{code}"'
         )
@@ -193,12 +209,12 @@ def say_stopped(console: Console, config: TrainConfig, step: int, command: str) 
     )
 
 
-def describe(found: Evaluation) -> str:
+def describe(config: TrainConfig, found: Evaluation) -> str:
     """Formats an evaluation as one line."""
-    return (
-        f"validation loss {found.loss:.3f}, perplexity {found.perplexity:,.2f}, "
-        f"{100 * found.accuracy:.1f} % right"
-    )
+    text = f"validation loss {found.loss:.3f}, "
+    if config.task_name != "classification":
+        text += f"perplexity {found.perplexity:,.2f}, "
+    return f"{text}{100 * found.accuracy:.1f} % right"
 
 
 def _shown(text: bytes) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from jaxinf.errors import StoreMismatchError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches, batch_checksum
-from jaxinf.train.data.parts import TrainingData
+from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.lora import ALPHA
 from jaxinf.train.pretrained import architecture_of
 from jaxinf.train.schedules import resolved_settings
@@ -27,7 +27,7 @@ _FIXED += ("lora",)
 # Of runs that do not say it.
 _BEFORE: Mapping[str, JsonValue] = {"freeze": [], "lora": None}
 # Settings that a user may change in a run; a change is reported.
-_FREE = ("learning_rate", "weight_decay", "momentum", "schedule", "warmup_steps")
+_FREE = ("learning_rate", "weight_decay", "schedule", "warmup_steps")
 _FREE += ("clip_norm", "nonfinite", "optimizer_args")
 
 

@@ -25,10 +25,23 @@ from jaxinf.terminal import exact_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.typing import JsonValue
 
-NOT_IN_FILES = (*("config", "write-config", "restore", "dry-run", "machine", "trace"),)
+NOT_IN_FILES = ("config", "restore", "trace")
 """Flags of one start of a run, not of the run."""
 
 _MOST_BYTES = 1 << 20
+
+
+def kept_run(config: TrainConfig) -> Path | None:
+    """Returns the file that a store's run has kept, unless `config` says what it is."""
+    default = TrainConfig()
+    names = ("data", "validation", "tokenizer", "model", "preset", "model_file")
+    names += ("source", "task", "batch_size", "seq_len", "optimizer", "lora", "freeze")
+    if any(getattr(config, name) != getattr(default, name) for name in names):
+        return None
+    if config.store is None or not (config.store.expanduser() / "current").exists():
+        return None
+    path = config.logs / "config.toml"
+    return path if path.is_file() else None
 
 
 def read_run(path: Path, *, given: TrainConfig | None = None) -> TrainConfig:
@@ -60,6 +73,9 @@ def read_run(path: Path, *, given: TrainConfig | None = None) -> TrainConfig:
             f"--config {path}: expected a run's settings, found\n  {listed}"
         )
     if given is not None:
+        for one, other in (("steps", "epochs"), ("epochs", "steps")):
+            if getattr(given, one) != getattr(TrainConfig(), one):
+                values.pop(other, None)
         # A repeated flag would be added to the default's list.
         values = {
             name: value
@@ -167,22 +183,6 @@ def text_of_run(config: TrainConfig) -> str:
             mark, text = "# ", f"{text!a} is not UTF-8; give --{flag.name}"
         lines.append(f"{mark}{flag.name} = {text}".rstrip())
     return "\n".join(lines) + "\n"
-
-
-def write_run(config: TrainConfig, path: Path) -> None:
-    """Writes a run to a new file.
-
-    Raises:
-      UsageError: there is something at the path, or it cannot be written.
-    """
-    try:
-        with open(os.path.expanduser(path), "x", encoding="utf-8") as file:
-            file.write(text_of_run(config))
-    except OSError as error:
-        raise UsageError(
-            f"--write-config {path}: expected a place for a new file, found: "
-            f"{error.strerror}; name another"
-        ) from error
 
 
 def _plain(flag: Flag, value: Any) -> JsonValue:

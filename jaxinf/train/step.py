@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 from jaxinf_models import TaskName, score
 
+from jaxinf.train.config import TrainConfig
 from jaxinf.train.freezing import Frozen, trained, without_gradients
 from jaxinf.train.lora import model_of
 from jaxinf.typing import PyTree
@@ -117,6 +118,22 @@ def compile_train_step(
         return params, state, (value, norm)
 
     return run
+
+
+def compile_step_of(
+    config: TrainConfig,
+    graphdef: Any,
+    tx: optax.GradientTransformation,
+    boundaries: Boundaries,
+    *example: Any,
+) -> TrainStep:
+    """Compiles the step of a run."""
+    return compile_train_step(
+        *(graphdef, tx, boundaries, *example),
+        task=config.task_name,
+        is_clipped=config.clip_norm > 0,
+        frozen=config.frozen,
+    )
 
 
 def _updated(params: PyTree, updates: PyTree) -> PyTree:

@@ -1,22 +1,28 @@
 """A step, measured: its time, what was busy in it, and on demand each piece of work.
 
 Invariant: what is busy counts from the end of the step before, so a commit that goes on
-counts for the step after. Evaluations and checkpoints count for none.
+counts for the step after. Evaluations and checkpoints count for none. A trace holds
+whole steps, up to the end of the last one's commit, and is in memory until then.
 """
 
 import contextlib
+import json
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxinf.io import timeline
+import jax
+
+from jaxinf.io import timeline, write_bytes_atomically
 from jaxinf.io.spans import Busy
-from jaxinf.train.backend import Costs
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.memory import device_bytes, rss_bytes
-from jaxinf.train.trace import NUM_BEFORE, TraceRecorder
+from jaxinf.train.metrics import Costs
+from jaxinf.train.trace import Sample, TracedStep, trace_document
 
-_NUM_TRACED = 3
+_NUM_BEFORE, _NUM_TRACED = 2, 3  # steps that compile and read anew come first
+_SAMPLE_S = 0.02
 
 
 class StepTimer:
@@ -27,14 +33,16 @@ class StepTimer:
     """
 
     def __init__(self, config: TrainConfig, step: int) -> None:
-        self._trace: TraceRecorder | None = None
-        if config.trace is not None:
-            first, last = config.trace
-            if not first:
-                first, last = step + NUM_BEFORE + 1, step + NUM_BEFORE + _NUM_TRACED
-                first = min(first, config.steps)
-            last = min(last, config.steps)
-            self._trace = TraceRecorder(config.logs / "trace.json", first, last)
+        first, last = config.trace or (0, 0)
+        if config.trace is not None and not first:
+            first = min(step + _NUM_BEFORE + 1, config.steps)
+            last = step + _NUM_BEFORE + _NUM_TRACED
+        self._first, self._last = first, min(last, config.steps)
+        self._path = config.logs / "trace.json"
+        self._traced: list[TracedStep] = []
+        self._samples: list[Sample] = []
+        self._is_over = threading.Event()
+        self._sampler: threading.Thread | None = None
         self._step_s = self._busy_s = 0.0
         self._since_s: float | None = None
         self._busy = Busy({}, {})
@@ -42,14 +50,21 @@ class StepTimer:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
+        """Measures the body, and records it if it is one of the steps to trace."""
         if self._since_s is None:
             timeline.take_busy()
             self._since_s = time.monotonic()
-        trace = self._trace
-        tracing = contextlib.nullcontext() if trace is None else trace.step(number)
-        began_s = time.monotonic()
-        with tracing:
+        is_traced = self._first <= number <= self._last
+        if is_traced and self._sampler is None:
+            self._start_trace()
+        began_s, at_s = time.monotonic(), time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            if is_traced:
+                mark = jax.profiler.StepTraceAnnotation("step", step_num=number)
+                stack.enter_context(mark)
             yield
+        if is_traced:
+            self._traced.append(TracedStep(number, at_s, time.perf_counter()))
         ended_s = time.monotonic()
         self._step_s, self._busy_s = ended_s - began_s, ended_s - self._since_s
         self._busy, self._since_s = timeline.take_busy(), ended_s
@@ -78,11 +93,37 @@ class StepTimer:
         }
 
     def ended(self, costs: Costs) -> None:
-        """Called after each step with its costs; see `TraceRecorder.ended`."""
-        if self._trace is not None:
-            self._trace.ended(costs)
+        """Called after each step; after the last traced one it blocks for its commit.
+
+        Then it writes the trace.
+        """
+        if self._traced and self._traced[-1].number >= self._last:
+            if not self._is_over.is_set():
+                costs()
+            self.close()
 
     def close(self) -> None:
-        """Writes a trace that a run has ended in."""
-        if self._trace is not None:
-            self._trace.close()
+        """Writes what was traced and is not written."""
+        if self._sampler is None or self._is_over.is_set():
+            return
+        self._is_over.set()
+        self._sampler.join()
+        document = trace_document(timeline.stop(), self._traced, self._samples)
+        write_bytes_atomically(self._path, json.dumps(document).encode())
+
+    def _start_trace(self) -> None:
+        self._sampler = threading.Thread(
+            target=self._sample, name="jaxinf-trace", daemon=True
+        )
+        self._sampler.start()
+        timeline.start(annotate=jax.profiler.TraceAnnotation)
+
+    def _sample(self) -> None:
+        """Notes the memory now and then."""
+        is_over = False
+        while not is_over:
+            counts = {"process": rss_bytes()}
+            if (on_device := device_bytes()) is not None:
+                counts["JAX device"] = on_device
+            self._samples.append(Sample(time.perf_counter(), counts))
+            is_over = self._is_over.wait(_SAMPLE_S)

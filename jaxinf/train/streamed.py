@@ -15,11 +15,10 @@ import optax
 from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
 from jaxinf.errors import AssignmentError, BudgetError, StreamError
-from jaxinf.exchange import keep_tokenizer
 from jaxinf.streaming import Count, DeviceLimit, StreamedStep, stream
-from jaxinf.train.backend import NO_TRAFFIC, Costs
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
+from jaxinf.train.metrics import NO_TRAFFIC, Costs
 from jaxinf.train.on_store import KeptInStore, refused_as_usage
 from jaxinf.train.optimizers import behind_clipping
 from jaxinf.train.processes import Processes
@@ -72,13 +71,11 @@ class Streamed(KeptInStore):
             if self.store.exists and self.store.step > 0:
                 self._step.load(like)  # only compared: the store has them
             else:
-                files = self._tokenizer_files()
-                self._note_new(first)
-                if self._config.source is None:
-                    self._step.init(new_params, batch=batch, shardings=shardings)
-                else:
-                    self._step.load(new_params(), batch=batch, shardings=shardings)
-                keep_tokenizer(self.store.path, files)
+                with self._beginning(first):
+                    if self._config.source is None:
+                        self._step.init(new_params, batch=batch, shardings=shardings)
+                    else:
+                        self._step.load(new_params(), batch=batch, shardings=shardings)
         self._num_skipped, self._number = self._step.num_skipped, self.store.step
         return None, None
 
@@ -150,7 +147,7 @@ class Streamed(KeptInStore):
         return self._number
 
     def close(self) -> None:
-        """See `Backend`."""
+        """Finishes work in flight and releases all resources."""
         self._step.close()
 
 

@@ -1,159 +1,97 @@
 """A run's scalars for TensorBoard and for Weights & Biases.
 
-Invariant: a step is sent when its line of ``metrics.jsonl`` is complete, and a resumed
-run goes on after the last of them; so the logs have each step once.
+Invariant: a step is sent when its line is complete; a resumed run sends what follows.
 """
 
-import dataclasses
+import contextlib
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.metrics import StepLine, read_lines
+from jaxinf.train.metrics import read_lines
 
-_Send: TypeAlias = Callable[[int, Mapping[str, float]], None]
-_Close: TypeAlias = Callable[[], None]
-
-_NUM_AGAIN = 1000  # steps that a resumed run writes again
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-_HELD_OUT = ("loss", "perplexity", "accuracy")
+_NUM_AGAIN = 1000  # steps that a killed process may not have written for TensorBoard
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Refuses what cannot be written.
-
-    Raises:
-      UsageError: a package is missing, or the directory is in the store.
-    """
-    for flag, package in _PACKAGES.items():
-        if getattr(config, flag) is not None and not _is_there(package):
+    """Refuses a tracker whose package is missing, and a place for it in the store."""
+    for flag, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        if getattr(config, flag) is not None and find_spec(package) is None:
             raise UsageError(
                 f"--{flag}: expected the package {package}, found none; install it "
                 f"with: pip install 'jaxinf[{flag}]'"
             )
-    if config.tensorboard is None or config.store is None:
-        return
-    if config.tensorboard.absolute().is_relative_to(config.store.absolute()):
+    board, store = config.tensorboard, config.store
+    if board and store and board.absolute().is_relative_to(store.absolute()):
         raise UsageError(
-            f"--tensorboard {config.tensorboard}: expected a place outside the store "
-            f"{config.store}, which holds nothing but the store's own files"
+            f"--tensorboard {board}: expected a place outside the store {store}, which "
+            "holds nothing but the store's own files"
         )
 
 
-def _is_there(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ValueError:  # a module that says nothing of where it is from
-        return False
-
-
-class Trackers:
-    """The trackers that a run asks for; none by default.
-
-    Args:
-      config: the run. Its ``validation.jsonl`` has been cut to the last commit.
-    """
+class Trackers(contextlib.ExitStack):
+    """The trackers that a run asks for, none by default; `close` writes all."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._config = config
-        self._trackers: list[tuple[_Send, _Close]] = []
+        super().__init__()
+        self._config, self._sends = config, list[Any]()
 
     def begin(self, path: Path, step: int) -> None:
-        """Opens them after the last step whose line is in ``metrics.jsonl``; blocks."""
+        """Opens them after the last step in `path`, ``metrics.jsonl``; blocks."""
+        logs, place = self._config.logs, self._config.tensorboard
         if self._config.wandb is not None:
-            self._add(_wandb(self._config.wandb, self._config), (), step)
-        if self._config.tensorboard is not None:
-            # A killed process may not have written all. Readers leave out what a file
-            # has of the steps with which a later one begins.
-            first = max(0, step - _NUM_AGAIN)
-            lines = (one for one in read_lines(path) if one["step"] > first)
-            self._add(_tensorboard(self._config.tensorboard, first), lines, first)
+            import wandb  # pyright: ignore[reportMissingImports]
 
-    def _add(
-        self,
-        tracker: tuple[_Send, _Close],
-        lines: Iterable[Mapping[str, Any]],
-        step: int,
-    ) -> None:
-        self._trackers.append(tracker)
-        send = tracker[0]
-        for line in lines:
-            send(line["step"], _scalars(StepLine(**line)))
-        for found in read_lines(self._config.logs / "validation.jsonl"):
-            if found["step"] > step:
-                send(found["step"], _held_out(found))
+            if not (kept := logs / "wandb.id").exists():
+                kept.write_text(uuid.uuid4().hex)
+            one = {"project": self._config.wandb, "id": kept.read_text()}
+            settings = {"config": self._config.to_json(), "dir": str(logs)}
+            run = self.enter_context(wandb.init(**one, **settings, resume="allow"))
+            self._sends.append(lambda step, values: run.log(values, step=step))
+            self._send_since(step, path)
+        if place is not None:
+            import tensorboardX
 
-    def wrote(self, line: StepLine) -> None:
-        for send, _ in self._trackers:
-            send(line.step, _scalars(line))
+            # Readers leave out what a file has of the steps that a later one begins at.
+            step = max(0, step - _NUM_AGAIN)
+            made = tensorboardX.SummaryWriter(
+                str(place.expanduser()),
+                purge_step=step + 1,
+                flush_secs=1,
+                filename_suffix=f".{step}.{os.getpid()}",
+            )
+            add = self.enter_context(made).add_scalar
+            self._sends.append(lambda n, values: [add(k, values[k], n) for k in values])
+            self._send_since(step, path)
 
-    def evaluated(self, step: int, found: Mapping[str, Any]) -> None:
-        """Takes a line of ``validation.jsonl``."""
-        for send, _ in self._trackers:
-            send(step, _held_out(found))
+    def _send_since(self, step: int, path: Path) -> None:
+        """Sends what is there to the tracker that was opened last."""
+        held = self._config.logs / "validation.jsonl"
+        for file, before in ((path, ""), (held, "held_out/")):
+            for line in read_lines(file):
+                if line["step"] > step:
+                    self._sends[-1](line["step"], _scalars(line, before))
 
-    def close(self) -> None:
-        """Writes what is left; idempotent."""
-        while self._trackers:
-            self._trackers.pop()[1]()
-
-
-def _tensorboard(place: Path, step: int) -> tuple[_Send, _Close]:
-    import tensorboardX
-
-    writer = tensorboardX.SummaryWriter(
-        str(place.expanduser()),
-        purge_step=step + 1,
-        flush_secs=1,
-        filename_suffix=f".{step}.{os.getpid()}",
-    )
-
-    def send(step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-
-    return send, writer.close
+    def send(self, line: Mapping[str, Any], before: str = "") -> None:
+        """Takes a line of ``metrics.jsonl``, or ``held_out/`` one of an evaluation."""
+        for send in self._sends:
+            send(line["step"], _scalars(line, before))
 
 
-def _wandb(project: str, config: TrainConfig) -> tuple[_Send, _Close]:
-    import wandb  # pyright: ignore[reportMissingImports]
-
-    kept = config.logs / "wandb.id"
-    if not kept.exists():
-        kept.write_text(uuid.uuid4().hex)
-    run = wandb.init(
-        project=project,
-        dir=str(config.logs),
-        id=kept.read_text(),
-        resume="allow",
-        config=config.to_json(),
-    )
-    return lambda step, values: run.log(dict(values), step=step), run.finish
-
-
-def _scalars(line: StepLine) -> dict[str, float]:
-    fields = dataclasses.asdict(line)
-    del fields["step"]
-    if line.tokens is not None and line.step_s:
-        fields["tokens_per_s"] = line.tokens / line.step_s
-    return dict(_numbers(fields))
-
-
-def _held_out(found: Mapping[str, Any]) -> dict[str, float]:
-    return dict(_numbers({name: found.get(name) for name in _HELD_OUT}, "held_out/"))
-
-
-def _numbers(
-    fields: Mapping[str, Any], before: str = ""
-) -> Iterator[tuple[str, float]]:
+def _scalars(line: Mapping[str, Any], before: str = "") -> dict[str, float]:
+    fields = {n: v for n, v in line.items() if n not in ("step", "committed")}
+    if fields.get("tokens") and fields.get("step_s"):
+        fields["tokens_per_s"] = fields["tokens"] / fields["step_s"]
+    found: dict[str, float] = {}
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{before}{name}/")
+            found |= _scalars(value, f"{before}{name}/")
         elif isinstance(value, int | float) and math.isfinite(value):
-            yield before + name, float(value)
+            found[before + name] = float(value)
+    return found

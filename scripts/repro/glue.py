@@ -23,7 +23,8 @@ from finetune_results import read
 
 from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.records import is_saved_dataset, read_records
+from jaxinf.train.data.files import is_saved_dataset
+from jaxinf.train.data.records import read_records
 
 VERSION = 1
 VARIANTS = ("dense", "top_k:0.1", "top_k:0.02", "top_k:0.01")

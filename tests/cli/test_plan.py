@@ -279,8 +279,8 @@ def test_a_broken_config(place, run, text, message):
 
 def test_help_is_short(run):
     short = re.findall(r"(?m)^  (--[\w-]+)", run("plan", "--help").out)
-    assert short[:3] == ["--fit", "--processes", "--json"]
-    assert len(short) == 3 + 12
+    assert short[:4] == ["--fit", "--processes", "--machine", "--json"]
+    assert len(short) == 4 + 12
     long = re.findall(r"(?m)^  (--[\w-]+)", run("plan", "--help-all").out)
     assert {*short} < {*long}
 

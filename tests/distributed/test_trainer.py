@@ -113,7 +113,7 @@ def test_a_batch_that_does_not_divide_is_refused(small, tmp_path):
 @pytest.mark.parametrize("layout", [(), ("--fsdp",)])
 def test_the_losses_are_those_in_memory(small, tmp_path, layout):
     arguments = (*small, "--steps", 4, *layout)
-    memory = ("--mode", "memory", "--reference", "split")
+    memory = ("--mode", "memory")
     plain = trained(tmp_path, "plain", *memory, *arguments)
     expected = [line["loss"] for line in plain]
     for mode in ((), STREAM):

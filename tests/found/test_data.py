@@ -9,7 +9,7 @@ import re
 import pytest
 from small_llama import write_llama, write_tokenizer
 
-from jaxinf.train.__main__ import main
+from jaxinf.cli import main
 
 RECORDS = [{"text": f"line {n} def return x"} for n in range(300)]
 LINES = "".join(json.dumps(one) + "\n" for one in RECORDS)
@@ -22,7 +22,7 @@ def look(capsys, place):
 
     def call(data, *words, seq_len=8):
         capsys.readouterr()
-        words = ("--data", data, "--store", place / "s", "--dry-run", *words)
+        words = ("plan", "--data", data, "--store", place / "s", *words)
         words = (*words, "--batch-size", 2, "--seq-len", seq_len, "--steps", 1)
         status = main([str(word) for word in words])
         assert not (place / "s").exists()

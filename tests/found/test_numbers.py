@@ -60,7 +60,14 @@ T5 = {
     "decoder_start_token_id": 0,
     "dropout_rate": 0.0,
 }
-PLAIN_SGD = ("--optimizer", "sgd", "--momentum", 0, "--learning-rate", 1)
+PLAIN_SGD = (
+    "--optimizer",
+    "sgd",
+    "--optimizer-args",
+    "momentum=0",
+    "--learning-rate",
+    1,
+)
 PLAIN_SGD += ("--warmup-steps", 0, "--clip-norm", 0)
 
 

@@ -25,7 +25,7 @@ from jaxinf_models import abstract_params
 
 from jaxinf.errors import JaxinfError
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.image_files import load_images
+from jaxinf.train.data.images import load_images
 from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.texts import load_texts
 from jaxinf.train.data.tokenizer import open_tokenizer

@@ -28,7 +28,7 @@ def validation(log_dir):
     ],
 )
 def test_a_run_with_an_average(run, tmp_path, mode):
-    store, evaluated = tmp_path / "store", ["--eval-average", "--eval-every", 4]
+    store, evaluated = tmp_path / "store", ["--eval-every", 4]
     words = [*mode, "--ema", "0.5,every=2", *evaluated]
     assert run("--store", store, "--steps", 8, *words) == 0
     assert run("--store", store, "--steps", 12, *words) == 0
@@ -57,7 +57,6 @@ def test_a_run_with_an_average(run, tmp_path, mode):
     [
         (["--ema", "1.5"], "--ema 1.5: ema: decay=1.5: expected a number from 0 to 1"),
         (["--ema", "0.9,decay=1"], "expected DECAY, such as 0.999"),
-        (["--eval-average"], "--eval-average: give --ema DECAY"),
         (["--ema", "0.9", "--mode", "memory"], "--ema: --mode memory keeps nothing"),
     ],
 )

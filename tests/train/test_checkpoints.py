@@ -11,7 +11,7 @@ from flax import nnx
 from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreMismatchError
 from jaxinf.train.__main__ import words_to_resume
-from jaxinf.train.best import Best, evaluation_line
+from jaxinf.train.checkpoints import Best, evaluation_line
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.evaluate import Evaluation, Evaluator
 from jaxinf.train.loop import train
@@ -47,18 +47,18 @@ def losses(path):
 
 @pytest.mark.long
 def test_checkpoints_by_policy_and_back_to_one(config, tmp_path, capsys):
-    options = {"checkpoint_every": 2, "keep_last": 2, "keep_every": 4}
+    options = {"checkpoint_every": 2, "keep_last": 3}
     train(config(steps=11, **options))
     kept = sorted(int(p.name) for p in (tmp_path / "store/checkpoints").iterdir())
-    assert kept == [4, 8, 10, 11]
+    assert kept == [8, 10, 11]
     assert "step 10: checkpoint 10" in capsys.readouterr().out
     first = losses(tmp_path / "log")
-    train(config(steps=11, restore="4", durability=3))
-    assert "resuming at step 4" in capsys.readouterr().out
+    train(config(steps=11, restore="8", durability=3))
+    assert "resuming at step 8" in capsys.readouterr().out
     assert losses(tmp_path / "log") == first
     train(config(steps=13, **options))  # step 12 is new, checkpoint 10 is there already
     kept = sorted(int(p.name) for p in (tmp_path / "store/checkpoints").iterdir())
-    assert kept == [4, 8, 12, 13]
+    assert kept == [11, 12, 13]
 
 
 @pytest.mark.long
@@ -70,7 +70,7 @@ def test_a_checkpoint_that_is_not_there(config):
         train(config(steps=4, restore="best", store=config().store.with_name("new")))
 
 
-@pytest.mark.parametrize("name", ["checkpoint_every", "keep_last", "keep_every"])
+@pytest.mark.parametrize("name", ["checkpoint_every", "keep_last"])
 def test_ranges(config, name):
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')}: expected at"):
         train(config(**{name: -1}))
@@ -105,17 +105,19 @@ def test_what_is_shownwords_to_resume_does_not_go_back_again():
 
 
 def test_the_best_evaluated_step_is_kept(tmp_path):
-    kept = []
-
-    def replaced(state, name):
-        kept.append((state, name))
-        return True
-
-    backend = SimpleNamespace(checkpoint_steps=dict, replace_checkpoint=replaced)
-    best = Best(backend, tmp_path / "validation.jsonl")
+    kept, removed = [], []
+    store = SimpleNamespace(
+        exists=True,
+        checkpoints=lambda: [SimpleNamespace(name=name, step=n) for n, name in kept],
+        checkpoint=lambda name, state: kept.append((state, name)),
+        remove_checkpoint=removed.append,
+        wait=lambda state: None,
+    )
+    best = Best(store, tmp_path / "validation.jsonl")
     offered = [best.offer(n, loss) for n, loss in enumerate([3.0, 4.0, 2.0, 2.5, 2.0])]
     assert offered == [True, False, True, False, False]
     assert kept == [(0, "best"), (2, "best")]
+    assert removed == ["best"]
 
 
 def test_the_best_loss_is_found_again(tmp_path):
@@ -123,8 +125,9 @@ def test_the_best_loss_is_found_again(tmp_path):
     found = [Evaluation(2.0, 0.5), Evaluation(3.0, 0.5)]
     lines = [evaluation_line(n, n, one) for n, one in enumerate(found)]
     log.write_text("\n".join(lines))
-    backend = SimpleNamespace(checkpoint_steps=lambda: {"best": 0})
-    assert Best(backend, log).loss == 2.0
+    held = SimpleNamespace(name="best", step=0)
+    store = SimpleNamespace(exists=True, checkpoints=lambda: [held])
+    assert Best(store, log).loss == 2.0
 
 
 def test_an_evaluation_weighs_batches_by_their_tokens():

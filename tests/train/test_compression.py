@@ -17,7 +17,7 @@ def test_update_has_the_bits_of_memory_and_resumes(run, losses, tmp_path):
     store = ("--store", tmp_path / "store", *compress)
     assert run(*store, "--steps", 3) == 0
     assert run(*store, "--steps", 8) == 0
-    split = ("--mode", "memory", "--reference", "split", "--log-dir", tmp_path / "log")
+    split = ("--mode", "memory", "--log-dir", tmp_path / "log")
     assert run(*split, *compress, "--steps", 8) == 0
     assert losses(tmp_path / "store-log") == losses(tmp_path / "log")
     manifest = json.loads((tmp_path / "store/jaxinf.json").read_text())

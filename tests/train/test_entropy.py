@@ -48,18 +48,3 @@ def test_slices_do_not_show(monkeypatch, num_bytes):
     whole = unigram_entropy(data), bigram_entropy(data)
     monkeypatch.setattr(entropy, "_SLICE", 1024)
     assert (unigram_entropy(data), bigram_entropy(data)) == whole
-
-
-@pytest.mark.parametrize("measure", [unigram_entropy, bigram_entropy])
-def test_refuses_what_is_not_bytes(measure):
-    with pytest.raises(TypeError, match=r"expected a uint8 vector, got int32"):
-        measure(np.zeros(10, np.int32))
-    with pytest.raises(TypeError, match=r"shape \(2, 2\)"):
-        measure(np.zeros((2, 2), np.uint8))
-    with pytest.raises(ValueError, match=r"byte\(s\), got 0"):
-        measure(np.zeros(0, np.uint8))
-
-
-def test_bigram_needs_a_pair():
-    with pytest.raises(ValueError, match=r"at least 2 byte\(s\), got 1"):
-        bigram_entropy(np.zeros(1, np.uint8))

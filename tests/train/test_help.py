@@ -32,7 +32,7 @@ def test_help_all_shows_each_flag_once(capsys):
     ("word", "answer"),
     [
         ("--lr", "write --learning-rate"),
-        ("--epochs=3", "write --steps"),
+        ("--num-train-epochs=3", "write --epochs"),
         ("--gradient_accumulation_steps", "--micro-batches"),
         ("--output-dir", "write --store"),
     ],

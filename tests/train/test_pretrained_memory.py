@@ -18,8 +18,8 @@ def status(name):
 
 def bring(folder, store):
     words = ["--from", folder, "--store", store, "--steps", "0"]
-    words += ["--memory", "16MiB", "--optimizer", "sgd", "--momentum", "0"]
-    words += ["--learning-rate", "1"]
+    words += ["--memory", "16MiB", "--optimizer", "sgd"]
+    words += ["--optimizer-args", "momentum=0", "--learning-rate", "1"]
     assert main(words) == 0
 
 folder, tiny, place = sys.argv[1:]

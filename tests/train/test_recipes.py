@@ -66,7 +66,7 @@ def _folder(place):
 
 def _data(run, place, text):
     if run.model == "vit":
-        return ["--data", str(write_pictures(place / "a")), "--num-labels", "4"]
+        return ["--data", str(write_pictures(place / "a"))]
     words = ["--seq-len", "8", "--tokenizer", "None", "--data"]
     if run.model != "t5" and run.source is None:
         return [*words, str(text)]

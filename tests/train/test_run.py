@@ -1,6 +1,7 @@
 """Whole runs: both modes, stopping and resuming, the output."""
 
 import json
+import math
 import re
 import shlex
 from typing import Any
@@ -98,7 +99,7 @@ def test_frozen_leaves_move_nothing(
 @pytest.mark.parametrize("trained", [FROZEN, LORA])
 def test_frozen_leaves_in_all_modes(clip_norm, trained, run, losses, lines, tmp_path):
     words = (*trained, "--steps", 3, "--clip-norm", clip_norm)
-    memory = ("--mode", "memory", "--reference", "split", "--log-dir", tmp_path / "m")
+    memory = ("--mode", "memory", "--log-dir", tmp_path / "m")
     assert run(*memory, *words) == 0
     for mode in (("--mode", "update"), ("--mode", "stream", "--memory", "64MiB")):
         store = tmp_path / mode[1]
@@ -234,6 +235,15 @@ def test_report(run, tmp_path, capsys):
     assert config["store"] == str(store)
 
 
+def test_epochs_are_a_number_of_steps(run, lines, tmp_path, capsys):
+    words = ("--mode", "memory", "--log-dir", tmp_path, "--epochs", 0.004)
+    assert run(*words) == 0
+    found = re.search(r": ([\d.]+) epochs of ([\d,]+) rows", capsys.readouterr().out)
+    num_rows = int(found[2].replace(",", ""))
+    assert len(lines(tmp_path)) == math.ceil(0.004 * num_rows / 2) > 1
+    assert float(found[1]) == pytest.approx(0.004, rel=0.3)
+
+
 def test_number_of_batches_in_an_evaluation(run, tmp_path):
     def loss(name, *words):
         logs = ("--mode", "memory", "--steps", 1, "--log-dir", tmp_path / name)
@@ -311,7 +321,7 @@ def test_a_sample_begins_with_a_whole_prompt_and_ends_at_the_end(run, tmp_path, 
     "words",
     [
         "adam --schedule cosine",
-        "sgd --learning-rate 0.1 --momentum 0 --clip-norm 0",
+        "sgd --learning-rate 0.1 --optimizer-args momentum=0 --clip-norm 0",
         "lion --learning-rate 3e-4 --weight-decay 0.5",
         "adagrad --learning-rate 0.05 --warmup-steps 0",
     ],

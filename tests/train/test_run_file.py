@@ -38,8 +38,6 @@ FULL = TrainConfig(
     task="causal-lm",
     optimizer_args=("b2=0.95",),
     learning_rate=1e-05,
-    momentum=float("inf"),
-    keep_best=False,
 )
 
 
@@ -168,7 +166,6 @@ def test_a_name_that_is_no_text_is_left_to_its_flag(read):
         ("eval-batches = 0", "eval-batches: '0': expected all, or a number of batches"),
         ("restore = 'best'", "restore: belongs to one start, not to the run; give"),
         ("config = 'a'", "config: belongs to one start, not to the run; give --"),
-        ("write_config = 'a'", "write_config: belongs to one start, not to the run"),
         ("seq_len = 8\nseq-len = 8", "seq-len: set twice, once with - and once with _"),
         ("steps = 1\nsteps = 2", "found: Cannot overwrite a value"),
         ("steps: 100", "expected TOML, such as steps = 100 in a line, found: Expected"),
@@ -220,7 +217,7 @@ def test_flags_win(run, losses, tmp_path, tiny, capsys):
     file, log, drive = (tmp_path / name for name in ("run.toml", "s-log", "drive"))
     drive.mkdir()
     lines = ["steps = 2", "seed = 5", f'store = "{tmp_path}/s"', 'data = ["/no/such"]']
-    lines += ['csd-root = ["/no/such"]', 'memory = "64MiB"', "keep-best = false"]
+    lines += ['csd-root = ["/no/such"]', 'memory = "64MiB"']
     file.write_text("\n".join(lines))
     assert run("--config", file, "--steps", 1, "--csd-root", drive) == 0
     first = losses(log)
@@ -229,7 +226,7 @@ def test_flags_win(run, losses, tmp_path, tiny, capsys):
     text = (log / "config.toml").read_text()
     written = tomllib.loads(text)
     assert written["csd-root"] == [str(drive)]
-    assert (written["seed"], written["keep-best"]) == (5, False)
+    assert written["seed"] == 5
 
     # The run's own file starts the same again.
     shutil.rmtree(tmp_path / "s")
@@ -247,21 +244,19 @@ def test_flags_win(run, losses, tmp_path, tiny, capsys):
     assert "--csd-root: --mode memory keeps nothing" in capsys.readouterr().err
 
 
-def test_a_file_is_written_instead_of_a_run(run, tmp_path, capsys):
-    file, store = tmp_path / "run.toml", tmp_path / "store"
-    words = ("--store", store, "--restore", "best", "--write-config", file)
-    assert run(*words, "--seed", 3) == 0
-    assert f"wrote {file}; nothing was trained" in capsys.readouterr().out
-    assert not store.exists()
-    found = read_run(file)
-    assert (found.store, found.seed, found.restore) == (store, 3, None)
-    before = file.read_text()
-    assert run(*words, "--seed", 4) == 2
-    assert "expected a place for a new file, found: File exists" in (
-        capsys.readouterr().err
-    )
-    assert file.read_text() == before
-    assert run("--write-config", tmp_path / "b.toml", "--steps", 0) == 2
-    assert not (tmp_path / "b.toml").exists()
-    assert run("--store", store, "--write-config", tmp_path / "no/b.toml") == 2
-    assert "found: No such file or directory; name another" in capsys.readouterr().err
+@pytest.mark.long
+def test_a_store_alone_goes_on_with_its_run(run, losses, tmp_path, tiny, capsys):
+    store, words = tmp_path / "s", ("--seed", 5, "--learning-rate", "1e-3")
+    assert run("--store", store, "--steps", 2, *words) == 0
+    assert run("--store", tmp_path / "t", "--steps", 4, *words) == 0
+    with tiny():
+        assert main(["--store", str(store), "--steps", "3"]) == 0
+        assert "s-log/config.toml" in capsys.readouterr().err
+        assert main(["--store", str(store), "--steps", "4", "--clip-norm", "1"]) == 0
+        assert losses(tmp_path / "s-log") == losses(tmp_path / "t-log")
+        rate = ["--steps", "5", "--learning-rate", "2e-3"]
+        assert main(["--store", str(store), *rate]) == 0
+    assert "learning_rate 0.001 -> 0.002" in capsys.readouterr().out
+    written = tomllib.loads((tmp_path / "s-log" / "config.toml").read_text())
+    assert (written["steps"], written["learning-rate"]) == (5, 2e-3)
+    assert (tmp_path / "s-log" / "config.4.toml").is_file()

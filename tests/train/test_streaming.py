@@ -104,7 +104,7 @@ def test_micro_batches_have_the_losses_of_the_whole(
 
 @pytest.mark.long
 def test_evaluation_and_sample_are_those_of_mode_update(run, tmp_path, capsys):
-    words = ("--steps", 4, "--eval-every", 2, "--sample-bytes", 6, "--keep-best")
+    words = ("--steps", 4, "--eval-every", 2, "--sample-bytes", 6)
     found = []
     for mode in ((), STREAM, (*STREAM, "--resident", "params")):
         where = tmp_path / f"store{len(found)}"

@@ -122,21 +122,12 @@ def check_best(place):
     return held.step
 
 
-@pytest.mark.long
-def test_evaluation_without_keeping(task, tmp_path):
-    words = ("--store", tmp_path / "store", "--eval-every", 1, "--no-keep-best")
-    assert task("vit", "images", *words, "--steps", 2) == 0
-    with jaxinf.open_store(tmp_path / "store") as store:
-        assert store.checkpoints() == []
-
-
 @pytest.mark.parametrize(
     ("model", "data", "words", "expected"),
     [
         ("gpt2", "texts", (), "--task causal-lm expects text or prompts and resp"),
         ("t5", "texts", (), "--task seq2seq expects prompts and responses"),
         ("vit", "texts", (), "texts.jsonl: expected images: a folder for each"),
-        ("vit", "images", ("--num-labels", 3), "labels of 0 to 2 (3 classes), found 3"),
         ("vit", "images", ("--tokenizer", "x"), "--tokenizer: the model takes images"),
         ("vit", "images", ("--seq-len", 12), "--seq-len: the model takes images"),
         ("gpt2", "pairs", ("--task", "masked-lm"), "expected one of gpt2's, causal-lm"),

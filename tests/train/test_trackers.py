@@ -76,7 +76,7 @@ def test_steps_of_a_killed_run_are_not_doubled(tmp_path):
 
     def write(committed, losses, held=()):
         trackers = Trackers(config)
-        log = MetricsLog(config.logs, committed, trackers.begin, trackers.wrote)
+        log = MetricsLog(config.logs, committed, trackers.begin, trackers.send)
         for step, loss in losses:
             log.write(StepLine(step, loss))
         for step, loss in held:

@@ -8,7 +8,8 @@
     {"instruction", "input", "output"}       Alpaca's: the output is learned
     {"conversations": [{"from", "value"}]}   ShareGPT's: as messages
 
-Invariant: a record has exactly one of these forms, or is refused with file and line.
+Invariant: a record has exactly one of these forms, or is refused with file and line. A
+class has the same number in all parts of the data.
 """
 
 import dataclasses
@@ -17,17 +18,24 @@ from typing import Any, Literal, TypeAlias
 
 from jaxinf.documents import shown
 from jaxinf.train.data.errors import DataError, shown_names
-from jaxinf.train.data.labels import checked_label
 from jaxinf.train.data.records import PLAIN_TEXT, Record
 
 ExampleKind: TypeAlias = Literal["text", "dialogue", "labelled"]
 Text: TypeAlias = str | bytes
 Message: TypeAlias = Mapping[str, Any]
+Label: TypeAlias = int | str
 
-_OWN = ("text", "text_pair", "label", "prompt", "response", "messages", "tools")
 _ALPACA = ("instruction", "input", "output")
+_FORMS = {  # by the fields that a record must have
+    ("text",): ("text", "text_pair", "label"),
+    ("messages",): ("messages", "tools"),
+    ("conversations",): ("conversations",),
+    ("prompt", "response"): ("prompt", "response"),
+}
+_OWN = ("text", "text_pair", "label", "prompt", "response", "messages", "tools")
 _SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _ROLES = ("system", "user", "assistant", "tool")
+_MOST_LABELS = 1 << 31  # that an int32 can tell apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Example:
     texts: tuple[Text, ...] = ()
     messages: Sequence[Message] = ()
     tools: Any = None
-    label: int | str = -1
+    label: Label = -1
     fields: str = ""
 
 
@@ -119,67 +127,56 @@ def _example_of(
     where, raw = record.where, record.fields
     if isinstance(raw.get(PLAIN_TEXT), bytes):  # JSON has no bytes
         return Example(where, "text", (raw[PLAIN_TEXT],))
+    own = {name for name, value in raw.items() if value is not None}
+    sources = {name: name for name in (*_ALPACA, "conversations")}
     taken = {*mapping.values()}
-    names = {n: mapping.get(n, n) for n in _OWN if n in mapping or n not in taken}
-    found = {n: source for n, source in names.items() if raw.get(source) is not None}
-    own = {n for n, value in raw.items() if value is not None}
-    form = _form_of({*found}, own, {*mapping})
+    sources |= {n: mapping.get(n, n) for n in _OWN if n in mapping or n not in taken}
+    found = {name: source for name, source in sources.items() if source in own}
+    form = _form_of({*found}, {*mapping})
     if form is None:
-        asked = [mapping[name] for name in mapping if mapping[name] not in own]
+        asked = [source for source in mapping.values() if source not in own]
         wanted = "a field 'text', the fields 'prompt' and 'response', or 'messages'"
         if "text_pair" in found:
-            wanted = f"a field 'text' beside {names['text_pair']!r}"
+            wanted = f"a field 'text' beside {found['text_pair']!r}"
         if asked:
             wanted = f"a field {asked[0]!r}, as --fields names it"
         raise DataError(
             f"{where}: expected {wanted} (--fields gives them other names); found "
             f"{shown_names({*own, *record.unread}) or 'no fields'}"
         )
-    values = {name: raw[found[name]] for name in form if name in found}
-    used = {found.get(name, name) for name in form} & own
-    unused |= {*own, *record.unread} - used
-    said = ",".join(
-        name if found.get(name, name) == name else f"{name}={found[name]}"
-        for name in form
-        if found.get(name, name) in used
-    )
+    used = {name: found[name] for name in form if name in found}
+    unused |= {*own, *record.unread} - {*used.values()}
+    values = {name: raw[source] for name, source in used.items()}
+    said = ",".join(n if n == source else f"{n}={source}" for n, source in used.items())
     if "output" in form:
-        alpaca = {name: raw.get(name) for name in _ALPACA}
-        return _alpaca(where, alpaca, has_template, said)
+        return _alpaca(where, values, has_template, said)
     if "conversations" in form:
         said = "messages=conversations"
-        values = {"messages": _share_gpt(where, raw["conversations"])}
-    if "messages" in values or "conversations" in form:
-        messages = _messages(where, values["messages"])
-        tools = values.get("tools")
+        values = {"messages": _share_gpt(where, values["conversations"])}
+    if "messages" in values:
+        messages, tools = _messages(where, values["messages"]), values.get("tools")
         return Example(where, "dialogue", (), messages, tools, fields=said)
-    texts = {n: _text(where, found[n], values[n]) for n in form if n in values
-             and n != "label"}  # fmt: skip
+    texts = tuple(
+        _text(where, used[name], value)
+        for name, value in values.items()
+        if name != "label"
+    )
     if "prompt" in form:
-        texts = {name: texts[name] for name in ("prompt", "response")}
-        return Example(where, "dialogue", tuple(texts.values()), fields=said)
+        return Example(where, "dialogue", texts, fields=said)
     if "label" not in values and len(texts) == 1:
-        return Example(where, "text", tuple(texts.values()), fields=said)
+        return Example(where, "text", texts, fields=said)
     label = checked_label(values.get("label"), where)
-    return Example(where, "labelled", tuple(texts.values()), label=label, fields=said)
+    return Example(where, "labelled", texts, label=label, fields=said)
 
 
-def _form_of(
-    found: set[str], own: set[str], mapped: set[str]
-) -> tuple[str, ...] | None:
+def _form_of(found: set[str], mapped: set[str]) -> tuple[str, ...] | None:
     """Returns the names that a record's form may use: one with mapped names first."""
-    texts = ("text", "text_pair", "label")
-    forms = [(texts, {"text"}), (("messages", "tools"), {"messages"})]
-    forms += [(("prompt", "response"), {"prompt", "response"})]
-    for form, needed in forms:
-        if mapped & {*form} and needed <= found:
-            return form
+    fitting = [form for needed, form in _FORMS.items() if {*needed} <= found]
     if mapped:
-        return None
-    if {"instruction", "output"} <= own:  # their `text`, if any, is all of it
+        return next((form for form in fitting if mapped & {*form}), None)
+    if {"instruction", "output"} <= found:  # their `text`, if any, is all of it
         return _ALPACA
-    forms.insert(2, (("conversations",), {"conversations"}))
-    return next((form for form, needed in forms if needed <= found | own), None)
+    return next(iter(fitting), None)
 
 
 def _alpaca(
@@ -187,7 +184,7 @@ def _alpaca(
 ) -> Example:
     task = _text(where, "instruction", fields["instruction"])
     answer = _text(where, "output", fields["output"])
-    given = fields["input"] or ""
+    given = fields.get("input") or ""
     if not isinstance(task, str) or not isinstance(given, str):
         raise DataError(f"{where}: expected text in 'instruction' and 'input'")
     if has_template:
@@ -280,3 +277,72 @@ def plain_parts(example: Example) -> Iterator[tuple[str, bool]]:
         yield f"<|{role}|>\n", False
         yield content, role == "assistant"
         yield "\n", False
+
+
+# --- classes -------------------------------------------------------------------------
+
+
+def checked_label(label: Any, where: str) -> Label:
+    """Returns a label that is a number or a name.
+
+    Raises:
+      DataError: it is something else.
+    """
+    is_number = type(label) is int and 0 <= label < _MOST_LABELS
+    if not is_number and not (isinstance(label, str) and label):
+        raise DataError(
+            f"{where}: expected an integer label from 0 to {_MOST_LABELS - 1}, or a "
+            f"class's name, found {shown(label)}; number the classes from 0"
+        )
+    return label
+
+
+def classes_of(labels: Sequence[Label], where: str) -> dict[Label, int]:
+    """Returns the numbers of classes: their own, or of names their places in order.
+
+    Raises:
+      DataError: some labels are names, some are numbers.
+    """
+    names = sorted({label for label in labels if isinstance(label, str)})
+    numbers = sorted({label for label in labels if isinstance(label, int)})
+    if names and numbers:
+        raise DataError(
+            f"{where}: expected labels that are all names or all numbers, found "
+            f"{shown_names(names)} and {numbers[0]}"
+        )
+    if all(name.isdecimal() and len(name) < 10 for name in names):  # as CSV has them
+        return {label: int(label) for label in (*names, *numbers)}
+    return {name: number for number, name in enumerate(names)}
+
+
+def numbered(
+    labels: Sequence[Label], classes: Mapping[Label, int], where: str
+) -> list[int]:
+    """Returns the numbers of labels.
+
+    Raises:
+      DataError: a label is none of the training data.
+    """
+    if wrong := {str(label) for label in labels if label not in classes}:
+        known = shown_names({str(label) for label in classes})
+        raise DataError(
+            f"{where}: expected the labels of --data, {known}, found "
+            f"{shown_names(wrong)}, which it lacks; train on examples of them, too, or "
+            "leave them out"
+        )
+    return [classes[label] for label in labels]
+
+
+def num_classes(labels: Sequence[int], where: str, num_named: int = 0) -> int:
+    """Returns the number of classes: those with names, or up to the largest label.
+
+    Raises:
+      DataError: a label is too large.
+    """
+    most, limit = max(labels), max(2, len(labels))
+    if not num_named and most >= limit:
+        raise DataError(
+            f"{where}: expected labels of 0 to {limit - 1} ({len(labels)} examples), "
+            f"found {most}; number the classes from 0"
+        )
+    return num_named or max(2, most + 1)

@@ -1,18 +1,24 @@
-"""Finds data files by name, folder and glob, their splits, and the default text.
+"""Data files: by name, folder and glob, their splits, their formats and their bytes.
 
-Invariant: the result depends on the file system alone; it is sorted, and each file
-occurs once.
+Invariant: the files found depend on the file system alone, are sorted, and occur once.
+A file's format is seen from its content; no packed byte, and no byte order mark, is
+ever taken for data.
 """
 
+import bz2
+import codecs
 import glob
+import gzip
+import io
+import lzma
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
-from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.formats import is_data
-from jaxinf.train.data.records import is_saved_dataset
+from jaxinf.io import MACHINE_MEMORY_BYTES
+from jaxinf.train.data.errors import DataError, optional_import
 
 _MIN_LIBRARY_BYTES = 5_000_000
 # Tests and generated tables, which are neither prose nor programs.
@@ -21,6 +27,36 @@ _SKIPPED_LIBRARY_DIRS = frozenset(
     | {"encodings", "pydoc_data"}
 )
 _HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test")
+_SAVED_MARKS = ("dataset_dict.json", "dataset_info.json")
+
+_SNIFFED_BYTES = 8192
+_PACKED = {
+    b"\x1f\x8b": "gzip",
+    **{b"BZh%d1AY" % level: "bz2" for level in range(1, 10)},
+    b"\xfd7zXZ\0": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+_PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".lz4")
+_OTHERS = {
+    b"PK\3\4": "a zip archive, or arrays of NumPy",
+    b"7z\xbc\xaf": "a 7z archive",
+    b"Rar!\x1a": "a RAR archive",
+    b"\x93NUMPY": "an array of NumPy",
+}
+_TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz")
+_TABLES = {b"PAR1\x15": "parquet", b"ARROW1\0": "arrow"}
+_TABLE_SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
+_SUFFIXES = {".jsonl": "lines", ".ndjson": "lines", ".json": "json"}
+_SUFFIXES |= {".csv": "csv", ".tsv": "tsv", **_TABLE_SUFFIXES}
+# UTF-32 first: its mark begins with that of UTF-16.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 
 
 def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
@@ -44,9 +80,9 @@ def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
     for pattern in patterns:
         path = Path(os.path.expanduser(pattern))
         if path.is_dir():
-            below = [file.resolve() for file in _walk(path)]
-            matched = {f for f in below if is_saved_dataset(f) or is_data(f)}
-            others = [f for f in {*below} - matched if f.is_file()]
+            below = {file.resolve() for file in _walk(path)}
+            matched = {f for f in below if is_saved_dataset(f) or _is_data(f)}
+            others = (f for f in below - matched if f.is_file())
             left_out |= {f for f in others if f.stat().st_size}
         else:
             names = (
@@ -63,17 +99,19 @@ def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
     return sorted(found), sorted(left_out - found)
 
 
+def is_saved_dataset(path: Path) -> bool:
+    """Whether a path is a folder made by `save_to_disk` of `datasets`."""
+    return any((path / name).is_file() for name in _SAVED_MARKS)
+
+
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
         if is_saved_dataset(Path(folder)):
             subfolders.clear()
             yield Path(folder)
             continue
-        subfolders[:] = [
-            name
-            for name in subfolders
-            if not name.startswith(".") and name not in skipped
-        ]
+        shown = [name for name in subfolders if not name.startswith(".")]
+        subfolders[:] = [name for name in shown if name not in skipped]
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
@@ -106,8 +144,7 @@ def _splits(path: Path) -> dict[str, Path]:
     is_dict = (path / "dataset_dict.json").is_file()
     if not is_dict and (is_saved_dataset(path) or not (path / "train").is_dir()):
         return {}
-    names = [folder.name for folder in path.iterdir() if folder.is_dir()]
-    return {name: path / name for name in names}
+    return {folder.name: folder for folder in path.iterdir() if folder.is_dir()}
 
 
 def standard_library_files() -> list[Path]:
@@ -130,3 +167,90 @@ def standard_library_files() -> list[Path]:
             f"of *.py to train on, found {found_bytes}; name other text with --data"
         )
     return files
+
+
+# --- what a file is ------------------------------------------------------------------
+
+
+def format_of(path: Path) -> str:
+    """Returns the format: ``lines`` of JSON, ``json``, ``csv``, ``text`` and others.
+
+    Raises:
+      DataError: the file is of a kind that is not read, such as an archive.
+    """
+    name = Path(path.name.lower())
+    if name.suffix in _PACKED_SUFFIXES:
+        name = name.with_suffix("")
+    head = _head(path)
+    found = _SUFFIXES.get(name.suffix) or _begun(_TABLES, head) or "text"
+    other = "a tar archive" if name.suffix in _TAR_SUFFIXES else _begun(_OTHERS, head)
+    if other is None and found in _TABLES.values() and _begun(_PACKED, head):
+        other = "a packed table"
+    if other:
+        raise DataError(
+            f"{path}: expected text, JSON, CSV, Parquet or Arrow, found {other}; "
+            "unpack it, or leave it out"
+        )
+    return found
+
+
+def _is_data(path: Path) -> bool:
+    """Whether a file of a folder is text, a table, or one of these in packed form."""
+    if not path.is_file():  # a socket, a pipe, a dangling link
+        return False
+    head = _head(path)
+    if _begun({**_PACKED, **_TABLES, **_MARKS}, head):
+        return True
+    return path.suffix.lower() in _TABLE_SUFFIXES or (bool(head) and b"\0" not in head)
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """Opens a file: unpacked, in UTF-8, without a byte order mark.
+
+    Raises:
+      DataError: a package that unpacks it is missing.
+      UnicodeError: it has the mark of an encoding that it is not in.
+    """
+    file = io.BufferedReader(_unpacked(path, _begun(_PACKED, _head(path))))
+    encoding = _begun(_MARKS, file.peek(4)[:4])
+    if encoding == "utf-8-sig":
+        file.read(len(codecs.BOM_UTF8))
+    elif encoding is not None:
+        with file:
+            return io.BytesIO(read_whole(path, file).decode(encoding).encode())
+    return file
+
+
+def _unpacked(path: Path, packing: str | None) -> Any:
+    if packing is None:
+        return open(path, "rb", buffering=0)
+    if packing in ("zstd", "lz4"):
+        arrow = optional_import("pyarrow", what=str(path))
+        return arrow.input_stream(str(path), compression=packing)
+    return {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}[packing](path)
+
+
+def read_whole(path: Path, file: IO[bytes]) -> bytes:
+    """Reads the rest of a file.
+
+    Raises:
+      DataError: it has more bytes than the machine's memory.
+    """
+    content = bytearray()
+    while chunk := file.read(1 << 24):
+        content += chunk
+        if len(content) > MACHINE_MEMORY_BYTES:
+            raise DataError(
+                f"{path}: expected at most {MACHINE_MEMORY_BYTES} bytes once unpacked, "
+                "as this machine has, found more; divide it, or give JSON lines"
+            )
+    return bytes(content)
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_SNIFFED_BYTES)
+
+
+def _begun(kinds: Mapping[bytes, str], head: bytes) -> str | None:
+    return next((kind for mark, kind in kinds.items() if head.startswith(mark)), None)

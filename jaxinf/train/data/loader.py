@@ -5,18 +5,17 @@ Invariant: batch n is a function of the rows, the seed and n alone, for any numb
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import grain
 import numpy as np
 from crc32c import crc32c
 
-from jaxinf.train.data.packing import Row, Rows
+from jaxinf.train.data.rows import RowMap, Rows
 from jaxinf.typing import Array, JsonValue
 
 Batch: TypeAlias = Mapping[str, Array]
-RowMap: TypeAlias = Callable[[Row, np.random.Generator], Row]
 
 _READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
@@ -49,10 +48,8 @@ class Batches:
                 "Batches: expected rows, and a batch size that is a multiple of the "
                 f"{num_shards} processes; got {len(rows)} rows and {batch_size}"
             )
-        shuffled = _source(rows).seed(seed).shuffle().repeat()
-        if row_map is not None:  # before rows are divided: the same for any division
-            shuffled = shuffled.random_map(row_map)
-        self._shuffled, self._batch_size = shuffled, batch_size
+        self._batch_size = batch_size
+        self._shuffled = _mapped(_shuffled(rows, seed).repeat(), row_map)
         self._batches = self._share(shard)
 
     def __getitem__(self, number: int) -> Batch:
@@ -83,7 +80,7 @@ class Batches:
     def _share(self, shard: tuple[int, int]) -> Any:
         number, num_shards = shard
         num_rows = self._batch_size // num_shards
-        shares: Any = self._shuffled.batch(num_rows, drop_remainder=True)
+        shares = self._shuffled.batch(num_rows, drop_remainder=True)
         # Together they are the batch of one process, in its order.
         return shares[number::num_shards] if num_shards > 1 else shares
 
@@ -92,11 +89,8 @@ def one_epoch(
     rows: Rows, *, batch_size: int, seed: int, row_map: RowMap | None = None
 ) -> Sequence[Batch]:
     """Yields every row once, always in the same batches; the last may be short."""
-    shuffled = _source(rows).seed(seed).shuffle()
-    if row_map is not None:
-        shuffled = shuffled.random_map(row_map)
-    batches: Any = shuffled.batch(batch_size, drop_remainder=False)
-    return batches
+    shuffled = _mapped(_shuffled(rows, seed), row_map)
+    return shuffled.batch(batch_size, drop_remainder=False)
 
 
 def batch_checksum(batch: Batch) -> int:
@@ -113,5 +107,10 @@ def batch_checksum(batch: Batch) -> int:
     return checksum
 
 
-def _source(rows: Rows) -> grain.MapDataset[Row]:
-    return grain.MapDataset.source(rows)  # type: ignore[arg-type]
+def _shuffled(rows: Rows, seed: int) -> Any:
+    return grain.MapDataset.source(rows).seed(seed).shuffle()  # type: ignore[arg-type]
+
+
+def _mapped(shuffled: Any, row_map: RowMap | None) -> Any:
+    """Maps rows before they are divided: the same for any division."""
+    return shuffled if row_map is None else shuffled.random_map(row_map)

@@ -51,9 +51,6 @@ class DataOptions:
     # Share of the tokens that --task masked-lm masks.
     mask_rate: float = 0.15
 
-    # Number of classes of --task classification.
-    num_labels: Annotated[int | None, shown("INT", "those of the data")] = None
-
 
 def check_options(
     options: DataOptions, task: TaskName, *, takes_images: bool = False
@@ -72,11 +69,6 @@ def check_options(
     ):
         if not 0 < value < 1:
             raise DataError(f"--{name}: expected more than 0, less than 1, got {value}")
-    if not 2 <= (options.num_labels or 2) <= 1 << 31:
-        raise DataError(
-            f"--num-labels: expected at least 2, at most {1 << 31}, got "
-            f"{options.num_labels}"
-        )
     field_map(options.fields)
     if options.validation:
         _check_unset(
@@ -86,8 +78,6 @@ def check_options(
         _check_unset(options, "mask_rate", f"--task {task} hides no tokens")
     if task != "causal-lm":
         _check_unset(options, "loss_on", f"--task {task} learns no prompts")
-    if task != "classification":
-        _check_unset(options, "num_labels", f"--task {task} has no classes")
     if takes_images:
         for name in ("tokenizer", "fields"):
             _check_unset(options, name, "the model takes images")

@@ -14,12 +14,12 @@ from typing import IO, Any
 
 from jaxinf.documents import MOST_BYTES
 from jaxinf.train.data.errors import DataError, optional_import, refusing, shown_names
-from jaxinf.train.data.formats import format_of, open_file, read_whole
+from jaxinf.train.data.files import format_of, is_saved_dataset, open_file, read_whole
 
 PLAIN_TEXT = ""  # the field of a plain text file; users cannot give this name
 _ROWS_AT_ONCE = 1024
-_SAVED_MARKS = ("dataset_dict.json", "dataset_info.json")
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
+_KINDS = {list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,62 +67,45 @@ def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
         return
     with refusing(f"{path}: expected a whole file of {kind}"), open_file(path) as file:
         if kind == "lines":
-            yield from _json_lines(path, file)
+            for number, line in enumerate(file, 1):
+                where = f"{path}:{number}"
+                yield _record(where, _parsed(line.rstrip(b"\r\n"), where, "line"))
         elif kind in _DELIMITERS:
             yield from _csv_rows(path, file, _DELIMITERS[kind], used)
         elif text := read_whole(path, file):
-            is_list = kind == "json" and text.lstrip()[:1] == b"["
-            fields = {PLAIN_TEXT: text}
-            yield from (
-                _json_items(path, text) if is_list else [Record(str(path), fields)]
-            )
+            if kind == "json" and text.lstrip()[:1] == b"[":
+                items = _parsed(text, str(path), "file")
+                for number, fields in enumerate(items, 1):
+                    yield _record(f"{path}: item {number}", fields)
+            else:
+                yield Record(str(path), {PLAIN_TEXT: text})
 
 
-def is_saved_dataset(path: Path) -> bool:
-    """Whether a path is a folder made by `save_to_disk` of `datasets`."""
-    return any((path / name).is_file() for name in _SAVED_MARKS)
-
-
-def _json_lines(path: Path, file: IO[bytes]) -> Iterator[Record]:
-    for number, line in enumerate(file, 1):
-        where = f"{path}:{number}"
-        try:
-            fields = json.loads(line.rstrip(b"\r\n"))
-        except (ValueError, RecursionError) as error:
-            found = "an empty line" if not line.strip() else _found(error)
-            raise DataError(
-                f"{where}: expected a JSON object, found {found}; mend or remove "
-                "the line"
-            ) from error
-        yield _record(where, fields)
-
-
-def _json_items(path: Path, text: bytes) -> Iterator[Record]:
+def _parsed(text: bytes, where: str, part: str) -> Any:
     try:
-        items = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
+        if not text.strip():
+            found = "an empty line"
+        elif isinstance(error, RecursionError):
+            found = "one that is nested too deep"
+        elif isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+            found = f"none ({error})"
+        else:  # Python's own text advises programmers
+            digits = sys.get_int_max_str_digits()
+            found = f"none (a number of more than {digits} digits)"
+        wanted = "a JSON object" if part == "line" else "a list in JSON"
         raise DataError(
-            f"{path}: expected a list in JSON, found {_found(error)}; mend or remove "
-            "the file"
+            f"{where}: expected {wanted}, found {found}; mend or remove the {part}"
         ) from error
-    for number, fields in enumerate(items, 1):
-        yield _record(f"{path}: item {number}", fields)
-
-
-def _found(error: ValueError | RecursionError) -> str:
-    if isinstance(error, RecursionError):
-        return "one that is nested too deep"
-    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return f"none ({error})"
-    digits = sys.get_int_max_str_digits()  # Python's own text advises programmers
-    return f"none (a number of more than {digits} digits)"
 
 
 def _record(where: str, fields: Any) -> Record:
     if isinstance(fields, dict):
         return Record(where, fields)
     raise DataError(
-        f"{where}: expected a JSON object with named fields, found {_kind(fields)}"
+        f"{where}: expected a JSON object with named fields, found "
+        f"{_KINDS.get(type(fields), 'a number')}"
     )
 
 
@@ -199,8 +182,3 @@ def _rows_of(
                 number += 1
                 fields = {n: v[row] for n, v in zip(columns, values, strict=True)}
                 yield Record(f"{path}: row {number}", fields, unread)
-
-
-def _kind(value: object) -> str:
-    names = {list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
-    return names.get(type(value), "a number")

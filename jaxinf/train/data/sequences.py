@@ -83,12 +83,8 @@ class Sequences:
     token_types: Array | None = None
 
     @classmethod
-    def of(cls, examples: Iterable[Encoded]) -> "Sequences":
-        """Concatenates examples, ordered by their content."""
-        return cls.in_order(sorted(examples, key=Encoded.digest))
-
-    @classmethod
-    def in_order(cls, ordered: Sequence[Encoded]) -> "Sequences":
+    def of(cls, ordered: Sequence[Encoded]) -> "Sequences":
+        """Concatenates examples in their order."""
         tokens = [example.tokens for example in ordered] or [np.zeros(0, np.uint8)]
         learned = [example.is_learned for example in ordered]
         types = [e.token_types for e in ordered if e.token_types is not None]
@@ -105,16 +101,13 @@ class Sequences:
 
     def __getitem__(self, number: int) -> tuple[Array, Array]:
         """Returns views of a sequence's tokens and of its `is_learned`."""
-        start = int(self.ends[number - 1]) if number else 0
-        part = slice(start, int(self.ends[number]))
+        part = self._place(number)
         return self.tokens[part], self.learned(part)
 
     def types(self, number: int) -> Array | None:
         """Returns a view of a sequence's token types; None if there are none."""
-        if self.token_types is None:
-            return None
-        start = int(self.ends[number - 1]) if number else 0
-        return self.token_types[start : int(self.ends[number])]
+        types = self.token_types
+        return None if types is None else types[self._place(number)]
 
     def learned(self, part: slice) -> Array:
         """Returns whether each token of a range is learned: bool."""
@@ -122,10 +115,9 @@ class Sequences:
             return np.ones(self.tokens[part].size, np.bool_)
         return self.is_learned[part]
 
-    @property
-    def lengths(self) -> Array:
-        """int64 [num]."""
-        return np.diff(self.ends, prepend=0)
+    def _place(self, number: int) -> slice:
+        start = int(self.ends[number - 1]) if number else 0
+        return slice(start, int(self.ends[number]))
 
     def split(self, fraction: float) -> tuple["Sequences", "Sequences"]:
         """Splits off a tail of whole sequences, at least one of several."""
@@ -147,17 +139,16 @@ class Sequences:
 
     def _cut(self, num: int) -> tuple["Sequences", "Sequences"]:
         at = int(self.ends[num - 1]) if num else 0
-        return self._part(slice(at), slice(num), 0), self._part(
-            slice(at, None), slice(num, None), at
-        )
 
-    def _part(self, tokens: slice, numbers: slice, start: int) -> "Sequences":
-        return Sequences(
-            self.tokens[tokens],
-            None if self.is_learned is None else self.is_learned[tokens],
-            self.ends[numbers] - start,
-            self.labels[numbers],
-            None if self.token_types is None else self.token_types[tokens],
+        def part(tokens: slice, numbers: slice, start: int) -> Sequences:
+            arrays = (self.tokens, self.is_learned, self.token_types)
+            own, learned, types = (x if x is None else x[tokens] for x in arrays)
+            assert own is not None
+            ends, labels = self.ends[numbers] - start, self.labels[numbers]
+            return Sequences(own, learned, ends, labels, types)
+
+        return part(slice(at), slice(num), 0), part(
+            slice(at, None), slice(num, None), at
         )
 
     def fingerprint(self) -> str:

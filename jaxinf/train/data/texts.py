@@ -14,27 +14,29 @@ from jaxinf.train.data.errors import DataError, shown_names
 from jaxinf.train.data.examples import (
     Example,
     ExampleKind,
+    Label,
+    classes_of,
     field_map,
+    num_classes,
+    numbered,
     read_examples,
     used_fields,
 )
-from jaxinf.train.data.files import (
-    by_split,
-    find_files,
-    standard_library_files,
-)
-from jaxinf.train.data.labels import num_classes, number_of_classes, numbered
-from jaxinf.train.data.masking import Masking
+from jaxinf.train.data.files import by_split, find_files, standard_library_files
 from jaxinf.train.data.options import DataOptions
-from jaxinf.train.data.packing import Packed, Pairs, Rows, Single, Windows
-from jaxinf.train.data.parts import TrainingData, digest_of
 from jaxinf.train.data.records import read_records
-from jaxinf.train.data.sequences import (
-    Encoded,
-    Encoding,
-    Sequences,
-    encode_examples,
+from jaxinf.train.data.rows import (
+    RowMap,
+    Rows,
+    TrainingData,
+    digest_of,
+    masking,
+    packed,
+    pairs,
+    single,
+    windows,
 )
+from jaxinf.train.data.sequences import Encoded, Encoding, Sequences, encode_examples
 from jaxinf.train.data.tokenizer import Tokenizer, open_tokenizer
 from jaxinf.typing import Array
 
@@ -54,29 +56,18 @@ _MEANT = {
 _MOST_USUAL_TOKENS = 1024
 _ROUNDED_TO = 16
 _PROMPT_TOKENS = 32
-_SHOWN_CHARS, _SHOWN_RUNS = 120, 8
+_SHOWN_CHARS, _SHOWN_RUNS, _SHOWN_CLASSES = 120, 8, 20
 
 
 @dataclasses.dataclass
-class _Reading:
-    """What reading finds beside the examples.
+class _Texts:
+    """The settings that decide how texts are read, and what reading finds.
 
     Attributes:
+      seq_len: tokens in a row; 0 until the longest example is known.
       first: the first example of the training data.
       classes: numbers of the training data's classes.
     """
-
-    first: Example | None = None
-    example: str = ""
-    classes: dict[int | str, int] | None = None
-    unused: set[str] = dataclasses.field(default_factory=set)
-    notes: list[str] = dataclasses.field(default_factory=list)
-    num_json: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """The settings of a run that decide how its texts are read."""
 
     options: DataOptions
     task: TaskName
@@ -85,10 +76,25 @@ class _Run:
     most_usual_tokens: int
     is_pretrained: bool
     num_token_types: int
+    first: Example | None = None
+    example: str = ""
+    classes: dict[Label, int] | None = None
+    unused: set[str] = dataclasses.field(default_factory=set)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    num_json: int = 0
 
     @property
     def is_apart(self) -> bool:
         return self.task == "seq2seq"
+
+    @property
+    def kind(self) -> ExampleKind:
+        assert self.first is not None
+        return self.first.kind
+
+    @property
+    def most(self) -> int:
+        return self.seq_len or self.most_usual_tokens
 
 
 def load_texts(
@@ -115,106 +121,97 @@ def load_texts(
     most = min(_MOST_USUAL_TOKENS, most_tokens or _MOST_USUAL_TOKENS)
     tokenizer = open_tokenizer(options.tokenizer)
     given = (tokenizer, seq_len or 0, most, is_pretrained, num_token_types)
-    run, reading = _Run(options, task, *given), _Reading()
-    data = options.data
+    texts, data = _Texts(options, task, *given), options.data
     files, left_out = find_files(data) if data else (standard_library_files(), [])
     train_files, held_files = by_split(files)
     if options.validation:
         found, others = find_files(options.validation)
         held_files, _ = by_split(found, is_validation=True)
         left_out = left_out + others
-    parts, seq_len = _read(run, reading, train_files, "--data")
-    run = dataclasses.replace(run, seq_len=seq_len)
+    parts = _read(texts, train_files, "--data")
     if held_files:
-        held, _ = _read(run, reading, held_files, "--validation")
+        held = _read(texts, held_files, "--validation")
     else:
-        parts, held = _hold_out(parts, reading, options.validation_fraction)
+        cut = Sequences.split_tokens if texts.kind == "text" else Sequences.split
+        halves = [cut(part, options.validation_fraction) for part in parts]
+        parts, held = ([half[n] for half in halves] for n in (0, 1))
     if left_out:
-        reading.notes.append(
+        texts.notes.append(
             f"{len(left_out):,} files of folders are neither text nor tables and are "
             f"left out: {shown_names([path.name for path in left_out])}"
         )
-    return _loaded(run, reading, parts, held)
+    return _loaded(texts, parts, held)
 
 
-def _read(
-    run: _Run, reading: _Reading, files: Sequence[Path], flag: str
-) -> tuple[list[Sequences], int]:
+def _read(texts: _Texts, files: Sequence[Path], flag: str) -> list[Sequences]:
     """Returns one list of sequences, or sources and answers in the same order."""
-    mapping = field_map(run.options.fields)
+    options, tokenizer = texts.options, texts.tokenizer
+    mapping = field_map(options.fields)
     used = used_fields(mapping)
-    records = (record for path in files for record in read_records(path, used))
     examples = read_examples(
-        records,
+        (record for path in files for record in read_records(path, used)),
         mapping=mapping,
-        unused=reading.unused,
-        has_template=run.tokenizer.has_template and not run.is_apart,
-        first=reading.first,
+        unused=texts.unused,
+        has_template=tokenizer.has_template and not texts.is_apart,
+        first=texts.first,
     )
     how = Encoding(
-        most=run.seq_len or run.most_usual_tokens,
-        num_types=run.num_token_types,
-        learn_all=run.options.loss_on == "all",
-        is_apart=run.is_apart,
+        texts.most, texts.num_token_types, options.loss_on == "all", texts.is_apart
     )
-    checked = _checked(run, reading, examples, flag)
-    encoded = list(encode_examples(checked, run.tokenizer, how))
-    if not encoded or reading.first is None:
+    encoded = [*encode_examples(_checked(texts, examples, flag), tokenizer, how)]
+    if not encoded or texts.first is None:
         raise DataError(
-            f"{flag}: expected {_MEANT[_EXPECTED[run.task][0]]}, found "
+            f"{flag}: expected {_MEANT[_EXPECTED[texts.task][0]]}, found "
             f"{len(files)} file(s) without a record"
         )
-    kind = reading.first.kind
-    if mapping and not reading.first.fields:
+    if mapping and not texts.first.fields:
         raise DataError(
-            f"--fields {run.options.fields}: the data has no records, but text; leave "
+            f"--fields {options.fields}: the data has no records, but text; leave "
             "it out"
         )
-    seq_len = run.seq_len or _usual_length(run, kind, encoded)
-    reading.example = reading.example or _shown_example(run, reading.first, encoded[0])
-    if kind == "labelled":
-        encoded = [(one,) for one in _numbered(reading, encoded, flag)]
-    encoded = _fitting(run, reading, encoded, seq_len, flag)
-    if not run.is_apart:
-        return [Sequences.of(whole for (whole,) in encoded)], seq_len
-    encoded.sort(key=lambda pair: (pair[0].digest(), pair[1].digest()))
-    return [Sequences.in_order(side) for side in zip(*encoded, strict=True)], seq_len
+    texts.seq_len = texts.seq_len or _usual_length(texts, encoded)
+    texts.example = texts.example or _shown_example(tokenizer, texts.first, encoded[0])
+    if texts.kind == "labelled":
+        encoded = [(one,) for one in _numbered(texts, encoded, flag)]
+    encoded = _fitting(texts, encoded, flag)
+    encoded.sort(key=lambda parts: [part.digest() for part in parts])
+    return [Sequences.of(side) for side in zip(*encoded, strict=True)]
 
 
 def _checked(
-    run: _Run, reading: _Reading, examples: Iterable[Example], flag: str
+    texts: _Texts, examples: Iterable[Example], flag: str
 ) -> Iterator[Example]:
     """Refuses examples that do not suit the run, before any is encoded."""
-    expected = _EXPECTED[run.task]
+    expected = _EXPECTED[texts.task]
     for example in examples:
         if example.kind not in expected:
             meant = " or ".join(_MEANT[kind] for kind in expected)
             raise DataError(
-                f"{example.where}: --task {run.task} expects {meant}, {flag} has "
+                f"{example.where}: --task {texts.task} expects {meant}, {flag} has "
                 f"{_MEANT[example.kind]}"
             )
-        if run.is_apart and example.messages:
+        if texts.is_apart and example.messages:
             raise DataError(
                 f"{example.where}: --task seq2seq expects a prompt and a response, "
                 "found messages"
             )
-        if example.kind == "text" and run.options.loss_on == "all":
+        if example.kind == "text" and texts.options.loss_on == "all":
             raise DataError(
                 "--loss-on all: texts have no prompts and are learned whole; leave it "
                 "out"
             )
         if example.messages:
-            _check_template(run, example.where)
-        reading.first = reading.first or example
-        if example is reading.first and example.kind == "labelled":
-            _check_room(run, len(example.texts))
-        reading.num_json += example.where.endswith(".json")
+            _check_template(texts, example.where)
+        texts.first = texts.first or example
+        if example is texts.first and example.kind == "labelled":
+            _check_room(texts, len(example.texts))
+        texts.num_json += example.where.endswith(".json")
         yield example
 
 
-def _check_template(run: _Run, where: str) -> None:
-    tokenizer = run.tokenizer
-    if tokenizer.has_template or not run.is_pretrained or tokenizer.name == "bytes":
+def _check_template(texts: _Texts, where: str) -> None:
+    tokenizer = texts.tokenizer
+    if tokenizer.has_template or not texts.is_pretrained or tokenizer.name == "bytes":
         return
     raise DataError(
         f"{where}: expected a chat template beside {tokenizer.name}, in "
@@ -224,68 +221,60 @@ def _check_template(run: _Run, where: str) -> None:
     )
 
 
-def _check_room(run: _Run, num_texts: int) -> None:
-    has_types = run.num_token_types > 0
-    need = num_texts + run.tokenizer.num_special(num_texts, has_types=has_types)
-    if (run.seq_len or run.most_usual_tokens) < need:
+def _check_room(texts: _Texts, num_texts: int) -> None:
+    has_types = texts.num_token_types > 0
+    need = num_texts + texts.tokenizer.num_special(num_texts, has_types=has_types)
+    if texts.most < need:
         what = ("a text", "two texts")[num_texts - 1]
         raise DataError(
             f"--seq-len: expected at least {need} tokens, for {what} and its special "
-            f"tokens, got {run.seq_len or run.most_usual_tokens}"
+            f"tokens, got {texts.most}"
         )
 
 
-def _usual_length(
-    run: _Run, kind: ExampleKind, encoded: Sequence[tuple[Encoded, ...]]
-) -> int:
+def _usual_length(texts: _Texts, encoded: Sequence[tuple[Encoded, ...]]) -> int:
     """Returns the tokens of the longest example, within limits."""
     sizes = [part.num_uncut or part.tokens.size for parts in encoded for part in parts]
     longest = -(-max(sizes) // _ROUNDED_TO) * _ROUNDED_TO
-    if kind == "text":  # the part that is held out must have rows, too
-        held = int(sum(sizes) * run.options.validation_fraction)
+    if texts.kind == "text":  # the part that is held out must have rows, too
+        held = int(sum(sizes) * texts.options.validation_fraction)
         longest = min(longest, held // 2)
-    return max(2, min(longest, run.most_usual_tokens))
+    return max(2, min(longest, texts.most_usual_tokens))
 
 
 def _numbered(
-    reading: _Reading, encoded: Sequence[tuple[Encoded, ...]], flag: str
+    texts: _Texts, encoded: Sequence[tuple[Encoded, ...]], flag: str
 ) -> Iterator[Encoded]:
     labels = [one.label for (one,) in encoded]
-    if reading.classes is None:
-        reading.classes = number_of_classes(labels, flag)
-        classes = reading.classes.items()
+    if texts.classes is None:
+        texts.classes = classes_of(labels, flag)
+        classes = texts.classes.items()
         if named := [f"{n} {name}" for name, n in classes if str(name) != str(n)]:
-            more = ", …" if len(named) > 20 else ""
-            said = _printable(", ".join(named[:20]))
-            reading.notes.append(f"classes: {said}{more}")
-    numbers = numbered(labels, reading.classes, flag)
+            more = ", …" if len(named) > _SHOWN_CLASSES else ""
+            said = _printable(", ".join(named[:_SHOWN_CLASSES]))
+            texts.notes.append(f"classes: {said}{more}")
+    numbers = numbered(labels, texts.classes, flag)
     for (one,), number in zip(encoded, numbers, strict=True):
         yield dataclasses.replace(one, label=number)
 
 
 def _fitting(
-    run: _Run,
-    reading: _Reading,
-    encoded: list[tuple[Encoded, ...]],
-    seq_len: int,
-    flag: str,
+    texts: _Texts, encoded: list[tuple[Encoded, ...]], flag: str
 ) -> list[tuple[Encoded, ...]]:
     """Leaves out examples whose answers begin after the cut, and notes cuts.
 
     Raises:
       DataError: none is left.
     """
-    assert reading.first is not None
-    kind = reading.first.kind
-    if kind == "text":
+    if texts.kind == "text":
         return encoded
-    is_dialogue = kind == "dialogue" and not run.is_apart
+    is_dialogue = texts.kind == "dialogue" and not texts.is_apart
+    seq_len, kept = texts.seq_len, encoded
     limit = seq_len + is_dialogue
     num_cut = sum(
         any((part.num_uncut or part.tokens.size) > limit for part in parts)
         for parts in encoded
     )
-    kept = encoded
     if is_dialogue:
         kept = [p for p in encoded if p[0].is_learned[1:limit].any()]
     if not kept:
@@ -295,62 +284,47 @@ def _fitting(
             f"found {len(encoded):,} examples whose answers all begin later, the "
             f"first after {min(starts):,} tokens; give a --seq-len above that"
         )
-    if num_cut and kind == "labelled" and len(reading.first.texts) == 2:
-        reading.notes.append(
-            f"{num_cut:,} pairs of texts are longer than --seq-len {seq_len}; the "
-            "longer text of each is cut first"
-        )
-    elif num_cut:
-        reading.notes.append(
-            f"{num_cut:,} examples are longer than --seq-len {seq_len} and are cut "
-            "there"
+    is_pair = texts.first and texts.kind == "labelled" and len(texts.first.texts) == 2
+    if num_cut:
+        what = "pairs of texts" if is_pair else "examples"
+        how = "the longer text of each is cut first"
+        texts.notes.append(
+            f"{num_cut:,} {what} are longer than --seq-len {seq_len}"
+            + (f"; {how}" if is_pair else " and are cut there")
         )
     if num_dropped := len(encoded) - len(kept):
-        reading.notes.append(
+        texts.notes.append(
             f"{num_dropped:,} of those have no answer before the cut and are left out"
         )
     return kept
 
 
-def _hold_out(
-    parts: list[Sequences], reading: _Reading, fraction: float
-) -> tuple[list[Sequences], list[Sequences]]:
-    is_text = reading.first is not None and reading.first.kind == "text"
-    cut = Sequences.split_tokens if is_text else Sequences.split
-    train, held = zip(*(cut(part, fraction) for part in parts), strict=True)
-    return [*train], [*held]
-
-
 def _loaded(
-    run: _Run, reading: _Reading, parts: list[Sequences], held: list[Sequences]
+    texts: _Texts, parts: list[Sequences], held: list[Sequences]
 ) -> TrainingData:
-    assert reading.first is not None
-    tokenizer, kind = run.tokenizer, reading.first.kind
-    rows = _rows(run, kind, parts, "train")
-    held_rows = _rows(run, kind, held, "validation")
+    tokenizer, notes = texts.tokenizer, texts.notes
+    rows, held_rows = _rows(texts, parts, "train"), _rows(texts, held, "validation")
     unit = "bytes" if tokenizer.name == "bytes" else "tokens"
     num, num_held = parts[0].tokens.size, held[0].tokens.size
-    if kind != "text":
+    if texts.kind != "text":
         unit, num, num_held = "examples", len(parts[0]), len(held[0])
-    notes = reading.notes
-    if reading.unused:
+    if texts.unused:
         notes.append(
-            f"fields of records that are not used: {shown_names(reading.unused)}"
+            f"fields of records that are not used: {shown_names(texts.unused)}"
         )
-    if reading.num_json:
+    if texts.num_json:
         notes.append(
-            f"{reading.num_json:,} .json files that are no list of records, read as "
-            "text"
+            f"{texts.num_json:,} .json files that are no list of records, read as text"
         )
     num_labels = None
-    if run.task == "classification":
+    if texts.task == "classification":
         labels = [*parts[0].labels.tolist(), *held[0].labels.tolist()]
-        num_labels = num_classes(labels, run.options.num_labels, "labels")
-    is_causal = run.task == "causal-lm"
+        num_labels = num_classes(labels, "labels")
+    is_causal = texts.task == "causal-lm"
     return TrainingData(
         train=rows,
         validation=held_rows,
-        row_map=_masking(run),
+        row_map=_masking(texts),
         tokenizer=tokenizer,
         num_labels=num_labels,
         description=f"{num:,} {unit} to train on, {num_held:,} to validate",
@@ -361,27 +335,26 @@ def _loaded(
         },
         notes=tuple(notes),
         held_out_tokens=held[0].tokens if is_causal else None,
-        seq_len=run.seq_len,
-        prompt=_prompt(run, held[0]) if is_causal else None,
-        example=reading.example,
+        seq_len=texts.seq_len,
+        prompt=_prompt(held[0], texts.seq_len) if is_causal else None,
+        example=texts.example,
     )
 
 
-def _prompt(run: _Run, held: Sequences) -> Array:
+def _prompt(held: Sequences, seq_len: int) -> Array:
     """Returns the beginning of a text, or a whole prompt that has room."""
     for number in range(len(held)):
         tokens, is_learned = held[number]
-        start = int(np.argmax(is_learned))
-        if 0 < start < run.seq_len:
+        if 0 < (start := int(np.argmax(is_learned))) < seq_len:
             return tokens[:start]
-    return held.tokens[: min(_PROMPT_TOKENS, run.seq_len)]
+    return held.tokens[: min(_PROMPT_TOKENS, seq_len)]
 
 
-def _rows(run: _Run, kind: ExampleKind, parts: list[Sequences], name: str) -> Rows:
-    seq_len, pad = run.seq_len, run.tokenizer.pad
-    if kind == "text":
-        is_causal = run.task == "causal-lm"
-        rows: Rows = Windows(parts[0], seq_len, is_causal=is_causal)
+def _rows(texts: _Texts, parts: list[Sequences], name: str) -> Rows:
+    seq_len, pad = texts.seq_len, texts.tokenizer.pad
+    if texts.kind == "text":
+        is_causal = texts.task == "causal-lm"
+        rows = windows(parts[0], seq_len, is_causal=is_causal)
         if not len(rows):
             need = f"seq_len + 1 = {seq_len + 1}" if is_causal else f"{seq_len}"
             raise DataError(
@@ -394,27 +367,28 @@ def _rows(run: _Run, kind: ExampleKind, parts: list[Sequences], name: str) -> Ro
             f"expected at least one {name} example, got none; name more data, or "
             "what to hold out with --validation"
         )
-    if run.is_apart:
+    if texts.is_apart:
         sources, answers = parts
-        return Pairs(sources, answers, seq_len, pad=pad, start=run.tokenizer.start)
-    if kind == "labelled":
-        return Single(parts[0], seq_len, pad)
-    return Packed(parts[0], seq_len, pad)
+        return pairs(sources, answers, seq_len, pad=pad, start=texts.tokenizer.start)
+    return (single if texts.kind == "labelled" else packed)(parts[0], seq_len, pad)
 
 
-def _masking(run: _Run) -> Masking | None:
-    if run.task != "masked-lm":
+def _masking(texts: _Texts) -> RowMap | None:
+    if texts.task != "masked-lm":
         return None
-    tokenizer, rate = run.tokenizer, run.options.mask_rate
-    if tokenizer.mask is None:
+    one = texts.tokenizer
+    if one.mask is None:
         raise DataError(
-            f"--tokenizer {tokenizer.name}: --task masked-lm needs a mask token "
-            "([MASK] or <mask>, named in tokenizer_config.json), which it does not have"
+            f"--tokenizer {one.name}: --task masked-lm needs a mask token ([MASK] or "
+            "<mask>, named in tokenizer_config.json), which it does not have"
         )
-    return Masking(rate, tokenizer.mask, tokenizer.special, tokenizer.vocab_size)
+    rate, words = texts.options.mask_rate, one.vocab_size
+    return masking(rate, mask=one.mask, special=one.special, vocab_size=words)
 
 
-def _shown_example(run: _Run, first: Example, parts: tuple[Encoded, ...]) -> str:
+def _shown_example(
+    tokenizer: Tokenizer, first: Example, parts: tuple[Encoded, ...]
+) -> str:
     """Decodes an example; what is learned is in guillemets, what is long is cut."""
     runs: list[tuple[Array, bool]] = []
     for part in parts:
@@ -426,13 +400,12 @@ def _shown_example(run: _Run, first: Example, parts: tuple[Encoded, ...]) -> str
         ]
     found = []
     for ids, is_learned in runs[:_SHOWN_RUNS]:
-        text = run.tokenizer.decode(ids[: 4 * _SHOWN_CHARS]).decode(errors="replace")
+        text = tokenizer.decode(ids[: 4 * _SHOWN_CHARS]).decode(errors="replace")
         cut = "…" if len(text) > _SHOWN_CHARS or ids.size > 4 * _SHOWN_CHARS else ""
         text = _printable(text[:_SHOWN_CHARS]) + cut
         found.append(f"«{text}»" if is_learned else text)
     more = " …" if len(runs) > _SHOWN_RUNS else ""
-    label = f" → «{_printable(str(first.label))}»"
-    label = label if first.label != -1 else ""
+    label = f" → «{_printable(str(first.label))}»" if first.label != -1 else ""
     fields = f" ({_printable(first.fields)})" if first.fields else ""
     return f"{''.join(found)}{more}{label}{fields}"
 

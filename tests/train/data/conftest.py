@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxinf.train.data.image_files import load_images
+from jaxinf.train.data.images import load_images
 from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.texts import load_texts
 

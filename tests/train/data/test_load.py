@@ -375,9 +375,6 @@ def test_records_that_do_not_suit_the_task(load, write, records, task, message):
 def test_labels_out_of_range(load, write):
     path = write("a.jsonl", LABELLED)
     assert load(path, task="classification").num_labels == 3
-    assert load(path, task="classification", num_labels=5).num_labels == 5
-    with pytest.raises(DataError, match=r"labels of 0 to 1 \(2 classes\), found 2"):
-        load(path, task="classification", num_labels=2)
 
 
 @pytest.mark.parametrize(
@@ -391,8 +388,6 @@ def test_labels_out_of_range(load, write):
         ({"mask_rate": 0.0}, "masked-lm", "--mask-rate: expected more than 0"),
         ({"mask_rate": 0.3}, "causal-lm", "--mask-rate: --task causal-lm hides no"),
         ({"loss_on": "all"}, "seq2seq", "--loss-on: --task seq2seq learns no prompts"),
-        ({"num_labels": 3}, "causal-lm", "--num-labels: --task causal-lm has no cl"),
-        ({"num_labels": 1}, "classification", "--num-labels: expected at least 2"),
         (
             {"validation": ("a",), "validation_fraction": 0.5},
             "causal-lm",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxinf.train.data.loader import Batches, batch_checksum, one_epoch
-from jaxinf.train.data.masking import Masking
+from jaxinf.train.data.rows import masking
 
 
 class Numbers:
@@ -123,10 +123,10 @@ def test_checksum_tells_batches_apart():
 
 
 def test_masking_shares():
-    masking = Masking(rate=0.15, mask=255, special=(0,), vocab_size=100)
+    mask = masking(0.15, mask=255, special=(0,), vocab_size=100)
     tokens = np.tile(np.arange(100, dtype=np.int32), 200)  # a hundredth are ends
     row = {"tokens": tokens, "segments": np.ones_like(tokens)}
-    masked = masking(row, np.random.Generator(np.random.Philox(1)))
+    masked = mask(row, np.random.Generator(np.random.Philox(1)))
     chosen = masked["weights"] == 1
     hidden = masked["tokens"]
     np.testing.assert_array_equal(masked["targets"], tokens)
@@ -140,15 +140,15 @@ def test_masking_shares():
 
 @pytest.mark.parametrize("tokens", [[5], [0, 0], [7, 0]])
 def test_something_is_always_asked(tokens):
-    masking = Masking(rate=0.01, mask=255, special=(0,), vocab_size=100)
+    mask = masking(0.01, mask=255, special=(0,), vocab_size=100)
     tokens = np.array(tokens, np.int32)
     rng = np.random.Generator(np.random.Philox(1))
-    masked = masking({"tokens": tokens, "segments": np.ones_like(tokens)}, rng)
+    masked = mask({"tokens": tokens, "segments": np.ones_like(tokens)}, rng)
     assert masked["weights"].sum() == 1
 
 
 def test_padding_is_never_asked():
-    masking = Masking(rate=0.9, mask=255, special=(), vocab_size=100)
+    mask = masking(0.9, mask=255, special=(), vocab_size=100)
     row = {"tokens": np.full(8, 3, np.int32), "segments": np.array([1] * 4 + [0] * 4)}
-    masked = masking(row, np.random.Generator(np.random.Philox(1)))
+    masked = mask(row, np.random.Generator(np.random.Philox(1)))
     assert not masked["weights"][4:].any()

@@ -1,0 +1,258 @@
+"""Rows of a fixed length out of sequences of any length, and what is loaded of them.
+
+    windows    all sequences one after another, cut at equal lengths
+    packed     as many whole sequences as fit
+    pairs      a source and its answer, each padded
+    single     one sequence and its label, padded
+
+`segments` numbers the documents of a row from 1, with 0 for padding; a model masks
+attention between documents. Lengths of rows are in tokens.
+
+Invariant: row number n is a function of the sequences and the length alone.
+"""
+
+import bisect
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from jaxinf.train.data.sequences import Sequences
+from jaxinf.train.data.tokenizer import Tokenizer
+from jaxinf.typing import Array, JsonValue
+
+Row: TypeAlias = Mapping[str, Array]
+RowMap: TypeAlias = Callable[[Row, np.random.Generator], Row]
+
+_MASKED, _RANDOM = 0.8, 0.9  # the last tenth stays
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows that are read by number; immutable, safe to share between threads.
+
+    Attributes:
+      row: returns arrays by name, of the same shapes for all numbers.
+    """
+
+    num: int
+    row: Callable[[int], Row]
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, number: int) -> Row:
+        return self.row(number)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainingData:
+    """The data of a run. Immutable, safe to share between threads.
+
+    Attributes:
+      row_map: a random change of each row, such as masking.
+      tokenizer: the texts' tokenizer; None for images.
+      identity: data that must be the same in a resumed run.
+      notes: remarks about the data for the user.
+      held_out_tokens: ids of the held-out text, for statistics and prompts; empty if
+        the task is not to continue text.
+      seq_len: tokens in a row; 0 for images.
+      prompt: ids for the model to continue, held out; None as above.
+      example: the first example, decoded, what is learned in guillemets, and the
+        fields of its record; empty for images.
+    """
+
+    train: Rows
+    validation: Rows
+    row_map: RowMap | None
+    tokenizer: Tokenizer | None
+    num_labels: int | None
+    description: str
+    identity: dict[str, JsonValue]
+    notes: tuple[str, ...]
+    held_out_tokens: Array | None
+    seq_len: int = 0
+    prompt: Array | None = None
+    example: str = ""
+
+
+def digest_of(parts: Iterable[str]) -> str:
+    """SHA-256 of several fingerprints, in hexadecimal."""
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+
+def windows(sequences: Sequences, seq_len: int, *, is_causal: bool) -> Rows:
+    """Returns runs of the concatenated sequences, without overlap.
+
+    Args:
+      is_causal: whether rows have `targets`, the next token of each, and `weights`, 0
+        for a target in another document or one not to be learned.
+    """
+
+    def row(number: int) -> Row:
+        start, size = number * seq_len, seq_len + is_causal
+        part = slice(start, start + size)
+        tokens = sequences.tokens[part].astype(np.int32)
+        ends = sequences.ends
+        first = np.searchsorted(ends, part.start, side="right")
+        last = np.searchsorted(ends, part.stop, side="left")
+        begins = np.zeros(size, np.int32)
+        begins[ends[first:last] - start] = 1  # the next document begins
+        segments = np.cumsum(begins, dtype=np.int32) + 1
+        if not is_causal:
+            return {"tokens": tokens, "segments": segments}
+        is_learned = sequences.learned(part)[1:] & (segments[1:] == segments[:-1])
+        return {
+            "tokens": tokens[:-1],
+            "targets": tokens[1:],
+            "weights": is_learned.astype(np.float32),
+            "segments": segments[:-1],
+        }
+
+    return Rows(max(0, (sequences.tokens.size - is_causal) // seq_len), row)
+
+
+def packed(sequences: Sequences, seq_len: int, pad: int) -> Rows:
+    """Packs whole sequences into rows; longer ones are cut at the row's end.
+
+    Args:
+      sequences: the sequences to pack, each of at least two tokens.
+    """
+    # Every token but the last is an input, and every one but the first a target.
+    lengths = np.diff(sequences.ends, prepend=0) - 1
+    plan = plan_rows(np.minimum(lengths, seq_len), seq_len)
+
+    def row(number: int) -> Row:
+        members = [sequences[member] for member in plan[number]]
+        sizes = [min(tokens.size - 1, seq_len) for tokens, _ in members]
+        pieces = [*zip(members, sizes, strict=True)]
+        tokens = [tokens[:num] for (tokens, _), num in pieces]
+        targets = [tokens[1 : num + 1] for (tokens, _), num in pieces]
+        weights = [learned[1 : num + 1] for (_, learned), num in pieces]
+        return {
+            "tokens": _padded(np.concatenate(tokens), seq_len, pad),
+            "targets": _padded(np.concatenate(targets), seq_len, pad),
+            "weights": _padded(np.concatenate(weights), seq_len, 0, np.float32),
+            "segments": _padded(
+                np.repeat(np.arange(1, len(sizes) + 1), sizes), seq_len, 0
+            ),
+        }
+
+    return Rows(len(plan), row)
+
+
+def pairs(
+    sources: Sequences, answers: Sequences, seq_len: int, *, pad: int, start: int
+) -> Rows:
+    """Returns a source for the encoder, and its answer for the decoder, in each row.
+
+    Args:
+      answers: the sequences to learn, in the same order.
+      start: id before an answer.
+    """
+
+    def row(number: int) -> Row:
+        source, answer = sources[number][0], answers[number][0]
+        targets, segments = _padded(answer, seq_len, pad), _segments(answer, seq_len)
+        return {
+            "tokens": _padded(source, seq_len, pad),
+            "segments": _segments(source, seq_len),
+            "decoder_tokens": np.append(np.int32(start), targets[:-1]),
+            "decoder_segments": segments,
+            "targets": targets,
+            "weights": segments.astype(np.float32),
+        }
+
+    return Rows(len(sources), row)
+
+
+def single(sequences: Sequences, seq_len: int, pad: int) -> Rows:
+    """Returns one sequence a row, cut at its end, with its label.
+
+    Rows have tokens, segments, and token_types of pairs, int32 [seq_len], and labels
+    int32 [].
+    """
+
+    def row(number: int) -> Row:
+        ids, types = sequences[number][0], sequences.types(number)
+        found = {
+            "tokens": _padded(ids, seq_len, pad),
+            "segments": _segments(ids, seq_len),
+            "labels": np.array(sequences.labels[number], np.int32),
+        }
+        return found | (
+            {} if types is None else {"token_types": _padded(types, seq_len, 0)}
+        )
+
+    return Rows(len(sequences), row)
+
+
+def plan_rows(lengths: Array, seq_len: int) -> Sequence[Sequence[int]]:
+    """Assigns sequences to rows, the longest first, each to the row with the best fit.
+
+    Args:
+      lengths: int [num], each of 1 to `seq_len`.
+
+    Returns:
+      The numbers of the sequences of each row.
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    for number in np.argsort(-np.asarray(lengths), kind="stable"):
+        length = int(lengths[number])
+        at = bisect.bisect_left(room, (length, -1))
+        if at == len(room):
+            rows.append([])
+            left, row = seq_len, len(rows) - 1
+        else:
+            left, row = room.pop(at)
+        rows[row].append(int(number))
+        if left > length:
+            bisect.insort(room, (left - length, row))
+    return rows
+
+
+def masking(
+    rate: float, *, mask: int, special: Sequence[int], vocab_size: int
+) -> RowMap:
+    """Returns a function that masks tokens, and keeps them as targets.
+
+    As in BERT (Devlin et al. 2019, section 3.1), of the chosen tokens 80 % become the
+    mask, 10 % a random token, and 10 % stay. The function adds `targets`, and `weights`
+    of 1 for chosen tokens; its result depends on the row and the generator alone.
+
+    Args:
+      rate: share of a row's tokens to choose, at least one.
+      special: ids that are never chosen, such as ends of documents.
+    """
+
+    def masked(row: Row, rng: np.random.Generator) -> Row:
+        tokens = row["tokens"]
+        allowed = np.flatnonzero(~np.isin(tokens, special) & (row["segments"] > 0))
+        if not allowed.size:  # a row of special ones; at least one token must count
+            allowed = np.arange(tokens.size)
+        num = max(1, round(rate * allowed.size))
+        chosen = rng.permutation(allowed)[:num]
+        fate = rng.random(num)
+        hidden = tokens.copy()
+        hidden[chosen[fate < _MASKED]] = mask
+        is_random = (fate >= _MASKED) & (fate < _RANDOM)
+        drawn = rng.integers(0, vocab_size, num, np.int32)
+        hidden[chosen[is_random]] = drawn[is_random]
+        weights = np.zeros(tokens.size, np.float32)
+        weights[chosen] = 1
+        return {**row, "tokens": hidden, "targets": tokens, "weights": weights}
+
+    return masked
+
+
+def _padded(values: Array, seq_len: int, pad: int, dtype: type = np.int32) -> Array:
+    row = np.full(seq_len, pad, dtype)
+    row[: len(values)] = values[:seq_len]
+    return row
+
+
+def _segments(ids: Array, seq_len: int) -> Array:
+    return (np.arange(seq_len) < len(ids)).astype(np.int32)
