@@ -4,19 +4,17 @@ Invariant: memory stays within a budget for leaves of any size, unless another t
   file has larger chunks; everything is checked before anything is written.
 """
 
-from jaxinf.exchange.adapters import LORA_A, LORA_B
-from jaxinf.exchange.huggingface_config import Architecture, write_config
-from jaxinf.exchange.huggingface_export import export_adapters, export_huggingface
-from jaxinf.exchange.huggingface_source import (
-    HuggingFaceFolder,
-    TensorLeaf,
+from jaxinf.exchange.huggingface_config import (
+    Architecture,
     read_config_file,
+    write_config,
 )
+from jaxinf.exchange.huggingface_export import export_adapters, export_huggingface
+from jaxinf.exchange.huggingface_source import HuggingFaceFolder, TensorLeaf
 from jaxinf.exchange.object_store import ObjectStore, is_url
 from jaxinf.exchange.own_import import import_export, is_own_export
 from jaxinf.exchange.run_import import import_into_run
-from jaxinf.exchange.safetensors_export import export_safetensors
-from jaxinf.exchange.safetensors_writer import DEFAULT_FILE_BYTES
+from jaxinf.exchange.safetensors_files import DEFAULT_FILE_BYTES, export_safetensors
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
 from jaxinf.exchange.store_import import ImportReport, import_params
 from jaxinf.exchange.tokenizer_files import (
@@ -24,6 +22,7 @@ from jaxinf.exchange.tokenizer_files import (
     kept_tokenizer,
     tokenizer_files,
 )
+from jaxinf.exchange.trained_params import LORA_A, LORA_B
 from jaxinf.exchange.url_export import (
     Transit,
     UrlExport,

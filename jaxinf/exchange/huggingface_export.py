@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.adapters import LORA_A, LORA_B, Adapters
 from jaxinf.exchange.huggingface_config import Architecture, write_config
-from jaxinf.exchange.huggingface_names import TABLES
-from jaxinf.exchange.safetensors_writer import (
+from jaxinf.exchange.huggingface_families import FAMILIES
+from jaxinf.exchange.safetensors_files import (
     DEFAULT_FILE_BYTES,
     Tensor,
     write_tensors,
 )
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
-from jaxinf.store import MASTER_PARAMS, dtype_of
+from jaxinf.exchange.trained_params import adapter_alpha, adapters, param_arrays
+from jaxinf.store import dtype_of
 from jaxinf.typing import ProgressCallback
 
 _ADAPTERS_NAME = "adapter_model.safetensors"
@@ -67,14 +67,12 @@ def export_huggingface(
     """
     architecture, task = _architecture(step)
     tensors = _tensors(step, architecture, dtype)
-    held = tensors[0].dtype.name
-    config = write_config(architecture, task, held)
+    config = write_config(architecture, task, tensors[0].dtype.name)
     write_tensors(
-        step,
         destination,
         tensors,
         {"format": "pt"},
-        lambda: {**(beside or {}), "config.json": config},
+        {**(beside or {}), "config.json": config},
         max_file_bytes=max_file_bytes,
         memory_bytes=memory_bytes,
         progress=progress,
@@ -84,7 +82,7 @@ def export_huggingface(
 def _architecture(step: StepFiles) -> tuple[Architecture, str]:
     payload = step.commit.payload
     said = payload.get("architecture") if isinstance(payload, Mapping) else None
-    if not isinstance(said, Mapping) or said.get("model") not in TABLES:
+    if not isinstance(said, Mapping) or said.get("model") not in FAMILIES:
         raise ExchangeError(
             f"{step.path}: expected a step of jaxinf.train, whose commit says which "
             "model it is of, found none that says so; export it as safetensors"
@@ -105,22 +103,18 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def _tensors(
     step: StepFiles, architecture: Architecture, dtype: str | None
 ) -> list[Tensor]:
-    table = TABLES[architecture.table]
-    tensors, adapters = [], Adapters(step)
-    for array in step.arrays():
-        if array.state_name != MASTER_PARAMS or adapters.has(array):
-            continue
+    tensors = []
+    for param in param_arrays(step):
         try:
-            name = table.find("/".join(array.leaf.path))
+            found = architecture.family.find("/".join(param.leaf.path))
         except KeyError as error:
             raise ExchangeError(
-                f"{step.path}: leaf {array.leaf.name} is none of a "
+                f"{step.path}: leaf {param.leaf.name} is none of a "
                 f"{architecture.model}'s, which the commit says this is"
             ) from error
-        held = dtype_of(dtype or array.leaf.dtype)
-        axes = tuple(int(a) for a in np.argsort(name.axes))
-        change = adapters.change_of(array)
-        tensors.append(Tensor(name.theirs, array, held, axes, change))
+        held = dtype_of(dtype or param.leaf.dtype)
+        axes = tuple(int(a) for a in np.argsort(found.axes))
+        tensors.append(Tensor(found.name, param, held, axes))
     return tensors
 
 
@@ -149,27 +143,25 @@ def export_adapters(
       FileExistsError, ValueError, StoreError: as for `export_huggingface`.
     """
     architecture, task = _architecture(step)
-    adapters = Adapters(step)
-    if not adapters.arrays:
+    beside = adapters(step)
+    if not beside:
         raise ExchangeError(
             f"{step.path}: expected a step of jaxinf.train --lora, found no adapters "
             "in it; export its params"
         )
-    tensors, layers, rank = [], [], 0
-    for path, parts in adapters.arrays.items():
-        layer = _layer(architecture, (*path, "kernel"))
-        layers.append(layer)
-        rank = parts[LORA_A].leaf.shape[1]
-        for ours, theirs in ((LORA_A, "lora_A"), (LORA_B, "lora_B")):
-            array = parts[ours]
-            name = f"base_model.model.{layer}.{theirs}.weight"
-            held = dtype_of(dtype or array.leaf.dtype)
-            tensors.append(Tensor(name, array, held, (1, 0)))
-    heads = TABLES[architecture.table].heads if task == "classification" else ()
+    family, rank = architecture.family, 0
+    tensors, layers = [], []
+    for path, (a, b) in beside.items():
+        layers.append(_module(family.find("/".join((*path, "kernel"))).name))
+        rank = a.leaf.shape[1]
+        for param, theirs in ((a, "lora_A"), (b, "lora_B")):
+            held = dtype_of(dtype or param.leaf.dtype)
+            tensors.append(Tensor(f"{layers[-1]}.{theirs}.weight", param, held, (1, 0)))
+    heads = family.heads if task == "classification" else ()
     whole = [
         tensor
         for tensor in _tensors(step, architecture, dtype)
-        if "/".join(tensor.array.leaf.path).startswith(heads)
+        if "/".join(tensor.param.leaf.path).startswith(heads)
     ]
     config = {
         "peft_type": "LORA",
@@ -177,30 +169,27 @@ def export_adapters(
         "task_type": None if architecture.model == "vit" else _PEFT_TASKS.get(task),
         "base_model_name_or_path": None,
         "r": rank,
-        "lora_alpha": adapters.alpha,
+        "lora_alpha": adapter_alpha(step),
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": architecture.model == "gpt2",
+        "fan_in_fan_out": not family.transposed,
         "target_modules": sorted(layers),
         "modules_to_save": sorted({_module(t.name) for t in whole}) or None,
         "inference_mode": True,
     }
-    tensors += [replace(t, name=f"base_model.model.{t.name}") for t in whole]
+    tensors = [
+        replace(t, name=f"base_model.model.{t.name}") for t in (*tensors, *whole)
+    ]
     write_tensors(
-        step,
         destination,
         tensors,
         {"format": "pt"},
-        lambda: {"adapter_config.json": config},
+        {"adapter_config.json": config},
         max_file_bytes=1 << 62,
         memory_bytes=memory_bytes,
         file_name=_ADAPTERS_NAME,
         progress=progress,
     )
-
-
-def _layer(architecture: Architecture, path: tuple[str, ...]) -> str:
-    return _module(TABLES[architecture.table].find("/".join(path)).theirs)
 
 
 def _module(tensor: str) -> str:

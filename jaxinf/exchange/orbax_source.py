@@ -7,18 +7,23 @@ Invariant: an array's name has all keys of its path, except a last ``value`` wit
 siblings: Flax adds this key for a variable.
 """
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 import tensorstore
 from msgspec import Meta
 
 from jaxinf.documents import pattern
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.sources import SourceArray, TensorstoreArray
+from jaxinf.exchange.sources import Blocks, SourceArray
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
 from jaxinf.store import read_foreign
 from jaxinf.store.names import encode_key
 
@@ -97,9 +102,48 @@ def read_orbax(path: Path) -> dict[str, SourceArray]:
         for name, folder in entries.items()
     }
     return {
-        name: TensorstoreArray(name, _opened(future, directory, name), directory)
+        name: _source(name, _or_explain(future, directory, name), directory)
         for name, future in futures.items()
     }
+
+
+def _source(name: str, array: Any, directory: Path) -> SourceArray:
+    shape, dtype = tuple(array.shape), np.dtype(array.dtype.numpy_dtype)
+    return SourceArray(name, shape, dtype, partial(_blocks, name, array, directory))
+
+
+def _blocks(name: str, array: Any, directory: Path, memory_bytes: int) -> Blocks:
+    # One block is read while the one before is used.
+    most = max(1, memory_bytes // (2 * array.dtype.numpy_dtype.itemsize))
+    extent = _block_shape(array, most)
+    ahead: tuple[tuple[int, ...], Any] | None = None
+    for start in itertools.product(*map(range, [0] * array.ndim, array.shape, extent)):
+        box = [
+            slice(s, min(s + e, n))
+            for s, e, n in zip(start, extent, array.shape, strict=True)
+        ]
+        read = start, array[tuple(box)].read()
+        if ahead is not None:
+            yield ahead[0], _or_explain(ahead[1], directory, name)
+        ahead = read
+    if ahead is not None:
+        yield ahead[0], _or_explain(ahead[1], directory, name)
+
+
+def _block_shape(array: Any, max_elements: int) -> list[int]:
+    """Returns a shape of whole chunks of the file: one, or several small ones."""
+    whole = [max(1, n) for n in array.shape]
+    layout = array.chunk_layout
+    block = whole
+    for chunk in (layout.write_chunk.shape, layout.read_chunk.shape):
+        if chunk is not None and math.prod(block) > max_elements:
+            block = [max(1, min(c, n)) for c, n in zip(chunk, whole, strict=True)]
+    limit = min(max_elements, DEFAULT_CHUNK_ELEMENTS)
+    for dim in reversed(range(len(block))):
+        room = limit // math.prod(block)
+        if room > 1:
+            block[dim] = min(block[dim] * room, whole[dim])
+    return block
 
 
 def _entries(
@@ -127,12 +171,12 @@ def _kvstore(directory: Path, folder: str, is_ocdbt: bool) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": base, "path": f"{folder}/"}
 
 
-def _opened(future: Any, directory: Path, name: str) -> Any:
+def _or_explain(future: Any, directory: Path, name: str) -> Any:
     try:
         return future.result()
     except (ValueError, OSError, RuntimeError) as error:
         raise ExchangeError(
-            f"{directory}: the checkpoint's tree has {name}, which cannot be opened: "
+            f"{directory}: the checkpoint's tree has {name}, which cannot be read: "
             f"{error}; is it whole? Copy it anew, or import another one"
         ) from error
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxinf.errors import ExchangeError, StoreMismatchError
 from jaxinf.exchange.orbax_source import is_orbax, read_orbax
-from jaxinf.exchange.safetensors_source import is_safetensors, read_safetensors
+from jaxinf.exchange.safetensors_files import is_safetensors, read_safetensors
 from jaxinf.exchange.sources import SourceArray
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles, StoredArray
 from jaxinf.store import (

@@ -11,17 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxinf.documents import MOST_BYTES
-from jaxinf.errors import ExchangeError
+from jaxinf.exchange.sources import within
 from jaxinf.io import read_beneath, read_bounded, write_bytes_atomically
 
-_OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-_OF_TOKENIZERS += ("added_tokens.json", "chat_template.jinja", "tokenizer.model")
-_OF_TOKENIZERS += (
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
+_OF_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", "tokenizer.model", "spiece.model"),
+    *("sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt"),
 )
 _OF_MODELS = ("generation_config.json", "preprocessor_config.json")
 _FOLDER = "tokenizer"
@@ -43,11 +39,13 @@ def tokenizer_files(
     if tokenizer is not None and not tokenizer.is_dir():
         tokenizer = tokenizer.parent
     places = ((weights, _OF_MODELS), (tokenizer or weights, _OF_TOKENIZERS))
-    files = {n: folder / n for folder, names in places if folder for n in names}
-    found = {name: path for name, path in files.items() if path.is_file()}
-    for path in found.values():
-        _check_inside(path)
-    return {name: read_bounded(path, MOST_BYTES) for name, path in found.items()}
+    return {
+        name: read_bounded(within(folder, name), MOST_BYTES)
+        for folder, names in places
+        if folder is not None
+        for name in names
+        if (folder / name).is_file()
+    }
 
 
 def keep_tokenizer(store: Path, files: Mapping[str, bytes]) -> None:
@@ -78,15 +76,3 @@ def kept_tokenizer(store: Path) -> Mapping[str, bytes]:
         for name in (*_OF_TOKENIZERS, *_OF_MODELS)
         if (place / name).is_file()
     }
-
-
-def _check_inside(path: Path) -> None:
-    """Refuses a link out of a folder, but for one into the blobs of a hub's cache."""
-    folder, found = path.parent.resolve(), path.resolve()
-    blobs = folder.parent.parent / "blobs"
-    is_cached = folder.parent.name == "snapshots" and found.parent == blobs
-    if found.parent != folder and not is_cached:
-        raise ExchangeError(
-            f"{path}: expected a file of its folder, found a link to {found}, which an "
-            "export would copy; put the file itself there"
-        )

@@ -1,10 +1,15 @@
 """Every small change of a config.json: a model, or a refusal in our words."""
 
+import copy
+import json
+
 import pytest
+import transformers
 from document_changes import changes
 
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange.huggingface_config import read_config, write_config
+from jaxinf.exchange.huggingface_families import FAMILIES
 
 _LLAMA = {
     "vocab_size": 300,
@@ -105,3 +110,100 @@ def test_a_classifier_that_reads_the_last_token_says_its_padding(extra, task, ex
     document |= {"n_layer": 1, "n_head": 2, "n_embd": 8, **extra}
     found = read_config(document, where="config.json")
     assert write_config(found, task, "float32").get("pad_token_id") == expected
+
+
+def of_transformers(model_type, **fields):
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_field_of_transformers_has_its_place(model_type):
+    """Also its aliases; and the defaults are those of transformers."""
+    family, theirs = FAMILIES[model_type], of_transformers(model_type)
+    read_config(theirs, where="config.json")
+    config = transformers.AutoConfig.for_model(model_type)
+    for name, value in {**family.defaults, **family.fixed}.items():
+        if hasattr(config, name) and name != "sliding_window":
+            assert getattr(config, name) == value, name
+    assert config.attribute_map.items() <= family.aliases.items()
+
+
+def test_a_mistral_has_the_window_of_transformers():
+    document = {"model_type": "mistral", **_LLAMA, "rope_scaling": None}
+    theirs = transformers.AutoConfig.for_model("mistral").sliding_window
+    found = read_config(document, where="config.json")
+    assert found.fields["window"] == theirs == 4096
+    found = read_config({**document, "sliding_window": None}, where="config.json")
+    assert found.fields["window"] is None
+
+
+REFUSED = [
+    ("llama", "attention_bias", True, "attention_bias: expected False"),
+    ("llama", "no_rope_layers", [1], "'no_rope_layers': expected no such field"),
+    ("llama", "partial_rotary_factor", 0.5, "partial_rotary_factor: expected 1"),
+    ("llama", "sliding_window", 8, "'sliding_window': expected no such field"),
+    ("llama", "auto_map", {"AutoConfig": "x.y"}, "'auto_map': expected no such"),
+    ("qwen3", "use_sliding_window", True, "use_sliding_window: expected False"),
+    ("qwen3", "layer_types", ["sliding_attention"], "expected 'full_attention'"),
+    ("gpt2", "scale_attn_by_inverse_layer_idx", True, "expected False, as this"),
+    ("gpt2", "hidden_size", 8, "hidden_size: expected 32, the value of n_embd"),
+    ("t5", "dense_act_fn", "relu", "dense_act_fn: expected 'gelu_new', found 'relu'"),
+    ("bert", "is_decoder", True, "is_decoder: expected False"),
+    ("bert", "problem_type", "regression", "problem_type: expected 'single_label"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "name", "value", "expected"), REFUSED)
+def test_what_would_change_results_is_refused_by_name(
+    model_type, name, value, expected
+):
+    document = {"model_type": model_type, **CONFIGS[model_type], name: value}
+    with pytest.raises(ExchangeError, match=expected):
+        read_config(document, where="config.json")
+
+
+ROPES = [
+    ({"type": "yarn", "factor": 4.0, "beta_fast": 32}, "linear or llama3, found yarn"),
+    (
+        {"type": "linear", "factor": 4.0, "mscale": 1},
+        "rope_scaling.mscale: expected no",
+    ),
+    ({"type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5}, "expected 1, fo"),
+    ({"type": "linear"}, "rope_scaling.factor: expected a value, found none"),
+    ({"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor: expected"),
+]
+
+
+@pytest.mark.parametrize(("rope", "expected"), ROPES)
+def test_other_rotations_are_refused_by_name(rope, expected):
+    document = {"model_type": "llama", **_LLAMA, "rope_scaling": rope}
+    with pytest.raises(ExchangeError, match=expected):
+        read_config(document, where="config.json")
+
+
+@pytest.mark.parametrize("top", [{}, {"rope_theta": 7e4}])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"type": "linear", "factor": 4.0},
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 3e4},
+        {k: v for k, v in _LLAMA["rope_scaling"].items() if "original" not in k},
+    ],
+)
+@pytest.mark.parametrize(
+    "parameters", [None, {"rope_type": "default", "rope_theta": 5e5}]
+)
+def test_rotations_are_those_of_transformers(top, scaling, parameters):
+    document = {k: v for k, v in _LLAMA.items() if not k.startswith("rope")} | top
+    document |= {"rope_scaling": scaling, "rope_parameters": parameters}
+    theirs = transformers.LlamaConfig(**copy.deepcopy(document)).rope_parameters
+    found = read_config({"model_type": "llama", **document}, where="config.json")
+    base, ours = found.fields["rope_base"], found.fields["rope_scaling"]
+    assert base == theirs["rope_theta"]
+    assert (ours or {"kind": "default"})["kind"] == theirs["rope_type"]
+    if ours is not None:
+        assert ours["factor"] == theirs["factor"]
+        original = theirs.get("original_max_position_embeddings")
+        assert ours.get("original_positions") == original

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from found import wrong
 from small_llama import write_llama
 
 from jaxinf.cli import main as jaxinf_main
@@ -38,7 +37,6 @@ def rotation(config):
     return base, kind, both.get("factor")
 
 
-@wrong("rope_scaling is dropped where there are rope_parameters")
 @pytest.mark.parametrize("top", [True, False])
 def test_two_rotations_are_refused_or_the_one_that_transformers_takes(exported, top):
     found = exported(
@@ -61,7 +59,6 @@ LLAMA3 = {
 }
 
 
-@wrong("a bare KeyError for a length that transformers takes from another field")
 def test_llama3_scaling_without_its_length_takes_that_of_the_model(exported):
     found = exported(rope_scaling=LLAMA3)
     assert not isinstance(found, str), found
@@ -69,7 +66,6 @@ def test_llama3_scaling_without_its_length_takes_that_of_the_model(exported):
     assert scaling["original_max_position_embeddings"] == 64
 
 
-@wrong("a Mistral without sliding_window has no window, and transformers' has 4096")
 def test_a_mistral_without_a_window_has_that_of_transformers(exported):
     name = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     assert exported(**name, without=("rope_scaling",))["sliding_window"] == 4096

@@ -32,7 +32,6 @@ from PIL import Image
 from safetensors.numpy import save
 
 from jaxinf.exchange import Architecture, write_config
-from jaxinf.exchange.huggingface_names import TABLES
 
 _LENGTHS = (0, 1, 2, 7, 255, 2**15, 2**16 - 1, 2**20, 2**27, 2**31 - 1, 2**31,
             2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**64 - 1)  # fmt: skip
@@ -372,11 +371,11 @@ def _weight_folder(config, num_files):
     task = getattr(config, "head", family.tasks[0])
     tensors = {}
     for path, leaf in _flat(abstract_params(config)[1]):
-        name = TABLES[found.table].find(path)
+        name = found.family.find(path)
         shape = (
             [leaf.shape[a] for a in np.argsort(name.axes)] if name.axes else leaf.shape
         )
-        tensors[name.theirs] = np.ones(shape, np.float16)
+        tensors[name.name] = np.ones(shape, np.float16)
     files = {"config.json": json.dumps(write_config(found, task, "float16")).encode()}
     if num_files == 1:
         return {**files, _FILE: save(tensors)}

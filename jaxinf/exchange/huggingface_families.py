@@ -1,0 +1,617 @@
+"""Hugging Face's families of models: one table each of tensors and of config fields.
+
+Invariant: reading and writing use the same table. A tensor is changed by a permutation
+  of its axes alone; a field that affects a model's results has its place in the table.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from jaxinf.documents import convert
+
+Fields = dict[str, Any]
+Document = Mapping[str, Any]
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**31)]
+_Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+_Epsilon: TypeAlias = Annotated[float, Meta(ge=1e-30, le=0.1)]
+# Of a base below 2, all frequencies are alike, or none is finite.
+_RopeBase: TypeAlias = Annotated[float, Meta(ge=2, le=2.0**62)]
+_Positive: TypeAlias = Annotated[float, Meta(gt=0, le=2.0**62)]
+
+
+class Rope(msgspec.Struct):
+    """Rotary positions: ``rope_parameters``, or ``rope_scaling`` of older files."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: _RopeBase | None = None
+    factor: _Positive | None = None
+    low_freq_factor: _Positive | None = None
+    high_freq_factor: _Positive | None = None
+    original_max_position_embeddings: Annotated[int, Meta(ge=1, le=2**62)] | None = None
+    partial_rotary_factor: float | None = None
+
+
+LABELS = ("id2label", "label2id")
+
+KINDS: Mapping[str, Any] = {
+    **dict.fromkeys(("resid_pdrop", "hidden_dropout", "dropout_rate"), _Share),
+    "hidden_dropout_prob": _Share,
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), _Epsilon),
+    **dict.fromkeys(("tie_word_embeddings", "scale_decoder_outputs"), bool),
+    "is_gated_act": bool,
+    **dict.fromkeys(("feed_forward_proj", "dense_act_fn"), str),
+    "layer_types": list[str],
+    "rope_theta": _RopeBase,
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), Rope),
+    **dict.fromkeys(LABELS, dict[str, Any]),
+}
+"""Types of fields that are read; all others are counts."""
+
+PLAIN: Mapping[str, Any] = {
+    **dict.fromkeys(
+        ("is_decoder", "add_cross_attention", "tie_encoder_decoder"), False
+    ),
+    "problem_type": "single_label_classification",
+    "pruned_heads": {},
+    "partial_rotary_factor": 1,
+}
+"""Fields of any family → the value that our models have; an export leaves them out."""
+
+HARMLESS = frozenset(
+    """
+    architectures dtype torch_dtype transformers_version tokenizer_class model_type
+    use_cache initializer_range gradient_checkpointing chunk_size_feed_forward
+    return_dict return_dict_in_generate output_hidden_states output_attentions
+    output_scores output_past torchscript use_bfloat16 tf_legacy_loss finetuning_task
+    task_specific_params prefix num_labels id2label label2id is_encoder_decoder
+    attention_dropout attention_probs_dropout_prob attn_pdrop embd_pdrop
+    classifier_dropout max_length min_length max_new_tokens do_sample early_stopping
+    num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
+    repetition_penalty length_penalty no_repeat_ngram_size num_return_sequences
+    encoder_no_repeat_ngram_size bad_words_ids remove_invalid_values suppress_tokens
+    begin_suppress_tokens exponential_decay_length_penalty unsloth_fixed
+    unsloth_version
+    """.split()
+)
+"""Fields of any family on which no logits and no loss depend, besides those that begin
+with ``_`` and those that end with ``_token_id``."""
+
+
+_SUFFIXES = {"kernel": ".weight", "scale": ".weight", "table": ".weight"}
+_SUFFIXES |= {"bias": ".bias"}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """The tensor of a leaf.
+
+    Attributes:
+      name: its name in a file.
+      axes: the order of its axes in the leaf; empty for no change.
+    """
+
+    name: str
+    axes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """One ``model_type``: its tensors, and the fields of its config.json.
+
+    In names ``{}`` is a layer's number.
+
+    Attributes:
+      model: our name of the model.
+      classes: Hugging Face's class for each task.
+      layers: our layer → theirs. A kernel is [out, in] there, [in, out] here.
+      arrays: our leaf → their tensor, for those whose name does not end in ``.weight``.
+      transposed: whether kernels are; those of GPT-2 are [in, out] there, too.
+      prefix: prefix of the base model's names, which a bare base model lacks.
+      tied: other names that a file may have for a tensor with shared values.
+      heads: beginnings of our paths that a checkpoint of another task lacks. Below
+        each, all leaves exist or none; missing ones are initialised anew.
+      unused: pattern of tensors that are not params: buffers, other tasks' heads.
+      names: our field → theirs, which must have a value or a default.
+      defaults: their field → its value if it is missing.
+      fixed: their field → the value that our model has.
+      own: our fields that this ``model_type`` says.
+      optional: their fields that `read` looks at; they may be null or missing.
+      ignored: their fields on which nothing depends, besides `HARMLESS`.
+      aliases: their second name of a field → the first.
+      read: makes further fields of ours from a document with the defaults in it.
+      write: the reverse.
+    """
+
+    model: str
+    classes: Mapping[str, str]
+    layers: Mapping[str, str]
+    names: Mapping[str, str]
+    arrays: Mapping[str, str] = field(default_factory=dict)
+    transposed: bool = True
+    prefix: str = ""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    heads: tuple[str, ...] = ()
+    unused: str = ""
+    defaults: Fields = field(default_factory=dict)
+    fixed: Fields = field(default_factory=dict)
+    own: Fields = field(default_factory=dict)
+    optional: str = ""
+    ignored: str = ""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    read: Callable[[Document], Fields] = lambda document: {}
+    write: Callable[[Document], Fields] = lambda fields: {}
+
+    def find(self, path: str) -> Tensor:
+        """Returns the tensor of a leaf, with the number of its layer.
+
+        Raises:
+          KeyError: the family does not have the leaf.
+        """
+        number = "".join(re.findall(r"^[a-z](\d+)/", path))
+        path = re.sub(r"^([a-z])\d+/", r"\1{}/", path)
+        if path in self.arrays:
+            return Tensor(self.arrays[path].format(number))
+        layer, _, kind = path.rpartition("/")
+        if path in self.layers:
+            layer, kind = path, "table"
+        name = self.layers[layer].format(number) + _SUFFIXES[kind]
+        axes = (1, 0) if self.transposed or layer == "score" else ()
+        if layer == "patches":  # [features, channels, height, width] there
+            axes = (2, 3, 1, 0)
+        return Tensor(name, axes if kind == "kernel" else ())
+
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor of a file is not a param of a model."""
+        return re.fullmatch(self.unused, name) is not None
+
+    def is_harmless(self, name: str) -> bool:
+        """Whether no results depend on a field of a config.json."""
+        is_any = name in HARMLESS or name.startswith("_") or name.endswith("_token_id")
+        return is_any or name in self.ignored.split()
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """Makes a mapping of ``ours=theirs …``."""
+    return dict(pair.split("=") for pair in text.split())
+
+
+def _layers(others: str, **stacks: tuple[str, str]) -> dict[str, str]:
+    """Makes `Family.layers`; a stack has its name there, and the parts of a layer."""
+    return _pairs(others) | {
+        f"{letter}{{}}/{ours}": f"{name}.{{}}.{theirs}"
+        for letter, (name, parts) in stacks.items()
+        for ours, theirs in _pairs(parts).items()
+    }
+
+
+def _read_labels(document: Document) -> Fields:
+    labels = document.get("id2label")
+    return {"num_labels": len(labels) if labels else document.get("num_labels", 2)}
+
+
+def _write_labels(fields: Document) -> Fields:
+    if "num_labels" not in fields:  # a language model
+        return {}
+    names = {str(n): f"LABEL_{n}" for n in range(fields["num_labels"])}
+    return {"id2label": names, "label2id": {v: int(k) for k, v in names.items()}}
+
+
+def _expect(name: str, expected: Any, found: Any) -> None:
+    if found is not None and found != expected:
+        raise ValueError(f"{name}: expected {expected!r}, found {found!r}")
+
+
+def _read_gpt2(document: Document) -> Fields:
+    _expect("n_inner", 4 * document["n_embd"], document.get("n_inner"))
+    return _read_labels(document)
+
+
+_GPT2 = Family(
+    model="gpt2",
+    classes=_pairs(
+        "causal-lm=GPT2LMHeadModel classification=GPT2ForSequenceClassification"
+    ),
+    layers=_layers(
+        "wte=transformer.wte wpe=transformer.wpe ln_f=transformer.ln_f score=score",
+        h=(
+            "transformer.h",
+            "ln_1=ln_1 attn/qkv=attn.c_attn attn/proj=attn.c_proj "
+            "ln_2=ln_2 mlp/up=mlp.c_fc mlp/down=mlp.c_proj",
+        ),
+    ),
+    names=_pairs(
+        "vocab_size=vocab_size num_positions=n_positions num_layers=n_layer "
+        "num_heads=n_head num_features=n_embd dropout=resid_pdrop"
+    ),
+    transposed=False,
+    prefix="transformer.",
+    tied={"lm_head.weight": "transformer.wte.weight"},
+    heads=("score/",),
+    unused=r"transformer\.h\.\d+\.attn\.(masked_)?bias|(lm_head|score)\.weight",
+    defaults={"resid_pdrop": 0.1},
+    fixed={
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+    },
+    optional="n_inner",
+    ignored="n_ctx reorder_and_upcast_attn summary_type summary_use_proj "
+    "summary_activation summary_proj_to_labels summary_first_dropout",
+    aliases=_pairs(
+        "hidden_size=n_embd max_position_embeddings=n_positions "
+        "num_attention_heads=n_head num_hidden_layers=n_layer"
+    ),
+    read=_read_gpt2,
+    write=_write_labels,
+)
+
+_BLOOM = Family(
+    model="bloom",
+    classes={"causal-lm": "BloomForCausalLM"},
+    layers=_layers(
+        "wte=transformer.word_embeddings ln_0=transformer.word_embeddings_layernorm "
+        "ln_f=transformer.ln_f",
+        h=(
+            "transformer.h",
+            "ln_1=input_layernorm attn/proj=self_attention.dense "
+            "attn/qkv=self_attention.query_key_value ln_2=post_attention_layernorm "
+            "mlp/up=mlp.dense_h_to_4h mlp/down=mlp.dense_4h_to_h",
+        ),
+    ),
+    names=_pairs(
+        "vocab_size=vocab_size num_layers=n_layer num_heads=n_head "
+        "num_features=hidden_size norm_epsilon=layer_norm_epsilon "
+        "dropout=hidden_dropout"
+    ),
+    prefix="transformer.",
+    tied={"lm_head.weight": "transformer.word_embeddings.weight"},
+    defaults={"layer_norm_epsilon": 1e-5, "hidden_dropout": 0.0},
+    fixed={
+        "apply_residual_connection_post_layernorm": False,
+        "tie_word_embeddings": True,
+    },
+    ignored="pretraining_tp slow_but_exact n_inner seq_length offset_alibi "
+    "attention_softmax_in_fp32 masked_softmax_fusion bias_dropout_fusion "
+    "skip_bias_add skip_bias_add_qkv",
+    aliases=_pairs(
+        "n_embed=hidden_size num_attention_heads=n_head num_hidden_layers=n_layer"
+    ),
+)
+
+
+_ROPES = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": _pairs(
+        "factor=factor low_turns=low_freq_factor high_turns=high_freq_factor "
+        "original_positions=original_max_position_embeddings"
+    ),
+}
+
+
+def _read_rope(document: Document) -> Fields:
+    """Reads rotary settings; where a file has both names, the older one counts."""
+    name = "rope_scaling" if document.get("rope_scaling") else "rope_parameters"
+    given = document.get(name) or {}
+    rope = msgspec.structs.asdict(convert(given, Rope, name))
+    kind = rope["rope_type"] or rope["type"] or "default"
+    if kind not in _ROPES:
+        raise ValueError(
+            f"{name}: expected rope_type {' or '.join(_ROPES)}, found {kind}"
+        )
+    for key in given.keys() - rope.keys():
+        raise ValueError(f"{name}.{key}: expected none, as it is not known here")
+    _expect(f"{name}.partial_rotary_factor", 1, rope["partial_rotary_factor"])
+    original = "original_max_position_embeddings"
+    rope[original] = rope[original] or document["max_position_embeddings"]
+    for theirs in _ROPES[kind].values():
+        if rope[theirs] is None:
+            raise ValueError(f"{name}.{theirs}: expected a value, found none")
+    scaling = {ours: rope[theirs] for ours, theirs in _ROPES[kind].items()}
+    return {
+        "rope_base": float(rope["rope_theta"] or document.get("rope_theta") or 1e4),
+        "rope_scaling": {"kind": kind, **scaling} if scaling else None,
+    }
+
+
+def _write_rope(fields: Document) -> Fields:
+    scaling, rope = fields["rope_scaling"], None
+    if scaling is not None:
+        names = _ROPES[scaling["kind"]]
+        rope = {theirs: scaling[ours] for ours, theirs in names.items()}
+        rope["rope_type"] = scaling["kind"]
+    return {"rope_theta": fields["rope_base"], "rope_scaling": rope}
+
+
+def _read_llama(document: Document) -> Fields:
+    heads = document["num_attention_heads"]
+    features = document["hidden_size"] // heads
+    head_features = document.get("head_dim") or features
+    for kind in document.get("layer_types") or ():
+        _expect("layer_types", "full_attention", kind)
+    return {
+        **_read_rope(document),
+        **_read_labels(document),
+        "num_kv_heads": document.get("num_key_value_heads") or heads,
+        "head_features": None if head_features == features else head_features,
+    }
+
+
+def _write_llama(fields: Document) -> Fields:
+    features = fields["num_features"] // fields["num_heads"]
+    return {
+        **_write_rope(fields),
+        **_write_labels(fields),
+        "num_key_value_heads": fields["num_kv_heads"],
+        "head_dim": fields["head_features"] or features,
+    }
+
+
+def _decoder_classes(name: str) -> Mapping[str, str]:
+    classes = "causal-lm={0}ForCausalLM classification={0}ForSequenceClassification"
+    return _pairs(classes.format(name))
+
+
+_LLAMA = Family(
+    model="llama",
+    classes=_decoder_classes("Llama"),
+    layers=_layers(
+        "wte=model.embed_tokens ln_f=model.norm lm_head=lm_head score=score",
+        h=(
+            "model.layers",
+            "ln_1=input_layernorm ln_2=post_attention_layernorm "
+            "attn/q=self_attn.q_proj attn/k=self_attn.k_proj attn/v=self_attn.v_proj "
+            "attn/q_norm=self_attn.q_norm attn/k_norm=self_attn.k_norm "
+            "attn/proj=self_attn.o_proj mlp/gate=mlp.gate_proj mlp/up=mlp.up_proj "
+            "mlp/down=mlp.down_proj",
+        ),
+    ),
+    names=_pairs(
+        "vocab_size=vocab_size num_positions=max_position_embeddings "
+        "num_layers=num_hidden_layers num_heads=num_attention_heads "
+        "num_features=hidden_size num_hidden=intermediate_size "
+        "norm_epsilon=rms_norm_eps tied_embeddings=tie_word_embeddings"
+    ),
+    prefix="model.",
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+    heads=("score/", "lm_head"),
+    unused=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+    r"|(lm_head|score)\.weight",
+    defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    own={"window": None, "qkv_bias": False, "qk_norm": False},
+    optional="num_key_value_heads head_dim layer_types rope_theta rope_scaling "
+    "rope_parameters",
+    ignored="pretraining_tp",
+    read=_read_llama,
+    write=_write_llama,
+)
+
+_MISTRAL = replace(
+    _LLAMA,
+    classes=_decoder_classes("Mistral"),
+    defaults=_LLAMA.defaults | {"sliding_window": 4096, "num_key_value_heads": 8},
+    fixed={"hidden_act": "silu"},
+    own={"qkv_bias": False, "qk_norm": False},
+    optional=f"{_LLAMA.optional} sliding_window",
+    read=lambda document: (
+        _read_llama(document) | {"window": document["sliding_window"]}
+    ),
+    write=lambda fields: _write_llama(fields) | {"sliding_window": fields["window"]},
+)
+
+_QWEN2 = replace(
+    _LLAMA,
+    classes=_decoder_classes("Qwen2"),
+    defaults=_LLAMA.defaults | {"num_key_value_heads": 32},
+    fixed=_LLAMA.fixed | {"use_sliding_window": False},
+    own={"window": None, "qkv_bias": True, "qk_norm": False},
+    ignored="sliding_window max_window_layers",  # without use_sliding_window
+)
+
+_QWEN3 = replace(
+    _QWEN2,
+    classes=_decoder_classes("Qwen3"),
+    defaults=_QWEN2.defaults | {"head_dim": 128},
+    own={"window": None, "qkv_bias": False, "qk_norm": True},
+)
+
+_ENCODER_NAMES = _pairs(
+    "num_layers=num_hidden_layers num_heads=num_attention_heads "
+    "num_features=hidden_size num_hidden=intermediate_size dropout=hidden_dropout_prob"
+)
+_ENCODER_FIXED = {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
+
+_BERT = Family(
+    model="bert",
+    classes=_pairs(
+        "masked-lm=BertForMaskedLM classification=BertForSequenceClassification"
+    ),
+    layers=_layers(
+        "wte=bert.embeddings.word_embeddings wpe=bert.embeddings.position_embeddings "
+        "wtt=bert.embeddings.token_type_embeddings ln_0=bert.embeddings.LayerNorm "
+        "head=cls.predictions head/dense=cls.predictions.transform.dense "
+        "head/ln=cls.predictions.transform.LayerNorm head/pooler=bert.pooler.dense "
+        "head/classifier=classifier",
+        h=(
+            "bert.encoder.layer",
+            "attn/q=attention.self.query "
+            "attn/k=attention.self.key attn/v=attention.self.value "
+            "attn/proj=attention.output.dense ln_1=attention.output.LayerNorm "
+            "mlp/up=intermediate.dense mlp/down=output.dense ln_2=output.LayerNorm",
+        ),
+    ),
+    names=_ENCODER_NAMES
+    | _pairs(
+        "vocab_size=vocab_size num_positions=max_position_embeddings "
+        "num_token_types=type_vocab_size"
+    ),
+    prefix="bert.",
+    tied={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    heads=("head/pooler/", "head/classifier/", "head/"),
+    unused=r"bert\.embeddings\.position_ids|bert\.pooler\..*|cls\..*|classifier\..*"
+    r"|qa_outputs\..*",
+    defaults={"hidden_dropout_prob": 0.1, "type_vocab_size": 2},
+    fixed=_ENCODER_FIXED
+    | {"position_embedding_type": "absolute", "is_decoder": False}
+    | {"add_cross_attention": False, "tie_word_embeddings": True},
+    ignored="directionality pooler_fc_size pooler_num_attention_heads "
+    "pooler_num_fc_layers pooler_size_per_head pooler_type",
+    read=_read_labels,
+    write=_write_labels,
+)
+
+_VIT = Family(
+    model="vit",
+    classes={"classification": "ViTForImageClassification"},
+    layers=_layers(
+        "patches=vit.embeddings.patch_embeddings.projection ln_f=vit.layernorm "
+        "classifier=classifier",
+        h=(
+            "vit.encoder.layer",
+            "ln_1=layernorm_before ln_2=layernorm_after "
+            "attn/q=attention.attention.query attn/k=attention.attention.key "
+            "attn/v=attention.attention.value attn/proj=attention.output.dense "
+            "mlp/up=intermediate.dense mlp/down=output.dense",
+        ),
+    ),
+    arrays=_pairs(
+        "cls=vit.embeddings.cls_token wpe=vit.embeddings.position_embeddings"
+    ),
+    names=_ENCODER_NAMES
+    | _pairs("image_size=image_size patch_size=patch_size num_channels=num_channels"),
+    prefix="vit.",
+    heads=("classifier/",),
+    unused=r"vit\.pooler\..*|classifier\..*",
+    defaults={"hidden_dropout_prob": 0.0, "num_channels": 3}
+    | {"image_size": 224, "patch_size": 16},
+    fixed=_ENCODER_FIXED | {"qkv_bias": True},
+    ignored="encoder_stride pooler_output_size pooler_act",
+    read=_read_labels,
+    write=_write_labels,
+)
+
+
+def _read_t5(document: Document) -> Fields:
+    kind = document["feed_forward_proj"]
+    if kind not in ("relu", "gated-gelu"):
+        raise ValueError(
+            f"feed_forward_proj: expected 'relu' or 'gated-gelu', found {kind!r}"
+        )
+    is_gated = kind == "gated-gelu"
+    _expect("is_gated_act", is_gated, document.get("is_gated_act"))
+    activation = "gelu_new" if is_gated else "relu"
+    _expect("dense_act_fn", activation, document.get("dense_act_fn"))
+    is_tied = document.get("tie_word_embeddings", True)
+    return {
+        "num_decoder_layers": document.get("num_decoder_layers")
+        or document["num_layers"],
+        "mlp": kind,
+        # Newer files always say tied; this field says whether the output is scaled.
+        "tied_embeddings": document.get("scale_decoder_outputs", is_tied),
+    }
+
+
+def _write_t5(fields: Document) -> Fields:
+    return {
+        "num_decoder_layers": fields["num_decoder_layers"],
+        "feed_forward_proj": fields["mlp"],
+        "tie_word_embeddings": fields["tied_embeddings"],
+        "is_encoder_decoder": True,
+        "decoder_start_token_id": 0,
+    }
+
+
+_T5_MLP = "mlp/up={0}.DenseReluDense.wi mlp/down={0}.DenseReluDense.wo "
+_T5_ATTENTION = "{0}/q={1}.q {0}/k={1}.k {0}/v={1}.v {0}/proj={1}.o "
+_T5_FIRST = "block.0.layer.0.SelfAttention.relative_attention_bias"
+_T5 = Family(
+    model="t5",
+    classes={"seq2seq": "T5ForConditionalGeneration"},
+    layers=_layers(
+        "wte=shared lm_head=lm_head encoder_ln_f=encoder.final_layer_norm "
+        "decoder_ln_f=decoder.final_layer_norm "
+        f"encoder_bias=encoder.{_T5_FIRST} decoder_bias=decoder.{_T5_FIRST}",
+        e=(
+            "encoder.block",
+            "ln_1=layer.0.layer_norm ln_2=layer.1.layer_norm "
+            + _T5_ATTENTION.format("attn", "layer.0.SelfAttention")
+            + _T5_MLP.format("layer.1"),
+        ),
+        d=(
+            "decoder.block",
+            "ln_1=layer.0.layer_norm ln_2=layer.1.layer_norm ln_3=layer.2.layer_norm "
+            + _T5_ATTENTION.format("attn", "layer.0.SelfAttention")
+            + _T5_ATTENTION.format("cross", "layer.1.EncDecAttention")
+            + _T5_MLP.format("layer.2"),
+        ),
+    ),
+    names=_pairs(
+        "vocab_size=vocab_size num_layers=num_layers num_heads=num_heads "
+        "num_features=d_model head_features=d_kv num_hidden=d_ff "
+        "num_buckets=relative_attention_num_buckets dropout=dropout_rate "
+        "max_distance=relative_attention_max_distance"
+    ),
+    tied=dict.fromkeys(
+        (
+            *("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+            "lm_head.weight",
+        ),
+        "shared.weight",
+    ),
+    # Version 1.0 files have a table that the model never used.
+    unused=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias"
+    r"\.weight",
+    defaults={"relative_attention_num_buckets": 32, "feed_forward_proj": "relu"}
+    | {"relative_attention_max_distance": 128, "dropout_rate": 0.1},
+    fixed={"layer_norm_epsilon": 1e-6},
+    optional="num_decoder_layers tie_word_embeddings scale_decoder_outputs "
+    "feed_forward_proj dense_act_fn is_gated_act",
+    ignored="n_positions initializer_factor",
+    aliases=_pairs(
+        "hidden_size=d_model num_attention_heads=num_heads "
+        "num_hidden_layers=num_layers head_dim=d_kv"
+    ),
+    read=_read_t5,
+    write=_write_t5,
+)
+
+# Its MLP has two layers in the place of the first.
+T5_GATED = replace(
+    _T5,
+    layers={
+        **_T5.layers,
+        **{
+            ours.replace("/up", gate): theirs + suffix
+            for ours, theirs in _T5.layers.items()
+            if ours.endswith("/mlp/up")
+            for gate, suffix in (("/gate", "_0"), ("/up", "_1"))
+        },
+    },
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": _GPT2,
+    "bloom": _BLOOM,
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "bert": _BERT,
+    "vit": _VIT,
+    "t5": _T5,
+}
+"""By ``model_type``."""

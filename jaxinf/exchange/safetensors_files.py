@@ -1,0 +1,339 @@
+"""Safetensors files: their arrays to import, and the params of a step as such files.
+
+Invariant: the library checks a file's header before an element is read. A file that is
+  written is laid out by its header and filled portion by portion, so that memory stays
+  within the budget for leaves of any size.
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import safetensors
+
+from jaxinf.documents import encode, pattern
+from jaxinf.errors import ExchangeError, StoreError
+from jaxinf.exchange.destination import new_directory
+from jaxinf.exchange.sources import Blocks, SourceArray, within
+from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
+from jaxinf.exchange.trained_params import ParamArray, param_arrays
+from jaxinf.io import check_regular, write_bytes_atomically
+from jaxinf.io.failures import translated
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid, box_runs, portions
+from jaxinf.store import dtype_of, read_foreign
+from jaxinf.typing import JsonValue, ProgressCallback
+
+DEFAULT_FILE_BYTES = 4 << 30
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+_SUFFIX = ".safetensors"
+_FILE = pattern(
+    r"[^./\0][^/\0]*\.safetensors",
+    "the name of a safetensors file in the same folder; nothing outside it is read",
+    255,
+)
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+_DTYPES |= {
+    f"{kind[0].upper()}{n}": f"{kind}{n}"
+    for kind in ("int", "uint")
+    for n in (8, 16, 32, 64)
+} | {"BOOL": "bool"}
+_NAMES = {name: code for code, name in _DTYPES.items()}
+
+_HEADER_BYTES_AN_ARRAY = 512
+# Copies of a portion: as read, cast, and with its axes in the tensor's order.
+_COPIES = 3
+
+
+class _Index(msgspec.Struct):
+    """What is read of ``model.safetensors.index.json``."""
+
+    weight_map: dict[str, Annotated[str, _FILE]]
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a path is a safetensors file, or a directory of some."""
+    has_index = (path / INDEX_NAME).is_file()
+    return has_index or path.name.endswith(_SUFFIX) or any(path.glob("*" + _SUFFIX))
+
+
+def read_safetensors(path: Path) -> dict[str, SourceArray]:
+    """Reads the headers of a file, or of the files of a directory.
+
+    Of a directory these are the files of its index, else ``model.safetensors``, else
+    all.
+
+    Returns:
+      Arrays by name, with ``/`` in names replaced by ``.``.
+
+    Raises:
+      ExchangeError: a file is missing or damaged, or two tensors have the same name.
+    """
+    listed: Mapping[str, str] = {}
+    if not path.is_dir():
+        files = [path]
+    elif (path / INDEX_NAME).is_file():
+        what, index = "the index of safetensors files", within(path, INDEX_NAME)
+        listed = read_foreign(index, _Index, what, "copy it anew").weight_map
+        files = [within(path, name) for name in sorted(set(listed.values()))]
+    elif (path / WEIGHTS_NAME).exists():
+        files = [within(path, WEIGHTS_NAME)]
+    else:
+        files = [within(path, file.name) for file in sorted(path.glob("*" + _SUFFIX))]
+    arrays: dict[str, SourceArray] = {}
+    for file in files:
+        found = _read_file(file)
+        if twice := found.keys() & arrays.keys():
+            raise ExchangeError(
+                f"{file}: holds {min(twice)}, and so does another file of {path}; give "
+                "one file, or a directory of the files of one model"
+            )
+        arrays |= found
+    if missing := sorted({name.replace("/", ".") for name in listed} - arrays.keys()):
+        raise ExchangeError(
+            f"{path / INDEX_NAME}: expected the listed tensors in the files, found no "
+            f"{', '.join(missing[:8])}; copy the checkpoint again"
+        )
+    return arrays
+
+
+def _read_file(path: Path) -> dict[str, SourceArray]:
+    arrays: dict[str, SourceArray] = {}
+    try:
+        with translated("read", path):
+            check_regular(path, path.stat())
+        with safetensors.safe_open(path, "numpy") as file, open(path, "rb") as raw:
+            # The elements follow the header, tensor by tensor without a gap.
+            offset_bytes = 8 + struct.unpack("<Q", raw.read(8))[0]
+            for key in file.offset_keys():
+                part, name = file.get_slice(key), key.replace("/", ".")
+                shape, code = tuple(part.get_shape()), part.get_dtype()
+                if code not in _DTYPES:
+                    known = ", ".join(_DTYPES)
+                    raise ValueError(f"{key}: expected one of {known}, found {code}")
+                dtype = dtype_of(_DTYPES[code])
+                blocks = partial(_blocks, path, name, shape, dtype, offset_bytes)
+                arrays[name] = SourceArray(name, shape, dtype, blocks)
+                offset_bytes += arrays[name].num_bytes
+    except (safetensors.SafetensorError, ValueError, OSError, StoreError) as error:
+        raise ExchangeError(
+            f"{path}: expected a safetensors file, found none that can be read "
+            f"({error}); check the path, or copy the file anew"
+        ) from error
+    return arrays
+
+
+def _blocks(
+    path: Path,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    offset_bytes: int,
+    memory_bytes: int,
+) -> Blocks:
+    """Yields a tensor by direct reads: a file that is cut off later is an error."""
+    grid = LeafGrid(shape, tuple(max(1, n) for n in shape))
+    max_elements = max(1, memory_bytes // dtype.itemsize)
+    with translated("read", path), open(path, "rb") as stream:
+        for portion in portions(grid, min(max_elements, DEFAULT_CHUNK_ELEMENTS)):
+            values = np.empty(portion.num_elements, dtype)
+            stream.seek(offset_bytes + portion.offset_elements * dtype.itemsize)
+            if stream.readinto(values.view(np.uint8).data) < values.nbytes:
+                raise ExchangeError(
+                    f"{path}: truncated in {name} while it was read; copy the file anew"
+                )
+            os.posix_fadvise(stream.fileno(), 0, stream.tell(), os.POSIX_FADV_DONTNEED)
+            yield portion.start, values.reshape(portion.extent)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A param as a tensor of a file.
+
+    Attributes:
+      name: the tensor's name in the file.
+      dtype: dtype that its elements are rounded to, to nearest even.
+      axes: order of the array's axes in the tensor; empty for no change.
+    """
+
+    name: str
+    param: ParamArray
+    dtype: np.dtype[Any]
+    axes: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = tuple(self.param.leaf.shape)
+        return tuple(shape[a] for a in self.axes) if self.axes else shape
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def export_safetensors(
+    step: StepFiles,
+    destination: Path,
+    *,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Writes the params of a step as safetensors; blocks until it is durable.
+
+    A tensor has the name of its leaf, ``h0.kernel``. Master params are float32.
+    Adapters of ``jaxinf.train --lora`` are added to their matrices.
+
+    Args:
+      step: the step to export.
+      destination: a directory that does not exist yet.
+      max_file_bytes: size at which another file begins; an array is never split.
+      memory_bytes: memory for data in transit.
+      progress: called with the bytes of elements done and those in all.
+
+    Raises:
+      FileExistsError: the destination exists.
+      ValueError: a limit is too small.
+      StoreSpaceError: there is no room; nothing was written.
+      StoreCorruptError: a chunk is damaged.
+      StoreError: the step cannot be read, or the destination not written.
+    """
+    write_tensors(
+        destination,
+        [Tensor(param.name, param, param.dtype) for param in param_arrays(step)],
+        {"format": "flax", "step": str(step.commit.step)},
+        {},
+        max_file_bytes=max_file_bytes,
+        memory_bytes=memory_bytes,
+        progress=progress,
+    )
+
+
+def write_tensors(
+    destination: Path,
+    tensors: Sequence[Tensor],
+    metadata: Mapping[str, str],
+    beside: Mapping[str, JsonValue | bytes],
+    *,
+    max_file_bytes: int,
+    memory_bytes: int,
+    file_name: str = WEIGHTS_NAME,
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Makes a directory of safetensors files; blocks until it is durable.
+
+    Args:
+      destination: a directory that does not exist yet.
+      tensors: the tensors in the order of the files.
+      metadata: texts for each file's header.
+      beside: further files by name, as JSON or bytes.
+      max_file_bytes: size at which another file begins; a tensor is never split.
+      memory_bytes: memory for data in transit.
+      file_name: name of the file, if one is enough.
+      progress: called with the bytes of elements done and those in all.
+
+    Raises:
+      As `export_safetensors`.
+    """
+    if min(max_file_bytes, memory_bytes) < 1 << 20:
+        raise ValueError(
+            f"max_file_bytes={max_file_bytes}, memory_bytes={memory_bytes}: expected "
+            f"at least {1 << 20} each"
+        )
+    total_bytes = sum(tensor.num_bytes for tensor in tensors)
+    files = _divide(tensors, max_file_bytes, file_name)
+    room_bytes = total_bytes + _HEADER_BYTES_AN_ARRAY * (len(tensors) + 8)
+    with new_directory(destination, room_bytes) as directory:
+        done_bytes = 0
+        for name, members in files.items():
+            path = directory / name
+            for num_bytes in _write_file(path, members, metadata, memory_bytes):
+                done_bytes += num_bytes
+                if progress is not None:
+                    progress(done_bytes, total_bytes)
+        beside = dict(beside)
+        if len(files) > 1:
+            places = {t.name: name for name, held in files.items() for t in held}
+            total = {"total_size": total_bytes}
+            beside[INDEX_NAME] = {"metadata": total, "weight_map": places}
+        for name, document in beside.items():
+            raw = document if isinstance(document, bytes) else encode(document)
+            write_bytes_atomically(directory / name, raw)
+
+
+def _divide(
+    tensors: Sequence[Tensor], max_file_bytes: int, file_name: str
+) -> dict[str, list[Tensor]]:
+    files: list[list[Tensor]] = [[]]
+    held_bytes = 0
+    for tensor in tensors:
+        if files[-1] and held_bytes + tensor.num_bytes > max_file_bytes:
+            files.append([])
+            held_bytes = 0
+        files[-1].append(tensor)
+        held_bytes += tensor.num_bytes
+    if len(files) == 1:
+        return {file_name: files[0]}
+    return {
+        f"model-{number:05d}-of-{len(files):05d}{_SUFFIX}": members
+        for number, members in enumerate(files, start=1)
+    }
+
+
+def _write_file(
+    path: Path,
+    tensors: Sequence[Tensor],
+    metadata: Mapping[str, str],
+    memory_bytes: int,
+) -> Iterator[int]:
+    """Yields the bytes of each portion written."""
+    # The library writes only what is in memory as a whole.
+    document: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.num_bytes
+        document[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype.name],
+            "shape": tensor.shape,
+            "data_offsets": (begin, end),
+        }
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with translated("write", path), open(path, "xb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.flush()
+        fd, offset_bytes = stream.fileno(), 8 + len(text)
+        os.ftruncate(fd, offset_bytes + end)
+        for tensor in tensors:
+            itemsize = tensor.param.dtype.itemsize
+            most = min(DEFAULT_CHUNK_ELEMENTS, memory_bytes // (_COPIES * itemsize))
+            for portion, values in tensor.param.stream(most):
+                start = portion.start
+                values = values.astype(tensor.dtype, copy=False)
+                if tensor.axes:
+                    start = tuple(start[a] for a in tensor.axes)
+                    values = np.ascontiguousarray(values.transpose(tensor.axes))
+                memory = values.reshape(-1).view(np.uint8).data
+                for place, length in box_runs(tensor.shape, start, values.shape):
+                    num_bytes = length * tensor.dtype.itemsize
+                    at = offset_bytes + place * tensor.dtype.itemsize
+                    _write_fully(fd, memory[:num_bytes], at)
+                    memory = memory[num_bytes:]
+                yield values.nbytes
+            offset_bytes += tensor.num_bytes
+        os.fsync(fd)
+
+
+def _write_fully(fd: int, memory: memoryview, offset_bytes: int) -> None:
+    done = 0
+    while done < len(memory):
+        done += os.pwrite(fd, memory[done:], offset_bytes + done)
