@@ -138,8 +138,9 @@ class CommittedState:
             gives the dtype, and the sharding if it has one. Other leaves than
             floating-point arrays are returned as they are.
           state: the transform state to wait for, as JAX's dispatch is asynchronous.
-          average: whether to return the params' average instead; rounded to nearest
-            even if `like` has fewer bits.
+          average: whether to return the params' average instead, or of a schedule-free
+            optimizer optax's `schedule_free_eval_params`; rounded to nearest even if
+            `like` has fewer bits.
 
         Returns:
           A tree like `like`, with a ``jax.Array`` for each leaf of the store.
@@ -155,10 +156,10 @@ class CommittedState:
         with self._training.paused():
             unseen = self._training.opened.finished.steps_without_params
             warn_of_unseen(self.path, unseen)
-            number_of = self._training.opened.state_number
+            averaged = self._training.opened.averaged
             for number, place in enumerate(places):
-                chosen = number_of(number, average=average)
-                leaves[place] = self._read_leaf(number, leaves[place], chosen)
+                states = averaged(number) if average else (0,)
+                leaves[place] = self._read_leaf(number, leaves[place], *states)
         return jax.tree.unflatten(treedef, leaves)
 
     def state(self, like: PyTree) -> PyTree:
@@ -214,8 +215,8 @@ class CommittedState:
                 f"{what} {len(asked)}"
             )
 
-    def _read_leaf(self, number: int, like: Any, state: int = 0) -> jax.Array:
-        """Reads a leaf's committed master, or other state, onto JAX devices; blocks.
+    def _read_leaf(self, number: int, like: Any, *states: int) -> jax.Array:
+        """Reads a leaf's committed state, or its average, onto JAX devices; blocks.
 
         Args:
           like: the leaf's shape, the wanted dtype and, optionally, a sharding.
@@ -226,7 +227,7 @@ class CommittedState:
         def read_box(origin: Sequence[int], extent: Sequence[int]) -> np.ndarray:
             is_whole = opened.directory.manifest.leaves[number].is_whole
             out = (np.empty if is_whole else np.zeros)(extent, dtype)
-            read_state(opened, number, out, origin, state)
+            read_state(opened, number, out, origin, *states)
             return out
 
         @cache

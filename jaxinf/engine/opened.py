@@ -20,9 +20,11 @@ from jaxinf.engine.pipeline import TransferHandler
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.updaters import Assignment
+from jaxinf.errors import StoreMismatchError
 from jaxinf.io import ByteMeters, file_progress, span
 from jaxinf.store import (
     COMMIT,
+    SCHEDULE_FREE,
     CommitAction,
     CommitRecord,
     StoreDirectory,
@@ -30,6 +32,7 @@ from jaxinf.store import (
     next_slot,
     stock_documents,
 )
+from jaxinf.typing import AVERAGE
 
 _SPANS = {
     CommitAction.SYNC: "sync",
@@ -137,6 +140,27 @@ class OpenStore(StoreShape):
             failure=run.health.failure,
         )
         self.handler.keep_in_memory(self.host_tier)
+
+    def averaged(self, leaf: int) -> tuple[int, ...]:
+        """Returns the numbers of the states of which a leaf's average is made.
+
+        These are the average alone, or of a schedule-free optimizer the master params
+        and its z. Leaves that it does not train are their own average.
+
+        Raises:
+          StoreMismatchError: the store has no average.
+        """
+        states = [state.name for state in self.directory.manifest.leaves[leaf].states]
+        if AVERAGE in states:
+            return (states.index(AVERAGE),)
+        if self.finished.schedule_free_b1 is not None:
+            return (0, states.index(SCHEDULE_FREE)) if SCHEDULE_FREE in states else (0,)
+        path = self.directory.path
+        raise StoreMismatchError(
+            f"{path}: expected an average of the params, found {', '.join(states)}; "
+            f'"jaxinf store convert {path} NEW --average fp32" begins one, or leave '
+            "average=True out"
+        )
 
     def begin_slot(self) -> None:
         """Makes the slot that is written next free of a step, and whole."""

@@ -14,7 +14,6 @@ from jaxinf.errors import StoreMismatchError
 from jaxinf.io.pages import page_ceil
 from jaxinf.layout import Subgroup, covers
 from jaxinf.store import StoreDirectory
-from jaxinf.typing import AVERAGE
 
 
 class StoreShape:
@@ -81,24 +80,6 @@ class StoreShape:
         except StoreMismatchError:
             return False
         return True
-
-    def state_number(self, leaf: int, *, average: bool = False) -> int:
-        """Returns the number of a leaf's master params, or of their average.
-
-        Raises:
-          StoreMismatchError: the store has no average.
-        """
-        if not average:
-            return 0
-        states = [state.name for state in self.directory.manifest.leaves[leaf].states]
-        if AVERAGE not in states:
-            path = self.directory.path
-            raise StoreMismatchError(
-                f"{path}: expected an average of the params, found "
-                f'{", ".join(states)}; "jaxinf store convert {path} NEW --average '
-                'fp32" begins one, or leave average=True out'
-            )
-        return states.index(AVERAGE)
 
     def layouts(
         self, leaf: int, origin: Sequence[int], extent: Sequence[int]

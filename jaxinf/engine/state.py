@@ -27,6 +27,7 @@ from jaxinf.store import (
     Slot,
     StepReader,
     dtype_of,
+    schedule_free_params,
 )
 from jaxinf.typing import Array, JsonValue
 
@@ -158,9 +159,9 @@ def _checksum(params: Array, chunk: Chunk, origin: Sequence[int]) -> int:
 
 
 def read_state(
-    opened: OpenStore, leaf: int, out: Array, origin: Sequence[int], state: int = 0
+    opened: OpenStore, leaf: int, out: Array, origin: Sequence[int], *states: int
 ) -> None:
-    """Reads a leaf's committed master params, or other state, in the dtype of `out`.
+    """Reads a leaf's committed state, or its average, in the dtype of `out`.
 
     If `out` has the dtype of the store's `params`, they are rounded in the same way as
     these, otherwise to nearest even.
@@ -168,10 +169,11 @@ def read_state(
     Args:
       out: the leaf or one shard of it; written.
       origin: index in the leaf of the array's first element.
+      states: number of the state, or the two of `OpenStore.averaged`.
     """
     with committed_reader(opened, opened.options.memory_bytes) as reader:
         chunks = opened.chunks_of(leaf, origin, out.shape)
-        _read_chunks(opened, reader, leaf, out, origin, chunks, state)
+        _read_chunks(opened, reader, leaf, out, origin, chunks, states)
 
 
 class ParamsReader:
@@ -219,16 +221,16 @@ class ParamsReader:
           origin: index in the leaf of its first element.
         """
         opened = self._opened
-        state = opened.state_number(leaf, average=self._is_average)
+        states = opened.averaged(leaf) if self._is_average else (0,)
         layouts = list(opened.layouts(leaf, origin, out.shape))
         slots = {
-            layout.subgroup.chunk: opened.chunks.source(layout, state)
+            layout.subgroup.chunk: opened.chunks.source(layout, states[0])
             for layout in layouts
         }
         for slot, reader in self._readers.items():
             numbers = [number for number, held in slots.items() if held == slot]
             if numbers:
-                _read_chunks(opened, reader, leaf, out, origin, numbers, state)
+                _read_chunks(opened, reader, leaf, out, origin, numbers, states)
 
     def close(self) -> None:
         """Frees the memory."""
@@ -243,9 +245,23 @@ def _read_chunks(
     out: Array,
     origin: Sequence[int],
     chunks: Sequence[int],
-    state: int = 0,
+    states: Sequence[int],
 ) -> None:
-    """Reads chunks of a state into the box `out` of the leaf, in place if it can be."""
+    """Reads chunks of a state into the box `out` of the leaf, in place if it can be.
+
+    Of two states the schedule-free average is computed, chunk by chunk.
+    """
+    if len(states) > 1:
+        b1 = opened.finished.schedule_free_b1
+        assert b1 is not None
+        for number in chunks:
+            chunk = opened.directory.chunks[leaf][number]
+            parts = [np.empty(chunk.extent, np.float32) for _ in states]
+            for state, part in zip(states, parts, strict=True):
+                _read_chunks(opened, reader, leaf, part, chunk.start, [number], [state])
+            values = schedule_free_params(*parts, b1).astype(out.dtype)
+            scatter(out, chunk, tuple(origin), 0, values.reshape(-1))
+        return
 
     def visit(piece: Piece) -> None:
         if not np.may_share_memory(piece.values, out):
@@ -255,7 +271,7 @@ def _read_chunks(
     def into(chunk: Chunk) -> Array | None:
         return target_view(out, chunk, tuple(origin), 0, chunk.num_elements)
 
-    _each_piece(opened, reader, leaf, out.dtype, chunks, visit, state, into)
+    _each_piece(opened, reader, leaf, out.dtype, chunks, visit, states[0], into)
 
 
 def committed_reader(opened: OpenStore, memory_bytes: int) -> StepReader:

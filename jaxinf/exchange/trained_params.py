@@ -1,4 +1,7 @@
-"""The params of a step as an export has them, with adapters of low rank (LoRA) added.
+"""The params of a step as an export has them.
+
+Adapters of low rank (LoRA) are added to their matrices, and of a schedule-free
+optimizer's params the export has their average, of which its model is to be used.
 
 Invariant: a matrix with an adapter is W + alpha / rank * A @ B, computed in float32 and
   rounded once; alpha is the commit's.
@@ -12,7 +15,12 @@ import numpy as np
 
 from jaxinf.exchange.step_files import StepFiles, StoredArray
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, Portion
-from jaxinf.store import MASTER_PARAMS, LeafRecord
+from jaxinf.store import (
+    MASTER_PARAMS,
+    SCHEDULE_FREE,
+    LeafRecord,
+    schedule_free_params,
+)
 from jaxinf.typing import Array
 
 LORA_A, LORA_B = "lora_a", "lora_b"
@@ -48,7 +56,7 @@ class ParamArray:
 
     def stream(self, max_elements: int) -> Iterator[tuple[Portion, Array]]:
         """Yields it portion by portion; raises as `StepFiles.stream`."""
-        portions = self.step.stream(self.array, max_elements)
+        portions = self._averaged(max_elements)
         if self.adapter is None:
             yield from portions
             return
@@ -58,6 +66,18 @@ class ParamArray:
             rows, columns = portion.slices
             added = a[rows] @ b[:, columns] * scale
             yield portion, values.astype(np.float32) + added
+
+    def _averaged(self, max_elements: int) -> Iterator[tuple[Portion, Array]]:
+        step, b1 = self.step, self.step.commit.schedule_free_b1
+        portions = step.stream(self.array, max_elements)
+        states = {state.name: state for state in self.leaf.states}
+        if b1 is None or step.average or SCHEDULE_FREE not in states:
+            yield from portions
+            return
+        z = StoredArray(self.leaf, states[SCHEDULE_FREE])
+        others = step.stream(z, max_elements)
+        for (portion, y), (_, z) in zip(portions, others, strict=True):
+            yield portion, schedule_free_params(y, z, b1)
 
     def _whole(self) -> Array:
         whole = np.empty(self.leaf.shape, np.float32)

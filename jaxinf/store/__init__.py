@@ -26,7 +26,12 @@ from jaxinf.store.checkpoint import (
     stray_checkpoints,
 )
 from jaxinf.store.chunk_writer import ChunkWriter
-from jaxinf.store.commit import CommitRecord, ScalarState
+from jaxinf.store.commit import (
+    SCHEDULE_FREE,
+    CommitRecord,
+    ScalarState,
+    schedule_free_params,
+)
 from jaxinf.store.contents import (
     CODECS,
     MASTER_CODECS,
@@ -136,6 +141,7 @@ __all__ = [
     "FORMAT_VERSION",
     "MASTER_CODECS",
     "MASTER_PARAMS",
+    "SCHEDULE_FREE",
     "SLOTS",
     "CheckpointInfo",
     "ChunkWriter",
@@ -244,6 +250,7 @@ __all__ = [
     "restore_whole",
     "save_checkpoint",
     "save_whole",
+    "schedule_free_params",
     "seal",
     "snapshot",
     "step_bytes",

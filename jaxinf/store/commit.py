@@ -42,6 +42,16 @@ _REMEDY = (
 )
 
 
+SCHEDULE_FREE = "z"
+"""The state from which a schedule-free optimizer's averaged params are computed."""
+
+
+def schedule_free_params(params: Array, z: Array, b1: np.float32) -> Array:
+    """Returns optax's `schedule_free_eval_params` in float32."""
+    y, z = params.astype(np.float32), z.astype(np.float32)
+    return (y - (np.float32(1) - b1) * z) / b1
+
+
 class ScalarDocument(Document, frozen=True):
     """A scalar on disk: ``data``, and ``value`` for people to read."""
 
@@ -156,6 +166,18 @@ class CommitRecord:
     committed_at: str = field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
     )
+
+    @property
+    def schedule_free_b1(self) -> np.float32 | None:
+        """b1 of optax's `ScheduleFreeState`; None of any other optimizer's state.
+
+        Its averaged params are `schedule_free_params` of the params and the state z.
+        """
+        values = {scalar.path: scalar.value for scalar in self.scalar_state}
+        for path, value in values.items():
+            if path.endswith(".b1") and f"{path[:-2]}weight_sum" in values:
+                return np.float32(value)
+        return None
 
     def to_json(self) -> dict[str, Any]:
         """Returns its form on disk."""

@@ -67,7 +67,8 @@ class FunctionEnds(StoreParamsEnds):
         average: bool,
     ) -> None:
         training = store._training
-        training.opened.state_number(0, average=average)  # or refuses
+        if average:
+            training.opened.averaged(0)  # or refuses
         store_units = StoreUnits(ready.traced.params, training.can_move)
         units = {store_units.unit(piece) for piece in ready.lifetimes.sizes}
         super().__init__(store, store_units, units, setup, resident)

@@ -295,6 +295,11 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
         return graphdef, params
 
     @property
+    def evaluates_average(self) -> bool:
+        """Whether params are evaluated as their average, as schedule-free ones are."""
+        return self.ema is not None or self.optimizer.startswith("schedule_free")
+
+    @property
     def buffer_bytes(self) -> int:
         """Memory of the store's buffers in ``--mode update``."""
         return DEFAULT_MEMORY_BYTES if self.memory is None else self.memory

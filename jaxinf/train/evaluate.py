@@ -74,7 +74,7 @@ class Evaluator:
         def draw(params: PyTree, inputs: Any) -> Any:
             return next_token(model_of(graphdef, params), inputs)
 
-        average = config.ema is not None
+        average = config.evaluates_average
         self._score = backend.function(scores, average=average)
         self._draw = backend.function(draw, average=average)
         self._batches = one_epoch(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from optax.contrib import ScheduleFreeState
 
 from jaxinf.compress import sparsify
 from jaxinf.errors import NonFiniteGradientError
@@ -70,7 +71,17 @@ class InMemory:
         return jax.jit(fn)
 
     def average(self, params: PyTree, state: Any) -> PyTree:
-        raise AssertionError("check refuses --ema in memory")
+        def is_found(node: Any) -> bool:
+            return isinstance(node, ScheduleFreeState)
+
+        # Only a schedule-free optimizer has one here: check refuses --ema in memory.
+        (held,) = filter(is_found, jax.tree.leaves(state, is_leaf=is_found))
+
+        def averaged(y: jax.Array, z: Any) -> jax.Array:
+            is_frozen = isinstance(z, optax.MaskedNode)
+            return y if is_frozen else (y - (1 - held.b1) * z) / held.b1
+
+        return jax.tree.map(averaged, params, held.z)
 
     def costs(self, state: Any, *, is_skipped: bool) -> Costs:
         return lambda: NO_TRAFFIC

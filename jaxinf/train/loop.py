@@ -368,8 +368,8 @@ class _Run:
 
     @property
     def evaluated(self) -> PyTree:
-        """The params to evaluate: their average with --ema."""
-        if self._config.ema is not None:
+        """The params to evaluate, which may be their average."""
+        if self._config.evaluates_average:
             return self._backend.average(self.params, self._state)
         return self.params
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from found import wrong
 from safetensors.numpy import load_file
 
 import jaxinf
@@ -98,7 +97,6 @@ def test_each_token_weighs_the_same_with_micro_batches(place):
 
 
 @pytest.mark.long
-@wrong("an export of a schedule-free run has y, with which it trains, for x")
 def test_an_export_of_a_schedule_free_run_is_of_x(place):
     """x = (y - (1 - b1) z) / b1; y is what the store trains, b1 is 0.9."""
     (place / "text.txt").write_text("hello world, this is text\n" * 200)

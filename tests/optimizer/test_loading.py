@@ -198,6 +198,14 @@ def test_schedule_free_params_are_those_of_optax(open_store):
     found = optax.contrib.schedule_free_eval_params(state, y)
     for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+    averaged = store.params(PARAMS, average=True)
+    for one, other in zip(*map(jax.tree.leaves, (averaged, found)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)  # a unit in the last place
+    function = jaxinf.stream_function(
+        lambda params, batch: params, store, memory_bytes=64 << 20, average=True
+    )
+    function.load(PARAMS)
+    _same(function(np.zeros(1, np.float32)), averaged)
 
 
 def _loadable(open_store, tx=None) -> Any:

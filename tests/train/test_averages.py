@@ -8,6 +8,7 @@ import safetensors.numpy
 
 import jaxinf
 from jaxinf.cli import main
+from jaxinf.train.config import TrainConfig
 
 
 def validation(log_dir):
@@ -50,6 +51,32 @@ def test_a_run_with_an_average(run, tmp_path, mode):
         held.size == t.size and np.array_equal(np.sort(t, None), np.sort(held, None))
         for t in tensors.values()
     )
+
+
+@pytest.mark.long
+def test_a_schedule_free_run_is_evaluated_by_its_average(run, tmp_path, monkeypatch):
+    """In each mode by x, and it trains on from y."""
+
+    def losses(name, *words):
+        place = ("--log-dir", tmp_path / name, "--steps", 6, "--eval-every", 3)
+        rate = ("--optimizer", "schedule_free_sgd", "--learning-rate", 1)
+        assert run(*place, *rate, "--warmup-steps", 0, *words) == 0
+        return [line["loss"] for line in validation(tmp_path / name)]
+
+    expected = losses("memory", "--mode", "memory")
+    store = ("--store", tmp_path / "store")
+    assert losses("update", *store) == pytest.approx(expected, rel=1e-5)
+    with jaxinf.open_store(tmp_path / "store") as opened:
+        assert opened.checkpoints()[-1].name == "best"
+    streamed = ("--mode", "stream", "--memory", "256MiB", "--store", tmp_path / "s")
+    assert losses("stream", *streamed) == pytest.approx(expected, rel=1e-5)
+    frozen = ("--freeze", "wte")
+    expected_frozen = losses("frozen", "--mode", "memory", *frozen)
+    found = losses("frozen-s", "--store", tmp_path / "frozen-store", *frozen)
+    assert found == pytest.approx(expected_frozen, rel=1e-5)
+    monkeypatch.setattr(TrainConfig, "evaluates_average", False)
+    of_y = losses("y", "--mode", "memory")
+    assert abs(of_y[-1] - expected[-1]) > 1e-3
 
 
 @pytest.mark.parametrize(
