@@ -96,14 +96,6 @@ class Export:
         tyro.conf.arg(help="Start another safetensors file at this size."),
     ] = DEFAULT_FILE_BYTES
     memory: Memory = DEFAULT_MEMORY_BYTES
-    bandwidth: Annotated[
-        int,
-        ByteSize,
-        tyro.conf.arg(
-            help="Zarr: most bytes a second to write; as many are read back. 0: no "
-            "limit."
-        ),
-    ] = 0
 
     def run(self, store: Path) -> None:
         """Exports, and prints the path and content of the export."""
@@ -119,8 +111,6 @@ class Export:
                 f"--format {self.format}: expected a directory, found a URL, which "
                 "takes --format zarr; export to a directory, and copy that"
             )
-        if self.bandwidth:
-            raise UsageError("--bandwidth goes with --format zarr")
         destination = Path(self.destination).expanduser().absolute()
         with _step_of(store, self.checkpoint) as found:
             _warn_of_unseen(store, found)
@@ -173,7 +163,7 @@ class Export:
                     step,
                     url,
                     beside=files_beside(next(iter(find_members(store)), store)),
-                    transit=Transit(self.memory, self.bandwidth, progress),
+                    transit=Transit(self.memory, progress),
                 )
         print(
             f"{place.where}: step {done.step}, {done.num_objects} objects, "

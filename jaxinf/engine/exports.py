@@ -174,7 +174,7 @@ class Exports:
         if self._members.number == 0:
             _LOG.warning(
                 "%s: step %d is not exported, since an earlier one is still under way: "
-                "%s; training goes on. Export fewer steps, or raise a bandwidth",
+                "%s; training goes on. Export fewer steps",
                 self._options.path,
                 export.step,
                 last,

@@ -42,7 +42,7 @@ class ObjectStore:
 
     Args:
       url: ``file:///directory``, ``gs://bucket/path`` or ``s3://bucket/path``.
-      stop: once it is set, a method that waits raises ExchangeError.
+      stop: once it is set, methods raise ExchangeError.
 
     Attributes:
       where: the URL, for messages.
@@ -160,15 +160,14 @@ class ObjectStore:
         """Waits for a result; a server that is busy is asked again for minutes."""
         if self._stop is None:
             return future.result()
-        while True:
+        while not self._stop.is_set():
             try:
                 return future.result(timeout=_SLICE_S)
             except TimeoutError:
                 if future.done():  # by now, or the error is the service's
                     return future.result()
-            if self._stop.is_set():
-                future.cancel()
-                raise ExchangeError(f"{self.where}: it was given up")
+        future.cancel()
+        raise ExchangeError(f"{self.where}: it was given up")
 
     def _failed(self, action: str, error: BaseException) -> ExchangeError:
         # What follows " [" are details of the request, which may name a key's id.

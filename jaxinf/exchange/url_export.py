@@ -132,14 +132,11 @@ class Transit:
 
     Attributes:
       memory_bytes: memory for data in transit.
-      bytes_per_s: most bytes a second that are written; 0 for no limit. As many are
-        read back.
       progress: called with the bytes of chunks done and those in all.
       stop: once it is set, the export ends with an ExchangeError.
     """
 
     memory_bytes: int = DEFAULT_MEMORY_BYTES
-    bytes_per_s: float = 0
     progress: ProgressCallback | None = None
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -269,16 +266,13 @@ def copy_chunks(place: ObjectStore, step: StepFiles, transit: Transit) -> int:
     num_threads = check_memory(chunks, transit.memory_bytes)
     total_bytes = sum(chunk.num_bytes for chunk in chunks)
     there, done_bytes, num_kept = place.names(), 0, 0
-    pace = _Pace(transit)
     with step.reader(transit.memory_bytes // _COPIES) as reader:
 
         def bring(chunk: ChunkObject) -> bool:
             is_there = chunk.name in there
             if is_there and place.has(chunk.name, chunk.num_bytes, chunk.checksum):
                 return True
-            value = _content(reader, chunk)
-            pace.wait(len(value), place.where)
-            place.put(chunk.name, value)
+            place.put(chunk.name, _content(reader, chunk))
             return False
 
         for chunk, was_there in over(chunks, bring, num_threads):
@@ -286,7 +280,6 @@ def copy_chunks(place: ObjectStore, step: StepFiles, transit: Transit) -> int:
             done_bytes += chunk.num_bytes
             if transit.progress is not None:
                 transit.progress(done_bytes, total_bytes)
-    pace.wait(0, place.where)
     return num_kept
 
 
@@ -387,27 +380,3 @@ def _content(reader: StepReader, chunk: ChunkObject) -> bytes:
 
 def _crc(value: bytes) -> int:
     return crc32c(np.frombuffer(value, np.uint8))
-
-
-class _Pace:
-    """Lets so many bytes a second begin; late ones catch up a little. Thread-safe."""
-
-    def __init__(self, transit: Transit) -> None:
-        self._bytes_per_s, self._stop = transit.bytes_per_s, transit.stop
-        self._next_s = time.monotonic()
-        self._guard = threading.Lock()
-
-    def wait(self, num_bytes: int, where: str) -> None:
-        """Blocks until these bytes may begin; those before have had their time.
-
-        Raises:
-          ExchangeError: it was stopped.
-        """
-        with self._guard:
-            start_s = now_s = time.monotonic()
-            if self._bytes_per_s:
-                takes_s = num_bytes / self._bytes_per_s
-                start_s = max(self._next_s, now_s - takes_s)
-                self._next_s = start_s + takes_s
-        if self._stop.wait(max(0.0, start_s - now_s)):
-            raise ExchangeError(f"{where}: it was given up")

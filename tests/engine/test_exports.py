@@ -3,14 +3,13 @@
 import itertools
 import logging
 import signal
-from functools import partial
 
+import endless_exports
 import pytest
 
 import jaxinf
-from jaxinf.engine import exports
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange import import_url
+from jaxinf.exchange import ObjectStore, import_url
 from jaxinf.store import StoreDirectory
 
 LEAVES = {"w": ((6, 1024), "float32"), "half": ((33, 257), "bfloat16")}
@@ -83,9 +82,7 @@ def test_due_steps_are_exported_while_the_run_goes_on(export, place, durability)
 
 @pytest.fixture
 def endless(monkeypatch):
-    """An export has a byte a second."""
-    slow = partial(exports.Transit, bytes_per_s=1)
-    monkeypatch.setattr(exports, "Transit", slow)
+    monkeypatch.setattr(ObjectStore, "put", endless_exports.put)
 
 
 @pytest.mark.usefixtures("endless")

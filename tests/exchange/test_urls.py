@@ -213,7 +213,7 @@ def test_commands(make_step, place, capsys):
     (store / "stream").mkdir()
     plan = {"version": 1, "fingerprint": "f", "cuts": [0]}
     (store / "stream/0a.json").write_bytes(seal(plan))
-    assert main([*words, "--memory", "2MiB", "--bandwidth", "1GiB"]) == 0
+    assert main([*words, "--memory", "2MiB"]) == 0
     assert f"{url}: step 7, " in capsys.readouterr().out
     words = ["checkpoint", "import", str(place / "made"), url]
     assert main([*words, "--params", "model"]) == 2
