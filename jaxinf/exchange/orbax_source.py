@@ -63,7 +63,7 @@ _NO_ARRAYS = ("None", "string", "Dict", "List", "Tuple", "NamedTuple")
 
 def is_orbax(path: Path) -> bool:
     """Whether a directory is an Orbax checkpoint, or a CheckpointManager's step."""
-    return (path / METADATA_NAME).is_file() or bool(_items(path))
+    return any((*path.glob(METADATA_NAME), *path.glob(f"*/{METADATA_NAME}")))
 
 
 def read_orbax(path: Path) -> dict[str, SourceArray]:
@@ -182,37 +182,17 @@ def _or_explain(future: Any, directory: Path, name: str) -> Any:
 
 
 def _find_item(path: Path) -> Path:
+    """Returns the directory of the only pytree at or below a path."""
     if (path / METADATA_NAME).is_file():
         return path
-    items = _items(path)
+    # One directory may have two names.
+    items = {m.parent.resolve(): m.parent for m in path.glob(f"*/{METADATA_NAME}")}
     if len(items) == 1:
-        return items[0]
-    if items:
-        raise ExchangeError(
-            f"{path}: expected one pytree, found the items "
-            f"{', '.join(sorted(item.name for item in items))}; give the directory of "
-            "the one that holds the params"
-        )
-    steps = [entry.name for entry in _directories(path) if _items(entry)]
-    remedy = (
-        f"found the steps {', '.join(sorted(steps)[:8])}; give the directory of one"
-        if steps
-        else f"found no {METADATA_NAME}; check the path"
-    )
-    raise ExchangeError(f"{path}: expected an Orbax checkpoint, {remedy}")
-
-
-def _items(path: Path) -> list[Path]:
-    """Returns the pytrees in a step's directory, each once even if it has two names."""
-    found = {
-        entry.resolve(): entry
-        for entry in _directories(path)
-        if (entry / METADATA_NAME).is_file()
-    }
-    return list(found.values())
-
-
-def _directories(path: Path) -> list[Path]:
-    return (
-        [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+        return next(iter(items.values()))
+    several = items.values() or [m.parent for m in path.glob(f"*/*/{METADATA_NAME}")]
+    names = sorted(str(item.relative_to(path)) for item in several)
+    raise ExchangeError(
+        f"{path}: expected an Orbax checkpoint of one pytree, found "
+        f"{', '.join(names[:8]) or f'no {METADATA_NAME}'}; give the directory of the "
+        "one that holds the params"
     )

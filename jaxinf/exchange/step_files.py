@@ -60,11 +60,6 @@ class StoredArray:
         """Dtype of its elements."""
         return dtype_of(self.state.decoded().dtype)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return self.leaf.grid.num_elements * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class StepFiles:
@@ -112,11 +107,6 @@ class StepFiles:
             places=self.places,
             memory_bytes=memory_bytes,
         )
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all elements."""
-        return sum(array.num_bytes for array in self.arrays())
 
     def arrays(self) -> Iterator[StoredArray]:
         """Yields all arrays, those of the master params first, then state by state.
