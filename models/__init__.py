@@ -1,6 +1,7 @@
 """Models in Flax NNX, installed as `jaxinf_models`.
 
-Invariant: definitions only; nothing here imports jaxinf.
+Invariant: definitions only, which import nothing of jaxinf; `pretrained` alone reads
+files, by it.
 """
 
 from .bert import Bert, BertConfig
@@ -24,6 +25,7 @@ from .registry import (
 from .sampling import generate, generate_by, next_token
 from .t5 import T5, T5Config
 from .vit import ViT, ViTConfig
+from .weights import ModelFiles, Pretrained, deferred_params, pretrained
 
 __all__ = [
     "BATCH_FIELDS",
@@ -41,6 +43,8 @@ __all__ = [
     "LlamaConfig",
     "ModelConfig",
     "ModelFamily",
+    "ModelFiles",
+    "Pretrained",
     "RopeScaling",
     "Scores",
     "T5Config",
@@ -51,6 +55,7 @@ __all__ = [
     "config_for",
     "config_from_json",
     "config_to_json",
+    "deferred_params",
     "family_of",
     "generate",
     "generate_by",
@@ -58,6 +63,7 @@ __all__ = [
     "make_model",
     "next_token",
     "num_params",
+    "pretrained",
     "score",
     "split",
     "task_loss",

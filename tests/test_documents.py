@@ -35,7 +35,7 @@ SIZES = {
     r"^jaxinf train\b": "python -m jaxinf.train",
     r"-m jaxinf\.train\b": "-m jaxinf.train --steps 2 --batch-size 2 --sample-bytes 0",
     r"(-m jaxinf\.train\b)(?!.*--model vit)": r"\1 --seq-len 16",
-    r"(-m jaxinf\.train\b)(?!.*--data)": r"\1 --data 'corpus/**/*.txt'",
+    r"(-m jaxinf\.train\b)(?!.*(--data|run-log))": r"\1 --data 'corpus/**/*.txt'",
     r"--preset \w+": "--preset nano",
     r"--steps [1-9]\d*": "--steps 2",
     r"--batch-size \d+": "--batch-size 2",
@@ -93,6 +93,7 @@ SHARED = {
 """Sections whose subsections have readers of their own, who run its blocks first."""
 
 ALONE = {
+    ("docs/finetune.md", "A loss of your own: DPO"),
     ("docs/checkpoints.md", "With your own Orbax loop"),
     ("docs/checkpoints.md", "A program's own checkpoints"),
 }
@@ -172,6 +173,13 @@ Path("pairs.jsonl").write_text((record + "\\n") * 50)
 sh("python -m jaxinf.train --store first --model llama\\n"
    "jaxinf checkpoint export first Llama-2-7b-hf --format huggingface")
 """,
+    "docs/finetune.md: A loss of your own: DPO": """
+sh("python -m jaxinf.train --store first --model llama\\n"
+   "jaxinf checkpoint export first Llama-2-7b-hf --format huggingface")
+texts = np.arange(64).reshape(2, 2, 16)
+batches = [{kind: texts[n] + n for n, kind in enumerate(("better", "worse"))}] * 2
+batches = [b | {f"{kind}_answer": b[kind] % 2 for kind in b} for b in batches]
+""",
     "docs/integrations.md": "STORE = str(Path('STORE').absolute())",
     "docs/models.md": "sh('python -m jaxinf.train --store first\\n"
     "jaxinf checkpoint export first DIR --format huggingface')",
@@ -228,6 +236,7 @@ LONG = {
     "docs/checkpoints.md: With your own Orbax loop",
     "docs/compression.md",
     "docs/finetune.md",
+    "docs/finetune.md: A loss of your own: DPO",
     "docs/integrations.md: Accumulation",
     "docs/models.md",
     "docs/streaming.md",

@@ -133,8 +133,9 @@ def test_layers_are_those_of_the_document():
 
 
 def test_models_know_nothing_of_jaxinf():
-    assert MODELS
-    for path in MODELS:
+    definitions = [path for path in MODELS if path.stem != "weights"]
+    assert definitions
+    for path in definitions:
         used = {n for n in imported(path) if n.split(".")[0] == "jaxinf"}
         assert not used, f"{path}: imports {', '.join(used)}"
 

@@ -38,6 +38,7 @@ from jaxinf.exchange import (
     is_own_export,
     is_url,
     kept_tokenizer,
+    tokenizer_files,
 )
 from jaxinf.store import Manifest, find_checkpoint, find_members, whole_step
 from jaxinf.terminal import format_bytes, make_console
@@ -83,6 +84,14 @@ class Export:
             "it they are added to their matrices."
         ),
     ] = False
+    like: Annotated[
+        Path | None,
+        option(
+            "Huggingface: the folder that the params of a loop of your own came from; "
+            "its config.json and its tokenizer are written again.",
+            "FOLDER",
+        ),
+    ] = None
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         tyro.conf.arg(
@@ -101,6 +110,8 @@ class Export:
         """Exports, and prints the path and content of the export."""
         if self.dtype is not None and self.format != "huggingface":
             raise UsageError("--dtype goes with --format huggingface")
+        if self.like is not None and self.format != "huggingface":
+            raise UsageError("--like goes with --format huggingface")
         if self.adapters and self.format != "huggingface":
             raise UsageError("--adapters goes with --format huggingface")
         if self.format == "zarr":
@@ -112,6 +123,7 @@ class Export:
                 "takes --format zarr; export to a directory, and copy that"
             )
         destination = Path(self.destination).expanduser().absolute()
+        like = self.like and self.like.expanduser().absolute()
         with _step_of(store, self.checkpoint) as found:
             _warn_of_unseen(store, found)
             step = replace(found, average=self.average)
@@ -130,7 +142,10 @@ class Export:
                         step,
                         destination,
                         dtype=self.dtype,
-                        beside=kept_tokenizer([*find_members(store), store][0]),
+                        like=like,
+                        beside=kept_tokenizer([*find_members(store), store][0])
+                        if like is None
+                        else tokenizer_files(weights=like),
                         max_file_bytes=self.max_file,
                         memory_bytes=self.memory,
                         progress=progress,

@@ -12,8 +12,12 @@ from typing import Any
 import numpy as np
 
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.huggingface_config import Architecture, write_config
+from jaxinf.exchange.huggingface_config import (
+    Architecture,
+    write_config,
+)
 from jaxinf.exchange.huggingface_families import FAMILIES
+from jaxinf.exchange.huggingface_source import HuggingFaceFolder
 from jaxinf.exchange.safetensors_files import (
     DEFAULT_FILE_BYTES,
     Tensor,
@@ -25,6 +29,7 @@ from jaxinf.store import dtype_of
 from jaxinf.typing import ProgressCallback
 
 _ADAPTERS_NAME = "adapter_model.safetensors"
+_CLASS_HEADS = ("score/kernel", "classifier/kernel", "head/classifier/kernel")
 _PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 _PEFT_TASKS |= {"classification": "SEQ_CLS"}
 
@@ -34,6 +39,7 @@ def export_huggingface(
     destination: Path,
     *,
     dtype: str | None = None,
+    like: Path | None = None,
     beside: Mapping[str, bytes] | None = None,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
@@ -44,13 +50,15 @@ def export_huggingface(
     Adapters of ``jaxinf.train --lora`` are added to their matrices.
 
     The step's commit must name the model: `jaxinf.train` writes it into the payload, as
-    ``architecture``.
+    ``architecture``. For params of `jaxinf_models.pretrained` in a loop of one's own
+    give the folder that they came from.
 
     Args:
       step: the step to export.
       destination: a directory that does not exist yet.
       dtype: dtype of the tensors: float32, bfloat16 or float16, rounded to nearest
         even; by default that of the params on the JAX device.
+      like: a folder of a model with these params, by default the commit says it.
       beside: further files by name: those of the tokenizer.
       max_file_bytes: size at which another file begins; a tensor is never split.
       memory_bytes: memory for data in transit.
@@ -65,7 +73,9 @@ def export_huggingface(
       StoreCorruptError: a chunk is damaged.
       StoreError: the step cannot be read, or the destination not written.
     """
-    architecture, task = _architecture(step)
+    architecture, task = (
+        _architecture(step) if like is None else _architecture_like(step, like)
+    )
     tensors = _tensors(step, architecture, dtype)
     config = write_config(architecture, task, tensors[0].dtype.name)
     write_tensors(
@@ -85,7 +95,8 @@ def _architecture(step: StepFiles) -> tuple[Architecture, str]:
     if not isinstance(said, Mapping) or said.get("model") not in FAMILIES:
         raise ExchangeError(
             f"{step.path}: expected a step of jaxinf.train, whose commit says which "
-            "model it is of, found none that says so; export it as safetensors"
+            "model it is of, found none that says so; give the folder that its params "
+            "came from (--like FOLDER), or export it as safetensors"
         )
     architecture = Architecture(
         model=str(said["model"]),
@@ -94,6 +105,25 @@ def _architecture(step: StepFiles) -> tuple[Architecture, str]:
         extra=_mapping(said.get("extra")),
     )
     return architecture, str(said.get("task"))
+
+
+def _architecture_like(step: StepFiles, folder: Path) -> tuple[Architecture, str]:
+    """Returns the model of a folder, whose params a step has, and the task of its head.
+
+    Raises:
+      ExchangeError: the step has others.
+    """
+    found = HuggingFaceFolder.read(folder)
+    architecture, family = found.architecture, found.architecture.family
+    params = param_arrays(step)
+    shapes = {"/".join(param.leaf.path): tuple(param.leaf.shape) for param in params}
+    _tensors(step, architecture, None)  # refuses other leaves
+    found.leaves(shapes, np.dtype(np.float32), compares=False)
+    heads = [shapes[head] for head in _CLASS_HEADS if head in shapes]
+    if not heads:
+        return architecture, next(t for t in family.classes if t != "classification")
+    fields = {**architecture.fields, "num_labels": heads[0][1]}
+    return replace(architecture, fields=fields), "classification"
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

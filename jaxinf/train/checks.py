@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection
 from pathlib import Path
 
-from jaxinf_models import MODELS, abstract_params
+from jaxinf_models import MODELS, ModelFiles, abstract_params
 
 from jaxinf.command_line import UsageError, expand_home, flags_of
 from jaxinf.csd import parse_csd
@@ -20,7 +20,6 @@ from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import check_options
 from jaxinf.train.freezing import check_frozen
 from jaxinf.train.lora import check_lora
-from jaxinf.train.pretrained import ModelFiles
 
 
 def check(config: TrainConfig) -> TrainConfig:

@@ -14,6 +14,7 @@ from jaxinf_models import (
     MODELS,
     ModelConfig,
     ModelFamily,
+    ModelFiles,
     TaskName,
     abstract_params,
     config_for,
@@ -35,7 +36,6 @@ from jaxinf.train.options import (
     StreamOptions,
     spec,
 )
-from jaxinf.train.pretrained import ModelFiles
 from jaxinf.typing import JsonValue, PyTree
 
 ModelName: TypeAlias = Literal["gpt2", "bert", "t5", "vit", "bloom", "llama"]

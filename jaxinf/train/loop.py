@@ -20,7 +20,13 @@ from pathlib import Path
 import jax
 import optax
 from flax import nnx
-from jaxinf_models import ModelConfig, make_model, num_params, split
+from jaxinf_models import (
+    ModelConfig,
+    deferred_params,
+    make_model,
+    num_params,
+    split,
+)
 from rich.console import Console
 
 from jaxinf.command_line import UsageError
@@ -39,7 +45,6 @@ from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine
 from jaxinf.train.on_store import OnStore
 from jaxinf.train.opening import Backend, open_backend
 from jaxinf.train.optimizers import check_optimizer, make_optimizer
-from jaxinf.train.pretrained import deferred_params
 from jaxinf.train.processes import Processes, SumLog, start
 from jaxinf.train.progress import Progress
 from jaxinf.train.report import (

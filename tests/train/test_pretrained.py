@@ -13,9 +13,11 @@ from flax import nnx
 from jaxinf_models import (
     BertConfig,
     LlamaConfig,
+    ModelFiles,
     T5Config,
     ViTConfig,
     config_to_json,
+    deferred_params,
     family_of,
     make_model,
     split,
@@ -28,7 +30,6 @@ from jaxinf.errors import ExchangeError
 from jaxinf.exchange import Architecture, write_config
 from jaxinf.exchange.safetensors_files import read_safetensors
 from jaxinf.train.__main__ import main
-from jaxinf.train.pretrained import ModelFiles, deferred_params
 
 INDEX = "model.safetensors.index.json"
 LLAMA = LlamaConfig(256, 16, 2, 4, 2, 32, 48, window=7)

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jaxinf_models import abstract_params
+from jaxinf_models import ModelFiles, abstract_params, deferred_params
 from safetensors.numpy import load_file
 
 import jaxinf
 from jaxinf.cli import main as jaxinf_main
 from jaxinf.train.lora import model_of, parse_lora
-from jaxinf.train.pretrained import ModelFiles, deferred_params, held_params
+from jaxinf.train.pretrained import held_params
 
 KEYS = ["step", "loss", "tokens", "step_s", "update_s", "commit_s"]
 KEYS += ["drive_read_bytes", "drive_write_bytes", "link_down_bytes", "link_up_bytes"]

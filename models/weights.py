@@ -1,0 +1,190 @@
+"""Published weights: a Hugging Face folder as a model's function and its params.
+
+Invariant: config and headers are read and checked at once; after that only one leaf at
+a time is in memory. This module alone imports jaxinf, which reads the files.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxinf.errors import ExchangeError
+from jaxinf.exchange import Architecture, HuggingFaceFolder, read_config_file
+
+from .layers import DTypeName, ModelConfig
+from .losses import TaskName
+from .registry import (
+    Params,
+    abstract_params,
+    config_for,
+    config_from_json,
+    make_model,
+    split,
+)
+
+__all__ = ["ModelFiles", "Pretrained", "deferred_params", "pretrained"]
+
+_MOST_LAYERS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A model with published weights.
+
+    Attributes:
+      apply: ``apply(params, *inputs, **options)``, the model's own call: logits of
+        tokens. It can be jitted, differentiated and streamed.
+      params: nested dicts of leaves that are read when they are converted to NumPy.
+        ``tx.init``, ``step.load`` and `jax.device_put` take them.
+      shapes: the same tree of `jax.ShapeDtypeStruct`.
+      config: the model's configuration.
+    """
+
+    apply: Callable[..., jax.Array]
+    params: Params
+    shapes: Params
+    config: ModelConfig
+
+
+def pretrained(
+    folder: Path | str,
+    task: TaskName | None = None,
+    *,
+    num_labels: int | None = None,
+    dtype: DTypeName = "float32",
+    param_dtype: DTypeName = "float32",
+    seed: int = 0,
+) -> Pretrained:
+    """Reads a Hugging Face folder as a function of params; blocks for its headers.
+
+    Args:
+      folder: a local folder with config.json and safetensors.
+      task: the task of the head; by default the model's usual one.
+      num_labels: classes of a classification; by default the config's own number.
+      dtype: dtype of activations.
+      param_dtype: dtype of the params.
+      seed: seed of a head that the folder lacks.
+
+    Raises:
+      jaxinf.errors.ExchangeError: the folder cannot be read, or its files do not belong
+        together.
+      ValueError: the model does not have the task.
+    """
+    files = ModelFiles.of_folder(Path(folder))
+    config: Any = files.config
+    if task is not None:
+        config = config_for(config, task, num_labels=num_labels)
+    config = dataclasses.replace(config, dtype=dtype, param_dtype=param_dtype)
+    graphdef, shapes = abstract_params(config)
+
+    def apply(params: Params, *inputs: Any, **options: Any) -> jax.Array:
+        return nnx.merge(graphdef, params)(*inputs, **options)
+
+    return Pretrained(apply, deferred_params(files, config, seed), shapes, config)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFiles:
+    """A model from files, as they were when they were read.
+
+    Attributes:
+      config: the model's configuration, in float32.
+      params: the tree of its params, with their shapes.
+      checkpoint: the folder with its weights; None for a config.json without.
+    """
+
+    config: ModelConfig
+    params: Params
+    checkpoint: HuggingFaceFolder | None = None
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "ModelFiles":
+        """Reads a checkpoint's config and headers (blocks).
+
+        Raises:
+          ExchangeError: the folder, its config or its headers cannot be read, or do not
+            belong together.
+        """
+        checkpoint = HuggingFaceFolder.read(folder.expanduser().absolute())
+        checkpoint.check_counts()
+        path = checkpoint.path / "config.json"
+        config, params = _config_of(checkpoint.architecture, path)
+        checkpoint.leaves(_shapes(params), np.dtype(np.float32), compares=False)
+        return cls(config, params, checkpoint)
+
+    @classmethod
+    def of_config(cls, path: Path) -> "ModelFiles":
+        """Reads a config.json without weights (blocks).
+
+        Raises:
+          ExchangeError: the file cannot be read, or is the config of no model here.
+        """
+        found = read_config_file(path.expanduser())
+        for name in ("num_layers", "num_decoder_layers"):
+            if found.fields.get(name, 0) > _MOST_LAYERS:
+                raise ExchangeError(
+                    f"{path}: {name} of {found.fields[name]}, expected at most "
+                    f"{_MOST_LAYERS}; larger models take too long to lay out"
+                )
+        return cls(*_config_of(found, path))
+
+
+def _config_of(found: Architecture, path: Path) -> tuple[ModelConfig, Params]:
+    """Returns the configuration, and the tree of the model's params."""
+    try:
+        config = config_from_json(found.model, found.fields)
+        return config, abstract_params(config)[1]
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ExchangeError(
+            f"{path}: expected the config of a {found.model_type}, found one that "
+            f"cannot be: {error}"
+        ) from error
+
+
+def deferred_params(files: ModelFiles, config: ModelConfig, seed: int) -> Params:
+    """Returns the params of a checkpoint as leaves that are read on demand.
+
+    Args:
+      config: the model's configuration, with the head for the task.
+      seed: seed of a head that the checkpoint lacks.
+
+    Returns:
+      A tree like the model's, of `DeferredArray`s, and arrays for a new head.
+
+    Raises:
+      ExchangeError: tensors are missing, too many, or of other shapes; lists all.
+    """
+    assert files.checkpoint is not None, "a config.json alone has no weights"
+    plain = dataclasses.replace(config, dtype="float32", param_dtype="float32")
+    # Tracing a large model takes seconds.
+    like = files.params if plain == files.config else abstract_params(plain)[1]
+    leaves = files.checkpoint.leaves(_shapes(like), np.dtype(config.param_dtype))
+    new = frozenset(path for path, leaf in leaves.items() if leaf is None)
+    made = _drawn(config, seed, new) if new else {}
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, _: leaves[_path(keys)] or np.asarray(made[_path(keys)]), like
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _drawn(
+    config: ModelConfig, seed: int, paths: frozenset[str]
+) -> Mapping[str, jax.Array]:
+    _, params = split(make_model(config, rngs=nnx.Rngs(seed)))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {_path(keys): leaf for keys, leaf in leaves if _path(keys) in paths}
+
+
+def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {_path(keys): leaf.shape for keys, leaf in leaves}
+
+
+def _path(keys: Any) -> str:
+    return "/".join(str(key.key) for key in keys)
