@@ -146,7 +146,6 @@ def programs(case: Case, arguments: argparse.Namespace) -> dict[str, Program]:
         "state": "fp32",
         "durability": "step",
         "memory": arguments.memory,
-        "order": arguments.order,
         **{name: getattr(arguments, name) for name in ("batch_size", "seq_len")},
     }
 
@@ -291,7 +290,6 @@ def main() -> None:
         "--policy", nargs="+", choices=("keep", "recompute"), default=["keep"],
         help="of activations, for jaxinf's step and DeepSpeed's",
     )  # fmt: skip
-    parser.add_argument("--order", default="layers", help="of jaxinf's parts")
     parser.add_argument(
         "--memory", type=parse_bytes, default=4 << 30, help="of jaxinf's step"
     )

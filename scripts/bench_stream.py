@@ -33,7 +33,7 @@ from ratios import interval, pairwise
 
 import jaxinf
 from jaxinf.streaming import StreamedStep
-from jaxinf.streaming.plan.calls import ORDERS, Policy
+from jaxinf.streaming.plan.calls import Policy
 from jaxinf.terminal import parse_bytes
 
 DRAIN_S = 0.5
@@ -67,7 +67,6 @@ class Streamed:
             policy=policy,
             resident=arguments.resident,
             micro_batches=arguments.micro_batches,
-            order=arguments.order,
         )
         self.step.init(
             lambda: split(GPT2(config, rngs=nnx.Rngs(0)))[1], batch=batch(arguments, 0)
@@ -191,7 +190,6 @@ def main() -> None:
         "--resident", metavar="{params,BYTES}", help="params that stay between steps"
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="parts of a batch")
-    parser.add_argument("--order", choices=ORDERS, default="parts", help="of the parts")
     parser.add_argument("--clip-norm", type=float, default=0.0, help="0: none")
     parser.add_argument("--reps", type=int, default=10, help="pairs of steps")
     parser.add_argument("--json", action="store_true", help="one line")

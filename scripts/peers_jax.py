@@ -79,7 +79,6 @@ class Streamed:
 
     def __init__(self, given: dict[str, Any]) -> None:
         loss_fn, init, self._data = _model(given)
-        options = {"order": given["order"]} if given["micro_batches"] > 1 else {}
         self._step = jaxinf.stream(
             loss_fn,
             optax.adamw(3e-4),
@@ -87,7 +86,6 @@ class Streamed:
             memory_bytes=given["memory"],
             policy=given["policy"],
             micro_batches=given["micro_batches"],
-            **options,
         )
         self._step.init(init, batch=self._data)
         self.about = {"params": num_params(PRESETS[given["preset"]]), **_versions()}

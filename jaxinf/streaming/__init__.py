@@ -8,7 +8,7 @@ from jaxinf.streaming.api import stream, stream_function, stream_in_memory
 from jaxinf.streaming.count import Count
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
-from jaxinf.streaming.plan.calls import Order, Policy
+from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.memory import DeviceLimit, store_memory_bytes
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.resident import check_resident
@@ -22,7 +22,6 @@ __all__ = [
     "DeviceLimit",
     "DeviceUpdates",
     "InMemoryStep",
-    "Order",
     "Plan",
     "Policy",
     "StreamedFunction",

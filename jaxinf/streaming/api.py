@@ -18,7 +18,7 @@ from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.agreement import Together
-from jaxinf.streaming.plan.calls import ORDERS, POLICIES, Order, Policy
+from jaxinf.streaming.plan.calls import POLICIES, Policy
 from jaxinf.streaming.plan.memory import store_memory_bytes
 from jaxinf.streaming.plan.resident import check_resident
 from jaxinf.streaming.streamed_step import StreamedStep
@@ -39,7 +39,6 @@ def stream(
     resident: Literal["params"] | int | str | None = None,
     micro_batches: int = 1,
     weights: Callable[[PyTree], Any] | None = None,
-    order: Order = "auto",
     replan: bool = False,
     nonfinite: NonFinitePolicy | None = None,
     average: Average | None = None,
@@ -81,18 +80,13 @@ def stream(
         or the most bytes, such as ``"2GiB"``; of the params those that save most
         traffic. They are a part of `memory_bytes`, or of the device's memory if it has
         its own.
-      micro_batches: Number of equal parts of a batch that run one after another, each
-        in the memory of a part. Their gradients are averaged, so losses are those of
-        the whole batch if the loss is a mean over its rows. aux gets a first axis of
-        parts.
+      micro_batches: Number of equal parts of a batch. A program runs for each part
+        before the next program, so params are read once for all of them; values of all
+        parts wait meanwhile. Gradients are averaged, so losses are those of the whole
+        batch if the loss is a mean over its rows. aux gets a first axis of parts.
       weights: With `micro_batches`, ``weights(part)`` gives the weight of a part, such
         as the number of tokens that its loss is a mean over: loss and gradients are
         then those of the whole batch. Equal weights by default.
-      order: With `micro_batches`, ``"parts"`` runs all segments for a part before the
-        next part, ``"layers"`` a segment for all parts before the next segment: params
-        are read once for all of them, and values of all parts wait between segments.
-        ``"auto"`` is ``"layers"`` where that fits and moves fewer bytes on drives. The
-        bits are the same.
       replan: Whether to replace a saved plan that does not fit.
       nonfinite: The effect of a gradient with NaN or Inf: ``"error"``, ``"skip"`` or
         ``"allow"``, with the default of `jaxinf.smart_update`.
@@ -128,7 +122,6 @@ def stream(
         nonfinite=nonfinite,
         micro_batches=micro_batches,
         weights=weights,
-        order=order,
         average=average,
         compress=compress,
         extra_args=dict(extra_args or {}),
@@ -273,14 +266,5 @@ def _options(
         raise ValueError(
             "weights: expected several parts of a batch, found micro_batches=1; give "
             "more, or leave weights out"
-        )
-    if options.order not in ORDERS:
-        raise ValueError(
-            f"order={options.order!r}: expected one of {', '.join(ORDERS)}"
-        )
-    if options.order == "layers" and options.micro_batches == 1:
-        raise ValueError(
-            'order="layers": expected several parts of a batch, found '
-            "micro_batches=1; give more, or leave order out"
         )
     return options

@@ -1,15 +1,15 @@
-"""Binds a step to a plan: cuts, the order of parts, memory, files.
+"""Binds a step to a plan: cuts, memory, files.
 
-    Ends ─ planned ─► Planned(ready, ends, fitted) ─ bind ─► Bound
+    Ends ─ planned ─► Fitted ─ bind ─► Bound
 
-Invariant: the order is chosen after the cuts, so bits do not depend on it.
+Invariant: a refused budget is refused with one that works.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from jaxinf.errors import BudgetError
 from jaxinf.streaming.bound import Bound, Ends
@@ -25,19 +25,6 @@ _Plan = TypeVar("_Plan")
 # Of what is added to a budget, so much at least goes where bytes are missing: buffers
 # take at most three eighths. The last of three tries is generous.
 _SHARES = 5 / 8, 5 / 8, 1 / 8
-
-
-class Planned(NamedTuple):
-    """What a step was planned for.
-
-    Attributes:
-      ready: The loss function, for the parts of a batch that a run is of.
-      ends: Its params source and gradient sink, of the order that was chosen.
-    """
-
-    ready: Prepared
-    ends: Ends
-    fitted: Fitted
 
 
 def within(
@@ -82,11 +69,8 @@ def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // unit) * unit
 
 
-def planned(ends: Ends, ready: Prepared) -> Planned:
-    """Cuts a step to fit, and chooses the order of the parts of a batch; compiles it.
-
-    With ``order="auto"`` parts are in layer order if that fits with the same cuts and
-    moves fewer bytes on drives; of several processes none chooses. Nothing is written.
+def planned(ends: Ends, ready: Prepared) -> Fitted:
+    """Cuts a step to fit, and compiles it; nothing is written.
 
     Args:
       ready: The loss function, traced for a part of the batch.
@@ -97,20 +81,8 @@ def planned(ends: Ends, ready: Prepared) -> Planned:
     """
     options, fit = ends.setup.options, partial(ends.fitted, ready)
     if not ends.setup.together.is_alone:  # these plan once
-        return Planned(ready, ends, fit(options.budgets))
-    fitted = within(options.budgets, fit)
-    found = Planned(ready, ends, fitted)
-    layers = ends.in_layers() if options.chooses_order else None
-    if layers is None:
-        return found
-    for_all = replace(ready, num_parts=options.micro_batches)
-    try:
-        other = layers.fitted(for_all, options.budgets, fitted.plan.cuts)
-    except BudgetError:  # values of all parts do not fit
-        return found
-    other = replace(other, is_saved=fitted.is_saved)
-    is_less = layers.moved(other).all_bytes < ends.moved(fitted).all_bytes
-    return Planned(for_all, layers, other) if is_less else found
+        return fit(options.budgets)
+    return within(options.budgets, fit)
 
 
 def bind(ends: Ends, ready: Prepared) -> Bound:
@@ -123,18 +95,17 @@ def bind(ends: Ends, ready: Prepared) -> Bound:
       StreamError: The program cannot be cut to fit, or the saved plan is another's.
       ProcessError: Another process is refused.
     """
-    found = planned(ends, ready)
+    fitted = planned(ends, ready)
     with ExitStack() as undone:
         made = ends.setup.together.call(
-            "the room for a step", lambda: _made(found, undone)
+            "the room for a step", lambda: _made(ends, ready, fitted, undone)
         )
         undone.pop_all()
     return made
 
 
-def _made(found: Planned, undone: ExitStack) -> Bound:
+def _made(ends: Ends, ready: Prepared, fitted: Fitted, undone: ExitStack) -> Bound:
     """Saves a new plan, and takes the room of its step, which `undone` frees."""
-    ready, ends, fitted = found
     if not fitted.is_saved:
         ends.save(ready, fitted.plan)
     sink = ends.sink(fitted)

@@ -71,10 +71,6 @@ class Setup:
             return self.other_limit
         return device_limit(self.device, self.options.device_memory_bytes)
 
-    def in_layers(self) -> "Setup":
-        """Returns the same for parts in layer order."""
-        return replace(self, options=replace(self.options, order="layers"))
-
     def limit_within(
         self, budgets: Mapping[str, int], mesh: Mesh | None = None
     ) -> DeviceLimit:
@@ -145,31 +141,16 @@ class Ends(ABC):
         """Memory of the host that params take on their way to a device with its own."""
         return 0
 
-    def in_layers(self) -> "Ends | None":
-        """Returns the same for parts in layer order; None if there is no choice."""
-        return None
-
-    def fitted(
-        self,
-        ready: Prepared,
-        budgets: Mapping[str, int],
-        cuts: Sequence[int] | None = None,
-    ) -> Fitted:
+    def fitted(self, ready: Prepared, budgets: Mapping[str, int]) -> Fitted:
         """Divides the memory, and cuts the program to fit its part; compiles it.
 
         Nothing is written, and `ready` is not kept.
-
-        Args:
-          cuts: Of another order, which this one has to have; by default those that the
-            store has kept, or that fit.
 
         Raises:
           BudgetError: A budget does not suffice.
           StreamError: The program cannot be cut, or the saved plan is another's.
         """
         division, kept = self._agreed(ready, budgets)
-        if cuts is not None:
-            kept = _Kept(cuts, is_own=True)
         found: list[Fitted] = []
 
         def plan() -> JsonValue:
@@ -278,9 +259,9 @@ class Ends(ABC):
     def save(self, ready: Prepared, plan: Plan) -> None:
         """Saves a new plan's cuts, if bits have to last longer than this process."""
 
-    def waiting(self, fitted: Fitted) -> tuple[Waiting | None, Waiting | None]:
-        """Returns gradients that wait for the last one, and sums of micro-batches."""
-        return None, None
+    def waiting(self, fitted: Fitted) -> Waiting | None:
+        """Returns the gradients that wait for the last one; None if none does."""
+        return None
 
     def moved(self, fitted: Fitted) -> Moved:
         """Returns the bytes that a step moves on drives; by default 0."""
@@ -311,11 +292,6 @@ class Bound:
     sink: Sink
     reused_bytes: int = 0
     store_bytes: int = 0
-
-    @property
-    def num_runs(self) -> int:
-        """Number of times that the calls run in a step."""
-        return self.ends.setup.options.num_runs
 
     @property
     def traffic(self) -> ByteCounts:

@@ -70,8 +70,8 @@ def count(
       BudgetError: A budget is too small; names one that works.
       StreamError: The program cannot be cut to fit, or the saved plan is another's.
     """
-    _, ends, fitted = planned(ends, ready)
-    plan, moved, num_runs = fitted.plan, ends.moved(fitted), ends.setup.options.num_runs
+    fitted = planned(ends, ready)
+    plan, moved = fitted.plan, ends.moved(fitted)
     host_bytes, device_bytes = _memory(ends, fitted)
     up = down = 0
     if device_bytes:
@@ -90,9 +90,9 @@ def count(
         now_bytes=now_bytes,
         drive_read_bytes=moved.read_bytes,
         drive_write_bytes=moved.written_bytes,
-        link_up_bytes=num_runs * up,
-        link_down_bytes=num_runs * down,
-        operations=num_runs * _step_operations(plan),
+        link_up_bytes=up,
+        link_down_bytes=down,
+        operations=_step_operations(plan),
         _ready=ready,
         _update=update,
     )
@@ -104,7 +104,7 @@ def _memory(ends: Ends, fitted: Fitted) -> tuple[int, int]:
     programs = plan.peak_bytes + plan.resident_bytes
     host_bytes, _ = reading.memory(division)
     if ends.setup.limit.is_host:  # where gradients wait in the programs' memory
-        last, _ = ends.waiting(fitted)
+        last = ends.waiting(fitted)
         if last is not None:
             most = _most_bytes(ends, plan, last.on_drive)
             programs = max(programs, most + plan.resident_bytes)

@@ -7,7 +7,7 @@
 Invariant: a call reads one finished step of the store, and writes nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,13 +84,8 @@ class FunctionEnds(StoreParamsEnds):
             "reading shards of params that are not stored alone",
         ).without(shared_bytes(self._units), SHARED)
 
-    def fitted(
-        self,
-        ready: Prepared,
-        budgets: Mapping[str, int],
-        cuts: Sequence[int] | None = None,
-    ) -> Fitted:
-        fitted = super().fitted(ready, budgets, cuts)
+    def fitted(self, ready: Prepared, budgets: Mapping[str, int]) -> Fitted:
+        fitted = super().fitted(ready, budgets)
         if self._step is None:
             return fitted
         units, division = fitted.units, fitted.division

@@ -93,14 +93,10 @@ class MemoryEnds(Ends):
 
     def moved(self, fitted: Fitted) -> Moved:
         waits = value_bytes(fitted.plan, fitted.tiers)
-        moved = waits * self.setup.options.num_runs
-        return Moved(moved, moved, waits)
+        return Moved(waits, waits, waits)
 
     def sink(self, fitted: Fitted) -> OptaxSink:
-        options = self.setup.options
-        return OptaxSink(
-            self._optimizer, self._traced, options.num_runs, options.nonfinite
-        )
+        return OptaxSink(self._optimizer, self._traced, self.setup.options.nonfinite)
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
         optimizer = self._optimizer
@@ -235,7 +231,9 @@ class InMemoryStep(TrainingStep):
                 "a store yet; give a store, or put all arrays on one device "
                 "(jax.device_put(x, jax.devices()[0]))"
             )
-        return ready.to_run(is_deterministic=self._options.deterministic)
+        return ready.to_run(
+            self._options.micro_batches, is_deterministic=self._options.deterministic
+        )
 
     def _dry(
         self, batch: PyTree, params: PyTree, setup: Setup, like: Count | None

@@ -6,8 +6,6 @@ chunks alone, so a step can be planned before its store is made.
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from copy import copy
-from functools import partial
 
 from jaxinf.engine import Store, StoreShape, SubgroupLayout, can_take, moved_states
 from jaxinf.io import ByteMeters
@@ -37,7 +35,6 @@ from jaxinf.streaming.program.zeros import sizes_but_zeros, zeros_of
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update.assigning import Assigning
 from jaxinf.streaming.update.compressing import Compressor
-from jaxinf.streaming.update.micro_batches import Sums, sum_bytes
 from jaxinf.streaming.update.on_device import DeviceUpdater
 from jaxinf.streaming.update.optimizer import arrivals_of, passes_for
 from jaxinf.streaming.update.passes import PassRunner
@@ -178,9 +175,9 @@ class StoreEnds(StoreParamsEnds):
             ready.traced.mesh,
             replan=options.replan,
         )
-        self.zeros = zeros_of(graph := ready.lifetimes.graph)
+        graph = ready.lifetimes.graph
+        self.zeros = zeros_of(graph)
         self._gradient_bytes = sizes_but_zeros(graph, self.zeros)
-        self._sum_bytes = sizes_but_zeros(graph, self.zeros, sum_bytes)
 
     # --- planned -------------------------------------------------------------------
 
@@ -205,17 +202,18 @@ class StoreEnds(StoreParamsEnds):
 
     def _written_together(self) -> int:
         """Memory of the threads that write a gradient that waits, beside one's own."""
-        num_spills = self._is_deferred + (self.setup.options.micro_batches > 1)
+        if not self._is_deferred:
+            return 0
         largest = max(self._gradient_bytes.values(), default=0)
-        return num_spills * min((self.num_drives - 1) * PART_BYTES, largest)
+        return min((self.num_drives - 1) * PART_BYTES, largest)
 
     def _bytes_to_gather(self, ready: Prepared) -> int:
         """Memory to gather shards: one unit that is read, and one that is updated."""
         units = {self._store_units.unit(piece) for piece in ready.lifetimes.sizes}
-        waits = self._is_deferred or self.setup.options.num_runs > 1
         apart = [unit for unit in units if unit.is_apart]
         undivided = [unit.whole_bytes for unit in apart if not unit.is_divided]
-        updated = [unit.whole_bytes for unit in apart] if waits else undivided
+        waits = [unit.whole_bytes for unit in apart]
+        updated = waits if self._is_deferred else undivided
         return max(undivided, default=0) + 2 * max(updated, default=0)
 
     def _rereads(self, unit: Unit) -> bool:
@@ -244,11 +242,6 @@ class StoreEnds(StoreParamsEnds):
         )
         return unit.is_divided and not is_hidden and self._rereads(unit)
 
-    def in_layers(self) -> "StoreEnds":
-        made = copy(self)
-        made.setup, made.reads = self.setup.in_layers(), made._reads
-        return made
-
     # --- bound ---------------------------------------------------------------------
 
     @property
@@ -266,12 +259,10 @@ class StoreEnds(StoreParamsEnds):
 
     def sink(self, fitted: Fitted) -> StoreSink:
         options, division = self.setup.options, fitted.division
-        spill = partial(Spill, self.folders, meters=self.meters)
-        planned = self.waiting(fitted)
-        room_bytes = division.gradients
-        room_bytes -= sum(one.capacity_bytes for one in planned if one is not None)
-        last, summed = (None if one is None else spill(one) for one in planned)
-        sums = None if summed is None else Sums(options.num_runs, summed)
+        waits, spill, room_bytes = self.waiting(fitted), None, division.gradients
+        if waits is not None:
+            spill = Spill(self.folders, waits, meters=self.meters)
+            room_bytes -= waits.capacity_bytes
         return StoreSink(
             self._training,
             self._program,
@@ -280,24 +271,19 @@ class StoreEnds(StoreParamsEnds):
             self._store_units,
             self.setup.together,
             min(room_bytes, division.leaving),
-            last,
-            sums,
+            spill,
             effect_of_nonfinite(options.nonfinite, is_guarded=self._program.is_guarded),
             self._assigning.chosen(division.gradients),
             copies=not self.setup.limit.is_host,
         )
 
-    def waiting(self, fitted: Fitted) -> tuple[Waiting | None, Waiting | None]:
-        calls, room_bytes = fitted.plan.calls.calls, fitted.division.gradients
-        last = sums = None
-        if self._is_deferred:
-            num_reads = max(1, self._passes.num_passes - 1)
-            sizes = deferred_bytes(calls, self._passes.whole, self._gradient_bytes)
-            last = waiting(sizes, room_bytes // 2, num_reads)
-        if self.setup.options.num_runs > 1:
-            sizes = {p: self._sum_bytes[p] for call in calls for p, _ in call.gradients}
-            sums = waiting(sizes, room_bytes // 4)
-        return last, sums
+    def waiting(self, fitted: Fitted) -> Waiting | None:
+        if not self._is_deferred:
+            return None
+        calls, passes = fitted.plan.calls.calls, self._passes
+        sizes = deferred_bytes(calls, passes.whole, self._gradient_bytes)
+        room_bytes = fitted.division.gradients // 2
+        return waiting(sizes, room_bytes, max(1, passes.num_passes - 1))
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
         given = frozenset(filter(self._takes_resident, fitted.units.units))
@@ -310,23 +296,17 @@ class StoreEnds(StoreParamsEnds):
             runner=runner,
             params=params,
             sink=sink,
-            reused_bytes=self.setup.options.num_runs * reused,
+            reused_bytes=reused,
             store_bytes=fitted.division.ring + unused_bytes,
         )
 
     # --- counted -------------------------------------------------------------------
 
     def moved(self, fitted: Fitted) -> Moved:
-        num_runs, fetches = self.setup.options.num_runs, fitted.reading.fetches
-        waits = value_bytes(fitted.plan, fitted.tiers)
-        read = written = num_runs * waits
-        read += num_runs * sum(self._params_bytes(one.unit) for one in fetches)
-        last, sums = self.waiting(fitted)
-        if sums is not None:
-            waits += file_bytes(sums)
-            written += (num_runs - 1) * file_bytes(sums)
-            read += (num_runs - 1) * file_bytes(sums)
-        if last is not None:
+        fetches = fitted.reading.fetches
+        waits = read = written = value_bytes(fitted.plan, fitted.tiers)
+        read += sum(self._params_bytes(one.unit) for one in fetches)
+        if (last := self.waiting(fitted)) is not None:
             waits += file_bytes(last)
             written += file_bytes(last)
             read += last.num_reads * file_bytes(last)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxinf.compress import TopK
 from jaxinf.program import Average, NonFinitePolicy
-from jaxinf.streaming.plan.calls import Order, Policy, may_leave
+from jaxinf.streaming.plan.calls import Policy, may_leave
 from jaxinf.streaming.plan.resident import Resident
 from jaxinf.streaming.update.assigning import DeviceUpdates
 from jaxinf.typing import PyTree
@@ -28,7 +28,6 @@ class Options:
     nonfinite: NonFinitePolicy | None = None
     micro_batches: int = 1
     weights: Callable[[PyTree], Any] | None = None
-    order: Order = "auto"
     average: Average | None = None
     compress: TopK | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
@@ -46,24 +45,9 @@ class Options:
         )
 
     @property
-    def chooses_order(self) -> bool:
-        """Whether the order of parts is yet to be chosen; until then it is parts."""
-        return self.order == "auto" and self.micro_batches > 1
-
-    @property
-    def num_runs(self) -> int:
-        """Number of times that the calls run in a step, for one part of it each."""
-        return 1 if self.order == "layers" else self.micro_batches
-
-    @property
-    def num_parts(self) -> int:
-        """Number of parts of a batch that the calls of one run are of."""
-        return self.micro_batches // self.num_runs
-
-    @property
     def may_leave(self) -> bool:
         """Whether values may be on a drive for a part of a step."""
-        return may_leave(self.policy, self.num_parts)
+        return may_leave(self.policy, self.micro_batches)
 
     @property
     def budgets(self) -> Mapping[str, int]:

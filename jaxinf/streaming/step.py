@@ -32,7 +32,7 @@ from jaxinf.streaming.program.zeros import zeros_apart
 from jaxinf.streaming.run import Estimates
 from jaxinf.streaming.shared import Shared
 from jaxinf.streaming.turns import Check, check_not_traced
-from jaxinf.streaming.update.micro_batches import parts_of, shares_of, together
+from jaxinf.streaming.update.micro_batches import shares_of
 from jaxinf.typing import PyTree
 
 Results: TypeAlias = tuple[Any, PyTree]
@@ -167,14 +167,13 @@ class Step(ABC):
         shares = shares_of(batch, self._options.micro_batches, self._weights)
         self._together.begin(self._named, _form(batch), prepare)
         try:
-            parts = self._parts(bound, batch, check, shares)
+            loss, aux = _run(bound, batch, check, shares)
             self._values = bound.runner.values.counts()
             self._waited_s += sink.waited_s
             began_s = time.perf_counter()
-            loss, aux = together(parts, shares)
             if "value" in given and "value" not in own_args:
                 given["value"] = on_this_process(loss)
-            if sink.finish(given, parts, check):
+            if sink.finish(given, (loss, aux), check):
                 bound.params.end()
             else:
                 bound.params.give_up()
@@ -185,24 +184,6 @@ class Step(ABC):
             bound.params.give_up()
             raise
         return loss, aux if self._options.has_aux else None
-
-    def _parts(
-        self, bound: Bound, batch: PyTree, check: Check, shares: Sequence[float]
-    ) -> list[Results]:
-        """Runs the programs for each part of the batch, or once for all."""
-        count, runner, sink = bound.num_runs, bound.runner, bound.sink
-        results, dispatched_s, waited_s = [], 0.0, 0.0
-        each = len(shares) // count
-        for number, part in enumerate(parts_of(batch, count)):
-            sink.begin_part(number)
-            own = shares[number * each : (number + 1) * each]
-            is_last = number == count - 1
-            results.append(_run(bound, part, check, own, is_last=is_last))
-            sink.end_part(number)
-            dispatched_s += runner.dispatched_s
-            waited_s += runner.waited_s
-        runner.dispatched_s, runner.waited_s = dispatched_s, waited_s
-        return results
 
     def _close_bound(self) -> None:
         self._turns.settle()
@@ -216,18 +197,11 @@ def _form(batch: PyTree) -> str:
     return f"{tree} {shapes}"
 
 
-def _run(
-    bound: Bound,
-    batch: PyTree,
-    check: Check,
-    shares: Sequence[float],
-    *,
-    is_last: bool,
-) -> Results:
-    """Runs the programs once; nothing is in flight when it ends."""
+def _run(bound: Bound, batch: PyTree, check: Check, shares: Sequence[float]) -> Results:
+    """Runs the programs; nothing is in flight when it ends."""
     params, runner = bound.params, bound.runner
     try:
-        params.begin(check, is_last=is_last)
+        params.begin(check)
         put = zeros_apart(bound.ends.zeros, bound.sink.put)
         return runner(batch, params, put, check, shares)
     finally:

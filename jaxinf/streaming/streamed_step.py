@@ -235,7 +235,8 @@ class StreamedStep(TrainingStep):
         ready = prepare(loss_fn, avals, part, has_aux=options.has_aux, known=known)
         check_mesh(ready.traced.mesh, options.policy)
         check_processes(self.store._training.members, ready.traced.mesh)
-        return ready.to_run(options.num_parts, is_deterministic=options.deterministic)
+        is_deterministic = options.deterministic
+        return ready.to_run(options.micro_batches, is_deterministic=is_deterministic)
 
     def _ends(self, ready: Prepared) -> StoreEnds:
         program = self._traced_optimizer(self._started())

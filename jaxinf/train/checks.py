@@ -237,7 +237,7 @@ def _check_optimizer(config: TrainConfig) -> None:
 _OF_THE_STORE = ("store", "elastic", "csd_root", "csd", "memory", "durability")
 _OF_THE_STORE += ("state_tier", "state", "master", "ema", "checkpoint_every")
 _OF_THE_STORE += ("keep_last", "export_every", "export_to", "restore")
-_OF_STREAMING = ("device_memory", "policy", "resident", "micro_batches", "order")
+_OF_STREAMING = ("device_memory", "policy", "resident", "micro_batches")
 _OF_STREAMING += ("replan", "deterministic", "device_updates")
 
 
@@ -259,11 +259,6 @@ def _check_streaming(config: TrainConfig) -> None:
         check_resident(config.resident)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
-    if config.order == "layers" and config.micro_batches == 1:
-        raise UsageError(
-            "--order layers: expected several parts of a batch; give --micro-batches, "
-            "or leave it out"
-        )
     if not config.steps:
         raise UsageError(
             "--steps 0: imports in --mode update; go on with --mode stream and the "

@@ -33,7 +33,7 @@ _GROUPS = {
     "optimizer": "optimizer optimizer-args learning-rate weight-decay "
     "schedule warmup-steps clip-norm compress ema",
     "memory and drives": "memory device-memory csd-root csd state master "
-    "state-tier resident policy micro-batches order device-updates replan "
+    "state-tier resident policy micro-batches device-updates replan "
     "deterministic",
     "commits and checkpoints": "durability checkpoint-every keep-last restore "
     "export-every export-to",

@@ -12,7 +12,7 @@ import tyro
 
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.engine import Durability, MasterChoice, StateFormat
-from jaxinf.streaming import DeviceUpdates, Order, Policy
+from jaxinf.streaming import DeviceUpdates, Policy
 from jaxinf.terminal import parse_bytes
 from jaxinf.train.data.options import shown as _shown
 
@@ -253,17 +253,10 @@ class StreamOptions:
     # many bytes of them, such as 2GiB, which are a part of --memory.
     resident: Annotated[str | None, _shown("{params,BYTES}", "none")] = None
 
-    # For --mode stream, gradient accumulation: parts of a batch that run one after
-    # another, so that activations take the memory of a part; their gradients are
-    # averaged.
+    # For --mode stream, gradient accumulation: parts of a batch. A segment of the model
+    # runs for each part before the next segment, so params are read once for all of
+    # them; activations between segments wait for each part. Gradients are averaged.
     micro_batches: int = 1
-
-    # For --micro-batches. parts: all segments of the model run for a part before the
-    # next part. layers: a segment runs for all parts before the next one, so params are
-    # read once for all of them, and activations between segments wait for each part.
-    # auto: layers where that fits and moves fewer bytes on drives. The bits are the
-    # same.
-    order: Order = "auto"
 
     # For --mode stream: the JAX device computes the updates of every so many parts of
     # the optimizer's state, and the host the others. auto: as many as save time, as was

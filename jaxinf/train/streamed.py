@@ -186,7 +186,6 @@ def _streamed_step(
         resident=config.resident,
         micro_batches=config.micro_batches,
         weights=weight_of_part if has_parts else None,
-        order=config.order,
         replan=config.replan,
         nonfinite=config.nonfinite,
         average=config.average,

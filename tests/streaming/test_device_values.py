@@ -259,17 +259,9 @@ def assert_same_params(step, other):
         ("host", {}),
         ("drives", {"resident": "params"}),
         pytest.param("drives", {}, marks=pytest.mark.long),
-        pytest.param(
-            "drives",
-            {"micro_batches": 2, "order": "parts"},
-            marks=pytest.mark.long,
-        ),
+        pytest.param("drives", {"micro_batches": 2}, marks=pytest.mark.long),
         pytest.param("host", {"resident": "params"}, marks=pytest.mark.long),
-        pytest.param(
-            "host",
-            {"micro_batches": 2, "order": "parts"},
-            marks=pytest.mark.long,
-        ),
+        pytest.param("host", {"micro_batches": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )

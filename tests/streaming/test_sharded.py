@@ -64,8 +64,6 @@ def test_params_are_made_by_an_init_function(on_four):
         "parts",
         "typed_parts",
         "weighed",
-        "layers",
-        "typed_layers",
         "rewritten",
         "compressed",
         "bf16",

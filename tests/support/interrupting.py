@@ -150,7 +150,6 @@ class Stored:
             **memory,
             policy=policy,
             micro_batches=parts,
-            order="parts",
         )
         self.step.load(PARAMS, batch=batch_of(0))
 

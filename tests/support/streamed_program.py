@@ -97,7 +97,6 @@ def main(arguments):
         memory_bytes=stream.memory,
         resident=stream.resident,
         micro_batches=stream.micro_batches,
-        order="parts",
         compress=compress,
     )
     with step:

@@ -94,12 +94,9 @@ def test_micro_batches_have_the_losses_of_the_whole(
     run, losses, uninterrupted, tmp_path
 ):
     words = ("--store", tmp_path / "store", *STREAM, "--micro-batches", 2)
-    assert run(*words, "--steps", 3, "--order", "parts") == 0
+    assert run(*words, "--steps", 3) == 0
     found = losses(tmp_path / "store-log")
     np.testing.assert_allclose(found, uninterrupted[:3], rtol=1e-4)
-    layers = ("--store", tmp_path / "layers", *words[2:], "--order", "layers")
-    assert run(*layers, "--steps", 3) == 0
-    assert losses(tmp_path / "layers-log") == found
 
 
 @pytest.mark.long
@@ -193,10 +190,6 @@ def test_every_model_streams(run, losses, tmp_path, model):
             ("--no-deterministic",),
             "--no-deterministic: --mode update does not have it; leave it out, or give "
             "--mode stream",
-        ),
-        (
-            (*STREAM, "--order", "layers"),
-            "--order layers: expected several parts of a batch",
         ),
         (
             (*STREAM, "--optimizer", "dog", "--learning-rate", 1),

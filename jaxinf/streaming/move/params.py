@@ -39,7 +39,7 @@ class Params(ABC):
     counts: MoverCounts
 
     @abstractmethod
-    def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
+    def begin(self, check: Callable[[], None]) -> None:
         """Gets ready for a run of programs; blocks.
 
         Args:
@@ -192,7 +192,7 @@ class StoreParams(Params):
             if one.gradient is not None
         }
 
-    def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
+    def begin(self, check: Callable[[], None]) -> None:
         """Starts to read; blocks until all that stays is there."""
         self._free_updates()
         version = self._reader.version
@@ -208,20 +208,20 @@ class StoreParams(Params):
         self.stop()
         if self._fetches:
             self._reader.begin()
-            self._mover.load([self._fetched(one, is_last) for one in self._fetches])
+            self._mover.load(map(self._fetched, self._fetches))
 
     def _bring(self, unit: Unit, shards: Sequence[Array]) -> None:
         with self._together.holding():
             self._reader.read(unit, shards)
 
-    def _fetched(self, fetch: Fetch, is_last: bool) -> _Fetched:
+    def _fetched(self, fetch: Fetch) -> _Fetched:
         unit = fetch.unit
         return _Fetched(
             (unit, fetch.last),
             num_parts=1,
             host_bytes=unit.page_bytes,
             device_bytes=unit.num_bytes if self._has_link else 0,
-            is_held=is_last and fetch.gradient is not None,
+            is_held=fetch.gradient is not None,
             unit=unit,
             reader=self._reader,
             device=self._device,
@@ -321,7 +321,7 @@ class MemoryParams(Params):
         self._held: Sequence[Any] = ()
         self.counts = MoverCounts()
 
-    def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
+    def begin(self, check: Callable[[], None]) -> None:
         self._held = self._leaves()
 
     def get(self, number: int, piece: Piece) -> jax.Array:

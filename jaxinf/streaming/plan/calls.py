@@ -18,9 +18,6 @@ from jaxinf.streaming.program.programs import Program
 Policy: TypeAlias = Literal["recompute", "keep", "offload", "plan"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
-Order: TypeAlias = Literal["auto", "parts", "layers"]
-ORDERS: tuple[Order, ...] = get_args(Order)
-
 
 def may_leave(policy: Policy, num_parts: int) -> bool:
     """Whether values may be on a drive for a part of a step.

@@ -266,23 +266,8 @@ class Prepared:
             f"program, whose smallest cut takes {needed_bytes}, with "
             f"{largest_text(best, self.lifetimes.sizes)}",
             needed_bytes - budget_bytes,
-            ", or give a smaller batch"
-            + self.fewer_parts(best, budget_bytes - (needed_bytes - best.peak_bytes)),
+            ", or give a smaller batch",
         )
-
-    def fewer_parts(self, plan: Plan, budget_bytes: int) -> str:
-        """Says how many parts of this size would fit, by estimates, if several do not.
-
-        Args:
-          plan: The plan that does not fit.
-          budget_bytes: Memory for a step's programs, by the measure of `peak_bytes`.
-        """
-        for count in range(self.num_parts - 1, 0, -1):
-            fewer = replace(self, num_parts=count).plan_of(plan.cuts, plan.policy)
-            if fewer.peak_bytes <= budget_bytes:
-                one = "1 part" if count == 1 else f"{count} parts"
-                return f' ({one} of this size would fit), or order="parts"'
-        return ""
 
 
 def _is_better(coarse: Plan, fine: Plan) -> bool:

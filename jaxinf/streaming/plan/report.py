@@ -31,7 +31,7 @@ def plan_text(plan: Any) -> str:
         f"{format_bytes(plan.peak_bytes)} of memory"
     )
     if plan.programs.num_parts > 1:
-        head += f"; {plan.programs.num_parts} parts of a batch in layer order"
+        head += f"; {plan.programs.num_parts} parts of a batch"
     if traced.mesh is not None:
         head += f"; on {mesh_text(traced.mesh)}"
     if plan.resident_bytes:

@@ -92,8 +92,7 @@ def saved_plan(
             f"it leaves {budget_bytes} bytes for the plan that the store was trained "
             f"with{kept}, which takes {peak}",
             peak - budget_bytes,
-            ", or pass replan=True for another plan (bits then differ from here on)"
-            + ready.fewer_parts(plan, budget_bytes - (peak - plan.peak_bytes)),
+            ", or pass replan=True for another plan (bits then differ from here on)",
         )
     return replace(plan, peak_bytes=peak)
 

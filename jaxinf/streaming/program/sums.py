@@ -5,8 +5,8 @@
     part k          (sum + gradient) / k        the mean, in the gradient's dtype
 
 Invariant: sums are in float32, or in the gradient's dtype if that is longer, and in the
-order of parts: the bits are those of `update.micro_batches`. They are programs of their
-own, since XLA may round a sum differently if it computes its terms, too.
+order of parts. They are programs of their own, since XLA may round a sum differently if
+it computes its terms, too.
 """
 
 from collections.abc import Sequence

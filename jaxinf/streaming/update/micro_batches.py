@@ -1,10 +1,6 @@
-"""Micro-batches: a batch in equal parts, one after another, whose gradients add up.
+"""Micro-batches: a batch in equal parts, and what their results are together.
 
-    part 1 ─► gradients ─► spill       part k ─► gradients ─► mean ─► updates
-    part 2 ─► gradients ─► sums             sums ───────────────┘
-
-Invariant: the mean of a step's gradients is handed on once; until then the sums wait in
-memory as far as there is room, and beyond that on the drive.
+Invariant: parts have one shape, so the programs of one serve all.
 """
 
 import math
@@ -18,14 +14,9 @@ from jax import lax
 
 from jaxinf.errors import StreamError
 from jaxinf.program import path_name
-from jaxinf.streaming.move.spill import Spill
-from jaxinf.streaming.move.stage import Handed
-from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import is_sharded, on_this_process
-from jaxinf.streaming.program.shards import Gradient
 from jaxinf.streaming.program.trace import abstract
-from jaxinf.streaming.program.zeros import is_zeros
-from jaxinf.typing import Array, PyTree
+from jaxinf.typing import PyTree
 
 
 def parts_of(batch: PyTree, count: int) -> list[PyTree]:
@@ -82,11 +73,6 @@ def _check_shards(name: str, part: jax.ShapeDtypeStruct, count: int) -> None:
         ) from error
 
 
-def sum_bytes(gradient: Any) -> int:
-    dtype = np.promote_types(gradient.dtype, np.float32)
-    return int(np.prod(gradient.shape, dtype=np.int64)) * dtype.itemsize
-
-
 def shares_of(
     batch: PyTree, count: int, weights: Callable[[PyTree], Any] | None
 ) -> tuple[float, ...]:
@@ -138,40 +124,6 @@ def together(
         ]
     loss = jnp.mean(jnp.stack(losses))
     return loss, jax.tree.map(lambda *leaves: jnp.stack(leaves), *auxes)
-
-
-class Sums:
-    """Sums of gradients over the parts of a batch."""
-
-    def __init__(self, count: int, spill: Spill) -> None:
-        self.count = count
-        self.spill = spill
-
-    def add(self, taken: Sequence[Handed]) -> None:
-        """Adds gradients of a part that is not the last; blocks."""
-        for piece, gradient in taken:
-            if not is_zeros(gradient):
-                self.spill.put(piece, self._sum(piece, gradient))
-
-    def means(self, taken: Sequence[Handed]) -> list[Handed]:
-        """Returns the means with gradients of the last part; blocks."""
-        return [
-            (piece, gradient if is_zeros(gradient) else self._mean(piece, gradient))
-            for piece, gradient in taken
-        ]
-
-    def _sum(self, piece: Piece, gradient: Gradient) -> Array:
-        """The sum in float32, or in the gradient's dtype if that is longer."""
-        array = np.asarray(gradient)
-        if piece not in self.spill:
-            return np.array(array, np.promote_types(array.dtype, np.float32))
-        total = self.spill.take(piece)
-        return np.add(total, array, out=total)
-
-    def _mean(self, piece: Piece, gradient: Gradient) -> Array:
-        total = self._sum(piece, gradient)
-        np.divide(total, self.count, out=total)
-        return total.astype(gradient.dtype, copy=False)
 
 
 def _length(batch: PyTree, count: int) -> int:

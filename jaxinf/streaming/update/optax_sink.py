@@ -102,7 +102,7 @@ class PlainOptax:
 class OptaxSink(Sink):
     """Updates params and state with plain optax when a step has all gradients.
 
-    It holds these whole or in slices of stacks, summed over the parts of a batch.
+    It holds these whole or in slices of stacks.
 
     Args:
       nonfinite: The effect of a non-finite gradient; None for the usual one.
@@ -112,13 +112,11 @@ class OptaxSink(Sink):
         self,
         optimizer: PlainOptax,
         traced: Traced,
-        num_parts: int,
         nonfinite: NonFinitePolicy | None,
     ) -> None:
         self._optimizer = optimizer
         self._names, self._tree = traced.names, traced.params_tree
-        self._dtypes = [leaf.dtype for leaf in traced.params]
-        self._num_parts = num_parts
+        self._num_leaves = len(traced.params)
         self._nonfinite: NonFinitePolicy | None = nonfinite
         self._held: dict[int, dict[tuple[int, ...], jax.Array]] = {}
 
@@ -126,12 +124,8 @@ class OptaxSink(Sink):
         self.abandon()
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
-        own, array = self._held.setdefault(piece.leaf, {}), jnp.asarray(gradient)
-        if piece.index in own:
-            array = _sum(own[piece.index], array)
-        elif self._num_parts > 1:
-            array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
-        own[piece.index] = array
+        own = self._held.setdefault(piece.leaf, {})
+        own[piece.index] = jnp.asarray(gradient)
 
     def finish(
         self, extra_args: Mapping[str, Any], results: PyTree, check: Callable[[], None]
@@ -162,15 +156,13 @@ class OptaxSink(Sink):
         self.abandon()
 
     def _taken(self, taken: set[int]) -> list[jax.Array]:
-        """Returns and drops the gradient of each leaf, the mean over the parts.
+        """Returns and drops the gradient of each leaf.
 
         The update reuses their memory, so each is an array of its own.
         """
         found = []
-        for leaf, dtype in enumerate(self._dtypes):
+        for leaf in range(self._num_leaves):
             whole = self._whole(leaf)
-            if self._num_parts > 1:
-                whole = _mean(whole, self._num_parts).astype(dtype)
             if id(whole) in taken:
                 whole = jnp.copy(whole)
             taken.add(id(whole))
@@ -186,16 +178,6 @@ class OptaxSink(Sink):
                 rows.setdefault(index[:-1], []).append(own[index])
             own = {index: jnp.stack(parts) for index, parts in rows.items()}
         return own[()]
-
-
-@jax.jit
-def _sum(total: jax.Array, more: jax.Array) -> jax.Array:
-    return total + more
-
-
-@jax.jit
-def _mean(total: jax.Array, count: int) -> jax.Array:
-    return total / count
 
 
 @jax.jit

@@ -29,9 +29,6 @@ class Sink(ABC):
           params: The source of the step's params, which updates may take and change.
         """
 
-    def begin_part(self, number: int) -> None:
-        """Gets ready for the gradients of a part of the batch."""
-
     @abstractmethod
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
         """Takes a complete gradient; blocks while too many wait.
@@ -39,9 +36,6 @@ class Sink(ABC):
         Raises:
           BaseException: The exception that stopped the updates.
         """
-
-    def end_part(self, number: int) -> None:
-        """Waits until the gradients of the part are added up, if others follow."""
 
     @abstractmethod
     def finish(

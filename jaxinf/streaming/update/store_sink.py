@@ -1,8 +1,7 @@
 """Applies gradients near storage: each updates its leaf as soon as it arrives.
 
-    runner ─ put ─► queue, bounded in bytes ─► thread: sums over parts of a batch
-                                                      kernel near storage
-                                                      all done ─► finish: one commit
+    runner ─ put ─► queue, bounded in bytes ─► thread: kernel near storage
+                                                       all done ─► finish: one commit
 
 Invariant: the store advances by one step if every gradient arrived and was finite;
   otherwise it does not advance.
@@ -34,7 +33,6 @@ from jaxinf.streaming.program.shards import (
 from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.streaming.update.asked import Asked, Asking, Gathered
 from jaxinf.streaming.update.compressing import Compressor
-from jaxinf.streaming.update.micro_batches import Sums
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink, is_finite
 from jaxinf.streaming.update.under_way import UnderWay
@@ -58,7 +56,6 @@ class StoreSink(Sink):
       compressor: Compresses gradients, if that is on.
       capacity_bytes: Bytes of gradients that may wait; one is always accepted.
       spill: Holds gradients until the last one arrives; None if none waits.
-      sums: Adds gradients up over parts of a batch; None for one part.
       assignment: The updates that a JAX device computes.
       copies: Whether gradients are copied to pinned memory of the host, from a device
         with memory of its own.
@@ -74,7 +71,6 @@ class StoreSink(Sink):
         together: Together,
         capacity_bytes: int,
         spill: Spill | None,
-        sums: Sums | None,
         nonfinite: NonFinitePolicy,
         assignment: Assignment,
         *,
@@ -90,7 +86,6 @@ class StoreSink(Sink):
         self._under_way = UnderWay(NUM_UNDER_WAY)
         self._fetched: Params
         self.spill = spill
-        self.sums = sums
         self._passes = passes
         # Passes look at whole gradients, in every process.
         self._is_gathered = not together.is_alone
@@ -111,26 +106,15 @@ class StoreSink(Sink):
         self._passes.begin(extra_args)
         self._gathering, self._bad = {}, []
         self._stage.waited_s = 0.0
-        self._reset_spills()
-
-    def begin_part(self, number: int) -> None:
-        sums = self.sums
-        if sums is not None and number < sums.count - 1:
-            self._stage.start(sums.add)
-        else:
-            self._stage.start(self._take)
-
-    def end_part(self, number: int) -> None:
-        if self.sums is not None and number < self.sums.count - 1:
-            with self._together.holding():
-                self._stage.end()  # the last part's updates go on
+        if self.spill is not None:
+            self.spill.reset()
+        self._stage.start(self._update if self.spill is None else self._defer)
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
         if self._is_gathered and self._passes.looks_at(piece.leaf):
             gradient = gathered(gradient)
         with self._together.holding():
-            stays = self.spill is not None and self.sums is None
-            stays = stays and self._passes.looks_first(piece.leaf)
+            stays = self.spill is not None and self._passes.looks_first(piece.leaf)
             own = handed_out(gradient, copies=self._copies, stays=stays)
             self._stage.put(piece, own)
 
@@ -167,7 +151,8 @@ class StoreSink(Sink):
         """Abandons the step without a commit."""
         self._stage.abandon()
         self._under_way.abandon()
-        self._reset_spills()
+        if self.spill is not None:
+            self.spill.reset()
         self._passes.close()
         self._training.steps.abandon()
 
@@ -177,39 +162,18 @@ class StoreSink(Sink):
 
     @property
     def spilled_bytes(self) -> tuple[int, int]:
-        spills = self._spills
-        return (
-            sum(spill.kept_bytes for spill in spills),
-            sum(spill.written_bytes for spill in spills),
-        )
+        spill = self.spill
+        return (0, 0) if spill is None else (spill.kept_bytes, spill.written_bytes)
 
     def close(self) -> None:
         """Frees the files of gradients that wait, and ends the thread."""
         self._stage.close()
         self._under_way.close()
         self._passes.close()
-        for spill in self._spills:
-            spill.close()
+        if self.spill is not None:
+            self.spill.close()
 
     # --- inside --------------------------------------------------------------------
-
-    @property
-    def _spills(self) -> list[Spill]:
-        sums = None if self.sums is None else self.sums.spill
-        return [spill for spill in (self.spill, sums) if spill is not None]
-
-    def _reset_spills(self) -> None:
-        for spill in self._spills:
-            spill.reset()
-
-    def _take(self, taken: Sequence[Handed]) -> None:
-        """Takes complete gradients, or those of the last part of a batch."""
-        if self.sums is not None:
-            taken = self.sums.means(taken)
-        if self.spill is None:
-            self._update(taken)
-        else:
-            self._defer(taken)
 
     @property
     def _is_refused(self) -> bool:

@@ -1,0 +1,259 @@
+"""Calls for parts of a batch: bits of one part after another, read once for all."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from families import family
+from streaming import (
+    CHUNKS,
+    assert_same_bits,
+    in_memory,
+    numbers,
+    smallest_bytes,
+    spill_beyond,
+    states,
+)
+from zoo import ZOO, Program, normal
+
+import jaxinf
+from jaxinf.errors import BudgetError
+from jaxinf.schedule.reads import fetches_of
+from jaxinf.streaming.plan import offload
+from jaxinf.streaming.plan.plan import Plan, prepare
+from jaxinf.streaming.run import Runner
+from jaxinf.streaming.update.micro_batches import first_part, parts_of, together
+
+pytestmark = pytest.mark.optimized("long")
+
+ADAM = optax.adam(1e-2)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
+
+
+def half(tree):
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tree)
+
+
+def tied(width=32, depth=4, rows=12):
+    """Layers between two uses of a table, of which the second makes wide scores."""
+
+    def loss(params, batch):
+        x = params["table"][batch["tokens"]]
+        means = []
+        for w in params["layers"]:
+            x = x + jnp.tanh(x @ w)
+            means.append(jnp.mean(x))
+        x = x * params["scale"]
+        scores = jax.nn.log_softmax(x @ params["table"].T)
+        picked = jnp.take_along_axis(scores, batch["tokens"][:, None], 1)
+        return -jnp.mean(picked), jnp.stack(means)
+
+    params = {
+        "table": normal(0, 16 * width, width) / 6,
+        "scale": normal(99, width),
+        "layers": [normal(1 + n, width, width) / 6 for n in range(depth)],
+    }
+    tokens = np.random.default_rng(0).integers(0, 16 * width, rows, np.int32)
+    return Program(loss, params, {"tokens": tokens}, has_aux=True)
+
+
+# --- programs ----------------------------------------------------------------------
+
+
+def part_by_part(program, ready, cuts, count, executables):
+    """Loss, aux and mean gradients, one part after another, summed by NumPy."""
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]
+    sums, dtypes, results = {}, {}, []
+    runner = Runner(ready.plan_of(cuts), executables)
+
+    def add(piece, gradient):
+        array = np.asarray(gradient)
+        wide = array.astype(np.promote_types(array.dtype, np.float32))
+        sums[piece] = sums[piece] + wide if piece in sums else wide
+        dtypes[piece] = array.dtype
+
+    for part in parts_of(program.batch, count):
+        results.append(runner(part, in_memory(leaves), add))
+    means = {p: (total / count).astype(dtypes[p]) for p, total in sums.items()}
+    return together(results, [1.0] * len(results)), means
+
+
+def by_calls(program, plan, executables):
+    """The same by a plan's calls; each gradient comes once."""
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]
+    means = {}
+
+    def hand_out(piece, gradient):
+        assert piece not in means
+        means[piece] = np.asarray(gradient)
+
+    found = Runner(plan, executables)(program.batch, in_memory(leaves), hand_out)
+    return found, means
+
+
+QUICK = {"equinox_mlp"}
+UNDIVIDED = ("nnx_batch_norm", "conv_batch_norm", "micro_batches")
+
+
+def assert_bits_of_one_part_after_another(program, count, policy):
+    part = first_part(program.batch, count)
+    ready = prepare(program.loss, program.params, part, has_aux=program.has_aux)
+    cuts = ready.plan(smallest_bytes(ready) * 5 // 4).cuts
+    executables = {}
+    expected = part_by_part(program, ready, cuts, count, executables)
+    plan = replace(ready, num_parts=count).plan_of(cuts, policy)
+    found = by_calls(program, plan, executables)
+    assert found[1].keys() == expected[1].keys()
+    means = [expected[1][piece] for piece in found[1]]
+    assert [x.dtype for x in found[1].values()] == [x.dtype for x in means]
+    assert_same_bits((found[0], [*found[1].values()]), (expected[0], means))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", family([name for name in ZOO if name not in UNDIVIDED], short=QUICK)
+)
+def test_bits_are_those_of_one_part_after_another(name):
+    program = ZOO[name]()
+    num_rows = max(x.shape[0] for x in jax.tree.leaves(program.batch) if x.ndim)
+    for count, policy in ((min(4, num_rows), "recompute"), (2, "keep")):
+        assert_bits_of_one_part_after_another(program, count, policy)
+
+
+def test_16_bit_gradients_add_up_in_32():
+    program = tied()
+    program = replace(program, params=half(program.params))
+    assert_bits_of_one_part_after_another(program, 4, "recompute")
+
+
+def test_a_segment_runs_for_all_parts_before_the_next_one():
+    program = tied()
+    ready = prepared(program, 3)
+    plan = ready.plan(smallest_bytes(ready) * 5 // 4)
+    calls, programs = plan.calls.calls, plan.programs
+    early = programs.num_early
+    assert 1 < early < len(programs.forward)
+    names = [(call.program.name, call.part) for call in calls if call.is_forward]
+    expected = [(f"forward {k}", part) for k in range(early) for part in range(3)]
+    late = range(early, len(programs.forward))
+    expected += [(f"forward {k}", part) for part in range(3) for k in late]
+    assert names == expected
+    # Scores of one part at a time.
+    wide = [one for one in plan.calls.lives.values() if one.aval.shape == (4, 512)]
+    assert wide
+    assert all(one.reads[-1] - one.made < 2 * len(late) + 2 for one in wide)
+    # A gradient is handed out once, and nothing is read between calls of a segment.
+    given = [piece for call in calls for piece, _ in call.gradients]
+    assert sorted(map(str, given)) == sorted(map(str, ready.gradient_pieces))
+    uses = [call.pieces for call in calls]
+    reads = [fetch.unit for fetch in fetches_of(uses)]
+    assert max(map(reads.count, reads)) == 2
+
+
+def prepared(program, count):
+    part = first_part(program.batch, count)
+    ready = prepare(program.loss, program.params, part, has_aux=program.has_aux)
+    return replace(ready, num_parts=count)
+
+
+# --- with a store ------------------------------------------------------------------
+
+
+def trained(step, program, num_steps=3):
+    """Loads the program's params and runs steps; returns losses, aux and states."""
+    step.load(program.params, batch=program.batch)
+    results = [step(program.batch) for _ in range(num_steps)]
+    step.store.wait()
+    return numbers(results), states(step.store)
+
+
+def assert_trained_alike(found, expected):
+    assert_same_bits(found[0], expected[0])
+    assert found[1].keys() == expected[1].keys()
+    for key, array in expected[1].items():
+        np.testing.assert_array_equal(found[1][key], array, err_msg=str(key))
+
+
+@pytest.fixture
+def trained_by(streamed):
+    """Returns a step after three steps on parts, and losses and states of recompute."""
+
+    def make(program, tx, **options):
+        plain = streamed(program, tx, "plain", micro_batches=3)
+        expected = trained(plain, program)
+        plain.close()
+        step = streamed(program, tx, "other", micro_batches=3, **options)
+        return step, trained(step, program), expected
+
+    return make
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("tx", "options"),
+    [
+        (ADAM, {}),
+        (CLIPPED, {"policy": "keep"}),
+        (CLIPPED, {"resident": "8KiB"}),
+        (ADAM, {"policy": "offload"}),
+    ],
+    ids=["adam", "clipped", "resident", "offload"],
+)
+def test_a_step_moves_the_bytes_of_one_part(
+    tx, options, trained_by, streamed, monkeypatch
+):
+    spill_beyond(monkeypatch, 4096)
+    program = tied()
+    step, found, expected = trained_by(program, tx, **options)
+    assert_trained_alike(found, expected)
+    assert "3 parts of a batch" in str(step.plan)
+    moved, planned = step.store.metrics.traffic, step.traffic
+    assert moved.drive_read_bytes == planned.drive_read_bytes
+    assert moved.drive_write_bytes == planned.drive_write_bytes
+    one = streamed(program, tx, "one", **options)
+    one.load(program.params, batch=first_part(program.batch, 3))
+    assert step.traffic == one.traffic
+    for made in (step, one):
+        made.close()
+
+
+@pytest.mark.long
+def test_what_waits_may_be_on_a_drive(trained_by, monkeypatch):
+    monkeypatch.setattr(offload, "SMALL_BYTES", 1)
+    program, tx, real = tied(), optax.sgd(0.1), Plan.fitted
+
+    def fitted(self, budget_bytes, temps):
+        return real(self, 0 if self.policy == "offload" else budget_bytes, temps)
+
+    monkeypatch.setattr(Plan, "fitted", fitted)
+    step, found, expected = trained_by(program, tx, policy="offload")
+    assert_trained_alike(found, expected)
+    calls = step.plan.calls
+    # Both what goes on forward, and a tied table's gradient.
+    made = {calls.calls[one.written].program.name for one in calls.evictions.values()}
+    assert {name.split()[0] for name in made} == {"forward", "backward"}
+    moved = step.store.metrics.traffic
+    assert moved.drive_read_bytes == step.traffic.drive_read_bytes
+    assert moved.drive_write_bytes == step.traffic.drive_write_bytes
+
+
+# --- refused -----------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_too_little_memory_for_all_parts_is_answered_with_enough(open_store):
+    program = tied(width=64, depth=6, rows=4096)
+
+    def loaded(memory_bytes):
+        store = open_store(str(memory_bytes), **CHUNKS)
+        options = {"has_aux": True, "micro_batches": 32, "memory_bytes": memory_bytes}
+        with jaxinf.stream(program.loss, ADAM, store, **options) as step:
+            step.load(program.params, batch=program.batch)
+            return store.exists
+
+    with pytest.raises(BudgetError, match=r"memory_bytes: .* works") as refused:
+        loaded("12MiB")
+    assert loaded(refused.value.works["memory_bytes"])
