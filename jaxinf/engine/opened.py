@@ -13,7 +13,6 @@ from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.division import longest
 from jaxinf.engine.exports import Exports
 from jaxinf.engine.failure import StoreHealth
-from jaxinf.engine.held_state import HeldStates
 from jaxinf.engine.members import Members
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.pipeline import TransferHandler
@@ -101,7 +100,6 @@ class OpenStore(StoreShape):
         `finish_initialisation` commits.
       finished: the record of the last finished step, which may not be committed yet.
       assignment: the updates that the CSDs do not compute.
-      held: the states that stay with what computes these.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class OpenStore(StoreShape):
         self.is_new = self._has_whole_slots = commit is None
         self.commit = commit or CommitRecord(step=0, scalar_state=())
         self.finished = self.commit
-        self.assignment, self.held = Assignment(), HeldStates(self.meters)
+        self.assignment = Assignment()
         self.health.failure.note = self._note
         self._documents = self.commit.documents
         if self.is_new:
@@ -185,34 +183,10 @@ class OpenStore(StoreShape):
         return granted
 
     def assign(self, assignment: Assignment) -> None:
-        """Sets who computes updates; no step may be under way, nor a commit.
-
-        State that does not stay where it was is written first; then this blocks.
-
-        Raises:
-          BaseException: as `TransferHandler.run`.
-        """
-        if assignment is self.assignment:
-            return
-        if assignment.stays != self.assignment.stays:
-            if self._write_deferred():
-                self.chunks.end_step()
-            self.held.keep(assignment.stays)
-            self.give_device(assignment.stays)
-            self.handler.keep_in_memory(self.host_tier)
+        """Sets who computes updates; no step may be under way, nor a commit."""
         if assignment.updater is not None:
             self.handler.compute_elsewhere(assignment.updater.num_at_once)
         self.assignment = assignment
-
-    def _write_deferred(self) -> bool:
-        """Writes state that is in a tier alone; whether there was any. Blocks."""
-        is_written = self.handler.flush()
-        updater = self.assignment.updater
-        tasks = () if updater is None else self.held.writes(updater)
-        if tasks:
-            self.handler.run(tasks)
-            self.handler.drain()
-        return is_written or bool(tasks)
 
     # --- failure -------------------------------------------------------------------
 
@@ -253,7 +227,7 @@ class OpenStore(StoreShape):
 
     def publish(self) -> None:
         """Commits the last finished step; writes what was deferred of it."""
-        if self._write_deferred():
+        if self.handler.flush():
             self.chunks.end_step()
         self.chunks.share_unwritten()
         record = replace(

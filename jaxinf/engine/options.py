@@ -89,7 +89,7 @@ class StoreOptions:
         self.restore = restore
         self.master: MasterChoice = master
         tiers = {} if tiers is None else tiers
-        self.host_tier_bytes, self.device_tier_bytes = self._tier_bytes(tiers)
+        self.host_tier_bytes = self._host_tier_bytes(tiers)
         _check_exports(export_every, export_to)
         self.export_to = export_to
         self.export_every = export_every or 0
@@ -107,24 +107,19 @@ class StoreOptions:
         """Returns the number of requests at the drives at once, beside the kernels."""
         return max(LEAST_WORKERS, WORKERS_A_DRIVE * num_csds)
 
-    def _tier_bytes(self, tiers: Mapping[str, int | str]) -> tuple[int, int | None]:
-        """Returns the host's, and the JAX device's or None if it is not given."""
-        if not isinstance(tiers, Mapping) or tiers.keys() - {"host", "device"}:
+    def _host_tier_bytes(self, tiers: Mapping[str, int | str]) -> int:
+        if not isinstance(tiers, Mapping) or tiers.keys() - {"host"}:
             raise ValueError(
                 f"tiers={tiers!r}: expected the memory for state that stays on the "
-                'host, {"host": bytes}, and on the JAX device, {"device": bytes}; '
-                "there is no other tier"
+                'host, {"host": bytes}; there is no other tier'
             )
-        found = {
-            name: given_bytes(f'tiers["{name}"]', given, least=0)
-            for name, given in tiers.items()
-        }
-        if any(found.values()) and self.csd.has_cards:
+        found = given_bytes('tiers["host"]', tiers.get("host", 0), least=0)
+        if found and self.csd.has_cards:
             raise ValueError(
                 f'tiers={tiers!r}: on csd="{self.csd.kind}" state moves between drives '
                 "and cards, and never passes the host; leave tiers out"
             )
-        return found.get("host", 0), found.get("device")
+        return found
 
     def keeps(self, step: int) -> bool:
         """Whether a step must be kept, and therefore committed."""

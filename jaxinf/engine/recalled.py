@@ -42,16 +42,10 @@ def _task(opened: OpenStore, request: SlotRequest, layout: SubgroupLayout) -> Ta
     subgroup = layout.subgroup
     chunk = opened.directory.chunks[subgroup.leaf][subgroup.chunk]
 
-    updater = opened.assignment.updater
-    is_held = updater is not None and state in opened.held.states(subgroup)
-
     def compute(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None:
         del tells
-        if updater is not None and is_held:
-            opened.held.fetch(updater, layout, [state], csd, buffer)
         values = csd.view(buffer, layout.extents[state])[: subgroup.num_elements]
         values = values.astype(request.out.dtype, copy=False)
         scatter(request.out, chunk, request.origin, subgroup.offset_elements, values)
 
-    loads = () if is_held else opened.chunks.sources(layout, [state])
-    return Task(layout, compute, loads=loads, is_elsewhere=is_held)
+    return Task(layout, compute, loads=opened.chunks.sources(layout, [state]))

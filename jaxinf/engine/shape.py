@@ -1,7 +1,7 @@
 """The shape of a store: its chunks, and the subgroups that they are moved in.
 
 Invariant: it is known before the store is made, and does not change; nor does what
-stays on the host, but for what a device then has of it.
+stays on the host.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreMismatchError
 from jaxinf.io.pages import page_ceil
-from jaxinf.layout import Subgroup, covers
+from jaxinf.layout import covers
 from jaxinf.store import StoreDirectory
 
 
@@ -26,10 +26,7 @@ class StoreShape:
 
     Attributes:
       host_tier: subgroups whose states stay in the host's memory between steps.
-      device_tier: those whose states stay on a JAX device.
     """
-
-    device_tier: frozenset[Subgroup] = frozenset()
 
     def __init__(
         self,
@@ -40,20 +37,9 @@ class StoreShape:
         self.options = options
         self.directory = directory
         self._layouts = layouts
-        self.host_tier: frozenset[Subgroup] = frozenset()
-        self.give_device(frozenset())
+        chunks = [chunk for leaf in layouts for chunk in leaf if chunk]
+        self.host_tier = staying(chunks, options.host_tier_bytes)
         self._boxes: dict[tuple[Any, ...], list[SubgroupLayout]] = {}
-
-    def give_device(self, subgroups: frozenset[Subgroup]) -> None:
-        """Sets the subgroups whose states stay on a device; the host has others."""
-        chunks = [chunk for leaf in self._layouts for chunk in leaf]
-        rest = [c for c in chunks if c and c[0].subgroup not in subgroups]
-        self.device_tier = subgroups
-        self.host_tier = staying(rest, self.options.host_tier_bytes)
-
-    def stays(self, subgroup: Subgroup) -> bool:
-        """Whether a subgroup's states stay in a memory between steps."""
-        return subgroup in self.host_tier or subgroup in self.device_tier
 
     def chunk_layouts(self, leaf: int) -> Sequence[Sequence[SubgroupLayout]]:
         """Returns the held subgroups of a leaf, by chunk."""

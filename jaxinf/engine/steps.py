@@ -222,7 +222,6 @@ class StepEngine:
                 inexact=still | {self._name(n): bound for n, bound in inexact.items()},
                 steps_without_params=0 if is_compared else unseen,
                 device_updates=self._opened.assignment.every,
-                device_tier=self._opened.assignment.tier_bytes,
             )
             _check_complete(self._opened, self._arrivals)
             ending = self._ending = Ending()
@@ -252,7 +251,6 @@ class StepEngine:
                 self._opened.handler.drain()
                 _check_undoable(self._opened, self._arrivals)
                 self._opened.chunks.forget_step()
-                self._opened.held.give_up()
                 _prefetch(self._opened, self._arrivals, given_up=self._arrivals)
                 self._end_arrivals()
 
@@ -396,7 +394,6 @@ class StepEngine:
             with span("drain", f"step {record.step}"):
                 opened.handler.drain()
             opened.chunks.end_step()
-            opened.held.end_step()
             opened.finished = record
             if opened.must_commit(record.step):
                 opened.publish()
@@ -466,8 +463,7 @@ def _prefetch(
     """
 
     def sources(arrival: _Arrival) -> Loads:
-        held = opened.held.states(arrival.layout.subgroup)
-        states = [state for state, _ in arrival.loads if state not in held]
+        states = [state for state, _ in arrival.loads]
         return opened.chunks.sources(arrival.layout, states)
 
     opened.handler.prefetch(

@@ -409,10 +409,6 @@ def open_store(
         writes it all the same, so what is promised of crashes does not change; steps
         between commits do not (`durability`), which makes drives last. By default none;
         cards refuse it, and so does a machine or container with less memory free.
-        ``{"device": bytes}`` does the same in memory of the JAX device, which then
-        computes those updates, too; for `jaxinf.stream` alone, of whose
-        `device_memory_bytes` it is a part. A resumed run keeps to what its last step
-        had there; 0 says none (docs/streaming.md, "Updates on the device").
       processes: ``"rebalance"``: a store that is divided among another number of
         processes is divided among these first, as `jaxinf store rebalance --processes`
         does, where all members can be seen by process 0; otherwise it is refused.

@@ -11,7 +11,6 @@ import numpy as np
 from jaxinf.csd import Csd, CsdBuffer, Rounding
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.divergence import compare_chunk, diverged_error, same_values
-from jaxinf.engine.held_state import Held
 from jaxinf.engine.subgroup_arrays import gather_gradient, gather_inputs, gather_run
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.update_request import UpdateRequest
@@ -36,8 +35,6 @@ class SubgroupUpdate:
       inexact: a difference of the caller's params that does not count.
       is_whole: whether the chunk's file is unchanged since the last step.
       updater: what computes it in place of the CSD; None if the CSD does.
-      held: the states that stay with the updater; None if none stays.
-      defers: those that it would write, and that stay with the updater until a commit.
       is_finite: whether the gradient is finite; known after `run`.
     """
 
@@ -54,9 +51,6 @@ class SubgroupUpdate:
     inexact: float
     is_whole: bool
     updater: Updater | None = None
-    held: Held | None = None
-    stores: tuple[int, ...] = ()
-    defers: tuple[int, ...] = ()
     is_finite: bool = True
 
     def run(
@@ -91,7 +85,6 @@ class SubgroupUpdate:
             out = target_view(request.out, chunk, origin, offset, num)
         result = np.empty(num, request.out_dtype) if out is None else out
         gradient = gather_gradient(directory, layout, request.gradient, origin)
-        held = self.held
         if self.updater is None:
             outcome = csd.update(
                 buffer,
@@ -107,7 +100,6 @@ class SubgroupUpdate:
             )
         else:
             assert isinstance(gradient, np.ndarray), "those that are sent in part stay"
-            self.updater.check(self.kernel, request.inputs.scalars)
             outcome = self.updater.update(
                 csd,
                 buffer,
@@ -119,11 +111,7 @@ class SubgroupUpdate:
                 given=params,
                 wants_params=request.wants_params,
                 tells=tells,
-                held=None if held is None else held.states,
-                puts=self.stores,
             )
-        if held is not None:
-            held.unwritten = held.unwritten.difference(self.stores).union(self.defers)
         read_checksums = dict(outcome.read_checksums)
         if self.given is not None:
             self._check_given(self.given, read_checksums.pop(0))

@@ -90,15 +90,6 @@ def request_tasks(
         # Nothing on the drive could be compared with them if their checksums differ.
         is_taken &= not opened.chunks.is_in_memory(layout, 0)
         updater = _updater(opened, request, layout, kernel)
-        held, defers = None, ()
-        if updater is not None and layout.subgroup in opened.device_tier:
-            held = opened.held.update(layout)
-            loads -= held.states.keys()
-            is_given &= 0 not in held.states
-            is_taken &= is_given
-            if not opened.must_commit(step):
-                defers = tuple([state for state in stores if state not in AT_ONCE])
-                stores = tuple([state for state in stores if state in AT_ONCE])
         if is_taken:
             loads -= {0}
         update = SubgroupUpdate(
@@ -115,9 +106,6 @@ def request_tasks(
             inexact=inexact or 0.0,
             is_whole=is_whole,
             updater=updater,
-            held=held,
-            stores=stores,
-            defers=defers,
         )
         updates.append(update)
         tasks.append(

@@ -98,11 +98,6 @@ def smart_update(
         raise ValueError(f'updates={updates!r}: expected "gradient" or "float32"')
     owned = store if isinstance(store, Store) else open_store(store)
     check_compression(compress, owned)
-    if device_bytes := owned._training.options.device_tier_bytes:
-        raise ValueError(
-            f'tiers["device"]={device_bytes}: expected with jaxinf.stream alone, as '
-            "updates here run in calls of the host; leave it out"
-        )
     wrapped = Wrapped(
         averaged(_as_transformation(tx), average),
         HostSide(owned, nonfinite),

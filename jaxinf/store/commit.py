@@ -143,8 +143,8 @@ class CommitRecord:
       inexact: leaves by name whose 16-bit params on the JAX device were not the rounded
         master after the step; with the greatest difference.
       device_updates: a JAX device computed every so many updates of subgroups; 0: none.
-      device_tier: bytes of its memory for state that stays there; updates of what
-        stays are the device's, too.
+      device_tier: bytes of its memory for state that stayed there, in stores of earlier
+        versions of jaxinf.
       steps_without_params: number of the last steps whose update was given no params,
         so that they were not compared with the master.
       commit: in a member, the id of the commit, which all members' records have; empty

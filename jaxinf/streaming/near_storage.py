@@ -338,7 +338,7 @@ class StoreEnds(StoreParamsEnds):
         read, written = 0, 0.0
         for layout in self._layouts(unit):
             loads, stores = moved_states(kernel, layout)
-            if not shape.stays(layout.subgroup):
+            if layout.subgroup not in shape.host_tier:
                 loads -= {_PARAMS} if has_params else set()
                 read += shape.file_bytes(layout, loads)
                 read += shape.file_bytes(layout, map(layout.slots.index, names))

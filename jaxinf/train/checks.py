@@ -247,8 +247,6 @@ def _check_streaming(config: TrainConfig) -> None:
         why = f"--mode {config.mode} does not have it; leave it out, or give "
         why += "--mode stream"
         _refuse(config, _OF_STREAMING, why)
-        if config.state_tier is not None and config.state_tier.device is not None:
-            raise UsageError(f"--state-tier device={config.state_tier.device}: {why}")
         return
     if config.memory is None:
         raise UsageError(

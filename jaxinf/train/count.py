@@ -230,7 +230,7 @@ def _moved_by(
             loads, stores = moved_states(description.leaves[number].kernel, layout)
             memory += layout.num_bytes
             updated += layout.extents[0].num_elements if stores else 0
-            if shape.stays(layout.subgroup):
+            if layout.subgroup in shape.host_tier:
                 every = 1.0
                 if shape.options.rewrites_steps:  # commits alone write them
                     every = shape.options.mean_steps_per_commit(config.checkpoint_every)

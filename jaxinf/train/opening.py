@@ -49,8 +49,7 @@ def open_backend(
     memory_bytes = config.buffer_bytes
     if config.mode == "stream":
         # It decides how chunks are divided; a step's budget has the tier in it.
-        host_bytes = config.state_tier.host if config.state_tier else 0
-        memory_bytes = store_memory_bytes(memory_bytes) + host_bytes
+        memory_bytes = store_memory_bytes(memory_bytes) + (config.state_tier or 0)
     processes = processes or Processes()
     shardings = None
     if config.elastic:
@@ -67,7 +66,7 @@ def open_backend(
             restore=config.restore,
             master=config.master,
             state=config.state,
-            tiers=config.state_tier.sizes if config.state_tier else None,
+            tiers={"host": config.state_tier} if config.state_tier else None,
             processes="rebalance" if config.elastic else None,
             shardings=shardings,
             export_every=config.export_every or None,

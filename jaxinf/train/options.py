@@ -41,43 +41,17 @@ def _parse_durability(text: str) -> Durability:
     return int(text)
 
 
-@dataclasses.dataclass(frozen=True)
-class StateTier:
-    """Memory for state that stays from step to step, in bytes.
-
-    Attributes:
-      device: of the JAX device; None for as much as in the store's last step.
-    """
-
-    host: int = 0
-    device: int | None = None
-
-    @property
-    def sizes(self) -> dict[str, int | str]:
-        """The same by tier, without what is not given."""
-        device = {} if self.device is None else {"device": self.device}
-        return {"host": self.host, **device}
-
-
-def _parse_state_tier(text: str) -> StateTier | None:
+def _parse_state_tier(text: str) -> int | None:
     if text.lower() == "none":
         return None
-    found: dict[str, int] = {}
-    for one in text.split(","):
-        tier, _, num_bytes = one.partition("=")
-        if tier not in ("host", "device") or tier in found or not num_bytes:
-            raise ValueError(
-                f"{text!r}: expected host=BYTES, device=BYTES or both with a comma, "
-                "such as host=2GiB"
-            )
-        found[tier] = parse_bytes(num_bytes)
-    return StateTier(**found)
+    tier, _, num_bytes = text.partition("=")
+    if tier != "host" or not num_bytes:
+        raise ValueError(f"{text!r}: expected host=BYTES, such as host=2GiB")
+    return parse_bytes(num_bytes)
 
 
-def _shown_tier(tier: StateTier | None) -> str:
-    if tier is None:
-        return "none"
-    return ",".join(f"{name}={size}" for name, size in tier.sizes.items())
+def _shown_tier(num_bytes: int | None) -> str:
+    return "none" if num_bytes is None else f"host={num_bytes}"
 
 
 def _parse_device_updates(text: str) -> DeviceUpdates:
@@ -117,7 +91,7 @@ _DEVICE_UPDATES = spec(
     _parse_device_updates,
     lambda value: "kept" if value is None else str(value),
 )
-_STATE_TIER = spec("host=BYTES,device=BYTES", _parse_state_tier, _shown_tier)
+_STATE_TIER = spec("host=BYTES", _parse_state_tier, _shown_tier)
 _TRACE = spec(
     "[FIRST:LAST]",
     _parse_trace,
@@ -193,14 +167,10 @@ class StoreOptions:
     # alone (checkpoint). A crash loses the steps since the last commit.
     durability: Annotated[Durability, _DURABILITY] = "step"
 
-    # Memory in which state stays from step to step: a part of --memory in both modes,
-    # host=2GiB, or with --mode stream one of --device-memory, device=512MiB, or both
-    # with a comma. It is not read again, and steps that commit alone write it (see
-    # durability); of a streamed step, all write its params. The JAX device computes the
-    # updates of what it has. A resumed run keeps to what its last step had there.
-    state_tier: Annotated[
-        StateTier | None, _STATE_TIER, _shown("host=BYTES,device=BYTES", "none")
-    ] = None
+    # Memory of the host in which state stays from step to step, a part of --memory:
+    # host=2GiB. It is not read again, and steps that commit alone write it (see
+    # durability); of a streamed step, all write its params.
+    state_tier: Annotated[int | None, _STATE_TIER, _shown("host=BYTES", "none")] = None
 
     # Format of the optimizer's float32 state in a new store: fp32, bfloat16 with
     # stochastic rounding, or 8 bits with a scale for each 256 elements. The update

@@ -28,7 +28,6 @@ from jaxinf.train.machine import (
     step_time,
     this_machine,
 )
-from jaxinf.train.options import StateTier
 from jaxinf.train.progress import Say, unsaid
 from jaxinf.typing import JsonValue
 
@@ -202,8 +201,8 @@ def _words(changes: Mapping[str, Any]) -> list[str]:
     words = []
     for name, value in changes.items():
         text = exact_bytes(value) if name == "memory" else f"{value}"
-        if isinstance(value, StateTier):
-            text = f"host={exact_bytes(value.host)}"
+        if name == "state_tier":
+            text = f"host={exact_bytes(value)}"
         words += [f"--{name.replace('_', '-')}", text]
     return words
 
@@ -315,7 +314,7 @@ def _stages(plan: Plan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     if config.mode != "update" or config.memory or left < _LEAST_KEPT_BYTES:
         return [], []
     memory = config.buffer_bytes + left  # state stays in what the host has left
-    return [{"state_tier": StateTier(left), "memory": memory}], []
+    return [{"state_tier": left, "memory": memory}], []
 
 
 def fit_table(plans: Sequence[Plan]) -> list[str]:

@@ -26,10 +26,7 @@ from jaxinf.train.step import TrainStep, loss_of, weight_of_part
 from jaxinf.typing import JsonValue, PyTree
 
 _FLAGS = {"memory_bytes": "--memory", "device_memory_bytes": "--device-memory"}
-_OF_ASSIGNMENTS = {
-    "device_updates": "--device-updates ",
-    'tiers["device"]': "--state-tier device=",
-}
+_OF_ASSIGNMENTS = {"device_updates": "--device-updates "}
 
 
 class Streamed(KeptInStore):

@@ -13,7 +13,6 @@ from streaming import states
 pytestmark = pytest.mark.optimized
 
 RARE = ("", "-rare")
-# State on the device is not written while one commit covers several steps: 4 writes.
 TIMES = {"device": (2, 9), "updated": (4, 11), "write": (3, 4), "commit": (1, 2)}
 KILLS = [
     ("store", "device", 6),
@@ -22,9 +21,8 @@ KILLS = [
     ("store", "write", 3),
     ("tier", "write", 6),
     ("store", "commit", 2),
-    ("held-rare", "device", 7),
 ]
-PLACES = [kind + rare for kind in ("store", "tier", "held", "both") for rare in RARE]
+PLACES = [kind + rare for kind in ("store", "tier") for rare in RARE]
 MORE_KILLS = [
     (name, point, number)
     for name in PLACES
@@ -58,7 +56,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(name, point, number, place, exp
     killed = subprocess.run([*map(str, command)], capture_output=True, check=False)
     assert killed.returncode == -9, killed.stderr.decode()
     noted = Path(f"{path}.step")
-    store = small_stores.open_store(path, **device_updates.CHUNKS, tiers={"device": 0})
+    store = small_stores.open_store(path, **device_updates.CHUNKS)
     committed = int(noted.read_text()) if noted.exists() else 0
     assert committed <= store.step <= committed + 1 + ("rare" in name)
     with device_updates.open_step(store, 2, replan=True) as step:

@@ -4,8 +4,8 @@
 
 trains it with every other update on the device, and is killed at the NUMBER-th time of
 a POINT: at an update on the device, as a state of it comes back, at a write, or at a
-commit. The name of the STORE says where state stays: with "tier" on the host, with
-"held" on the device, with "both" on both; with "rare", two steps have one commit.
+commit. With "tier" in the name of the STORE state stays on the host; with "rare", two
+steps have one commit.
 """
 
 import os
@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -23,7 +22,6 @@ import small_stores
 import jaxinf
 from jaxinf.csd.host import HostCsd
 from jaxinf.store import StoreDirectory
-from jaxinf.streaming.plan import memory
 from jaxinf.streaming.update.on_device import DeviceUpdater
 
 __all__ = [
@@ -82,32 +80,9 @@ def open_step(store, every, tx=TX, dtype=np.float32, **options):
 
 def open_store(path):
     """Opens a store as its name says."""
-    tiers = {}
-    if "tier" in path.name or "both" in path.name:
-        tiers["host"] = 3 << 20
-    if "held" in path.name or "both" in path.name:
-        tiers["device"] = 3 << 20
+    tiers = {"host": 3 << 20} if "tier" in path.name else {}
     durability = 2 if "rare" in path.name else "step"
     return small_stores.open_store(path, **CHUNKS, tiers=tiers, durability=durability)
-
-
-def own_memory(path):
-    """Returns options for a device with memory of its own, where state stays there.
-
-    JAX's CPU backend does not donate from one kind of memory to another. As on a TPU,
-    the host computes checksums: their programs take long to compile.
-    """
-    if "held" not in path.name and "both" not in path.name:
-        return {}
-    memory.device_is_host = lambda device: False
-    put = jax.device_put
-
-    def put_kept(x, device=None, *, donate=False, **named):
-        return put(x, device, **named)
-
-    jax.device_put = put_kept
-    DeviceUpdater._sums = lambda self, arrays: []
-    return {"device_memory_bytes": 64 << 20}
 
 
 def kill_at(point, number):
@@ -128,7 +103,7 @@ def kill_at(point, number):
 def main():
     """Trains until it is killed; notes each committed step beside the store."""
     path, point, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    step = open_step(open_store(path), 2, **own_memory(path))
+    step = open_step(open_store(path), 2)
     kill_at(point, number)
     for batch in batches()[step.store.step :]:
         step(batch)

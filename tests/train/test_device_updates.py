@@ -38,8 +38,4 @@ def test_another_mode_does_not_have_them(run, tmp_path, capsys):
     assert "--device-updates: --mode update does not have it" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         run(*where, *STREAM, "--device-updates", -1)
-    assert run(*where, "--mode", "update", "--state-tier", "device=1MiB") == 2
-    assert "device=1048576: --mode update does not have it" in capsys.readouterr().err
-    assert run(*where, *STREAM, "--state-tier", "device=1MiB") == 1
-    assert "computes in the host's memory; use tiers=" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jaxinf.command_line import UsageError, flags_of
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.options import StateTier
 from jaxinf.train.run_file import NOT_IN_FILES, read_run, text_of_run
 
 FULL = TrainConfig(
@@ -32,7 +31,7 @@ FULL = TrainConfig(
     csd_root=(Path("/d0"), Path("/d{process}")),
     csd="emulated:buffers=2",
     durability=1024,
-    state_tier=StateTier(1 << 20, 1 << 19),
+    state_tier=1 << 20,
     state="int8",
     source=Path("/a/llama"),
     task="causal-lm",
@@ -161,7 +160,7 @@ def test_a_name_that_is_no_text_is_left_to_its_flag(read):
         ("memory = 1.5", "memory: expected BYTES in quotes, or a number, found 1.5"),
         ("memory = '1e'", "memory: '1e': expected a number of bytes"),
         (f"memory = '{'9' * 400}'", "expected a number of bytes such as 1GiB"),
-        ("state-tier = '2GiB'", "state-tier: '2GiB': expected host=BYTES, dev"),
+        ("state-tier = '2GiB'", "state-tier: '2GiB': expected host=BYTES, such"),
         ("durability = 'now'", "durability: 'now': expected step, checkpoint, or a n"),
         ("eval-batches = 0", "eval-batches: '0': expected all, or a number of batches"),
         ("restore = 'best'", "restore: belongs to one start, not to the run; give"),

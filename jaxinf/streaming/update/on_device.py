@@ -1,7 +1,6 @@
 """Updates of subgroups on a JAX device, while the host's cores compute others.
 
     buffer ─ pinned ─► device: the optimizer's own equations ─ pinned ─► buffer
-    held ──────────────────────┘            └──► held: state that stays there
 
 Invariant: the device has room for a fixed number of subgroups, and the thread of each
 waits for its copies, so one's copies hide behind another's update. On a CPU the bits
@@ -36,7 +35,6 @@ from jaxinf.program import (
 )
 from jaxinf.program.checksums import crc32c as crc32c_on_device
 from jaxinf.streaming.program.shards import PINNED
-from jaxinf.streaming.update.agreeing import check_agrees
 from jaxinf.terminal import format_bytes
 from jaxinf.typing import FLOAT32, Array
 
@@ -131,7 +129,6 @@ class DeviceUpdater:
         self, device: Any, *, is_host: bool, is_deterministic: bool = True
     ) -> None:
         self.device = device
-        self._agreed: set[Kernel] = set()
         self.is_host = is_host
         self._on_device = SingleDeviceSharding(device)
         self._programs = UpdatePrograms(is_deterministic=is_deterministic)
@@ -155,29 +152,16 @@ class DeviceUpdater:
         given: Array | None = None,
         wants_params: bool = False,
         tells: Collection[int] = (),
-        held: dict[int, Any] | None = None,
-        puts: Collection[int] = (),
     ) -> UpdateOutcome:
         views: list[Any] = [csd.view(buffer, extent) for extent in extents]
         if given is not None:
             views[0] = given
-        for number, state in (held or {}).items():
-            views[number] = state
         told = sorted({*tells} | ({0} if given is not None else set()))
         num_params = 2 if extents[0].codec else 1
         is_update = out is not None and out.dtype == FLOAT32 and not wants_params
-        wanted = {*range(num_params)} if out is not None and not is_update else set()
         with self._failing(sum(extent.num_bytes for extent in extents)):
             done = self._computed(
-                kernel,
-                views,
-                num_params,
-                gradient,
-                scalars,
-                told,
-                is_update,
-                held,
-                wanted.union(puts),
+                kernel, views, num_params, gradient, scalars, told, is_update
             )
         read = {n: done.read[n] if n in done.read else crc32c(views[n]) for n in told}
         for extent, state in zip(extents, done.states, strict=True):
@@ -186,46 +170,6 @@ class DeviceUpdater:
         if out is not None:
             self._fill(out, done, views[:num_params], wants_params=wants_params)
         return UpdateOutcome(done.is_finite, read)
-
-    def fetch(
-        self,
-        csd: Csd,
-        buffer: CsdBuffer,
-        extents: Sequence[Extent],
-        held: Mapping[int, Any],
-    ) -> None:
-        with self._failing(sum(extents[n].num_bytes for n in held)):
-            sums = self._sums(list(held.values()))
-            arrays = self._down(list(held.values()), stays=True)
-            numbers = _numbers(sums) or [None] * len(arrays)
-        for n, array, checksum in zip(held, arrays, numbers, strict=True):
-            csd.put(buffer, extents[n], array, checksum=checksum)
-
-    def check(self, kernel: Kernel, scalars: Sequence[np.generic | Array]) -> None:
-        """As `Updater.check`; see `check_agrees`.
-
-        Raises:
-          StreamError: They differ.
-        """
-        if kernel not in self._agreed:
-            bits = {"has_bits": self.device.platform == "cpu"}
-            check_agrees(self.sample, self.device, kernel, scalars, **bits)
-            self._agreed.add(kernel)
-
-    def sample(
-        self,
-        kernel: Kernel,
-        states: Sequence[Array],
-        gradient: Array,
-        scalars: Sequence[np.generic | Array],
-    ) -> list[Array | None]:
-        """Returns a kernel's new states, None for unchanged ones; blocks.
-
-        Args:
-          states: ``(n,)`` each, not coded: master params, and slots.
-        """
-        done = self._computed(kernel, states, 1, gradient, scalars, (), False, None, ())
-        return [None if state is None else state.array for state in done.states]
 
     # --- inside --------------------------------------------------------------------
 
@@ -245,16 +189,13 @@ class DeviceUpdater:
     def _computed(
         self,
         kernel: Kernel,
-        views: Sequence[Array | jax.Array],
+        views: Sequence[Array],
         num_params: int,
         gradient: Array,
         scalars: Sequence[np.generic | Array],
         told: Sequence[int],
         wants_update: bool,
-        held: dict[int, Any] | None,
-        puts: Collection[int],
     ) -> "_Done":
-        """Computes an update; what is held is replaced, and only `puts` come down."""
         names, read = ["params"] * num_params + list(kernel.slots), state_read(kernel)
         is_read = [name in read for name in names]
         up = self._up([gradient, *itertools.compress(views, is_read)])
@@ -264,16 +205,10 @@ class DeviceUpdater:
         there = {n: state for n, state in enumerate(states) if state is not None}
         told = [n for n in told if n in there]
         sums = self._sums([there[n] for n in told])
-        if held is not None:
-            held.update(there)
         del there
         params = tuple(own for own in states[:num_params] if own is not None)
         wide, master, is_finite = self._programs.widen(gradients.pop(), params)
         slots = states[num_params:]
-        if held is not None:  # what stays as it is must not be overwritten
-            for n, name in enumerate(kernel.slots):
-                if name in kernel.unchanged and slots[n] is not None:
-                    slots[n] = jnp.array(slots[n], copy=True)
         del states, params
         compute = self._programs.update(kernel)
         update, new_slots, _ = compute(wide, master, slots, list(scalars))
@@ -283,14 +218,11 @@ class DeviceUpdater:
             new = self._programs.add[num_params > 1](master, update)
         del master
         changed = {n: x for n, x in enumerate((*new, *new_slots)) if x is not None}
-        if held is not None:
-            held.update(changed)
-            changed = {n: held[n] for n in puts if n in held}
         new_sums = self._sums(list(changed.values()))
         numbered = list(changed)
         wanted = [update] if wants_update and update is not None else []
         del new, new_slots
-        down = self._down([*changed.values(), *wanted], stays=held is not None)
+        down = self._down([*changed.values(), *wanted])
         del changed
         numbers = _numbers(new_sums) or [None] * len(numbered)
         found = dict(zip(numbered, map(_State, down, numbers), strict=False))
@@ -331,21 +263,16 @@ class DeviceUpdater:
             return []
         return [self._programs.checksum(array) for array in arrays]
 
-    def _up(self, arrays: Sequence[Array | jax.Array]) -> list[jax.Array]:
-        """Copies arrays to the device, but those that are there."""
-        coming = iter(self._copied([a for a in arrays if isinstance(a, np.ndarray)]))
-        return [next(coming) if isinstance(a, np.ndarray) else a for a in arrays]
-
-    def _copied(self, arrays: Sequence[Array]) -> list[jax.Array]:
+    def _up(self, arrays: Sequence[Array]) -> list[jax.Array]:
         if self.is_host:  # an array in the buffer would change with it
             return jax.device_put([np.array(a) for a in arrays], self._on_device)
         pinned = jax.device_put(list(arrays), self._on_device.with_memory_kind(PINNED))
         return jax.device_put(pinned, self._on_device, donate=True)
 
-    def _down(self, arrays: Sequence[jax.Array], *, stays: bool = False) -> list[Array]:
+    def _down(self, arrays: Sequence[jax.Array]) -> list[Array]:
         if not self.is_host:
             kind = self._on_device.with_memory_kind(PINNED)
-            arrays = jax.device_put(list(arrays), kind, donate=not stays)
+            arrays = jax.device_put(list(arrays), kind, donate=True)
         return [np.asarray(array) for array in arrays]
 
 
