@@ -183,7 +183,7 @@ class Moves:
     ) -> None:
         """Takes what a move has made, or what prevented it."""
         tensor.num_moves -= 1
-        if error is not None and kind in ("read", "back"):  # it may be computed again
+        if error is not None and kind in ("read", "back"):  # others still come back
             tensor.error = tensor.error or error
         elif error is not None:
             self.error = self.error or error

@@ -6,7 +6,6 @@ asynchronous dispatch alone every param would be in memory at once.
 
 import contextlib
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ import numpy as np
 from jax.dtypes import result_type
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinf.errors import StoreIOError
 from jaxinf.io import add_span, span
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
@@ -32,7 +30,6 @@ from jaxinf.streaming.program.programs import (
     compile_program,
     estimated_bytes,
 )
-from jaxinf.streaming.recovery import computed_again
 from jaxinf.streaming.update.micro_batches import parts_of, together
 from jaxinf.typing import PyTree
 
@@ -279,7 +276,7 @@ class Runner:
         def read(ref: Origin | Slot) -> Any:
             match ref:
                 case Slot():
-                    return self._value(ref, part, params)
+                    return self.values[ref]
                 case Piece():
                     check()
                     return params.get(number, ref)
@@ -300,25 +297,6 @@ class Runner:
                 return self._number(ref.number)
             case Piece():
                 raise AssertionError("params are fetched")
-
-    def _value(self, slot: Slot, part: "_Part", params: Params) -> jax.Array:
-        """Returns a value; computes it again if a drive does not give it back."""
-
-        def read(ref: Origin) -> Any:
-            is_param = isinstance(ref, Piece)
-            return params.again(ref) if is_param else self._given(ref, part)
-
-        try:
-            return self.values[slot]
-        except StoreIOError as error:
-            value = computed_again(
-                slot, self.plan.calls, self._executables, self.values, read
-            )
-            if value is None:
-                raise
-            warnings.warn(f"{error}; the value was computed again", stacklevel=2)
-        self.values.give(slot, value)
-        return value
 
     def _seed(self, share: float) -> jax.Array:
         return self._put(np.array(share, self.plan.traced.seed_dtype or np.float32))

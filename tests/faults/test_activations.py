@@ -24,21 +24,16 @@ def expected(child):
     return answer["losses"]
 
 
-@pytest.mark.parametrize("after", [0, 5])
-def test_values_that_cannot_be_read_are_computed_again(child, expected, after):
-    answer = child(policy="offload", call="preadv", errno=errno.EIO, after=after)
-    assert answer["written_bytes"] > 0
-    assert answer["hits"] > 0
-    assert answer["losses"] == expected
-    assert all("the value was computed again" in text for text in answer["told"])
-    assert answer["told"]
-
-
 @pytest.mark.parametrize(
-    ("code", "kind"), [(errno.ENOSPC, "StoreSpaceError"), (errno.EIO, "StoreIOError")]
+    ("call", "code", "kind"),
+    [
+        ("pwritev", errno.ENOSPC, "StoreSpaceError"),
+        ("pwritev", errno.EIO, "StoreIOError"),
+        ("preadv", errno.EIO, "StoreIOError"),
+    ],
 )
-def test_values_that_cannot_be_written_end_the_step(child, expected, code, kind):
-    answer = child(policy="offload", call="pwritev", errno=code, after=5)
+def test_values_that_cannot_be_moved_end_the_step(child, expected, call, code, kind):
+    answer = child(policy="offload", call=call, errno=code, after=5)
     assert answer["hits"] > 0
     assert answer["error"].startswith(kind)
     assert "a file of activations" in answer["error"]

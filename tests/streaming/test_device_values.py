@@ -360,18 +360,18 @@ def test_a_drive_that_fails_in_mid_step(open_store, monkeypatch, code, kind):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("own_memory")
-def test_a_value_that_cannot_be_read_is_computed_again(open_store, monkeypatch):
+def test_a_value_that_cannot_be_read_ends_the_step(open_store, monkeypatch):
     step = opened(open_store, "step", "offload", HOSTS["drives"])
     found = losses(step, 1)
     step.store.wait()
-    message = r"stream \(a file of activations\).*the value was computed again"
     with monkeypatch.context() as patched:
         failing(patched, "preadv", errno.EIO, range(1, 1000))
-        with pytest.warns(UserWarning, match=message):
-            found += losses(step, 1)
+        with pytest.raises(StoreIOError, match=r"stream \(a file of activations\)"):
+            step(BATCH)
+    assert step.store.step == 1
     found += losses(step, 2)
     keep = kept(open_store, step)
-    assert found == losses(keep, 4)
+    assert found == losses(keep, 3)
     assert_same_params(step, keep)
 
 

@@ -79,11 +79,6 @@ class Link:
             yield tensor, copy, own
             del tensor, copy, own
 
-    def copied(self, tensor: Any, source: Array | jax.Array) -> jax.Array:
-        """Returns a copy of one tensor on its devices; blocks."""
-        (arrays,) = _begun([tensor.crossing(source)], through_pinned=True)
-        return jax.block_until_ready(tensor.landed(arrays))
-
 
 def _source(tensor: Any) -> Array | jax.Array:
     return tensor.memory.array if tensor.host is None else tensor.host

@@ -185,25 +185,6 @@ class Mover:
                 self._moves.free(tensor)
                 self._changed.notify_all()
 
-    def look(self, key: Hashable) -> jax.Array:
-        """Returns a value that is evicted, also before `prefetch`; blocks.
-
-        It takes memory of its own if it has to be copied or read.
-
-        Raises:
-          KeyError: The value is not here.
-          StoreIOError: The drive failed.
-        """
-        tensor = self._moves.tensors[key]
-        with self._changed:
-            host, num_written = tensor.host, tensor.num_written
-        if host is None:
-            host = aligned(tensor.host_bytes)
-            for part in range(num_written):
-                tensor.read(part, host)
-        link = self._threads.link
-        return tensor.in_place(host) if link is None else link.copied(tensor, host)
-
     def release(self, key: Hashable) -> None:
         """Frees the memory of a tensor that nothing reads any more.
 

@@ -51,10 +51,6 @@ class Params(ABC):
         """Returns a part of the params for the call of that number; blocks."""
 
     @abstractmethod
-    def again(self, piece: Piece) -> jax.Array:
-        """Returns a part of the params beside the plan; blocks while it is read."""
-
-    @abstractmethod
     def stop(self) -> None:
         """Ends a run; no program may be in flight."""
 
@@ -230,7 +226,7 @@ class StoreParams(Params):
     def get(self, number: int, piece: Piece) -> jax.Array:
         unit = self._store_units.unit(piece)
         if unit in self._stays:
-            return self.again(piece)
+            return self._part(unit, piece, self._resident.get(unit))
         lasts = self._lasts[unit]
         key = (unit, lasts[bisect_left(lasts, number)])
         try:
@@ -239,14 +235,6 @@ class StoreParams(Params):
             self._together.hold(error)  # others wait for the programs
             array = on_host_devices(unit, unit.views(aligned(unit.held_bytes)))
         return self._part(unit, piece, array)
-
-    def again(self, piece: Piece) -> jax.Array:
-        unit = self._store_units.unit(piece)
-        if unit in self._stays:
-            return self._part(unit, piece, self._resident.get(unit))
-        shards = unit.views(aligned(unit.held_bytes))
-        self._reader.read_again(unit, shards)
-        return self._part(unit, piece, unit.on_devices(shards))
 
     def _part(self, unit: Unit, piece: Piece, array: jax.Array) -> jax.Array:
         part = self._store_units.part(unit, piece)
@@ -325,9 +313,6 @@ class MemoryParams(Params):
         self._held = self._leaves()
 
     def get(self, number: int, piece: Piece) -> jax.Array:
-        return self.again(piece)
-
-    def again(self, piece: Piece) -> jax.Array:
         leaf = self._held[piece.leaf]
         return piece.of(leaf) if piece.index or piece.rows else leaf
 

@@ -4,7 +4,6 @@ Invariant: reads are of the store's last finished step.
 """
 
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -63,11 +62,6 @@ class StoreReader:
         self._num_read += 1
         if self._num_read == self._num_first:
             opened.handler.hold_prefetches(False)
-
-    def read_again(self, unit: Unit, shards: Sequence[Array]) -> None:
-        """Fills arrays with a unit's shards, whatever else is read; blocks."""
-        with closing(self._open()) as reader:
-            _read(reader, unit, shards)
 
     def close(self) -> None:
         """Frees its memory."""

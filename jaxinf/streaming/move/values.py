@@ -82,20 +82,6 @@ class Values:
             self._held[slot] = self._mover.get(slot)
         return self._held[slot]
 
-    def look(self, slot: Slot) -> jax.Array | None:
-        """Returns a value that is here or can be read, else None; blocks.
-
-        Raises:
-          StoreIOError: The drive failed.
-        """
-        if slot in self._away and slot not in self._held:
-            return self._mover.look(slot)
-        return self._held.get(slot)
-
-    def give(self, slot: Slot, value: jax.Array) -> None:
-        """Takes a value in place of one that could not be read."""
-        self._held[slot] = value
-
     def before(self, number: int) -> None:
         """Makes ready what the call of that number needs; may block.
 

@@ -116,7 +116,7 @@ class ResidentChooser:
         if not self._amount:
             return ResidentUnits()
         calls = plan.calls.calls
-        in_place = updated_in_place(calls, self.store_units, _read_again(plan))
+        in_place = updated_in_place(calls, self.store_units)
         twice = completions(calls, self.store_units).keys() - in_place
         sizes = {
             unit: unit.page_bytes * (2 if unit in twice else 1)
@@ -156,36 +156,16 @@ class ResidentChooser:
                 yield Candidate(unit, num_bytes, num_reads * unit.num_bytes, apart)
 
 
-def _read_again(plan: Plan) -> Sequence[Sequence[Piece]]:
-    """The params that are read beside each call if its segment runs forward again.
-
-    So a value that is lost on a drive is computed again.
-    """
-    if not plan.is_offloaded:
-        return ()
-    pairs = zip(plan.programs.backward, plan.programs.forward, strict=True)
-    found = {id(backward): forward.pieces for backward, forward in pairs}
-    return [found.get(id(call.program), ()) for call in plan.calls.calls]
-
-
-def updated_in_place(
-    calls: Sequence[Call],
-    store_units: StoreUnits,
-    again: Sequence[Sequence[Piece]] = (),
-) -> frozenset[Unit]:
+def updated_in_place(calls: Sequence[Call], store_units: StoreUnits) -> frozenset[Unit]:
     """Returns the units whose params no program reads when their gradient is there.
 
     The program before the one that completes the gradient may still run, unless that
     one waits for it.
-
-    Args:
-      again: By call, what may be read in addition just before it.
     """
     readers: dict[Unit, set[int]] = {}
-    for read in ([call.pieces for call in calls], again):
-        for number, pieces in enumerate(read):
-            for piece in pieces:
-                readers.setdefault(store_units.unit(piece), set()).add(number)
+    for number, call in enumerate(calls):
+        for piece in call.pieces:
+            readers.setdefault(store_units.unit(piece), set()).add(number)
 
     def is_over(reader: int, last: int) -> bool:
         if reader != last - 1:

@@ -160,7 +160,6 @@ def test_what_stays_on_the_host_is_not_written(mover, monkeypatch, pinned_bytes)
     evicted(mover, held, ["a", "d"])
     assert pinned_bytes() == SIZES["a"] + SIZES["d"]
     for key in ("d", "a"):
-        np.testing.assert_array_equal(mover.look(key), expected[key])
         assert_back(mover, key, expected)
     assert pinned_bytes() == 0
 
@@ -240,10 +239,11 @@ def test_values_are_read_ahead_as_far_as_there_is_room(mover, monkeypatch):
     written, on_drive = 0, sum(SIZES[key] for key in ON_DRIVE)
     while (written := written + mover.take_counts().num_written_bytes) < on_drive:
         time.sleep(1e-3)
-    np.testing.assert_array_equal(mover.look("b"), expected["b"])  # not read ahead
+    time.sleep(0.05)
+    assert len(reads) <= 2  # c has two parts; b is not read ahead
     assert_back(mover, "c", expected)
     assert_back(mover, "b", expected)
-    assert len(reads) == 4  # c has two parts; b was read twice
+    assert len(reads) == 3
 
 
 def test_reset_drops_everything(mover, has_link, pinned_bytes):
