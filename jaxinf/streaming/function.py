@@ -7,8 +7,8 @@
 Invariant: a call reads one finished step of the store, and writes nothing.
 """
 
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,10 +22,10 @@ from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.near_storage import StoreParamsEnds
 from jaxinf.streaming.plan.memory import Division, divide_rest, reader_bytes
 from jaxinf.streaming.plan.plan import Prepared, prepare_function
+from jaxinf.streaming.program.initial import BUFFERS_SHARE
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
+from jaxinf.streaming.program.units import SHARED, StoreUnits, shared_bytes
 from jaxinf.streaming.run import Runner
-from jaxinf.streaming.shared import Shared
 from jaxinf.streaming.step import Step
 from jaxinf.streaming.update.sink import NoGradients, Sink
 from jaxinf.typing import PyTree
@@ -34,26 +34,13 @@ from jaxinf.typing import PyTree
 _OWN_SHARE = 6
 
 
-@dataclass(frozen=True)
-class Beside:
-    """The step whose memory a function has.
-
-    Attributes:
-      left: Returns what the step leaves of budgets, by argument.
-      stays: Units that stay for the step.
-    """
-
-    shared: Shared
-    left: Callable[[Mapping[str, int]], Mapping[str, int]]
-    stays: Set[Unit]
-
-
 class FunctionEnds(StoreParamsEnds):
     """A store as params source; there are no gradients.
 
     Args:
       ready: The function, traced for the batch.
-      step: The step whose memory it has, if there is one.
+      beside: The setup of the step whose memory it has, and what that has run last;
+        None if it has its own.
     """
 
     def __init__(
@@ -62,7 +49,7 @@ class FunctionEnds(StoreParamsEnds):
         ready: Prepared,
         setup: Setup,
         resident: Resident,
-        step: Beside | None,
+        beside: tuple[Setup, Bound | None] | None,
         *,
         average: bool,
     ) -> None:
@@ -72,10 +59,10 @@ class FunctionEnds(StoreParamsEnds):
         store_units = StoreUnits(ready.traced.params, training.can_move)
         units = {store_units.unit(piece) for piece in ready.lifetimes.sizes}
         super().__init__(store, store_units, units, setup, resident)
-        self._step, self._average = step, average
+        self._beside, self._average = beside, average
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
-        left = budgets if self._step is None else self._step.left(budgets)
+        left = budgets if self._beside is None else _left(*self._beside, budgets)
         limit = self.setup.limit_within(left, ready.traced.mesh)
         memory_bytes = left["memory_bytes"] - self._training.opened.export_bytes
         division = divide_rest(memory_bytes - reader_bytes(memory_bytes), limit)
@@ -86,11 +73,11 @@ class FunctionEnds(StoreParamsEnds):
 
     def fitted(self, ready: Prepared, budgets: Mapping[str, int]) -> Fitted:
         fitted = super().fitted(ready, budgets)
-        if self._step is None:
+        if self._beside is None:
             return fitted
-        units, division = fitted.units, fitted.division
-        if not self._average:
-            units = replace(units, units=units.units | self._step.stays)
+        (_, last), units, division = self._beside, fitted.units, fitted.division
+        if last is not None and not self._average:
+            units = replace(units, units=units.units | last.fitted.units.units)
         if self.setup.limit.is_host:
             # A step's own programs stay in memory beside those of its functions.
             less = division.programs - self.setup.options.memory_bytes // _OWN_SHARE
@@ -105,9 +92,25 @@ class FunctionEnds(StoreParamsEnds):
         params, _ = self._source(
             fitted,
             average=self._average,
-            is_shared=self._step is not None,
+            is_shared=self._beside is not None,
         )
         return Bound(ends=self, fitted=fitted, runner=runner, params=params, sink=sink)
+
+
+def _left(
+    setup: Setup, last: Bound | None, budgets: Mapping[str, int]
+) -> Mapping[str, int]:
+    """Returns what a step leaves of its budgets to a function."""
+    resident_bytes = 0 if last is None else last.runner.plan.resident_bytes
+    store_bytes = 0 if last is None else last.store_bytes
+    whole, left = budgets["memory_bytes"], dict(budgets)
+    if last is None or whole != setup.options.memory_bytes:
+        store_bytes = max(store_bytes, whole // BUFFERS_SHARE)
+    left["memory_bytes"] -= store_bytes
+    name = "memory_bytes" if setup.limit.is_host else "device_memory_bytes"
+    if name in left:
+        left[name] -= resident_bytes
+    return left
 
 
 class StreamedFunction(Step):
@@ -135,19 +138,16 @@ class StreamedFunction(Step):
         setup: Setup,
         *,
         closes: bool = False,
-        step: Beside | None = None,
+        step: Step | None = None,
         average: bool = False,
     ) -> None:
-        super().__init__(setup, None if step is None else step.shared)
+        super().__init__(setup, step)
         self.store = store
         self._fn = fn
         self._closes = closes
         self._step_beside = step
         self._average = average
         self._params: PyTree | None = None
-        # What stays for a step are params, not their average.
-        self._is_apart = step is None or average
-        self._staying = Shared(setup) if step and average else self._shared
 
     def load(self, params: PyTree) -> None:
         """Tells the tree of the params, if it is not made of nested dicts alone.
@@ -197,8 +197,6 @@ class StreamedFunction(Step):
         """Frees the memory; closes the store if it was given as a path. Idempotent."""
         try:
             self._close_bound()
-            if self._is_apart:
-                self._staying.drop()
         finally:
             if self._closes:
                 self.store.close()
@@ -212,12 +210,15 @@ class StreamedFunction(Step):
         return ready.to_run(is_deterministic=self._options.deterministic)
 
     def _ends(self, ready: Prepared) -> FunctionEnds:
+        step = self._step_beside
+        # What stays for a step are params, not their average.
+        is_apart = step is None or self._average
         return FunctionEnds(
             self.store,
             ready,
             self._setup,
-            self._staying.resident,
-            self._step_beside,
+            self._resident if is_apart else step._resident,
+            None if step is None else (step._setup, step._last),
             average=self._average,
         )
 

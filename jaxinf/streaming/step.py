@@ -24,14 +24,14 @@ from jaxinf.streaming.binding import bind
 from jaxinf.streaming.bound import Bound, Ends, Setup
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.move.mover import MoverCounts
+from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.zeros import zeros_apart
 from jaxinf.streaming.run import Estimates
-from jaxinf.streaming.shared import Shared
-from jaxinf.streaming.turns import Check, check_not_traced
+from jaxinf.streaming.turns import Check, Turns, check_not_traced
 from jaxinf.streaming.update.micro_batches import shares_of
 from jaxinf.typing import PyTree
 
@@ -44,15 +44,17 @@ class Step(ABC):
 
     Args:
       setup: What batches of all shapes have in common.
-      shared: What a step and its functions share; by default nothing.
+      step: The step whose memory a function has, if there is one. They run in turns.
     """
 
-    def __init__(self, setup: Setup, shared: Shared | None = None) -> None:
+    def __init__(self, setup: Setup, step: "Step | None" = None) -> None:
         self._setup = setup
         self._options = setup.options
         self._together = setup.together
-        self._shared = shared or Shared(setup)
-        self._turns = self._shared.turns
+        self._turns = Turns() if step is None else step._turns
+        self._in_turn: list[Step] = [] if step is None else step._in_turn
+        self._in_turn.append(self)
+        self._staying: Resident | None = None
         self._bound: dict[Any, Bound] = {}
         self._last: Bound | None = None
         self._num_skipped = 0
@@ -135,9 +137,19 @@ class Step(ABC):
     def _take_turn(self, key: Any) -> Bound:
         """Returns what batches are bound to, and gives it the memory for reading."""
         bound = self._bound[key]
-        self._shared.give(bound.params)
+        for other in self._in_turn:
+            if other._last is not None and other._last is not bound:
+                other._last.params.rest()
         self._last = bound
         return bound
+
+    @property
+    def _resident(self) -> Resident:
+        """Params that stay between steps; those of all shapes of batches."""
+        if self._staying is None:
+            is_host = self._setup.limit.is_host
+            self._staying = Resident(self._setup.device, is_host=is_host)
+        return self._staying
 
     def _call(self, batch: PyTree, extra_args: Mapping[str, Any] | None) -> Results:
         check_not_traced(batch, extra_args)
@@ -189,6 +201,8 @@ class Step(ABC):
         self._turns.settle()
         for bound in self._bound.values():
             bound.close()
+        if self._staying is not None:
+            self._staying.drop()
 
 
 def _form(batch: PyTree) -> str:

@@ -27,13 +27,12 @@ from jaxinf.program import UpdateProgram, averaged
 from jaxinf.store import required_bytes
 from jaxinf.streaming.bound import Bound, Setup
 from jaxinf.streaming.count import Count
-from jaxinf.streaming.function import Beside, StreamedFunction
+from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.metrics import StreamMetrics
 from jaxinf.streaming.near_storage import StoreEnds
 from jaxinf.streaming.plan.memory import check_mesh, return_freed_memory
 from jaxinf.streaming.plan.plan import Prepared, prepare
 from jaxinf.streaming.program.initial import (
-    BUFFERS_SHARE,
     Shard,
     initial_inputs,
     trace_params,
@@ -259,7 +258,7 @@ class StreamedStep(TrainingStep):
         return ends, ready, update, num_bytes, now_bytes
 
     def _ends_of(self, *made: Any) -> StoreEnds:
-        return StoreEnds(self.store, self._shared.resident, *made)
+        return StoreEnds(self.store, self._resident, *made)
 
     def _traced_optimizer(self, params: PyTree) -> UpdateProgram:
         if self._update is None or self._update[0] is not params:
@@ -289,18 +288,8 @@ class StreamedStep(TrainingStep):
         Returns:
           As `jaxinf.stream` without an optimizer; closed with this step.
         """
-        options, last = self._options, self._last
-        made = StreamedFunction(
-            fn,
-            self.store,
-            Setup(options.of_function(), self._together),
-            step=Beside(
-                self._shared,
-                partial(_left, self._setup, last),
-                frozenset() if last is None else last.fitted.units.units,
-            ),
-            average=average,
-        )
+        setup = Setup(self._options.of_function(), self._together)
+        made = StreamedFunction(fn, self.store, setup, step=self, average=average)
         if self._params is not None:
             made.load(self._params)
         self._functions.append(made)
@@ -343,7 +332,6 @@ class StreamedStep(TrainingStep):
         for function in self._functions:
             function.close()
         super()._close_bound()
-        self._shared.drop()
 
     def __exit__(
         self,
@@ -355,19 +343,3 @@ class StreamedStep(TrainingStep):
             self._close_bound()
         finally:
             self.store.__exit__(kind, error, trace)
-
-
-def _left(
-    setup: Setup, last: Bound | None, budgets: Mapping[str, int]
-) -> Mapping[str, int]:
-    """Returns what a step leaves of its budgets to a function."""
-    resident_bytes = 0 if last is None else last.runner.plan.resident_bytes
-    store_bytes = 0 if last is None else last.store_bytes
-    whole, left = budgets["memory_bytes"], dict(budgets)
-    if last is None or whole != setup.options.memory_bytes:
-        store_bytes = max(store_bytes, whole // BUFFERS_SHARE)
-    left["memory_bytes"] -= store_bytes
-    name = "memory_bytes" if setup.limit.is_host else "device_memory_bytes"
-    if name in left:
-        left[name] -= resident_bytes
-    return left
