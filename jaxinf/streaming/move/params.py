@@ -229,11 +229,10 @@ class StoreParams(Params):
             return self._part(unit, piece, self._resident.get(unit))
         lasts = self._lasts[unit]
         key = (unit, lasts[bisect_left(lasts, number)])
-        try:
-            array = self._mover.get(key)
-        except Exception as error:
-            self._together.hold(error)  # others wait for the programs
-            array = on_host_devices(unit, unit.views(aligned(unit.held_bytes)))
+        with self._together.holding():
+            return self._part(unit, piece, self._mover.get(key))
+        # Others wait for the programs.
+        array = on_host_devices(unit, unit.views(aligned(unit.held_bytes)))
         return self._part(unit, piece, array)
 
     def _part(self, unit: Unit, piece: Piece, array: jax.Array) -> jax.Array:

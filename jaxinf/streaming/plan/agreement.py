@@ -26,38 +26,34 @@ class Together:
 
     Args:
       training: The store that they have together; None for a process alone.
+
+    Attributes:
+      is_alone: Whether the process decides by itself.
     """
 
     def __init__(self, training: Training | None = None) -> None:
-        is_alone = training is None or training.members.is_alone
-        self._training = None if is_alone else training
+        self.is_alone = training is None or training.members.is_alone
+        self._training = training
         self._failure: Exception | None = None
         self._is_interrupted = False
-        if self._training is not None:
-            self._training.members.may_hang = False  # it comes to the step's end
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the process decides by itself."""
-        return self._training is None
-
-    # --- plans ---------------------------------------------------------------------
-
-    def call(self, what: str, action: Callable[[], _T]) -> _T:
-        """Returns what an action returns, when it has gone well in all processes.
-
-        Raises:
-          ProcessError: It failed in another process.
-        """
-        if self._training is None:
-            return action()
-        return self._training.members.in_all(what, action)
+        if training is not None:
+            training.members.may_hang = False  # it comes to the step's end
 
     def values(self, what: str, value: Callable[[], JsonValue]) -> list[Any]:
-        """Returns the values of all processes; see `call`."""
+        """Returns the values of all processes.
+
+        Raises:
+          ProcessError: Another process failed to make its own.
+        """
         if self._training is None:
             return [value()]
         return self._training.members.agree(what, value)
+
+    def call(self, what: str, action: Callable[[], _T]) -> _T:
+        """Returns what an action returns, when it has gone well in all processes."""
+        found: list[_T] = []
+        self.values(what, lambda: found.append(action()))
+        return found[0]
 
     def same(self, what: str, value: Callable[[], JsonValue], remedy: str) -> None:
         """Refuses values that differ.
@@ -66,12 +62,12 @@ class Together:
           StreamError: Names the processes.
         """
         found = self.values(what, value)
-        others = [n for n, one in enumerate(found) if one != found[0]]
+        others = [str(n) for n, one in enumerate(found) if one != found[0]]
         if others:
             raise StreamError(
                 f"jaxinf.stream: expected {what} to be the same in all "
                 f"{len(found)} processes, found another one in process "
-                f"{', '.join(map(str, others))} than in process 0; {remedy}"
+                f"{', '.join(others)} than in process 0; {remedy}"
             )
 
     # --- a step --------------------------------------------------------------------
@@ -99,23 +95,19 @@ class Together:
                 self._training.fail(error)
             raise
 
-    def hold(self, error: Exception) -> None:
-        """Keeps an error until all agree; raises it if the process is alone."""
-        if self._training is None:
-            raise error
-        self._failure = self._failure or error
-
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """Holds an error of its context; see `hold`."""
+        """Keeps an error of its context until all agree, unless alone."""
         try:
             yield
         except Exception as error:
-            self.hold(error)
+            if self.is_alone:
+                raise
+            self._failure = self._failure or error
 
     def noting(self, check: Callable[[], None]) -> Callable[[], None]:
         """Returns a check that keeps an interrupt until all agree."""
-        if self._training is None:
+        if self.is_alone:
             return check
 
         def note() -> None:
@@ -139,7 +131,7 @@ class Together:
           Exception: What this process has held, or the action has raised.
         """
         training = self._training
-        if training is None:
+        if training is None or self.is_alone:
             return list(action())
         step = training.opened.finished.step + 1
 
@@ -156,13 +148,13 @@ class Together:
             raise
         if self._is_interrupted:
             raise KeyboardInterrupt
-        interrupted = [n for n, one in enumerate(found) if one["is_interrupted"]]
-        if interrupted:
+        gave_up = [n for n, one in enumerate(found) if one["is_interrupted"]]
+        if gave_up:
             raise ProcessError(
                 f"{training.members.path}: step {step}: process "
-                f"{', '.join(map(str, interrupted))} was interrupted (Ctrl-C), so all "
+                f"{', '.join(map(str, gave_up))} was interrupted (Ctrl-C), so all "
                 f"gave the step up; the store stays at step {step - 1}",
-                interrupted,
+                gave_up,
                 step,
             )
         return list(dict.fromkeys(name for one in found for name in one["refusing"]))
