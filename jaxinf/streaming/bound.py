@@ -32,7 +32,6 @@ from jaxinf.streaming.plan.offload import check_leaving
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.plan.saved import saved_cuts, saved_plan
-from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import Unit
 from jaxinf.streaming.run import (
@@ -109,14 +108,9 @@ class _Kept(NamedTuple):
 
 
 class Ends(ABC):
-    """Where params of batches of one shape come from, and where gradients go.
-
-    Attributes:
-      zeros: Gradients that are zero in any case, and stay on the device.
-    """
+    """Where params of batches of one shape come from, and where gradients go."""
 
     reads: Reads | None = None
-    zeros: Set[Piece] = frozenset()
     num_drives = 1
     saved_in: Path | None = None
 

@@ -30,8 +30,8 @@ from jaxinf.streaming.plan.reads import (
 )
 from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits
 from jaxinf.streaming.plan.saved import save_plan
+from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
-from jaxinf.streaming.program.zeros import sizes_but_zeros, zeros_of
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update.assigning import Assigning
 from jaxinf.streaming.update.compressing import Compressor
@@ -39,7 +39,7 @@ from jaxinf.streaming.update.on_device import DeviceUpdater
 from jaxinf.streaming.update.optimizer import arrivals_of, passes_for
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink
-from jaxinf.streaming.update.store_sink import StoreSink, deferred_bytes
+from jaxinf.streaming.update.store_sink import StoreSink, deferred_bytes, idle_leaves
 
 _PARAMS = 0  # the first of a leaf's states
 
@@ -175,9 +175,11 @@ class StoreEnds(StoreParamsEnds):
             ready.traced.mesh,
             replan=options.replan,
         )
-        graph = ready.lifetimes.graph
-        self.zeros = zeros_of(graph)
-        self._gradient_bytes = sizes_but_zeros(graph, self.zeros)
+        self._idle = idle_leaves(program, passes)
+        self._gradient_bytes = {
+            piece: 0 if piece.leaf in self._idle else aval_bytes(value.aval)
+            for piece, value in ready.lifetimes.graph.gradients.items()
+        }
 
     # --- planned -------------------------------------------------------------------
 
@@ -269,6 +271,7 @@ class StoreEnds(StoreParamsEnds):
             self._numbers,
             self._compressor,
             self._store_units,
+            self._idle,
             self.setup.together,
             min(room_bytes, division.leaving),
             spill,

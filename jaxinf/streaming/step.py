@@ -29,7 +29,6 @@ from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.program.zeros import zeros_apart
 from jaxinf.streaming.run import Estimates
 from jaxinf.streaming.turns import Check, Turns, check_not_traced
 from jaxinf.streaming.update.micro_batches import shares_of
@@ -216,8 +215,7 @@ def _run(bound: Bound, batch: PyTree, check: Check, shares: Sequence[float]) -> 
     params, runner = bound.params, bound.runner
     try:
         params.begin(check)
-        put = zeros_apart(bound.ends.zeros, bound.sink.put)
-        return runner(batch, params, put, check, shares)
+        return runner(batch, params, bound.sink.put, check, shares)
     finally:
         runner.settle()  # before the memory that they read is freed
         params.stop()

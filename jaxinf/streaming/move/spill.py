@@ -18,7 +18,6 @@ from jaxinf.streaming.move.mover import Mover
 from jaxinf.streaming.move.scratch import Folders, Place, Scratch
 from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.zeros import held_bytes
 from jaxinf.typing import Array
 
 
@@ -67,7 +66,7 @@ class Spill:
         assert key not in self._held, "a gradient leaves once"
         if key not in self.planned.on_drive:
             self._held[key] = value
-            self._held_bytes += held_bytes(value)
+            self._held_bytes += value.nbytes
             self.kept_bytes = max(self.kept_bytes, self._held_bytes)
             return
         if key not in self._places:
@@ -125,5 +124,5 @@ class Spill:
             self._mover.release(key)
             return found
         if removes:
-            self._held_bytes -= held_bytes(held)
+            self._held_bytes -= held.nbytes
         return np.asarray(held)

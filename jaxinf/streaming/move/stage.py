@@ -15,7 +15,6 @@ from jaxinf.schedule.moves import Tensor
 from jaxinf.streaming.move.mover import Mover
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import Gradient
-from jaxinf.streaming.program.zeros import held_bytes
 from jaxinf.typing import Array
 
 Handed: TypeAlias = tuple[Piece, Gradient]
@@ -80,7 +79,7 @@ class Stage:
         tensor = _Waiting(
             self._num_put,
             num_parts=1,
-            way_bytes=min(held_bytes(gradient), self._capacity_bytes),
+            way_bytes=min(gradient.nbytes, self._capacity_bytes),
             value=gradient,
             piece=piece,
             take=self._take,

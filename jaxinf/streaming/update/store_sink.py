@@ -7,16 +7,17 @@ Invariant: the store advances by one step if every gradient arrived and was fini
   otherwise it does not advance.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxinf.engine import Assignment, Training, UpdateRequest
+from jaxinf.csd import is_idle
+from jaxinf.engine import Assignment, KeptLeaf, Training, UpdateRequest
 from jaxinf.errors import NonFiniteGradientError
-from jaxinf.program import NonFinitePolicy, UpdateProgram
+from jaxinf.program import NonFinitePolicy, Passes, UpdateProgram
 from jaxinf.store import ScalarState
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.spill import Spill
@@ -54,6 +55,7 @@ class StoreSink(Sink):
 
     Args:
       compressor: Compresses gradients, if that is on.
+      idle: From `idle_leaves`; the store keeps these as they are.
       capacity_bytes: Bytes of gradients that may wait; one is always accepted.
       spill: Holds gradients until the last one arrives; None if none waits.
       assignment: The updates that a JAX device computes.
@@ -68,6 +70,7 @@ class StoreSink(Sink):
         passes: PassRunner,
         compressor: Compressor,
         store_units: StoreUnits,
+        idle: Set[int],
         together: Together,
         capacity_bytes: int,
         spill: Spill | None,
@@ -79,6 +82,7 @@ class StoreSink(Sink):
         self._training = training
         self._program = program
         self._store_units, self._together = store_units, together
+        self._idle, self._kept = idle, set[Unit]()
         self._stage = Stage("jaxinf-updates", capacity_bytes, _SHORT_BYTES)
         self._nonfinite: NonFinitePolicy = nonfinite
         self._copies = copies
@@ -105,13 +109,19 @@ class StoreSink(Sink):
         opened.assign(self._assignment)
         self._passes.begin(extra_args)
         self._gathering, self._bad = {}, []
+        self._kept.clear()
         self._stage.waited_s = 0.0
         if self.spill is not None:
             self.spill.reset()
         self._stage.start(self._update if self.spill is None else self._defer)
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
-        if self._is_gathered and self._passes.looks_at(piece.leaf):
+        is_looked_at = self._passes.looks_at(piece.leaf)
+        if piece.leaf in self._idle:
+            self._kept.add(self._store_units.unit(piece))
+            if not is_looked_at:
+                return
+        if self._is_gathered and is_looked_at:
             gradient = gathered(gradient)
         with self._together.holding():
             stays = self.spill is not None and self._passes.looks_first(piece.leaf)
@@ -137,6 +147,7 @@ class StoreSink(Sink):
                 return False
             raise _non_finite(self._step, self._bad)
         assert not self._gathering, "every part of a unit has its gradient"
+        self._keep()
         record = self._training.opened.finished
         scalars = [
             ScalarState(old.path, new)
@@ -209,6 +220,16 @@ class StoreSink(Sink):
                 check()
         self._end_updates()
 
+    def _keep(self) -> None:
+        """Tells the store of leaves that stay as they are."""
+        kept = (
+            KeptLeaf(unit.leaf, unit.origin_of(box), unit.extent_of(box))
+            for unit in sorted(self._kept, key=lambda unit: unit.place)
+            for box in unit.boxes
+        )
+        if self._kept:
+            self._training.steps.update(self._step, *kept)
+
     def _end_updates(self) -> None:
         self._stage.end()
         self._under_way.end()
@@ -228,7 +249,8 @@ class StoreSink(Sink):
             array = np.asarray(handed)  # it need not stay on the device
             if is_checked and not is_finite(array):
                 self._bad.append(self._program.leaves[piece.leaf].info.name)
-            self.spill.put(piece, array)
+            if piece.leaf not in self._idle:
+                self.spill.put(piece, array)
 
     def _update(self, taken: Sequence[Handed]) -> None:
         asked: dict[Unit, Asked] = {}
@@ -286,6 +308,18 @@ class StoreSink(Sink):
         if asked.changes_params:
             asked.fill(self._fetched.target(unit))
         return asked
+
+
+def idle_leaves(program: UpdateProgram, passes: Passes) -> frozenset[int]:
+    """Returns the leaves that stay as they are, whose gradients need not wait."""
+
+    def is_read(leaf: int) -> bool:
+        first = min(1, passes.num_passes - 1)
+        later = range(first, passes.num_passes)
+        return any(passes.part(number, leaf) is not None for number in later)
+
+    leaves = enumerate(program.leaves)
+    return frozenset(n for n, x in leaves if is_idle(x.kernel) and not is_read(n))
 
 
 def deferred_bytes(
