@@ -161,8 +161,8 @@ def figures(
         "bytes_ratio": round(streamed.drive_bytes / update_bytes, 4),
         "dispatch_share": round(statistics.median(shares), 5),
         "first_step_s": round(streamed.first_s, 2),
-        "calls": len(plan.calls.calls),
-        "programs": len(plan.calls.programs),
+        "calls": len(plan.calls),
+        "programs": len(plan.programs),
         "peak_bytes": plan.peak_bytes,
         "offloaded_bytes": streamed.offloaded_bytes,
     }

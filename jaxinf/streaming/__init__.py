@@ -8,9 +8,8 @@ from jaxinf.streaming.api import stream, stream_function, stream_in_memory
 from jaxinf.streaming.count import Count
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
-from jaxinf.streaming.plan.calls import Policy
+from jaxinf.streaming.plan.calls import Plan, Policy
 from jaxinf.streaming.plan.memory import DeviceLimit, store_memory_bytes
-from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.resident import check_resident
 from jaxinf.streaming.program.initial import check_init
 from jaxinf.streaming.streamed_step import StreamedStep

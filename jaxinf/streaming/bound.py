@@ -26,10 +26,11 @@ from jaxinf.streaming.move.scratch import Folders
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.agreement import Together
+from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, Division
 from jaxinf.streaming.plan.offload import check_leaving
-from jaxinf.streaming.plan.plan import Plan, Prepared
+from jaxinf.streaming.plan.plan import Prepared
 from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.plan.saved import saved_cuts, saved_plan
 from jaxinf.streaming.program.meshes import default_device
@@ -218,7 +219,7 @@ class Ends(ABC):
             division = replace(division, programs=programs)
         units = residents(plan)
         rest_bytes = plan.peak_bytes - units.all_bytes
-        plan = replace(units.applied(plan), peak_bytes=rest_bytes)
+        plan = units.applied(plan).varied(peak_bytes=rest_bytes)
         division, host_bytes = units.left(division), 0
         if division.staged:
             host_bytes = division.staged
@@ -226,12 +227,7 @@ class Ends(ABC):
                 host_bytes -= self.passing_bytes(plan, units.units)
                 host_bytes //= division.pool_factor
                 temps = compiled_temp_bytes(plan, executables)
-                check_leaving(
-                    plan.calls,
-                    division.programs,
-                    lambda calls: calls.call_bytes(temps),
-                    host_bytes,
-                )
+                check_leaving(plan, division.programs, temps, host_bytes)
             if self.reads is not None:
                 self.reads(plan, division, units.units)  # or it refuses
         if plan.is_offloaded:

@@ -13,8 +13,9 @@ from jaxinf.program import UpdateProgram
 from jaxinf.streaming.binding import planned
 from jaxinf.streaming.bound import Ends
 from jaxinf.streaming.fit import Fitted
+from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import NUM_STAGED
-from jaxinf.streaming.plan.plan import Plan, Prepared
+from jaxinf.streaming.plan.plan import Prepared
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.programs import Program
 from jaxinf.streaming.run import compiled_temp_bytes
@@ -75,15 +76,15 @@ def count(
     host_bytes, device_bytes = _memory(ends, fitted)
     up = down = 0
     if device_bytes:
-        away = sum(plan.calls.lives[slot].num_bytes for slot in plan.calls.evictions)
+        away = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
         up = away + sum(one.unit.num_bytes for one in fitted.reading.fetches)
         down = away + sum(
             call.program.output_bytes[i]
-            for call in plan.calls.calls
+            for call in plan.calls
             for i in {i for _, i in call.gradients}
         )
     return Count(
-        plan=plan.without_graph(),
+        plan=plan.without_graph(compiled_temp_bytes(plan, ends.setup.executables)),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
         disk_bytes=store_bytes + moved.waiting_bytes,
@@ -122,9 +123,7 @@ def _most_bytes(ends: Ends, plan: Plan, on_drive: Mapping[Piece, int]) -> int:
     """Memory of programs at their most, with gradients that wait for the last one."""
     most = held = 0
     temps = compiled_temp_bytes(plan, ends.setup.executables)
-    for call, num_bytes in zip(
-        plan.calls.calls, plan.calls.call_bytes(temps), strict=True
-    ):
+    for call, num_bytes in zip(plan.calls, plan.call_bytes(temps), strict=True):
         most = max(most, held + num_bytes)
         held += sum(
             call.program.output_bytes[i]
@@ -138,8 +137,8 @@ def _most_bytes(ends: Ends, plan: Plan, on_drive: Mapping[Piece, int]) -> int:
 
 
 def _step_operations(plan: Plan) -> float:
-    own = {key: _of_program(one) for key, one in plan.calls.programs.items()}
-    return sum(own[call.program.key] for call in plan.calls.calls)
+    own = {key: _of_program(one) for key, one in plan.programs.items()}
+    return sum(own[call.program.key] for call in plan.calls)
 
 
 def _of_program(program: Program) -> float:

@@ -5,14 +5,14 @@ Invariant: what is fitted takes no more than the memory.
 
 import hashlib
 from collections.abc import Callable, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
 from jaxinf.schedule.placement import Tiers
+from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.offload import plan_tiers
-from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.program.units import Unit
@@ -50,16 +50,12 @@ class Fitted:
         text = repr((self.plan.traced.mesh, self.plan.cuts, units, fetches))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def without_graph(self) -> "Fitted":
-        """Returns the same for when the plan's programs are compiled."""
-        return replace(self, plan=self.plan.without_graph())
-
     @cached_property
     def tiers(self) -> Tiers | None:
         """Where values wait; None if the device's memory is the host's."""
         if not self.division.staged:
             return None
-        return plan_tiers(self.plan.calls, self.host_bytes)
+        return plan_tiers(self.plan, self.host_bytes)
 
     @cached_property
     def beside_values(self) -> Division:

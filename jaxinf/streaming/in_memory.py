@@ -23,8 +23,9 @@ from jaxinf.streaming.count import Count
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.move.values import value_bytes
+from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import Division, divide_rest
-from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
+from jaxinf.streaming.plan.plan import Prepared, prepare
 from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.initial import check_init_fn
@@ -82,7 +83,7 @@ class MemoryEnds(Ends):
             )
 
         def all_stay(plan: Plan) -> ResidentUnits:
-            pieces = {piece for call in plan.calls.calls for piece in call.pieces}
+            pieces = {piece for call in plan.calls for piece in call.reads}
             # A part of a leaf is copied for its calls.
             whole = frozenset(p for p in pieces if not p.index and not p.rows)
             return ResidentUnits(

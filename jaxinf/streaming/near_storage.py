@@ -20,8 +20,9 @@ from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Folders
 from jaxinf.streaming.move.spill import Spill, file_bytes
 from jaxinf.streaming.move.values import value_bytes
+from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide
-from jaxinf.streaming.plan.plan import Plan, Prepared
+from jaxinf.streaming.plan.plan import Prepared
 from jaxinf.streaming.plan.reads import (
     Reading,
     planned_fetches,
@@ -283,7 +284,7 @@ class StoreEnds(StoreParamsEnds):
     def waiting(self, fitted: Fitted) -> Waiting | None:
         if not self._is_deferred:
             return None
-        calls, passes = fitted.plan.calls.calls, self._passes
+        calls, passes = fitted.plan.calls, self._passes
         sizes = deferred_bytes(calls, passes.whole, self._gradient_bytes)
         room_bytes = fitted.division.gradients // 2
         return waiting(sizes, room_bytes, max(1, passes.num_passes - 1))
@@ -291,7 +292,7 @@ class StoreEnds(StoreParamsEnds):
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
         given = frozenset(filter(self._takes_resident, fitted.units.units))
         params, unused_bytes = self._source(fitted, given)
-        calls, fetches = runner.plan.calls.calls, fitted.reading.fetches
+        calls, fetches = runner.plan.calls, fitted.reading.fetches
         reused = reused_bytes(fetches, calls, self._store_units)
         return Bound(
             ends=self,

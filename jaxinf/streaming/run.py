@@ -8,7 +8,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinf.io import add_span, span
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan.calls import Call, Slot
+from jaxinf.streaming.plan.calls import Call, Plan, Slot
 from jaxinf.streaming.plan.memory import num_together
-from jaxinf.streaming.plan.plan import Plan
+from jaxinf.streaming.plan.offload import evicted, least_bytes
 from jaxinf.streaming.plan.shardings import Shardings, const_sharding, output_bytes
 from jaxinf.streaming.program.graph import Batch, Const, Number, Origin, Piece, Seed
 from jaxinf.streaming.program.programs import (
@@ -55,9 +54,9 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
     """
     found, shardings = [], Shardings(plan)
     is_estimated = isinstance(executables, Estimates) and plan.traced.mesh is None
-    for call in plan.calls.calls:
+    for call in plan.calls:
         program = call.program
-        donated = plan.calls.donated[program.key]
+        donated = plan.donated[program.key]
         inputs, outputs = shardings.inputs(call), shardings.outputs(call)
         known = (program.key, donated, inputs, outputs)
         if known not in executables and is_estimated:
@@ -78,11 +77,10 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
 def compiled_bytes(plan: Plan, executables: Executables) -> int:
     """Returns the memory of a step, with temporaries as reported by XLA; blocks."""
     temps = compiled_temp_bytes(plan, executables)
-    if plan.is_offloaded:
-        return plan.least_bytes(temps)
-    compiled = compile_plan(plan, executables)
-    calls = replace(plan.calls, output_bytes=output_bytes(plan, compiled))
-    return calls.peak_bytes(temps)
+    if not plan.is_offloaded:
+        compiled = compile_plan(plan, executables)
+        plan = plan.varied(output_bytes=output_bytes(plan, compiled))
+    return least_bytes(plan, temps)
 
 
 def compiled_temp_bytes(plan: Plan, executables: Executables) -> dict[str, int]:
@@ -90,12 +88,14 @@ def compiled_temp_bytes(plan: Plan, executables: Executables) -> dict[str, int]:
 
     Those of all devices that share the host's memory, or of one with its own.
     """
-    found: dict[str, int] = {}
-    num_devices = num_together(plan.traced.mesh)
     if plan.is_offloaded:
-        plan = replace(plan, calls=plan.calls.lent())
-    compiled = compile_plan(plan, executables)
-    for call, executable in zip(plan.calls.calls, compiled, strict=True):
+        plan = plan.varied(lenders=None)
+    return _temp_bytes(plan, compile_plan(plan, executables))
+
+
+def _temp_bytes(plan: Plan, compiled: Sequence[Any]) -> dict[str, int]:
+    found, num_devices = dict[str, int](), num_together(plan.traced.mesh)
+    for call, executable in zip(plan.calls, compiled, strict=True):
         own = bytes_beside(call.program, executable) * num_devices
         found[call.program.key] = max(own, found.get(call.program.key, 0))
     return found
@@ -111,12 +111,12 @@ def offloaded(plan: Plan, executables: Executables, budget_bytes: int) -> Plan:
     found = plan
     while temps != before:
         before = dict(temps)
-        found = plan.fitted(budget_bytes, temps)
+        found = evicted(plan, budget_bytes, temps)
         compiled = compile_plan(found, executables)
-        for call, executable in zip(found.calls.calls, compiled, strict=True):
+        for call, executable in zip(found.calls, compiled, strict=True):
             own = bytes_beside(call.program, executable)
             temps[call.program.key] = max(temps[call.program.key], own)
-        if found.calls.peak_bytes(temps) <= budget_bytes:
+        if found.most_bytes(temps) <= budget_bytes:
             break
     return found
 
@@ -148,10 +148,9 @@ class Runner:
     ) -> None:
         self.values = Values() if values is None else values
         self.waited_s = 0.0
-        self._executables = compile_plan(
-            plan, {} if executables is None else executables
-        )
-        self.plan = plan.without_graph()
+        executables = {} if executables is None else executables
+        self._executables = compile_plan(plan, executables)
+        self.plan = plan.without_graph(_temp_bytes(plan, self._executables))
         self.dispatched_s = 0.0
         self._in_flight: deque[tuple[int, float, jax.Array | None]] = deque()
         self._numbers: dict[int, jax.Array] = {}
@@ -181,7 +180,7 @@ class Runner:
         Returns:
           The loss, None if there is none, and aux; of parts as `together`.
         """
-        parts = parts_of(batch, self.plan.programs.num_parts)
+        parts = parts_of(batch, self.plan.num_parts)
         shares = shares or (1.0,) * len(parts)
         placed = [
             _Part(self._placed(part), self._one if share == 1 else self._seed(share))
@@ -197,12 +196,12 @@ class Runner:
             if output is not None:
                 self._await(output)
             began_s, ended_s = max(called_s, ended_s), time.perf_counter()
-            program = self.plan.calls.calls[number].program
+            program = self.plan.calls[number].program
             add_span("program", program.name, began_s, ended_s)
             values.done(number)
             params.done(number)
 
-        for number, call in enumerate(self.plan.calls.calls):
+        for number, call in enumerate(self.plan.calls):
             if len(in_flight) == MAX_IN_FLIGHT:
                 await_first()
             values.before(number)
@@ -210,14 +209,14 @@ class Runner:
             outputs, called_s, output = self._dispatch(number, inputs)
             del inputs
             in_flight.append((number, called_s, output))
-            values.put(call.outputs, outputs)
-            values.after(number, call.drops)
+            values.put(call.makes, outputs)
+            values.after(number, call.frees)
             for piece, i in call.gradients:
                 hand_out(piece, outputs[i])
             del outputs, output
         while in_flight:
             await_first()
-        found = [values[slot] for slot in self.plan.calls.results]
+        found = [values[slot] for slot in self.plan.results]
         count = len(found) // len(parts)
         results = [
             self._results(found[number * count : (number + 1) * count])
@@ -259,7 +258,7 @@ class Runner:
         outputs = self._executables[number](*inputs)
         called_s = time.perf_counter()
         self.dispatched_s += called_s - began_s
-        fence = self.plan.calls.fences[number]
+        fence = self.plan.fences[number]
         if fence is None:  # the next call may reuse the memory of all outputs
             self._await(outputs)
         output = None if fence is None else outputs[fence]
@@ -283,7 +282,7 @@ class Runner:
                 case _:
                     return self._given(ref, part)
 
-        return [read(ref) for ref in call.inputs]
+        return [read(ref) for ref in call.takes]
 
     def _given(self, ref: Origin, part: "_Part") -> Any:
         match ref:

@@ -25,8 +25,9 @@ from jaxinf.streaming.bound import Bound, Ends, Setup
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.resident import Resident
+from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
-from jaxinf.streaming.plan.plan import Plan, Prepared
+from jaxinf.streaming.plan.plan import Prepared
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.run import Estimates

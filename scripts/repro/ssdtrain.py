@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,9 @@ from throttled import Passage, Server, held_up
 from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.move.scratch import Part, Scratch
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan.calls import Calls
+from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.offload import fitted
-from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
+from jaxinf.streaming.plan.plan import Prepared, prepare
 from jaxinf.streaming.program.cut import choose_cuts
 from jaxinf.streaming.run import Executables, Runner, compiled_temp_bytes
 
@@ -168,7 +168,7 @@ class Policy:
     @property
     def peak_bytes(self) -> int:
         """The most bytes of values in a step."""
-        return max(value_bytes(self.runner.plan.calls))
+        return max(value_bytes(self.runner.plan))
 
 
 class SlowScratch(Scratch):
@@ -220,7 +220,7 @@ class Stack:
         The cuts are among those that suit keep.
         """
         plans = {cuts: self.ready.plan_of(cuts, "offload") for cuts in self._all_cuts()}
-        kept = {cuts: max(value_bytes(plan.calls)) for cuts, plan in plans.items()}
+        kept = {cuts: max(value_bytes(plan)) for cuts, plan in plans.items()}
         least = min(kept.values())
         good = [cuts for cuts, most in kept.items() if most <= TOLERANCE * least]
         return plans[min(good, key=lambda cuts: least_bytes(plans[cuts]))], least
@@ -238,11 +238,10 @@ class Stack:
         """A policy, compiled."""
         return Policy(name, Runner(plan, self.executables, values=values), [])
 
-    def with_calls(self, name: str, calls: Calls) -> Policy:
+    def leaving(self, name: str, plan: Plan) -> Policy:
         """A policy whose values may leave for the drive."""
         scratch = SlowScratch([self.place], self.drive, self.bytes_per_s)
-        values = Values(calls, scratch)
-        return self.policy(name, replace(self.plan, calls=calls), values)
+        return self.policy(name, plan, Values(plan, scratch))
 
     def chosen(self, share: float) -> Policy:
         """Offload in a share of keep's memory; ends the program if it does not fit."""
@@ -256,16 +255,16 @@ class Stack:
 
     def find(self, share: float) -> Policy | None:
         """Offload in a share of keep's memory; None if it does not fit."""
-        budget, calls = int(share * self.most_bytes), self.plan.calls
-        found = fitted(calls, budget, value_bytes)
+        budget = int(share * self.most_bytes)
+        found = fitted(self.plan, budget, value_bytes)
         if max(value_bytes(found)) > budget:
             return None
-        return self.with_calls(f"offload {share:.2f}", found)
+        return self.leaving(f"offload {share:.2f}", found)
 
     def recompute(self) -> Policy:
         """Recomputation of all segments, at the cuts with which its peak is lowest."""
         plans = [self.ready.plan_of(cuts, "recompute") for cuts in self._all_cuts()]
-        best = min(plans, key=lambda plan: max(value_bytes(plan.calls)))
+        best = min(plans, key=lambda plan: max(value_bytes(plan)))
         return self.policy("recompute", best)
 
     def step(self, policy: Policy) -> float:
@@ -285,15 +284,15 @@ class Stack:
 
 def least_bytes(plan: Plan) -> int:
     """Peak of values if all that can are on the drive meanwhile."""
-    return max(value_bytes(fitted(plan.calls, 0, value_bytes)))
+    return max(value_bytes(fitted(plan, 0, value_bytes)))
 
 
-def value_bytes(calls: Calls) -> list[int]:
+def value_bytes(plan: Plan) -> list[int]:
     """Bytes of values during each call: held ones, new ones, and those of the next."""
-    made = [0] * (len(calls.calls) + 1)
-    for life in calls.lives.values():
+    made = [0] * (len(plan.calls) + 1)
+    for life in plan.lives.values():
         made[life.made] += life.num_bytes
-    held = calls.held_bytes()
+    held = plan.held_bytes()
     return [own + made[n] + made[n + 1] for n, own in enumerate(held)]
 
 
@@ -356,12 +355,12 @@ def curve(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def all_policies(stack: Stack, shares: list[float]) -> list[Policy]:
     """Keep, recompute, offload all, and as few as fit in shares of keep's memory."""
-    least = fitted(stack.plan.calls, 0, value_bytes)
+    least = fitted(stack.plan, 0, value_bytes)
     planned = (stack.find(share) for share in shares)
     return [
         stack.keep,
         stack.recompute(),
-        stack.with_calls("offload", least),
+        stack.leaving("offload", least),
         *(policy for policy in planned if policy is not None),
     ]
 

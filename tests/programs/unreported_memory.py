@@ -21,10 +21,7 @@ def loss(p, x):
 def main():
     """Runs each program of the loss and its gradient."""
     like = jax.ShapeDtypeStruct((1, 2, 3072, 3072), jnp.float32)
-    programs = prepare(loss, like, like).plan(1 << 40).programs
-    for program in (*programs.forward, *programs.backward):
-        if program is None or not program.outputs:
-            continue
+    for program in prepare(loss, like, like).plan(1 << 40).programs.values():
         compiled = compile_program(program)
         args = [jnp.ones(value.shape, value.dtype) for value in program.inputs]
         for _ in range(3):

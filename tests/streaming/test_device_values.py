@@ -7,7 +7,6 @@ import shutil
 import threading
 import time
 import weakref
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from jaxinf.schedule.placement import NUM_COPIES
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
-from jaxinf.streaming.plan.offload import least_offloaded_bytes, plan_tiers
+from jaxinf.streaming.plan.offload import evicted, least_bytes, plan_tiers
 from jaxinf.streaming.run import compiled_temp_bytes
 
 pytestmark = pytest.mark.optimized("long")
@@ -46,20 +45,20 @@ def plans(program, share=0.0):
     cuts = ready.plan(smallest_bytes(ready) * 3 // 2).cuts
     keep, offload = (ready.plan_of(cuts, policy) for policy in ("keep", "offload"))
     temps = compiled_temp_bytes(offload, executables := {})
-    least = least_offloaded_bytes(offload.calls, temps)
-    budget = least + int(share * (offload.calls.peak_bytes(temps) - least))
-    return keep, offload.fitted(budget, temps), executables
+    least = least_bytes(offload, temps)
+    budget = least + int(share * (offload.most_bytes(temps) - least))
+    return keep, evicted(offload, budget, temps), executables
 
 
-def least_of(calls):
+def least_of(plan):
     """The least memory of the host for values."""
-    return plan_tiers(calls, 0).least_bytes
+    return plan_tiers(plan, 0).least_bytes
 
 
-def hosts(calls):
+def hosts(plan):
     """Memory of the host: enough for all, the least, and between."""
-    most = plan_tiers(calls, ENOUGH).host_bytes
-    least = least_of(calls)
+    most = plan_tiers(plan, ENOUGH).host_bytes
+    least = least_of(plan)
     return [most, *{max(least, most - 4096), least, (least + most) // 2}]
 
 
@@ -72,8 +71,8 @@ def pinned_bytes():
 class Watched(Values):
     """Notes what is in memory while a step runs."""
 
-    def __init__(self, calls, scratch, tiers):
-        super().__init__(calls, scratch, tiers)
+    def __init__(self, plan, scratch, tiers):
+        super().__init__(plan, scratch, tiers)
         self.made = {}
         gc.collect()
         self.others = pinned_bytes()
@@ -107,19 +106,19 @@ def test_bits_are_those_of_keep(name, tmp_path):
     program = ZOO[name]()
     keep, plan, executables = plans(program)
     expected = streamed(program, keep, executables)
-    for host_bytes in hosts(plan.calls):
-        tiers = plan_tiers(plan.calls, host_bytes)
+    for host_bytes in hosts(plan):
+        tiers = plan_tiers(plan, host_bytes)
         assert not tiers.least_bytes
         assert tiers.host_bytes <= host_bytes
-        values = Watched(plan.calls, Scratch([tmp_path]), tiers)
+        values = Watched(plan, Scratch([tmp_path]), tiers)
         for _ in range(2):  # the second step reuses the files
             found = streamed(program, plan, executables, values=values)
             assert_same_bits(found, expected)
         counts = values.counts()
-        lives = plan.calls.lives
-        sizes = {slot: lives[slot].num_bytes for slot in plan.calls.evictions}
+        lives = plan.lives
+        sizes = {slot: lives[slot].num_bytes for slot in plan.evictions}
         on_drive = sum(sizes[slot] for slot in tiers.on_drive)
-        assert bool(on_drive) == (host_bytes < hosts(plan.calls)[0])
+        assert bool(on_drive) == (host_bytes < hosts(plan)[0])
         assert counts.num_out_bytes == counts.num_back_bytes == 2 * sum(sizes.values())
         assert counts.num_written_bytes == 2 * on_drive
         assert (counts.num_read_bytes == 2 * on_drive) == (not counts.num_forwarded)
@@ -143,12 +142,12 @@ def slow(move):
 def test_bits_do_not_depend_on_a_slow_drive(tmp_path, monkeypatch):
     program = ZOO["l2_penalty"](depth=8)
     keep, plan, executables = plans(program)
-    least = least_of(plan.calls)
-    tiers = plan_tiers(plan.calls, least)
+    least = least_of(plan)
+    tiers = plan_tiers(plan, least)
     assert tiers.on_drive
     for name in ("write", "read"):
         monkeypatch.setattr(Scratch, name, slow(getattr(Scratch, name)))
-    values = Watched(plan.calls, Scratch([tmp_path]), tiers)
+    values = Watched(plan, Scratch([tmp_path]), tiers)
     found = streamed(program, plan, executables, values=values)
     assert_same_bits(found, streamed(program, keep, executables))
     assert values.most_bytes <= least
@@ -161,18 +160,18 @@ def test_bits_do_not_depend_on_a_slow_drive(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("small_values_leave")
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_what_is_needed_soonest_stays_on_the_host(share):
-    calls = plans(ZOO["l2_penalty"](depth=12), share=share)[1].calls
-    most = plan_tiers(calls, ENOUGH)
+    plan = plans(ZOO["l2_penalty"](depth=12), share=share)[1]
+    most = plan_tiers(plan, ENOUGH)
     assert most.on_drive == ()
-    largest = page_ceil(max(calls.lives[slot].num_bytes for slot in calls.evictions))
-    assert least_of(calls) == 2 * NUM_COPIES * largest
+    largest = page_ceil(max(plan.lives[slot].num_bytes for slot in plan.evictions))
+    assert least_of(plan) == 2 * NUM_COPIES * largest
     numbers = []
-    for host_bytes in range(least_of(calls), most.host_bytes, largest):
-        tiers = plan_tiers(calls, host_bytes)
-        needed = [calls.evictions[slot].needed for slot in tiers.on_drive]
+    for host_bytes in range(least_of(plan), most.host_bytes, largest):
+        tiers = plan_tiers(plan, host_bytes)
+        needed = [plan.evictions[slot].needed for slot in tiers.on_drive]
         stay = [
-            (one, page_ceil(calls.lives[slot].num_bytes))
-            for slot, one in calls.evictions.items()
+            (one, page_ceil(plan.lives[slot].num_bytes))
+            for slot, one in plan.evictions.items()
             if slot not in tiers.on_drive
         ]
         others = [one.needed for one, _ in stay]
@@ -190,10 +189,10 @@ def test_what_is_needed_soonest_stays_on_the_host(share):
 
 @pytest.mark.usefixtures("small_values_leave")
 def test_one_value_needs_no_way_to_a_drive():
-    calls = plans(ZOO["l2_penalty"]())[1].calls
-    slot, eviction = next(iter(calls.evictions.items()))
-    alone = replace(calls, evictions={slot: eviction})
-    size = page_ceil(calls.lives[slot].num_bytes)
+    plan = plans(ZOO["l2_penalty"]())[1]
+    slot, eviction = next(iter(plan.evictions.items()))
+    alone = plan.varied(evictions={slot: eviction})
+    size = page_ceil(plan.lives[slot].num_bytes)
     assert plan_tiers(alone, size - 1).least_bytes == size
     assert not plan_tiers(alone, size).least_bytes
 
@@ -307,7 +306,7 @@ def test_without_a_store(place, policy, tier):
         step.load(LAYERS, batch=BATCH)
         found.append(losses(step, 8))
         if own == "offload":
-            assert step.plan.calls.evictions
+            assert step.plan.evictions
             assert (step.traffic.drive_write_bytes > 0) == (tier == "drives")
         step.close()
     np.testing.assert_allclose(found[0], found[1], rtol=1e-6)  # the cuts may differ

@@ -85,9 +85,9 @@ def test_a_large_table_is_planned_as_a_whole(place):
     with pytest.raises(BudgetError, match=r"65792000 bytes") as refused:
         counted("64MiB")
     plan = counted(**refused.value.works).plan
-    pieces = {piece for call in plan.calls.calls for piece in call.pieces}
+    pieces = {piece for call in plan.calls for piece in call.reads}
     assert pieces == {Piece(0)}
-    gradients = {piece for call in plan.calls.calls for piece, _ in call.gradients}
+    gradients = {piece for call in plan.calls for piece, _ in call.gradients}
     assert gradients == {Piece(0)}
 
 

@@ -13,12 +13,12 @@ from zoo import ONLY_PLANNED, QUICKEST, ZOO
 
 import jaxinf
 from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
+from jaxinf.streaming import run
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
-from jaxinf.streaming.plan.calls import Calls
-from jaxinf.streaming.plan.offload import fitted, least_offloaded_bytes
-from jaxinf.streaming.plan.plan import Plan
+from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.offload import evicted, fitted, least_bytes
 from jaxinf.streaming.run import Runner, compiled_temp_bytes
 
 pytestmark = pytest.mark.optimized("long")
@@ -44,17 +44,17 @@ def test_bits_are_those_of_keep(name, tmp_path):
     executables = {}
     expected = streamed(program, keep, executables)
     temps = compiled_temp_bytes(offload, executables)
-    least = least_offloaded_bytes(offload.calls, temps)
-    most = offload.calls.peak_bytes(temps)
+    least = least_bytes(offload, temps)
+    most = offload.most_bytes(temps)
     for budget in {least, (least + most) // 2}:
-        plan = offload.fitted(budget, temps)
+        plan = evicted(offload, budget, temps)
         assert plan.peak_bytes <= budget
-        values = Values(plan.calls, Scratch([tmp_path]))
+        values = Values(plan, Scratch([tmp_path]))
         for _ in range(2):  # the second step reuses the files
             found = streamed(program, plan, executables, values=values)
             assert_same_bits(found, expected)
         counts = values.counts()
-        sizes = [plan.calls.lives[slot].num_bytes for slot in plan.calls.evictions]
+        sizes = [plan.lives[slot].num_bytes for slot in plan.evictions]
         assert counts.num_written_bytes == counts.num_read_bytes == 2 * sum(sizes)
         values.close()
     assert not list(tmp_path.iterdir())
@@ -75,9 +75,9 @@ def test_memory_is_as_planned(tmp_path):
     program = ZOO["l2_penalty"](depth=8)
     offload = plans(prepared(program))[1]
     temps = compiled_temp_bytes(offload, executables := {})
-    least = least_offloaded_bytes(offload.calls, temps)
-    plan = offload.fitted(least, temps)
-    values = Watched(plan.calls, Scratch([tmp_path]))
+    least = least_bytes(offload, temps)
+    plan = evicted(offload, least, temps)
+    values = Watched(plan, Scratch([tmp_path]))
     streamed(program, plan, executables, values=values)
     in_memory = Watched()
     streamed(program, offload, executables, values=in_memory)
@@ -86,15 +86,15 @@ def test_memory_is_as_planned(tmp_path):
 
 
 def test_the_value_needed_last_leaves_first():
-    calls = plans(prepared(ZOO["gpt2_nano"]()))[1].calls
-    most = calls.peak_bytes()
-    assert not fitted(calls, most, Calls.call_bytes).evictions
-    one = fitted(calls, most - 1, Calls.call_bytes).evictions
+    plan = plans(prepared(ZOO["gpt2_nano"]()))[1]
+    most = plan.most_bytes()
+    assert not fitted(plan, most, Plan.call_bytes).evictions
+    one = fitted(plan, most - 1, Plan.call_bytes).evictions
     needed = {slot: eviction.needed for slot, eviction in one.items()}
     others = [
-        life.reads[-1]
-        for slot, life in calls.lives.items()
-        if slot not in needed and life.reads and life.made == 0
+        life.takers[-1]
+        for slot, life in plan.lives.items()
+        if slot not in needed and life.takers and life.made == 0
     ]
     assert needed
     assert max(needed.values()) >= max(others)
@@ -104,10 +104,10 @@ def test_the_value_needed_last_leaves_first():
 
 @pytest.mark.parametrize("share", family([0.0, 0.3, 0.6, 1.0], short=[0.3, 1.0]))
 def test_values_come_back_in_the_order_of_use(share):
-    calls = plans(prepared(ZOO["l2_penalty"](depth=8)))[1].calls
-    least, most = least_offloaded_bytes(calls), calls.peak_bytes()
-    found = fitted(calls, int(least + share * (most - least)), Calls.call_bytes)
-    assert found.peak_bytes() <= int(least + share * (most - least))
+    plan = plans(prepared(ZOO["l2_penalty"](depth=8)))[1]
+    least, most = least_bytes(plan), plan.most_bytes()
+    found = fitted(plan, int(least + share * (most - least)), Plan.call_bytes)
+    assert found.most_bytes() <= int(least + share * (most - least))
     ordered = sorted(found.evictions.values(), key=lambda one: one.needed)
     assert [one.back for one in ordered] == sorted(one.back for one in ordered)
 
@@ -118,8 +118,7 @@ def test_values_come_back_in_the_order_of_use(share):
 @pytest.fixture
 def everything_leaves(monkeypatch):
     """Lets every value leave that can, although the budget has room."""
-    real = Plan.fitted
-    monkeypatch.setattr(Plan, "fitted", lambda self, _, temps: real(self, 0, temps))
+    monkeypatch.setattr(run, "evicted", lambda plan, _, temps: evicted(plan, 0, temps))
 
 
 def opened(open_store, name, policy, program, tx=TX, resident=None, **options):
@@ -239,8 +238,8 @@ def test_runner_drops_values_of_a_step_that_failed(tmp_path):
     program = ZOO["l2_penalty"]()
     offload = plans(prepared(program))[1]
     temps = compiled_temp_bytes(offload, executables := {})
-    plan = offload.fitted(0, temps)
-    values = Values(plan.calls, Scratch([tmp_path]))
+    plan = evicted(offload, 0, temps)
+    values = Values(plan, Scratch([tmp_path]))
     runner = Runner(plan, executables, values=values)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]
 

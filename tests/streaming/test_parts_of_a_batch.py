@@ -22,8 +22,10 @@ from zoo import ZOO, Program, normal
 import jaxinf
 from jaxinf.errors import BudgetError
 from jaxinf.schedule.reads import fetches_of
+from jaxinf.streaming import run as running
 from jaxinf.streaming.plan import offload
-from jaxinf.streaming.plan.plan import Plan, prepare
+from jaxinf.streaming.plan.plan import prepare
+from jaxinf.streaming.program.programs import make_programs
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update.micro_batches import first_part, parts_of, together
 
@@ -133,22 +135,22 @@ def test_a_segment_runs_for_all_parts_before_the_next_one():
     program = tied()
     ready = prepared(program, 3)
     plan = ready.plan(smallest_bytes(ready) * 5 // 4)
-    calls, programs = plan.calls.calls, plan.programs
-    early = programs.num_early
-    assert 1 < early < len(programs.forward)
+    calls, num_segments = plan.calls, len(plan.cuts) - 1
+    early = make_programs(ready.lifetimes, plan.cuts, ready.keys).num_early
+    assert 1 < early < num_segments
     names = [(call.program.name, call.part) for call in calls if call.is_forward]
     expected = [(f"forward {k}", part) for k in range(early) for part in range(3)]
-    late = range(early, len(programs.forward))
+    late = range(early, num_segments)
     expected += [(f"forward {k}", part) for part in range(3) for k in late]
     assert names == expected
     # Scores of one part at a time.
-    wide = [one for one in plan.calls.lives.values() if one.aval.shape == (4, 512)]
+    wide = [one for one in plan.lives.values() if one.aval.shape == (4, 512)]
     assert wide
-    assert all(one.reads[-1] - one.made < 2 * len(late) + 2 for one in wide)
+    assert all(one.takers[-1] - one.made < 2 * len(late) + 2 for one in wide)
     # A gradient is handed out once, and nothing is read between calls of a segment.
     given = [piece for call in calls for piece, _ in call.gradients]
     assert sorted(map(str, given)) == sorted(map(str, ready.gradient_pieces))
-    uses = [call.pieces for call in calls]
+    uses = [call.reads for call in calls]
     reads = [fetch.unit for fetch in fetches_of(uses)]
     assert max(map(reads.count, reads)) == 2
 
@@ -223,17 +225,18 @@ def test_a_step_moves_the_bytes_of_one_part(
 @pytest.mark.long
 def test_what_waits_may_be_on_a_drive(trained_by, monkeypatch):
     monkeypatch.setattr(offload, "SMALL_BYTES", 1)
-    program, tx, real = tied(), optax.sgd(0.1), Plan.fitted
+    program, tx = tied(), optax.sgd(0.1)
 
-    def fitted(self, budget_bytes, temps):
-        return real(self, 0 if self.policy == "offload" else budget_bytes, temps)
+    def leaving(plan, budget_bytes, temps):
+        budget_bytes = 0 if plan.policy == "offload" else budget_bytes
+        return offload.evicted(plan, budget_bytes, temps)
 
-    monkeypatch.setattr(Plan, "fitted", fitted)
+    monkeypatch.setattr(running, "evicted", leaving)
     step, found, expected = trained_by(program, tx, policy="offload")
     assert_trained_alike(found, expected)
-    calls = step.plan.calls
+    plan = step.plan
     # Both what goes on forward, and a tied table's gradient.
-    made = {calls.calls[one.written].program.name for one in calls.evictions.values()}
+    made = {plan.calls[one.written].program.name for one in plan.evictions.values()}
     assert {name.split()[0] for name in made} == {"forward", "backward"}
     moved = step.store.metrics.traffic
     assert moved.drive_read_bytes == step.traffic.drive_read_bytes

@@ -47,9 +47,9 @@ def test_more_equal_blocks_need_no_more_programs(name):
             limit_bytes = ready.lifetimes.piece_bytes(ready.lifetimes.sizes) // 6
         cuts = choose_cuts(ready.lifetimes, ready.tokens, limit_bytes)
         plans.append(ready.plan_of(cuts))
-    few, more, most = (len(plan.calls.programs) for plan in plans)
+    few, more, most = (len(plan.programs) for plan in plans)
     assert few == more == most
-    few, more, most = (len(plan.calls.calls) for plan in plans)
+    few, more, most = (len(plan.calls) for plan in plans)
     assert few < more < most
 
 
@@ -77,8 +77,8 @@ def test_recomputing_holds_no_scores():
 def test_a_stack_is_fetched_and_handed_out_a_layer_at_a_time(name):
     depth = 6
     plan = cut_in_blocks(name, depth)
-    fetched = [piece for call in plan.calls.calls for piece in call.pieces]
-    given = [piece for call in plan.calls.calls for piece, _ in call.gradients]
+    fetched = [piece for call in plan.calls for piece in call.reads]
+    given = [piece for call in plan.calls for piece, _ in call.gradients]
     shapes = [leaf.shape for leaf in plan.traced.params]
     stacks = {i for i, shape in enumerate(shapes) if shape[0] == depth}
     assert stacks
@@ -94,7 +94,7 @@ def test_a_stack_is_fetched_and_handed_out_a_layer_at_a_time(name):
 
 def test_nested_stacks_are_taken_apart_to_the_last():
     plan = cut_in_blocks_of("scan_nested")
-    given = [piece for call in plan.calls.calls for piece, _ in call.gradients]
+    given = [piece for call in plan.calls for piece, _ in call.gradients]
     assert sorted(p.index for p in given) == [(i, j) for i in range(3) for j in (0, 1)]
 
 
@@ -107,7 +107,7 @@ def pending_bytes(plan):
     """Returns the most bytes of backward values that wait between two calls."""
     sizes = {}
     held, most = set(), 0
-    for call in plan.calls.calls:
+    for call in plan.calls:
         for slot, value in zip(call.outputs, call.program.outputs, strict=True):
             if slot is not None and call.program.name.startswith("backward"):
                 sizes[slot] = value.aval.size * value.aval.dtype.itemsize
@@ -126,8 +126,8 @@ def test_gradients_do_not_wait_for_the_end(name):
 
 def test_a_penalty_reads_params_where_they_are_anyway():
     plan = cut_in_blocks("l2_penalty", 12)
-    forward = [c for c in plan.calls.calls if c.program.name.startswith("forward")]
-    fetched = [piece for call in forward for piece in call.pieces if not call.is_repeat]
+    forward = [c for c in plan.calls if c.program.name.startswith("forward")]
+    fetched = [piece for call in forward for piece in call.reads if not call.is_repeat]
     assert len(fetched) == len(set(fetched))
 
 
@@ -135,7 +135,7 @@ def test_rows_of_a_table_are_fetched_alone():
     ready = prepared("gpt2_nano")
     plan = ready.plan(smallest_bytes(ready) * 2)
     wpe = plan.traced.names.index("wpe")
-    rows = {p for call in plan.calls.calls for p in call.pieces if p.leaf == wpe}
+    rows = {p for call in plan.calls for p in call.reads if p.leaf == wpe}
     assert rows <= {Piece(wpe), Piece(wpe, rows=(0, 16))}
 
 
@@ -249,23 +249,24 @@ def test_a_plan_prints_its_segments():
     limit_bytes = ready.lifetimes.piece_bytes(ready.lifetimes.sizes) // 6
     plan = ready.plan_of(choose_cuts(ready.lifetimes, ready.tokens, limit_bytes))
     head, _, columns, *lines = str(plan).splitlines()
-    assert (
-        f"{len(plan.calls.calls)} calls of {len(plan.calls.programs)} programs" in head
-    )
-    assert columns.split() == ["segment", "forward", "backward", "params"]
-    (together,) = (line for line in lines if " each: " in line)
-    first, last = together.split()[0].split("-")
-    assert int(last) > int(first)
-    assert "[0]" in together
-    assert together.endswith("[11]")
-    assert len(lines) < len(plan.programs.forward)
+    assert f"{len(plan.calls)} calls of {len(plan.programs)} programs" in head
+    titles = ["calls", "segment", "programs", "memory", "leaves", "reads", "params"]
+    assert columns.split() == titles
+    together = [line for line in lines if " each " in line]
+    assert [line.split()[1] for line in together] == ["forward", "backward"]
+    assert "[0]" in together[0]
+    assert together[0].endswith("[11]")
+    numbers = [line.split()[0].split("-") for line in lines]
+    assert numbers[0][0] == "0"
+    assert int(numbers[-1][-1]) == len(plan.calls) - 1
+    assert len(lines) < len(plan.cuts) - 1
 
 
 def test_an_expensive_equation_is_never_run_by_two_programs():
     """Matrix products belong to one segment; only cheap ones are computed again."""
     ready = prepared("linen", depth=3)
     plan = ready.plan(smallest_bytes(ready))
-    programs = [*plan.programs.forward, *filter(None, plan.programs.backward)]
+    programs = {call.program: None for call in plan.calls}
     heavy = [n for p in programs for n in p.nodes if n.name == "dot_general"]
     assert len(heavy) == len(set(heavy))
     assert len(heavy) > 3 * 10

@@ -18,8 +18,7 @@ from jaxinf.schedule.placement import NUM_COPIES, Stay, Tiers, occupancy
 from jaxinf.streaming.move.mover import Mover, MoverCounts, drive_threads
 from jaxinf.streaming.move.scratch import Folders, Place, Scratch
 from jaxinf.streaming.move.tensors import Evicted
-from jaxinf.streaming.plan.calls import Calls, Slot
-from jaxinf.streaming.plan.plan import Plan
+from jaxinf.streaming.plan.calls import Plan, Slot
 from jaxinf.streaming.program.meshes import default_device
 
 
@@ -27,7 +26,7 @@ class Values:
     """Holds values, those in memory and those elsewhere. Used from one thread.
 
     Args:
-      calls: The calls of a step, which say when values are absent; by default all
+      plan: The calls of a step, which say when values are absent; by default all
         values stay in memory.
       scratch: Files for values on drives, closed with this; without folders if no
         value goes there.
@@ -41,15 +40,15 @@ class Values:
 
     def __init__(
         self,
-        calls: Calls | None = None,
+        plan: Plan | None = None,
         scratch: Scratch | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        calls = Calls((), ()) if calls is None else calls
         self._scratch = Scratch(()) if scratch is None else scratch
         assert tiers is None or not tiers.least_bytes, "the host has room"
-        evictions, on_drive = calls.evictions, tiers.on_drive if tiers else None
-        self._places = _placed(calls, self._scratch, on_drive)
+        evictions = {} if plan is None else plan.evictions
+        on_drive = tiers.on_drive if tiers else None
+        self._places = {} if plan is None else _placed(plan, self._scratch, on_drive)
         self._scratch.reserve()
         self._num_copies = NUM_COPIES if tiers else 0
         self._room: Sequence[int] = tiers.room if tiers else ()
@@ -57,7 +56,7 @@ class Values:
         self._mover = Mover(
             drive_threads(self._scratch.num_drives),
             has_link=tiers is not None,
-            read_bytes=tiers.buffer_bytes if tiers else _most_back(calls, self._places),
+            read_bytes=tiers.buffer_bytes if tiers else _most_back(plan, self._places),
             way_bytes=tiers.leaving_bytes if tiers else 0,
             registry=compat.memory_registry(default_device()) if tiers else None,
         )
@@ -67,7 +66,8 @@ class Values:
         self._leaving = _by_call((slot, one.written) for slot, one in first_gone)
         self._gone = _by_call((slot, one.gone) for slot, one in in_order)
         self._back = _by_call((slot, one.back) for slot, one in in_order)
-        self._ends = _by_call((s, calls.lives[s].reads[-1]) for s in evictions)
+        lives = {} if plan is None else plan.lives
+        self._ends = _by_call((s, lives[s].takers[-1]) for s in evictions)
         self._held: dict[Slot, jax.Array] = {}
         self._away: set[Slot] = set()
         self.reset()
@@ -156,7 +156,7 @@ def make_values(
     """
     if not plan.is_offloaded:
         return Values()
-    return Values(plan.calls, Scratch(folders, meters), tiers)
+    return Values(plan, Scratch(folders, meters), tiers)
 
 
 def value_bytes(plan: Plan, tiers: Tiers | None) -> int:
@@ -164,17 +164,17 @@ def value_bytes(plan: Plan, tiers: Tiers | None) -> int:
     if not plan.is_offloaded:
         return 0
     on_drive = tiers.on_drive if tiers else None
-    places = _placed(plan.calls, Scratch([tempfile.gettempdir()]), on_drive)
+    places = _placed(plan, Scratch([tempfile.gettempdir()]), on_drive)
     return sum(place.num_bytes for place in places.values())
 
 
 def _placed(
-    calls: Calls, scratch: Scratch, slots: Iterable[Slot] | None
+    plan: Plan, scratch: Scratch, slots: Iterable[Slot] | None
 ) -> Mapping[Slot, Place]:
     """Places values on drives, by default all that leave; no room is taken."""
     return {
-        slot: scratch.allocate(calls.lives[slot].num_bytes)
-        for slot in (calls.evictions if slots is None else slots)
+        slot: scratch.allocate(plan.lives[slot].num_bytes)
+        for slot in (plan.evictions if slots is None else slots)
     }
 
 
@@ -185,14 +185,16 @@ def _by_call(pairs: Iterable[tuple[Slot, int]]) -> Mapping[int, list[Slot]]:
     return found
 
 
-def _most_back(calls: Calls, places: Mapping[Slot, Place]) -> int:
+def _most_back(plan: Plan | None, places: Mapping[Slot, Place]) -> int:
     """The most memory, in whole pages, of values that have come back."""
+    if plan is None:
+        return 0
     stays = (
         Stay(
-            calls.evictions[slot].back,
-            calls.lives[slot].reads[-1] + 2,
+            plan.evictions[slot].back,
+            plan.lives[slot].takers[-1] + 2,
             place.num_bytes,
         )
         for slot, place in places.items()
     )
-    return int(occupancy(len(calls.calls) + 1, stays).max(initial=0))
+    return int(occupancy(len(plan.calls) + 1, stays).max(initial=0))

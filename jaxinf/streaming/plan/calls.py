@@ -1,19 +1,21 @@
-"""The calls of one step, in order, with the values that each reads, makes and drops.
+"""The plan of a step: a list of calls, with the values that each takes and makes.
 
-Invariant: a slot is written once a step, and dropped after the last call that reads
-it. To recompute, the same program is called again, so its values have the same bits.
+Invariant: a slot is written once a step, and freed after the last call that takes it.
+To recompute, the same program is called again, so its values have the same bits.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from jaxinf.schedule.placement import Eviction
+from jaxinf.streaming.plan.report import plan_text
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program
+from jaxinf.streaming.program.trace import Traced
 
 Policy: TypeAlias = Literal["recompute", "keep", "offload", "plan"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -29,7 +31,7 @@ def may_leave(policy: Policy, num_parts: int) -> bool:
 
 
 class Slot(NamedTuple):
-    """A place for a value, from the call that makes it to the last that reads it."""
+    """A place for a value, from the call that makes it to the last that takes it."""
 
     number: int
 
@@ -39,10 +41,9 @@ class Call:
     """One call of a program.
 
     Attributes:
-      program: The program.
-      inputs: For each of its inputs, an input of the whole or a slot.
-      outputs: For each of its outputs a slot; None if no call reads it.
-      drops: Slots that no later call reads.
+      takes: For each of its inputs, an input of the whole or a slot.
+      makes: For each of its outputs a slot; None if no call takes it.
+      frees: Slots that no later call takes.
       gradients: Outputs that are complete gradients, by their position.
       is_repeat: Whether it only recomputes.
       part: The part of the batch that it is of, if there are several.
@@ -51,9 +52,9 @@ class Call:
     """
 
     program: Program
-    inputs: tuple[Origin | Slot, ...]
-    outputs: tuple[Slot | None, ...]
-    drops: tuple[Slot, ...]
+    takes: tuple[Origin | Slot, ...]
+    makes: tuple[Slot | None, ...]
+    frees: tuple[Slot, ...]
     gradients: tuple[tuple[Piece, int], ...]
     is_repeat: bool
     part: int = 0
@@ -65,7 +66,7 @@ class Call:
         return (*self.program.params, *self.held)
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def reads(self) -> tuple[Piece, ...]:
         """Parts of params that are in memory while it runs."""
         return (*self.program.pieces, *(piece for piece, _ in self.held))
 
@@ -76,25 +77,47 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Calls:
-    """All calls of one step.
+class Plan:
+    """All calls of a step; as a string, a table of them.
 
     Attributes:
-      results: Slots of the loss and of aux's leaves.
+      traced: The loss function and its gradient.
+      cuts: Starts of the segments in the forward order.
+      policy: The treatment of values that backward needs.
+      results: Slots of the loss and of aux's leaves, of one part after another.
+      num_parts: Number of parts of a batch that each segment is called for in turn.
+      peak_bytes: The peak memory of a step, as far as it was measured.
       evictions: Values that are on a drive for a time.
       lenders: Values whose memory outputs may reuse; None for all at their last use
         that are never on a drive.
       resident: Parts of params that are in memory in any case, and do not count.
+      resident_bytes: Memory of params that stay between steps, in addition.
       output_bytes: On several devices, the bytes of each call's outputs in one memory;
         None for one device.
+      memory_bytes: Memory during each call, once the programs are compiled.
     """
 
+    traced: Traced
+    cuts: tuple[int, ...]
+    policy: Policy
     calls: tuple[Call, ...]
     results: tuple[Slot, ...]
+    num_parts: int = 1
+    peak_bytes: int = 0
     evictions: Mapping[Slot, Eviction] = field(default_factory=dict)
     lenders: frozenset[Slot] | None = None
     resident: frozenset[Piece] = frozenset()
+    resident_bytes: int = 0
     output_bytes: Sequence[Sequence[int]] | None = None
+    memory_bytes: Sequence[int] = ()
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether values may be on a drive for a part of a step."""
+        return self.traced.mesh is None and may_leave(self.policy, self.num_parts)
 
     @cached_property
     def programs(self) -> Mapping[str, Program]:
@@ -105,48 +128,37 @@ class Calls:
         return found
 
     @cached_property
-    def temp_bytes(self) -> Mapping[str, int]:
-        """Temporaries of the programs by key, as estimated before compilation."""
-        return {key: program.temp_bytes for key, program in self.programs.items()}
-
-    @cached_property
     def donated(self) -> Mapping[str, tuple[int, ...]]:
         """Returns inputs whose memory an output may reuse, by the program's key.
 
-        No call reads such an input later, and no one else holds it.
+        No call takes such an input later, and no one else holds it.
         """
-        handed = {
-            call.outputs[i] for call in self.calls for _, i in call.gradients
-        } | set(self.results)
+        handed = {call.makes[i] for call in self.calls for _, i in call.gradients}
+        handed.update(self.results)
         found: dict[str, set[int]] = {}
         for call in self.calls:
             lent = {
                 slot
-                for slot in call.drops
+                for slot in call.frees
                 if slot not in handed
                 and (self.lenders is None or slot in self.lenders)
                 and slot not in self.evictions
             }
-            own = {i for i, ref in enumerate(call.inputs) if lent and ref in lent}
+            own = {i for i, ref in enumerate(call.takes) if lent and ref in lent}
             key = call.program.key
             found[key] = found.get(key, own) & own
         return {key: _paired(self.programs[key], own) for key, own in found.items()}
 
-    def lent(self) -> "Calls":
-        """Returns the calls in which all values lend their memory, but absent ones.
-
-        That takes less memory, and time: new memory has to be cleared.
-        """
-        return self._varied(lenders=None)
-
-    def evicting(self, evictions: Mapping[Slot, Eviction]) -> "Calls":
-        return self._varied(evictions=evictions)
-
-    def _varied(self, **changes: Any) -> "Calls":
-        """Returns the calls with changes that the values' lives do not depend on."""
-        calls = replace(self, **changes)
-        calls.__dict__["lives"] = self.lives
-        return calls
+    def varied(self, **changes: Any) -> "Plan":
+        """Returns the plan with changes; what they leave alone is not made again."""
+        plan, kept = replace(self, **changes), {"programs"}
+        if "output_bytes" not in changes:
+            kept |= {"lives", "_made_bytes"}
+        if not changes.keys() & {"lenders", "evictions"}:
+            kept |= {"donated", "fences"}
+        own = self.__dict__
+        plan.__dict__.update({name: own[name] for name in kept & own.keys()})
+        return plan
 
     @cached_property
     def fences(self) -> tuple[int | None, ...]:
@@ -156,7 +168,7 @@ class Calls:
         output.
         """
         reused = {
-            call.inputs[i]: number
+            call.takes[i]: number
             for number, call in enumerate(self.calls)
             for i in self.donated[call.program.key]
         }
@@ -165,26 +177,23 @@ class Calls:
             sizes = call.program.output_bytes
             own = [
                 i
-                for i, slot in enumerate(call.outputs)
+                for i, slot in enumerate(call.makes)
                 if slot is None or reused.get(slot) != number + 1
             ]
             found.append(min(own, key=sizes.__getitem__, default=None))
         return tuple(found)
 
-    def peak_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> int:
-        """Returns the peak memory of slots, params, outputs and temporaries.
+    def call_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> list[int]:
+        """Returns the memory of slots, params, outputs and temporaries in each call.
 
         One call runs, and the next waits with its params and room for its outputs.
 
         Args:
           temp_bytes: Temporaries of compiled programs by key; by default estimates.
         """
-        return max(self.call_bytes(temp_bytes), default=0)
-
-    def call_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> list[int]:
-        """Returns the memory of each call while it runs; arguments as `peak_bytes`."""
-        temps = self.temp_bytes if temp_bytes is None else temp_bytes
-        found, before, programs = self.held_bytes(), set[Piece](), self.programs
+        programs, found, before = self.programs, self.held_bytes(), set[Piece]()
+        if temp_bytes is None:
+            temp_bytes = {key: one.temp_bytes for key, one in programs.items()}
         reused = {
             key: sum(programs[key].input_bytes[i] for i in own)
             for key, own in self.donated.items()
@@ -193,12 +202,16 @@ class Calls:
             key, made = call.program.key, self._made_bytes[number]
             read = [one for one in call.params if one[0] not in self.resident]
             new = sum(made) - reused[key]
-            found[number] += new + sum(size for _, size in read) + temps[key]
+            found[number] += new + sum(size for _, size in read) + temp_bytes[key]
             if number:
                 more = sum(size for piece, size in read if piece not in before)
                 found[number - 1] += new + more
             before = {piece for piece, _ in read}
         return found
+
+    def most_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> int:
+        """Returns the peak of `call_bytes`."""
+        return max(self.call_bytes(temp_bytes), default=0)
 
     def held_bytes(self) -> list[int]:
         """Returns the bytes of values in memory while each call runs.
@@ -208,9 +221,9 @@ class Calls:
         """
         num_calls, lives, results = len(self.calls), self.lives, {*self.results}
         change = [0] * (num_calls + 1)
-        for slot, (made, reads, num_bytes, _) in lives.items():
+        for slot, (made, takers, num_bytes, _) in lives.items():
             change[made + 1] += num_bytes
-            change[num_calls if slot in results else reads[-1] + 1] -= num_bytes
+            change[num_calls if slot in results else takers[-1] + 1] -= num_bytes
         for slot, one in self.evictions.items():
             change[one.gone - 1] -= lives[slot].num_bytes
             change[one.back - 1] += lives[slot].num_bytes
@@ -220,19 +233,37 @@ class Calls:
     def lives(self) -> Mapping[Slot, "Life"]:
         lives: dict[Slot, Life] = {}
         for i, call in enumerate(self.calls):
-            for slot in {ref for ref in call.inputs if type(ref) is Slot}:
-                lives[slot].reads.append(i)
+            for slot in {ref for ref in call.takes if type(ref) is Slot}:
+                lives[slot].takers.append(i)
             for slot, value, own in zip(
-                call.outputs, call.program.outputs, self._made_bytes[i], strict=True
+                call.makes, call.program.outputs, self._made_bytes[i], strict=True
             ):
                 if slot is not None:
                     lives[slot] = Life(i, [], own, value.aval)
         return lives
 
-    def fetched_bytes(self, call: Call, before: Call | None = None) -> int:
+    def read_bytes(self, number: int) -> int:
         """Bytes of params that a call reads and that the one before it does not."""
-        held = self.resident.union(() if before is None else before.pieces)
-        return sum(size for piece, size in call.params if piece not in held)
+        held = self.resident.union(self.calls[number - 1].reads if number else ())
+        own = self.calls[number].params
+        return sum(size for piece, size in own if piece not in held)
+
+    def without_graph(self, temp_bytes: Mapping[str, int]) -> "Plan":
+        """Returns a plan to run and to print, for when its programs are compiled.
+
+        The graph of a deep model takes about 1 MiB a layer.
+
+        Args:
+          temp_bytes: As for `call_bytes`.
+        """
+        light = cache(Program.without_nodes)
+        calls = (replace(one, program=light(one.program)) for one in self.calls)
+        return replace(
+            self,
+            traced=replace(self.traced, closed=None),
+            calls=tuple(calls),
+            memory_bytes=self.call_bytes(temp_bytes),
+        )
 
     @cached_property
     def _made_bytes(self) -> Sequence[Sequence[int]]:
@@ -242,10 +273,10 @@ class Calls:
 
 
 class Life(NamedTuple):
-    """The calls that make and read a value, in order, and its size and type."""
+    """The calls that make and take a value, in order, and its size and type."""
 
     made: int
-    reads: list[int]
+    takers: list[int]
     num_bytes: int
     aval: Any
 

@@ -23,7 +23,7 @@ from jaxinf.schedule.placement import (
     host_tier,
     occupancy,
 )
-from jaxinf.streaming.plan.calls import Calls
+from jaxinf.streaming.plan.calls import Plan
 
 SMALL_BYTES = 64 << 10
 """Smaller values stay in memory."""
@@ -33,57 +33,65 @@ SMALL_BYTES = 64 << 10
 _WRITING = 2
 
 
-def least_offloaded_bytes(
-    calls: Calls, temp_bytes: Mapping[str, int] | None = None
-) -> int:
-    """The least peak memory of a step; arguments as for `Calls.peak_bytes`."""
-    used = np.array(calls.call_bytes(temp_bytes), np.int64)
-    used -= occupancy(len(used), candidates(calls))
+def least_bytes(plan: Plan, temp_bytes: Mapping[str, int] | None = None) -> int:
+    """The least peak memory of a step; arguments as for `Plan.call_bytes`."""
+    used = np.array(plan.call_bytes(temp_bytes), np.int64)
+    if plan.is_offloaded:
+        used -= occupancy(len(used), candidates(plan))
     return int(used.max(initial=0))
 
 
 def fitted(
-    calls: Calls, budget_bytes: int, memory: Callable[[Calls], Sequence[int]]
-) -> Calls:
-    """Returns the calls with as few evictions as the budget needs.
+    plan: Plan, budget_bytes: int, memory: Callable[[Plan], Sequence[int]]
+) -> Plan:
+    """Returns the plan with as few evictions as the budget needs.
 
     See `schedule.placement.evictions`.
 
     Args:
-      memory: Returns the memory during each call, such as `Calls.call_bytes`.
+      memory: Returns the memory during each call, such as `Plan.call_bytes`.
     """
-    calls = calls.evicting({})
-    made = {slot: life.made for slot, life in calls.lives.items()}
-    used = np.array(memory(calls), np.int64)
-    return calls.evicting(evictions(used, candidates(calls), made, budget_bytes))
+    plan = plan.varied(evictions={})
+    made = {slot: life.made for slot, life in plan.lives.items()}
+    used = np.array(memory(plan), np.int64)
+    found = evictions(used, candidates(plan), made, budget_bytes)
+    return plan.varied(evictions=found)
 
 
-def fitted_lending(
-    calls: Calls, budget_bytes: int, memory: Callable[[Calls], Sequence[int]]
-) -> Calls:
-    lending = calls.lent()
-    if max(memory(lending), default=0) <= budget_bytes:
-        return lending
-    return fitted(calls, budget_bytes, memory).lent()
+def evicted(plan: Plan, budget_bytes: int, temp_bytes: Mapping[str, int]) -> Plan:
+    """Returns the plan with as few values on a drive as the budget allows.
+
+    All values that stay lend their memory. That takes less memory, and time: new memory
+    has to be cleared.
+
+    Args:
+      budget_bytes: Memory for a step's programs; at least `least_bytes`.
+      temp_bytes: Temporaries of the compiled programs by key.
+    """
+    found = plan.varied(lenders=None)
+    if found.most_bytes(temp_bytes) > budget_bytes:
+        found = fitted(plan, budget_bytes, lambda one: one.call_bytes(temp_bytes))
+        found = found.varied(lenders=None)
+    return found.varied(peak_bytes=found.most_bytes(temp_bytes))
 
 
-def candidates(calls: Calls) -> list[Stay]:
+def candidates(plan: Plan) -> list[Stay]:
     """Returns the stays of values, by slot, that these may give up.
 
     They are neither small, nor results, nor handed to others. While the last call of a
-    stay runs, the one that reads the value waits.
+    stay runs, the one that takes the value waits.
     """
-    pinned: set[object] = set(calls.results)
-    for call in calls.calls:
-        pinned.update(call.outputs[i] for _, i in call.gradients)
-        pinned.update(call.inputs[i] for i in calls.donated[call.program.key])
+    pinned: set[object] = set(plan.results)
+    for call in plan.calls:
+        pinned.update(call.makes[i] for _, i in call.gradients)
+        pinned.update(call.takes[i] for i in plan.donated[call.program.key])
     found = []
-    for slot, (made, reads, num_bytes, aval) in calls.lives.items():
-        if num_bytes < SMALL_BYTES or not reads or reads[-1] - made <= _WRITING:
+    for slot, (made, takers, num_bytes, aval) in plan.lives.items():
+        if num_bytes < SMALL_BYTES or not takers or takers[-1] - made <= _WRITING:
             continue
         if slot in pinned or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             continue
-        gaps = pairwise([made, *reads])
+        gaps = pairwise([made, *takers])
         last, needed = max(gaps, key=lambda gap: gap[1] - gap[0])
         if needed - last > _WRITING:
             gap = last + _WRITING - 1, needed - 1
@@ -91,13 +99,13 @@ def candidates(calls: Calls) -> list[Stay]:
     return found
 
 
-def plan_tiers(calls: Calls, host_bytes: int) -> Tiers:
+def plan_tiers(plan: Plan, host_bytes: int) -> Tiers:
     """Divides the host's memory for values that leave a device with its own."""
     away = {
-        slot: (one, page_ceil(calls.lives[slot].num_bytes))
-        for slot, one in sorted(calls.evictions.items())
+        slot: (one, page_ceil(plan.lives[slot].num_bytes))
+        for slot, one in sorted(plan.evictions.items())
     }
-    return host_tier(len(calls.calls), away, host_bytes, PAGE_BYTES)
+    return host_tier(len(plan.calls), away, host_bytes, PAGE_BYTES)
 
 
 def check_tiers(tiers: Tiers, host_bytes: int) -> None:
@@ -118,21 +126,18 @@ def check_tiers(tiers: Tiers, host_bytes: int) -> None:
 
 
 def check_leaving(
-    calls: Calls,
-    budget_bytes: int,
-    memory: Callable[[Calls], Sequence[int]],
-    host_bytes: int,
+    plan: Plan, budget_bytes: int, temp_bytes: Mapping[str, int], host_bytes: int
 ) -> None:
     """Refuses a host without room for values that have to leave the device.
 
     Args:
-      calls: Calls without evictions.
-      memory: Returns the memory during each call, such as `Calls.call_bytes`.
+      plan: A plan without evictions.
+      temp_bytes: As for `Plan.call_bytes`.
       host_bytes: The most memory of the host for values.
 
     Raises:
       BudgetError: As `check_tiers`.
     """
-    found = fitted_lending(calls, budget_bytes, memory)
-    if max(memory(found), default=0) <= budget_bytes:
+    found = evicted(plan, budget_bytes, temp_bytes)
+    if found.peak_bytes <= budget_bytes:
         check_tiers(plan_tiers(found, host_bytes), host_bytes)

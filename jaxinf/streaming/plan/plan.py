@@ -11,20 +11,17 @@ from itertools import chain
 from typing import Any
 
 from jaxinf.errors import BudgetError
-from jaxinf.streaming.plan.calls import Calls, Policy, may_leave
-from jaxinf.streaming.plan.offload import (
-    fitted_lending,
-    least_offloaded_bytes,
-)
-from jaxinf.streaming.plan.report import largest_text, plan_text
-from jaxinf.streaming.plan.sequence import make_calls
+from jaxinf.streaming.plan.calls import Plan, Policy, may_leave
+from jaxinf.streaming.plan.offload import least_bytes
+from jaxinf.streaming.plan.report import largest_text
+from jaxinf.streaming.plan.sequence import lenders_of, sequence
 from jaxinf.streaming.program.cut import choose_cuts, segment_bytes
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.inline import build_graph
 from jaxinf.streaming.program.keys import Keys, stable_digest
 from jaxinf.streaming.program.lifetimes import Lifetimes, ordered
-from jaxinf.streaming.program.programs import Program, Programs, make_programs
-from jaxinf.streaming.program.sums import with_sums
+from jaxinf.streaming.program.programs import make_programs
+from jaxinf.streaming.program.sums import sum_programs
 from jaxinf.streaming.program.trace import Traced, trace, trace_function
 from jaxinf.typing import PyTree
 
@@ -34,77 +31,6 @@ PLAN_VERSION = 2
 # A segment may take the budget divided by this.
 _SHARE = 3
 _MAX_HALVINGS = 14
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The programs of a step, and their calls; as a string, a table of segments.
-
-    Attributes:
-      traced: The loss function and its gradient.
-      cuts: Starts of the segments in the forward order.
-      programs: The segments' programs.
-      calls: Their calls.
-      policy: The treatment of values that backward needs.
-      peak_bytes: The peak memory of a step, as estimated before compilation.
-      resident_bytes: Memory of params that stay between steps, in addition.
-    """
-
-    traced: Traced
-    cuts: tuple[int, ...]
-    programs: Programs
-    calls: Calls
-    policy: Policy
-    peak_bytes: int
-    resident_bytes: int = 0
-
-    def __str__(self) -> str:
-        return plan_text(self)
-
-    def without_graph(self) -> "Plan":
-        """Returns a plan to run and to print, for when its programs are compiled.
-
-        The graph of a deep model takes about 1 MiB a layer.
-        """
-        light = cache(Program.without_nodes)
-        calls = (replace(one, program=light(one.program)) for one in self.calls.calls)
-        return replace(
-            self,
-            traced=replace(self.traced, closed=None),
-            programs=Programs(
-                tuple(map(light, self.programs.forward)),
-                tuple(one and light(one) for one in self.programs.backward),
-                tuple(map(light, self.programs.free)),
-                self.programs.num_parts,
-            ),
-            calls=replace(self.calls, calls=tuple(calls)),
-        )
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether values may be on a drive for a part of a step."""
-        is_alone = self.traced.mesh is None
-        return is_alone and may_leave(self.policy, self.programs.num_parts)
-
-    def least_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> int:
-        """Returns the least memory of a step; argument as for `Calls.peak_bytes`."""
-        if not self.is_offloaded:
-            return self.calls.peak_bytes(temp_bytes)
-        return least_offloaded_bytes(self.calls, temp_bytes)
-
-    def fitted(self, budget_bytes: int, temp_bytes: Mapping[str, int]) -> "Plan":
-        """Returns the plan with as few values on a drive as the budget allows.
-
-        Args:
-          budget_bytes: Memory for a step's programs; at least `peak_bytes`.
-          temp_bytes: Temporaries of the compiled programs by key.
-        """
-        calls = fitted_lending(
-            self.calls,
-            budget_bytes,
-            lambda calls: calls.call_bytes(temp_bytes),
-        )
-        return replace(self, calls=calls, peak_bytes=calls.peak_bytes(temp_bytes))
 
 
 @dataclass(frozen=True)
@@ -190,13 +116,13 @@ class Prepared:
         alone = cache(lambda cuts: one.plan_of(cuts, policy))
         for cuts in self._tried(budget_bytes, policy, alone):
             plan = alone(cuts) if one is self else self.plan_of(cuts, policy)
-            peak = plan.least_bytes(without_temps)
+            peak = least_bytes(plan, without_temps)
             if measure is None:
                 peak = plan.peak_bytes
             elif peak <= budget_bytes:
                 peak = measure(plan)
             if peak <= budget_bytes:
-                return replace(plan, peak_bytes=peak)
+                return plan.varied(peak_bytes=peak)
             if best is None or peak < best[0]:
                 best = (peak, plan)
         assert best is not None, "there is a plan for every limit"
@@ -247,15 +173,17 @@ class Prepared:
                 yield cuts
 
     def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
-        graph = self.lifetimes.graph
+        graph, num_parts = self.lifetimes.graph, self.num_parts
         programs = make_programs(self.lifetimes, cuts, self.keys)
-        programs = with_sums(programs, graph, self.num_parts, self.keys)
-        calls = make_calls(graph, programs, policy)
+        sums = sum_programs(programs, graph, num_parts, self.keys)
+        calls, results = sequence(graph, programs, policy, sums, num_parts)
+        leaves = may_leave(policy, num_parts)
+        lenders = lenders_of(calls, programs, sums, may_leave=leaves)
         if self.traced.mesh is not None:  # shardings of values are not known yet
-            calls = replace(calls, lenders=frozenset())
-        made = self.traced, tuple(cuts), programs, calls, policy, 0
-        plan = Plan(*made)
-        return replace(plan, peak_bytes=plan.least_bytes())
+            lenders = frozenset()
+        what = self.traced, tuple(cuts), policy, calls, results, num_parts
+        plan = Plan(*what, lenders=lenders)
+        return plan.varied(peak_bytes=least_bytes(plan))
 
     def _refusal(
         self, needed_bytes: int, best: Plan, budget_bytes: int, limit: str
@@ -272,7 +200,7 @@ class Prepared:
 
 def _is_better(coarse: Plan, fine: Plan) -> bool:
     """Whether cuts save many segments and no memory is lost, by estimates."""
-    is_far_coarser = 2 * len(coarse.programs.forward) <= len(fine.programs.forward)
+    is_far_coarser = 2 * (len(coarse.cuts) - 1) <= len(fine.cuts) - 1
     return is_far_coarser and coarse.peak_bytes <= fine.peak_bytes
 
 

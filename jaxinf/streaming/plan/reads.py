@@ -22,9 +22,8 @@ from jaxinf.schedule.reads import (
     held_bytes,
     keep_between,
 )
-from jaxinf.streaming.plan.calls import Call
+from jaxinf.streaming.plan.calls import Call, Plan
 from jaxinf.streaming.plan.memory import NUM_STAGED, Division
-from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.program.units import StoreUnits, Unit
 
 
@@ -81,8 +80,8 @@ def planned_fetches(
     Raises:
       BudgetError: The host has no room for params on their way to the device.
     """
-    calls = plan.calls.calls
-    uses = [map(store_units.unit, call.pieces) for call in calls]
+    calls = plan.calls
+    uses = [map(store_units.unit, call.reads) for call in calls]
     fetches = tuple(fetch for fetch in fetches_of(uses) if fetch.unit not in stays)
     spare = max(0, division.programs - plan.peak_bytes)
     held = held_bytes(fetches, len(calls))
@@ -114,7 +113,7 @@ def planned_fetches(
 
 def staged_bytes(store_units: StoreUnits, plan: Plan, stays: Container[Unit]) -> int:
     """Returns the host's memory that params take on their way to the device."""
-    pieces = {piece for call in plan.calls.calls for piece in call.pieces}
+    pieces = {piece for call in plan.calls for piece in call.reads}
     units = (store_units.unit(piece) for piece in pieces)
     sizes = [unit.page_bytes for unit in units if unit not in stays]
     return NUM_STAGED * max(sizes, default=PAGE_BYTES)

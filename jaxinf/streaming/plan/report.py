@@ -3,9 +3,9 @@
 Invariant: neighbouring segments that run the same programs share a line.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.meshes import mesh_text
@@ -14,64 +14,112 @@ from jaxinf.terminal import format_bytes
 
 _MOST_NAMES = 3
 _MOST_PIECES = 4
+_TITLES = ("calls", "segment", "programs", "memory", "leaves", "reads", "params")
 
 
 def plan_text(plan: Any) -> str:
-    """The segments of a `Plan`, a line each, after the cost of a step."""
+    """The calls of a `Plan`, those of neighbouring segments in a line."""
     traced, calls = plan.traced, plan.calls
     held_bytes = sum(aval_bytes(leaf) for leaf in traced.params)
-    befores = [None, *calls.calls]
-    fetched_bytes = sum(map(calls.fetched_bytes, calls.calls, befores))
-    numbers = {key: number for number, key in enumerate(calls.programs, 1)}
+    read_bytes = sum(map(plan.read_bytes, range(len(calls))))
+    away_bytes = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
     head = (
         f"{len(traced.names)} leaves of {format_bytes(held_bytes)}; "
-        f"{len(plan.programs.forward)} segments, {len(calls.calls)} calls of "
-        f"{len(numbers)} programs a step ({plan.policy}); at most "
-        f"{format_bytes(fetched_bytes)} of params read, "
-        f"{format_bytes(plan.peak_bytes)} of memory"
+        f"{len(plan.cuts) - 1} segments, {len(calls)} calls of "
+        f"{len(plan.programs)} programs a step ({plan.policy}); at most "
+        f"{format_bytes(read_bytes)} of params read, {format_bytes(away_bytes)} of "
+        f"values that leave, {format_bytes(plan.peak_bytes)} of memory"
     )
-    if plan.programs.num_parts > 1:
-        head += f"; {plan.programs.num_parts} parts of a batch"
+    if plan.num_parts > 1:
+        head += f"; {plan.num_parts} parts of a batch"
     if traced.mesh is not None:
         head += f"; on {mesh_text(traced.mesh)}"
     if plan.resident_bytes:
         head += f"; {format_bytes(plan.resident_bytes)} of params stay"
-    title = f"{'segment':>9}  {'forward':>7}  {'backward':>8}  params"
-    return "\n".join([head, "", title, *_lines(plan, numbers)])
+    lines = [_TITLES, *_lines(plan)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [[*map(str.rjust, line[:-1], widths), line[-1].rstrip()] for line in lines]
+    return "\n".join([head, "", *("  ".join(line) for line in cells)])
 
 
 def largest_text(plan: Any, sizes: Mapping[Piece, int]) -> str:
     """Names what takes most in a `Plan`, by the sizes of parts of params."""
-    calls, names = plan.calls, plan.traced.names
-    worst = max(calls.calls, key=calls.fetched_bytes)
-    pieces = sorted(set(worst.pieces), key=lambda p: -sizes[p])[:_MOST_PIECES]
+    names = plan.traced.names
+    worst = max(plan.calls, key=lambda call: sum(n for _, n in call.params))
+    pieces = sorted(set(worst.reads), key=lambda p: -sizes[p])[:_MOST_PIECES]
     named = ", ".join(
         f"{names[p.leaf]}{_index_text(p)} ({sizes[p]} bytes)" for p in pieces
     )
-    value_bytes = max((life.num_bytes for life in calls.lives.values()), default=0)
+    value_bytes = max((life.num_bytes for life in plan.lives.values()), default=0)
     return f"{named}; the largest value between programs has {value_bytes} bytes"
 
 
-def _lines(plan: Any, numbers: dict[str, int]) -> Iterator[str]:
-    rows = []
-    pairs = zip(plan.programs.forward, plan.programs.backward, strict=True)
-    for segment, (forward, backward) in enumerate(pairs):
-        sizes = dict(forward.params + (backward.params if backward else ()))
-        second = numbers.get(backward.key, "") if backward else ""
-        alike = numbers.get(forward.key, 0), second, sum(sizes.values())
-        names = dict.fromkeys(_part(plan.traced, piece) for piece in sizes)
-        rows.append((alike, segment, list(names)))
-    for (first, second, num_bytes), group in groupby(rows, lambda row: row[0]):
-        (_, start, names), *_, (_, end, last_names) = [*group] * 2
-        is_one = start == end
-        text = ", ".join(names[:_MOST_NAMES]) or "none"
-        if len(names) > _MOST_NAMES:
-            text += f", {len(names) - _MOST_NAMES} more"
-        if not is_one and last_names:
-            text += f" … {last_names[-1]}"
-        segments = str(start) if is_one else f"{start}-{end}"
-        size = f"{format_bytes(num_bytes)}{'' if is_one else ' each'}"
-        yield f"{segments:>9}  {first:>7}  {second:>8}  {size}: {text}"
+class _Row(NamedTuple):
+    """Neighbouring calls of one segment, in one direction."""
+
+    direction: str
+    segment: str
+    numbers: Sequence[int]
+    programs: str
+    read_bytes: int
+    left_bytes: int
+    names: Sequence[str]
+
+    @property
+    def alike(self) -> Any:
+        return self.direction, self.programs, self.read_bytes, self.left_bytes
+
+
+def _rows(plan: Any) -> Iterator[_Row]:
+    numbers = {key: str(number) for number, key in enumerate(plan.programs, 1)}
+    left = dict.fromkeys(range(len(plan.calls)), 0)
+    for slot, one in plan.evictions.items():
+        left[one.written] += plan.lives[slot].num_bytes
+    places, before = [], ("", "")
+    for call in plan.calls:
+        direction, _, segment = call.program.name.partition(" ")
+        if not call.program.is_sum:
+            before = "backward" if call.is_repeat else direction, segment
+        places.append(before)
+    for place, group in groupby(range(len(places)), places.__getitem__):
+        own = list(group)
+        calls = [plan.calls[n] for n in own]
+        yield _Row(
+            *place,
+            own,
+            " ".join(dict.fromkeys(numbers[one.program.key] for one in calls)),
+            sum(map(plan.read_bytes, own)),
+            sum(left[n] for n in own),
+            list(dict.fromkeys(_part(plan.traced, p) for c in calls for p in c.reads)),
+        )
+
+
+def _lines(plan: Any) -> Iterator[tuple[str, ...]]:
+    """Yields a line for each run of segments that are called alike."""
+    memory_bytes = plan.memory_bytes or plan.call_bytes()
+    for _, group in groupby(_rows(plan), lambda row: row.alike):
+        rows = list(group)
+        first, last = rows[0], rows[-1]
+        own = range(first.numbers[0], last.numbers[-1] + 1)
+        each = " each" if len(rows) > 1 else ""
+        text = ", ".join(first.names[:_MOST_NAMES])
+        if len(first.names) > _MOST_NAMES:
+            text += f", {len(first.names) - _MOST_NAMES} more"
+        if each and last.names:
+            text += f" … {last.names[-1]}"
+        yield (
+            _range(own[0], own[-1]),
+            f"{first.direction} {_range(first.segment, last.segment)}",
+            first.programs,
+            format_bytes(max(memory_bytes[n] for n in own)),
+            f"{format_bytes(first.left_bytes)}{each}" if first.left_bytes else "",
+            f"{format_bytes(first.read_bytes)}{each}" if first.read_bytes else "",
+            text,
+        )
+
+
+def _range(first: Any, last: Any) -> str:
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _part(traced: Traced, piece: Piece) -> str:

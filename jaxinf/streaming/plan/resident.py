@@ -12,9 +12,8 @@ from typing import Literal, TypeAlias
 from jaxinf.errors import BudgetError
 from jaxinf.schedule.placement import Candidate, reside
 from jaxinf.schedule.reads import Fetch
-from jaxinf.streaming.plan.calls import Call, Slot
+from jaxinf.streaming.plan.calls import Call, Plan, Slot
 from jaxinf.streaming.plan.memory import Division
-from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.reads import completions
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import StoreUnits, Unit
@@ -62,8 +61,7 @@ class ResidentUnits:
 
     def applied(self, plan: Plan) -> Plan:
         """Returns the plan with these units in memory; they do not count in calls."""
-        calls = replace(plan.calls, resident=self.pieces)
-        return replace(plan, calls=calls, resident_bytes=self.num_bytes)
+        return plan.varied(resident=self.pieces, resident_bytes=self.num_bytes)
 
     def left(self, division: Division) -> Division:
         """Returns the memory that is left beside what stays.
@@ -115,7 +113,7 @@ class ResidentChooser:
     def choose(self, plan: Plan) -> ResidentUnits:
         if not self._amount:
             return ResidentUnits()
-        calls = plan.calls.calls
+        calls = plan.calls
         in_place = updated_in_place(calls, self.store_units)
         twice = completions(calls, self.store_units).keys() - in_place
         sizes = {
@@ -126,7 +124,7 @@ class ResidentChooser:
         if self.resident != "params":
             chosen = reside(self._candidates(plan, sizes), self._amount)
         units = frozenset(chosen)
-        pieces = {piece for call in calls for piece in call.pieces}
+        pieces = {piece for call in calls for piece in call.reads}
         return ResidentUnits(
             units,
             in_place & units,
@@ -144,7 +142,7 @@ class ResidentChooser:
     def _candidates(self, plan: Plan, sizes: Mapping[Unit, int]) -> Iterator[Candidate]:
         """Yields the units that are read for programs, and what each would save."""
         programs = self.division.programs - self._amount
-        plan = replace(plan, peak_bytes=self.measure(plan))
+        plan = plan.varied(peak_bytes=self.measure(plan))
         found: dict[Unit, list[Fetch]] = {}
         for fetch in self.reads(plan, replace(self.division, programs=programs)):
             found.setdefault(fetch.unit, []).append(fetch)
@@ -164,14 +162,14 @@ def updated_in_place(calls: Sequence[Call], store_units: StoreUnits) -> frozense
     """
     readers: dict[Unit, set[int]] = {}
     for number, call in enumerate(calls):
-        for piece in call.pieces:
+        for piece in call.reads:
             readers.setdefault(store_units.unit(piece), set()).add(number)
 
     def is_over(reader: int, last: int) -> bool:
         if reader != last - 1:
             return reader <= last
-        outputs = calls[reader].outputs
-        return any(isinstance(r, Slot) and r in outputs for r in calls[last].inputs)
+        makes = calls[reader].makes
+        return any(isinstance(r, Slot) and r in makes for r in calls[last].takes)
 
     return frozenset(
         unit

@@ -9,7 +9,6 @@ Invariant: a kept plan is used, or refused by name; it is never replaced unless 
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -22,8 +21,8 @@ from jaxinf.store import (
     read_plan,
     write_document,
 )
-from jaxinf.streaming.plan.calls import Policy
-from jaxinf.streaming.plan.plan import PLAN_VERSION, Plan, Prepared
+from jaxinf.streaming.plan.calls import Plan, Policy
+from jaxinf.streaming.plan.plan import PLAN_VERSION, Prepared
 from jaxinf.streaming.program.meshes import mesh_text
 
 
@@ -94,7 +93,7 @@ def saved_plan(
             peak - budget_bytes,
             ", or pass replan=True for another plan (bits then differ from here on)",
         )
-    return replace(plan, peak_bytes=peak)
+    return plan.varied(peak_bytes=peak)
 
 
 def save_plan(folder: Path, ready: Prepared, plan: Plan) -> None:

@@ -15,21 +15,31 @@ inputs, so its bits are the same.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 from jaxinf.program.graph import Value
-from jaxinf.streaming.plan.calls import Call, Calls, Policy, Slot, may_leave
+from jaxinf.streaming.plan.calls import Call, Policy, Slot
 from jaxinf.streaming.program.graph import Graph, Origin, Piece
 from jaxinf.streaming.program.programs import Program, Programs
 
 _NEVER = -1
 
 
-def make_calls(graph: Graph, programs: Programs, policy: Policy) -> Calls:
-    """Makes the calls of one step under a policy."""
-    builder = _Builder(graph, programs)
+def sequence(
+    graph: Graph,
+    programs: Programs,
+    policy: Policy,
+    sums: Mapping[Program, Sequence[Program]],
+    num_parts: int = 1,
+) -> tuple[tuple[Call, ...], tuple[Slot, ...]]:
+    """Returns the calls of one step under a policy, and the slots of its results.
+
+    Args:
+      sums: From `sum_programs`, for several parts of a batch.
+    """
+    builder = _Builder(graph, sums, num_parts)
     last, num_early = len(programs.forward) - 1, programs.num_early
 
     def backward(k: int, part: _Part) -> None:
@@ -54,20 +64,26 @@ def make_calls(graph: Graph, programs: Programs, policy: Policy) -> Calls:
     for program in programs.free:
         for part in builder.block():
             builder.call(program, part)
-    calls = builder.finish()
-    if may_leave(policy, programs.num_parts):
-        # Others may leave, and then lend nothing, so memory is planned without that.
-        makers = {*programs.backward} if programs.num_parts == 1 else set[Program]()
-        makers |= {program for own in programs.sums.values() for program in own}
-        lenders = frozenset(
-            slot
-            for call in calls.calls
-            if call.program in makers
-            for slot in call.outputs
-            if slot is not None
-        )
-        calls = replace(calls, lenders=lenders)
-    return calls
+    return builder.finish()
+
+
+def lenders_of(
+    calls: Sequence[Call],
+    programs: Programs,
+    sums: Mapping[Program, Sequence[Program]],
+    *,
+    may_leave: bool,
+) -> frozenset[Slot] | None:
+    """Returns the values whose memory outputs may reuse; None for all.
+
+    Others may leave, and then lend nothing, so memory is planned without that.
+    """
+    if not may_leave:
+        return None
+    makers = set[Program]() if sums else {one for one in programs.backward if one}
+    makers |= {program for own in sums.values() for program in own}
+    made = (call.makes for call in calls if call.program in makers)
+    return frozenset(slot for own in made for slot in own if slot is not None)
 
 
 @dataclass(eq=False)
@@ -86,21 +102,26 @@ class _Made(NamedTuple):
     """A call whose last reads are not known yet: the fields of `Call` without them."""
 
     program: Program
-    inputs: tuple[Origin | Slot, ...]
-    outputs: tuple[Slot, ...]
+    takes: tuple[Origin | Slot, ...]
+    makes: tuple[Slot, ...]
     gradients: tuple[tuple[Piece, int], ...]
     is_repeat: bool
     part: int
 
 
 class _Builder:
-    def __init__(self, graph: Graph, programs: Programs) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        sums: Mapping[Program, Sequence[Program]],
+        num_parts: int,
+    ) -> None:
         self.results = graph.results
         self._targets: dict[Value, list[Piece]] = {}
         for piece, value in graph.gradients.items():
             self._targets.setdefault(value, []).append(piece)
-        self._sums = programs.sums
-        self._parts = [_Part(number) for number in range(programs.num_parts)]
+        self._sums = sums
+        self._parts = [_Part(number) for number in range(num_parts)]
         self._totals: dict[Program, Sequence[Slot]] = {}
         self._calls: list[_Made] = []
         self._starts: list[int] = []  # of blocks
@@ -172,13 +193,13 @@ class _Builder:
         self._calls.append(made)
         return slots
 
-    def finish(self) -> Calls:
+    def finish(self) -> tuple[tuple[Call, ...], tuple[Slot, ...]]:
         results = tuple(
             part.slots[value] for part in self._parts for value in self.results
         )
         last = [_NEVER] * self._num_slots  # the calls that read slots last
         for number, call in enumerate(self._calls):
-            for ref in call.inputs:
+            for ref in call.takes:
                 if type(ref) is Slot:
                     last[ref.number] = number
         for slot in results:
@@ -186,14 +207,14 @@ class _Builder:
         held = self._held() if len(self._parts) > 1 else {}
         calls = []
         for number, call in enumerate(self._calls):
-            program, inputs, outputs, gradients, is_repeat, part = call
-            read = (ref for ref in inputs if type(ref) is Slot)
-            drops = dict.fromkeys(slot for slot in read if last[slot.number] == number)
-            kept = (slot if last[slot.number] != _NEVER else None for slot in outputs)
+            program, takes, makes, gradients, is_repeat, part = call
+            taken = (ref for ref in takes if type(ref) is Slot)
+            frees = dict.fromkeys(slot for slot in taken if last[slot.number] == number)
+            kept = (slot if last[slot.number] != _NEVER else None for slot in makes)
             own = tuple(held[number].items()) if number in held else ()
-            slots = tuple(kept), tuple(drops)
-            calls.append(Call(program, inputs, *slots, gradients, is_repeat, part, own))
-        return Calls(tuple(calls), results)
+            slots = tuple(kept), tuple(frees)
+            calls.append(Call(program, takes, *slots, gradients, is_repeat, part, own))
+        return tuple(calls), results
 
     def _held(self) -> Mapping[int, dict[Piece, int]]:
         """Returns by call the params that it does not read, but calls around it do."""

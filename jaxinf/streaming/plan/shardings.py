@@ -10,9 +10,8 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.compat import has_explicit_axes_only
-from jaxinf.streaming.plan.calls import Call, Slot
+from jaxinf.streaming.plan.calls import Call, Plan, Slot
 from jaxinf.streaming.plan.memory import num_together
-from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.program.graph import Batch, Const, Origin, Piece, aval_bytes
 from jaxinf.streaming.program.meshes import piece_sharding, shard_bytes, typed_sharding
 
@@ -29,19 +28,19 @@ class Shardings:
         self._held: dict[Slot, Any] = {}
         self._pieces: dict[Slot, Piece] = {}  # gradients of parts, and their sums
         self._gradients: dict[str, Mapping[int, Piece]] = {}
-        for call in reversed(plan.calls.calls):
+        for call in reversed(plan.calls):
             own = self._own_gradients(call)
             if own:
                 self._gradients[call.program.key] = own
             for i, piece in own.items() if call.program.is_sum else ():
-                for ref in (call.inputs[i], call.inputs[i + len(call.outputs)]):
+                for ref in (call.takes[i], call.takes[i + len(call.makes)]):
                     assert isinstance(ref, Slot), "a sum's operand is a value"
                     self._pieces[ref] = piece
 
     def inputs(self, call: Call) -> tuple[Any, ...]:
         if self._traced.mesh is None:
             return ()
-        pairs = zip(call.inputs, call.program.inputs, strict=True)
+        pairs = zip(call.takes, call.program.inputs, strict=True)
         return tuple(self._input(ref, value.aval) for ref, value in pairs)
 
     def outputs(self, call: Call) -> tuple[Any, ...]:
@@ -54,7 +53,7 @@ class Shardings:
             return ()
         own = self._own_gradients(call) or self._gradients.get(call.program.key, {})
         # A program without inputs would be one device's.
-        other = None if call.inputs else NamedSharding(mesh, PartitionSpec())
+        other = None if call.takes else NamedSharding(mesh, PartitionSpec())
         return tuple(
             self._piece(own[i]) if i in own else other
             for i in range(len(call.program.outputs))
@@ -63,7 +62,7 @@ class Shardings:
     def _own_gradients(self, call: Call) -> Mapping[int, Piece]:
         """Returns outputs that are gradients, those of a part of the batch, too."""
         found = {i: piece for piece, i in call.gradients}
-        for i, slot in enumerate(call.outputs):
+        for i, slot in enumerate(call.makes):
             if slot is not None and slot in self._pieces:
                 found[i] = self._pieces[slot]
         return found
@@ -71,7 +70,7 @@ class Shardings:
     def note(self, call: Call, executable: Any) -> None:
         """Takes the shardings of a call's outputs from the compiled program."""
         if self._traced.mesh is not None:
-            found = zip(call.outputs, executable.output_shardings, strict=True)
+            found = zip(call.makes, executable.output_shardings, strict=True)
             self._held.update((slot, one) for slot, one in found if slot is not None)
 
     def _input(self, ref: Origin | Slot, aval: Any) -> Any:
@@ -121,5 +120,5 @@ def output_bytes(plan: Plan, compiled: Sequence[Any]) -> Sequence[Sequence[int]]
                 call.program.outputs, executable.output_shardings, strict=True
             )
         ]
-        for call, executable in zip(plan.calls.calls, compiled, strict=True)
+        for call, executable in zip(plan.calls, compiled, strict=True)
     ]

@@ -6,10 +6,10 @@ Options of compilation depend on the program and on JAX alone, not on a policy o
 budget, so all plans that run a program run it with the same bits.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -94,23 +94,17 @@ class Program:
         return int(occupancy(len(self.nodes), stays).max(initial=0)) + largest
 
 
-@dataclass(frozen=True)
-class Programs:
-    """All programs of a plan.
+class Programs(NamedTuple):
+    """The programs of segments.
 
     Attributes:
       backward: One for each segment; None for a segment without backward nodes.
       free: Programs of results and gradients that no segment makes.
-      num_parts: Number of parts of a batch that each of them is called for in turn.
-      sums: By the program that makes gradients, for each part but the first what adds
-        them to those of the parts before; see `program.sums`.
     """
 
     forward: tuple[Program, ...]
     backward: tuple[Program | None, ...]
     free: tuple[Program, ...]
-    num_parts: int = 1
-    sums: Mapping[Program, tuple[Program, ...]] = field(default_factory=dict)
 
     @property
     def num_early(self) -> int:

@@ -9,8 +9,7 @@ order of parts. They are programs of their own, since XLA may round a sum differ
 it computes its terms, too.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +23,15 @@ from jaxinf.streaming.program.meshes import typed_sharding
 from jaxinf.streaming.program.programs import Program, Programs
 
 
-def with_sums(programs: Programs, graph: Graph, num_parts: int, keys: Keys) -> Programs:
-    """Returns programs that are called for several parts of a batch, and their sums."""
+def sum_programs(
+    programs: Programs, graph: Graph, num_parts: int, keys: Keys
+) -> Mapping[Program, Sequence[Program]]:
+    """Returns, by the program that makes gradients, what adds up those of parts.
+
+    One for each part but the first: it adds gradients to those of the parts before.
+    """
     if num_parts == 1:
-        return programs
+        return {}
 
     def made(avals: tuple[Any, ...], *, is_first: bool, is_last: bool) -> Program:
         count = num_parts if is_last else None
@@ -45,7 +49,7 @@ def with_sums(programs: Programs, graph: Graph, num_parts: int, keys: Keys) -> P
             made(avals, is_first=part == 1, is_last=part == num_parts - 1)
             for part in range(1, num_parts)
         )
-    return replace(programs, num_parts=num_parts, sums=sums)
+    return sums
 
 
 def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
