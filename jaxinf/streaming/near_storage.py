@@ -131,7 +131,6 @@ class StoreEnds(StoreParamsEnds):
       store: The store; its training is bound to the optimizer when it is used.
       ready: The loss function, traced for the batch.
       shape: The store's chunks; it need not be there.
-      last: Has compiled programs of the same optimizer.
     """
 
     def __init__(
@@ -142,7 +141,6 @@ class StoreEnds(StoreParamsEnds):
         program: UpdateProgram,
         shape: StoreShape,
         setup: Setup,
-        last: PassRunner | None = None,
     ) -> None:
         options = setup.options
         pieces, params = ready.gradient_pieces, ready.traced.params
@@ -159,7 +157,7 @@ class StoreEnds(StoreParamsEnds):
         self.num_drives = max(1, shape.directory.num_csds)
         self.saved_in = None if options.replan else store.path
         bits = {"is_deterministic": options.deterministic}
-        self._numbers = PassRunner(self._training, program, passes, last, **bits)
+        self._numbers = PassRunner(self._training, program, passes, **bits)
         self._compressor = Compressor(self._training, options.compress, shape, **bits)
         arrivals = arrivals_of(pieces, [leaf.shape for leaf in params], passes.whole)
         self._numbers_bytes = max(

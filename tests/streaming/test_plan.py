@@ -62,12 +62,12 @@ def test_recomputing_holds_no_scores():
 
     ready = prepare(loss, [np.ones((64, 64), np.float32)] * 3, np.ones((512, 64), "f"))
     cuts = ready.plan(1 << 30, "keep").cuts
-    calls = ready.plan_of(cuts, "recompute").calls
-    num_forward = sum(call.is_forward for call in calls.calls)
+    plan = ready.plan_of(cuts, "recompute")
+    num_forward = len(cuts) - 1
     kept = [
         life.aval.shape
-        for life in calls.lives.values()
-        if life.made < num_forward - 1 and life.reads and life.reads[-1] > num_forward
+        for life in plan.lives.values()
+        if life.made < num_forward - 1 and life.takers and life.takers[-1] > num_forward
     ]
     assert kept
     assert (512, 512) not in kept

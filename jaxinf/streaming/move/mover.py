@@ -105,19 +105,14 @@ class Mover:
         )
         self._threads.ended = self._moves.ended
 
-    def evict(self, tensor: Any, *, waits: bool = False) -> None:
+    def evict(self, tensor: Any) -> None:
         """Starts moving a value out, which may still be computed.
 
         The caller drops its own reference by `wait_evicted`. The value must not change
         until then.
-
-        Args:
-          waits: Whether to block until there is room for it on its way.
         """
         with self._changed:
             self._moves.evict(tensor)
-        if waits:
-            self._await(lambda: tensor.value is None)
 
     def wait_evicted(self, key: Hashable) -> None:
         """Blocks until nothing here holds a value in the device's memory.

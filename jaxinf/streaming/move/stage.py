@@ -1,6 +1,6 @@
 """Gradients on their way to an action, which works on them while programs run.
 
-    put ─► waits for room ─► the mover's queue, in order ─► action
+    put ─► waits for room ─► a thread, in order ─► action
 
 Invariant: what waits is bounded in bytes; one gradient is always accepted.
 """
@@ -8,11 +8,9 @@ Invariant: what waits is bounded in bytes; one gradient is always accepted.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
-from jaxinf.schedule.moves import Tensor
-from jaxinf.streaming.move.mover import Mover
+from jaxinf.streaming.move.workers import Job, Workers
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import Gradient
 from jaxinf.typing import Array
@@ -23,23 +21,8 @@ Handed: TypeAlias = tuple[Piece, Gradient]
 Action: TypeAlias = Callable[[Sequence[Handed]], None]
 
 
-@dataclass(eq=False, kw_only=True)
-class _Waiting(Tensor):
-    """A gradient, which an action takes in place of a drive."""
-
-    piece: Piece
-    take: Callable[["_Waiting"], None]
-
-    def queue(self, part: int) -> int:
-        return 0
-
-    def write(self, part: int, bounce: Array) -> int:
-        self.take(self)
-        return 0
-
-
 class Stage:
-    """Passes gradients to an action, in their order, on a thread of a mover.
+    """Passes gradients to an action, in their order, on a thread.
 
     Args:
       capacity_bytes: Bytes of gradients that may wait.
@@ -52,18 +35,16 @@ class Stage:
     def __init__(self, name: str, capacity_bytes: int, short_bytes: int = 0) -> None:
         self._capacity_bytes = max(1, capacity_bytes)
         self._short_bytes = short_bytes
-        self._mover = Mover(
-            [1],
-            has_link=False,
-            read_bytes=0,
-            way_bytes=self._capacity_bytes,
-            name=name,
-            reuses=False,
-        )
-        self._waiting: deque[_Waiting] = deque()
-        self._num_put = 0
+        self._workers = Workers([1], name)
+        self._changed = self._workers.changed
         self._action: Action | None = None
         self.waited_s = 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._waiting: deque[Handed] = deque()
+        self._used_bytes = self._num_left = 0
+        self._error: BaseException | None = None
 
     def start(self, action: Action) -> None:
         """Passes gradients to an action from now on; none is under way."""
@@ -76,17 +57,13 @@ class Stage:
           BaseException: The exception that stopped the action.
         """
         began_s = time.perf_counter()
-        tensor = _Waiting(
-            self._num_put,
-            num_parts=1,
-            way_bytes=min(gradient.nbytes, self._capacity_bytes),
-            value=gradient,
-            piece=piece,
-            take=self._take,
-        )
-        self._num_put += 1
-        self._waiting.append(tensor)
-        self._mover.evict(tensor, waits=True)
+        most = self._capacity_bytes - min(gradient.nbytes, self._capacity_bytes)
+        self._await(lambda: self._used_bytes <= most)
+        with self._changed:
+            self._waiting.append((piece, gradient))
+            self._used_bytes += gradient.nbytes
+            self._num_left += 1
+            self._workers.submit(0, Job(self._take, self._taken))
         self.waited_s += time.perf_counter() - began_s
 
     def end(self) -> None:
@@ -95,37 +72,43 @@ class Stage:
         Raises:
           BaseException: The exception that stopped the action.
         """
-        for key in range(self._num_put):
-            self._mover.release(key)
-        self._num_put = 0
+        self._await(lambda: not self._num_left)
 
     def abandon(self) -> None:
         """Waits for what is under way; what waits is dropped."""
         self._action = None
-        self._mover.reset()
-        self._waiting.clear()
-        self._num_put = 0
+        self._workers.reset()
+        self._clear()
 
     def close(self) -> None:
         """Ends the thread; idempotent."""
         self.abandon()
-        self._mover.close()
+        self._workers.close()
 
-    def _take(self, tensor: _Waiting) -> None:
+    def _await(self, is_done: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: is_done() or self._error is not None)
+            if self._error is not None:
+                raise self._error
+
+    def _take(self, bounce: Array) -> int:
         """Passes a gradient on, or several short ones, unless it was; on the thread."""
-        action = self._action
-        if action is None or not self._waiting or tensor is not self._waiting[0]:
-            return
-        taken = [self._waiting.popleft()]
-        while self._waiting and self._is_short(taken[-1], self._waiting[0]):
-            taken.append(self._waiting.popleft())
-        try:
-            action([(one.piece, one.host) for one in taken])
-        except BaseException:
-            self._action = None  # it takes no more
-            raise
+        del bounce
+        action, taken = self._action, list[Handed]()
+        with self._changed:
+            while self._waiting and (not taken or self._are_short(taken[-1])):
+                taken.append(self._waiting.popleft())
+        if action is not None and taken:
+            action(taken)
+        return sum(gradient.nbytes for _, gradient in taken)
 
-    def _is_short(self, *waiting: _Waiting) -> bool:
-        """Whether gradients that have found room are short."""
-        found = [one.host for one in waiting]
-        return all(one is not None and one.nbytes <= self._short_bytes for one in found)
+    def _are_short(self, last: Handed) -> bool:
+        """Whether the next gradient goes with the last."""
+        both = last, self._waiting[0]
+        return all(gradient.nbytes <= self._short_bytes for _, gradient in both)
+
+    def _taken(self, num_bytes: int | None, error: BaseException | None) -> None:
+        self._num_left -= 1
+        self._used_bytes -= num_bytes or 0
+        if error is not None:
+            self._error, self._action = self._error or error, None

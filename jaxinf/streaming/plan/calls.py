@@ -70,11 +70,6 @@ class Call:
         """Parts of params that are in memory while it runs."""
         return (*self.program.pieces, *(piece for piece, _ in self.held))
 
-    @property
-    def is_forward(self) -> bool:
-        """Whether it runs a segment forward for the first time."""
-        return not self.is_repeat and self.program.name.startswith("forward")
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -69,14 +69,6 @@ def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
     )
 
 
-def free_device_bytes(device: Any) -> int | None:
-    """Returns what is free of a JAX device's memory; None if it does not tell."""
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return None
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-
-
 def mesh_limit(devices: Iterable[Any], num_bytes: int | None) -> DeviceLimit:
     """Returns the limit for each device of a mesh, which is that of the smallest.
 

@@ -33,7 +33,6 @@ class PassRunner:
 
     Args:
       passes: Its passes, for gradients in the pieces that will arrive.
-      like: One whose compiled programs are used, too; it is as deterministic.
       is_deterministic: Whether they have the same bits in each run.
     """
 
@@ -42,15 +41,14 @@ class PassRunner:
         training: Training,
         program: UpdateProgram,
         passes: Passes,
-        like: "PassRunner | None" = None,
         *,
         is_deterministic: bool = True,
     ) -> None:
         self.passes = passes
         self._training = training
         self._program = program
-        self._compiled: dict[Any, Any] = {} if like is None else like._compiled
-        self._keys = Keys() if like is None else like._keys
+        self._compiled: dict[Any, Any] = {}
+        self._keys = Keys()
         self._part_keys: dict[LeafPart, str] = {}
         options = compat.deterministic_options(is_deterministic)
         self._jit = partial(jax.jit, compiler_options=options)
