@@ -108,11 +108,11 @@ def pending_bytes(plan):
     sizes = {}
     held, most = set(), 0
     for call in plan.calls:
-        for slot, value in zip(call.outputs, call.program.outputs, strict=True):
+        for slot, value in zip(call.makes, call.program.outputs, strict=True):
             if slot is not None and call.program.name.startswith("backward"):
                 sizes[slot] = value.aval.size * value.aval.dtype.itemsize
                 held.add(slot)
-        held -= set(call.drops)
+        held -= set(call.frees)
         most = max(most, sum(sizes[slot] for slot in held))
     return most
 
