@@ -13,7 +13,6 @@ import optax
 from jaxinf.compress import TopK
 from jaxinf.engine import Store, check_compression, open_store
 from jaxinf.program import Average, NonFinitePolicy, check_nonfinite
-from jaxinf.streaming.bound import Setup
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.options import Options
@@ -132,7 +131,8 @@ def stream(
     check_compression(compress, owned)
     is_compressed = compress is not None
     check_device_updates(device_updates, owned, is_compressed=is_compressed)
-    return StreamedStep(loss_fn, tx, owned, _setup_on(owned, options))
+    options = replace(options, together=Together(owned._training))
+    return StreamedStep(loss_fn, tx, owned, options)
 
 
 def stream_in_memory(
@@ -177,7 +177,7 @@ def stream_in_memory(
         deterministic=deterministic,
     )
     folder = scratch or tempfile.gettempdir()
-    return InMemoryStep(loss_fn, tx, Setup(options), folder)
+    return InMemoryStep(loss_fn, tx, options, folder)
 
 
 def stream_function(
@@ -214,13 +214,8 @@ def stream_function(
     )
     owned = _opened(store, options)
     closes = owned is not store
-    setup = _setup_on(owned, options)
-    return StreamedFunction(fn, owned, setup, closes=closes, average=average)
-
-
-def _setup_on(store: Store, options: Options) -> Setup:
-    """Returns the setup of a step on a store, which several processes may have."""
-    return Setup(options, Together(store._training))
+    options = replace(options, together=Together(owned._training))
+    return StreamedFunction(fn, owned, options, closes=closes, average=average)
 
 
 def _opened(

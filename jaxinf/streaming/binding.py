@@ -1,6 +1,6 @@
 """Binds a step to a plan: cuts, memory, files.
 
-    Ends ─ planned ─► Fitted ─ bind ─► Bound
+    Ends ─ fitted ─► Fitted ─ bind ─► Bound
 
 Invariant: a refused budget is refused with one that works.
 """
@@ -15,6 +15,7 @@ from jaxinf.errors import BudgetError
 from jaxinf.streaming.bound import Bound, Ends
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.values import make_values
+from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.offload import check_tiers
 from jaxinf.streaming.plan.plan import Prepared
 from jaxinf.streaming.run import Runner
@@ -27,18 +28,19 @@ _Plan = TypeVar("_Plan")
 _SHARES = 5 / 8, 5 / 8, 1 / 8
 
 
-def within(
-    budgets: Mapping[str, int], plan: Callable[[Mapping[str, int]], _Plan]
-) -> _Plan:
-    """Returns what `plan` makes of budgets.
+def within(options: Options, plan: Callable[[Mapping[str, int]], _Plan]) -> _Plan:
+    """Returns what `plan` makes of the budgets.
 
     Raises:
-      BudgetError: A budget is too small; names one with which `plan` works.
+      BudgetError: A budget is too small; names one with which `plan` works, unless
+        several processes plan, which do so once.
     """
     try:
-        return plan(budgets)
+        return plan(options.budgets)
     except BudgetError as error:
-        raise _advised(error, budgets, plan) from None
+        if not options.together.is_alone:
+            raise
+        raise _advised(error, options.budgets, plan) from None
 
 
 def _advised(
@@ -69,22 +71,6 @@ def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // unit) * unit
 
 
-def planned(ends: Ends, ready: Prepared) -> Fitted:
-    """Cuts a step to fit, and compiles it; nothing is written.
-
-    Args:
-      ready: The loss function, traced for a part of the batch.
-
-    Raises:
-      BudgetError: A budget is too small; names one that works.
-      StreamError: The program cannot be cut to fit, or the saved plan is another's.
-    """
-    options, fit = ends.setup.options, partial(ends.fitted, ready)
-    if not ends.setup.together.is_alone:  # these plan once
-        return fit(options.budgets)
-    return within(options.budgets, fit)
-
-
 def bind(ends: Ends, ready: Prepared) -> Bound:
     """Plans, compiles and divides the memory; blocks.
 
@@ -95,9 +81,9 @@ def bind(ends: Ends, ready: Prepared) -> Bound:
       StreamError: The program cannot be cut to fit, or the saved plan is another's.
       ProcessError: Another process is refused.
     """
-    fitted = planned(ends, ready)
+    fitted = within(ends.options, partial(ends.fitted, ready))
     with ExitStack() as undone:
-        made = ends.setup.together.call(
+        made = ends.options.together.call(
             "the room for a step", lambda: _made(ends, ready, fitted, undone)
         )
         undone.pop_all()
@@ -114,7 +100,7 @@ def _made(ends: Ends, ready: Prepared, fitted: Fitted, undone: ExitStack) -> Bou
         check_tiers(fitted.tiers, fitted.host_bytes)
     values = make_values(fitted.plan, fitted.tiers, ends.folders, ends.meters)
     undone.callback(values.close)
-    runner = Runner(fitted.plan, ends.setup.executables, values)
+    runner = Runner(fitted.plan, ends.options.executables, values)
     made = ends.bound(runner, replace(fitted, plan=runner.plan), sink)
     undone.callback(made.close)
     return made

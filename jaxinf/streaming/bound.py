@@ -9,12 +9,10 @@ Invariant: what a bound step takes stays within the memory of the options.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from jax.sharding import Mesh
+from typing import NamedTuple
 
 from jaxinf.errors import StreamError
 from jaxinf.io import ByteCounts, ByteMeters
@@ -25,18 +23,15 @@ from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import Folders
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
-from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
-from jaxinf.streaming.plan.memory import DeviceLimit, Division
+from jaxinf.streaming.plan.device import check_pinned
+from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.offload import check_leaving
 from jaxinf.streaming.plan.plan import Prepared
 from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.plan.saved import saved_cuts, saved_plan
-from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import Unit
 from jaxinf.streaming.run import (
-    Executables,
     Runner,
     compiled_bytes,
     compiled_temp_bytes,
@@ -44,41 +39,6 @@ from jaxinf.streaming.run import (
 )
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import JsonValue
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What batches of all shapes have in common.
-
-    Attributes:
-      other_limit: The limit of another device than JAX's, to plan for.
-    """
-
-    options: Options
-    together: Together = field(default_factory=Together)
-    executables: Executables = field(default_factory=dict)
-    other_limit: DeviceLimit | None = None
-
-    @cached_property
-    def device(self) -> Any:
-        """The JAX device that programs run on; on a mesh, one like all of them."""
-        return default_device()
-
-    @cached_property
-    def limit(self) -> DeviceLimit:
-        """The limit of the JAX device's memory."""
-        if self.other_limit is not None:
-            return self.other_limit
-        return device_limit(self.device, self.options.device_memory_bytes)
-
-    def limit_within(
-        self, budgets: Mapping[str, int], mesh: Mesh | None = None
-    ) -> DeviceLimit:
-        limit = self.limit
-        if mesh is not None and self.other_limit is None:
-            limit = mesh_limit(mesh.local_devices, self.options.device_memory_bytes)
-        num_bytes = budgets.get("device_memory_bytes", limit.num_bytes)
-        return replace(limit, num_bytes=num_bytes)
 
 
 class Moved(NamedTuple):
@@ -115,8 +75,8 @@ class Ends(ABC):
     num_drives = 1
     saved_in: Path | None = None
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
+    def __init__(self, options: Options) -> None:
+        self.options = options
 
     @abstractmethod
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
@@ -150,10 +110,10 @@ class Ends(ABC):
 
         def plan() -> JsonValue:
             found.append(self._fitted(ready, division, kept))
-            return None if self.setup.together.is_alone else found[0].digest
+            return None if self.options.together.is_alone else found[0].digest
 
         remedy = "give all the same options, and the same versions of packages"
-        self.setup.together.same("the plan of a step", plan, remedy)
+        self.options.together.same("the plan of a step", plan, remedy)
         return found[0]
 
     def _agreed(
@@ -164,7 +124,7 @@ class Ends(ABC):
         Raises:
           StreamError: They have kept others.
         """
-        leaves, own = self.setup.options.may_leave, list[Division]()
+        leaves, own = self.options.may_leave, list[Division]()
         read: Sequence[int] | None = None
 
         def divided() -> JsonValue:
@@ -176,7 +136,7 @@ class Ends(ABC):
             # A plan that was kept before these counted still fits.
             division = replace(division, spare=division.spare + given)
             pool_bytes = division.pool_bytes(with_values=leaves)
-            check_pinned(self.setup.device, pool_bytes)
+            check_pinned(self.options.device, pool_bytes)
             if leaves:
                 division = division.without(
                     writing_bytes(self.num_drives), "writing its values to drives"
@@ -186,7 +146,7 @@ class Ends(ABC):
                 read = saved_cuts(self.saved_in, ready)
             return [division.programs, division.staged, division.spare, read]
 
-        told = self.setup.together.values("the memory of a step", divided)
+        told = self.options.together.values("the memory of a step", divided)
         programs, staged, spare = (min(one[n] for one in told) for n in range(3))
         kept = {tuple(cuts) for *_, cuts in told if cuts is not None}
         if len(kept) > 1:
@@ -201,7 +161,7 @@ class Ends(ABC):
     def _fitted(
         self, ready: Prepared, division: Division, kept: _Kept | None
     ) -> Fitted:
-        options, executables = self.setup.options, self.setup.executables
+        options, executables = self.options, self.options.executables
         programs_bytes = partial(compiled_bytes, executables=executables)
         residents = self.residents(ready, division, programs_bytes)
 

@@ -6,11 +6,12 @@ Invariant: no program is compiled, nothing is written, and params are never made
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from jaxinf import compat
 from jaxinf.program import UpdateProgram
-from jaxinf.streaming.binding import planned
+from jaxinf.streaming.binding import within
 from jaxinf.streaming.bound import Ends
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.plan.calls import Plan
@@ -71,7 +72,7 @@ def count(
       BudgetError: A budget is too small; names one that works.
       StreamError: The program cannot be cut to fit, or the saved plan is another's.
     """
-    fitted = planned(ends, ready)
+    fitted = within(ends.options, partial(ends.fitted, ready))
     plan, moved = fitted.plan, ends.moved(fitted)
     host_bytes, device_bytes = _memory(ends, fitted)
     up = down = 0
@@ -84,7 +85,7 @@ def count(
             for i in {i for _, i in call.gradients}
         )
     return Count(
-        plan=plan.without_graph(compiled_temp_bytes(plan, ends.setup.executables)),
+        plan=plan.without_graph(compiled_temp_bytes(plan, ends.options.executables)),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
         disk_bytes=store_bytes + moved.waiting_bytes,
@@ -104,7 +105,7 @@ def _memory(ends: Ends, fitted: Fitted) -> tuple[int, int]:
     plan, reading, division = fitted.plan, fitted.reading, fitted.beside_values
     programs = plan.peak_bytes + plan.resident_bytes
     host_bytes, _ = reading.memory(division)
-    if ends.setup.limit.is_host:  # where gradients wait in the programs' memory
+    if ends.options.limit.is_host:  # where gradients wait in the programs' memory
         last = ends.waiting(fitted)
         if last is not None:
             most = _most_bytes(ends, plan, last.on_drive)
@@ -122,7 +123,7 @@ def _memory(ends: Ends, fitted: Fitted) -> tuple[int, int]:
 def _most_bytes(ends: Ends, plan: Plan, on_drive: Mapping[Piece, int]) -> int:
     """Memory of programs at their most, with gradients that wait for the last one."""
     most = held = 0
-    temps = compiled_temp_bytes(plan, ends.setup.executables)
+    temps = compiled_temp_bytes(plan, ends.options.executables)
     for call, num_bytes in zip(plan.calls, plan.call_bytes(temps), strict=True):
         most = max(most, held + num_bytes)
         held += sum(

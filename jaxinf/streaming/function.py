@@ -16,10 +16,11 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
-from jaxinf.streaming.bound import Bound, Setup
+from jaxinf.streaming.bound import Bound
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.near_storage import StoreParamsEnds
+from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.memory import Division, divide_rest, reader_bytes
 from jaxinf.streaming.plan.plan import Prepared, prepare_function
 from jaxinf.streaming.program.initial import BUFFERS_SHARE
@@ -39,7 +40,7 @@ class FunctionEnds(StoreParamsEnds):
 
     Args:
       ready: The function, traced for the batch.
-      beside: The setup of the step whose memory it has, and what that has run last;
+      beside: The options of the step whose memory it has, and what that has run last;
         None if it has its own.
     """
 
@@ -47,9 +48,9 @@ class FunctionEnds(StoreParamsEnds):
         self,
         store: Store,
         ready: Prepared,
-        setup: Setup,
+        options: Options,
         resident: Resident,
-        beside: tuple[Setup, Bound | None] | None,
+        beside: tuple[Options, Bound | None] | None,
         *,
         average: bool,
     ) -> None:
@@ -58,12 +59,12 @@ class FunctionEnds(StoreParamsEnds):
             training.opened.averaged(0)  # or refuses
         store_units = StoreUnits(ready.traced.params, training.can_move)
         units = {store_units.unit(piece) for piece in ready.lifetimes.sizes}
-        super().__init__(store, store_units, units, setup, resident)
+        super().__init__(store, store_units, units, options, resident)
         self._beside, self._average = beside, average
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
         left = budgets if self._beside is None else _left(*self._beside, budgets)
-        limit = self.setup.limit_within(left, ready.traced.mesh)
+        limit = self.options.limit_within(left, ready.traced.mesh)
         memory_bytes = left["memory_bytes"] - self._training.opened.export_bytes
         division = divide_rest(memory_bytes - reader_bytes(memory_bytes), limit)
         return division.without(
@@ -78,15 +79,15 @@ class FunctionEnds(StoreParamsEnds):
         (_, last), units, division = self._beside, fitted.units, fitted.division
         if last is not None and not self._average:
             units = replace(units, units=units.units | last.fitted.units.units)
-        if self.setup.limit.is_host:
+        if self.options.limit.is_host:
             # A step's own programs stay in memory beside those of its functions.
-            less = division.programs - self.setup.options.memory_bytes // _OWN_SHARE
+            less = division.programs - self.options.memory_bytes // _OWN_SHARE
             peak_bytes = fitted.plan.peak_bytes
             division = replace(division, programs=max(peak_bytes, less))
         return replace(fitted, division=division, units=units)
 
     def sink(self, fitted: Fitted) -> Sink:
-        return NoGradients(self.setup.together)
+        return NoGradients(self.options.together)
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
         params, _ = self._source(
@@ -98,16 +99,16 @@ class FunctionEnds(StoreParamsEnds):
 
 
 def _left(
-    setup: Setup, last: Bound | None, budgets: Mapping[str, int]
+    options: Options, last: Bound | None, budgets: Mapping[str, int]
 ) -> Mapping[str, int]:
     """Returns what a step leaves of its budgets to a function."""
     resident_bytes = 0 if last is None else last.runner.plan.resident_bytes
     store_bytes = 0 if last is None else last.store_bytes
     whole, left = budgets["memory_bytes"], dict(budgets)
-    if last is None or whole != setup.options.memory_bytes:
+    if last is None or whole != options.memory_bytes:
         store_bytes = max(store_bytes, whole // BUFFERS_SHARE)
     left["memory_bytes"] -= store_bytes
-    name = "memory_bytes" if setup.limit.is_host else "device_memory_bytes"
+    name = "memory_bytes" if options.limit.is_host else "device_memory_bytes"
     if name in left:
         left[name] -= resident_bytes
     return left
@@ -122,7 +123,7 @@ class StreamedFunction(Step):
     Args:
       fn: The function.
       store: The store.
-      setup: Memory.
+      options: Memory.
       closes: Whether `close` closes the store.
       step: The step whose memory it has, if there is one.
       average: Whether its params are the store's average.
@@ -135,13 +136,13 @@ class StreamedFunction(Step):
         self,
         fn: Callable[..., Any],
         store: Store,
-        setup: Setup,
+        options: Options,
         *,
         closes: bool = False,
         step: Step | None = None,
         average: bool = False,
     ) -> None:
-        super().__init__(setup, step)
+        super().__init__(options, step)
         self.store = store
         self._fn = fn
         self._closes = closes
@@ -216,9 +217,9 @@ class StreamedFunction(Step):
         return FunctionEnds(
             self.store,
             ready,
-            self._setup,
+            self._options,
             self._resident if is_apart else step._resident,
-            None if step is None else (step._setup, step._last),
+            None if step is None else (step._options, step._last),
             average=self._average,
         )
 

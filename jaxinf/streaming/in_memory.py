@@ -18,11 +18,12 @@ import optax
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.binding import within
-from jaxinf.streaming.bound import Bound, Ends, Moved, Setup
+from jaxinf.streaming.bound import Bound, Ends, Moved
 from jaxinf.streaming.count import Count
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.move.values import value_bytes
+from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import Division, divide_rest
 from jaxinf.streaming.plan.plan import Prepared, prepare
@@ -50,10 +51,10 @@ class MemoryEnds(Ends):
         self,
         optimizer: PlainOptax,
         traced: Traced,
-        setup: Setup,
+        options: Options,
         scratch: PathLikeStr,
     ) -> None:
-        super().__init__(setup)
+        super().__init__(options)
         self._optimizer, self._scratch = optimizer, scratch
         self._traced = replace(traced, closed=None)
 
@@ -62,7 +63,7 @@ class MemoryEnds(Ends):
         return [self._scratch]
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
-        limit = self.setup.limit_within(budgets)
+        limit = self.options.limit_within(budgets)
         return divide_rest(budgets["memory_bytes"], limit)
 
     def residents(
@@ -97,7 +98,7 @@ class MemoryEnds(Ends):
         return Moved(waits, waits, waits)
 
     def sink(self, fitted: Fitted) -> OptaxSink:
-        return OptaxSink(self._optimizer, self._traced, self.setup.options.nonfinite)
+        return OptaxSink(self._optimizer, self._traced, self.options.nonfinite)
 
     def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
         optimizer = self._optimizer
@@ -119,7 +120,7 @@ class InMemoryStep(TrainingStep):
     Args:
       loss_fn: The loss function.
       tx: Any optax optimizer.
-      setup: Memory, policy and so on.
+      options: Memory, policy and so on.
       scratch: A folder on a drive for values of ``"offload"``.
     """
 
@@ -127,13 +128,13 @@ class InMemoryStep(TrainingStep):
         self,
         loss_fn: Callable[..., Any],
         tx: optax.GradientTransformation,
-        setup: Setup,
+        options: Options,
         scratch: PathLikeStr,
     ) -> None:
-        super().__init__(setup)
+        super().__init__(options)
         self._loss_fn = loss_fn
         self._scratch = scratch
-        self._optimizer = PlainOptax(tx, is_deterministic=setup.options.deterministic)
+        self._optimizer = PlainOptax(tx, is_deterministic=options.deterministic)
 
     def init(
         self, init_fn: Callable[..., PyTree], *args: Any, batch: PyTree = None
@@ -217,7 +218,7 @@ class InMemoryStep(TrainingStep):
         check_params(params)
         if batch is not None:
             ready = self._traced(abstract(params), batch)
-            within(self._options.budgets, partial(self._ends(ready).fitted, ready))
+            within(self._options, partial(self._ends(ready).fitted, ready))
 
     def _prepare(self, batch: PyTree) -> Prepared:
         return self._traced(abstract(self._optimizer.params), batch)
@@ -237,15 +238,15 @@ class InMemoryStep(TrainingStep):
         )
 
     def _dry(
-        self, batch: PyTree, params: PyTree, setup: Setup, like: Count | None
+        self, batch: PyTree, params: PyTree, options: Options, like: Count | None
     ) -> tuple[Any, ...]:
         params = abstract(self._optimizer.params) if params is None else params
         ready = self._traced(params, batch)
-        return self._ends(ready, setup), ready
+        return self._ends(ready, options), ready
 
-    def _ends(self, ready: Prepared, setup: Setup | None = None) -> MemoryEnds:
-        setup = setup or self._setup
-        return MemoryEnds(self._optimizer, ready.traced, setup, self._scratch)
+    def _ends(self, ready: Prepared, options: Options | None = None) -> MemoryEnds:
+        options = options or self._options
+        return MemoryEnds(self._optimizer, ready.traced, options, self._scratch)
 
 
 def _formed(params: PyTree, like: PyTree) -> PyTree:

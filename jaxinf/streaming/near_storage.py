@@ -12,7 +12,7 @@ from jaxinf.io import ByteMeters
 from jaxinf.program import UpdateProgram, effect_of_nonfinite
 from jaxinf.schedule.placement import Waiting, waiting
 from jaxinf.store import MASTER_PARAMS, csd_shares, plans_folder
-from jaxinf.streaming.bound import Bound, Ends, Moved, Setup
+from jaxinf.streaming.bound import Bound, Ends, Moved
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.reader import StoreReader
@@ -20,6 +20,7 @@ from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Folders
 from jaxinf.streaming.move.spill import Spill, file_bytes
 from jaxinf.streaming.move.values import value_bytes
+from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide
 from jaxinf.streaming.plan.plan import Prepared
@@ -53,10 +54,10 @@ class StoreParamsEnds(Ends):
         store: Store,
         store_units: StoreUnits,
         units: Set[Unit],
-        setup: Setup,
+        options: Options,
         resident: Resident,
     ) -> None:
-        super().__init__(setup)
+        super().__init__(options)
         self._store, self._training = store, store._training
         self._store_units, self._units, self._resident = store_units, units, resident
         self.reads = self._reads
@@ -65,7 +66,7 @@ class StoreParamsEnds(Ends):
         self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
     ) -> Callable[[Plan], ResidentUnits]:
         return ResidentChooser(
-            self.setup.options.resident,
+            self.options.resident,
             self._store_units,
             self._units,
             division,
@@ -109,14 +110,14 @@ class StoreParamsEnds(Ends):
             ),
             reading.fetches,
             self._resident,
-            self.setup.device,
+            self.options.device,
             room_bytes=device_bytes if device_bytes is not None else host_bytes,
             host_bytes=host_bytes if is_staged else None,
             stays=fitted.units.units,
             in_place=fitted.units.in_place,
             gives=gives,
             is_shared=is_shared,
-            together=self.setup.together,
+            together=self.options.together,
         )
         unused_bytes = 0 if is_staged else reading.room_bytes - host_bytes
         return params, unused_bytes
@@ -140,11 +141,10 @@ class StoreEnds(StoreParamsEnds):
         ready: Prepared,
         program: UpdateProgram,
         shape: StoreShape,
-        setup: Setup,
+        options: Options,
     ) -> None:
-        options = setup.options
         pieces, params = ready.gradient_pieces, ready.traced.params
-        passes = passes_for(program, pieces, is_alone=setup.together.is_alone)
+        passes = passes_for(program, pieces, is_alone=options.together.is_alone)
 
         def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
             return leaf not in passes.whole and shape.can_move(leaf, origin, extent)
@@ -152,7 +152,7 @@ class StoreEnds(StoreParamsEnds):
         undivided = range(len(params)) if options.compress else passes.computed
         store_units = StoreUnits(params, can_move, undivided)
         units = {store_units.unit(piece) for piece in pieces}
-        super().__init__(store, store_units, units, setup, resident)
+        super().__init__(store, store_units, units, options, resident)
         self._program, self._passes, self._shape = program, passes, shape
         self.num_drives = max(1, shape.directory.num_csds)
         self.saved_in = None if options.replan else store.path
@@ -170,7 +170,7 @@ class StoreEnds(StoreParamsEnds):
             store,
             shape,
             program,
-            DeviceUpdater(setup.device, is_host=setup.limit.is_host, **bits),
+            DeviceUpdater(options.device, is_host=options.limit.is_host, **bits),
             ready.traced.mesh,
             replan=options.replan,
         )
@@ -190,7 +190,7 @@ class StoreEnds(StoreParamsEnds):
             budgets["memory_bytes"] - self._shape.export_bytes,
             self._shape.least_memory_bytes,
             max((unit.num_bytes for unit in self._units), default=0),
-            self.setup.limit_within(budgets, ready.traced.mesh),
+            self.options.limit_within(budgets, ready.traced.mesh),
         )
         division = self._assigning.without(division, self._gradient_bytes)
         purpose = "computing numbers of its gradients"
@@ -259,7 +259,7 @@ class StoreEnds(StoreParamsEnds):
         return self._training.opened.meters
 
     def sink(self, fitted: Fitted) -> StoreSink:
-        options, division = self.setup.options, fitted.division
+        options, division = self.options, fitted.division
         waits, spill, room_bytes = self.waiting(fitted), None, division.gradients
         if waits is not None:
             spill = Spill(self.folders, waits, meters=self.meters)
@@ -271,12 +271,12 @@ class StoreEnds(StoreParamsEnds):
             self._compressor,
             self._store_units,
             self._idle,
-            self.setup.together,
+            self.options.together,
             min(room_bytes, division.leaving),
             spill,
             effect_of_nonfinite(options.nonfinite, is_guarded=self._program.is_guarded),
             self._assigning.chosen(division.gradients),
-            copies=not self.setup.limit.is_host,
+            copies=not self.options.limit.is_host,
         )
 
     def waiting(self, fitted: Fitted) -> Waiting | None:

@@ -4,20 +4,34 @@ Invariant: values are checked before they come here.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
+
+from jax.sharding import Mesh
 
 from jaxinf.compress import TopK
 from jaxinf.program import Average, NonFinitePolicy
+from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.plan.calls import Policy, may_leave
+from jaxinf.streaming.plan.device import device_limit, mesh_limit
+from jaxinf.streaming.plan.memory import DeviceLimit
 from jaxinf.streaming.plan.resident import Resident
+from jaxinf.streaming.program.meshes import default_device
+from jaxinf.streaming.run import Executables
 from jaxinf.streaming.update.assigning import DeviceUpdates
 from jaxinf.typing import PyTree
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a step or of a function; all are those of `jaxinf.stream`."""
+    """Options of a step or of a function: those of `jaxinf.stream`, and where it runs.
+
+    Attributes:
+      together: The processes of the run.
+      executables: Programs compiled before, for batches of all shapes.
+      other_limit: The limit of another device than JAX's, to plan for.
+    """
 
     memory_bytes: int
     device_memory_bytes: int | None = None
@@ -33,6 +47,30 @@ class Options:
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     deterministic: bool = True
     device_updates: DeviceUpdates = None
+    together: Together = field(default_factory=Together)
+    executables: Executables = field(default_factory=dict)
+    other_limit: DeviceLimit | None = None
+
+    @cached_property
+    def device(self) -> Any:
+        """The JAX device that programs run on; on a mesh, one like all of them."""
+        return default_device()
+
+    @cached_property
+    def limit(self) -> DeviceLimit:
+        """The limit of the JAX device's memory."""
+        if self.other_limit is not None:
+            return self.other_limit
+        return device_limit(self.device, self.device_memory_bytes)
+
+    def limit_within(
+        self, budgets: Mapping[str, int], mesh: Mesh | None = None
+    ) -> DeviceLimit:
+        limit = self.limit
+        if mesh is not None and self.other_limit is None:
+            limit = mesh_limit(mesh.local_devices, self.device_memory_bytes)
+        num_bytes = budgets.get("device_memory_bytes", limit.num_bytes)
+        return replace(limit, num_bytes=num_bytes)
 
     def of_function(self) -> "Options":
         """Returns those of a function in a step's memory; what stays is the step's."""
@@ -42,6 +80,7 @@ class Options:
             has_aux=True,
             policy="keep",
             deterministic=self.deterministic,
+            together=self.together,
         )
 
     @property

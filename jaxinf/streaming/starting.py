@@ -24,7 +24,6 @@ from jaxinf.engine import (
 from jaxinf.program import UpdateProgram, trace_init
 from jaxinf.streaming.binding import within
 from jaxinf.streaming.options import Options
-from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.initial import BUFFERS_SHARE, Shard
 from jaxinf.streaming.program.meshes import mesh_of, on_mesh, without_shardings
@@ -39,7 +38,6 @@ MakeLeaves: TypeAlias = Callable[[int], Iterable[Iterable[Shard]]]
 def described(
     tx: optax.GradientTransformation,
     options: Options,
-    together: Together,
     update: UpdateProgram,
     avals: PyTree,
     pieces: Sequence[Piece],
@@ -52,7 +50,8 @@ def described(
     Raises:
       UnsupportedTransformError: The optimizer needs too much of all leaves.
     """
-    passes_for(update, pieces, is_alone=together.is_alone)
+    is_alone = options.together.is_alone
+    passes_for(update, pieces, is_alone=is_alone)
     first, held = trace_init(tx, without_shardings(avals)), jax.tree.leaves(avals)
     compress, counts = options.compress, part_counts(held, pieces)
     check_compressed(compress, update)
@@ -63,7 +62,7 @@ def described(
         average=options.average,
         has_feedback=keeps_feedback(compress),
         forms=partial(gradient_forms, compress),
-        holders=() if together.is_alone else _holders(held, counts, mesh_of(avals)),
+        holders=() if is_alone else _holders(held, counts, mesh_of(avals)),
     )
     return first, description
 
@@ -81,10 +80,9 @@ def _holders(
 
 
 def planned_leaves(
-    budgets: Mapping[str, int],
+    options: Options,
     leaves: MakeLeaves,
     check: Callable[[Mapping[str, int]], object] | None,
-    together: Together,
     tier_bytes: int,
 ) -> Iterator[Iterable[Shard]]:
     """Returns the leaves to be made, if they and the program fit in memory.
@@ -101,12 +99,12 @@ def planned_leaves(
         host_bytes = budgets["memory_bytes"] - tier_bytes
         device_bytes = budgets.get("device_memory_bytes") or host_bytes
         made_bytes = min(device_bytes, host_bytes)
-        made = together.call("the first params", lambda: leaves(made_bytes))
+        made = options.together.call("the first params", lambda: leaves(made_bytes))
         if check is not None:
             check(budgets)
         return iter(made)
 
-    return within(budgets, plan) if together.is_alone else plan(budgets)
+    return within(options, plan)
 
 
 def write_leaf(

@@ -21,10 +21,11 @@ from jax.dtypes import result_type
 
 from jaxinf.io import ByteCounts
 from jaxinf.streaming.binding import bind
-from jaxinf.streaming.bound import Bound, Ends, Setup
+from jaxinf.streaming.bound import Bound, Ends
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.resident import Resident
+from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
 from jaxinf.streaming.plan.plan import Prepared
@@ -43,14 +44,13 @@ class Step(ABC):
     """A step or a function; also a context manager. Not thread-safe.
 
     Args:
-      setup: What batches of all shapes have in common.
+      options: What batches of all shapes have in common.
       step: The step whose memory a function has, if there is one. They run in turns.
     """
 
-    def __init__(self, setup: Setup, step: "Step | None" = None) -> None:
-        self._setup = setup
-        self._options = setup.options
-        self._together = setup.together
+    def __init__(self, options: Options, step: "Step | None" = None) -> None:
+        self._options = options
+        self._together = options.together
         self._turns = Turns() if step is None else step._turns
         self._in_turn: list[Step] = [] if step is None else step._in_turn
         self._in_turn.append(self)
@@ -60,7 +60,7 @@ class Step(ABC):
         self._num_skipped = 0
         self._waited_s = 0.0  # in the last step, for gradients and updates
         self._values: MoverCounts | None = None  # of the last step
-        weights = setup.options.weights
+        weights = options.weights
         self._weights = None if weights is None else jax.jit(weights)
 
     def compile(self, batch: PyTree) -> Plan:
@@ -147,8 +147,8 @@ class Step(ABC):
     def _resident(self) -> Resident:
         """Params that stay between steps; those of all shapes of batches."""
         if self._staying is None:
-            is_host = self._setup.limit.is_host
-            self._staying = Resident(self._setup.device, is_host=is_host)
+            is_host = self._options.limit.is_host
+            self._staying = Resident(self._options.device, is_host=is_host)
         return self._staying
 
     def _call(self, batch: PyTree, extra_args: Mapping[str, Any] | None) -> Results:
@@ -225,8 +225,8 @@ def _run(bound: Bound, batch: PyTree, check: Check, shares: Sequence[float]) -> 
 class TrainingStep(Step):
     """A step, with or without a store."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
         return_freed_memory(collects=False)
 
     def dry_run(
@@ -259,14 +259,14 @@ class TrainingStep(Step):
         if params is not None:
             check_params(params)
             params = abstract(params)
-        setup = replace(self._setup, executables=Estimates(), other_limit=device)
-        dry = self._dry(batch, params, setup, like)
+        options = replace(self._options, executables=Estimates(), other_limit=device)
+        dry = self._dry(batch, params, options, like)
         with outside_mesh():
             return count(*dry)
 
     @abstractmethod
     def _dry(
-        self, batch: PyTree, params: PyTree, setup: Setup, like: Count | None
+        self, batch: PyTree, params: PyTree, options: Options, like: Count | None
     ) -> tuple[Any, ...]:
         """Returns the arguments of `count`; params are the step's if they are None."""
 

@@ -25,11 +25,12 @@ from jaxinf.engine import (
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged
 from jaxinf.store import required_bytes
-from jaxinf.streaming.bound import Bound, Setup
+from jaxinf.streaming.bound import Bound
 from jaxinf.streaming.count import Count
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.metrics import StreamMetrics
 from jaxinf.streaming.near_storage import StoreEnds
+from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.memory import check_mesh, return_freed_memory
 from jaxinf.streaming.plan.plan import Prepared, prepare
 from jaxinf.streaming.program.initial import (
@@ -68,13 +69,13 @@ class StreamedStep(TrainingStep):
         loss_fn: Callable[..., Any],
         tx: optax.GradientTransformation,
         store: Store,
-        setup: Setup,
+        options: Options,
     ) -> None:
-        super().__init__(setup)
+        super().__init__(options)
         self.store = store
         self._loss_fn = loss_fn
-        self._tx = averaged(tx, setup.options.average)
-        self._made_of = self._tx, setup.options, setup.together
+        self._tx = averaged(tx, options.average)
+        self._made_of = self._tx, options
         self._params: PyTree | None = None
         self._update: tuple[PyTree, UpdateProgram] | None = None  # of these params
         self._ready: Prepared | None = None  # traced by `init`, bound at its end
@@ -163,11 +164,11 @@ class StreamedStep(TrainingStep):
         if training.commit is None:
             check, shape = None, training.shape(description)
             if ready is not None:
-                make = partial(self._ends_of, ready, update, shape, self._setup)
+                make = partial(self._ends_of, ready, update, shape, self._options)
                 ends = self._together.call("the optimizer's programs", make)
                 check = partial(ends.fitted, ready)
-            planning = leaves, check, self._together, shape.options.host_tier_bytes
-            made = planned_leaves(self._options.budgets, *planning)
+            tier_bytes = shape.options.host_tier_bytes
+            made = planned_leaves(self._options, leaves, check, tier_bytes)
         self._params = avals
         if training.bind(description, may_create=True, uses_budget=False):
             given = made, self._options.memory_bytes
@@ -239,10 +240,10 @@ class StreamedStep(TrainingStep):
 
     def _ends(self, ready: Prepared) -> StoreEnds:
         program = self._traced_optimizer(self._started())
-        return self._ends_of(ready, program, self.store._training.opened, self._setup)
+        return self._ends_of(ready, program, self.store._training.opened, self._options)
 
     def _dry(
-        self, batch: PyTree, params: PyTree, setup: Setup, like: Count | None
+        self, batch: PyTree, params: PyTree, options: Options, like: Count | None
     ) -> tuple[Any, ...]:
         avals = self._started() if params is None else params
         training = self.store._training
@@ -253,7 +254,7 @@ class StreamedStep(TrainingStep):
             _, made = described(*self._made_of, update, avals, ready.gradient_pieces)
             shape = training.shape(made)
             num_bytes = sum(required_bytes(shape.directory).values())
-            ends = self._ends_of(ready, update, shape, setup)
+            ends = self._ends_of(ready, update, shape, options)
         now_bytes = 0 if training.commit is None else num_bytes
         return ends, ready, update, num_bytes, now_bytes
 
@@ -288,8 +289,8 @@ class StreamedStep(TrainingStep):
         Returns:
           As `jaxinf.stream` without an optimizer; closed with this step.
         """
-        setup = Setup(self._options.of_function(), self._together)
-        made = StreamedFunction(fn, self.store, setup, step=self, average=average)
+        options = self._options.of_function()
+        made = StreamedFunction(fn, self.store, options, step=self, average=average)
         if self._params is not None:
             made.load(self._params)
         self._functions.append(made)
