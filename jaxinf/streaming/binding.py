@@ -12,8 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from jaxinf.errors import BudgetError
-from jaxinf.streaming.bound import Bound, Ends
-from jaxinf.streaming.fit import Fitted
+from jaxinf.streaming.bound import Bound, Ends, Fitted
 from jaxinf.streaming.move.values import make_values
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.offload import check_tiers
@@ -101,6 +100,7 @@ def _made(ends: Ends, ready: Prepared, fitted: Fitted, undone: ExitStack) -> Bou
     values = make_values(fitted.plan, fitted.tiers, ends.folders, ends.meters)
     undone.callback(values.close)
     runner = Runner(fitted.plan, ends.options.executables, values)
-    made = ends.bound(runner, replace(fitted, plan=runner.plan), sink)
-    undone.callback(made.close)
-    return made
+    fitted = replace(fitted, plan=runner.plan)
+    params, store_bytes = ends.source(fitted)
+    undone.callback(params.close)
+    return Bound(ends, fitted, runner, params, sink, store_bytes)

@@ -1,23 +1,23 @@
-"""A step bound to batches of one shape: a params source, a schedule, a gradient sink.
+"""A step bound to batches of one shape: params source, calls, gradient sink.
 
-    Ends ─ fitted ─► plan ─► bound ─► Bound(params, runner, sink)     (binding.py)
+    Ends ─ fitted ─► Fitted(plan, memory) ─ bind ─► Bound(params, runner, sink)
 
 A step of a store, one in memory and a function differ in their `Ends` alone.
 
 Invariant: what a bound step takes stays within the memory of the options.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from jaxinf.errors import StreamError
 from jaxinf.io import ByteCounts, ByteMeters
-from jaxinf.schedule.placement import Waiting
-from jaxinf.streaming.fit import Fitted, Reads
+from jaxinf.schedule.placement import Tiers, Waiting
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import Folders
@@ -26,8 +26,9 @@ from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.device import check_pinned
 from jaxinf.streaming.plan.memory import Division
-from jaxinf.streaming.plan.offload import check_leaving
+from jaxinf.streaming.plan.offload import check_leaving, plan_tiers
 from jaxinf.streaming.plan.plan import Prepared
+from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.plan.saved import saved_cuts, saved_plan
 from jaxinf.streaming.program.units import Unit
@@ -39,6 +40,60 @@ from jaxinf.streaming.run import (
 )
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import JsonValue
+
+Reads: TypeAlias = Callable[[Plan, Division, Set[Unit]], Reading]
+"""Returns the reads of a plan with given memory, beside units that stay."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A plan that fits, and what follows from it.
+
+    Attributes:
+      host_bytes: Memory of the host for values that leave a device with memory of its
+        own, without what a pool takes beside it.
+      reads: Returns the reads of params; None if all are in memory.
+    """
+
+    plan: Plan
+    units: ResidentUnits
+    division: Division
+    host_bytes: int
+    reads: Reads | None
+    is_saved: bool
+
+    @property
+    def digest(self) -> JsonValue:
+        """What processes that run its programs together must have in common."""
+        units = sorted(unit.place for unit in self.units.units)
+        fetches = [
+            (*fetch.unit.place, fetch.first, fetch.last)
+            for fetch in self.reading.fetches
+        ]
+        text = repr((self.plan.traced.mesh, self.plan.cuts, units, fetches))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def tiers(self) -> Tiers | None:
+        """Where values wait; None if the device's memory is the host's."""
+        if not self.division.staged:
+            return None
+        return plan_tiers(self.plan, self.host_bytes)
+
+    @cached_property
+    def beside_values(self) -> Division:
+        """The memory beside values that wait on the host."""
+        if self.reads is None or self.tiers is None or not self.tiers.host_bytes:
+            return self.division
+        pool_bytes = self.division.pool_factor * self.tiers.host_bytes
+        return self.division.without(pool_bytes, "keeping values")
+
+    @cached_property
+    def reading(self) -> Reading:
+        """The reads of a run."""
+        if self.reads is None:
+            return Reading((), 0)
+        return self.reads(self.plan, self.beside_values, self.units.units)
 
 
 class Moved(NamedTuple):
@@ -55,10 +110,6 @@ class Moved(NamedTuple):
     read_bytes: int = 0
     written_bytes: int = 0
     waiting_bytes: int = 0
-
-    @property
-    def all_bytes(self) -> int:
-        return self.read_bytes + self.written_bytes
 
 
 class _Kept(NamedTuple):
@@ -222,11 +273,15 @@ class Ends(ABC):
         """Makes what takes gradients; takes room on drives."""
 
     @abstractmethod
-    def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> "Bound":
-        """Makes what a plan's calls need, and counts what they move."""
+    def source(self, fitted: Fitted) -> tuple[Params, int]:
+        """Makes what gives params, and returns the memory for a store's buffers."""
+
+    def reused_bytes(self, fitted: Fitted) -> int:
+        """Bytes of params that calls find in memory, as a call before used them."""
+        return 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Bound:
     """Programs for batches of one shape, and what they run with.
 
@@ -240,8 +295,7 @@ class Bound:
     runner: Runner
     params: Params
     sink: Sink
-    reused_bytes: int = 0
-    store_bytes: int = 0
+    store_bytes: int
 
     @property
     def traffic(self) -> ByteCounts:

@@ -12,8 +12,7 @@ from typing import Any
 from jaxinf import compat
 from jaxinf.program import UpdateProgram
 from jaxinf.streaming.binding import within
-from jaxinf.streaming.bound import Ends
-from jaxinf.streaming.fit import Fitted
+from jaxinf.streaming.bound import Ends, Fitted
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import NUM_STAGED
 from jaxinf.streaming.plan.plan import Prepared

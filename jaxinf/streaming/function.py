@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
-from jaxinf.streaming.bound import Bound
-from jaxinf.streaming.fit import Fitted
+from jaxinf.streaming.bound import Bound, Fitted
+from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.near_storage import StoreParamsEnds
 from jaxinf.streaming.options import Options
@@ -26,7 +26,6 @@ from jaxinf.streaming.plan.plan import Prepared, prepare_function
 from jaxinf.streaming.program.initial import BUFFERS_SHARE
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import SHARED, StoreUnits, shared_bytes
-from jaxinf.streaming.run import Runner
 from jaxinf.streaming.step import Step
 from jaxinf.streaming.update.sink import NoGradients, Sink
 from jaxinf.typing import PyTree
@@ -89,13 +88,10 @@ class FunctionEnds(StoreParamsEnds):
     def sink(self, fitted: Fitted) -> Sink:
         return NoGradients(self.options.together)
 
-    def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
-        params, _ = self._source(
-            fitted,
-            average=self._average,
-            is_shared=self._beside is not None,
-        )
-        return Bound(ends=self, fitted=fitted, runner=runner, params=params, sink=sink)
+    def source(self, fitted: Fitted) -> tuple[Params, int]:
+        is_shared = self._beside is not None
+        params, _ = self._source(fitted, average=self._average, is_shared=is_shared)
+        return params, 0
 
 
 def _left(

@@ -18,10 +18,9 @@ import optax
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.binding import within
-from jaxinf.streaming.bound import Bound, Ends, Moved
+from jaxinf.streaming.bound import Ends, Fitted, Moved
 from jaxinf.streaming.count import Count
-from jaxinf.streaming.fit import Fitted
-from jaxinf.streaming.move.params import MemoryParams
+from jaxinf.streaming.move.params import MemoryParams, Params
 from jaxinf.streaming.move.values import value_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
@@ -32,11 +31,9 @@ from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.trace import Traced, abstract, check_params
-from jaxinf.streaming.run import Runner
 from jaxinf.streaming.step import TrainingStep
 from jaxinf.streaming.update.micro_batches import first_part
 from jaxinf.streaming.update.optax_sink import OptaxSink, PlainOptax
-from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import PathLikeStr, PyTree
 
 
@@ -100,15 +97,9 @@ class MemoryEnds(Ends):
     def sink(self, fitted: Fitted) -> OptaxSink:
         return OptaxSink(self._optimizer, self._traced, self.options.nonfinite)
 
-    def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
+    def source(self, fitted: Fitted) -> tuple[Params, int]:
         optimizer = self._optimizer
-        return Bound(
-            ends=self,
-            fitted=fitted,
-            runner=runner,
-            params=MemoryParams(lambda: jax.tree.leaves(optimizer.params)),
-            sink=sink,
-        )
+        return MemoryParams(lambda: jax.tree.leaves(optimizer.params)), 0
 
 
 class InMemoryStep(TrainingStep):

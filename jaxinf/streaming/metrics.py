@@ -51,7 +51,7 @@ class StreamMetrics:
         params, spilled_bytes = bound.params.counts, bound.sink.spilled_bytes
         return cls(
             fetched_drive_bytes=params.num_read_bytes,
-            fetched_memory_bytes=bound.reused_bytes,
+            fetched_memory_bytes=bound.ends.reused_bytes(bound.fitted),
             spilled_memory_bytes=spilled_bytes[0],
             spilled_drive_bytes=spilled_bytes[1],
             offloaded_drive_bytes=values.num_written_bytes,

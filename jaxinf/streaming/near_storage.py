@@ -12,9 +12,8 @@ from jaxinf.io import ByteMeters
 from jaxinf.program import UpdateProgram, effect_of_nonfinite
 from jaxinf.schedule.placement import Waiting, waiting
 from jaxinf.store import MASTER_PARAMS, csd_shares, plans_folder
-from jaxinf.streaming.bound import Bound, Ends, Moved
-from jaxinf.streaming.fit import Fitted
-from jaxinf.streaming.move.params import StoreParams
+from jaxinf.streaming.bound import Ends, Fitted, Moved
+from jaxinf.streaming.move.params import Params, StoreParams
 from jaxinf.streaming.move.reader import StoreReader
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Folders
@@ -34,13 +33,11 @@ from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits
 from jaxinf.streaming.plan.saved import save_plan
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
-from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update.assigning import Assigning
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.on_device import DeviceUpdater
 from jaxinf.streaming.update.optimizer import arrivals_of, passes_for
 from jaxinf.streaming.update.passes import PassRunner
-from jaxinf.streaming.update.sink import Sink
 from jaxinf.streaming.update.store_sink import StoreSink, deferred_bytes, idle_leaves
 
 _PARAMS = 0  # the first of a leaf's states
@@ -287,22 +284,16 @@ class StoreEnds(StoreParamsEnds):
         room_bytes = fitted.division.gradients // 2
         return waiting(sizes, room_bytes, max(1, passes.num_passes - 1))
 
-    def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
+    def source(self, fitted: Fitted) -> tuple[Params, int]:
         given = frozenset(filter(self._takes_resident, fitted.units.units))
         params, unused_bytes = self._source(fitted, given)
-        calls, fetches = runner.plan.calls, fitted.reading.fetches
-        reused = reused_bytes(fetches, calls, self._store_units)
-        return Bound(
-            ends=self,
-            fitted=fitted,
-            runner=runner,
-            params=params,
-            sink=sink,
-            reused_bytes=reused,
-            store_bytes=fitted.division.ring + unused_bytes,
-        )
+        return params, fitted.division.ring + unused_bytes
 
     # --- counted -------------------------------------------------------------------
+
+    def reused_bytes(self, fitted: Fitted) -> int:
+        fetches, calls = fitted.reading.fetches, fitted.plan.calls
+        return reused_bytes(fetches, calls, self._store_units)
 
     def moved(self, fitted: Fitted) -> Moved:
         fetches = fitted.reading.fetches
