@@ -292,13 +292,13 @@ def test_a_step_after_one_whose_updates_failed_has_room_for_its_params(
     def failing(self, *_):
         raise RuntimeError("given up")
 
-    params = [normal(i, 256, 256) / 16 for i in range(12)]
+    params = [normal(i, 256, 256) / 16 for i in range(24)]
     store = open_store(chunk_elements=1 << 16)
     step = jaxinf.stream(
         loss,
         optax.adam(1e-3),
         store,
-        memory_bytes=8 << 20,
+        memory_bytes=16 << 20,
         micro_batches=2,
     )
     step.load(params, batch=np.ones((8, 256), np.float32))
