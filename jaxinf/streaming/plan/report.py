@@ -14,7 +14,8 @@ from jaxinf.terminal import format_bytes
 
 _MOST_NAMES = 3
 _MOST_PIECES = 4
-_TITLES = ("calls", "segment", "programs", "memory", "leaves", "reads", "params")
+_TITLES = ("calls", "segment", "programs", "memory")
+_TITLES += ("values leaving", "params read", "params")
 
 
 def plan_text(plan: Any) -> str:
@@ -38,8 +39,8 @@ def plan_text(plan: Any) -> str:
         head += f"; {format_bytes(plan.resident_bytes)} of params stay"
     lines = [_TITLES, *_lines(plan)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    cells = [[*map(str.rjust, line[:-1], widths), line[-1].rstrip()] for line in lines]
-    return "\n".join([head, "", *("  ".join(line) for line in cells)])
+    cells = ([*map(str.rjust, line[:-1], widths), line[-1]] for line in lines)
+    return "\n".join([head, "", *("  ".join(line).rstrip() for line in cells)])
 
 
 def largest_text(plan: Any, sizes: Mapping[Piece, int]) -> str:
