@@ -21,7 +21,6 @@ from zoo import ZOO, Program
 
 import jaxinf
 from jaxinf.kernels.standard import standard_kernels
-from jaxinf.streaming import bound
 from jaxinf.streaming.plan import device as planned_device
 from jaxinf.streaming.plan.plan import prepare, prepare_function
 from jaxinf.streaming.program.graph import aval_bytes
@@ -85,7 +84,7 @@ def plan_step(place, note, monkeypatch):
 
     def make(name, device, tx=CLIPPED, share=2, **options):
         program, target = program_of(name), Target(device)
-        monkeypatch.setattr(bound, "default_device", lambda: target.devices[0])
+        monkeypatch.setattr(step_options, "default_device", lambda: target.devices[0])
         # The devices of a topology have no memories.
         monkeypatch.setattr(planned_device, "_check_kinds", lambda device: None)
         step = jaxinf.stream(

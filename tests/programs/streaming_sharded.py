@@ -18,7 +18,7 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.errors import StreamError
 from jaxinf.schedule.reads import Fetch
-from jaxinf.streaming import bound
+from jaxinf.streaming import options as step_options
 from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.plan import device, memory
 from jaxinf.streaming.plan.memory import DeviceLimit
@@ -170,14 +170,6 @@ def options(place, name):
         losses = trained(step, one, 3)
         assert_moves_as_planned(step)
         found = store.params(like=one.params)
-        if "order" in options:
-            options = {**options, "order": "parts"}
-            with opened(place, "in_parts") as other:
-                parts = streamed(one, other, tx, **options)
-                with one.entered():
-                    parts.load(one.params, batch=one.batch)
-                assert trained(parts, one, 3) == losses
-                assert_same_bits(other.params(like=one.params), found)
         if "resident" in options:
             assert step.plan.resident_bytes
         if options.get("resident") == "params":
@@ -229,7 +221,7 @@ def other_sizes(place):
 
     with (
         mock.patch.object(memory, "device_is_host", return_value=False),
-        mock.patch.object(bound, "device_limit", limit),
+        mock.patch.object(step_options, "device_limit", limit),
         mock.patch.object(device, "device_limit", limit),
         opened(place, "store") as store,
     ):

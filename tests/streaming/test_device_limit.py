@@ -9,7 +9,7 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
-from jaxinf.streaming import bound
+from jaxinf.streaming import options as step_options
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, divide
@@ -129,7 +129,7 @@ def apart(monkeypatch):
     def put(**stats):
         found = Device(**stats)
         monkeypatch.setattr(
-            bound, "device_limit", lambda _, given: device_limit(found, given)
+            step_options, "device_limit", lambda _, given: device_limit(found, given)
         )
         return found
 
@@ -206,6 +206,6 @@ def test_steps_and_functions_look_at_the_device(place, apart, monkeypatch, numbe
         return  # no value of it leaves the device
     make = list(makers(place / "again"))[number]
     device.stats["bytes_in_use"] = 0
-    monkeypatch.setattr(bound, "default_device", lambda: device)
+    monkeypatch.setattr(step_options, "default_device", lambda: device)
     with pytest.raises(StreamError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="):
         make()

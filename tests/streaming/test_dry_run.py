@@ -36,7 +36,7 @@ def made(place, open_store):
 
 
 @pytest.mark.parametrize(
-    ("policy", "memory"), [("recompute", "8MiB"), ("offload", "13MiB")]
+    ("policy", "memory"), [("recompute", "13MiB"), ("offload", "13MiB")]
 )
 def test_what_it_counts_is_what_the_step_moves(made, place, policy, memory):
     with made(memory, policy=policy, micro_batches=2) as step:

@@ -24,6 +24,7 @@ from jaxinf.errors import (
 )
 from jaxinf.store import plan_damages, seal
 from jaxinf.streaming.binding import within
+from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.memory import divide
 from jaxinf.streaming.plan.plan import prepare
 from jaxinf.terminal import parse_bytes
@@ -234,7 +235,7 @@ def test_the_search_for_a_budget_is_bounded():
         return ready.plan(0)
 
     with pytest.raises(BudgetError, match="raise memory_bytes by at least"):
-        within({"memory_bytes": 1 << 20}, plan)
+        within(Options(1 << 20), plan)
     assert budgets == sorted(set(budgets))
     assert len(budgets) == 4
 
@@ -257,7 +258,7 @@ def test_the_budget_that_is_named_works(few, policy):
         return ready.plan(division.programs, policy)
 
     with pytest.raises(BudgetError) as refused:
-        within({"memory_bytes": few}, plan)
+        within(Options(few), plan)
     assert len(budgets) <= 4
     works = parse_bytes(refused.value.works["memory_bytes"])
     assert plan({"memory_bytes": works})
