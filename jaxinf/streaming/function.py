@@ -207,14 +207,14 @@ class StreamedFunction(Step):
         return ready.to_run(is_deterministic=self._options.deterministic)
 
     def _ends(self, ready: Prepared) -> FunctionEnds:
-        step = self._step_beside
-        # What stays for a step are params, not their average.
-        is_apart = step is None or self._average
+        step, resident = self._step_beside, self._resident
+        if step is not None and not self._average:  # of which nothing stays for a step
+            resident = step._resident
         return FunctionEnds(
             self.store,
             ready,
             self._options,
-            self._resident if is_apart else step._resident,
+            resident,
             None if step is None else (step._options, step._last),
             average=self._average,
         )

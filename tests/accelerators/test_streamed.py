@@ -21,6 +21,7 @@ from zoo import ZOO, Program
 
 import jaxinf
 from jaxinf.kernels.standard import standard_kernels
+from jaxinf.streaming import options as step_options
 from jaxinf.streaming.plan import device as planned_device
 from jaxinf.streaming.plan.plan import prepare, prepare_function
 from jaxinf.streaming.program.graph import aval_bytes

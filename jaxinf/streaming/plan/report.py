@@ -82,11 +82,12 @@ def _rows(plan: Any) -> Iterator[_Row]:
         if not call.program.is_sum:
             before = "backward" if call.is_repeat else direction, segment
         places.append(before)
-    for place, group in groupby(range(len(places)), places.__getitem__):
+    for (direction, segment), group in groupby(range(len(places)), places.__getitem__):
         own = list(group)
         calls = [plan.calls[n] for n in own]
         yield _Row(
-            *place,
+            direction,
+            segment,
             own,
             " ".join(dict.fromkeys(numbers[one.program.key] for one in calls)),
             sum(map(plan.read_bytes, own)),
