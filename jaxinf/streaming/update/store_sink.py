@@ -14,8 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinf.csd import is_idle
-from jaxinf.engine import Assignment, KeptLeaf, Training, UpdateRequest
+from jaxinf.csd import ScalarInputs, is_idle
+from jaxinf.engine import (
+    Assignment,
+    KeptLeaf,
+    Training,
+    UpdateRequest,
+    changes_params,
+)
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.program import NonFinitePolicy, Passes, UpdateProgram
 from jaxinf.store import ScalarState
@@ -29,16 +35,18 @@ from jaxinf.streaming.program.shards import (
     Gradient,
     gathered,
     handed_out,
+    shards_of,
     whole,
 )
 from jaxinf.streaming.program.units import StoreUnits, Unit
-from jaxinf.streaming.update.asked import Asked, Asking, Gathered
+from jaxinf.streaming.update.asked import Asked, Gathered
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink, is_finite
 from jaxinf.streaming.update.under_way import UnderWay
 from jaxinf.typing import Array, PyTree
 
+_NO_PARAMS = np.empty(0, np.float32)
 # Gradients up to this long share a call of the engine.
 _SHORT_BYTES = 1 << 20
 
@@ -94,7 +102,6 @@ class StoreSink(Sink):
         # Passes look at whole gradients, in every process.
         self._is_gathered = not together.is_alone
         self._compressor = compressor
-        self._asking = Asking(program, passes, compressor)
         self._gathering: dict[Unit, Gathered] = {}
         self._bad: list[str] = []
         self._step = 0
@@ -303,9 +310,33 @@ class StoreSink(Sink):
         return is_checked and not is_finite(np.asarray(gradient))
 
     def _ask(self, unit: Unit, gradient: Gradient) -> Asked:
+        """Makes the requests for a unit's update; blocks while inputs are computed."""
         params = self._fetched.take(unit)
-        asked = self._asking(unit, gradient, params, self._step)
-        if asked.changes_params:
+        assert params is None or unit.is_divided, "the update takes parts that it moves"
+        kernel = self._program.leaves[unit.leaf].kernel
+        parts = shards_of(gradient, unit.boxes)
+        inputs, requests = ScalarInputs(()), []
+        for number, (box, part) in enumerate(zip(unit.boxes, parts, strict=True)):
+            part = part.reshape(unit.extent_of(box))
+            given = None if params is None else params[number]
+            if not number:  # a unit in parts has none but scalars, the same for all
+                inputs = self._passes.inputs(unit.leaf, part, given)
+            sent, feedback = self._compressor(unit, part, self._step)
+            requests.append(
+                UpdateRequest(
+                    leaf=unit.leaf,
+                    kernel=kernel,
+                    origin=unit.origin_of(box),
+                    gradient=sent,
+                    inputs=inputs,
+                    out=None,
+                    probe=_NO_PARAMS,
+                    params=None if given is None else given.reshape(part.shape),
+                    feedback=feedback,
+                )
+            )
+        asked = Asked(unit, requests)
+        if changes_params(kernel, inputs):
             asked.fill(self._fetched.target(unit))
         return asked
 
