@@ -35,6 +35,10 @@ def made(place, open_store):
     return make
 
 
+def calls_of(plan):
+    return plan.cuts, [call.program.key for call in plan.calls], plan.evictions
+
+
 @pytest.mark.parametrize(
     ("policy", "memory"), [("recompute", "13MiB"), ("offload", "13MiB")]
 )
@@ -55,7 +59,7 @@ def test_what_it_counts_is_what_the_step_moves(made, place, policy, memory):
         assert again.drive_read_bytes == moved.drive_read_bytes
         assert again.drive_write_bytes == moved.drive_write_bytes
         if policy == "recompute":  # compiled programs let other values leave
-            assert str(again.plan).splitlines()[2:] == str(step.plan).splitlines()[2:]
+            assert calls_of(again.plan) == calls_of(step.plan)
         assert again.now_bytes <= again.disk_bytes == found.disk_bytes
         step(PROGRAM.batch)  # a dry run leaves the step alone
         held = [path.stat().st_size for path in place.rglob("*") if path.is_file()]
