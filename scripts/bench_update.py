@@ -46,9 +46,10 @@ from floor import (
 from update_rig import UpdateRig
 
 import jaxinf
-from jaxinf.engine import MasterChoice, StateFormat
+from jaxinf.engine import MasterChoice
 from jaxinf.io import sync_filesystem
 from jaxinf.program import AverageFormat
+from jaxinf.store import StateFormat
 
 NUM_WARM_UP = 4
 NUM_SMALL_PARAMS = 100_000

@@ -5,25 +5,21 @@ Invariant: no command disturbs a running writer; to restore, the store must be c
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from jaxinf.cli.committed import open_directory
 from jaxinf.cli.members import is_run
-from jaxinf.cli.terminal import make_table, show_progress
-from jaxinf.errors import ExchangeError, StoreFormatError, StoreMismatchError
-from jaxinf.exchange import import_into_run, is_url
+from jaxinf.cli.terminal import make_table
+from jaxinf.errors import StoreFormatError, StoreMismatchError
 from jaxinf.store import (
     StoreDirectory,
     check_checkpoint,
     find_checkpoint,
-    finish_rebalance,
     hold_members,
     hold_store,
     list_checkpoints,
     list_whole,
-    member_name,
     remove_checkpoint,
     remove_whole,
     restore_checkpoint,
@@ -32,12 +28,6 @@ from jaxinf.store import (
     save_whole,
 )
 from jaxinf.terminal import format_bytes, make_console, printable
-
-_WAYS = {
-    "current": "where the others were",
-    "checkpoint": "to which the others went by their checkpoint",
-    "export": "to which the others went by the export, too",
-}
 
 
 def save(store: Path, name: str | None) -> None:
@@ -104,52 +94,11 @@ def restore(store: Path, name: str, *, discard_current: bool) -> None:
             record = restore_whole(members, name)
     else:
         with hold_store(store) as directory:
-            finish_rebalance(directory)
             find_checkpoint(directory, name)
             if not discard_current:
                 _check_kept(directory, name, store)
             record = restore_checkpoint(directory, name)
     print(f"{store}: at step {record.step} again; the next run goes on from there")
-
-
-def restore_export(
-    store: Path,
-    source: str,
-    lost: Sequence[int],
-    *,
-    csd_roots: Sequence[str],
-    discard_current: bool,
-    memory_bytes: int,
-) -> None:
-    """Brings a run to an exported step, and makes lost members again.
-
-    Raises:
-      ExchangeError: the store is one of one process; or as `import_into_run`.
-    """
-    if not is_run(store):
-        raise ExchangeError(
-            f"{store}: expected a run of several processes for an export, found none; "
-            f"make a store of it: jaxinf checkpoint import NEW {source}"
-        )
-    source = source if is_url(source) else str(Path(source).expanduser().absolute())
-    with show_progress(f"{source} to {store}") as progress:
-        done = import_into_run(
-            source,
-            store,
-            lost,
-            csd_roots=[str(Path(root).expanduser().absolute()) for root in csd_roots],
-            may_discard=discard_current,
-            memory_bytes=memory_bytes,
-            progress=progress,
-        )
-    made = "".join(f"{member_name(number)} made again, " for number in lost)
-    print(f"{store}: {made}all members at step {done.step}, {_WAYS[done.others]}")
-    if done.partial:
-        names = " ".join(map(printable, done.partial))
-        print(
-            f"no longer checkpoints of all members: {names}; remove them: jaxinf "
-            f"checkpoint remove {store} {names}"
-        )
 
 
 def _check_kept(directory: StoreDirectory, name: str, store: Path) -> None:

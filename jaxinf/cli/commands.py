@@ -24,7 +24,7 @@ from jaxinf.cli import (
     report,
     verification,
 )
-from jaxinf.cli.exchange import Export, Import, Memory
+from jaxinf.cli.exchange import Export, Import
 from jaxinf.cli.options import FLAGS, StorePath, option
 from jaxinf.cli.plan import Plan
 from jaxinf.cli.plan import main as plan
@@ -32,8 +32,8 @@ from jaxinf.cli.processes import TogetherOptions, over_processes
 from jaxinf.cli.stores import Store
 from jaxinf.command_line import ByteSize, UsageError, parse
 from jaxinf.errors import JaxinfError
-from jaxinf.exchange import DEFAULT_MEMORY_BYTES
-from jaxinf.terminal import printable
+from jaxinf.store import left_by_copy
+from jaxinf.terminal import make_console, printable
 from jaxinf.train.__main__ import main as train
 
 _SUCCESS, _FAILURE, _USAGE, _INTERRUPTED = 0, 1, 2, 130
@@ -181,6 +181,12 @@ class Verify(_OfProcesses):
         def verify(store: str) -> bool:
             return verification.run(store, name=self.checkpoint, as_json=self.json)
 
+        path = Path(self.store).expanduser().absolute()
+        if left := left_by_copy(path):
+            make_console(sys.stderr).print(
+                f"warning: {left}: what a copy has made or replaced that was "
+                "interrupted, or goes on; give its command again, which completes it"
+            )
         return self.over(self.store, verify, as_json=self.json)
 
 
@@ -226,52 +232,21 @@ class _Remove:
 
 @dataclass(frozen=True)
 class _Restore:
-    """Make the next run continue from a checkpoint, which stays as it is.
-
-    A run of several processes may also go to an exported step, from which members are
-    made again whose drives are lost; those of the others that are at this step stay.
-    """
+    """Make the next run continue from a checkpoint, which stays as it is."""
 
     store: StorePath
-    name: Annotated[
-        tyro.conf.Positional[str],
-        option("Its name; or an export, a path with a slash or a URL.", "NAME"),
-    ]
+    name: Annotated[tyro.conf.Positional[str], option("Its name.", "NAME")]
     discard_current: Annotated[
         bool, option("Discard the committed step, even if no checkpoint keeps it.")
     ] = False
-    process: Annotated[
-        tyro.conf.UseAppendAction[tuple[int, ...]],
-        option("With an export: a lost member, which is made again; repeatable.", "N"),
-    ] = ()
-    csd_root: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]],
-        option("A CSD root of it, in which {process} is its number.", "DIR"),
-    ] = ()
-    memory: Memory = DEFAULT_MEMORY_BYTES
 
     def run(self, store: Path) -> None:
-        if "/" in self.name:
-            checkpoints.restore_export(
-                store,
-                self.name,
-                self.process,
-                csd_roots=self.csd_root,
-                discard_current=self.discard_current,
-                memory_bytes=self.memory,
-            )
-            return
-        if self.process or self.csd_root:
-            raise UsageError(
-                f"--process, --csd-root: expected with an export, got the checkpoint "
-                f"{self.name}, whose chunks of a lost member were on its drives"
-            )
         checkpoints.restore(store, self.name, discard_current=self.discard_current)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Keep, list, remove and restore committed steps; export and import them."""
+    """Keep, list, remove and restore committed steps; export them, import params."""
 
     action: (
         Annotated[_Save, tyro.conf.subcommand("save")]

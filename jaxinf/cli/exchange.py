@@ -30,12 +30,8 @@ from jaxinf.exchange import (
     export_huggingface,
     export_safetensors,
     export_url,
-    export_url_at,
     files_beside,
-    import_export,
     import_params,
-    import_url,
-    is_own_export,
     is_url,
     kept_tokenizer,
     tokenizer_files,
@@ -188,23 +184,18 @@ class Export:
 
 @dataclass(frozen=True)
 class Import:
-    """Import params into STORE, or make STORE from an export.
+    """Import params into STORE, by their names.
 
-    Params, from an Orbax checkpoint or safetensors, go by their names into a store at
-    step 0 that tx.init(params) has made; the optimizer begins anew. An export of jaxinf
-    (a directory or a URL), or a checkpoint's directory, makes STORE if it does not
-    exist. See docs/checkpoints.md.
+    From an Orbax checkpoint or safetensors, into a store at step 0 that tx.init(params)
+    has made; the optimizer begins anew. See docs/checkpoints.md. An export becomes a
+    store by jaxinf store copy.
     """
 
     store: StorePath
     source: Annotated[
         tyro.conf.Positional[str],
-        option("An Orbax checkpoint, safetensors, or an export.", "SOURCE"),
+        option("An Orbax checkpoint, or safetensors.", "SOURCE"),
     ]
-    csd_root: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]],
-        option("A CSD root of a new store; may be repeated.", "DIR"),
-    ] = ()
     params: Annotated[
         str, option("The params' tree in the source, by default all of it.", "NAME")
     ] = ""
@@ -212,52 +203,26 @@ class Import:
 
     def run(self, store: Path) -> None:
         """Imports, and prints the store's new step."""
-        url = export_url_at(self.source)
-        is_new = not ((store / "jaxinf.json").exists() or is_run(store))
-        if self.csd_root and not is_new:
-            raise UsageError(f"{store} has its CSD roots; leave --csd-root out")
-        if self.params and is_new:
-            raise UsageError("--params is for a store that exists")
-        roots = [Path(root).expanduser().absolute() for root in self.csd_root]
-        if url is not None:
-            self._from_url(url, store, roots, is_new)
-            return
+        if is_url(self.source):
+            raise UsageError(
+                f"{ObjectStore(self.source).where}: expected a directory or a file of "
+                "params, found a URL; an export becomes a store by: jaxinf store copy "
+                "URL NEW"
+            )
         source = Path(self.source).expanduser().absolute()
-        if is_new and not is_own_export(source):
+        if not ((store / "jaxinf.json").exists() or is_run(store)):
             raise ExchangeError(
-                f"{store}: expected a store to import {source} into, found none, and "
-                "only what jaxinf exported says itself what store it is of; make the "
-                "store first: tx.init(params) with params of the same shapes"
+                f"{store}: expected a store to import {source} into, found none; make "
+                "it first: tx.init(params) with params of the same shapes; or, of an "
+                f"export of jaxinf: jaxinf store copy {source} {store}"
             )
         with show_progress(f"{source} to {store}") as progress:
-            if is_new:
-                report = import_export(
-                    source,
-                    store,
-                    csds=roots,
-                    memory_bytes=self.memory,
-                    progress=progress,
-                )
-            else:
-                report = import_params(
-                    source,
-                    store,
-                    place=self.params,
-                    memory_bytes=self.memory,
-                    progress=progress,
-                )
-        _print_report(store, report)
-
-    def _from_url(self, url: str, store: Path, roots: list[Path], is_new: bool) -> None:
-        place = ObjectStore(url)
-        if not is_new:
-            raise ExchangeError(
-                f"{store}: expected nothing there, as an export becomes a store of its "
-                "own, found one; give another path"
-            )
-        with show_progress(f"{place.where} to {store}") as progress:
-            report = import_url(
-                url, store, csds=roots, memory_bytes=self.memory, progress=progress
+            report = import_params(
+                source,
+                store,
+                place=self.params,
+                memory_bytes=self.memory,
+                progress=progress,
             )
         _print_report(store, report)
 

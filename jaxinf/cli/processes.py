@@ -22,16 +22,13 @@ from jaxinf import compat
 from jaxinf.cli.members import is_run, lost_chunks, over_members, title_of
 from jaxinf.command_line import UsageError
 from jaxinf.engine.channel import Channel
-from jaxinf.engine.members import join_members, meet_members, member_path
+from jaxinf.engine.members import join_members, member_path
 from jaxinf.errors import JaxinfError, ProcessError, StoreFormatError
 from jaxinf.store import (
     HeldSteps,
-    Redivided,
     StepId,
     StoreDirectory,
-    Team,
     agreed_step,
-    build_part,
     held_steps,
     look_at_store,
 )
@@ -58,44 +55,6 @@ class TogetherOptions(LaunchOptions):
         self.check_given()
         if self.timeout <= 0:
             raise UsageError(f"--timeout: expected more than 0, got {self.timeout:g}")
-
-
-def redivide_together(
-    path: Path, launch: TogetherOptions, divide: Callable[[Team | None], Redivided]
-) -> Redivided | None:
-    """Divides a store, each process a part of the new members.
-
-    Args:
-      path: the store or the run, which all processes see.
-      divide: leads the division, in process 0.
-
-    Returns:
-      In process 0 what came of it.
-
-    Raises:
-      UsageError: they cannot be connected, or do not give one path.
-      ProcessError: one of them failed, or is silent.
-    """
-    connect(launch, launch.timeout)
-    members = meet_members(path)
-    if members.is_alone:
-        if compat.coordination() is not None:
-            raise UsageError(f"{path}: expected one path in all processes")
-        return divide(None)
-    channel, done = members.channel("division", launch.timeout), None
-    team = Team(members.number, members.count, channel.say, channel.hear)
-    with channel.living():
-        try:
-            if members.number == 0:
-                done = divide(team)
-                channel.say("end")
-            else:
-                build_part(path, team)
-                channel.hear(0, "end")
-        except BaseException as error:
-            channel.fail(f"{type(error).__name__}: {error}")
-            raise
-    return done
 
 
 def over_processes(

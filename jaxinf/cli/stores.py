@@ -1,5 +1,7 @@
-"""``jaxinf store``: other forms of its state, other drives or processes, free space."""
+"""``jaxinf store``: copies in another form, on other drives; free space."""
 
+import contextlib
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -7,39 +9,48 @@ from typing import Annotated
 
 import tyro
 
+from jaxinf.cli.exchange import Export
 from jaxinf.cli.options import StorePath, option
-from jaxinf.cli.processes import TogetherOptions, redivide_together
 from jaxinf.cli.terminal import show_progress
-from jaxinf.command_line import UsageError
-from jaxinf.engine import AverageChoice, MasterFormat, StateFormat, convert_store
+from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.engine.options import check_share
+from jaxinf.exchange import DEFAULT_MEMORY_BYTES, export_source, export_url_at, is_url
 from jaxinf.store import (
-    Redivided,
-    Team,
+    AverageChoice,
+    Copied,
+    CopyLayout,
+    Formats,
+    MasterFormat,
+    StateFormat,
+    copy_step,
     in_line,
-    rebalance,
-    redivide,
+    store_source,
     trim_store,
 )
 from jaxinf.terminal import format_bytes, printable
 
 
 @dataclass(frozen=True)
-class _Convert:
-    """Make a new store from a committed step, with its state in more or fewer bits.
+class _Copy:
+    """Make NEW of a step: a store's, a run's, a checkpoint's, or an export's.
 
-    The old store and its checkpoints do not change. No number changes in a conversion
-    to fp32, or between --master fp32 and split. To fewer bits, numbers are rounded as
-    in a training step.
+    In other formats, on other drives, or among another number of processes; what is not
+    given stays. Chunks whose bytes stay are links where they can be, verified copies
+    elsewhere. OLD does not change; it may be in use. Where NEW is OLD, it must be
+    closed, its checkpoints come along, and they are exchanged at the end. If the
+    command is interrupted, give it again.
     """
 
-    store: StorePath
+    old: Annotated[
+        tyro.conf.Positional[str],
+        option("A store, a run's path, a checkpoint's directory, or an export.", "OLD"),
+    ]
     new: Annotated[
-        tyro.conf.Positional[str], option("The directory of the new store.", "NEW")
+        tyro.conf.Positional[str],
+        option("The new store's directory, OLD itself, or a URL to export to.", "NEW"),
     ]
     state: Annotated[
-        StateFormat | None,
-        option("Format of the state in the new store.", "{fp32,bf16,int8}"),
+        StateFormat | None, option("Format of the state.", "{fp32,bf16,int8}")
     ] = None
     master: Annotated[
         MasterFormat | None,
@@ -52,53 +63,14 @@ class _Convert:
     average: Annotated[
         AverageChoice | None,
         option(
-            "Format of the params' average in the new store; one that the store does "
-            "not have begins as a copy of the params, and none drops it.",
+            "Format of the params' average; one that OLD does not have begins as a "
+            "copy of the params, and none drops it.",
             "{fp32,bf16,none}",
         ),
     ] = None
     csd_root: Annotated[
         tyro.conf.UseAppendAction[tuple[Path, ...]],
-        option("A CSD root of the new store; repeat it for more.", "DIR"),
-    ] = ()
-
-    def run(self) -> None:
-        source, target = (
-            Path(p).expanduser().absolute() for p in (self.store, self.new)
-        )
-        changes = {"state": self.state, "master": self.master, "average": self.average}
-        if not any(changes.values()):
-            raise UsageError("convert: give --state, --master or --average")
-        roots = [root.expanduser().absolute() for root in self.csd_root]
-        with show_progress(f"converting {source}") as progress:
-            step = convert_store(
-                source,
-                target,
-                self.state,
-                master=self.master,
-                average=self.average,
-                csds=roots,
-                progress=progress,
-            )
-        shown = ", ".join(f"{name} as {to}" for name, to in changes.items() if to)
-        print(f"{target}: step {step}, {shown}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rebalance(TogetherOptions):
-    """Spread a store over other CSD roots: add drives, drop some, or deal by shares.
-
-    No bit changes, also in checkpoints, and most chunks stay where they are. The store
-    must not be open. If the command is interrupted, run it again; until then the store
-    is valid, with the old or the new roots. --processes divides it among another number
-    of processes; then STORE may be the path of a run, all of whose members can be seen.
-    With --distributed, processes that all see them make the new members together.
-    """
-
-    store: StorePath
-    csd_root: Annotated[
-        tyro.conf.UseAppendAction[tuple[Path, ...]],
-        option("A CSD root of the store from now on; repeat it for all.", "DIR"),
+        option("A CSD root of NEW; repeat it for all. {process} is its number.", "DIR"),
     ] = ()
     share: Annotated[
         tyro.conf.UseAppendAction[tuple[float, ...]],
@@ -109,12 +81,7 @@ class _Rebalance(TogetherOptions):
         ),
     ] = ()
     processes: Annotated[
-        int | None,
-        option(
-            "Divide it among so many processes; {process} in a CSD root is the number "
-            "of one. Chunks get other owners.",
-            "N",
-        ),
+        int | None, option("Divide it among so many processes.", "N")
     ] = None
     devices: Annotated[
         int | None,
@@ -126,71 +93,80 @@ class _Rebalance(TogetherOptions):
             "N",
         ),
     ] = None
-
-    def _divide(self, path: Path, count: int) -> None:
-        if self.share:
-            raise UsageError("--share does not go with --processes")
-        if self.devices is not None and (
-            self.devices < 1 or (count > 0 and self.devices % count)
-        ):
-            raise UsageError(
-                f"--devices: expected as many for each of {count} processes, found "
-                f"{self.devices} in all"
-            )
-        roots = [str(root.expanduser().absolute()) for root in self.csd_root]
-        shards_of = None
-        if self.devices is not None:
-            shards_of = partial(in_line, count=count, num_devices=self.devices)
-
-        def divide(team: Team | None) -> Redivided:
-            with show_progress(f"dividing {path}") as progress:
-                return redivide(
-                    path, count, roots, progress, shards_of=shards_of, team=team
-                )
-
-        if self.distributed:
-            done = redivide_together(path, self, divide)
-        else:
-            done = divide(None)
-        if done is None:  # the first process tells
-            return
-        print(
-            f"{path}: among {count} process{'es' if count > 1 else ''}, "
-            f"{done.num_chunks} chunks with another owner, "
-            f"{format_bytes(done.num_bytes)}"
-        )
-        if done.regridded:
-            print(f"with a new grid: {', '.join(map(printable, done.regridded))}")
-        if done.idle:
-            print(f"nothing is owned by process {', '.join(map(str, done.idle))}")
-        if done.dropped:
-            print(
-                "dropped, as not all members had them of one commit: checkpoint "
-                + ", ".join(map(printable, done.dropped))
-            )
+    checkpoints: Annotated[
+        bool, option("Take the checkpoints along that all members have.")
+    ] = False
+    memory: Annotated[
+        int, ByteSize, tyro.conf.arg(help="Memory for data from or to a URL.")
+    ] = DEFAULT_MEMORY_BYTES
 
     def run(self) -> None:
-        path = Path(self.store).expanduser().absolute()
-        self.check_together()
-        if self.processes is None and (self.devices is not None or self.distributed):
-            raise UsageError("--devices, --distributed: expected with --processes")
-        if self.processes is not None:
-            self._divide(path, self.processes)
+        """Copies, and prints what came of it."""
+        layout = self._layout()
+        url = export_url_at(self.old)
+        if is_url(self.new):
+            if layout != CopyLayout() or url is not None:
+                raise UsageError(
+                    "NEW: a URL takes a step as a store has it: make the store first, "
+                    "and copy that to the URL"
+                )
+            export = Export(str(self.old), self.new, memory=self.memory)
+            export.run(Path(self.old).expanduser().absolute())
             return
-        roots = [root.expanduser().absolute() for root in self.csd_root]
-        if self.share and len(self.share) != len(roots):
+        old, new = (Path(p).expanduser().absolute() for p in (self.old, self.new))
+        is_same = url is None and os.path.realpath(old) == os.path.realpath(new)
+        with contextlib.ExitStack() as stack:
+            if url is not None:
+                source = export_source(url, self.memory)
+            else:
+                named = [Path(root) for root in layout.csd_roots]
+                source = stack.enter_context(
+                    store_source(
+                        old,
+                        holds=is_same,
+                        named=named,
+                        checkpoints=is_same or self.checkpoints,
+                    )
+                )
+            progress = stack.enter_context(show_progress(f"copying to {new}"))
+            done = copy_step(source, new, layout, progress)
+        _print_copied(new, done)
+
+    def _layout(self) -> CopyLayout:
+        roots = [str(root.expanduser().absolute()) for root in self.csd_root]
+        if self.share and (len(self.share) != len(roots) or self.processes):
             raise UsageError(
-                f"rebalance: expected a --share for each --csd-root, found "
-                f"{len(self.share)} for {len(roots)}"
+                "--share: expected one for each --csd-root of a store of one process, "
+                f"found {len(self.share)} for {len(roots)}"
             )
-        for root, share in zip(roots, self.share, strict=False):
+        for root, share in zip(self.csd_root, self.share, strict=False):
             check_share(root, share)
-        with show_progress(f"rebalancing {path}") as progress:
-            done = rebalance(path, roots, progress, shares=self.share)
-        print(
-            f"{path}: {done.num_chunks} chunks moved, {format_bytes(done.num_bytes)}; "
-            f"now on {', '.join(map(str, roots))}"
+        shards_of, count = None, self.processes or 0
+        if self.devices is not None:
+            if count < 1 or self.devices < 1 or self.devices % count:
+                raise UsageError(
+                    f"--devices: expected as many for each of {count} --processes, "
+                    f"found {self.devices} in all"
+                )
+            shards_of = partial(in_line, count=count, num_devices=self.devices)
+        return CopyLayout(
+            Formats(self.state, self.master, self.average),
+            tuple(roots),
+            self.share,
+            self.processes,
+            shards_of,
         )
+
+
+def _print_copied(new: Path, done: Copied) -> None:
+    print(f"{new}: step {done.step}, {format_bytes(done.num_bytes)} written")
+    if done.regridded:
+        print(f"with a new grid: {', '.join(map(printable, done.regridded))}")
+    if done.idle:
+        print(f"nothing is owned by process {', '.join(map(str, done.idle))}")
+    if done.dropped:
+        names = ", ".join(map(printable, done.dropped))
+        print(f"left out, as not all members had them: checkpoint {names}")
 
 
 @dataclass(frozen=True)
@@ -210,11 +186,10 @@ class _Trim:
 
 @dataclass(frozen=True)
 class Store:
-    """Change how a store's state is stored or its drives, or free space."""
+    """Copy a store in another form, or free space."""
 
     action: (
-        Annotated[_Convert, tyro.conf.subcommand("convert")]
-        | Annotated[_Rebalance, tyro.conf.subcommand("rebalance")]
+        Annotated[_Copy, tyro.conf.subcommand("copy")]
         | Annotated[_Trim, tyro.conf.subcommand("trim")]
     )
 

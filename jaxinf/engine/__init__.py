@@ -9,20 +9,14 @@ from jaxinf.engine.compression import (
     gradient_forms,
     keeps_feedback,
 )
-from jaxinf.engine.convert import convert_store
 from jaxinf.engine.description import LeafDescription, StoreDescription, describe
 from jaxinf.engine.divergence import warn_of_unseen
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import check_announced
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.options import (
-    AverageChoice,
-    Durability,
-    MasterChoice,
-    MasterFormat,
-    StateFormat,
-)
+from jaxinf.engine.options import Durability, MasterChoice
 from jaxinf.engine.recalled import SlotRequest
+from jaxinf.engine.redivision import divide_for
 from jaxinf.engine.replicas import put_together, replicas_differ, sum_bits
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.sharding import (
@@ -53,17 +47,14 @@ from jaxinf.engine.updaters import Assignment, Updater, assigned
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
     "Assignment",
-    "AverageChoice",
     "Durability",
     "ExportInfo",
     "KeptLeaf",
     "LeafDescription",
     "MasterChoice",
-    "MasterFormat",
     "OpenStore",
     "ParamsReader",
     "SlotRequest",
-    "StateFormat",
     "StepMetrics",
     "Store",
     "StoreDescription",
@@ -81,9 +72,9 @@ __all__ = [
     "check_compression",
     "check_processes",
     "close",
-    "convert_store",
     "describe",
     "distinct_shards",
+    "divide_for",
     "gradient_forms",
     "has_shared_parts",
     "keeps_feedback",

@@ -8,12 +8,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from jaxinf.engine.description import (
-    Codecs,
-    StoreDescription,
-    coded_leaf,
-    store_codecs,
-)
+from jaxinf.engine.description import StoreDescription
 from jaxinf.engine.members import division_advice
 from jaxinf.engine.options import StoreOptions, check_writable
 from jaxinf.errors import (
@@ -23,10 +18,12 @@ from jaxinf.errors import (
 )
 from jaxinf.store import (
     CODECS,
+    Codecs,
     Manifest,
     StoreDirectory,
-    check_undivided,
     chunk_holders,
+    coded_leaf,
+    store_codecs,
 )
 from jaxinf.typing import AVERAGE
 
@@ -44,8 +41,6 @@ def check_place(path: Path) -> None:
             f"store {path}: expected a directory or nothing there yet, found a file; "
             "give another path"
         )
-    for place in (path, path.parent) if path.name.startswith("process-") else (path,):
-        check_undivided(place)
     check_writable(path)
     if not path.exists() or (path / "jaxinf.json").exists():
         return
@@ -92,13 +87,13 @@ def check_format(options: StoreOptions, manifest: Manifest) -> None:
         raise StoreMismatchError(
             f"{path}: the store holds its state as {found.state or 'fp32'}, asked for "
             f"was state={wanted!r}; leave it out, or make a store of the other kind "
-            f'from this one ("jaxinf store convert {path} NEW --state {wanted}")'
+            f'from this one ("jaxinf store copy {path} NEW --state {wanted}")'
         )
     if options.master == "none" and found.master != "bf16":
         raise StoreMismatchError(
             f"{path}: the store has master params, asked for was master='none'; leave "
             "it out, or make a store without from this one "
-            f'("jaxinf store convert {path} NEW --master none")'
+            f'("jaxinf store copy {path} NEW --master none")'
         )
 
 
@@ -166,7 +161,7 @@ def _check_average(directory: StoreDirectory, description: StoreDescription) -> 
     if is_same or not held.leaves:
         return
     choice = asked or "none"
-    remedy = f'"jaxinf store convert {path} NEW --average {choice}" makes a store with'
+    remedy = f'"jaxinf store copy {path} NEW --average {choice}" makes a store with'
     if found is None:
         remedy += " one, which begins as a copy of the params; or leave average out"
     elif asked is None:

@@ -31,7 +31,7 @@ def tell_shares(options: StoreOptions, manifest: Manifest) -> None:
     found = csd_bytes(manifest)
     _LOG.warning(
         "%s: csds= asks for shares of %s, and the drives have %s bytes of its chunks; "
-        "only a new store is dealt by csds=. To move chunks: jaxinf store rebalance, "
+        "only a new store is dealt by csds=. To move chunks: jaxinf store copy, "
         "with --csd-root and --share for each drive",
         options.path,
         " : ".join(f"{share:g}" for share in shares),

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
-from typing import TypeVar
 
 import numpy as np
 
@@ -24,52 +23,22 @@ from jaxinf.program import (
     UpdateProgram,
 )
 from jaxinf.store import (
-    CODECS,
     ERROR_FEEDBACK,
-    MASTER_CODECS,
     MASTER_PARAMS,
+    Codecs,
     LeafContents,
     Manifest,
     Member,
     StateRecord,
     StoreContents,
     check_leaf_paths,
+    coded_leaf,
     deal_to_members,
     dtype_of,
     encode_path,
     lay_out,
     leaf_name,
 )
-from jaxinf.typing import AVERAGE
-
-_Leaf = TypeVar("_Leaf", bound=LeafContents)
-
-_MIN_CODED_ELEMENTS = 4096
-_NEVER_CODED = (
-    MASTER_PARAMS,
-    ERROR_FEEDBACK,
-    "acc_grads",
-)  # sums of gradients, in which every bit counts
-
-
-@dataclass(frozen=True)
-class Codecs:
-    """The codecs of a store; empty for none.
-
-    Attributes:
-      state: of the optimizer's float32 state, except in small leaves.
-      master: of the master params of leaves that are bfloat16 on the JAX device.
-      average: of the params' average, except in small leaves.
-    """
-
-    state: str = ""
-    master: str = ""
-    average: str = ""
-
-    def of(self, state: StateRecord) -> str:
-        if state.name == MASTER_PARAMS:
-            return self.master
-        return self.average if state.name == AVERAGE else self.state
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,36 +204,6 @@ def describe(
     paths = tuple(map(encode_path, init.layout.scalar_keys))
     codec = "" if average is None else average._codec
     return StoreDescription(tuple(leaves), paths, codec, init.layout)
-
-
-def coded_leaf(leaf: _Leaf, codecs: Codecs) -> _Leaf:
-    """Returns a leaf with these codecs in place of its present ones."""
-    is_small = np.prod(leaf.shape, dtype=np.int64) < _MIN_CODED_ELEMENTS
-    stored: list[StateRecord] = []
-    for state in leaf.slots:
-        codec = codecs.of(state)
-        if state.name == MASTER_PARAMS:
-            is_plain = leaf.dtype != "bfloat16"
-        else:
-            is_plain = is_small or not _may_be_coded(state)
-        stored += state.coded(codec) if codec and not is_plain else (state,)
-    return replace(leaf, states=tuple(stored))
-
-
-def _may_be_coded(state: StateRecord) -> bool:
-    return state.dtype == "float32" and state.name not in _NEVER_CODED
-
-
-def store_codecs(held: Manifest) -> Codecs:
-    masters = {leaf.states[0].codec for leaf in held.leaves}
-    others = [state for leaf in held.leaves for state in leaf.states[1:]]
-    states = {state.codec for state in others if state.name != AVERAGE}
-    averages = {state.codec for state in others if state.name == AVERAGE}
-    return Codecs(
-        next((codec for codec in CODECS if codec in states), ""),
-        next((codec for codec in MASTER_CODECS if codec in masters), ""),
-        "bf16" if "bf16" in averages else "",
-    )
 
 
 def kernel_needs(description: StoreDescription, held: Manifest) -> list[KernelNeed]:

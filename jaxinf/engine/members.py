@@ -395,28 +395,16 @@ def meet_members(path: Path) -> Members:
     return Members(path, service, found[0]["session"])
 
 
-def join_members(
-    path: Path, divide: Callable[[Path, int], None] | None = None
-) -> Members:
+def join_members(path: Path) -> Members:
     """As `meet_members`, for the members of a run, or a store of one process.
-
-    Args:
-      path: the path of the store or the run.
-      divide: divides it among so many processes, if it is divided otherwise than this
-        run needs; None: it is refused then.
 
     Raises:
       ProcessError: as `meet_members`.
       StoreFormatError: there is a store of one process at the path.
-      StoreError: as `jaxinf.store.redivide`; nothing was changed.
     """
     members = meet_members(path)
     if members.is_alone:
-        if divide is not None and compat.coordination() is None:
-            divide(path, 1)
         return members
-    if divide is not None:
-        _divide(members, divide)
     if (path / "jaxinf.json").exists():
         raise StoreFormatError(
             f"{path}: expected a run of {members.count} processes, which has a store "
@@ -426,26 +414,30 @@ def join_members(
     return members
 
 
-def _divide(members: Members, divide: Callable[[Path, int], None]) -> None:
-    """Divides a store in process 0; the others wait as long as that goes on."""
-    channel = members.channel("division", LIMIT_S)
+def by_first(members: Members, what: str, action: Callable[[], None]) -> None:
+    """Does something in process 0; the others wait as long as that goes on.
+
+    Raises:
+      Exception: it failed; the others get a ProcessError.
+    """
+    channel = members.channel(what, LIMIT_S)
     if members.number:
-        channel.hear(0, "divided")
+        channel.hear(0, "done")
         return
     with channel.living():
         try:
-            divide(members.path, members.count)
+            action()
         except BaseException as error:
             channel.fail(f"{type(error).__name__}: {error}")
             raise
-    channel.say("divided")
+    channel.say("done")
 
 
 def division_advice(path: Path, count: int) -> str:
     """Says how a run goes on with another number of processes."""
     return (
-        f'divide it among {count}: jaxinf store rebalance "{path}" --processes {count} '
-        '(or open_store(…, processes="rebalance")), or start it as before'
+        f'divide it among {count}: jaxinf store copy "{path}" "{path}" --processes '
+        f"{count} (the trainer's --elastic does it), or start it as before"
     )
 
 

@@ -156,7 +156,7 @@ class OpenStore(StoreShape):
         path = self.directory.path
         raise StoreMismatchError(
             f"{path}: expected an average of the params, found {', '.join(states)}; "
-            f'"jaxinf store convert {path} NEW --average fp32" begins one, or leave '
+            f'"jaxinf store copy {path} NEW --average fp32" begins one, or leave '
             "average=True out"
         )
 

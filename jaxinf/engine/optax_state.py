@@ -19,9 +19,17 @@ from jaxinf.engine.subgroup_arrays import gather_run
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import CodedSlot
-from jaxinf.program import AVERAGE_SCALARS, StateLayout, key_data, state_keys
+from jaxinf.program import StateLayout, key_data, state_keys
 from jaxinf.store import CommitRecord, ScalarState
-from jaxinf.typing import AVERAGE, FLOAT32, FLOAT_DTYPES, Array, JsonValue, PyTree
+from jaxinf.typing import (
+    AVERAGE,
+    AVERAGE_SCALARS,
+    FLOAT32,
+    FLOAT_DTYPES,
+    Array,
+    JsonValue,
+    PyTree,
+)
 
 _PIECE_ELEMENTS = 1 << 16
 _OF_AVERAGE = (AVERAGE, *(name for name, _ in AVERAGE_SCALARS))

@@ -12,26 +12,17 @@ from typing import Any, Literal, TypeAlias, get_args
 from jaxinf.csd import CsdSpec, parse_csd
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore, least_memory
-from jaxinf.store import CODECS, Manifest
+from jaxinf.store import CODECS, Manifest, StateFormat
 from jaxinf.terminal import given_bytes
 
 Durability: TypeAlias = Literal["step", "checkpoint"] | int
 """The steps after which to commit; see `jaxinf.open_store`."""
-
-StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
-"""Format of the optimizer's float32 state; see `jaxinf.open_store`."""
 
 MasterChoice: TypeAlias = Literal["auto", "none"]
 """Form of the master params; see `jaxinf.open_store`."""
 
 KeepSteps: TypeAlias = int | tuple[int, int] | tuple[int, int, int]
 """Interval, number and offset of the kept steps; see `jaxinf.open_store`."""
-
-AverageChoice: TypeAlias = Literal["fp32", "bf16", "none"]
-"""Format of the params' average; see `jaxinf.engine.convert_store`."""
-
-MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
-"""Format of the master of bfloat16 params; see `jaxinf.engine.convert_store`."""
 
 LEAST_WORKERS, WORKERS_A_DRIVE = 4, 2
 """Requests at the drives at once."""

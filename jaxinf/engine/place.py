@@ -45,7 +45,6 @@ from jaxinf.store import (
     complete_spare,
     create_store,
     discard_store,
-    finish_rebalance,
     is_unfinished,
     lock_exclusively,
     other_slot,
@@ -174,7 +173,6 @@ class StorePlace:
         tell_shares(options, directory.manifest)
         commit = None if options.restore else directory.read_commit()
         claim_csds(directory, options.csd_roots)
-        finish_rebalance(directory)
         prune_snapshots(directory)
         prune_leftovers(directory)
         directory.prune_replacements()

@@ -1,103 +1,89 @@
-"""A store that is divided anew when a run opens it: for its processes and shardings.
+"""A store that is divided anew before a run opens it: for its processes and shardings.
 
 Invariant: a store that suits the run is only looked at, and what cannot be divided is
-refused before it is; only members at different steps go to their common one first, as
-at the start of any run.
+refused before it is.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import jax
 from jax.sharding import NamedSharding
 
+from jaxinf import compat
+from jaxinf.engine.members import by_first, meet_members
 from jaxinf.engine.sharding import shard_counts, shard_holders
 from jaxinf.program import leaf_path
 from jaxinf.store import (
+    CopyLayout,
     LeafRecord,
     Shards,
-    ShardsOf,
-    in_line,
+    copy_step,
     is_divided_for,
     num_processes,
-    redivide,
+    store_source,
 )
-from jaxinf.typing import PyTree
+from jaxinf.typing import PathLikeStr, PyTree
 
 _LOG = logging.getLogger("jaxinf")
 
 
-@dataclass(frozen=True)
-class Redivision:
-    """The division that a run needs.
+def divide_for(
+    path: PathLikeStr, shardings: PyTree, csd_roots: Sequence[PathLikeStr] = ()
+) -> None:
+    """Copies a store in place for the processes and devices of this run; blocks.
 
-    Attributes:
-      csd_roots: CSD roots for another number of processes; empty for those of before.
-      shardings: of the params' leaves, as the run has them; None if it is not known.
-      num_devices: JAX devices of all processes. All ask for it when this is made, since
-        JAX starts in all of them together.
-    """
+    All processes call it, before they open the store; process 0 sees all members. It
+    does what ``jaxinf store copy PATH PATH --processes N`` does, if that is needed.
 
-    csd_roots: Sequence[str] = ()
-    shardings: PyTree | None = None
-    num_devices: int = field(default_factory=jax.device_count)
-
-    def apply(self, path: Path, count: int) -> None:
-        """Divides a store among so many processes, if it is not; blocks.
-
-        Without shardings one that is among as many stays as it is, and for others the
-        devices are taken to be in a line.
-
-        Raises:
-          ValueError: a sharding does not suit its leaf, or a CSD root is wrong.
-          StoreError: as `jaxinf.store.redivide`.
-        """
-        found = num_processes(path) if path.is_dir() else None
-        if found is None:
-            return
-        shards_of: ShardsOf
-        if self.shardings is None:
-            shards_of = partial(in_line, count=count, num_devices=self.num_devices)
-        else:
-            shards_of = partial(_shards, _by_path(self.shardings))
-        if found == count and (
-            self.shardings is None or is_divided_for(path, shards_of)
-        ):
-            return
-        roots = self.csd_roots if found != count else ()
-        done = redivide(path, count, roots, shards_of=shards_of)
-        _LOG.warning(
-            "%s: divided among %d processes, it was among %s; leaves with a new grid: "
-            "%s; checkpoints dropped, as not all had them: %s",
-            path,
-            count,
-            found,
-            ", ".join(done.regridded) or "none",
-            ", ".join(done.dropped) or "none",
-        )
-
-
-def redivision_for(
-    processes: str | None, csd_roots: Iterable[Path], shardings: PyTree | None
-) -> Redivision | None:
-    """Returns how `open_store` may divide a store anew; None if it may not.
+    Args:
+      path: the path of the store or of the run.
+      shardings: a tree of ``NamedSharding`` like the params, as the run will have them.
+      csd_roots: CSD roots for another number of processes, in which ``{process}`` is
+        its number; by default those of before.
 
     Raises:
-      ValueError: the arguments do not go together.
+      ValueError: a sharding does not suit its leaf, or a CSD root is wrong.
+      StoreError, ProcessError: as `jaxinf.store.copy_step`, in all processes.
     """
-    if processes not in (None, "rebalance"):
-        raise ValueError(f"processes={processes!r}: expected 'rebalance' or None")
-    if processes is not None:
-        return Redivision([*map(str, csd_roots)], shardings)
-    if shardings is not None:
-        raise ValueError(
-            "shardings: expected with processes='rebalance', which gives a store the "
-            "grid for them; leave it out"
+    path = Path(path).expanduser().absolute()
+    members = meet_members(path)
+    roots = [str(Path(root).expanduser().absolute()) for root in csd_roots]
+    if not members.is_alone:
+        by_first(
+            members,
+            "division",
+            lambda: _divide(members.path, members.count, shardings, roots),
         )
-    return None
+    elif compat.coordination() is None:
+        _divide(path, 1, shardings, roots)
+
+
+def _divide(
+    path: Path, count: int, shardings: PyTree, csd_roots: Sequence[str]
+) -> None:
+    found = num_processes(path)
+    shards_of = partial(_shards, _by_path(shardings))
+    if found is None or (found == count and is_divided_for(path, shards_of)):
+        return
+    layout = CopyLayout(
+        csd_roots=csd_roots if found != count else (),
+        processes=count,
+        shards_of=shards_of,
+    )
+    with store_source(path, holds=True, checkpoints=True) as source:
+        done = copy_step(source, path, layout)
+    _LOG.warning(
+        "%s: divided among %d processes, it was among %s; leaves with a new grid: "
+        "%s; checkpoints dropped, as not all had them: %s",
+        path,
+        count,
+        found,
+        ", ".join(done.regridded) or "none",
+        ", ".join(done.dropped) or "none",
+    )
 
 
 def _by_path(shardings: PyTree) -> dict[tuple[str, ...], NamedSharding]:

@@ -117,7 +117,8 @@ class StoreShape:
                 f"for shards {record.shard_counts}) do not divide at the shard "
                 f"boundaries of this run ({error}); run on a mesh whose shards are "
                 "whole multiples, or on one JAX device, or give the store another "
-                "grid: open_store(…, processes='rebalance', shardings=…), or --elastic"
+                "grid: jaxinf store copy STORE STORE --processes N --devices D, or "
+                "--elastic"
             ) from error
 
     def divides(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:

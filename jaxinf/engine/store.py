@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -36,7 +36,6 @@ from jaxinf.engine.options import (
     StateFormat,
     StoreOptions,
 )
-from jaxinf.engine.redivision import Redivision, redivision_for
 from jaxinf.engine.steps import LAST_STEP
 from jaxinf.engine.training import Training
 from jaxinf.errors import ProcessError
@@ -355,8 +354,6 @@ def open_store(
     state: StateFormat | None = None,
     keep_steps: KeepSteps | None = None,
     tiers: Mapping[str, int | str] | None = None,
-    processes: Literal["rebalance"] | None = None,
-    shardings: PyTree | None = None,
     export_every: int | None = None,
     export_to: str | None = None,
 ) -> Store:
@@ -409,13 +406,6 @@ def open_store(
         writes it all the same, so what is promised of crashes does not change; steps
         between commits do not (`durability`), which makes drives last. By default none;
         cards refuse it, and so does a machine or container with less memory free.
-      processes: ``"rebalance"``: a store that is divided among another number of
-        processes is divided among these first, as `jaxinf store rebalance --processes`
-        does, where all members can be seen by process 0; otherwise it is refused.
-      shardings: for ``processes="rebalance"``, a tree of ``NamedSharding`` like the
-        params, as the run will have them. Leaves whose chunks they would cut get
-        another grid, also where only the number of devices has changed. Without it the
-        devices are taken to be in a line, and a store for as many processes stays.
       export_every, export_to: each step that is a multiple of the first is exported
         to ``URL/STEP`` (``file://``, ``gs://``, ``s3://``) in a thread beside training;
         docs/checkpoints.md, "Exports beside training". `Store.exports` shows what came
@@ -433,8 +423,7 @@ def open_store(
       StoreLockedError: a live process has the store open; names the process.
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
-    redivision = redivision_for(processes, map(_absolute, csds or ()), shardings)
-    path, members = _joined(_absolute(path), redivision)
+    path, members = _joined(_absolute(path))
     if memory_bytes is not None:
         memory_bytes = given_bytes("memory_bytes", memory_bytes)
     given = {
@@ -457,12 +446,12 @@ def open_store(
         return Store(_OPEN.open(options, given, members))
 
 
-def _joined(path: Path, redivision: Redivision | None) -> tuple[Path, Members | None]:
+def _joined(path: Path) -> tuple[Path, Members | None]:
     """Returns the path of this process's store, and who has it, unless it is open."""
     held = _open_at(path)
     if held is not None and held.training.failure is None:
         return held.training.options.path, None
-    members = join_members(path, redivision and redivision.apply)
+    members = join_members(path)
     if members.is_alone:
         return path, None
     # JAX ends its service at the exit; what is registered later, runs before.

@@ -9,7 +9,7 @@ from jaxinf.compress import SparseGradient, SparseLeaf
 from jaxinf.csd import Rounding, ScalarInputs
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreMismatchError
-from jaxinf.layout import covers, gather
+from jaxinf.layout import covers, gather, rounding_of_chunk
 from jaxinf.store import StoreDirectory
 from jaxinf.typing import Array
 
@@ -75,12 +75,3 @@ def rounding_of(layout: SubgroupLayout, step: int) -> Rounding:
     subgroup = layout.subgroup
     key = rounding_of_chunk(subgroup.leaf, subgroup.chunk, step)
     return Rounding(key, subgroup.offset_elements)
-
-
-def rounding_of_chunk(leaf: int, chunk: int, step: int) -> int:
-    """Returns 32 bits that differ between chunks and between steps."""
-    key = leaf
-    for part in (chunk, step):
-        key = (key * 0x9E3779B1 + part + 0x7F4A7C15) & 0xFFFFFFFF
-        key ^= key >> 15
-    return (key * 0x85EBCA6B) & 0xFFFFFFFF

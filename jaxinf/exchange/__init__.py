@@ -4,6 +4,7 @@ Invariant: memory stays within a budget for leaves of any size, unless another t
   file has larger chunks; everything is checked before anything is written.
 """
 
+from jaxinf.exchange.export_source import export_source
 from jaxinf.exchange.huggingface_config import (
     Architecture,
     read_config_file,
@@ -12,8 +13,6 @@ from jaxinf.exchange.huggingface_config import (
 from jaxinf.exchange.huggingface_export import export_adapters, export_huggingface
 from jaxinf.exchange.huggingface_source import HuggingFaceFolder, TensorLeaf
 from jaxinf.exchange.object_store import ObjectStore, is_url
-from jaxinf.exchange.own_import import import_export, is_own_export
-from jaxinf.exchange.run_import import import_into_run
 from jaxinf.exchange.safetensors_files import DEFAULT_FILE_BYTES, export_safetensors
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
 from jaxinf.exchange.store_import import ImportReport, import_params
@@ -32,7 +31,6 @@ from jaxinf.exchange.url_export import (
     files_beside,
     least_memory,
 )
-from jaxinf.exchange.url_import import import_url
 from jaxinf.exchange.url_manifest import check_exports, export_url_at, url_of_step
 
 __all__ = [
@@ -54,14 +52,11 @@ __all__ = [
     "export_adapters",
     "export_huggingface",
     "export_safetensors",
+    "export_source",
     "export_url",
     "export_url_at",
     "files_beside",
-    "import_export",
-    "import_into_run",
     "import_params",
-    "import_url",
-    "is_own_export",
     "is_url",
     "keep_tokenizer",
     "kept_tokenizer",

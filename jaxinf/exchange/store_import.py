@@ -23,7 +23,6 @@ from jaxinf.store import (
     Slot,
     StoreDirectory,
     dtype_of,
-    finish_rebalance,
     hold_store,
     other_slot,
 )
@@ -106,7 +105,6 @@ def import_params(
       StoreError: the store is missing or damaged, or a drive failed.
     """
     with hold_store(store) as directory:
-        finish_rebalance(directory)
         slot, commit = _untrained(directory)
         found = read_source(source)
         wanted = _wanted(directory.manifest, found, place, source)

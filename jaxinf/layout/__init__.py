@@ -11,7 +11,7 @@ from jaxinf.layout.blocks import (
     scales_length,
 )
 from jaxinf.layout.choose import choose_grid
-from jaxinf.layout.codecs import CodedSlot
+from jaxinf.layout.codecs import CodedSlot, rounding_of_chunk
 from jaxinf.layout.grid import (
     CHUNK_ALIGNMENT_ELEMENTS,
     DEFAULT_CHUNK_ELEMENTS,
@@ -48,6 +48,7 @@ __all__ = [
     "portion_shape",
     "portions",
     "reassign_csds",
+    "rounding_of_chunk",
     "scale_chunks",
     "scales_length",
     "scatter",

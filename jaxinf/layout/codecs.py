@@ -221,3 +221,12 @@ def _tables() -> tuple[Array, Array]:
         of_signed[count + j] = (0.1 + 0.9 * (j + 1) / count) * float(f"1e-{decade}")
         of_signed[256 - count - j] = -of_signed[count + j]
     return of_unsigned.astype(np.float32), of_signed.astype(np.float32)
+
+
+def rounding_of_chunk(leaf: int, chunk: int, step: int) -> int:
+    """Returns 32 bits that differ between chunks and between steps."""
+    key = leaf
+    for part in (chunk, step):
+        key = (key * 0x9E3779B1 + part + 0x7F4A7C15) & 0xFFFFFFFF
+        key ^= key >> 15
+    return (key * 0x85EBCA6B) & 0xFFFFFFFF

@@ -8,7 +8,6 @@ name, but `wrappers` knows two transformations around others. `trace_update` div
 
 from jaxinf.program.arguments import missing_arguments
 from jaxinf.program.average import (
-    AVERAGE_SCALARS,
     Average,
     AverageFormat,
     averaged,
@@ -45,7 +44,6 @@ from jaxinf.program.wrappers import (
 )
 
 __all__ = [
-    "AVERAGE_SCALARS",
     "Average",
     "AverageFormat",
     "InitKernel",

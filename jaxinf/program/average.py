@@ -18,9 +18,6 @@ from jaxinf.typing import FLOAT32, PyTree
 AverageFormat: TypeAlias = Literal["fp32", "bf16"]
 """The form of an average on storage; see `jaxinf.ema`."""
 
-AVERAGE_SCALARS = (("average_count", np.int32), ("average_weight", np.float32))
-"""Names and types of an average's scalar state; its first values are zeros."""
-
 Decay: TypeAlias = float | Callable[[jax.Array], jax.Array | float]
 
 

@@ -40,6 +40,8 @@ from jaxinf.store.contents import (
     StoreContents,
     dtype_of,
 )
+from jaxinf.store.copy_source import CopySource, store_source
+from jaxinf.store.copying import Copied, CopyLayout, copy_step, left_by_copy
 from jaxinf.store.creation import (
     check_never_committed,
     check_space,
@@ -57,7 +59,7 @@ from jaxinf.store.directory import (
     next_slot,
     other_slot,
 )
-from jaxinf.store.division import is_divided_for
+from jaxinf.store.division import is_divided_for, num_processes
 from jaxinf.store.documents import (
     Id,
     Sum,
@@ -67,6 +69,15 @@ from jaxinf.store.documents import (
     write_document,
 )
 from jaxinf.store.earlier import read_spare, restore_spare, verify_spare
+from jaxinf.store.formats import (
+    AverageChoice,
+    Codecs,
+    Formats,
+    MasterFormat,
+    StateFormat,
+    coded_leaf,
+    store_codecs,
+)
 from jaxinf.store.key_paths import encode_path
 from jaxinf.store.lock import Holder, StoreLock, lock_exclusively
 from jaxinf.store.making import (
@@ -88,9 +99,7 @@ from jaxinf.store.names import (
     check_leaf_paths,
     leaf_name,
 )
-from jaxinf.store.new_members import Team, build_part
 from jaxinf.store.owned import (
-    check_undivided,
     hold_store,
     look_at_store,
     read_owned,
@@ -105,9 +114,6 @@ from jaxinf.store.plans import (
     read_plan,
 )
 from jaxinf.store.reader import Piece, PieceRuns, StepReader, file_checksum
-from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
-from jaxinf.store.rebuilding import GivenStep, Rebuilt, rebuild_members
-from jaxinf.store.redividing import Redivided, num_processes, redivide
 from jaxinf.store.regridding import Shards, ShardsOf, in_line
 from jaxinf.store.snapshot import (
     PinnedStep,
@@ -132,7 +138,12 @@ from jaxinf.store.whole import (
     restore_whole,
     save_whole,
 )
-from jaxinf.store.whole_step import whole_manifest, whole_record, whole_step
+from jaxinf.store.whole_step import (
+    WholeStep,
+    whole_manifest,
+    whole_record,
+    whole_step,
+)
 
 __all__ = [
     "CODECS",
@@ -143,12 +154,17 @@ __all__ = [
     "MASTER_PARAMS",
     "SCHEDULE_FREE",
     "SLOTS",
+    "AverageChoice",
     "CheckpointInfo",
     "ChunkWriter",
+    "Codecs",
     "CommitAction",
     "CommitRecord",
+    "Copied",
+    "CopyLayout",
+    "CopySource",
     "Damage",
-    "GivenStep",
+    "Formats",
     "HeldSteps",
     "Holder",
     "Id",
@@ -156,17 +172,16 @@ __all__ = [
     "LeafContents",
     "LeafRecord",
     "Manifest",
+    "MasterFormat",
     "Member",
     "Piece",
     "PieceRuns",
     "PinnedStep",
-    "Rebalanced",
-    "Rebuilt",
-    "Redivided",
     "ScalarState",
     "Shards",
     "ShardsOf",
     "Slot",
+    "StateFormat",
     "StateRecord",
     "StepId",
     "StepReader",
@@ -174,12 +189,11 @@ __all__ = [
     "StoreDirectory",
     "StoreLock",
     "Sum",
-    "Team",
     "Verifier",
+    "WholeStep",
     "agreed_of",
     "agreed_step",
     "array_name",
-    "build_part",
     "check_checkpoint",
     "check_free_space",
     "check_leaf_paths",
@@ -189,12 +203,13 @@ __all__ = [
     "check_seal",
     "check_space",
     "check_unclaimed",
-    "check_undivided",
     "checkpoint_names",
     "checkpoints_to_prune",
     "chunk_holders",
     "claim_csds",
+    "coded_leaf",
     "complete_spare",
+    "copy_step",
     "corrupt_chunk",
     "create_store",
     "csd_bytes",
@@ -209,7 +224,6 @@ __all__ = [
     "find_checkpoint",
     "find_leaf",
     "find_members",
-    "finish_rebalance",
     "held_steps",
     "hold_members",
     "hold_store",
@@ -219,6 +233,7 @@ __all__ = [
     "is_unfinished",
     "lay_out",
     "leaf_name",
+    "left_by_copy",
     "list_checkpoints",
     "list_whole",
     "lock_exclusively",
@@ -239,9 +254,6 @@ __all__ = [
     "read_owned",
     "read_plan",
     "read_spare",
-    "rebalance",
-    "rebuild_members",
-    "redivide",
     "remove_checkpoint",
     "remove_whole",
     "required_bytes",
@@ -256,6 +268,8 @@ __all__ = [
     "step_bytes",
     "step_documents",
     "stock_documents",
+    "store_codecs",
+    "store_source",
     "stored_bytes",
     "stray_checkpoints",
     "trim_store",

@@ -42,7 +42,7 @@ SLOTS: tuple[Slot, Slot] = ("a", "b")
 _ORDINARY_BYTES = 1 << 28  # 16 times the usual size of a chunk
 
 _FOLDERS = ("slots", "slots/a", "slots/b", "checkpoints", "snapshots", "stream")
-_FILES = ("rebalance.json", "lock", "publish.lock", "checkpoints.lock")
+_FILES = ("lock", "publish.lock", "checkpoints.lock")
 _ON_CSD = ("a", "b", "checkpoints", "snapshots")
 _REPLACEMENT = "replacement.new"
 
@@ -258,7 +258,7 @@ class StoreDirectory:
         csd_root = self.csd_directory(record.csds[chunk])
         self._check_folder(csd_root, file.parent, is_slot=place in SLOTS)
         with translated("look", file), contextlib.suppress(FileNotFoundError):
-            # A rebalance leaves links in old places; their opener refuses others.
+            # The opener refuses links.
             if not stat.S_ISLNK((status := os.lstat(file)).st_mode):
                 check_regular(file, status)
         found = file, layout.stored_elements * stored.itemsize

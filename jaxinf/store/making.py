@@ -115,6 +115,16 @@ def csd_bytes(manifest: Manifest) -> list[int]:
     return found
 
 
+def room_for_shares(
+    roots: Sequence[str], held: Manifest | None, num_copies: int
+) -> list[int]:
+    """Returns the most bytes of chunks on each root: those there, and as many free."""
+    there = {} if held is None else dict(zip(held.csds, csd_bytes(held), strict=False))
+    status = [os.statvfs(root) for root in roots]
+    free = [one.f_bavail * one.f_frsize // num_copies for one in status]
+    return [there.get(root, 0) + n for root, n in zip(roots, free, strict=True)]
+
+
 def csd_shares(manifest: Manifest) -> list[float]:
     """Returns the shares by which chunks are dealt to the CSDs: all 1 if evenly."""
     found = csd_bytes(manifest)

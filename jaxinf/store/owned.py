@@ -1,6 +1,6 @@
 """Opens a store for writing; every command uses this module.
 
-      lock ──► manifest, journal  ──► owners of CSDs ──► the layout's own names
+      lock ──► manifest ──► owners of CSDs ──► the layout's own names
                read under the lock
 
 Invariant: the content of a `StoreDirectory` from here was read under the lock that
@@ -15,15 +15,8 @@ from pathlib import Path
 from jaxinf.errors import StoreFormatError
 from jaxinf.store.creation import complete_spare
 from jaxinf.store.directory import StoreDirectory, check_there
-from jaxinf.store.journal import read_journal
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.owners import check_owners, check_present, claim_csds
-
-DIVISION = "divide.json"
-"""The journal of a division, in the path of a run; see `redividing`."""
-
-DIVISION_LOCK = ".jaxinf-divide.lock"
-"""Locked in the path of a run while its members are divided anew, or made again."""
 
 
 def look_at_store(path: Path) -> StoreDirectory:
@@ -60,12 +53,7 @@ def read_owned(
     """
     directory = _opened(path)
     check_owners(directory, named, unmade=unmade)
-    journal = read_journal(directory)
-    sides = [StoreDirectory(path, side) for side in journal or ()]
-    for side in sides:
-        check_owners(side, named, unmade=True)
-    for one in (directory, *sides):
-        one.check_layout()
+    directory.check_layout()
     return directory
 
 
@@ -96,9 +84,8 @@ def hold_store(
             if not is_member:
                 _check_no_member(directory)
             claim_csds(directory, named)
-            # A journal's end moves files of both slots; a member's other slot may hold
-            # the step that all of a run have.
-            if not is_member and read_journal(directory) is None:
+            # A member's other slot may hold the step that all of a run have.
+            if not is_member:
                 complete_spare(directory)
             yield directory
     finally:
@@ -127,33 +114,13 @@ def current_store(directory: StoreDirectory) -> StoreDirectory:
     return read_owned(directory.path) if directory.lock is None else directory
 
 
-def check_undivided(path: Path) -> None:
-    """Refuses a path where a division among processes is under way.
-
-    Args:
-      path: a store, or the path of a run.
-
-    Raises:
-      StoreFormatError: says how to complete it.
-    """
-    if os.path.lexists(path / DIVISION):
-        raise StoreFormatError(
-            f"{path}: expected a store or a run, found one that is being divided among "
-            "another number of processes, or whose division was interrupted; complete "
-            f'it: jaxinf store rebalance "{path}" --processes N'
-        )
-
-
 def _check_is_store(path: Path) -> None:
-    check_undivided(path)
-    if path.name.startswith("process-"):
-        check_undivided(path.parent)
     check_there(path)
     if os.path.lexists(path / "commit.json"):
         raise StoreFormatError(
             f"{path}: expected a store, found a checkpoint or an export of one; open "
             "the store and restore the checkpoint (jaxinf checkpoint restore STORE), "
-            "or make a store of the export (jaxinf checkpoint import STORE)"
+            "or make a store of the export (jaxinf store copy EXPORT NEW)"
         )
 
 

@@ -211,7 +211,7 @@ def _steps_to(path: str) -> Iterator[str]:
 
 def _unknown(directory: StoreDirectory, csd: int, problem: str) -> StoreFormatError:
     roots = [word for root in directory.manifest.csds for word in ("--csd-root", root)]
-    line = shlex.join(["jaxinf", "store", "rebalance", str(directory.path), *roots])
+    line = shlex.join(["jaxinf", "store", "copy", *[str(directory.path)] * 2, *roots])
     return StoreFormatError(
         f"{directory.path}: expected the chunks of this store on its CSD {csd}, "
         f"{directory.csd_directory(csd)}, found no note of this user's ({_NOTE}) that "

@@ -144,6 +144,7 @@ class StepReader:
       meters: counts the bytes read.
       verify: whether checksums are verified; False if a writer may be changing the
         files, since that looks like damage.
+      read_pieces: reads chunks, as `stored_pieces` does; for those that are no files.
 
     Raises:
       StoreFormatError: the step has no readable record.
@@ -159,7 +160,9 @@ class StepReader:
         memory_bytes: int = 8 * PIECE_BYTES,
         meters: ByteMeters | None = None,
         verify: bool = True,
+        read_pieces: Callable[..., Iterator[Array]] | None = None,
     ) -> None:
+        self._read_pieces = read_pieces or stored_pieces
         self._places = places or [step]
         if directory is not None:
             self._places = directory.data_paths(step)
@@ -260,7 +263,7 @@ class StepReader:
                     root / key, leaf, state.name, number, expected, found
                 )
 
-        pieces = stored_pieces(
+        pieces = self._read_pieces(
             root,
             key,
             chunk.num_elements * state.itemsize,

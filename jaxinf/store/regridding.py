@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -101,7 +100,7 @@ def with_grid(
     )
 
 
-def check_blocks(path: Path, old: LeafRecord, new: LeafRecord) -> None:
+def check_blocks(where: str, old: LeafRecord, new: LeafRecord) -> None:
     """Refuses a new grid in which blocks of codes would have other elements.
 
     Raises:
@@ -114,12 +113,11 @@ def check_blocks(path: Path, old: LeafRecord, new: LeafRecord) -> None:
     ):
         return
     raise StoreMismatchError(
-        f"{path}: leaf {old.name}: expected shards {new.shard_counts} that chunks of "
+        f"{where}: leaf {old.name}: expected shards {new.shard_counts} that chunks of "
         f"whole blocks of {CODE_BLOCK} codes fit, as {', '.join(coded)} is stored so, "
         f"found that chunks of {new.chunk_shape}, in place of {old.chunk_shape}, would "
         f"cut them; nothing was changed. Go on with as many devices as before, or "
-        'divide a store of float32 state ("jaxinf store convert STORE NEW --state '
-        'fp32"; of a run, divide it among 1 process first)'
+        "copy it to float32 state first: jaxinf store copy OLD NEW --state fp32"
     )
 
 

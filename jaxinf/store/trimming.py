@@ -11,7 +11,6 @@ from jaxinf.io import opened_to_write
 from jaxinf.io.failures import translated
 from jaxinf.store.directory import other_slot
 from jaxinf.store.owned import hold_store
-from jaxinf.store.rebalancing import finish_rebalance
 
 _BLOCK_BYTES = 512  # of st_blocks, on every file system
 
@@ -29,7 +28,6 @@ def trim_store(path: Path) -> int:
     """
     num_bytes = 0
     with hold_store(path) as directory:
-        finish_rebalance(directory)
         committed = directory.committed_slot()
         if committed is None:
             raise StoreFormatError(

@@ -8,6 +8,7 @@ members are listed by number.
 """
 
 import contextlib
+import os
 import re
 import shutil
 import time
@@ -33,7 +34,7 @@ from jaxinf.store.checkpoint import (
 )
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory, next_slot
-from jaxinf.store.owned import check_undivided, hold_store, look_at_store
+from jaxinf.store.owned import hold_store, look_at_store
 from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE
 
 _T = TypeVar("_T")
@@ -80,7 +81,6 @@ def all_members(path: Path) -> list[StoreDirectory]:
       ProcessError: a member cannot be seen.
       StoreError: as `look_at_store`; or they are not of one run.
     """
-    check_undivided(path)
     members = [look_at_store(place) for place in find_members(path)]
     if not members:
         raise StoreFormatError(f"{path}: expected the members of a run, found none")
@@ -89,8 +89,7 @@ def all_members(path: Path) -> list[StoreDirectory]:
         raise ProcessError(
             f"{path}: expected all members of the run, found none of process "
             f"{', '.join(map(str, missing))}; run this where all can be seen, or make "
-            "what is lost again from an export (jaxinf checkpoint restore PATH EXPORT "
-            "--process N)",
+            "the run again from an export: jaxinf store copy EXPORT NEW --processes N",
             missing,
         )
     return sorted(members, key=_number)
@@ -356,7 +355,9 @@ def _link(members: Sequence[StoreDirectory], name: str, root: Path) -> None:
                 link.parent.mkdir(parents=True, exist_ok=True)
                 # The CSDs of a chunk are known to its owner alone.
                 place = f"checkpoints/{name}"
-                link.symlink_to(held.chunk_file(place, number, chunk, state.name))
+                file = held.chunk_file(place, number, chunk, state.name)
+                at = file if held.manifest.csds else os.path.relpath(file, link.parent)
+                link.symlink_to(at)
 
 
 def _number(directory: StoreDirectory) -> int:

@@ -1,6 +1,6 @@
 """Opens the backend of a config's mode.
 
-Invariant: nothing is written to a store here.
+Invariant: nothing is written to a store here, unless it is divided anew.
 """
 
 from typing import TypeAlias
@@ -10,7 +10,7 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf.command_line import UsageError
-from jaxinf.engine import Store, open_store
+from jaxinf.engine import Store, divide_for, open_store
 from jaxinf.optimizer import smart_update
 from jaxinf.streaming import store_memory_bytes
 from jaxinf.train.config import TrainConfig
@@ -51,12 +51,12 @@ def open_backend(
         # It decides how chunks are divided; a step's budget has the tier in it.
         memory_bytes = store_memory_bytes(memory_bytes) + (config.state_tier or 0)
     processes = processes or Processes()
-    shardings = None
-    if config.elastic:
-        like = processes.like(config.abstract[1])
-        alone = SingleDeviceSharding(jax.devices()[0])
-        shardings = jax.tree.map(lambda leaf: leaf.sharding or alone, like)
     try:
+        if config.elastic:
+            like = processes.like(config.abstract[1])
+            alone = SingleDeviceSharding(jax.devices()[0])
+            shardings = jax.tree.map(lambda leaf: leaf.sharding or alone, like)
+            divide_for(config.store, shardings, config.csd_root or ())
         store = open_store(
             config.store,
             csds=config.csd_root,
@@ -67,8 +67,6 @@ def open_backend(
             master=config.master,
             state=config.state,
             tiers={"host": config.state_tier} if config.state_tier else None,
-            processes="rebalance" if config.elastic else None,
-            shardings=shardings,
             export_every=config.export_every or None,
             export_to=config.export_to,
         )

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxinf.command_line import ByteSize, UsageError
-from jaxinf.engine import Durability, MasterChoice, StateFormat
+from jaxinf.engine import Durability, MasterChoice
+from jaxinf.store import StateFormat
 from jaxinf.streaming import DeviceUpdates, Policy
 from jaxinf.terminal import parse_bytes
 from jaxinf.train.data.options import shown as _shown

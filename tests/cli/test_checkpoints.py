@@ -138,7 +138,7 @@ def test_restoring_needs_the_lock(store, capsys):
         (["verify"], "STORE"),
         (["checkpoint"], "save"),
         (["checkpoint", "save"], "STORE"),
-        (["store"], "convert"),
+        (["store"], "copy"),
     ],
 )
 def test_incomplete_commands_say_what_is_missing(words, missing, capsys):

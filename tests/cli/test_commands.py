@@ -11,6 +11,7 @@ import pytest
 
 import jaxinf
 from jaxinf.cli import main
+from jaxinf.store import StoreDirectory
 from jaxinf.terminal import format_bytes, format_count, parse_bytes
 
 
@@ -47,13 +48,13 @@ def test_wrong_command_lines(words, run):
         (["inspct", "a"], "inspct is not known; did you mean inspect?"),
         (["checkpoint", "sav", "a"], "sav is not known; did you mean save?"),
         (
-            ["store", "convert", "a", "b", "--state", "bf61"],
+            ["store", "copy", "a", "b", "--state", "bf61"],
             "--state bf61 is not known",
         ),
         (["doctor", "--sizes=3"], "--sizes is not known; did you mean --size?"),
         (["zzz"], ""),
         (["inspect", "zzz", "--leaf"], ""),
-        (["store", "convert", "a", "b", "--average", "None", "--state"], ""),
+        (["store", "copy", "a", "b", "--average", "None", "--state"], ""),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
@@ -163,38 +164,33 @@ def test_format():
 
 
 @pytest.mark.long
-def test_rebalance(make_store, tmp_path, run):
+def test_a_copy_to_other_drives(make_store, tmp_path, run):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     store = make_store(csds=(tmp_path / "one",))
     words = ["--csd-root", tmp_path / "one", "--csd-root", tmp_path / "two"]
-    result = run("store", "rebalance", store.path, *words)
+    result = run("store", "copy", store.path, store.path, *words)
     assert result.status == 0, result.err
-    assert "chunks moved" in result.out
-    assert f"now on {tmp_path / 'one'}, {tmp_path / 'two'}" in result.out
+    assert f"{store.path}: step " in result.out
     assert run("verify", store.path).status == 0
-    result = run("store", "rebalance", store.path)
-    assert result.status == 1
-    assert "at least one CSD root" in result.err
+    assert StoreDirectory.open(store.path).manifest.csds == tuple(map(str, words[1::2]))
 
 
 @pytest.mark.long
-def test_rebalance_by_shares(make_store, tmp_path, run):
+def test_a_copy_by_shares(make_store, tmp_path, run):
     roots = [tmp_path / "one", tmp_path / "two"]
     for root in roots:
         root.mkdir()
     store = make_store(csds=roots)
     words = [word for root in roots for word in ("--csd-root", root)]
     shares = ["--share", 3, "--share", 1]
-    result = run("store", "rebalance", store.path, *words, *shares)
-    assert result.status == 0, result.err
-    assert f"now on {roots[0]}, {roots[1]}" in result.out
-    assert run("verify", store.path).status == 0
-    again = run("store", "rebalance", store.path, *words, *shares)
-    assert again.out.count(" 0 chunks")
-    result = run("store", "rebalance", store.path, *words, "--share", 1, "--share", 1)
-    assert result.status == 0, result.err
-    assert " 0 chunks" not in result.out
+    held = [StoreDirectory.open(store.path).manifest.store_id]
+    for more in (shares, shares, ["--share", 1, "--share", 1]):
+        result = run("store", "copy", store.path, store.path, *words, *more)
+        assert result.status == 0, result.err
+        assert run("verify", store.path).status == 0
+        held.append(StoreDirectory.open(store.path).manifest.store_id)
+    assert held[0] != held[1] == held[2] != held[3]
 
 
 @pytest.mark.long
@@ -202,7 +198,7 @@ def test_shares_that_are_none(make_store, tmp_path, run):
     (tmp_path / "one").mkdir()
     store = make_store()
     for words, status, message in (
-        (["--share", "1"], 2, "a --share for each --csd-root, found 1 for 0"),
+        (["--share", "1"], 2, "one for each --csd-root .*, found 1 for 0"),
         (
             ["--csd-root", "one", "--share", "0"],
             1,
@@ -213,6 +209,6 @@ def test_shares_that_are_none(make_store, tmp_path, run):
         (["--csd-root", "none", "--share", "1"], 1, "expected a directory"),
     ):
         words = [tmp_path / word if word in ("one", "none") else word for word in words]
-        result = run("store", "rebalance", store.path, *words)
+        result = run("store", "copy", store.path, store.path, *words)
         assert result.status == status
         assert re.search(message, result.err)

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import raw_stores
+from copies import copied
 from store_driver import Driver
 
 import jaxinf
-from jaxinf.engine import convert_store
 from jaxinf.errors import StoreFormatError
 from jaxinf.store import StoreDirectory, snapshot
 
@@ -57,11 +57,11 @@ COMMANDS = {
     "save": ["checkpoint", "save", "COPY", "mine"],
     "remove": ["checkpoint", "remove", "COPY", "kept"],
     "restore": ["checkpoint", "restore", "COPY", "kept", "--discard-current"],
-    "rebalance": ["store", "rebalance", "COPY", "--csd-root", "ROOT"],
-    "rebalance to the same": [
-        *("store", "rebalance", "COPY", "--csd-root", "ONE", "--csd-root", "TWO"),
+    "copy in place": ["store", "copy", "COPY", "COPY", "--csd-root", "ROOT"],
+    "copy to the same": [
+        *("store", "copy", "COPY", "COPY", "--csd-root", "ONE", "--csd-root", "TWO"),
     ],
-    "convert": ["store", "convert", "COPY", "NEW", "--state", "bf16"],
+    "copy": ["store", "copy", "COPY", "NEW", "--state", "bf16"],
     "inspect": ["inspect", "COPY"],
     "verify": ["verify", "COPY"],
     "export": ["checkpoint", "export", "COPY", "OUT"],
@@ -120,7 +120,7 @@ def in_order(store, place):
     (place / "other").mkdir()
     words = {"COPY": store, "NEW": place / "new", "OUT": place / "out"}
     words |= {"ROOT": place / "other"}
-    names = "inspect verify save export convert restore remove rebalance".split()
+    names = "inspect,verify,save,export,copy,restore,remove,copy in place".split(",")
     own = [[words.get(word, word) for word in COMMANDS[name]] for name in names]
     return [*own, ["checkpoint", "list", store]]
 
@@ -137,7 +137,7 @@ def test_every_command_works_on_a_store_that_was_moved(original, tmp_path, run):
 def test_the_line_that_errors_give_makes_every_command_work(original, tmp_path, run):
     note_of(original.csds[0]).unlink()
     roots = [part for root in original.csds for part in ("--csd-root", str(root))]
-    line = " ".join(["jaxinf store rebalance", str(original.path), *roots])
+    line = " ".join(["jaxinf store copy", *[str(original.path)] * 2, *roots])
     commands = in_order(original.path, tmp_path)
     for words in commands:
         result = run(*words)
@@ -212,8 +212,8 @@ def test_a_root_that_nothing_says_is_this_stores(original, run, damage):
     assert result.status == 1
     assert bytes_below(original.path, original.csds[0]) == before
     if damage.__name__ in ("missing", "damaged", "elsewhere"):
-        line = f"jaxinf store rebalance {original.path} --csd-root {original.csds[0]} "
-        line += f"--csd-root {original.csds[1]}"
+        line = f"jaxinf store copy {original.path} {original.path} "
+        line += f"--csd-root {original.csds[0]} --csd-root {original.csds[1]}"
         assert str(error.value).endswith(line)
         assert run(*line.split()[1:]).status == 0
         assert run("checkpoint", "save", original.path, "more").status == 0
@@ -263,15 +263,15 @@ def make_raw(path, roots):
 # --- drives that are not mounted -----------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["convert", "save", "inspect", "python convert"])
+@pytest.mark.parametrize("command", ["copy", "save", "inspect", "python copy"])
 def test_nothing_is_made_on_a_bare_mount_point(original, tmp_path, run, command):
     drive = original.csds[1]
     drive.rename(tmp_path / "unmounted")
     drive.mkdir()
     words = {"COPY": original.path, "NEW": tmp_path / "new"}
-    if command == "python convert":
+    if command == "python copy":
         with pytest.raises(StoreFormatError, match="mount the drive"):
-            convert_store(original.path, tmp_path / "new", "bf16")
+            copied(original.path, tmp_path / "new", state="bf16")
     else:
         result = run(*(words.get(word, word) for word in COMMANDS[command]))
         assert result.status == 1

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from killed_division import contents
+from killed_copies import contents
 from processes import losses, run_alone, running
 
 from jaxinf.cli.commands import main
@@ -22,10 +22,10 @@ def test_losses_go_on(alone, tmp_path, layout):
         found |= losses(processes.output(0))
     with running(tmp_path, *words, "--more", 1, count=1) as processes:
         assert processes.wait() != [0]
-        assert "jaxinf store rebalance" in processes.output(0)
-    assert main(["store", "rebalance", str(path), "--processes", "1"]) == 0
+        assert "jaxinf store copy" in processes.output(0)
+    assert main(["store", "copy", str(path), str(path), "--processes", "1"]) == 0
     found |= losses(run_alone(*words, "--more", 2, num_devices=2))
-    options = ("--options", '{"processes": "rebalance"}')
+    options = ("--options", '{"divide": true}')
     with running(tmp_path, *words, "--more", 2, *options) as processes:
         assert processes.wait() == [0, 0], processes
         found |= losses(processes.output(0))
@@ -43,8 +43,7 @@ def test_a_run_is_made_again_from_an_export(alone, tmp_path):
     url = f"file://{tmp_path}/export"
     assert main(["checkpoint", "export", str(path), url]) == 0
     shutil.rmtree(path / "process-00001")  # a drive is lost
-    assert main(["checkpoint", "import", str(made), url]) == 0
-    assert main(["store", "rebalance", str(made), "--processes", "2"]) == 0
+    assert main(["store", "copy", url, str(made), "--processes", "2"]) == 0
     with running(tmp_path, made, "--layout", "mixed", "--more", 4) as processes:
         assert processes.wait() == [0, 0], processes
         found = losses(processes.output(0))
@@ -60,11 +59,11 @@ def test_a_mesh_that_cuts_chunks_has_a_new_grid(tmp_path):
     expected = contents(path)
     with running(tmp_path, path, *words, "--more", 1, num_devices=2) as processes:
         assert 0 not in processes.wait(), processes
-        assert any("processes='rebalance'" in text for text in processes.outputs()), (
-            processes
-        )
+        assert any(
+            "--processes N --devices D" in text for text in processes.outputs()
+        ), processes
     assert contents(path) == expected
-    options = ("--options", '{"processes": "rebalance"}')
+    options = ("--options", '{"divide": true}')
     for count in (4, 2, 1):
         shutil.copytree(path, tmp_path / f"copy-{count}", symlinks=True)
         more = (tmp_path / f"copy-{count}", *words, "--more", 2, *options)
@@ -83,32 +82,3 @@ def test_a_mesh_that_cuts_chunks_has_a_new_grid(tmp_path):
     assert ulps[0] == 0
     assert abs(ulps[1]) <= 4
     assert main(["verify", str(tmp_path / "copy-4")]) == 0
-
-
-@pytest.mark.long
-def test_processes_divide_a_run_together(tmp_path):
-    path = tmp_path / "run"
-    with running(tmp_path, path, "--layout", "fsdp", "--steps", 2) as processes:
-        assert processes.wait() == [0, 0], processes
-    expected = contents(path)
-
-    def divided(*words):
-        words = ("store", "rebalance", path, *words, "--distributed")
-        with running(tmp_path, *words, program=("-m", "jaxinf")) as processes:
-            return processes.wait(), processes.outputs()
-
-    first = path / "process-00000"
-    file = next((first / "current").resolve().glob("params.up/c/*/*"))
-    kept = file.read_bytes()
-    file.write_bytes(b"\xff" * 4 + kept[4:])
-    statuses, said = divided("--processes", 4)
-    assert statuses == [1, 1], said
-    assert "leaf up, params, chunk" in said[0], said
-    assert not (path / "divide.json").exists()
-    file.write_bytes(kept)
-    statuses, said = divided("--processes", 4)
-    assert statuses == [0, 0], said
-    assert "with a new grid: bias, down, gain, up" in said[0], said
-    assert "grid" not in said[1], said
-    assert contents(path) == expected
-    assert main(["verify", str(path)]) == 0

@@ -54,7 +54,7 @@ def test_the_whole_is_exported_into_one_destination(trained, tmp_path, capsys):
         words = ["checkpoint", "export", str(run), str(export)]
         assert main([*words, "--memory", "8MiB"]) == 0
         assert not list((run / "process-00000/snapshots").iterdir())
-        assert main(["checkpoint", "import", str(store), str(export)]) == 0
+        assert main(["store", "copy", str(export), str(store)]) == 0
         assert main(["verify", str(store)]) == 0
         group = zarr.open_group(store / "current", mode="r")
         for state, leaf, expected in sums:

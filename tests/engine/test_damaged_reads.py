@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import safetensors.numpy
+from copies import copied
 from flipped_bits import flip
 
 from jaxinf.cli import main
-from jaxinf.engine import convert_store
 from jaxinf.errors import StoreCorruptError
 from jaxinf.exchange import (
     StepFiles,
@@ -52,7 +52,7 @@ def verify(driver, leaf, state):
 
 
 def convert(driver, leaf, state):
-    convert_store(driver.store.path, driver.store.path.with_name("new"), "int8")
+    copied(driver.store.path, driver.store.path.with_name("new"), state="int8")
 
 
 def export(driver, leaf, state):
@@ -79,6 +79,7 @@ def imports(driver, leaf, state):
 
 ALL = [read, read_raw, inspect, verify, convert, export]
 CASES = [("params", use) for use in [*ALL, to_safetensors, params, bind]]
+CASES.remove(("params", convert))  # a link, whose readers refuse it
 CASES += [("trace", use) for use in [*ALL, imports]]
 
 

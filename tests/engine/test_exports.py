@@ -6,10 +6,11 @@ import signal
 
 import endless_exports
 import pytest
+from copies import copied
 
 import jaxinf
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange import ObjectStore, import_url
+from jaxinf.exchange import ObjectStore
 from jaxinf.store import StoreDirectory
 
 LEAVES = {"w": ((6, 1024), "float32"), "half": ((33, 257), "bfloat16")}
@@ -31,7 +32,7 @@ def chunks_of(step, manifest):
 
 
 def imported(url, place):
-    import_url(url, place)
+    copied(url, place)
     directory = StoreDirectory.open(place)
     return chunks_of(place / "current", directory.manifest), directory.read_commit()
 

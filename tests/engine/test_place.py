@@ -1,10 +1,9 @@
 """Making a store checks the free space once, in every way."""
 
 import pytest
+from copies import copied
 
-from jaxinf.engine import convert_store
 from jaxinf.errors import StaleStateError
-from jaxinf.exchange import import_export
 from jaxinf.store import StoreDirectory, save_checkpoint
 from jaxinf.store.space import check_free_space
 
@@ -18,18 +17,19 @@ def asked(monkeypatch):
         calls.append(needs)
         original(needs, *texts)
 
-    monkeypatch.setattr("jaxinf.store.creation.check_free_space", counted)
+    for module in ("creation", "copying"):
+        monkeypatch.setattr(f"jaxinf.store.{module}.check_free_space", counted)
     return calls
 
 
 def test_room_is_asked_for_once(drive, place, asked):
     drive().init().steps(1).close()
     assert len(asked) == 1
-    convert_store(place / "store", place / "converted", "bf16")
+    copied(place / "store", place / "converted", state="bf16")
     assert len(asked) == 2
     held = StoreDirectory.open(place / "store")
     save_checkpoint(held, "kept")
-    import_export(place / "store/checkpoints/kept", place / "imported")
+    copied(place / "store/checkpoints/kept", place / "imported")
     assert len(asked) == 3
 
 

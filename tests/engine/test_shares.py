@@ -56,7 +56,7 @@ def test_a_store_that_is_dealt_otherwise_says_so(on, caplog):
     on((1, 1)).init().close()
     on((3, 1)).init().close()
     assert "asks for shares of 3 : 1" in caplog.text
-    assert "jaxinf store rebalance, with --csd-root and --share" in caplog.text
+    assert "jaxinf store copy, with --csd-root and --share" in caplog.text
 
 
 @pytest.mark.parametrize("share", [0, -1, math.inf, math.nan, "3", True, None])

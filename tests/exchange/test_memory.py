@@ -13,15 +13,15 @@ PROGRAM = """
 import resource, sys
 from pathlib import Path
 import jaxinf.exchange as exchange
-from jaxinf.store import Manifest
+from jaxinf.store import CopyLayout, Manifest, copy_step
 way, store, export, again = sys.argv[1], *map(Path, sys.argv[2:])
 url = f"file://{export}"
 step = exchange.StepFiles(store / "current", Manifest.read(store / "jaxinf.json"))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 if way == "import_params":
     exchange.import_params(export, again, memory_bytes=8 << 20)
-elif way == "import_url":
-    exchange.import_url(url, again, memory_bytes=16 << 20)
+elif way == "copy_step":
+    copy_step(exchange.export_source(url, 16 << 20), again, CopyLayout())
 elif way == "export_url":
     exchange.export_url(step, url, transit=exchange.Transit(16 << 20))
 else:
@@ -50,7 +50,7 @@ def test_memory_does_not_grow_with_a_leaf(make_step, tmp_path):
 def test_memory_of_an_export_to_a_url_is_limited(make_step, tmp_path):
     leaves = {("wide",): ((1 << 14, 1 << 10), (1, 1))}
     step, _ = make_step(leaves=leaves, chunk_elements=1 << 18)
-    for way in ("export_url", "import_url"):
+    for way in ("export_url", "copy_step"):
         places = [step.path.parent, tmp_path / "export", tmp_path / "again"]
         command = [sys.executable, "-c", PROGRAM, way, *places]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -10,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 import zarr
+from copies import copied
 from found import REFUSED
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.store import redivide, seal
+from jaxinf.store import seal
 from jaxinf.train.metrics import JsonLines
 
 PARAMS = {"w": jnp.ones((64, 3)), "b": jnp.ones(7)}
@@ -99,12 +100,12 @@ def test_commands_make_missing_files_of_the_spare_slot_again(
 
 
 @pytest.mark.parametrize("what", ["array", "slot"])
-def test_a_rebalance_makes_missing_files_of_the_spare_slot_again(
+def test_a_copy_in_place_makes_missing_files_of_the_spare_slot_again(
     without_spare, jaxinf_says, place, what
 ):
     path = without_spare(what)
     (place / "drive").mkdir()
-    line = "store", "rebalance", path, "--csd-root", place / "drive"
+    line = "store", "copy", path, path, "--csd-root", place / "drive"
     status, said = jaxinf_says(*line)
     assert status == 0, said
     current = (path / "current").readlink().name
@@ -119,7 +120,7 @@ def test_a_rebalance_makes_missing_files_of_the_spare_slot_again(
 
 def test_members_whose_directories_were_exchanged_are_seen(place, jaxinf_says):
     go_on(place / "store", 2)
-    redivide(place / "store", 2)
+    copied(place / "store", processes=2)
     assert jaxinf_says("verify", place / "store")[0] == 0
     first, second = (place / "store" / f"process-0000{n}" for n in range(2))
     first.rename(place / "first")
@@ -145,7 +146,7 @@ def test_an_import_checks_every_object_of_an_export(place, jaxinf_says, name):
     url = f"file://{place}/out"
     assert jaxinf_says("checkpoint", "export", place / "store", url)[0] == 0
     (place / "out" / name).write_text("garbage")
-    status, said = jaxinf_says("checkpoint", "import", place / "new", url)
+    status, said = jaxinf_says("store", "copy", url, place / "new")
     assert status != 0
     assert name in said
     assert not (place / "new" / "current").exists()

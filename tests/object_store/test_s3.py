@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from copies import copied
 from store_driver import Driver
 
 from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange import ObjectStore, StepFiles, export_url, import_url
+from jaxinf.exchange import ObjectStore, StepFiles, export_url
 from jaxinf.store import StoreDirectory
 
 LEAVES = {"w": ((6, 4096), "float32"), "half": ((33, 257), "bfloat16")}
@@ -52,7 +53,7 @@ def test_there_and_back_by_commands(store, tmp_path, capsys):
     assert main(["checkpoint", "export", str(store), url]) == 0
     assert f"{url}: step 2" in capsys.readouterr().out
     made = tmp_path / "made"
-    assert main(["checkpoint", "import", str(made), url]) == 0
+    assert main(["store", "copy", url, str(made)]) == 0
     assert main(["verify", str(made)]) == 0
     assert chunks_of(made) == chunks_of(store)
     place = ObjectStore(url)
@@ -74,7 +75,7 @@ def test_a_server_that_is_busy_for_a_while(s3, step, store, tmp_path):
     s3.fault = busy
     export_url(step, "s3://bucket/busy")
     assert left == [0]
-    import_url("s3://bucket/busy", tmp_path / "made")
+    copied("s3://bucket/busy", tmp_path / "made")
     assert chunks_of(tmp_path / "made") == chunks_of(store)
 
 
@@ -93,7 +94,7 @@ def test_a_server_that_answers_with_old_content_once(s3, step, store, tmp_path):
     export_url(step, "s3://bucket/old")
     assert len(old) == len(chunks_of(store))
     old.clear()
-    import_url("s3://bucket/old", tmp_path / "made")
+    copied("s3://bucket/old", tmp_path / "made")
     assert chunks_of(tmp_path / "made") == chunks_of(store)
 
 
@@ -105,9 +106,9 @@ def test_a_server_that_drops_an_object(s3, step, tmp_path, name):
         export_url(step, url)
     s3.fault = None
     with pytest.raises(ExchangeError, match="export was interrupted"):
-        import_url(url, tmp_path / "made")
+        copied(url, tmp_path / "made")
     export_url(step, url)
-    assert import_url(url, tmp_path / "made").step == 2
+    assert copied(url, tmp_path / "made").step == 2
 
 
 def test_an_object_is_torn_and_a_manifest_missing(step, tmp_path):
@@ -116,11 +117,11 @@ def test_an_object_is_torn_and_a_manifest_missing(step, tmp_path):
     place = ObjectStore(url)
     place.put("params.half/c/1/0", b"torn")
     with pytest.raises(ExchangeError, match=r"torn: params\.half/c/1/0: .*4 bytes"):
-        import_url(url, tmp_path / "made")
+        copied(url, tmp_path / "made")
     assert export_url(step, url).num_kept > 0
     place._store.write("export.json", None).result()
     with pytest.raises(ExchangeError, match=r"expected export\.json, which completes"):
-        import_url(url, tmp_path / "made")
+        copied(url, tmp_path / "made")
     assert not (tmp_path / "made/jaxinf.json").exists()
 
 
@@ -175,12 +176,12 @@ def test_beside_a_run_what_fails_is_said_and_training_goes_on(s3, tmp_path, capl
     assert "AKIA" not in caplog.text + found[1].problem
     driver.check(4)
     driver.close()
-    import_url("s3://bucket/beside/4", tmp_path / "made")
+    copied("s3://bucket/beside/4", tmp_path / "made")
     assert chunks_of(tmp_path / "made") == chunks_of(tmp_path / "store")
 
 
 def test_interrupted_twenty_times_at_random_bytes(step, store, tmp_path):
     words = [sys.executable, KILLED, store, "s3://bucket/killed", "20"]
     subprocess.run(list(map(str, words)), check=True)
-    import_url("s3://bucket/killed", tmp_path / "made")
+    copied("s3://bucket/killed", tmp_path / "made")
     assert chunks_of(tmp_path / "made") == chunks_of(store)

@@ -11,10 +11,10 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 import zarr
+from copies import copied
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.engine import convert_store
 from jaxinf.errors import StoreCorruptError, StoreMismatchError
 from jaxinf.layout import CodedSlot
 from jaxinf.store import StoreDirectory, Verifier
@@ -278,9 +278,9 @@ def test_a_store_begins_an_average_and_drops_it(place):
     with jaxinf.open_store(plain) as store:
         trained(store, None, 2)
         kernels = store._manifest.kernels
-        with pytest.raises(StoreMismatchError, match=r"convert .*--average"):
+        with pytest.raises(StoreMismatchError, match=r"store copy .*--average"):
             store.params(like(new_params()), average=True)
-    assert not main(["store", "convert", str(plain), str(begun), "--average", "fp32"])
+    assert not main(["store", "copy", str(plain), str(begun), "--average", "fp32"])
     with jaxinf.open_store(begun) as store:
         assert_equal(store.read("average", "w"), store.read("params", "w"))
         state = trained(store, jaxinf.ema(DECAY, every=2), 1)
@@ -288,13 +288,13 @@ def test_a_store_begins_an_average_and_drops_it(place):
         assert int(state.step) == 3
         assert store._manifest.kernels == kernels
         held = store.params(new_params())
-    convert_store(begun, dropped, average="none")
+    copied(begun, dropped, average="none")
     with jaxinf.open_store(dropped) as store:
         assert_equal(store.params(new_params()), held)
         trained(store, None, 1)
     assert Verifier(StoreDirectory.open(begun)).verify(begun / "current") == []
     with pytest.raises(ValueError, match="expected a store with an average"):
-        convert_store(dropped, place / "no", average="none")
+        copied(dropped, place / "no", average="none")
 
 
 @pytest.mark.long

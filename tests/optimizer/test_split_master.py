@@ -12,11 +12,11 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 import small_stores
+from copies import copied
 from families import family
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.engine import convert_store
 from jaxinf.errors import (
     DivergedParamsError,
     StoreCorruptError,
@@ -271,7 +271,7 @@ def test_checkpoints_exports_and_stock_orbax(tmp_path, master):
     out, back = tmp_path / "out", tmp_path / "back"
     words = ["checkpoint", "export", str(path), str(out), "--checkpoint", "3"]
     assert main(words) == 0
-    assert main(["checkpoint", "import", str(back), str(out)]) == 0
+    assert main(["store", "copy", str(out), str(back)]) == 0
     directory = StoreDirectory.open(back)
     assert Verifier(directory).verify(back / "current") == []
     with jaxinf.open_store(back) as store:
@@ -309,7 +309,7 @@ def test_an_export_sees_damage_in_either_half(tmp_path, capsys):
 )
 def test_converting_loses_nothing(tmp_path, old, new):
     held, _, _ = run(tmp_path / "old", 3, **old)
-    assert convert_store(tmp_path / "old", tmp_path / "new", master=new) == 3
+    assert copied(tmp_path / "old", tmp_path / "new", master=new).step == 3
     directory = StoreDirectory.open(tmp_path / "new")
     assert Verifier(directory).verify(tmp_path / "new" / "current") == []
     codec = directory.manifest.leaves[0].states[0].codec
@@ -322,10 +322,9 @@ def test_converting_loses_nothing(tmp_path, old, new):
 @pytest.mark.long
 def test_converting_to_no_master_rounds(tmp_path, capsys):
     held, _, _ = run(tmp_path / "old", 3)
-    words = ["store", "convert", str(tmp_path / "old"), str(tmp_path / "new")]
-    assert main(words) == 2
+    words = ["store", "copy", str(tmp_path / "old"), str(tmp_path / "new")]
     assert main([*words, "--master", "none", "--state", "int8"]) == 0
-    assert "state as int8, master as none" in capsys.readouterr().out
+    assert "new: step 3, " in capsys.readouterr().out
     found, params, _ = run(tmp_path / "new", 0, master="none", state="int8")
     for name, leaf in params.items():
         np.testing.assert_array_equal(leaf, found[name, "params"])
@@ -333,7 +332,7 @@ def test_converting_to_no_master_rounds(tmp_path, capsys):
         assert (np.abs(leaf - exact) <= np.abs(exact) * 2.0**-7).all()
     run(tmp_path / "plain", 1, params=new_params(dtype=jnp.float32))
     with pytest.raises(ValueError, match="expected params that are bfloat16 on"):
-        convert_store(tmp_path / "plain", tmp_path / "other", master="split")
+        copied(tmp_path / "plain", tmp_path / "other", master="split")
 
 
 @pytest.mark.long

@@ -7,11 +7,11 @@ import optax
 import pytest
 import safetensors.numpy
 import small_stores
+from copies import copied
 from raw_stores import memory_directory
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.engine import convert_store
 from jaxinf.errors import StoreCorruptError, StoreFormatError, StoreMismatchError
 from jaxinf.store import StoreDirectory, Verifier
 
@@ -211,7 +211,7 @@ def test_converting(place, trained, new):
     roots = [place / "csd0", place / "csd1"]
     for root in roots:
         root.mkdir()
-    assert convert_store(path, place / "new", new, csds=roots) == 3
+    assert copied(path, place / "new", state=new, roots=roots).step == 3
     directory = StoreDirectory.open(place / "new")
     assert Verifier(directory).verify(place / "new" / "current") == []
     with (
@@ -234,7 +234,7 @@ def test_converting_takes_no_others_place(place):
     (place / "taken").mkdir()
     (place / "taken" / "file").touch()
     with pytest.raises(StoreFormatError, match="expected nothing there, or an empty"):
-        convert_store(place / "old", place / "taken", "int8")
+        copied(place / "old", place / "taken", state="int8")
     assert [p.name for p in (place / "taken").iterdir()] == ["file"]
 
 
@@ -247,9 +247,9 @@ def test_other_tools_get_numbers(place, capsys):
         held = store.read("params", "a")
     exported = safetensors.numpy.load_file(place / "out" / "model.safetensors")
     np.testing.assert_array_equal(exported["a"], held)
-    words = ["store", "convert", str(place / "store"), str(place / "fp32")]
+    words = ["store", "copy", str(place / "store"), str(place / "fp32")]
     assert main([*words, "--state", "fp32"]) == 0
-    assert "step 1, state as fp32" in capsys.readouterr().out
+    assert "fp32: step 1, " in capsys.readouterr().out
     assert main(["inspect", str(place / "store"), "--leaf", "a"]) == 0
     assert "mu_scale" in capsys.readouterr().out
 

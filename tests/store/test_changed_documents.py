@@ -10,7 +10,6 @@ from golden_stores import golden
 
 from jaxinf.errors import JaxinfError
 from jaxinf.store import StoreDirectory, seal
-from jaxinf.store.journal import read_journal
 
 ALLOWED = {
     ("created_by", "*"): {"dropped", "other text"},  # for people
@@ -43,18 +42,6 @@ def test_of_the_manifest(store):
 def test_of_the_record(store):
     file = store / "current/commit.json"
     assert refused_but_for(file, lambda: opened(store)) > 100
-
-
-def test_of_the_journal(tmp_path):
-    store = shutil.copytree(golden("store"), tmp_path / "store", symlinks=True)
-    chunks = [list(leaf.csds) for leaf in StoreDirectory.open(store).manifest.leaves]
-    places = {"csds": [], "chunks": chunks}
-    document = {"from": places, "to": {**places, "csds": ["/mnt/one"]}}
-    (store / "rebalance.json").write_bytes(seal(document))
-    num = refused_but_for(
-        store / "rebalance.json", lambda: read_journal(StoreDirectory.open(store))
-    )
-    assert num > 100
 
 
 def test_a_key_that_comes_twice(store):

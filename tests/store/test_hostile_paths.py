@@ -10,18 +10,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+from copies import copied
 from store_driver import Driver
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.engine import convert_store
 from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
 from jaxinf.io import read_into
 from jaxinf.io.buffers import BufferPool
 from jaxinf.store import (
     Manifest,
     StoreDirectory,
-    rebalance,
     save_checkpoint,
     seal,
     snapshot,
@@ -93,12 +92,19 @@ def replaced(path, target):
 
 EVERYTHING = {
     *("list", "inspect", "verify", "export", "save", "open", "convert", "snapshot"),
-    *("save in Python", "train", "open to restore", "restore", "remove", "rebalance"),
+    *(
+        "save in Python",
+        "train",
+        "open to restore",
+        "restore",
+        "remove",
+        "copy in place",
+    ),
 }
 
 # The names that each command looks at, before it does anything.
 EVERYWHERE = {
-    *("lock", "publish.lock", "checkpoints.lock", "jaxinf.json", "rebalance.json"),
+    *("lock", "publish.lock", "checkpoints.lock", "jaxinf.json"),
     *("slots", "slots/a", "slots/b", "current", "checkpoints", "snapshots", "stream"),
 }
 # For others: commands that cannot do their work. With CSDs, names of chunks in STORE
@@ -107,8 +113,8 @@ REFUSING = {
     "slots/a/commit.json": {"inspect", "verify", "export", "convert", "open", "save"},
     "slots/a/params.w/c/0/0": {"verify", "export", "convert", "save", "train"},
     "slots/b/params.w/c/0/0": {"train"},
-    "slots/b/params.w": {"save", "train", "rebalance"},
-    "slots/b/params.w/c": {"save", "train", "rebalance"},
+    "slots/b/params.w": {"save", "train", "copy in place"},
+    "slots/b/params.w/c": {"save", "train", "copy in place"},
     "checkpoints/kept/params.w/c/0/0": {"verify", "restore", "open to restore"},
     "checkpoints/kept/jaxinf.json": {"verify", "restore", "open to restore"},
     "checkpoints/kept/default/params.w": {"verify"},
@@ -123,8 +129,8 @@ REFUSING = {
 WITH_CSDS = {
     "slots/a/params.w/c/0/0": {"verify"},
     "slots/b/params.w/c/0/0": {"verify"},
-    "slots/b/params.w": {"verify", "rebalance"},
-    "slots/b/params.w/c": {"verify", "rebalance"},
+    "slots/b/params.w": {"verify", "copy in place"},
+    "slots/b/params.w/c": {"verify", "copy in place"},
     "checkpoints/kept/params.w/c/0/0": {"verify"},
 }
 
@@ -138,7 +144,7 @@ def check_refused(store, name):
 
 
 FILES = (
-    *("lock", "publish.lock", "checkpoints.lock", "jaxinf.json", "rebalance.json"),
+    *("lock", "publish.lock", "checkpoints.lock", "jaxinf.json"),
     *("slots/a/params.w/c/0/0", "slots/b/params.w/c/0/0", "slots/b/params.w/c/0/0.new"),
     *("slots/a/commit.json", "slots/b/commit.json", "slots/b/zarr.json"),
     *("checkpoints/kept/params.w/c/0/0", "checkpoints/kept/jaxinf.json"),
@@ -167,7 +173,7 @@ def use(path):
     actions = {name: lambda w=w: main(list(map(str, w))) for name, w in words.items()}
     actions |= {
         "open": lambda: jaxinf.open_store(path).close(),
-        "convert": lambda: convert_store(path, new, "bf16") and None,
+        "convert": lambda: copied(path, new, state="bf16") and None,
         "snapshot": lambda: pin(path),
         "save in Python": lambda: save_checkpoint(StoreDirectory.open(path), "m") and 0,
         "train": lambda: train(path),
@@ -176,7 +182,7 @@ def use(path):
             ["checkpoint", "restore", str(path), "kept", "--discard-current"]
         ),
         "remove": lambda: main(["checkpoint", "remove", str(path), "kept"]),
-        "rebalance": lambda: rebalance(path, [root]) and None,
+        "copy in place": lambda: copied(path, roots=[root]) and None,
     }
     refused = set()
     for name, action in actions.items():
@@ -188,7 +194,7 @@ def use(path):
         if name in refused:
             assert not new.exists(), name
         shutil.rmtree(new, ignore_errors=True)
-    if "rebalance" in refused:
+    if "copy in place" in refused:
         assert not list(root.iterdir())
     assert set(actions) == EVERYTHING
     return refused, EVERYTHING
@@ -218,7 +224,7 @@ def test_a_link_that_leads_out(store, victim, name):
     ("name", "expected"),
     [
         ("a/params.w/c/0/0", {"verify", "export", "convert", "save", "train"}),
-        ("b/params.w", {"save", "train", "rebalance"}),
+        ("b/params.w", {"save", "train", "copy in place"}),
         ("a", EVERYTHING),
         ("checkpoints", EVERYTHING),
     ],

@@ -27,7 +27,7 @@ import jaxinf
 import jaxinf.engine.place
 import jaxinf.engine.store
 import jaxinf.engine.training
-from jaxinf.engine import members
+from jaxinf.engine import divide_for, members
 from jaxinf.engine.members import Members
 from jaxinf.engine.steps import StepEngine
 from jaxinf.store import StoreDirectory
@@ -202,8 +202,9 @@ def main(arguments):
     dtype = jnp.dtype(given.dtype)
     mesh, specs = mesh_and_specs(given.layout)
     shardings = {n: NamedSharding(mesh, spec) for n, spec in specs.items()}
-    more = {"shardings": shardings} if "processes" in given.options else {}
-    store = jaxinf.open_store(given.store, **given.options, **more)
+    if given.options.pop("divide", False):
+        divide_for(given.store, shardings)
+    store = jaxinf.open_store(given.store, **given.options)
     params = {n: on(mesh, specs[n], a) for n, a in first_params(dtype).items()}
     compress = None if given.compress is None else jaxinf.top_k(given.compress)
     tx = jaxinf.smart_update(optimizer(), store, compress=compress, shardings=shardings)

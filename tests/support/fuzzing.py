@@ -16,18 +16,17 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
+from copies import copied
 from golden_stores import golden
 from hypothesis import strategies as st
 
 from jaxinf.cli import main
 from jaxinf.errors import JaxinfError
-from jaxinf.exchange.own_import import import_export
 from jaxinf.exchange.store_import import read_source
 from jaxinf.store import (
     StepReader,
     StoreDirectory,
     Verifier,
-    finish_rebalance,
     list_checkpoints,
     remove_checkpoint,
     save_checkpoint,
@@ -42,7 +41,6 @@ DOCUMENTS = [
     "store/slots/b/commit.json",
     "store/checkpoints/2/jaxinf.json",
     "store/checkpoints/2/commit.json",
-    "store/rebalance.json",
     "store/lock",
     "store/slots/b/_METADATA",
     "store/slots/b/params.a/zarr.json",
@@ -128,7 +126,6 @@ class Victim:
             place / "store/checkpoints/export", place / "export", symlinks=True
         )
         remove_checkpoint(directory, "export")
-        self._add_journal(directory)
         (place / "store/lock").write_text('{"pid": 1, "host": "h", "command": ["c"]}')
         self._add_tensors(place / "tensors")
         self.whole = {name: (place / name).read_bytes() for name in DOCUMENTS}
@@ -169,23 +166,15 @@ class Victim:
             yield lambda: command("verify", str(store))
         elif name.startswith("export"):
             yield lambda: self.imports()
+            yield lambda: read_source(self.place / "export")
         else:
             yield lambda: read_source(self.place / name.split("/")[0])
 
     def imports(self):
         try:
-            import_export(self.place / "export", self.place / "new")
+            copied(self.place / "export", self.place / "new")
         finally:
             shutil.rmtree(self.place / "new", ignore_errors=True)
-
-    def _add_journal(self, directory):
-        places = {
-            "csds": [],
-            "chunks": [list(x.csds) for x in directory.manifest.leaves],
-        }
-        moved = {**places, "csds": [str(self.outside)]}
-        journal = seal({"from": places, "to": moved})
-        (directory.path / "rebalance.json").write_bytes(journal)
 
     def _add_tensors(self, folder):
         folder.mkdir()
@@ -229,7 +218,6 @@ def _status_bytes(name):
 def read_everything(path):
     """Reads everything that a run and its tools read from a store."""
     directory = StoreDirectory.open(path)
-    finish_rebalance(directory)
     record = directory.read_commit()
     with StepReader(path / "current", record) as reader:
         for leaf in directory.manifest.leaves:

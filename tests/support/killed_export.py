@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from copies import copied
 
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange import StepFiles, Transit, export_url, import_url
+from jaxinf.exchange import StepFiles, Transit, export_url
 from jaxinf.store import StoreDirectory
 
 
@@ -41,7 +42,7 @@ def export(store, url, after=None):
 def refuse(url, place):
     """Imports a part, which must be refused by the name of the manifest."""
     with pytest.raises(ExchangeError, match=r"export\.json"):
-        import_url(url, place)
+        copied(url, place)
 
 
 def tear(folder, rng):

@@ -23,7 +23,7 @@ def test_exported_steps_go_on_as_the_run_did(run, losses, tmp_path, capsys, mode
     assert f"step 3: exported to file://{tmp_path}/out/3\n" in capsys.readouterr().out
     assert not [*(tmp_path / "store/snapshots").iterdir()]
     made = tmp_path / "made"
-    assert main(["checkpoint", "import", str(made), f"file://{tmp_path}/out/3"]) == 0
+    assert main(["store", "copy", f"file://{tmp_path}/out/3", str(made)]) == 0
     words = ("--mode", mode, *SMALL, "--steps", 6)
     assert run(*words, "--store", tmp_path / "store") == 0
     assert run(*words, "--store", made) == 0

@@ -174,7 +174,7 @@ class CardFleet:
                 f"leaf {need.leaf}: csd={self._kind!r} reads fp32 master params and "
                 f"state of one format, found params as {master or 'fp32'} and state as "
                 f'{", ".join(codec or "fp32" for codec in codecs)}; use csd="host", '
-                'or make the store anew with another state ("jaxinf store convert")'
+                'or make the store anew with another state ("jaxinf store copy")'
             )
         codec = codecs[0] if codecs else ""
         try:

@@ -106,7 +106,7 @@ class DriveMonitor:
                     "CSD root %s: in each of the last %d steps its drive took %.1f "
                     "times as long for a byte as the others do, and they wait for it; "
                     "see to the drive (its temperature, wear, space, what else uses "
-                    "it), or store less on it: after 'jaxinf store rebalance' with "
+                    "it), or store less on it: after 'jaxinf store copy' with "
                     "--csd-root and --share for each (%s) drives would be busy for "
                     "%.0f %% of the time",
                     self._names[csd],

@@ -1,16 +1,15 @@
-"""Commands that wait for a lock while chunks move act on the store's later state."""
+"""Commands that wait for a lock while a store is copied in place act on the new one."""
 
 from types import SimpleNamespace
 
 import pytest
+from copies import copied
 from store_driver import Driver
 
 import jaxinf
-from jaxinf.engine import convert_store
 from jaxinf.store import (
     StoreDirectory,
     Verifier,
-    rebalance,
     remove_checkpoint,
     save_checkpoint,
     snapshot,
@@ -33,16 +32,16 @@ def moving(request, tmp_path, monkeypatch):
     driver.steps(1).close()
     hold, calls = LockFile.hold, []
 
-    def after_a_rebalance(lock, **options):
+    def after_a_copy(lock, **options):
         if not calls:
             calls.append(lock.path.name)
             lock.close()
-            rebalance(driver.store.path, roots[-after:])
+            copied(driver.store.path, roots=roots[-after:])
             lock.__init__(lock.path)
         return hold(lock, **options)
 
     def start():
-        monkeypatch.setattr(LockFile, "hold", after_a_rebalance)
+        monkeypatch.setattr(LockFile, "hold", after_a_copy)
 
     return SimpleNamespace(
         path=driver.store.path, start=start, calls=calls, place=tmp_path
@@ -113,9 +112,9 @@ def test_a_snapshot(moving):
     assert not list((moving.path / "snapshots").iterdir())
 
 
-def test_a_conversion(moving):
+def test_a_copy(moving):
     moving.start()
-    assert convert_store(moving.path, moving.place / "new", "bf16") == 3
+    assert copied(moving.path, moving.place / "new", state="bf16").step == 3
     assert moving.calls == ["publish.lock"]
     with jaxinf.open_store(moving.place / "new") as store:
         assert store.step == 3

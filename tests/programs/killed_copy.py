@@ -1,6 +1,6 @@
-"""Converts a store, and is killed at a call of it: `engine/test_killed_making.py`.
+"""Copies a store, and is killed at a call of it: `store/test_copies.py`.
 
-python killed_conversion.py FUNCTION NUM_CALLS STORE NEW CSD …
+python killed_copy.py FUNCTION NUM_CALLS OLD NEW CSD …
 
 It is killed when the function is called once more than NUM_CALLS times.
 """
@@ -10,16 +10,19 @@ import signal
 import sys
 from pathlib import Path
 
-from jaxinf.engine import convert_store
-from jaxinf.store import creation, owners
+from jaxinf.store import StoreDirectory, copy_files, copying, owners
 
 
 def main(name, num_calls, source, new, *csds):
+    sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+    from copies import copied
+
     owner = {
-        "publish": creation.StoreDirectory,
+        "flip": StoreDirectory,
         "mkdir": Path,
         "_claim": owners,
-    }.get(name, creation)
+        "_recode": copy_files,
+    }.get(name, copying)
     real, calls = getattr(owner, name), 0
 
     def killed(*arguments, **options):
@@ -30,7 +33,7 @@ def main(name, num_calls, source, new, *csds):
         return real(*arguments, **options)
 
     setattr(owner, name, killed)
-    convert_store(Path(source), Path(new), "bf16", csds=[*map(Path, csds)])
+    copied(Path(source), Path(new), state="bf16", roots=csds)
 
 
 if __name__ == "__main__":

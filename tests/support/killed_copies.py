@@ -1,6 +1,6 @@
-"""Divides a store among other numbers of processes, killed at every kind of place.
+"""Copies a store in place for other numbers of processes, killed at any place.
 
-As a program it kills a division so many times, at random calls of the operating system,
+As a program it kills a copy so many times, at random calls of the operating system,
 looks at what is left, completes it, and goes on with the next number.
 """
 
@@ -8,15 +8,15 @@ import os
 import random
 import signal
 import sys
+import traceback
 from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pytest
 import raw_stores
+from copies import copied
 
-from jaxinf.errors import StoreFormatError
 from jaxinf.store import (
     CommitRecord,
     StateRecord,
@@ -26,7 +26,6 @@ from jaxinf.store import (
     create_store,
     find_members,
     num_processes,
-    redivide,
     save_checkpoint,
     stock_documents,
     whole_step,
@@ -116,17 +115,16 @@ def grids_of(path):
 
 
 def leftovers(path):
-    names = {file.name for file in path.iterdir()}
-    return names & {".jaxinf-new", ".jaxinf-old", "divide.json"}
+    """What a copy has begun, or has not removed yet."""
+    return [file for file in path.parent.iterdir() if file.name.endswith(".copying")]
 
 
-def count_calls(action, last=None, after=None):
+def count_calls(action, last=None):
     """Counts the calls of an action in a process of its own, or kills it at one.
 
     Args:
       action: what is done.
       last: number of the call at which it is killed.
-      after: a file; only calls while it is there count.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -135,7 +133,7 @@ def count_calls(action, last=None, after=None):
 
         def counted(original):
             def call(*arguments, **options):
-                made[0] += after is None or after.exists()
+                made[0] += 1
                 if made[0] == last:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return original(*arguments, **options)
@@ -149,6 +147,8 @@ def count_calls(action, last=None, after=None):
             action()
             os.write(writing, str(made[0]).encode())
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     os.close(writing)
@@ -166,20 +166,13 @@ def main(path, num_kills):
         grids = grids_of(path)
         roots = [str(root) for root in sorted(path.parent.glob("csd*"))]
         roots = [f"{root}/{{process}}" for root in roots]
-        # Few calls are in the switch, which begins with the journal.
-        after, most = ((None, 3000), (path / "divide.json", 60))[number % 3 == 2]
-        last, action = rng.randrange(1, most), partial(redivide, path, count, roots)
-        status, _ = count_calls(action, last, after)
+        last = rng.randrange(1, 3000)
+        action = partial(copied, path, processes=count, roots=roots)
+        status, _ = count_calls(action, last)
         assert status in (0, signal.SIGKILL), status
-        if (path / "divide.json").exists():
-            outcome = "new, to be completed"
-            for command in (lambda: whole_step(path).__enter__(),):
-                with pytest.raises(StoreFormatError, match="--processes"):
-                    command()
-        else:
-            outcome = "old" if num_processes(path) == before else "new"
-            for name, arrays in expected.items():
-                assert contents(path, name) == arrays, (number, outcome)
+        outcome = "old" if num_processes(path) == before else "new"
+        for name, arrays in expected.items():
+            assert contents(path, name) == arrays, (number, outcome)
         seen[outcome] += status == signal.SIGKILL
         assert count_calls(action)[0] == 0
         num_regridded += grids_of(path) != grids

@@ -1,0 +1,227 @@
+"""What a copy begins with: steps of a store, of a run, or of an export.
+
+Invariant: the steps do not change while they are copied: they are pinned, or the store
+  is held. Nothing is written, but for members that were at different steps: they go to
+  the common one, as at the start of their run.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jaxinf.errors import StoreFormatError, StoreLockedError, StoreMismatchError
+from jaxinf.store.checkpoint import checkpoint_names, find_checkpoint
+from jaxinf.store.commit import CommitRecord
+from jaxinf.store.directory import StoreDirectory, next_slot
+from jaxinf.store.division import Division
+from jaxinf.store.making import copy_beside
+from jaxinf.store.manifest import Manifest
+from jaxinf.store.owned import hold_store, look_at_store
+from jaxinf.store.reader import StepReader
+from jaxinf.store.snapshot import PinnedStep, pinned_step, prune_snapshots
+from jaxinf.store.whole import agreed_of, all_members, find_members, hold_members
+from jaxinf.store.whole import to_step as bring_to_step
+from jaxinf.store.whole_step import WholeStep, joined_step, whole_step
+
+
+@dataclass(frozen=True)
+class CopySource:
+    """Steps that are copied together.
+
+    Attributes:
+      where: what it is, for messages.
+      parts: the manifests of the members by number, or of the store alone.
+      steps: the committed step as slot ``a``, and checkpoints as ``checkpoints/NAME``.
+      open_reader: returns the reader of one.
+      put_beside: writes what belongs to a store beside its steps into a directory.
+      has_links: whether chunks may be linked to: they are a store's.
+      num_threads: number of chunks that may be in memory at once.
+      spares: directories of the other slot's chunks by CSD, of a store that is held.
+      dropped: checkpoints that are not of all members.
+      held: the members or the store, if this process holds them.
+    """
+
+    where: str
+    parts: Sequence[Manifest]
+    steps: Mapping[str, WholeStep]
+    put_beside: Callable[[Path], None]
+    open_reader: Callable[[WholeStep], StepReader]
+    has_links: bool = True
+    num_threads: int = 4
+    spares: Sequence[Path] = ()
+    dropped: tuple[str, ...] = ()
+    held: Sequence[StoreDirectory] = ()
+
+    @property
+    def whole(self) -> Manifest:
+        """The manifest of a store of one process; CSDs are places of the step."""
+        return self.steps["a"].manifest
+
+    @property
+    def division(self) -> Division:
+        """The present owners of its chunks."""
+        leaves = self.parts[0].leaves
+        owners = [leaf.owners or (0,) * len(leaf.csds) for leaf in leaves]
+        return Division(len(self.parts), self.whole.leaves, owners)
+
+
+@contextlib.contextmanager
+def store_source(
+    path: Path,
+    *,
+    holds: bool = False,
+    named: Sequence[Path] = (),
+    checkpoints: bool = False,
+) -> Iterator[CopySource]:
+    """Yields a store, a run of several processes, or a checkpoint's directory.
+
+    Args:
+      path: where it is; of a run, all members can be seen there.
+      holds: whether this process becomes its only writer. Otherwise it may be in use.
+      named: CSD roots that the user has named, with `holds`.
+      checkpoints: whether those that all members have come along.
+
+    Raises:
+      StoreLockedError: a run, or a reader of a step, has it open, with `holds`.
+      ProcessError: a member cannot be seen, or they have no step in common.
+      StoreFormatError: there is no store, or none with a committed step.
+      StoreMismatchError: a checkpoint has other arrays than the store.
+    """
+    if (path / "commit.json").is_file():
+        yield _of_directory(path)
+        return
+    is_run = not (path / "jaxinf.json").exists() and bool(find_members(path))
+    with contextlib.ExitStack() as stack:
+        if holds:
+            parts = _hold(path, named, stack, is_run)
+            slots = [one.committed_slot() for one in parts]
+            if None in slots:
+                raise StoreFormatError(
+                    f"{path}: expected a committed step, found a store whose making "
+                    "was interrupted; start its run again first"
+                )
+            pairs = zip(parts, slots, strict=True)
+            step = _joined([PinnedStep(d, d.step_path(s)) for d, s in pairs if s])
+        elif is_run:
+            with contextlib.suppress(StoreLockedError), hold_members(path) as members:
+                bring_to_step(members, agreed_of(members))
+            parts = all_members(path)
+            step = stack.enter_context(whole_step(path))
+        else:
+            pinned = stack.enter_context(pinned_step(look_at_store(path)))
+            parts, step = [pinned.directory], _joined([pinned])
+        steps, dropped = {"a": step}, set[str]()
+        if checkpoints:
+            dropped = {name for one in parts for name in checkpoint_names(one)}
+            for name in _common_checkpoints(parts):
+                place = f"checkpoints/{name}"
+                pinned = [PinnedStep(d, d.step_path(place)) for d in parts]
+                steps[place] = _joined(pinned)
+                dropped.discard(name)
+        yield CopySource(
+            str(path),
+            [one.manifest for one in parts],
+            steps,
+            lambda place: copy_beside(parts[0].path, place),
+            lambda one: StepReader(one.path, one.commit, places=one.places),
+            spares=_spares(parts) if holds else (),
+            dropped=tuple(sorted(dropped)),
+            held=parts if holds else (),
+        )
+
+
+def _hold(
+    path: Path, named: Sequence[Path], stack: contextlib.ExitStack, is_run: bool
+) -> list[StoreDirectory]:
+    if is_run:
+        parts = stack.enter_context(hold_members(path))
+        bring_to_step(parts, agreed_of(parts))
+    else:
+        parts = [stack.enter_context(hold_store(path, named))]
+    for one in parts:
+        prune_snapshots(one)
+        check_unread(one)
+    return parts
+
+
+def check_unread(directory: StoreDirectory) -> None:
+    """Refuses a store of which another process reads a step.
+
+    Raises:
+      StoreLockedError: says so.
+    """
+    root = directory.path / "snapshots"
+    if root.is_dir() and any(root.iterdir()):
+        raise StoreLockedError(
+            f"{directory.path}: expected nobody who reads its step, found a pinned one "
+            f"in {root}: an export, a look or another copy is under way; wait for it, "
+            "or copy to another path"
+        )
+
+
+def _of_directory(path: Path) -> CopySource:
+    """Returns a checkpoint, in its store or copied from there."""
+    commit, manifest = path / "commit.json", Manifest.read(path / "jaxinf.json")
+    record, places = CommitRecord.read(commit), [path]
+    record.check_fits(commit, manifest)
+    if manifest.csds and (path.parents[1] / "jaxinf.json").exists():
+        # A checkpoint's own manifest may list earlier CSDs; its chunks are on today's.
+        store = look_at_store(path.parents[1])
+        manifest = replace(manifest, csds=store.manifest.csds)
+        places = StoreDirectory(store.path, manifest).data_paths(path)
+    else:
+        leaves = [replace(n, csds=(0,) * len(n.csds)) for n in manifest.leaves]
+        manifest = replace(manifest, csds=(), leaves=tuple(leaves))
+    if manifest.member is not None:
+        raise StoreFormatError(
+            f"{path}: expected a whole step, found a member's part; export the "
+            "checkpoint of the run: jaxinf checkpoint export RUN DEST --checkpoint NAME"
+        )
+    step = WholeStep(path, manifest, record, tuple(places))
+    return CopySource(
+        str(path),
+        [manifest],
+        {"a": step},
+        lambda place: copy_beside(path, place),
+        lambda one: StepReader(one.path, one.commit, places=one.places),
+        has_links=False,
+    )
+
+
+def _joined(parts: Sequence[PinnedStep]) -> WholeStep:
+    records = [CommitRecord.read(part.path / "commit.json") for part in parts]
+    if parts[0].directory.manifest.member is not None:
+        return joined_step(parts, records)
+    [part], [record] = parts, records
+    record.check_fits(part.path / "commit.json", part.directory.manifest)
+    places = tuple(part.directory.data_paths(part.path))
+    return WholeStep(part.path, part.directory.manifest, record, places)
+
+
+def _spares(parts: Sequence[StoreDirectory]) -> list[Path]:
+    slots = [one.step_path(next_slot(one.committed_slot())) for one in parts]
+    own = [one.data_paths(slot) for one, slot in zip(parts, slots, strict=True)]
+    return [place for places in own for place in places]
+
+
+def _common_checkpoints(parts: Sequence[StoreDirectory]) -> list[str]:
+    """Returns the checkpoints that all parts have of one commit.
+
+    Raises:
+      StoreMismatchError: one has other arrays than the store.
+    """
+    names = set(checkpoint_names(parts[0])).intersection(*map(checkpoint_names, parts))
+    found = []
+    for name in sorted(names):
+        if len({find_checkpoint(one, name).commit for one in parts}) > 1:
+            continue
+        for one in parts:
+            held = Manifest.read(one.step_path(f"checkpoints/{name}/jaxinf.json"))
+            if held.leaves != one.manifest.leaves:
+                raise StoreMismatchError(
+                    f"{one.path}: the checkpoint {name} holds other arrays than the "
+                    "store does now; export it, and remove it from the store"
+                )
+        found.append(name)
+    return found

@@ -1,0 +1,167 @@
+"""The formats of a store's arrays: its codecs, and a manifest with others.
+
+Invariant: a leaf with other codecs has the same slots; only an average comes or goes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, TypeVar
+
+import numpy as np
+
+from jaxinf.store.commit import CommitRecord, ScalarState
+from jaxinf.store.contents import CODECS, MASTER_CODECS, LeafContents, StateRecord
+from jaxinf.store.key_paths import encode_path
+from jaxinf.store.manifest import Manifest
+from jaxinf.store.names import ERROR_FEEDBACK, MASTER_PARAMS
+from jaxinf.typing import AVERAGE, AVERAGE_SCALARS
+
+StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
+MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
+AverageChoice: TypeAlias = Literal["fp32", "bf16", "none"]
+
+_Leaf = TypeVar("_Leaf", bound=LeafContents)
+
+_MIN_CODED_ELEMENTS = 4096
+_NEVER_CODED = (
+    MASTER_PARAMS,
+    ERROR_FEEDBACK,
+    "acc_grads",
+)  # sums of gradients, in which every bit counts
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """The codecs of a store; empty for none.
+
+    Attributes:
+      state: of the optimizer's float32 state, except in small leaves.
+      master: of the master params of leaves that are bfloat16 on the JAX device.
+      average: of the params' average, except in small leaves.
+    """
+
+    state: str = ""
+    master: str = ""
+    average: str = ""
+
+    def of(self, state: StateRecord) -> str:
+        """Returns the codec of a state that may be coded."""
+        if state.name == MASTER_PARAMS:
+            return self.master
+        return self.average if state.name == AVERAGE else self.state
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The formats of a copy's state; those that are None stay.
+
+    Attributes:
+      state: of the optimizer's float32 state.
+      master: of the master of params that are bfloat16 on the JAX device: ``"split"``,
+        the params with 16-bit remainders; ``"none"``, the params alone.
+      average: of the params' average, which begins as the master params if there is
+        none; ``"none"`` drops it.
+    """
+
+    state: StateFormat | None = None
+    master: MasterFormat | None = None
+    average: AverageChoice | None = None
+
+    def of(self, held: Manifest, where: str) -> Manifest:
+        """Returns a manifest with these formats, whose places are as before.
+
+        Raises:
+          ValueError: no leaf is bfloat16, or there is no average to drop.
+        """
+        if self == AS_IT_IS:
+            return held
+        codecs, has_average = self._codecs(held, where), self._keeps(held, where)
+        leaves = []
+        for leaf in held.leaves:
+            states = _with_average(leaf.slots) if has_average else _without(leaf.slots)
+            leaves.append(coded_leaf(replace(leaf, states=states), codecs))
+        return replace(held, leaves=tuple(leaves))
+
+    def _codecs(self, held: Manifest, where: str) -> Codecs:
+        codecs = store_codecs(held)
+        if self.state is not None:
+            codecs = replace(codecs, state="" if self.state == "fp32" else self.state)
+        if self.average is not None:
+            codecs = replace(codecs, average="bf16" if self.average == "bf16" else "")
+        if self.master is not None:
+            if all(leaf.dtype != "bfloat16" for leaf in held.leaves):
+                raise ValueError(
+                    f"{where}: master={self.master!r}: expected params that are "
+                    "bfloat16 on the JAX device, found none; their master has one "
+                    "form: leave it out"
+                )
+            master = {"fp32": "", "split": "split", "none": "bf16"}[self.master]
+            codecs = replace(codecs, master=master)
+        return codecs
+
+    def _keeps(self, held: Manifest, where: str) -> bool:
+        has_one = AVERAGE in held.state_names
+        if self.average == "none" and not has_one:
+            raise ValueError(
+                f"{where}: average='none': expected a store with an average of the "
+                "params, found none; leave it out"
+            )
+        return has_one if self.average is None else self.average != "none"
+
+
+AS_IT_IS = Formats()
+
+
+def _without(states: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
+    return tuple(state for state in states if state.name != AVERAGE)
+
+
+def _with_average(states: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
+    """Returns states with an average behind those of the optimizer."""
+    others = _without(states)
+    place = sum(state.name != ERROR_FEEDBACK for state in others)
+    return (*others[:place], StateRecord(AVERAGE, "float32"), *others[place:])
+
+
+def scalars_of(
+    record: CommitRecord, held: Manifest, manifest: Manifest
+) -> Sequence[ScalarState]:
+    """Returns the scalar state of a step in other formats: an average's comes last."""
+    if (AVERAGE in held.state_names) == (AVERAGE in manifest.state_names):
+        return record.scalar_state
+    own = {encode_path((("field", name),)): kind(0) for name, kind in AVERAGE_SCALARS}
+    kept = [scalar for scalar in record.scalar_state if scalar.path not in own]
+    if AVERAGE not in manifest.state_names:
+        return kept
+    return [*kept, *(ScalarState(path, np.array(zero)) for path, zero in own.items())]
+
+
+def coded_leaf(leaf: _Leaf, codecs: Codecs) -> _Leaf:
+    """Returns a leaf with these codecs in place of its present ones."""
+    is_small = np.prod(leaf.shape, dtype=np.int64) < _MIN_CODED_ELEMENTS
+    stored: list[StateRecord] = []
+    for state in leaf.slots:
+        codec = codecs.of(state)
+        if state.name == MASTER_PARAMS:
+            is_plain = leaf.dtype != "bfloat16"
+        else:
+            is_plain = is_small or not _may_be_coded(state)
+        stored += state.coded(codec) if codec and not is_plain else (state,)
+    return replace(leaf, states=tuple(stored))
+
+
+def _may_be_coded(state: StateRecord) -> bool:
+    return state.dtype == "float32" and state.name not in _NEVER_CODED
+
+
+def store_codecs(held: Manifest) -> Codecs:
+    """Returns the codecs that a store's leaves have."""
+    masters = {leaf.states[0].codec for leaf in held.leaves}
+    others = [state for leaf in held.leaves for state in leaf.states[1:]]
+    states = {state.codec for state in others if state.name != AVERAGE}
+    averages = {state.codec for state in others if state.name == AVERAGE}
+    return Codecs(
+        next((codec for codec in CODECS if codec in states), ""),
+        next((codec for codec in MASTER_CODECS if codec in masters), ""),
+        "bf16" if "bf16" in averages else "",
+    )

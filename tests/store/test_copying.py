@@ -1,0 +1,500 @@
+"""Copies of stores: other formats, drives and processes; in place, and killed."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import killed_copies
+import numpy as np
+import optax
+import pytest
+import small_stores
+from copies import copied
+from covering import covering
+from families import family
+from killed_copies import contents, damages, grids_of, leftovers, make
+from store_driver import Driver
+
+import jaxinf
+from jaxinf.cli.commands import main
+from jaxinf.errors import (
+    ProcessError,
+    StoreCorruptError,
+    StoreFormatError,
+    StoreLockedError,
+    StoreMismatchError,
+    StoreSpaceError,
+)
+from jaxinf.store import (
+    Shards,
+    StoreDirectory,
+    StoreLock,
+    find_members,
+    list_whole,
+    save_checkpoint,
+    save_whole,
+    snapshot,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_csds", "counts"),
+    family([(0, (2, 1)), (0, (4, 2, 3, 1)), (2, (4, 2, 3, 1))], short=[(0, (2, 1))]),
+)
+def test_every_bit_stays(place, num_csds, counts):
+    path = make(place, num_csds)
+    expected = {name: contents(path, name) for name in (None, "kept")}
+    roots = [f"{place}/csd{number}/{{process}}" for number in range(num_csds)]
+    calls = []
+    for count in counts:
+        done = copied(
+            path, None, lambda *call: calls.append(call), processes=count, roots=roots
+        )
+        assert calls[-1][0] == calls[-1][1] > 0
+        assert done.idle == ()
+        assert set(done.regridded) == ({"cut", "across"} if count == 3 else set())
+        parts = find_members(path) or [path]
+        assert len(parts) == count
+        assert not leftovers(path)
+        assert not damages(path)
+        for name, arrays in expected.items():
+            assert contents(path, name) == arrays, count
+        held = [StoreDirectory.open(part).manifest.num_held_params for part in parts]
+        assert max(held) - min(held) <= (4096 if count != 3 else 40_000)
+        if count == 4:
+            assert [info.name for info in list_whole(path)] == ["kept"]
+            save_whole(path, "whole")
+            expected["whole"] = contents(path, "whole")
+        if count in (2, 3) and counts[0] == 4:
+            assert (path / "checkpoints/whole/_METADATA").is_file()
+    for root in place.glob("csd*/[123]"):
+        assert list(root.iterdir()) == []
+    held = StoreDirectory.open(path).manifest
+    copied(path, processes=1)
+    assert StoreDirectory.open(path).manifest == held
+
+
+def test_few_chunks_get_another_owner_and_no_byte_is_copied(place):
+    path = make(place)
+    assert copied(path, processes=4).num_bytes == 0
+    owners = StoreDirectory.open(path / "process-00000").manifest.leaves
+    done = copied(path, processes=3)
+    assert done.regridded == ("across", "cut")
+    now = StoreDirectory.open(path / "process-00000").manifest.leaves
+    replicated = [
+        (a, b)
+        for old, new in zip(owners, now, strict=True)
+        if max(old.shard_counts, default=1) == 1
+        for a, b in zip(old.owners, new.owners, strict=True)
+    ]
+    assert all(a == b for a, b in replicated if a < 3)
+
+
+def test_a_checkpoint_that_is_not_of_all_is_named(place, capsys):
+    path = make(place)
+    copied(path, processes=2)
+    save_checkpoint(StoreDirectory.open(path / "process-00001"), "half")
+    assert main(["store", "copy", str(path), str(path), "--processes", "1"]) == 0
+    assert "left out, as not all members had them" in capsys.readouterr().out
+    assert [file.name for file in (path / "checkpoints").iterdir()] == ["kept"]
+
+
+def raw(path):
+    """The bytes of every chunk of the committed step, codes and scales as they are."""
+    found = {}
+    for part in find_members(path) or [path]:
+        directory = StoreDirectory.open(part)
+        slot = directory.committed_slot()
+        for leaf, record, _ in directory.leaves():
+            for state in record.states:
+                for chunk in record.held:
+                    file = directory.chunk_file(slot, leaf, chunk, state.name)
+                    name = record.array_name(state.name)
+                    found[name, chunk] = file.read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("average", ["fp32", "bf16"])
+def test_an_average_and_codes_stay(place, average):
+    roots = [place / f"csd{number}" for number in range(3)]
+    for root in roots:
+        root.mkdir()
+    path = place / "run"
+    options = {"csds": roots[:2], "chunk_elements": 4096, "state": "int8"}
+    with small_stores.open_store(path, **options) as store:
+        tx = jaxinf.smart_update(
+            optax.adam(1e-3), store, average=jaxinf.ema(0.99, form=average)
+        )
+        params = {"w": jnp.ones((10, 4096)), "b": jnp.zeros(70)}
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(jax.tree.map(jnp.cos, params), state, params)
+            params = optax.apply_updates(params, updates)
+    states = StoreDirectory.open(path).manifest.leaves[1].states
+    assert {state.codec for state in states} >= {"int8", "scale"}
+    assert [state.name for state in states if "average" in state.name]
+    expected = raw(path)
+    copied(path, roots=roots)
+    assert raw(path) == expected
+    for count in (3, 2, 1):
+        given = [f"{root}" for root in roots[:2]] if count == 3 else ()
+        copied(path, processes=count, roots=given)
+        assert raw(path) == expected
+        assert not damages(path)
+
+
+@contextlib.contextmanager
+def flipped_bit(file):
+    """Has one bit of a file other than it was."""
+
+    def flip():
+        with file.open("r+b") as stream:
+            byte = stream.read(1)[0]
+            stream.seek(0)
+            stream.write(bytes([byte ^ 1]))
+
+    flip()
+    yield
+    flip()
+
+
+@pytest.mark.long
+def test_codes_go_with_their_scales_or_not_at_all(place):
+    path = place / "run"
+    with small_stores.open_store(path, chunk_elements=4096, state="int8") as store:
+        tx = jaxinf.smart_update(optax.adam(1e-1), store)
+        draw = np.random.default_rng(0).standard_normal
+        params = {"w": jnp.asarray(draw((6, 8192)), jnp.float32)}
+        state = tx.init(params)
+        tx.update(jax.tree.map(jnp.cos, params), state, params)
+    expected, before = contents(path), raw(path)
+    [[_, width]] = grids_of(path)
+    assert 1024 % width
+    with pytest.raises(StoreMismatchError, match=r"leaf w: .* whole blocks of 256"):
+        copied(path, processes=1, shards_of=lambda _: Shards((1, 64)))
+    assert raw(path) == before
+    assert not leftovers(path)
+    done = copied(path, processes=2, shards_of=lambda _: Shards((1, 8)))
+    assert done.regridded == ("w",)
+    assert contents(path) == expected
+    assert not damages(path)
+    [[_, width]] = grids_of(path)
+    assert 1024 % width == 0
+
+
+def test_too_little_room_or_damage_leaves_what_is_there(place, monkeypatch):
+    path = make(place)
+    expected, grids = contents(path), grids_of(path)
+    full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 10, 10, 0, 255))
+    with monkeypatch.context() as patched:
+        patched.setattr("os.statvfs", lambda _: full)
+        with pytest.raises(StoreSpaceError, match=r"to come need [0-9,]+ bytes"):
+            copied(path, processes=1, devices=3)
+    assert not leftovers(path)
+    directory = StoreDirectory.open(path)
+    number = [leaf.name for leaf in directory.manifest.leaves].index("cut")
+    file = directory.chunk_file("b", number, 2, "params")
+    with flipped_bit(file), pytest.raises(StoreCorruptError, match="leaf cut, params"):
+        copied(path, processes=1, devices=3)
+    assert not leftovers(path)
+    assert (contents(path), grids_of(path)) == (expected, grids)
+
+
+def test_a_grid_for_devices_of_one_process(place, capsys):
+    path = make(place)
+    expected = {name: contents(path, name) for name in (None, "kept")}
+    words = ["store", "copy", str(path), str(path), "--processes", "1", "--devices"]
+    assert main([*words, "3"]) == 0
+    assert "with a new grid: across, cut" in capsys.readouterr().out
+    assert {name: contents(path, name) for name in expected} == expected
+    grids = grids_of(path)
+    assert main([*words, "3"]) == 0
+    assert "with a new grid" not in capsys.readouterr().out
+    assert grids_of(path) == grids
+    words_of_restore = ["checkpoint", "restore", str(path), "kept"]
+    assert main([*words_of_restore, "--discard-current"]) == 0
+    assert contents(path) == expected["kept"]
+    assert main([*words[:-2], "2", "--devices", "3"]) == 2
+    assert "expected as many for each" in capsys.readouterr().err
+    assert main(["store", "copy", str(path), str(path), "--devices", "3"]) == 2
+
+
+@pytest.mark.long
+def test_more_processes_than_chunks(place, capsys):
+    path = make(place)
+    words = ["store", "copy", str(path), str(path), "--processes"]
+    assert main([*words, "40"]) == 0
+    assert "nothing is owned by process" in capsys.readouterr().out
+    assert main(["verify", str(path)]) == 0
+    assert main([*words, "1"]) == 0
+    assert main(["verify", str(path)]) == 0
+
+
+def test_refusals(place):
+    path = make(place)
+    with pytest.raises(ValueError, match="processes=0: expected from 1"):
+        copied(path, processes=0)
+    with pytest.raises(ValueError, match="CSD root /none/1: expected a directory"):
+        copied(path, processes=2, roots=["/none/1"])
+    with pytest.raises(StoreFormatError, match=r"found no jaxinf\.json"):
+        copied(place / "none", processes=2)
+    lock = StoreLock(path)
+    with pytest.raises(StoreLockedError):
+        copied(path, processes=2)
+    lock.release()
+    copied(path, processes=2)
+    with pytest.raises(StoreFormatError, match=r"store copy .* --processes 1"):
+        jaxinf.open_store(path)
+    shutil.move(path / "process-00001", place / "away")
+    with pytest.raises(ProcessError, match="found none of process 1"):
+        copied(path, processes=1)
+    shutil.move(place / "away", path / "process-00001")
+    copied(path, processes=1)
+    with (
+        snapshot(StoreDirectory.open(path)),
+        pytest.raises(StoreLockedError, match="nobody who reads its step"),
+    ):
+        copied(path, processes=2)
+    (place / "taken").mkdir()
+    (place / "taken" / "file").touch()
+    with pytest.raises(StoreFormatError, match="expected nothing there, or an empty"):
+        copied(path, place / "taken")
+    assert [p.name for p in (place / "taken").iterdir()] == ["file"]
+    with pytest.raises(StoreMismatchError, match="make two copies"):
+        copied(path, place / "new", state="fp32", processes=1, devices=3)
+    assert not (place / "new").exists()
+
+
+def test_members_at_different_steps_go_to_the_common_one(place):
+    path = make(place)
+    copied(path, processes=2)
+    expected = contents(path)
+    parts = [StoreDirectory.open(part) for part in find_members(path)]
+    for part in parts:  # as if a commit had met, and only one had flipped
+        shutil.rmtree(part.step_path("b"))
+        shutil.copytree(part.step_path("a"), part.step_path("b"))
+        record = part.read_record("b")
+        part.write_record("b", replace(record, step=2, commit=f"{'0' * 32}-7"))
+    parts[1].flip("b")
+    copied(path, processes=3)
+    for part in find_members(path):
+        assert StoreDirectory.open(part).read_commit().step == 2
+    assert contents(path) == expected
+    assert not damages(path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_killed_at_random_calls(place, num_csds):
+    path = make(place, num_csds)
+    words = [sys.executable, killed_copies.__file__, path, "40"]
+    done = subprocess.run(
+        list(map(str, words)), check=True, capture_output=True, text=True
+    )
+    print(done.stdout)
+    assert "'old'" in done.stdout
+
+
+# --- formats, drives and processes ---------------------------------------------------
+
+FORMATS, COUNTS = ["fp32", "bf16", "int8"], [1, 2]
+SHAPES = {"w": (10, 4096), "h": (5, 4096), "b": (70,)}
+CASES = covering(2, FORMATS, FORMATS, [0, 2], [0, 2], COUNTS, COUNTS)
+
+
+def trained(path, roots, state):
+    """Trains a store of one process for two steps, with a checkpoint of the first."""
+    options = {"csds": roots, "chunk_elements": 4096, "state": state}
+    with small_stores.open_store(path, **options) as store:
+        tx = jaxinf.smart_update(optax.adam(1e-2), store)
+        draw = np.random.default_rng(0).standard_normal
+        params = {n: jnp.asarray(draw(s), jnp.float32) for n, s in SHAPES.items()}
+        held = tx.init(params)
+        for step in range(2):
+            updates, held = tx.update(jax.tree.map(jnp.cos, params), held, params)
+            params = optax.apply_updates(params, updates)
+            if step == 0:
+                store.checkpoint("kept", state=held)
+
+
+def roots_of(place, name, num, count):
+    """Makes CSD roots, in which {process} is a process's number."""
+    for number in range(num):
+        for process in range(count):
+            (place / f"{name}{number}" / str(process)).mkdir(parents=True)
+    return [f"{place}/{name}{number}/{{process}}" for number in range(num)]
+
+
+def numbers(path, checkpoint=None):
+    arrays = contents(path, checkpoint)
+    return {name: np.frombuffer(raw, np.float32) for name, raw in arrays.items()}
+
+
+@pytest.mark.parametrize(
+    ("was", "state", "old_csds", "new_csds", "old_count", "count"),
+    family(CASES, short=CASES[:2]),
+)
+def test_every_two_forms(place, was, state, old_csds, new_csds, old_count, count):
+    old, new, plain = place / "old", place / "new", place / "plain"
+    alone = roots_of(place, "alone", old_csds, 1)
+    trained(old, [root.replace("{process}", "0") for root in alone], was)
+    if old_count > 1:
+        copied(old, processes=old_count, roots=roots_of(place, "o", old_csds, 2))
+    before, bits = numbers(old), {n: contents(old, n) for n in (None, "kept")}
+    roots = roots_of(place, "n", new_csds, 2)
+    done = copied(old, new, state=state, roots=roots, processes=count, checkpoints=True)
+    assert done.step == 2
+    assert not leftovers(new)
+    assert not damages(new)
+    assert not damages(old)
+    for name, expected in bits.items():
+        assert contents(old, name) == expected
+        if state in ("fp32", was):
+            assert contents(new, name) == expected
+    for name, values in numbers(new).items():
+        least = 0.02 * np.abs(before[name]).max()
+        assert np.abs(values - before[name]).max() <= least
+    # Bits depend on neither drives nor processes.
+    copied(old, plain, state=state, processes=1)
+    assert raw(plain) == raw(new)
+
+
+def test_new_files_take_their_place_at_both_sides(place):
+    """A copy's files are links, and neither run writes to those of the other."""
+    path, new = place / "store", place / "new"
+    Driver(path, chunk_elements=4096).init().steps(2).close()
+    assert copied(path, new).num_bytes == 0
+    for first, second in ((path, new), (new, path)):
+        held = contents(second)
+        driver = Driver(first).init()
+        driver.steps(3).close()
+        assert contents(second) == held
+    assert not damages(path) + damages(new)
+
+
+def test_files_of_a_user_stay(place):
+    path = make(place)
+    (path / "metrics.jsonl").write_text("{}")
+    (path / ".notes").mkdir()
+    for count in (2, 1):
+        copied(path, processes=count)
+        assert (path / "metrics.jsonl").read_text() == "{}"
+        assert (path / ".notes").is_dir()
+
+
+def test_chunks_of_a_lost_drive_are_listed(place, capsys):
+    path = make(place, num_csds=2)
+    roots = [f"{place}/csd{number}/{{process}}" for number in range(2)]
+    copied(path, processes=3, roots=roots)
+    directory = StoreDirectory.open(path / "process-00001")
+    shutil.rmtree(directory.csd_directory(1))
+    assert main(["verify", str(path)]) == 2
+    said = capsys.readouterr().out
+    assert "process 1: cannot be seen" in said
+    assert "leaf rows: it has chunks" in said
+    assert f"at {place}/csd1/1" in said
+
+
+def test_a_run_is_made_again_of_an_export(place):
+    path, made = make(place), place / "made"
+    copied(path, processes=2)
+    expected = contents(path)
+    assert main(["store", "copy", str(path), f"file://{place}/out"]) == 0
+    shutil.rmtree(path / "process-00001")
+    words = ["store", "copy", f"{place}/out", str(made), "--processes", "3"]
+    assert main(words) == 0
+    assert contents(made) == expected
+    assert len(find_members(made)) == 3
+    assert not damages(made)
+
+
+# --- another file system -------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(place, tmp_path):
+    if place.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("expected the memory's directory to be another file system")
+    return tmp_path
+
+
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_another_file_system(place, elsewhere, num_csds):
+    path = make(place, num_csds)
+    expected = {name: contents(path, name) for name in (None, "kept")}
+    roots = roots_of(elsewhere, "c", 2, 1)
+    assert copied(path, processes=1, roots=roots).num_bytes > 0
+    for name, arrays in expected.items():
+        assert contents(path, name) == arrays
+    assert not damages(path)
+    for root in place.glob("csd*/*"):
+        assert not list(root.iterdir())
+    copied(path, elsewhere / "new", checkpoints=True)
+    assert contents(elsewhere / "new", "kept") == expected["kept"]
+
+
+def test_damage_is_not_copied(place, elsewhere):
+    path = make(place)
+    directory = StoreDirectory.open(path)
+    number = [leaf.name for leaf in directory.manifest.leaves].index("cut")
+    file = directory.chunk_file("b", number, 2, "params")
+    with flipped_bit(file), pytest.raises(StoreCorruptError, match="leaf cut, params"):
+        copied(path, elsewhere / "new")
+    assert not list(elsewhere.iterdir())
+
+
+# --- kills ---------------------------------------------------------------------------
+
+KILLED = Path(__file__).parents[1] / "programs" / "killed_copy.py"
+MOMENTS = [
+    ("make_csds", 0),
+    ("_claim", 0),  # directories without a note
+    ("_claim", 1),
+    ("_recode", 3),
+    ("create_documents", 0),
+    ("flip", 0),
+    ("_publish", 0),
+    ("_exchange", 1),  # it is tried at the beginning
+    ("_discard", 1),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_in_place", [False, True])
+@pytest.mark.parametrize(("name", "after"), MOMENTS)
+def test_killed(run_python, place, name, after, is_in_place):
+    if name == "_exchange" and not is_in_place:
+        pytest.skip("only a copy in place ends with it")
+    path, roots = place / "store", [place / "csd0", place / "csd1"]
+    for root in roots:
+        root.mkdir()
+    Driver(path, chunk_elements=4096, csds=[roots[0]]).init().steps(2).close()
+    new = path if is_in_place else place / "new"
+    expected = contents(path)
+    done = run_python(KILLED, name, after, path, new, *roots, check=False)
+    assert done.returncode in (-signal.SIGKILL, 0)
+    assert (done.returncode == 0) == (name == "_discard" and not is_in_place)
+    found = contents(path)
+    assert found.keys() == expected.keys()
+    assert name == "_discard" or found == expected
+    assert not damages(path)
+    assert is_in_place or done.returncode == 0 or not new.exists()
+    if done.returncode:
+        assert copied(path, new, state="bf16", roots=roots).step == 2
+    assert not leftovers(new)
+    assert not damages(new)
+    made = StoreDirectory.open(new)
+    assert made.manifest.csds == tuple(map(str, roots))
+    for csd, root in enumerate(roots):
+        own = {made.csd_directory(csd)}
+        own |= {*roots[0].iterdir()} if csd == 0 and not is_in_place else set()
+        assert set(root.iterdir()) == own
+    with jaxinf.open_store(new) as store:
+        assert store.step == 2

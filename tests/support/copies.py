@@ -1,0 +1,43 @@
+"""Copies of stores, as `jaxinf store copy` makes them."""
+
+import contextlib
+import os
+from functools import partial
+from pathlib import Path
+
+from jaxinf.exchange import export_source, export_url_at
+from jaxinf.store import CopyLayout, Formats, copy_step, in_line, store_source
+
+
+def copied(
+    old,
+    new=None,
+    progress=None,
+    *,
+    roots=(),
+    shares=(),
+    processes=None,
+    devices=None,
+    shards_of=None,
+    checkpoints=False,
+    memory_bytes=None,
+    **formats,
+):
+    """Copies a store, a run, a checkpoint or an export; without a target in place."""
+    new = Path(old if new is None else new)
+    if devices is not None:
+        shards_of = partial(in_line, count=processes, num_devices=devices)
+    layout = CopyLayout(
+        Formats(**formats), [*map(str, roots)], shares, processes, shards_of
+    )
+    url = export_url_at(str(old))
+    with contextlib.ExitStack() as stack:
+        if url is not None:
+            memory = {} if memory_bytes is None else {"memory_bytes": memory_bytes}
+            source = export_source(url, **memory)
+        else:
+            old, holds = Path(old), os.path.realpath(old) == os.path.realpath(new)
+            named = [Path(root) for root in roots]
+            options = {"named": named, "checkpoints": checkpoints or holds}
+            source = stack.enter_context(store_source(old, holds=holds, **options))
+        return copy_step(source, new, layout, progress)
