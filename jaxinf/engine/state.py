@@ -256,10 +256,10 @@ def _read_chunks(
         assert b1 is not None
         for number in chunks:
             chunk = opened.directory.chunks[leaf][number]
-            parts = [np.empty(chunk.extent, np.float32) for _ in states]
-            for state, part in zip(states, parts, strict=True):
+            y, z = (np.empty(chunk.extent, np.float32) for _ in range(2))
+            for state, part in zip(states, (y, z), strict=True):
                 _read_chunks(opened, reader, leaf, part, chunk.start, [number], [state])
-            values = schedule_free_params(*parts, b1).astype(out.dtype)
+            values = schedule_free_params(y, z, b1).astype(out.dtype)
             scatter(out, chunk, tuple(origin), 0, values.reshape(-1))
         return
 

@@ -54,7 +54,7 @@ KINDS: Mapping[str, Any] = {
 }
 """Types of fields that are read; all others are counts."""
 
-PLAIN: Mapping[str, Any] = {
+PLAIN: Fields = {
     **dict.fromkeys(
         ("is_decoder", "add_cross_attention", "tie_encoder_decoder"), False
     ),

@@ -24,7 +24,7 @@ _PIECE_BYTES = 1 << 18
 _MAX_LINES = 20
 _LAYERS = ("num_layers", "num_decoder_layers")
 # Counts that shape no tensor, or not in every checkpoint, and their limits.
-_FREE = dict.fromkeys(("num_positions", "window", "max_distance"), 1 << 31)
+_FREE = {"num_positions": 1 << 31, "window": 1 << 31, "max_distance": 1 << 31}
 _FREE |= {"num_labels": 1 << 16}
 
 _OF_CLASSES = ("classifier.", "score.")
@@ -108,7 +108,8 @@ class HuggingFaceFolder:
           ExchangeError: names the count and its limit.
         """
         largest = max((math.prod(x.shape) for x in self.tensors.values()), default=0)
-        limits = _FREE | dict.fromkeys(_LAYERS, len(self.tensors))
+        limits: dict[str, int] = dict.fromkeys(_LAYERS, len(self.tensors))
+        limits |= _FREE
         for name, count in self.architecture.fields.items():
             most = limits.get(name, largest)
             if type(count) is int and count > most:
@@ -167,12 +168,10 @@ class HuggingFaceFolder:
         new = _new_heads(family, names, wanted, found)
         leaves: dict[str, TensorLeaf | None] = {}
         for path, tensor in names.items():
-            array = found.get(tensor.name)
-            problem = None if path in new else _problem(array, wanted[path])
-            if problem is not None:
+            array = None if path in new else found.get(tensor.name)
+            if path not in new and (problem := _problem(array, wanted[path])):
                 problems.append(f"{tensor.name}: {problem}")
-            is_read = array is not None and path not in new
-            leaves[path] = TensorLeaf(array, tensor.axes, dtype) if is_read else None
+            leaves[path] = array and TensorLeaf(array, tensor.axes, dtype)
         problems += [
             f"{name}: not a tensor of this model"
             for name in found

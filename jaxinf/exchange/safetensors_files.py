@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import safetensors
 
-from jaxinf.documents import encode, pattern
+from jaxinf.documents import encode, pattern, shown
 from jaxinf.errors import ExchangeError, StoreError
 from jaxinf.exchange.destination import new_directory
 from jaxinf.exchange.sources import Blocks, SourceArray, within
@@ -94,14 +94,14 @@ def read_safetensors(path: Path) -> dict[str, SourceArray]:
         found = _read_file(file)
         if twice := found.keys() & arrays.keys():
             raise ExchangeError(
-                f"{file}: holds {min(twice)}, and so does another file of {path}; give "
-                "one file, or a directory of the files of one model"
+                f"{file}: holds {shown(min(twice))}, and so does another file of "
+                f"{path}; give one file, or a directory of the files of one model"
             )
         arrays |= found
     if missing := sorted({name.replace("/", ".") for name in listed} - arrays.keys()):
         raise ExchangeError(
             f"{path / INDEX_NAME}: expected the listed tensors in the files, found no "
-            f"{', '.join(missing[:8])}; copy the checkpoint again"
+            f"{', '.join(map(shown, missing[:8]))}; copy the checkpoint again"
         )
     return arrays
 
@@ -119,7 +119,9 @@ def _read_file(path: Path) -> dict[str, SourceArray]:
                 shape, code = tuple(part.get_shape()), part.get_dtype()
                 if code not in _DTYPES:
                     known = ", ".join(_DTYPES)
-                    raise ValueError(f"{key}: expected one of {known}, found {code}")
+                    raise ValueError(
+                        f"{shown(key)}: expected one of {known}, found {code}"
+                    )
                 dtype = dtype_of(_DTYPES[code])
                 blocks = partial(_blocks, path, name, shape, dtype, offset_bytes)
                 arrays[name] = SourceArray(name, shape, dtype, blocks)

@@ -111,8 +111,10 @@ def param_arrays(step: StepFiles) -> list[ParamArray]:
         parts = beside.get(tuple(owner))
         if array.state_name != MASTER_PARAMS or (parts and name in (LORA_A, LORA_B)):
             continue
-        is_changed = parts is not None and alpha is not None and name == "kernel"
-        result.append(ParamArray(step, array, (*parts, alpha) if is_changed else None))
+        adapter = None
+        if parts is not None and alpha is not None and name == "kernel":
+            adapter = (*parts, alpha)
+        result.append(ParamArray(step, array, adapter))
     return result
 
 

@@ -423,7 +423,7 @@ REFUSALS = {
     "absolute": (change_index(x="/etc/x.safetensors"), "nothing outside it is read"),
     "index-of-numbers": (change_index(x=3), "weight_map[...]: expected a text"),
     "index-is-a-list": (damage(INDEX, b"[]"), "index of safetensors"),
-    "listed-but-not-there": (change_index(x=FIRST), "found no x"),
+    "listed-but-not-there": (change_index(x=FIRST), "found no 'x'"),
     "file-missing": (lambda folder: (folder / FIRST).unlink(), "No such file"),
     "truncated": (damage(FIRST, b"\x08"), FIRST),
     "header-too-long": (damage(FIRST, b"\xff" * 7 + b"\x7f{}"), FIRST),
