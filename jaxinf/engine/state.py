@@ -40,7 +40,7 @@ def initialise(
     origin: Sequence[int],
     inputs: ScalarInputs,
 ) -> None:
-    """Writes a leaf's master params and initial state; blocks until it is written.
+    """Makes a leaf's master params and initial state, which workers write; blocks.
 
     Args:
       opened: a new store.
@@ -74,7 +74,6 @@ def initialise(
         stores = tuple(range(len(layout.states)))
         tasks.append(Task(layout, compute, stores=stores))
     opened.handler.run(tasks)
-    opened.handler.drain()
     held.clear()  # a worker keeps a reference to its last task
 
 
@@ -82,6 +81,7 @@ def finish_initialisation(
     opened: OpenStore, scalars: Sequence[ScalarState], payload: JsonValue = None
 ) -> None:
     """Commits step 0; every leaf must have been initialised."""
+    opened.handler.drain()
     opened.check()
     opened.chunks.end_step()
     assert opened.chunks.is_all_written

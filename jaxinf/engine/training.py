@@ -357,7 +357,7 @@ class Training:
         origin: Sequence[int],
         inputs: ScalarInputs,
     ) -> None:
-        """Writes a leaf's or a shard's master params and initial state; blocks.
+        """Makes a leaf's or a shard's master params and initial state; blocks.
 
         Args:
           description: the description of the new store.

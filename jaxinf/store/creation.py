@@ -3,12 +3,14 @@
 Invariant: only files of this store are removed, and only if it never committed a step.
 """
 
+import contextlib
 import logging
 import os
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 from jaxinf.documents import MOST_BYTES, encode
@@ -143,7 +145,7 @@ def complete_spare(directory: StoreDirectory) -> None:
             content = read_beneath(source, name, MOST_BYTES)
             write_bytes_atomically(step / name, content)
         for leaf, position, state in chunks:
-            _create_chunk(directory, spare, leaf, position, state, set())
+            _complete_chunk(directory, spare, leaf, position, state)
     directory.sync()
 
 
@@ -237,44 +239,70 @@ def step_documents(
     for leaf in manifest.leaves:
         for state in leaf.states:
             keys.append((state.name, *leaf.path))
-            metadata = array_metadata(*leaf.array_grid(state), state.dtype)
-            yield f"{leaf.array_name(state.name)}/zarr.json", encode(metadata)
+            shape, chunk_shape = map(tuple, leaf.array_grid(state))
+            content = _array_document(shape, chunk_shape, state.dtype)
+            yield f"{leaf.array_name(state.name)}/zarr.json", content
     yield "zarr.json", encode(group_metadata())
     yield "_METADATA", encode(orbax_tree_metadata(keys))
     yield "_CHECKPOINT_METADATA", encode(orbax_checkpoint_metadata(timestamp_ns))
     yield "commit_success.txt", COMMIT_SUCCESS_TEXT.encode()
 
 
+@cache
+def _array_document(
+    shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str
+) -> bytes:
+    return encode(array_metadata(shape, chunk_shape, dtype))
+
+
 def create_documents(directory: StoreDirectory, slot: Slot, timestamp_ns: int) -> None:
-    root = directory.step_path(slot)
+    root, made = str(directory.step_path(slot)), set[str]()
     for name, content in step_documents(directory.manifest, timestamp_ns):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
+        file = f"{root}/{name}"
+        _make_folder(os.path.dirname(file), made)
+        with open(file, "wb", buffering=0) as document:
+            document.write(content)
 
 
+# A store has tens of thousands of files, and a `Path` costs as much as a file.
 def _create_chunks(
     directory: StoreDirectory, slot: Slot, leaf: int, state: StateRecord
 ) -> None:
-    record = directory.manifest.leaves[leaf]
-    made: set[Path] = set()
+    """Makes an array's chunk files, and their names in the store, all of them new."""
+    record, made = directory.manifest.leaves[leaf], set[str]()
+    array, step = record.array_name(state.name), str(directory.step_path(slot))
     for position in record.held:
-        _create_chunk(directory, slot, leaf, position, state, made)
+        layout = directory.state_chunk(leaf, position, state)
+        root = str(directory.data_path(slot, record.csds[position]))
+        file, link = (f"{place}/{array}/{layout.key}" for place in (root, step))
+        _make_folder(os.path.dirname(file), made)
+        directory.allocate(file, layout, state)
+        if root != step:
+            _make_folder(os.path.dirname(link), made)
+            os.symlink(file, link)
 
 
-def _create_chunk(
-    directory: StoreDirectory,
-    slot: Slot,
-    leaf: int,
-    position: int,
-    state: StateRecord,
-    made: set[Path],
+def _make_folder(folder: str, made: set[str]) -> None:
+    """Makes a directory with those above it, unless it is one of `made`."""
+    if folder in made:
+        return
+    with contextlib.suppress(FileExistsError):
+        try:
+            os.mkdir(folder)
+        except FileNotFoundError:
+            _make_folder(os.path.dirname(folder), made)
+            os.mkdir(folder)
+    made.add(folder)
+
+
+def _complete_chunk(
+    directory: StoreDirectory, slot: Slot, leaf: int, position: int, state: StateRecord
 ) -> None:
     """Makes a chunk's file, and its name in the store, where they are not there."""
     file = directory.chunk_file(slot, leaf, position, state.name)
     link = directory.chunk_name(slot, leaf, position, state.name)
-    for folder in {file.parent, link.parent} - made:
+    for folder in {file.parent, link.parent}:
         folder.mkdir(parents=True, exist_ok=True)
-        made.add(folder)
     if not os.path.lexists(file):
         layout = directory.state_chunk(leaf, position, state)
         directory.allocate(file, layout, state)

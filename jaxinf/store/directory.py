@@ -35,6 +35,7 @@ from jaxinf.store.links import copy_file, link_or_copy
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest
 from jaxinf.store.zarr_metadata import array_metadata
+from jaxinf.typing import PathLikeStr
 
 Slot: TypeAlias = Literal["a", "b"]
 SLOTS: tuple[Slot, Slot] = ("a", "b")
@@ -451,7 +452,7 @@ class StoreDirectory:
             yield temporary
             temporary.rename(file)
 
-    def allocate(self, file: Path, chunk: Chunk, state: StateRecord) -> None:
+    def allocate(self, file: PathLikeStr, chunk: Chunk, state: StateRecord) -> None:
         """Makes a chunk's file, and preallocates room for its elements."""
         logical_bytes = chunk.stored_elements * state.itemsize
         allocated_bytes = page_ceil(chunk.num_elements * state.itemsize)
