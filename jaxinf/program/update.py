@@ -381,10 +381,14 @@ def _local_values(
 
 
 def _uses(graph: Graph) -> Mapping[Value, int]:
-    """Counts the uses of each value as an operand or an output of needed nodes."""
+    """Counts the uses of each value as an operand or an output of needed nodes.
+
+    As XLA does, which drops what has no elements before it looks at them.
+    """
     uses = Counter(graph.outputs)
     for node in prune(graph.nodes, graph.outputs):
-        uses.update(node.inputs)
+        if any(math.prod(value.shape) for value in node.outputs):
+            uses.update(node.inputs)
     return uses
 
 
