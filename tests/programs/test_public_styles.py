@@ -1,4 +1,4 @@
-"""Trainers in the styles of thirteen public ones: lines changed, losses, restarts."""
+"""Trainers in the styles of fifteen public ones: lines changed, losses, restarts."""
 
 import difflib
 import signal

@@ -1,4 +1,4 @@
-"""Trainers in the styles of thirteen public ones, written with plain optax.
+"""Trainers in the styles of fifteen public ones, written with plain optax.
 
 `CHANGES` has the lines that put a program's state into a store, and `RESUMING` those
 that make one without checkpoints of its own go on after a kill: a part of a line, and
@@ -462,11 +462,66 @@ def purejaxrl(run):
     run.losses.update(enumerate(map(float, values), first))
 
 
+def numpyro_svi(run):
+    """The optimizer's two functions, and a state of one's own with the params in it."""
+    opt_init, opt_update = optax.adam(1e-2, eps=1e-6)
+    params = LinenNetwork().init(jax.random.key(0), ROWS)["params"]
+    state = jnp.int32(0), (params, opt_init(params))
+    first = 0
+
+    @jax.jit
+    def update(state, rows):
+        count, (params, opt_state) = state
+
+        def loss(params):
+            return loss_of(LinenNetwork().apply({"params": params}, rows), rows)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, opt_state = opt_update(gradients, opt_state, params)
+        return (count + 1, (optax.apply_updates(params, updates), opt_state)), value
+
+    for number in range(first, NUM_STEPS):
+        state, value = update(state, run.batch(number))
+        run.losses[number] = float(value)
+
+
+def optimistix_minimise(run):
+    """The state is in the carry of a `while_loop`; no checkpoints."""
+    params = LinenNetwork().init(jax.random.key(0), ROWS)["params"]
+    clip = optax.clip_by_global_norm(1.0)
+    tx = optax.chain(clip, optax.adam(1e-2, b2=0.98))
+    state = tx.init(params)
+    first = 0
+
+    @jax.jit
+    def minimise(params, state, batches):
+        def one(carry):
+            number, params, state, values = carry
+            rows = batches[number]
+
+            def loss(params):
+                return loss_of(LinenNetwork().apply({"params": params}, rows), rows)
+
+            value, gradients = jax.value_and_grad(loss)(params)
+            updates, state = tx.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+            return number + 1, params, state, values.at[number].set(value)
+
+        start = jnp.int32(0), params, state, jnp.zeros(EVERY)
+        return jax.lax.while_loop(lambda carry: carry[0] < EVERY, one, start)[1:]
+
+    for number in range(first, NUM_STEPS, EVERY):
+        batches = [run.batch(n) for n in range(number, number + EVERY)]
+        params, state, values = minimise(params, state, jnp.stack(batches))
+        run.losses.update(enumerate(map(float, values), number))
+
+
 STYLES: dict[str, Callable[[Any], None]] = {
     f.__name__: f
     for f in (
         *(nanodo, lm1b, imagenet, seq2seq, haiku_transformer, equinox_cnn, equinox_rnn),
         *(equinox_frozen, equinox_diffusion, jax_flow, big_vision, nnx_scan, purejaxrl),
+        *(numpyro_svi, optimistix_minimise),
     )
 }
 
@@ -520,6 +575,8 @@ CHANGES: dict[str, dict[str, str]] = {
     },
     "nnx_scan": keeping("optax.adamw(1e-2)"),
     "purejaxrl": wrapped("optax.chain(clip, optax.adam(1e-2, eps=1e-5))"),
+    "numpyro_svi": wrapped("optax.adam(1e-2, eps=1e-6)"),
+    "optimistix_minimise": wrapped("optax.chain(clip, optax.adam(1e-2, b2=0.98))"),
 }
 
 
@@ -538,6 +595,8 @@ RESUMING = {
     "equinox_rnn": resumed("state = tx.init(", "model"),
     "equinox_frozen": resumed("state = tx.init(", "model"),
     "equinox_diffusion": resumed("state = tx.init(", "model"),
+    "numpyro_svi": resumed("state = jnp.int32(0)", "params"),
+    "optimistix_minimise": resumed("state = tx.init(", "params"),
     "purejaxrl": {
         "first = 0": "store = jaxinf.open_store(run.store)\n"
         "first = store.step if store.exists else 0",

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
+from flax import nnx
 from flax.training import checkpoints
 from flax.training.train_state import TrainState
 
@@ -99,7 +100,68 @@ def nanodo(store: Any, tx: Any, own: Path, log: Any, *, background: bool) -> Non
             manager.save(number, args=ocp.args.StandardSave(run))
 
 
-FORMS = {"lm1b": lm1b, "nanodo": nanodo}
+class Model(nnx.Module):
+    """The params as a module's."""
+
+    def __init__(self) -> None:
+        params = first_params()
+        self.first, self.second = (
+            nnx.Param(params["first"]),
+            nnx.Param(params["second"]),
+        )
+
+
+class Trainer:
+    """A library's: it makes optimizer and manager itself, and knows nothing of a store.
+
+    Args:
+      tx: all that it takes from the program.
+    """
+
+    def __init__(self, tx: Any, own: Path, *, background: bool) -> None:
+        model = Model()
+        self._parts = model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+        self._first = 0
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2,
+            save_interval_steps=EVERY,
+            enable_async_checkpointing=background,
+        )
+        self._manager = ocp.CheckpointManager(own, options=options)
+        latest = self._manager.latest_step()
+        if latest is not None:
+            like = ocp.args.StandardRestore(nnx.state(self._parts))
+            nnx.update(self._parts, self._manager.restore(latest, args=like))
+            self._first = latest + 1
+
+    def train(self, log: Any) -> None:
+        """Trains and saves."""
+
+        @nnx.jit
+        def step(model, optimizer, number):
+            def loss(model):
+                params = {"first": model.first[...], "second": model.second[...]}
+                return loss_of(params, number)
+
+            value, gradients = nnx.value_and_grad(loss)(model)
+            optimizer.update(model, gradients)
+            return value
+
+        for number in range(self._first, NUM_STEPS):
+            log(number, step(*self._parts, number))
+            state = ocp.args.StandardSave(nnx.state(self._parts))
+            self._manager.save(number, args=state)
+        self._manager.close()
+
+
+def trainer(store: Any, tx: Any, own: Path, log: Any, *, background: bool) -> None:
+    """A library's trainer; the store keeps the steps that it saves, by itself."""
+    Trainer(tx, own, background=background).train(log)
+
+
+FORMS = {"lm1b": lm1b, "nanodo": nanodo, "trainer": trainer}
+KEPT = {"trainer": {"keep_steps": (EVERY, 2, 1)}}
+"""The steps that a store keeps for a program that does not ask for it."""
 
 
 def has_saved(own: Path) -> bool:
@@ -130,7 +192,7 @@ def run(place: Path, form: str, way: str, last: int | None) -> int:
         def log(number: int, loss: jax.Array) -> None:
             losses.write(f"{number} {float(loss).hex()}\n")
 
-        store = jaxinf.open_store(place / "store")
+        store = jaxinf.open_store(place / "store", **KEPT.get(form, {}))
         tx = jaxinf.smart_update(optax.adam(1e-2), store, on_existing=existing)
         FORMS[form](store, tx, own, log, background=way == "background")
         store.close()
