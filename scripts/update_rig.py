@@ -25,7 +25,7 @@ from jaxinf.engine import (
 )
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.io import PAGE_BYTES
-from jaxinf.optimizer.grouping import Member, grouped
+from jaxinf.optimizer.step_calls import Member, grouped
 from jaxinf.program import Average, averaged, trace_init, trace_update
 from jaxinf.store import (
     MASTER_PARAMS,

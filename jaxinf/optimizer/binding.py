@@ -4,12 +4,16 @@
     a mesh:                              the same, and all devices wait on the host
 
 On a mesh of one process no device waits in a collective meanwhile: to compare params
-takes as long as to read them, and XLA gives a first collective up that is stuck.
+takes as long as to read them, and XLA gives a first collective up that is stuck. Every
+device calls, the host function runs once, and no device goes on before it has ended.
 Invariant: no leaf is updated before all have been compared.
 """
 
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +31,68 @@ from jaxinf.optimizer.callback import (
     call_owner,
 )
 from jaxinf.optimizer.host_side import UNBOUND, HostSide
-from jaxinf.optimizer.leaf_call import HostCall, HostResult, LeafCall, call_specs, send
-from jaxinf.optimizer.meeting import once_for_all
-from jaxinf.optimizer.sharding import axis_indices, mesh_of, unused_axes
+from jaxinf.optimizer.leaf_call import (
+    HostCall,
+    HostResult,
+    LeafCall,
+    axis_indices,
+    call_specs,
+    mesh_of,
+    send,
+    unused_axes,
+)
 from jaxinf.optimizer.state import SmartUpdateState
+from jaxinf.typing import PyTree
+
+
+def once_for_all(host: GuardedHost, num_devices: int) -> GuardedHost:
+    """Returns a host function that the last of the devices to call it runs.
+
+    It gets the greatest of the arguments of all devices, element by element, and all
+    get its results. It runs beside other devices, so it reports what it raises.
+
+    Args:
+      num_devices: number of devices of this process, each of which calls it.
+    """
+    return replace(host, host=_Meeting(host, num_devices))
+
+
+@dataclass(eq=False)
+class _Group:
+    """The calls that meet: results to fill, and arguments."""
+
+    calls: list[tuple[PyTree, PyTree]] = field(default_factory=list)
+    is_over: bool = False
+
+
+class _Meeting:
+    """See `once_for_all`. Thread-safe."""
+
+    def __init__(self, host: GuardedHost, num_devices: int) -> None:
+        self._host, self._num_devices = host, num_devices
+        self._changed = threading.Condition()
+        self._group = _Group()
+
+    def __call__(self, outs: PyTree, arguments: PyTree) -> None:
+        with self._changed:
+            group = self._group
+            group.calls.append((outs, arguments))
+            if len(group.calls) < self._num_devices:
+                self._changed.wait_for(lambda: group.is_over)
+                return
+            self._group = _Group()
+        given = [arguments for _, arguments in group.calls]
+        self._host.reporting(outs, jax.tree.map(_greatest, *given))
+        for others, _ in group.calls:
+            jax.tree.map(np.copyto, others, outs)
+        with self._changed:
+            group.is_over = True
+            self._changed.notify_all()
+
+
+def _greatest(*arrays: Any) -> Any:
+    return np.maximum.reduce(arrays)
+
 
 _RESULT = jax.ShapeDtypeStruct((2,), np.int32)
 

@@ -4,12 +4,23 @@
    a mesh:           shard_map( owner of the shard: callback ─► psum of bits )
    several processes:           an owner in each; each fills its part of the results
 
+The backend decides in which of three forms, all with the same bits:
+
+    buffer    a callback that waits for the update, with XLA's own buffers: on a CPU
+    io        the same, with copies: on a CPU whose JAX has no `buffer_callback`
+    start     a callback takes the gradient, another one fetches the result: elsewhere
+
+Copied arguments that are short travel as the words of one array, since a transfer of
+four bytes costs as much as one of a page. Words are integers, which no device flushes
+to zero.
+
 Arguments and results are pytrees. Invariant: a host function called from here uses
 NumPy alone, runs once for each distinct shard, and, beside other JAX devices, never
 raises: an exception next to a waiting collective would abort the process.
 """
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,9 +36,98 @@ from jaxinf import compat
 from jaxinf.engine import callers, sum_bits
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.interrupts import run_whole
-from jaxinf.optimizer.forms import shares_memory
-from jaxinf.optimizer.packing import Packing
-from jaxinf.typing import PyTree
+from jaxinf.typing import Array, PyTree
+
+
+def by_backend() -> str:
+    """Returns the form on JAX's default backend."""
+    if jax.default_backend() != "cpu":
+        return "start"
+    return "buffer" if compat.has_buffer_callback() else "io"
+
+
+def waits_for_updates() -> bool:
+    """Whether the call that brings a gradient also returns its result.
+
+    On accelerators this would block the thread that enqueues their work.
+    """
+    return by_backend() != "start"
+
+
+def shares_memory(*, is_local: bool) -> bool:
+    """Whether a call hands over XLA's own buffers, so that arguments cost no copy.
+
+    Args:
+      is_local: whether the call is under ``shard_map``, so that XLA does not partition
+        its computation.
+    """
+    return by_backend() == "buffer" and (is_local or jax.device_count() == 1)
+
+
+PACKED_BYTES = 1024
+"""Shorter arrays are packed."""
+
+_WORD_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the arrays of a tree are: in the words, or by themselves.
+
+    Attributes:
+      shapes: shape and dtype of each array.
+    """
+
+    treedef: Any
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    packed: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, tree: PyTree) -> "Packing":
+        """Returns that of a tree of arrays, or of shapes and dtypes."""
+        leaves, treedef = jax.tree.flatten(tree)
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+        packed = tuple(_num_bytes(x) < PACKED_BYTES for x in shapes)
+        if sum(packed) < 2:
+            packed = (False,) * len(shapes)
+        return cls(treedef, shapes, packed)
+
+    def pack(self, tree: PyTree) -> list[jax.Array]:
+        """Returns the long arrays, and then the words, uint32, if any; traceable."""
+        pairs = list(zip(jax.tree.leaves(tree), self.packed, strict=True))
+        words = [_words(array) for array, is_packed in pairs if is_packed]
+        long = [array for array, is_packed in pairs if not is_packed]
+        return [*long, jnp.concatenate(words)] if words else long
+
+    def unpack(self, arrays: list[Array]) -> PyTree:
+        """On the host: returns the tree, whose short arrays are views of the words."""
+        long = iter(arrays)
+        words = arrays[-1].view(np.uint8) if any(self.packed) else np.zeros(0, np.uint8)
+        begin, leaves = 0, []
+        for shape, is_packed in zip(self.shapes, self.packed, strict=True):
+            if not is_packed:
+                leaves.append(next(long))
+                continue
+            end = begin + _num_bytes(shape)
+            leaves.append(words[begin:end].view(shape.dtype).reshape(shape.shape))
+            begin = -(-end // _WORD_BYTES) * _WORD_BYTES
+        return self.treedef.unflatten(leaves)
+
+
+def _num_bytes(shape: jax.ShapeDtypeStruct) -> int:
+    return math.prod(shape.shape) * shape.dtype.itemsize
+
+
+def _words(array: jax.Array) -> jax.Array:
+    """Returns the bytes of an array as words; the last one is filled with zeros."""
+    flat = jnp.asarray(array).reshape(-1)
+    if flat.dtype == jnp.bool_:
+        flat = flat.astype(jnp.uint8)
+    num_in_word = _WORD_BYTES // flat.dtype.itemsize
+    if num_in_word > 1:
+        flat = jnp.pad(flat, (0, -flat.size % num_in_word)).reshape(-1, num_in_word)
+    return lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1)
+
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 

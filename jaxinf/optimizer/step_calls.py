@@ -6,14 +6,22 @@
 
 A call that waits for its update would keep an accelerator's later kernels from being
 enqueued. There it only takes the gradient, and the result is fetched after the last
-gradient. Invariant: every leaf is updated once, and the step is committed after the
-last.
+gradient. A call costs as much for a few elements as for a million, so small leaves
+whose gradients arrive together share one:
+
+    arrival:   … [small small] LONG [small small …] LONG …     (the tree backwards)
+    calls:       └─────────── one ────────┘  and each long leaf by itself
+
+Invariant: every leaf is updated once, and the step is committed after the last. The
+leaves of a call are sharded over the same axes; its first gradient waits for few
+others. The elements that compression sends are selected on the gradient's device.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,32 +29,122 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
+from jaxinf.compress import SparseLeaf, TopK, compress_leaf
 from jaxinf.engine import StoreDescription
+from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.binding import bind
 from jaxinf.optimizer.callback import (
     GuardedHost,
     Host,
     call_once,
+    shares_memory,
+    waits_for_updates,
 )
-from jaxinf.optimizer.compressing import compressor
-from jaxinf.optimizer.forms import shares_memory, waits_for_updates
-from jaxinf.optimizer.grouping import Member, grouped
 from jaxinf.optimizer.leaf_call import (
     GO,
     HOLD,
     HOLD_NON_FINITE,
+    Axis,
     Compress,
     HostCall,
     LeafCall,
     LeafResult,
     first_elements,
     leaf_call,
+    mesh_of,
     send,
 )
-from jaxinf.optimizer.sharding import Axis, mesh_of
 from jaxinf.optimizer.state import SmartUpdateState
 from jaxinf.optimizer.wrapped import Wrapped
 from jaxinf.program import StateSlot, key_data
+
+
+def compressor(
+    compression: TopK, chunk_shapes: Mapping[int, tuple[int, ...]]
+) -> Compress:
+    """Returns a function that compresses a leaf's call."""
+
+    def compress(call: LeafCall) -> LeafCall:
+        gradient = call.gradient
+        if gradient is None:
+            return call
+        grid = LeafGrid(tuple(gradient.shape), chunk_shapes[call.number])
+        sent, left = compress_leaf(gradient, grid, compression, call.feedback)
+        sparse = SparseLeaf(
+            shape=tuple(gradient.shape),
+            indices=sent.indices,
+            values=sent.values,
+            counts=sent.counts,
+            lengths=tuple(chunk.num_elements for chunk in grid.chunks()),
+        )
+        return replace(call, gradient=sparse, feedback=left)
+
+    return compress
+
+
+SMALL_BYTES = 1 << 20
+"""A leaf that is shorter, on each JAX device, shares a call."""
+
+GROUP_BYTES = 8 << 20
+"""No call brings more small leaves than this."""
+
+SPAN_BYTES = 64 << 20
+"""No gradient waits for more bytes of others, long leaves between them included."""
+
+
+class Member(NamedTuple):
+    """A leaf with the data for grouping.
+
+    Attributes:
+      number: number of the leaf.
+      num_bytes: bytes of its gradient on each JAX device, at 4 bytes an element.
+      kind: leaves of different kinds never share a call.
+    """
+
+    number: int
+    num_bytes: int
+    kind: Hashable
+
+
+@dataclass
+class _Group:
+    """A call that may still get more leaves.
+
+    Attributes:
+      began: bytes that arrived before its first leaf.
+    """
+
+    began: int
+    num_bytes: int = 0
+    numbers: list[int] = field(default_factory=list)
+
+
+def grouped(members: Sequence[Member]) -> list[list[int]]:
+    """Returns the leaves of each call, in the order of the first gradients.
+
+    Args:
+      members: in the order of the tree; gradients arrive in the reverse order.
+    """
+    groups: list[_Group] = []
+    filling: dict[Hashable, _Group] = {}
+    arrived = 0
+    for member in reversed(members):
+        is_small = member.num_bytes < SMALL_BYTES
+        group = filling.get(member.kind) if is_small else None
+        if group is None or not _has_room(group, member.num_bytes, arrived):
+            group = _Group(arrived)
+            groups.append(group)
+            if is_small:
+                filling[member.kind] = group
+        group.numbers.append(member.number)
+        group.num_bytes += member.num_bytes
+        arrived += member.num_bytes
+    return [group.numbers for group in groups]
+
+
+def _has_room(group: _Group, num_bytes: int, arrived: int) -> bool:
+    fits = group.num_bytes + num_bytes <= GROUP_BYTES
+    return fits and arrived + num_bytes - group.began <= SPAN_BYTES
 
 
 class StepCalls:

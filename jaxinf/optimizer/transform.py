@@ -15,15 +15,13 @@ from jax.sharding import NamedSharding
 from jaxinf import compat
 from jaxinf.compress import TopK
 from jaxinf.engine import Store, check_compression, open_store
-from jaxinf.optimizer.aligning import Shapes, align
 from jaxinf.optimizer.callback import check_device_configuration
-from jaxinf.optimizer.host_init import OnExisting
 from jaxinf.optimizer.host_side import HostSide
-from jaxinf.optimizer.initialising import init_state
-from jaxinf.optimizer.sharding import on_one_mesh
+from jaxinf.optimizer.init import init_state
+from jaxinf.optimizer.leaf_call import on_one_mesh
 from jaxinf.optimizer.state import SmartUpdateState, placeholder_state
-from jaxinf.optimizer.updating import run_update
-from jaxinf.optimizer.wrapped import UpdateDtype, Wrapped
+from jaxinf.optimizer.update import run_update
+from jaxinf.optimizer.wrapped import OnExisting, Shapes, UpdateDtype, Wrapped, align
 from jaxinf.program import Average, NonFinitePolicy, averaged, check_nonfinite
 from jaxinf.typing import PathLikeStr, PyTree
 

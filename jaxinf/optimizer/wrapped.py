@@ -1,18 +1,25 @@
-"""The arguments of `smart_update`, for `init` and `update`.
+"""The arguments of `smart_update`, and the way of a program's arrays into it.
+
+The optimizer's leaves are the floating-point arrays of the params. A leaf for which the
+program has None instead of a gradient stays as it is, and so do others.
 
 Invariant: nothing here changes; the store keeps the data that `init` gets from a run.
+The host is called once a step, for one run; a transformation of JAX that would call it
+more often, or differentiate it, is refused while it is traced.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, TypeAlias
+from functools import lru_cache, partial
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
+from jaxinf import compat
 from jaxinf.compress import TopK
 from jaxinf.engine import (
     Store,
@@ -25,17 +32,179 @@ from jaxinf.engine import (
     shard_counts,
     shard_holders,
 )
-from jaxinf.optimizer.host_init import OnExisting
 from jaxinf.optimizer.host_side import HostSide
 from jaxinf.program import (
     Average,
     InitProgram,
     UpdateProgram,
+    is_trained,
     missing_arguments,
     trace_init,
     trace_update,
+    trained,
 )
 from jaxinf.typing import PyTree
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A tree of shapes and dtypes, which can be hashed."""
+
+    treedef: Any
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+
+    @classmethod
+    def of(cls, tree: PyTree) -> "Shapes":
+        leaves, treedef = jax.tree.flatten(tree)
+        avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        return cls(treedef, tuple(avals))
+
+    @property
+    def tree(self) -> PyTree:
+        return self.treedef.unflatten(self.leaves)
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Gradients and params by the optimizer's leaves.
+
+    Attributes:
+      gradients: a tree like that of the optimizer's leaves; None where there is none.
+      params: the optimizer's leaves; None if the program gives no params.
+      shapes: shapes and dtypes of the leaves, if gradients are missing and there are no
+        params to tell them.
+    """
+
+    gradients: PyTree
+    params: PyTree | None
+    shapes: "Shapes | None"
+    _treedef: Any
+    _parts: Sequence[tuple[Any, Sequence[Any]]]
+
+    def updates(self, made: PyTree) -> PyTree:
+        """Returns the updates in the tree of the program's gradients."""
+        updates = iter(jax.tree.leaves(made))
+        found = []
+        for gradient, leaves in self._parts:
+            if gradient is None:
+                found.append(None)
+            elif leaves and is_trained(leaves[0]):
+                found.append(next(updates))
+            else:
+                found.append(jax.tree.map(jnp.zeros_like, leaves[0]))
+        return self._treedef.unflatten(found)
+
+
+def align(updates: PyTree, params: PyTree | None, shapes: Shapes | None) -> Aligned:
+    """Lines up gradients and params.
+
+    Args:
+      updates: the gradients. None may stand for that of a leaf or of a subtree, which
+        has no update then.
+      params: the params; None if they are not available.
+      shapes: those of the params of the last `init`, if it is known.
+
+    Raises:
+      ValueError: the gradients' tree is not the params'.
+    """
+    flat, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
+    known = params
+    if params is None and shapes is not None and any(x is None for x in flat):
+        known = shapes.tree
+    if known is None:
+        parts = [(x, [] if x is None else [x]) for x in flat]
+        return Aligned(trained(updates), None, None, treedef, parts)
+    parts = [(g, jax.tree.leaves(part)) for g, part in _pairs(flat, treedef, known)]
+    known = trained(known)
+    gradients = [
+        gradient for gradient, leaves in parts for leaf in leaves if is_trained(leaf)
+    ]
+    tree = jax.tree.structure(known).unflatten(gradients)
+    if params is None:
+        return Aligned(tree, None, shapes, treedef, parts)
+    return Aligned(tree, known, None, treedef, parts)
+
+
+def _pairs(
+    flat: Sequence[Any], treedef: Any, params: PyTree
+) -> list[tuple[Any, PyTree]]:
+    """Pairs each gradient with the part of the params that has its place."""
+    leaves = jax.tree.leaves(params)
+    if len(leaves) == len(flat) and not any(x is None for x in flat):
+        return list(zip(flat, leaves, strict=True))  # whatever contains them
+    pairs = list(zip(flat, treedef.flatten_up_to(params), strict=True))
+    if any(g is not None and not jax.tree_util.all_leaves([p]) for g, p in pairs):
+        raise ValueError(
+            "update: expected a gradient, or None, for each leaf of the params, found "
+            f"gradients of the structure {treedef} and params of "
+            f"{jax.tree.structure(params)}"
+        )
+    return pairs
+
+
+_Tree = TypeVar("_Tree", bound=PyTree)
+
+
+def entering(what: str, tree: _Tree) -> _Tree:
+    """Returns the arrays that enter `init` or `update`; traceable.
+
+    A ``vmap`` over one run has no effect on what is done with them.
+
+    Args:
+      what: ``"init"`` or ``"update"``.
+      tree: every array that is used; other leaves stay as they are.
+
+    Raises:
+      ValueError: `what` is called in ``pmap`` or ``shard_map``. Under ``vmap`` and
+        ``grad`` JAX raises it when it transforms the computation.
+    """
+    axes = {name: size for name, size in compat.manual_axes().items() if size > 1}
+    if axes:
+        raise ValueError(
+            f"smart_update: {what} is called in jax.pmap or jax.shard_map over "
+            f"{axes}, so each device would make a step of its own, and a store makes "
+            f"one for all. Call {what} outside, in jax.jit, with params that are "
+            "sharded or replicated over the devices (NamedSharding)"
+        )
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [n for n, x in enumerate(leaves) if isinstance(x, compat.Tracer)]
+    entered = compat.without_examples(
+        [leaves[place] for place in places],
+        refuse_examples=_refusal_of_examples(what),
+        refuse_derivative=_refusal_of_derivatives(what),
+    )
+    for place, value in zip(places, entered, strict=True):
+        leaves[place] = value
+    return treedef.unflatten(leaves)
+
+
+@lru_cache
+def _refusal_of_examples(what: str) -> Callable[[int], NoReturn]:
+    def refuse(num: int) -> NoReturn:
+        raise ValueError(
+            f"smart_update: {what} is called in jax.vmap over {num} examples, and a "
+            "store has the state of one run. Average the gradients of examples and "
+            f"call {what} outside of vmap; train several seeds one after another, each "
+            "with a store of its own (a vmap over one seed works)"
+        )
+
+    return refuse
+
+
+@lru_cache
+def _refusal_of_derivatives(what: str) -> Callable[[], NoReturn]:
+    def refuse() -> NoReturn:
+        raise ValueError(
+            f"smart_update: {what} is differentiated (jax.grad, jax.jvp, …), and JAX "
+            "cannot follow what is computed near storage. Differentiate the loss "
+            f"alone, or give {what} what jax.lax.stop_gradient returns"
+        )
+
+    return refuse
+
+
+OnExisting: TypeAlias = Literal["resume", "restart", "error"]
+"""The action of `init` on a store that has steps; see `jaxinf.smart_update`."""
 
 UpdateDtype: TypeAlias = Literal["gradient", "float32"]
 """The dtype of updates of 16-bit params; see `jaxinf.smart_update`."""

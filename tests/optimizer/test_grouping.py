@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxinf
-from jaxinf.optimizer import grouping
-from jaxinf.optimizer.grouping import Member, grouped
+from jaxinf.optimizer import step_calls
+from jaxinf.optimizer.step_calls import Member, grouped
 
 pytestmark = pytest.mark.optimized
 
@@ -54,10 +54,10 @@ def test_every_leaf_is_in_one_call_within_its_bounds(leaves):
         assert group == sorted(group, reverse=True)
         assert len({kinds[n] for n in group}) == 1
         if len(group) > 1:
-            assert max(sizes[n] for n in group) < grouping.SMALL_BYTES
-            assert sum(sizes[n] for n in group) <= grouping.GROUP_BYTES
+            assert max(sizes[n] for n in group) < step_calls.SMALL_BYTES
+            assert sum(sizes[n] for n in group) <= step_calls.GROUP_BYTES
             span = sum(sizes[group[-1] : group[0] + 1])
-            assert span <= grouping.SPAN_BYTES
+            assert span <= step_calls.SPAN_BYTES
 
 
 TIMED = ("commit.json", "_CHECKPOINT_METADATA")
@@ -127,7 +127,7 @@ def test_bits_and_files_are_those_of_single_calls(
 ):
     callback_form.use(callback, monkeypatch)
     together = train(place / "together", compress, freezes=freezes)
-    monkeypatch.setattr(grouping, "SMALL_BYTES", 0)
+    monkeypatch.setattr(step_calls, "SMALL_BYTES", 0)
     single = train(place / "single", compress, freezes=freezes)
     for found, expected in zip(together[0], single[0], strict=True):
         np.testing.assert_array_equal(found, expected)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxinf
-from jaxinf.optimizer.packing import PACKED_BYTES, Packing
+from jaxinf.optimizer.callback import PACKED_BYTES, Packing
 
 pytestmark = pytest.mark.optimized
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxinf
-from jaxinf.optimizer.started import StartedUpdates
+from jaxinf.optimizer.host_side import StartedUpdates
 
 TIMEOUT_S = 60
 

@@ -7,14 +7,14 @@ import os
 
 import pytest
 
-from jaxinf.optimizer import forms
+from jaxinf.optimizer import callback
 
 __all__ = ["use", "use_given"]
 
 
 def use(form: str, patch: pytest.MonkeyPatch) -> None:
     """Has each call of the host take a form: ``buffer``, ``io`` or ``start``."""
-    patch.setattr(forms, "by_backend", lambda: form)
+    patch.setattr(callback, "by_backend", lambda: form)
 
 
 def use_given() -> None:

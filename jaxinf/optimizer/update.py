@@ -5,31 +5,168 @@
     update u, or new 16-bit params ◄┘          all leaves ─► one commit
 
 Invariant: the store advances by exactly one step for each update that is not refused;
-  the returned update is the value that was added to the master params.
+  the returned update is the value that was added to the master params. For 16-bit
+  params it is the difference to those that are really on the JAX device, so that what
+  one update does not reach, the next one does.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from jaxinf.engine import StoreDescription
-from jaxinf.optimizer.aligning import Shapes
+from jaxinf.engine import Store, StoreDescription, shard_counts
 from jaxinf.optimizer.callback import FAILED
-from jaxinf.optimizer.change import change
-from jaxinf.optimizer.entering import entering
-from jaxinf.optimizer.gathering import Resharding
-from jaxinf.optimizer.host_side import COMMITTED
-from jaxinf.optimizer.leaf_call import HostCall
+from jaxinf.optimizer.host_side import COMMITTED, EXACT, HostSide
+from jaxinf.optimizer.leaf_call import HostCall, traced_shardings
 from jaxinf.optimizer.state import SmartUpdateState, check_state, in_jax, next_state
 from jaxinf.optimizer.step_calls import StepCalls
-from jaxinf.optimizer.wrapped import Wrapped
+from jaxinf.optimizer.wrapped import Shapes, Wrapped, entering
 from jaxinf.program import LeafInputs
 from jaxinf.typing import FLOAT_DTYPES, PyTree
+
+
+def change(
+    result: jax.Array | None, params: jax.Array | None, dtype: DTypeLike
+) -> tuple[jax.Array | None, jax.Array]:
+    """Returns the update for a host's result, and the difference that it leaves.
+
+    There is no result, and no update, for a leaf that stays as it is. Float32 results
+    are the update. For others no update may lead exactly from the old params to the
+    new: in float32 only from a power of two to far below its last bit, or between
+    denormals; in 16 bits also if an element loses more than half of its magnitude, or
+    changes its sign. Then the updated params are one rounding of the update away from
+    the store's, and the next step must not use them in place of those.
+
+    Args:
+      result: the new params of 16 bits, or the float32 update; or None.
+      params: the params before the step.
+      dtype: dtype of the update of 16-bit params.
+
+    Returns:
+      The update; and the greatest difference, float32, between the params after it and
+      `result`, or `EXACT` if they are equal to the bit.
+    """
+    if result is None or result.dtype == jnp.float32:
+        return result, jnp.float32(EXACT)
+    assert params is not None
+    new, old = result.astype(jnp.float32), params.astype(jnp.float32)
+    update = _rounded(new - old, dtype)
+    reached = _rounded(old + update, result.dtype)
+    bits = [
+        lax.bitcast_convert_type(x.astype(result.dtype), jnp.uint16)
+        for x in (reached, result)
+    ]
+    difference = jnp.max(jnp.abs(reached - new), initial=0.0)
+    bound = jnp.where(jnp.isfinite(difference), difference, jnp.finfo(jnp.float32).max)
+    differs = jnp.any(bits[0] != bits[1])
+    return update.astype(dtype), jnp.where(differs, bound, EXACT)
+
+
+def _rounded(value: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rounds float32 to a dtype's numbers; XLA may drop a cast to it and back."""
+    if dtype == jnp.float32:
+        return value
+    info = jnp.finfo(dtype)
+    rounded = lax.reduce_precision(value, info.nexp, info.nmant)
+    if dtype != jnp.float16:
+        return rounded
+    # reduce_precision flushes the denormals of float16, multiples of 2^-24.
+    shift = jnp.float32(0.75)
+    denormal = (value + shift) - shift
+    return jnp.where(jnp.abs(value) < info.tiny, denormal, rounded)
+
+
+_Shardings = tuple[NamedSharding, ...]
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """The way of the leaves to the store's shardings and back; traceable.
+
+    Attributes:
+      own: the leaves' shardings in the program; empty for one JAX device.
+      stored: those in which the leaves are handed over.
+    """
+
+    own: _Shardings
+    stored: _Shardings
+
+    @classmethod
+    def of(
+        cls, host: HostSide, given: _Shardings, leaves: Sequence[jax.Array]
+    ) -> "Resharding":
+        """Finds both shardings; warns if leaves have to be gathered.
+
+        Args:
+          given: the leaves' shardings if the caller knows them, or empty.
+        """
+        if given:
+            return cls(given, given)
+        own = traced_shardings(leaves)
+        stored = _stored_shardings(host.store, own, leaves)
+        if stored != own:
+            host.warn_of_gathering(own[0].mesh.size)
+        return cls(own, stored)
+
+    def to_store(self, values: Sequence[Any]) -> list[Any]:
+        """Moves an array, a tuple of arrays or None of each leaf; all or no leaves."""
+        return _moved(values, self.own, self.stored)
+
+    def to_program(self, values: Sequence[Any]) -> list[Any]:
+        return _moved(values, self.stored, self.own)
+
+
+def _stored_shardings(
+    store: Store, shardings: _Shardings, leaves: Sequence[jax.Array]
+) -> _Shardings:
+    """Returns the shardings in which leaves can be handed over.
+
+    Args:
+      store: the store; one that is not made yet divides as needed.
+      shardings: the leaves' own; empty for one JAX device.
+
+    Returns:
+      The same, with replicated leaves where the chunks do not divide at the shards.
+    """
+    if store._training.commit is None:
+        return shardings
+    if len(store._manifest.leaves) != len(leaves):
+        return shardings  # refused where the store is bound
+    return tuple(
+        sharding
+        if _divides(store, number, sharding, leaves[number].shape)
+        else NamedSharding(sharding.mesh, PartitionSpec())
+        for number, sharding in enumerate(shardings)
+    )
+
+
+def _moved(values: Sequence[Any], now: _Shardings, then: _Shardings) -> list[Any]:
+    if now == then or not values:
+        return list(values)
+    return [
+        value if old == new else jax.sharding.reshard(value, new)
+        for value, old, new in zip(values, now, then, strict=True)
+    ]
+
+
+def _divides(
+    store: Store, leaf: int, sharding: NamedSharding, shape: tuple[int, ...]
+) -> bool:
+    local = sharding.shard_shape(shape)
+    return all(
+        store._training.opened.divides(
+            leaf, [n * extent for n, extent in zip(place, local, strict=True)], local
+        )
+        for place in itertools.product(*map(range, shard_counts(sharding, shape)))
+    )
 
 
 def run_update(

@@ -1,0 +1,401 @@
+"""The transformation's `init`: makes a store, or gives the state of one.
+
+Invariant: an eager `init` writes before it returns, an `init` in a computation writes
+when that runs, and an `init` under ``eval_shape`` never writes. A store is new until
+every leaf is placed and step 0 is committed. On a store with steps the params of `init`
+are compared with the store's; others are not refused, but noted in the state. A
+deferred leaf is in memory only while its own state is made, unless the optimizer's init
+needs all its elements in the prologue.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxinf import compat
+from jaxinf.csd import ScalarInputs
+from jaxinf.engine import (
+    Store,
+    StoreDescription,
+    check_processes,
+    distinct_shards,
+    local_shards,
+    warn_of_unseen,
+)
+from jaxinf.errors import StoreMismatchError
+from jaxinf.optimizer.callback import FAILED, call_once
+from jaxinf.optimizer.host_side import named_scalars
+from jaxinf.optimizer.leaf_call import (
+    FINITE,
+    HostCall,
+    HostResult,
+    leaf_call,
+    mesh_of,
+    on_one_mesh,
+    send,
+    shard_indices,
+    traced_shardings,
+)
+from jaxinf.optimizer.state import SmartUpdateState, first_state
+from jaxinf.optimizer.wrapped import OnExisting, Shapes, Wrapped, entering
+from jaxinf.program import InitProgram, LeafInputs, key_data, leaf_infos, trained
+from jaxinf.store import ScalarState
+from jaxinf.typing import Array, DeferredArray, PyTree
+
+
+def run_prologue(
+    program: InitProgram, leaves: Sequence[Any]
+) -> tuple[list[jax.Array], list[LeafInputs]]:
+    """`InitProgram.prologue`, compiled; reads only the deferred leaves that it needs.
+
+    Args:
+      leaves: the params' leaves, deferred or not.
+    """
+    if not any(isinstance(leaf, DeferredArray) for leaf in leaves):
+        return jax.jit(program.prologue)(leaves)
+    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    needed = _needed(program, avals)
+    given = {n: np.asarray(leaves[n]) for n in needed}
+
+    def run(given: dict[int, Any]) -> Any:
+        # Leaves that are not needed are only shapes, which XLA drops.
+        stand_ins = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+        return program.prologue(
+            [given.get(n, other) for n, other in enumerate(stand_ins)]
+        )
+
+    return jax.jit(run)(given)
+
+
+def _needed(program: InitProgram, avals: Sequence[Any]) -> list[int]:
+    """Returns numbers of the leaves whose elements the prologue needs."""
+    jaxpr = jax.make_jaxpr(program.prologue)(avals).jaxpr
+    read = {id(var) for equation in jaxpr.eqns for var in equation.invars}
+    read |= {id(var) for var in jaxpr.outvars}
+    return [n for n, var in enumerate(jaxpr.invars) if id(var) in read]
+
+
+class HostInit:
+    """Host functions over one store.
+
+    Args:
+      store: the store that `init` makes or resumes.
+      on_existing: the action on a store that has steps.
+    """
+
+    def __init__(
+        self, store: Store, description: StoreDescription, on_existing: OnExisting
+    ) -> None:
+        self._store = store
+        self._description = description
+        self._on_existing = on_existing
+        self._guard = threading.Lock()
+        self._has_begun = False
+        self._has_seen_others = False
+
+    def begin(self) -> bool:
+        """Begins `init`: treats a store that has steps according to `on_existing`.
+
+        Returns:
+          Whether the store is new, so that leaves must be placed.
+
+        Raises:
+          StoreMismatchError: the store has steps but must not, or has other leaves.
+        """
+        training = self._store._training
+        with self._guard:
+            if not self._has_begun and training.commit is not None:
+                if self._on_existing == "error":
+                    raise StoreMismatchError(
+                        f"{self._store.path}: expected no store there yet, as "
+                        'on_existing="error" says, found one at step '
+                        f'{training.commit.step}; on_existing="resume" goes on with '
+                        'it, "restart" keeps it as a checkpoint and begins anew'
+                    )
+                if self._on_existing == "restart":
+                    training.restart(self._description)
+            is_first = not self._has_begun
+            if not self._has_begun:
+                # An update of others must be given params in any case.
+                dtypes = {leaf.dtype for leaf in self._description.leaves}
+                self._has_seen_others = dtypes != {"float32"}
+            self._has_begun = True
+        is_new = training.bind(self._description, may_create=True)
+        if is_first and not is_new and training.binding.has_advanced:
+            raise StoreMismatchError(
+                f"{self._store.path}: expected the first init on this open store, "
+                "found one after steps of its own: it would keep moments and counts, "
+                "which optax's init resets. To begin anew, use smart_update(…, "
+                'on_existing="restart"), which keeps the run as a checkpoint; to go '
+                "on, give update the state that the last call returned. Closed and "
+                "opened, the store resumes"
+            )
+        self._store.wait()
+        return is_new
+
+    def leaves(self, outs: HostResult, call: HostCall) -> None:
+        """Callback: leaves or shards of the params; see `place`.
+
+        Results: the error feedback, if there is any, and statuses.
+        """
+        is_new = self.begin()
+        for leaf, feedback in zip(call.leaves, outs.arrays, strict=True):
+            origin = call.origin(leaf)
+            if is_new:
+                self.place(leaf.number, leaf.params, origin, call.inputs(leaf))
+            else:
+                self.check_box(leaf.number, origin, leaf.shape)
+                self.see(leaf.number, leaf.params, origin)
+            if feedback is not None and is_new:
+                feedback[...] = 0
+            elif feedback is not None:
+                feedback[...] = 0  # where others hold it
+                self._store._training.read_feedback(leaf.number, feedback, origin)
+        outs.statuses[...] = FINITE
+
+    def place(
+        self,
+        number: int,
+        shard: Array,
+        origin: Sequence[int],
+        inputs: ScalarInputs,
+    ) -> None:
+        """Stores a shard's initial state."""
+        training = self._store._training
+        training.initialise(self._description, number, shard, origin, inputs)
+
+    def check_box(
+        self, number: int, origin: Sequence[int], extent: Sequence[int]
+    ) -> None:
+        """Refuses a shard that the store's chunks do not divide at."""
+        self._store._training.opened.chunks_of(number, origin, extent)
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether all params so far are those of the store's step."""
+        return not self._has_seen_others
+
+    def see(self, number: int, shard: Array | None, origin: Sequence[int] = ()) -> None:
+        """Compares a shard with the store's step, until the first difference.
+
+        Args:
+          shard: its params; None if they are not known.
+          origin: index in the leaf of the shard's first element.
+        """
+        if self.is_comparing:
+            training = self._store._training
+            is_same = shard is not None and training.has_params(number, shard, origin)
+            self._has_seen_others = not is_same
+
+    def finish(
+        self, outs: Sequence[Array], arguments: tuple[Array, Sequence[Array]]
+    ) -> None:
+        """Callback: ends `init`, when all leaves are placed according to the statuses.
+
+        Results: see `held_state`.
+        """
+        statuses, scalars = arguments
+        if np.any(statuses == FAILED):
+            self._store._training.check()
+            raise self._store._training.members.failure_of_others(0)
+        for out, value in zip(outs, self.held_state(scalars), strict=True):
+            out[...] = value
+
+    def held_state(self, scalars: Sequence[Array]) -> list[Array]:
+        """Commits step 0 of a new store; returns the beginning of the run's state.
+
+        Returns:
+          Step, skipped steps, origin (see `SmartUpdateState`) and scalar state.
+        """
+        training = self._store._training
+        is_new = self.begin()
+        self._has_begun = False  # the computation may run again
+        if is_new:
+            training.finish_initialisation(named_scalars(self._description, scalars))
+        else:
+            training.binding.release()
+            unseen = training.opened.finished.steps_without_params
+            warn_of_unseen(self._store.path, unseen)
+        commit = training.opened.finished
+        self._check_scalars(scalars, commit.scalar_state)
+        origin = int(not is_new and self._has_seen_others)
+        counters = (commit.step, commit.skipped_steps, origin)
+        held = [scalar.value for scalar in commit.scalar_state]
+        return [*(np.array(n, np.int32) for n in counters), *held]
+
+    def agreed_origin(self, origin: Array) -> Array:
+        """Returns the state's origin for all processes: one has seen other params."""
+        found = self._store._training.members.agree("init", lambda: int(origin))
+        return np.array(max(found), np.int32)
+
+    def _check_scalars(
+        self, given: Sequence[Array], held: Sequence[ScalarState]
+    ) -> None:
+        wanted = [
+            (path, value.dtype.name, value.shape)
+            for path, value in zip(self._description.scalar_paths, given, strict=True)
+        ]
+        stored = [(s.path, s.value.dtype.name, s.value.shape) for s in held]
+        if wanted != stored:
+            raise StoreMismatchError(
+                f"{self._store.path}: the store's scalar state is {stored}, this "
+                f"optimizer's {wanted}; open it with the optimizer it was made with"
+            )
+
+
+class _Initialised(NamedTuple):
+    """The results of `init`.
+
+    Attributes:
+      feedback: error feedback of each leaf; empty without.
+    """
+
+    initial: Sequence[jax.Array]
+    held: Sequence[Any]
+    feedback: Sequence[jax.Array]
+
+
+def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
+    params = entering("init", trained(params))
+    leaves = jax.tree.leaves(params)
+    is_known = all(
+        hasattr(x, "__array__") and not isinstance(x, compat.Tracer) for x in leaves
+    )
+    if is_known:
+        seen = [getattr(leaf, "sharding", None) for leaf in leaves]
+        _check_memory(params, seen)
+        wrapped.store._training.shardings = on_one_mesh(seen)
+    shardings = wrapped.shardings or (() if is_known else traced_shardings(leaves))
+    program, update = wrapped.trace(params, wrapped.example_args)
+    check_processes(wrapped.store._training.members, mesh_of(shardings))
+    description = wrapped.describe(program, update, shardings)
+    if compat.is_tracing() or not is_known:
+        made = _init_traced(wrapped, description, program, leaves, shardings)
+    else:
+        made = _init_eagerly(wrapped, description, program, leaves)
+    wrapped.store._training.shapes = Shapes.of(params)
+    feedback = wrapped.structure_of_feedback(params).unflatten(made.feedback)
+    return first_state(program, made.initial, made.held, feedback)
+
+
+def _check_memory(params: PyTree, shardings: Sequence[Any]) -> None:
+    """Refuses params that are not in their devices' own memory."""
+    for info, sharding in zip(leaf_infos(params), shardings, strict=True):
+        kind = getattr(sharding, "memory_kind", None)
+        if kind is None:
+            continue
+        own = next(iter(sharding.device_set)).default_memory().kind
+        if kind != own:
+            raise ValueError(
+                f"init: leaf {info.name}: expected params in the memory of their "
+                f"device, {own}, found {kind}; put them there: jax.device_put(params, "
+                f"sharding.with_memory_kind({own!r}))"
+            )
+
+
+def _init_eagerly(
+    wrapped: Wrapped,
+    description: StoreDescription,
+    program: InitProgram,
+    leaves: Sequence[Any],
+) -> _Initialised:
+    store = wrapped.store
+    host = HostInit(store, description, wrapped.on_existing)
+    is_new = host.begin()
+    initial, inputs = run_prologue(program, leaves)
+    for number, leaf in enumerate(leaves if is_new else ()):
+        scalars = tuple(np.asarray(s) for s in inputs[number].scalars)
+        for index, shard in distinct_shards(leaf):
+            arrays = tuple(_part_of(a, index) for a in inputs[number].arrays)
+            own = ScalarInputs(scalars, arrays)
+            origin = [s.start or 0 for s in index]
+            host.place(number, shard, origin, own)
+            del shard  # frees a deferred leaf before the next is read
+    for number, leaf in enumerate(() if is_new else leaves):
+        for index in shard_indices(leaf):
+            bounds = [s.indices(n) for s, n in zip(index, leaf.shape, strict=True)]
+            extent = [stop - start for start, stop, _ in bounds]
+            host.check_box(number, [start for start, _, _ in bounds], extent)
+    for number, leaf in enumerate(() if is_new else leaves):
+        if isinstance(leaf, DeferredArray):
+            host.see(number, None)
+        for index, shard in distinct_shards(leaf) if host.is_comparing else ():
+            host.see(number, shard, [s.start or 0 for s in index])
+    held = host.held_state([np.asarray(key_data(value)) for value in initial])
+    held[2] = host.agreed_origin(held[2])
+    if (mesh := mesh_of(wrapped.shardings)) is not None:
+        whole = NamedSharding(mesh, PartitionSpec())
+        held = [
+            jax.make_array_from_callback(value.shape, whole, value.__getitem__)
+            if jax.process_count() > 1
+            else jax.device_put(value, whole)
+            for value in held
+        ]
+    feedback: list[jax.Array] = []
+    if wrapped.has_feedback:
+        places = wrapped.shardings or [None] * len(leaves)
+        feedback = [
+            jnp.zeros(leaf.shape, jnp.float32, device=sharding)
+            for leaf, sharding in zip(leaves, places, strict=True)
+        ]
+    if not is_new:
+        records = store._manifest.leaves
+        feedback = [
+            store._read_leaf(number, like, len(records[number].states) - 1)
+            for number, like in enumerate(feedback)
+        ]
+    return _Initialised(initial, held, feedback)
+
+
+def _part_of(array: jax.Array, index: tuple[slice, ...]) -> np.ndarray:
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)[index]
+    for shard in local_shards(array):
+        if shard.index == index:
+            return np.asarray(shard.data)
+    raise ValueError(
+        f"init: expected an initial state sharded like its params, {index}, found "
+        f"{array.sharding}; give params of one sharding"
+    )
+
+
+def _init_traced(
+    wrapped: Wrapped,
+    description: StoreDescription,
+    program: InitProgram,
+    leaves: Sequence[jax.Array],
+    shardings: tuple[NamedSharding, ...],
+) -> _Initialised:
+    host = HostInit(wrapped.store, description, wrapped.on_existing)
+    mesh = mesh_of(shardings)
+    initial, inputs = program.prologue(leaves)
+    statuses, feedback = [], []
+    for number, (leaf, own) in enumerate(zip(leaves, inputs, strict=True)):
+        sharding = shardings[number : number + 1]
+        result = None
+        if wrapped.has_feedback:
+            result = jax.ShapeDtypeStruct(leaf.shape, np.float32)
+        call = leaf_call(number, leaf.ndim, *sharding, params=leaf)
+        [placed] = send(
+            wrapped.host.guarded(host.leaves),
+            HostCall.of([call], [own]),
+            [result],
+            sharding,
+        )
+        statuses.append(placed.status)
+        feedback += [] if placed.array is None else [placed.array]
+    scalars = [key_data(value) for value in initial]
+    counter = jax.ShapeDtypeStruct((), np.int32)
+    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in scalars]
+    held = call_once(
+        wrapped.host.guarded(host.finish),
+        mesh,
+        (jnp.stack(statuses), scalars),
+        [counter, counter, counter, *avals],
+    )
+    return _Initialised(initial, held, feedback)
