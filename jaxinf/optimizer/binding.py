@@ -136,17 +136,17 @@ def _bind_in_turn(
     found = call_once(must_bind, mesh, (state.step, state.origin), _RESULT)
 
     def compare() -> jax.Array:
-        statuses, differing = [found[0]], [jnp.zeros(0, jnp.int32)]
+        statuses, differing = [found[:1]], [jnp.zeros(0, jnp.int32)]
         for group in groups:
             placed = [shardings[leaf.number] for leaf in group if shardings]
             call, compared = HostCall(group), host.guarded(host.compare)
-            results = send(compared, call, [None] * len(group), placed)
-            statuses += [result.status for result in results]
+            _, own = send(compared, call, [None] * len(group), placed)
+            statuses.append(own)
         if jax.process_count() > 1 and shardings:
             params = {leaf.number: leaf.params for group in groups for leaf in group}
             pairs = [(params[n], shardings[n]) for n in sorted(params)]
             differing += [replicas_differ(*p).astype(jnp.int32)[None] for p in pairs]
-        given = state.step, jnp.stack(statuses), jnp.concatenate(differing)
+        given = state.step, jnp.concatenate(statuses), jnp.concatenate(differing)
         return call_once(
             host.guarded(partial(host.bind, description)), mesh, given, _RESULT
         )

@@ -369,6 +369,8 @@ class HostSide:
     def commit(
         self,
         description: StoreDescription,
+        order: Sequence[int],
+        measured: Sequence[int],
         verdict: Array,
         arguments: tuple[Array, Array, Array, Array, Sequence[Array]],
         *,
@@ -377,12 +379,16 @@ class HostSide:
         """Callback: ends the step when every leaf has been updated.
 
         Args:
+          order: leaves in the order of the statuses.
+          measured: leaves in the order of the differences.
           is_compared: whether the update was given params.
-          arguments: step and skipped steps of the state; for each leaf the status, and
-            the greatest difference of its updated 16-bit params from the store's, or
-            `EXACT`; the new scalar state.
+          arguments: step and skipped steps of the state; for each leaf the status; for
+            each with 16-bit params the greatest difference of the updated ones from the
+            store's, or `EXACT`; the new scalar state.
         """
-        step, skipped, statuses, inexact, scalars = arguments
+        step, skipped, found, inexact, scalars = arguments
+        statuses = np.empty_like(found)
+        statuses[list(order)] = found
         self._check_all(int(step) + 1, statuses)
         training = self.store._training
         if np.any(statuses == NON_FINITE) and self.checks_finite:
@@ -395,7 +401,8 @@ class HostSide:
             verdict[...] = SKIPPED
         else:
             named = named_scalars(description, scalars)
-            leaves = {int(n): float(inexact[n]) for n in np.flatnonzero(inexact >= 0)}
+            pairs = zip(measured, inexact.tolist(), strict=True)
+            leaves = {number: bound for number, bound in pairs if bound >= 0}
             training.steps.finish(
                 int(step), named, int(skipped), leaves, is_compared=is_compared
             )

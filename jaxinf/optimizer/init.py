@@ -34,6 +34,7 @@ from jaxinf.optimizer.leaf_call import (
     FINITE,
     HostCall,
     HostResult,
+    LeafResult,
     leaf_call,
     mesh_of,
     on_one_mesh,
@@ -42,6 +43,7 @@ from jaxinf.optimizer.leaf_call import (
     traced_shardings,
 )
 from jaxinf.optimizer.state import SmartUpdateState, first_state
+from jaxinf.optimizer.step_calls import grouped_leaves
 from jaxinf.optimizer.wrapped import OnExisting, Shapes, Wrapped, entering
 from jaxinf.program import InitProgram, LeafInputs, key_data, leaf_infos, trained
 from jaxinf.store import ScalarState
@@ -86,6 +88,9 @@ class HostInit:
     Args:
       store: the store that `init` makes or resumes.
       on_existing: the action on a store that has steps.
+
+    Attributes:
+      has_seen_others: whether some params were not those of the store's step.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class HostInit:
         self._on_existing = on_existing
         self._guard = threading.Lock()
         self._has_begun = False
-        self._has_seen_others = False
+        self.has_seen_others = False
 
     def begin(self) -> bool:
         """Begins `init`: treats a store that has steps according to `on_existing`.
@@ -123,7 +128,7 @@ class HostInit:
             if not self._has_begun:
                 # An update of others must be given params in any case.
                 dtypes = {leaf.dtype for leaf in self._description.leaves}
-                self._has_seen_others = dtypes != {"float32"}
+                self.has_seen_others = dtypes != {"float32"}
             self._has_begun = True
         is_new = training.bind(self._description, may_create=True)
         if is_first and not is_new and training.binding.has_advanced:
@@ -139,46 +144,23 @@ class HostInit:
         return is_new
 
     def leaves(self, outs: HostResult, call: HostCall) -> None:
-        """Callback: leaves or shards of the params; see `place`.
+        """Callback: stores or compares leaves, or shards, of the params.
 
         Results: the error feedback, if there is any, and statuses.
         """
-        is_new = self.begin()
+        is_new, training = self.begin(), self._store._training
         for leaf, feedback in zip(call.leaves, outs.arrays, strict=True):
-            origin = call.origin(leaf)
+            box = leaf.number, leaf.params, call.origin(leaf)
             if is_new:
-                self.place(leaf.number, leaf.params, origin, call.inputs(leaf))
+                training.initialise(self._description, *box, call.inputs(leaf))
             else:
-                self.check_box(leaf.number, origin, leaf.shape)
-                self.see(leaf.number, leaf.params, origin)
-            if feedback is not None and is_new:
-                feedback[...] = 0
-            elif feedback is not None:
-                feedback[...] = 0  # where others hold it
-                self._store._training.read_feedback(leaf.number, feedback, origin)
+                training.opened.chunks_of(leaf.number, call.origin(leaf), leaf.shape)
+                self.see(*box)
+            if feedback is not None:
+                feedback[...] = 0  # of a new store, and where others hold it
+                if not is_new:
+                    training.read_feedback(leaf.number, feedback, call.origin(leaf))
         outs.statuses[...] = FINITE
-
-    def place(
-        self,
-        number: int,
-        shard: Array,
-        origin: Sequence[int],
-        inputs: ScalarInputs,
-    ) -> None:
-        """Stores a shard's initial state."""
-        training = self._store._training
-        training.initialise(self._description, number, shard, origin, inputs)
-
-    def check_box(
-        self, number: int, origin: Sequence[int], extent: Sequence[int]
-    ) -> None:
-        """Refuses a shard that the store's chunks do not divide at."""
-        self._store._training.opened.chunks_of(number, origin, extent)
-
-    @property
-    def is_comparing(self) -> bool:
-        """Whether all params so far are those of the store's step."""
-        return not self._has_seen_others
 
     def see(self, number: int, shard: Array | None, origin: Sequence[int] = ()) -> None:
         """Compares a shard with the store's step, until the first difference.
@@ -187,10 +169,10 @@ class HostInit:
           shard: its params; None if they are not known.
           origin: index in the leaf of the shard's first element.
         """
-        if self.is_comparing:
+        if not self.has_seen_others:
             training = self._store._training
             is_same = shard is not None and training.has_params(number, shard, origin)
-            self._has_seen_others = not is_same
+            self.has_seen_others = not is_same
 
     def finish(
         self, outs: Sequence[Array], arguments: tuple[Array, Sequence[Array]]
@@ -223,7 +205,7 @@ class HostInit:
             warn_of_unseen(self._store.path, unseen)
         commit = training.opened.finished
         self._check_scalars(scalars, commit.scalar_state)
-        origin = int(not is_new and self._has_seen_others)
+        origin = int(not is_new and self.has_seen_others)
         counters = (commit.step, commit.skipped_steps, origin)
         held = [scalar.value for scalar in commit.scalar_state]
         return [*(np.array(n, np.int32) for n in counters), *held]
@@ -304,28 +286,32 @@ def _init_eagerly(
     program: InitProgram,
     leaves: Sequence[Any],
 ) -> _Initialised:
-    store = wrapped.store
+    store, training = wrapped.store, wrapped.store._training
     host = HostInit(store, description, wrapped.on_existing)
     is_new = host.begin()
     initial, inputs = run_prologue(program, leaves)
-    for number, leaf in enumerate(leaves if is_new else ()):
-        scalars = tuple(np.asarray(s) for s in inputs[number].scalars)
-        for index, shard in distinct_shards(leaf):
-            arrays = tuple(_part_of(a, index) for a in inputs[number].arrays)
-            own = ScalarInputs(scalars, arrays)
-            origin = [s.start or 0 for s in index]
-            host.place(number, shard, origin, own)
-            del shard  # frees a deferred leaf before the next is read
-    for number, leaf in enumerate(() if is_new else leaves):
-        for index in shard_indices(leaf):
-            bounds = [s.indices(n) for s, n in zip(index, leaf.shape, strict=True)]
-            extent = [stop - start for start, stop, _ in bounds]
-            host.check_box(number, [start for start, _, _ in bounds], extent)
-    for number, leaf in enumerate(() if is_new else leaves):
-        if isinstance(leaf, DeferredArray):
-            host.see(number, None)
-        for index, shard in distinct_shards(leaf) if host.is_comparing else ():
-            host.see(number, shard, [s.start or 0 for s in index])
+    if is_new:
+        for number, (leaf, own) in enumerate(zip(leaves, inputs, strict=True)):
+            scalars = tuple(np.asarray(s) for s in own.scalars)
+            for index, shard in distinct_shards(leaf):
+                arrays = tuple(_part_of(a, index) for a in own.arrays)
+                box = number, shard, [s.start or 0 for s in index]
+                given = ScalarInputs(scalars, arrays)
+                training.initialise(description, *box, given)
+                del box, shard  # frees a deferred leaf before the next is read
+    else:
+        for number, leaf in enumerate(leaves):  # before one is compared
+            for index in shard_indices(leaf):
+                bounds = [s.indices(n) for s, n in zip(index, leaf.shape, strict=True)]
+                extent = [stop - start for start, stop, _ in bounds]
+                start = [start for start, _, _ in bounds]
+                training.opened.chunks_of(number, start, extent)
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, DeferredArray):
+                host.see(number, None)
+            elif not host.has_seen_others:
+                for index, shard in distinct_shards(leaf):
+                    host.see(number, shard, [s.start or 0 for s in index])
     held = host.held_state([np.asarray(key_data(value)) for value in initial])
     held[2] = host.agreed_origin(held[2])
     if (mesh := mesh_of(wrapped.shardings)) is not None:
@@ -374,28 +360,37 @@ def _init_traced(
     host = HostInit(wrapped.store, description, wrapped.on_existing)
     mesh = mesh_of(shardings)
     initial, inputs = program.prologue(leaves)
-    statuses, feedback = [], []
-    for number, (leaf, own) in enumerate(zip(leaves, inputs, strict=True)):
-        sharding = shardings[number : number + 1]
-        result = None
-        if wrapped.has_feedback:
-            result = jax.ShapeDtypeStruct(leaf.shape, np.float32)
-        call = leaf_call(number, leaf.ndim, *sharding, params=leaf)
-        [placed] = send(
+    calls = [
+        leaf_call(number, leaf.ndim, *shardings[number : number + 1], params=leaf)
+        for number, leaf in enumerate(leaves)
+    ]
+    found: dict[int, LeafResult] = {}
+    statuses = []
+    for group in grouped_leaves(calls):
+        results = [
+            jax.ShapeDtypeStruct(leaves[number].shape, np.float32)
+            if wrapped.has_feedback
+            else None
+            for number in group
+        ]
+        placed, own = send(
             wrapped.host.guarded(host.leaves),
-            HostCall.of([call], [own]),
-            [result],
-            sharding,
+            HostCall.of([calls[n] for n in group], [inputs[n] for n in group]),
+            results,
+            [shardings[n] for n in group] if shardings else [],
         )
-        statuses.append(placed.status)
-        feedback += [] if placed.array is None else [placed.array]
+        found |= dict(zip(group, placed, strict=True))
+        statuses.append(own)
+    feedback = []
+    if wrapped.has_feedback:
+        feedback = [found[number].array for number in range(len(leaves))]
     scalars = [key_data(value) for value in initial]
     counter = jax.ShapeDtypeStruct((), np.int32)
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in scalars]
     held = call_once(
         wrapped.host.guarded(host.finish),
         mesh,
-        (jnp.stack(statuses), scalars),
+        (jnp.concatenate(statuses), scalars),
         [counter, counter, counter, *avals],
     )
     return _Initialised(initial, held, feedback)

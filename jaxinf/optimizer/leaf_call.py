@@ -305,12 +305,10 @@ class LeafResult(NamedTuple):
     """The results of a call for one leaf.
 
     Attributes:
-      status: int32, the maximum over all shards.
       feedback: the new error feedback; None without.
     """
 
     array: Any
-    status: jax.Array
     feedback: Any
 
 
@@ -328,7 +326,7 @@ def send(
     results: Sequence[jax.ShapeDtypeStruct | None],
     shardings: Sequence[NamedSharding],
     compress: Compress | None = None,
-) -> list[LeafResult]:
+) -> tuple[list[LeafResult], jax.Array]:
     """Calls the host with leaves, shard by shard; traceable.
 
     Args:
@@ -338,7 +336,8 @@ def send(
       shardings: the leaves' shardings; empty for one JAX device.
 
     Returns:
-      The result of each leaf; arrays are sharded like the leaf.
+      The result of each leaf, whose arrays are sharded like it; and its status, int32,
+      the greatest of all shards. A slice for each leaf would take XLA long to compile.
     """
     compress = compress or _as_it_is
     statuses = jax.ShapeDtypeStruct((len(call.leaves),), np.int32)
@@ -347,7 +346,8 @@ def send(
         call = call._replace(leaves=tuple(map(compress, call.leaves)))
         avals = HostResult(tuple(results), statuses)
         found = call_host(host, avals, call, is_local=False)
-        return _leaf_results(found, [leaf.feedback for leaf in call.leaves])
+        left = [leaf.feedback for leaf in call.leaves]
+        return list(map(LeafResult, found.arrays, left)), found.statuses
     local = [
         None if aval is None else _shard_aval(aval, sharding)
         for aval, sharding in zip(results, shardings, strict=True)
@@ -370,7 +370,7 @@ def send(
         in_specs=(call_specs(call, specs),),
         out_specs=(HostResult(tuple(specs), whole), specs),
     )(call)
-    return _leaf_results(found, feedback)
+    return list(map(LeafResult, found.arrays, feedback)), found.statuses
 
 
 def leaf_call(
@@ -388,13 +388,6 @@ def _shard_aval(
     aval: jax.ShapeDtypeStruct, sharding: NamedSharding
 ) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
-
-
-def _leaf_results(found: HostResult, feedback: Sequence[Any]) -> list[LeafResult]:
-    return [
-        LeafResult(array, found.statuses[place], left)
-        for place, (array, left) in enumerate(zip(found.arrays, feedback, strict=True))
-    ]
 
 
 def call_specs(call: HostCall, specs: Sequence[PartitionSpec]) -> HostCall:

@@ -18,7 +18,7 @@ others. The elements that compression sends are selected on the gradient's devic
 """
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -35,7 +35,6 @@ from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.binding import bind
 from jaxinf.optimizer.callback import (
     GuardedHost,
-    Host,
     call_once,
     shares_memory,
     waits_for_updates,
@@ -142,6 +141,17 @@ def grouped(members: Sequence[Member]) -> list[list[int]]:
     return [group.numbers for group in groups]
 
 
+def grouped_leaves(leaves: Sequence[LeafCall]) -> list[list[int]]:
+    """Returns the numbers of the leaves of each call; see `grouped`."""
+    members = []
+    for leaf in leaves:
+        axes = frozenset[Axis](axis for own in leaf.split for axis in own)
+        num_parts = 1 if leaf.kept is not None else math.prod(a.size for a in axes)
+        num_bytes = 4 * math.prod(leaf.shape) // num_parts
+        members.append(Member(leaf.number, num_bytes, axes))
+    return grouped(members)
+
+
 def _has_room(group: _Group, num_bytes: int, arrived: int) -> bool:
     fits = group.num_bytes + num_bytes <= GROUP_BYTES
     return fits and arrived + num_bytes - group.began <= SPAN_BYTES
@@ -219,7 +229,7 @@ class StepCalls:
             self._description,
             self._shardings,
             self._state,
-            [tuple(leaves[n] for n in group) for group in self.groups(leaves)],
+            [tuple(leaves[n] for n in group) for group in grouped_leaves(leaves)],
         )
 
     def recall(
@@ -234,22 +244,24 @@ class StepCalls:
         Returns:
           The values, or zeros, and the int32 for which updates are to wait.
         """
-        host = self._guarded(partial(self._host.recall, [slot.name for slot in slots]))
+        host = self._host.guarded(
+            partial(self._host.recall, [slot.name for slot in slots])
+        )
 
         def read() -> tuple[list[jax.Array], jax.Array]:
-            found: dict[int, LeafResult] = {}
-            for group in self.groups(leaves):
+            found, statuses = dict[int, LeafResult](), [bound[None]]
+            for group in grouped_leaves(leaves):
                 names = [LeafCall(n, leaves[n].split) for n in group]
                 call = HostCall(tuple(names), step=self._state.step, after=bound)
                 avals = [
                     jax.ShapeDtypeStruct(self._shapes(n)[0], slots[n].dtype)
                     for n in group
                 ]
-                results = send(host, call, avals, self._shardings_of(call))
+                results, own = send(host, call, avals, self._shardings_of(call))
                 found |= dict(zip(group, results, strict=True))
-            ordered = [found[number] for number in range(len(leaves))]
-            statuses = jnp.stack([bound, *(one.status for one in ordered)])
-            return [one.array for one in ordered], jnp.max(statuses)
+                statuses.append(own)
+            ordered = [found[number].array for number in range(len(leaves))]
+            return ordered, jnp.max(jnp.concatenate(statuses))
 
         def skip() -> tuple[list[jax.Array], jax.Array]:
             pairs = zip(leaves, slots, strict=True)
@@ -262,34 +274,31 @@ class StepCalls:
 
         return lax.cond(is_due, read, skip)
 
-    def groups(self, leaves: Sequence[LeafCall]) -> list[list[int]]:
-        members = []
-        for leaf in leaves:
-            _, local = self._shapes(leaf.number)
-            used = frozenset[Axis](axis for axes in leaf.split for axis in axes)
-            members.append(Member(leaf.number, 4 * math.prod(local), used))
-        return grouped(members)
+    def run(self, calls: Sequence[HostCall]) -> tuple[list[LeafResult], jax.Array]:
+        """Updates all leaves.
 
-    def run(self, calls: Iterable[HostCall]) -> list[LeafResult]:
-        """Updates all leaves; returns results in the order of the leaves."""
-        calls = list(calls)
+        Returns:
+          Results in the order of the leaves; statuses in that of the calls.
+        """
         waits = waits_for_updates()
         function = self._host.update if waits else self._host.start
-        host = self._guarded(partial(function, self._description))
+        host = self._host.guarded(partial(function, self._description))
         found = [self._send(host, call, has_results=waits) for call in calls]
-        if not waits and calls:
+        if not waits:
             found = self._fetch(calls, found)
-        numbered = [
-            (leaf.number, result)
-            for call, results in zip(calls, found, strict=True)
+        by_number = {
+            leaf.number: result
+            for call, (results, _) in zip(calls, found, strict=True)
             for leaf, result in zip(call.leaves, results, strict=True)
-        ]
-        return [result for _, result in sorted(numbered, key=lambda pair: pair[0])]
+        }
+        statuses = jnp.concatenate([own for _, own in found])
+        return [by_number[number] for number in range(len(by_number))], statuses
 
     def commit(
         self,
-        results: Sequence[LeafResult],
-        inexact: jax.Array,
+        calls: Sequence[HostCall],
+        statuses: jax.Array,
+        inexact: Mapping[int, jax.Array],
         scalars: Sequence[jax.Array],
         *,
         is_compared: bool,
@@ -297,11 +306,19 @@ class StepCalls:
         """Ends the step; returns an int32: committed, skipped or failed.
 
         Args:
-          inexact, is_compared: see `HostSide.commit`.
+          statuses: those of `run`.
+          inexact: of leaves with 16-bit params, the differences that `change` returns.
+          is_compared: whether the update was given params.
         """
         state = self._state
-        statuses = jnp.stack([result.status for result in results])
-        commit = partial(self._host.commit, self._description, is_compared=is_compared)
+        commit = partial(
+            self._host.commit,
+            self._description,
+            [leaf.number for call in calls for leaf in call.leaves],
+            list(inexact),
+            is_compared=is_compared,
+        )
+        differences = jnp.array(list(inexact.values()), jnp.float32)
         return call_once(
             self._host.guarded(commit, is_last=True),
             self._mesh,
@@ -309,7 +326,7 @@ class StepCalls:
                 state.step,
                 state.skipped_steps,
                 statuses,
-                inexact,
+                differences,
                 [key_data(scalar) for scalar in scalars],
             ),
             jax.ShapeDtypeStruct((), np.int32),
@@ -319,17 +336,16 @@ class StepCalls:
 
     def _send(
         self, host: GuardedHost, call: HostCall, *, has_results: bool
-    ) -> list[LeafResult]:
+    ) -> tuple[list[LeafResult], jax.Array]:
         """Sends one call; compressed, if that is on, after the warm-up steps."""
         compression = self._wrapped.compression
-        # Keeps XLA from fusing the gradient's computation with what follows: the
+        # Keeps XLA from fusing the gradients' computation with what follows: the
         # selection, or the packing of short leaves.
-        leaves = tuple(
-            leaf
-            if leaf.gradient is None
-            else replace(leaf, gradient=lax.optimization_barrier(leaf.gradient))
-            for leaf in call.leaves
-        )
+        gradients = [leaf.gradient for leaf in call.leaves]
+        if jax.tree.leaves(gradients):
+            gradients = lax.optimization_barrier(gradients)
+        pairs = zip(call.leaves, gradients, strict=True)
+        leaves = tuple([replace(leaf, gradient=own) for leaf, own in pairs])
         call = call._replace(leaves=leaves)
         if compression is None:
             return self._send_as(host, call, None, has_results=has_results)
@@ -353,39 +369,40 @@ class StepCalls:
         compress: Compress | None,
         *,
         has_results: bool,
-    ) -> list[LeafResult]:
+    ) -> tuple[list[LeafResult], jax.Array]:
         leaves = call.leaves
         avals = self._results(call) if has_results else [None] * len(leaves)
         sent = call
         if compress is None:  # the old error feedback stays here
             dense = tuple(replace(leaf, feedback=None) for leaf in leaves)
             sent = call._replace(leaves=dense)
-        results = send(host, sent, avals, self._shardings_of(call), compress)
+        results, own = send(host, sent, avals, self._shardings_of(call), compress)
         if compress is not None:
-            return results
+            return results, own
         pairs = zip(results, leaves, strict=True)
-        return [result._replace(feedback=leaf.feedback) for result, leaf in pairs]
+        return [one._replace(feedback=leaf.feedback) for one, leaf in pairs], own
 
     def _fetch(
         self,
         calls: Sequence[HostCall],
-        started: Sequence[Sequence[LeafResult]],
-    ) -> list[list[LeafResult]]:
-        tokens = jnp.stack([leaf.status for results in started for leaf in results])
-        host, found = self._guarded(self._host.finish), []
-        for call, kept in zip(calls, started, strict=True):
+        started: Sequence[tuple[list[LeafResult], jax.Array]],
+    ) -> list[tuple[list[LeafResult], jax.Array]]:
+        tokens = jnp.concatenate([own for _, own in started])
+        host, found = self._host.guarded(self._host.finish), []
+        for call, (kept, _) in zip(calls, started, strict=True):
             names = [
                 LeafCall(leaf.number, leaf.split, kept=leaf.kept)
                 for leaf in call.leaves
             ]
-            results = send(
+            results, own = send(
                 host,
                 HostCall(tuple(names), after=tokens),
                 self._results(call),
                 self._shardings_of(call),
             )
             pairs = zip(results, kept, strict=True)
-            found.append([new._replace(feedback=old.feedback) for new, old in pairs])
+            left = [new._replace(feedback=old.feedback) for new, old in pairs]
+            found.append((left, own))
         return found
 
     def _shapes(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -440,6 +457,3 @@ class StepCalls:
         is_free = shares_memory(is_local=self._mesh is not None)
         is_stored = params.dtype in (jnp.float32, jnp.bfloat16)
         return is_free and self._host.takes_params and is_stored
-
-    def _guarded(self, host: Host) -> GuardedHost:
-        return self._host.guarded(host)

@@ -27,7 +27,7 @@ from jaxinf.optimizer.callback import FAILED
 from jaxinf.optimizer.host_side import COMMITTED, EXACT, HostSide
 from jaxinf.optimizer.leaf_call import HostCall, traced_shardings
 from jaxinf.optimizer.state import SmartUpdateState, check_state, in_jax, next_state
-from jaxinf.optimizer.step_calls import StepCalls
+from jaxinf.optimizer.step_calls import StepCalls, grouped_leaves
 from jaxinf.optimizer.wrapped import Shapes, Wrapped, entering
 from jaxinf.program import LeafInputs
 from jaxinf.typing import FLOAT_DTYPES, PyTree
@@ -35,7 +35,7 @@ from jaxinf.typing import FLOAT_DTYPES, PyTree
 
 def change(
     result: jax.Array | None, params: jax.Array | None, dtype: DTypeLike
-) -> tuple[jax.Array | None, jax.Array]:
+) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns the update for a host's result, and the difference that it leaves.
 
     There is no result, and no update, for a leaf that stays as it is. Float32 results
@@ -51,11 +51,11 @@ def change(
       dtype: dtype of the update of 16-bit params.
 
     Returns:
-      The update; and the greatest difference, float32, between the params after it and
-      `result`, or `EXACT` if they are equal to the bit.
+      The update; and for 16 bits the greatest difference, float32, between the params
+      after it and `result`, or `EXACT` if they are equal to the bit.
     """
     if result is None or result.dtype == jnp.float32:
-        return result, jnp.float32(EXACT)
+        return result, None
     assert params is not None
     new, old = result.astype(jnp.float32), params.astype(jnp.float32)
     update = _rounded(new - old, dtype)
@@ -199,11 +199,15 @@ def run_update(
     description = wrapped.describe(init, program, places.stored)
     _check(wrapped, description, state, gradients)
     on_device = _device_params(wrapped, known, params, extra_args)
-    zeros = [jnp.zeros(leaf.shape, leaf.device_dtype) for leaf in description.leaves]
-    seen = [z if g is None else g for g, z in zip(gradients, zeros, strict=True)]
     old = jax.tree.leaves(in_jax(state))
     feedback = jax.tree.leaves(state.error_feedback)
-    prologue = partial(program.prologue, seen, on_device or zeros, old, extra_args)
+    prologue = partial(
+        program.prologue,
+        _or_zeros(gradients, description),
+        _or_zeros(on_device or [None] * len(gradients), description),
+        old,
+        extra_args,
+    )
     step = StepCalls(wrapped, description, places.stored, state)
     sent = places.to_store(on_device)
     bound, origin = step.bind(sent)
@@ -213,26 +217,37 @@ def run_update(
     recalled: list[jax.Array] = []
     if program.recall is not None:
         assert program.recall.counter is not None, "smart_update recalls sums only"
-        before, _ = prologue(recalled=zeros)
+        before, _ = prologue(recalled=_or_zeros([None] * len(leaves), description))
         is_due = before[program.recall.counter] == 0
         recalled, bound = step.recall(program.recall.slots, leaves, is_due, bound)
     new, inputs = prologue(recalled=places.to_program(recalled))
     inputs = _kernel_inputs(places, gradients, inputs)
-    results = step.run(
+    calls = [
         HostCall.of(
             [leaves[n] for n in group], [inputs[n] for n in group], state.step, bound
         )
-        for group in step.groups(leaves)
-    )
+        for group in grouped_leaves(leaves)
+    ]
+    results, statuses = step.run(calls)
     arrays = places.to_program([one.array for one in results])
     changes = _changes(wrapped, arrays, on_device, gradients)
-    inexact = jnp.stack([difference for _, difference in changes])
-    verdict = step.commit(results, inexact, new, is_compared=params is not None)
+    inexact = {n: own for n, (_, own) in enumerate(changes) if own is not None}
+    is_compared = params is not None
+    verdict = step.commit(calls, statuses, inexact, new, is_compared=is_compared)
     left = places.to_program([one.feedback for one in results][: len(feedback)])
     return (
-        treedef.unflatten([_applied(verdict, update) for update, _ in changes]),
+        treedef.unflatten(_applied(verdict, [update for update, _ in changes])),
         next_state(state, verdict, origin, [*old, *feedback], [*new, *left]),
     )
+
+
+def _or_zeros(
+    arrays: Sequence[jax.Array | None], description: StoreDescription
+) -> list[jax.Array]:
+    return [
+        jnp.zeros(leaf.shape, leaf.device_dtype) if array is None else array
+        for array, leaf in zip(arrays, description.leaves, strict=True)
+    ]
 
 
 def _kernel_inputs(
@@ -252,7 +267,7 @@ def _changes(
     arrays: Sequence[jax.Array | None],
     params: Sequence[jax.Array],
     gradients: Sequence[jax.Array | None],
-) -> list[tuple[jax.Array | None, jax.Array]]:
+) -> list[tuple[jax.Array | None, jax.Array | None]]:
     """Returns each leaf's `change`; `params` may be empty."""
     leaves = zip(arrays, params or [None] * len(arrays), gradients, strict=True)
     return [change(array, p, wrapped.update_dtype(g, p)) for array, p, g in leaves]
@@ -312,9 +327,13 @@ def _device_params(
     return []
 
 
-def _applied(verdict: jax.Array, update: jax.Array | None) -> jax.Array | None:
-    """Returns the update: zero for a skipped step, NaN after a failure."""
-    if update is None:
-        return None
-    filler = jnp.where(verdict == FAILED, jnp.nan, 0.0).astype(update.dtype)
-    return jnp.where(verdict == COMMITTED, update, filler)
+def _applied(
+    verdict: jax.Array, updates: Sequence[jax.Array | None]
+) -> list[jax.Array | None]:
+    """Returns the updates: zero for a skipped step, NaN after a failure."""
+    is_committed = verdict == COMMITTED
+    filler = jnp.where(verdict == FAILED, jnp.nan, 0.0)
+    return [
+        None if u is None else jnp.where(is_committed, u, filler.astype(u.dtype))
+        for u in updates
+    ]
