@@ -18,7 +18,6 @@ import numpy as np
 
 from jaxinf.engine import SlotRequest, Store, StoreDescription
 from jaxinf.errors import NonFiniteGradientError, StoreMismatchError
-from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.callback import FAILED, GuardedHost, Host
 from jaxinf.optimizer.leaf_call import (
     FINITE,
@@ -117,6 +116,20 @@ COMMITTED, SKIPPED = 0, 1
 EXACT = -1.0
 """In place of a difference: params equal the store's to the bit."""
 
+UNDIVIDED = (
+    "%s: init did not know how the params are sharded, as in jit(init, out_shardings="
+    "…), so the store's chunks do not divide at the shards, and each gradient is "
+    "gathered on all %d devices. Make a new store with smart_update(tx, store, "
+    "shardings=…), or call tx.init(params) outside of jit"
+)
+"""A reason to gather gradients: the store was made for whole leaves."""
+
+_UNKNOWN_SHARDINGS = (
+    "%s: the shardings of the params were not known when the computation was traced, "
+    "so each gradient is gathered on all %d devices, which costs nothing only if the "
+    "params are replicated. Give them: smart_update(tx, store, shardings=jax.tree.map("
+    "lambda x: x.sharding, params)), or call tx.init(params) outside of jit"
+)
 _LOG = logging.getLogger("jaxinf")
 
 
@@ -141,11 +154,6 @@ class HostSide:
         )
 
     @property
-    def takes_params(self) -> bool:
-        """Whether params on the JAX device may be used instead of the master."""
-        return self.store._training.options.csd.takes_params
-
-    @property
     def checks_finite(self) -> bool:
         """Whether a non-finite gradient refuses or skips the step."""
         return self._nonfinite != "allow"
@@ -159,10 +167,6 @@ class HostSide:
         """
         return self.store._training.options.rewrites_steps and self.checks_finite
 
-    def grid(self, description: StoreDescription, number: int) -> LeafGrid:
-        """Returns the chunk grid of a leaf, in the existing or future store."""
-        return self.store._training.grid(description, number)
-
     def guarded(self, host: Host, *, is_last: bool = False) -> GuardedHost:
         """Wraps a host function for a callback: its exception stops the store.
 
@@ -172,34 +176,14 @@ class HostSide:
         training, report = self.store._training, self.store._training.fail_beside_others
         if is_last and not training.members.is_alone:
             report = training.fail_unannounced
-        return GuardedHost(host, training.fail_computation, report, self._warn)
+        warn = partial(self.warn_of_gathering, _UNKNOWN_SHARDINGS)
+        return GuardedHost(host, training.fail_computation, report, warn)
 
-    def warn_of_gathering(self, num_devices: int) -> None:
-        """Warns once that the store was made for whole leaves, not for the shards."""
+    def warn_of_gathering(self, reason: str, num_devices: int) -> None:
+        """Says once, in a text with two places, that gradients are gathered."""
         if not self._has_warned:
             self._has_warned = True
-            _LOG.warning(
-                "%s: init did not know how the params are sharded, as in jit(init, "
-                "out_shardings=…), so the store's chunks do not divide at the shards, "
-                "and each gradient is gathered on all %d devices. Make a new store "
-                "with smart_update(tx, store, shardings=…), or call tx.init(params) "
-                "outside of jit",
-                self.store.path,
-                num_devices,
-            )
-
-    def _warn(self, num_devices: int) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _LOG.warning(
-                "%s: the shardings of the params were not known when the computation "
-                "was traced, so each gradient is gathered on all %d devices, which "
-                "costs nothing only if the params are replicated. Give them: "
-                "smart_update(tx, store, shardings=jax.tree.map(lambda x: x.sharding, "
-                "params)), or call tx.init(params) outside of jit",
-                self.store.path,
-                num_devices,
-            )
+            _LOG.warning(reason, self.store.path, num_devices)
 
     # --- callbacks -----------------------------------------------------------------
 

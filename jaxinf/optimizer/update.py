@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from jaxinf.engine import Store, StoreDescription, shard_counts
 from jaxinf.optimizer.callback import FAILED
-from jaxinf.optimizer.host_side import COMMITTED, EXACT, HostSide
+from jaxinf.optimizer.host_side import COMMITTED, EXACT, UNDIVIDED, HostSide
 from jaxinf.optimizer.leaf_call import HostCall, traced_shardings
 from jaxinf.optimizer.state import SmartUpdateState, check_state, in_jax, next_state
 from jaxinf.optimizer.step_calls import StepCalls, grouped_leaves
@@ -113,7 +113,7 @@ class Resharding:
         own = traced_shardings(leaves)
         stored = _stored_shardings(host.store, own, leaves)
         if stored != own:
-            host.warn_of_gathering(own[0].mesh.size)
+            host.warn_of_gathering(UNDIVIDED, own[0].mesh.size)
         return cls(own, stored)
 
     def to_store(self, values: Sequence[Any]) -> list[Any]:
