@@ -19,6 +19,7 @@ import jaxinf
 from jaxinf.compress import SparseLeaf
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
+    FirstParams,
     LeafDescription,
     StoreDescription,
     UpdateRequest,
@@ -125,7 +126,8 @@ class UpdateRig:
         training = self.store._training
         training.bind(self._description, may_create=True)
         for number, params in enumerate(self.params):
-            training.initialise(self._description, number, params, (0,), ScalarInputs())
+            given = FirstParams(number, params, (0,), ScalarInputs())
+            training.initialise(self._description, [given])
         layout = self._init.layout
         named = [
             ScalarState(path, np.zeros((), layout.avals[index].dtype))

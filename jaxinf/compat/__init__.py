@@ -130,6 +130,7 @@ from jaxinf.compat.tracing import (
     Tracer,
     is_in_transformation,
     is_tracing,
+    trace_context,
     without_examples,
     x64,
 )
@@ -202,6 +203,7 @@ __all__ = [
     "source_frames",
     "source_line",
     "static_params",
+    "trace_context",
     "varies_between_runs",
     "without_examples",
     "without_library_reductions",

@@ -19,6 +19,13 @@ except ImportError:
     trace_state_clean = None
 
 
+def trace_context() -> Any:
+    """The settings that a trace depends on, which compare as jit's cache does."""
+    from jax._src import config
+
+    return config.trace_context()
+
+
 def is_tracing() -> bool:
     """Whether JAX is tracing a function, so that even constants become tracers."""
     return isinstance(jax.numpy.zeros(()), Tracer)

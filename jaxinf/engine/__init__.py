@@ -29,7 +29,7 @@ from jaxinf.engine.sharding import (
     shard_counts,
     shard_holders,
 )
-from jaxinf.engine.state import ParamsReader
+from jaxinf.engine.state import FirstParams, ParamsReader
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.store import (
     DEFAULT_MEMORY_BYTES,
@@ -49,6 +49,7 @@ __all__ = [
     "Assignment",
     "Durability",
     "ExportInfo",
+    "FirstParams",
     "KeptLeaf",
     "LeafDescription",
     "MasterChoice",

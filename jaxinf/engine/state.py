@@ -6,6 +6,7 @@ Invariant: memory holds no more of a leaf than the caller's own array and the ri
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,26 +33,42 @@ from jaxinf.store import (
 from jaxinf.typing import Array, JsonValue
 
 
-def initialise(
-    opened: OpenStore,
-    leaf: int,
-    kernel: InitKernel,
-    params: Array,
-    origin: Sequence[int],
-    inputs: ScalarInputs,
-) -> None:
-    """Makes a leaf's master params and initial state, which workers write; blocks.
+class FirstParams(NamedTuple):
+    """The params of a leaf of a new store, or of a shard of it.
 
-    Args:
-      opened: a new store.
-      leaf: number of the leaf.
-      kernel: computes the initial state.
-      params: the leaf or one shard of it, in its own dtype; only read.
+    Attributes:
+      leaf: its number.
+      params: in their own dtype; only read.
       origin: index in the leaf of the array's first element.
       inputs: inputs of the initial state beside the params.
     """
-    held = [(params, inputs)]
-    tasks = []
+
+    leaf: int
+    params: Array
+    origin: Sequence[int]
+    inputs: ScalarInputs
+
+
+def initialise(
+    opened: OpenStore, kernels: Sequence[InitKernel], given: Sequence[FirstParams]
+) -> None:
+    """Makes master params and initial states, which workers write; blocks.
+
+    Args:
+      opened: a new store.
+      kernels: compute the initial state of each leaf of the store.
+    """
+    held, tasks = list(given), []
+    for place, one in enumerate(given):
+        tasks += _first_tasks(opened, kernels[one.leaf], held, place)
+    opened.handler.run(tasks)
+    held.clear()  # a worker keeps a reference to its last task
+
+
+def _first_tasks(
+    opened: OpenStore, kernel: InitKernel, held: Sequence[FirstParams], place: int
+) -> Iterator[Task]:
+    leaf, params, origin, _ = held[place]
     for layout in opened.layouts(leaf, origin, params.shape):
 
         def compute(
@@ -60,9 +77,9 @@ def initialise(
             _: Collection[int],
             layout: SubgroupLayout = layout,
         ) -> None:
-            [(params, inputs)] = held
-            chunk = gather_run(opened.directory, layout, params, origin)
-            own = gather_inputs(opened.directory, layout, inputs, origin)
+            one = held[place]
+            chunk = gather_run(opened.directory, layout, one.params, one.origin)
+            own = gather_inputs(opened.directory, layout, one.inputs, one.origin)
             extents, rounding = layout.kernel_extents, rounding_of(layout, 0)
             csd.initialise(buffer, extents, kernel, chunk, own, rounding)
             if layout.feedback is not None:
@@ -71,10 +88,7 @@ def initialise(
                 csd.put(buffer, extent, zeros)
             opened.meters.add(link_down_bytes=chunk.nbytes)
 
-        stores = tuple(range(len(layout.states)))
-        tasks.append(Task(layout, compute, stores=stores))
-    opened.handler.run(tasks)
-    held.clear()  # a worker keeps a reference to its last task
+        yield Task(layout, compute, stores=tuple(range(len(layout.states))))
 
 
 def finish_initialisation(

@@ -14,7 +14,6 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from jaxinf.csd import ScalarInputs
 from jaxinf.engine.admission import check_division, check_same
 from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.binding import Binding
@@ -30,6 +29,7 @@ from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.place import StorePlace
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.state import (
+    FirstParams,
     ParamsReader,
     finish_initialisation,
     has_params,
@@ -350,24 +350,11 @@ class Training:
         self._annotations.go_back(step, payload)
 
     def initialise(
-        self,
-        description: StoreDescription,
-        leaf: int,
-        params: Array,
-        origin: Sequence[int],
-        inputs: ScalarInputs,
+        self, description: StoreDescription, given: Sequence[FirstParams]
     ) -> None:
-        """Makes a leaf's or a shard's master params and initial state; blocks.
-
-        Args:
-          description: the description of the new store.
-          leaf: number of the leaf.
-          params: the leaf or one shard of it, in its own dtype; only read.
-          origin: index in the leaf of the array's first element.
-          inputs: inputs of the initial state beside the params.
-        """
-        kernel = description.leaves[leaf].init_kernel
-        initialise(self.opened, leaf, kernel, params, origin, inputs)
+        """Makes the master params and initial state of leaves or shards; blocks."""
+        kernels = [leaf.init_kernel for leaf in description.leaves]
+        initialise(self.opened, kernels, given)
 
     def finish_initialisation(self, scalars: Sequence[ScalarState]) -> None:
         """Commits step 0; every leaf must have been initialised."""

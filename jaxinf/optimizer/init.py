@@ -9,7 +9,7 @@ needs all its elements in the prologue.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
+    FirstParams,
     Store,
     StoreDescription,
     check_processes,
@@ -43,7 +44,7 @@ from jaxinf.optimizer.leaf_call import (
     traced_shardings,
 )
 from jaxinf.optimizer.state import SmartUpdateState, first_state
-from jaxinf.optimizer.step_calls import grouped_leaves
+from jaxinf.optimizer.step_calls import GROUP_BYTES, grouped_leaves
 from jaxinf.optimizer.wrapped import OnExisting, Shapes, Wrapped, entering
 from jaxinf.program import InitProgram, LeafInputs, key_data, leaf_infos, trained
 from jaxinf.store import ScalarState
@@ -149,11 +150,13 @@ class HostInit:
         Results: the error feedback, if there is any, and statuses.
         """
         is_new, training = self.begin(), self._store._training
-        for leaf, feedback in zip(call.leaves, outs.arrays, strict=True):
-            box = leaf.number, leaf.params, call.origin(leaf)
-            if is_new:
-                training.initialise(self._description, *box, call.inputs(leaf))
-            else:
+        boxes = [(one.number, one.params, call.origin(one)) for one in call.leaves]
+        if is_new:
+            pairs = zip(boxes, call.leaves, strict=True)
+            given = [FirstParams(*box, call.inputs(leaf)) for box, leaf in pairs]
+            training.initialise(self._description, given)
+        for leaf, box, feedback in zip(call.leaves, boxes, outs.arrays, strict=True):
+            if not is_new:
                 training.opened.chunks_of(leaf.number, call.origin(leaf), leaf.shape)
                 self.see(*box)
             if feedback is not None:
@@ -291,14 +294,9 @@ def _init_eagerly(
     is_new = host.begin()
     initial, inputs = run_prologue(program, leaves)
     if is_new:
-        for number, (leaf, own) in enumerate(zip(leaves, inputs, strict=True)):
-            scalars = tuple(np.asarray(s) for s in own.scalars)
-            for index, shard in distinct_shards(leaf):
-                arrays = tuple(_part_of(a, index) for a in own.arrays)
-                box = number, shard, [s.start or 0 for s in index]
-                given = ScalarInputs(scalars, arrays)
-                training.initialise(description, *box, given)
-                del box, shard  # frees a deferred leaf before the next is read
+        for given in _first_params(leaves, inputs):
+            training.initialise(description, given)
+            given.clear()
     else:
         for number, leaf in enumerate(leaves):  # before one is compared
             for index in shard_indices(leaf):
@@ -336,6 +334,33 @@ def _init_eagerly(
             for number, like in enumerate(feedback)
         ]
     return _Initialised(initial, held, feedback)
+
+
+def _first_params(
+    leaves: Sequence[Any], inputs: Sequence[LeafInputs]
+) -> Iterator[list[FirstParams]]:
+    """Yields the shards of leaves, many small ones at once, a deferred leaf alone.
+
+    The receiver empties the lists, so that a deferred leaf is free before the next is
+    read.
+    """
+    given: list[FirstParams] = []
+    num_bytes = 0
+    for number, (leaf, own) in enumerate(zip(leaves, inputs, strict=True)):
+        scalars = tuple(np.asarray(s) for s in own.scalars)
+        for index, shard in distinct_shards(leaf):
+            arrays = tuple(_part_of(a, index) for a in own.arrays)
+            origin = [s.start or 0 for s in index]
+            given.append(
+                FirstParams(number, shard, origin, ScalarInputs(scalars, arrays))
+            )
+            num_bytes += shard.nbytes
+            del shard
+            if isinstance(leaf, DeferredArray) or num_bytes > GROUP_BYTES:
+                yield given
+                given, num_bytes = [], 0
+    if given:
+        yield given
 
 
 def _part_of(array: jax.Array, index: tuple[slice, ...]) -> np.ndarray:

@@ -9,7 +9,7 @@ more often, or differentiate it, is refused while it is traced.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
@@ -230,6 +230,7 @@ class Wrapped:
     on_existing: OnExisting = "resume"
     updates: UpdateDtype = "gradient"
     average: Average | None = None
+    _last_trace: list[Any] = field(default_factory=list)
 
     @property
     def store(self) -> Store:
@@ -266,10 +267,15 @@ class Wrapped:
     ) -> tuple[InitProgram, UpdateProgram]:
         """Traces the optimizer and divides it between JAX and the store.
 
+        A trace takes as long as optax's, so that of `init` serves the first update.
+
         Raises:
           UnsupportedTransformError: it cannot be divided.
           TypeError: its update needs arguments that are not given.
         """
+        key = [Shapes.of(params), compat.trace_context()]
+        if not extra_args and self._last_trace[:2] == key:
+            return self._last_trace[2]
         try:
             update = trace_update(self.tx, params, extra_args, may_recall=True)
         except TypeError as error:
@@ -285,7 +291,10 @@ class Wrapped:
             ) from None
         check_compressed(self.compression, update)
         self.host.settle(update)
-        return trace_init(self.tx, params), update
+        traced = trace_init(self.tx, params), update
+        if not extra_args:
+            self._last_trace[:] = [*key, traced]
+        return traced
 
     def describe(
         self,

@@ -256,7 +256,9 @@ def _array_document(
 
 
 def create_documents(directory: StoreDirectory, slot: Slot, timestamp_ns: int) -> None:
-    root, made = str(directory.step_path(slot)), set[str]()
+    root = str(directory.step_path(slot))
+    os.makedirs(root, exist_ok=True)
+    made = {root}
     for name, content in step_documents(directory.manifest, timestamp_ns):
         file = f"{root}/{name}"
         _make_folder(os.path.dirname(file), made)
@@ -269,11 +271,15 @@ def _create_chunks(
     directory: StoreDirectory, slot: Slot, leaf: int, state: StateRecord
 ) -> None:
     """Makes an array's chunk files, and their names in the store, all of them new."""
-    record, made = directory.manifest.leaves[leaf], set[str]()
+    record = directory.manifest.leaves[leaf]
     array, step = record.array_name(state.name), str(directory.step_path(slot))
+    made = {step, f"{step}/{array}"}  # which has a document already
     for position in record.held:
         layout = directory.state_chunk(leaf, position, state)
         root = str(directory.data_path(slot, record.csds[position]))
+        if root not in made:
+            os.makedirs(root, exist_ok=True)
+            made.add(root)
         file, link = (f"{place}/{array}/{layout.key}" for place in (root, step))
         _make_folder(os.path.dirname(file), made)
         directory.allocate(file, layout, state)
@@ -283,16 +289,12 @@ def _create_chunks(
 
 
 def _make_folder(folder: str, made: set[str]) -> None:
-    """Makes a directory with those above it, unless it is one of `made`."""
-    if folder in made:
-        return
-    with contextlib.suppress(FileExistsError):
-        try:
+    """Makes a directory, and those above it up to one of `made`."""
+    if folder not in made:
+        _make_folder(os.path.dirname(folder), made)
+        with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
-        except FileNotFoundError:
-            _make_folder(os.path.dirname(folder), made)
-            os.mkdir(folder)
-    made.add(folder)
+        made.add(folder)
 
 
 def _complete_chunk(

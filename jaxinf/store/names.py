@@ -5,6 +5,7 @@ single path component that any POSIX file system takes.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 MASTER_PARAMS = "params"
 """The state that holds the fp32 master params."""
@@ -17,6 +18,7 @@ It follows the optimizer's states."""
 _MAX_NAME_BYTES = 255
 
 
+@lru_cache(maxsize=1 << 16)
 def encode_key(key: str) -> str:
     """Percent-encodes ``/``, ``%`` and control characters, for use in a file name."""
     return "".join(

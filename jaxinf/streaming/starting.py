@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
+    FirstParams,
     StoreDescription,
     Training,
     check_compressed,
@@ -123,4 +124,5 @@ def write_leaf(
     opened.limit_memory(memory_bytes // BUFFERS_SHARE)
     for index, shard in shards:
         origin = [dim.start or 0 for dim in index]
-        training.initialise(description, leaf, shard, origin, inputs)
+        given = FirstParams(leaf, shard, origin, inputs)
+        training.initialise(description, [given])

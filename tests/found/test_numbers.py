@@ -137,3 +137,29 @@ def test_a_nan_that_is_let_through_is_named(open_store, caplog, recwarn, capfd):
     printed = capfd.readouterr()
     said = [caplog.text, printed.out, printed.err, *(str(w.message) for w in recwarn)]
     assert any("NaN" in text and "w" in text and "step" in text for text in said)
+
+
+def adamw_bits(tx, others):
+    params = {"w": jnp.linspace(-1.0, 1.0, 4), **others}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for n in range(1, 21):
+        gradients = jax.tree.map(
+            lambda p, n=n: (p * 0.37 + 0.01 * n).astype(p.dtype), params
+        )
+        updates, state = update(gradients, state, params)
+        params = jax.jit(optax.apply_updates)(params, updates)
+    return np.asarray(params["w"])
+
+
+def test_a_leaf_without_elements_changes_no_bit(open_store):
+    """XLA drops it, so it does not count as a use of what divides the moments."""
+    tx, others = optax.adamw(1e-2), {"empty": jnp.zeros((0, 3))}
+    found = adamw_bits(jaxinf.smart_update(tx, open_store()), others)
+    np.testing.assert_array_equal(found, adamw_bits(tx, others))
+
+
+def test_an_integer_leaf_changes_no_bit_of_the_others(open_store):
+    """In optax's own program it is a second use of what divides the moments."""
+    tx, key = optax.adamw(1e-2), {"key": jax.random.PRNGKey(1)}
+    found = adamw_bits(jaxinf.smart_update(tx, open_store()), key)
+    np.testing.assert_array_equal(found, adamw_bits(tx, {}))

@@ -159,3 +159,47 @@ def test_a_bad_gradient_among_small_leaves_is_named(place):
         bad["bias"] = bad["bias"].at[3].set(jnp.inf)
         with pytest.raises(jaxinf.NonFiniteGradientError, match="gradient of bias;"):
             tx.update(bad, state, params)
+
+
+def small(num):
+    return {f"leaf{n:02}": jnp.full((8, 8), float(n)) for n in range(num)}
+
+
+def num_operations(tx, num):
+    """Number of operations of an update of so many small leaves, for XLA."""
+    params = small(num)
+    state = jax.eval_shape(tx.init, params)
+    text = jax.jit(tx.update).lower(params, state, params).as_text()
+    return text.count("stablehlo.") + text.count(" call @")
+
+
+def test_a_further_leaf_costs_xla_less_than_in_optax(place):
+    plain, added = optax.adamw(1e-2), []
+    for tx in (plain, jaxinf.smart_update(plain, place / "store")):
+        few, many = (num_operations(tx, num) for num in (10, 30))
+        added.append((many - few) / 20)
+    assert added[1] <= 2 < added[0], added
+
+
+def test_init_waits_once_for_small_leaves(place, monkeypatch):
+    handler, waits = jaxinf.engine.pipeline.TransferHandler, []
+    for name in ("run", "drain"):
+        wait = getattr(handler, name)
+        monkeypatch.setattr(
+            handler,
+            name,
+            lambda *args, name=name, wait=wait: waits.append(name) or wait(*args),
+        )
+    with jaxinf.open_store(place / "store") as store:
+        tx = jaxinf.smart_update(optax.adamw(1e-2), store)
+        tx.init(small(30))
+        assert waits == ["run", "drain"]
+
+
+def test_init_in_a_computation_makes_one_call_of_small_leaves(place):
+    tx = jaxinf.smart_update(optax.adamw(1e-2), place / "store")
+    few, many = (
+        jax.jit(tx.init).lower(small(num)).as_text().count("custom_call")
+        for num in (10, 30)
+    )
+    assert few == many == 2  # leaves, and the commit

@@ -16,6 +16,7 @@ import small_stores
 import jaxinf
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
+    FirstParams,
     LeafDescription,
     StoreDescription,
     UpdateRequest,
@@ -95,9 +96,8 @@ class Driver:
         if is_new:
             for number, params in enumerate(self.initial.values()):
                 origin, inputs = (0,) * params.ndim, ScalarInputs()
-                self.training.initialise(
-                    self.description, number, params, origin, inputs
-                )
+                given = FirstParams(number, params, origin, inputs)
+                self.training.initialise(self.description, [given])
             self.training.finish_initialisation(self.scalars(0))
         self.at = self.store.step
         if not is_new:
