@@ -61,6 +61,7 @@ PLAIN: Fields = {
     "problem_type": "single_label_classification",
     "pruned_heads": {},
     "partial_rotary_factor": 1,
+    **dict.fromkeys(("rope_interleaved", "use_mrope"), False),
 }
 """Fields of any family → the value that our models have; an export leaves them out."""
 
@@ -70,14 +71,14 @@ HARMLESS = frozenset(
     use_cache initializer_range gradient_checkpointing chunk_size_feed_forward
     return_dict return_dict_in_generate output_hidden_states output_attentions
     output_scores output_past torchscript use_bfloat16 tf_legacy_loss finetuning_task
-    task_specific_params prefix num_labels id2label label2id is_encoder_decoder
+    task_specific_params prefix is_encoder_decoder is_llama_config max_sequence_length
     attention_dropout attention_probs_dropout_prob attn_pdrop embd_pdrop
     classifier_dropout max_length min_length max_new_tokens do_sample early_stopping
     num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
     repetition_penalty length_penalty no_repeat_ngram_size num_return_sequences
     encoder_no_repeat_ngram_size bad_words_ids remove_invalid_values suppress_tokens
     begin_suppress_tokens exponential_decay_length_penalty unsloth_fixed
-    unsloth_version
+    unsloth_version transformers.js_config
     """.split()
 )
 """Fields of any family on which no logits and no loss depend, besides those that begin
@@ -245,8 +246,9 @@ _GPT2 = Family(
         "tie_word_embeddings": True,
     },
     optional="n_inner",
-    ignored="n_ctx reorder_and_upcast_attn summary_type summary_use_proj "
-    "summary_activation summary_proj_to_labels summary_first_dropout",
+    ignored="n_ctx n_special predict_special_tokens reorder_and_upcast_attn "
+    "summary_type summary_use_proj summary_activation summary_proj_to_labels "
+    "summary_first_dropout",
     aliases=_pairs(
         "hidden_size=n_embd max_position_embeddings=n_positions "
         "num_attention_heads=n_head num_hidden_layers=n_layer"

@@ -5,9 +5,12 @@ Invariant: the library checks a file's header before an element is read. A file 
   within the budget for leaves of any size.
 """
 
+import contextlib
 import json
 import math
 import os
+import secrets
+import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +24,18 @@ import safetensors
 
 from jaxinf.documents import encode, pattern, shown
 from jaxinf.errors import ExchangeError, StoreError
-from jaxinf.exchange.destination import new_directory
 from jaxinf.exchange.sources import Blocks, SourceArray, within
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
 from jaxinf.exchange.trained_params import ParamArray, param_arrays
-from jaxinf.io import check_regular, write_bytes_atomically
+from jaxinf.io import (
+    check_regular,
+    fsync_directory,
+    sync_filesystem,
+    write_bytes_atomically,
+)
 from jaxinf.io.failures import translated
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid, box_runs, portions
-from jaxinf.store import dtype_of, read_foreign
+from jaxinf.store import check_free_space, dtype_of, read_foreign
 from jaxinf.typing import JsonValue, ProgressCallback
 
 DEFAULT_FILE_BYTES = 4 << 30
@@ -50,6 +57,7 @@ _DTYPES |= {
 _NAMES = {name: code for code, name in _DTYPES.items()}
 
 _HEADER_BYTES_AN_ARRAY = 512
+_SLACK_BYTES = 1 << 20
 # Copies of a portion: as read, cast, and with its axes in the tensor's order.
 _COPIES = 3
 
@@ -231,20 +239,12 @@ def write_tensors(
     file_name: str = WEIGHTS_NAME,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Makes a directory of safetensors files; blocks until it is durable.
+    """Makes a directory of safetensors files; as `export_safetensors`.
 
     Args:
-      destination: a directory that does not exist yet.
-      tensors: the tensors in the order of the files.
       metadata: texts for each file's header.
       beside: further files by name, as JSON or bytes.
-      max_file_bytes: size at which another file begins; a tensor is never split.
-      memory_bytes: memory for data in transit.
       file_name: name of the file, if one is enough.
-      progress: called with the bytes of elements done and those in all.
-
-    Raises:
-      As `export_safetensors`.
     """
     if min(max_file_bytes, memory_bytes) < 1 << 20:
         raise ValueError(
@@ -254,7 +254,7 @@ def write_tensors(
     total_bytes = sum(tensor.num_bytes for tensor in tensors)
     files = _divide(tensors, max_file_bytes, file_name)
     room_bytes = total_bytes + _HEADER_BYTES_AN_ARRAY * (len(tensors) + 8)
-    with new_directory(destination, room_bytes) as directory:
+    with _new_directory(destination, room_bytes) as directory:
         done_bytes = 0
         for name, members in files.items():
             path = directory / name
@@ -270,6 +270,37 @@ def write_tensors(
         for name, document in beside.items():
             raw = document if isinstance(document, bytes) else encode(document)
             write_bytes_atomically(directory / name, raw)
+
+
+@contextlib.contextmanager
+def _new_directory(destination: Path, num_bytes: int) -> Iterator[Path]:
+    """Yields a temporary directory, which gets its name when all of it is durable."""
+    if os.path.lexists(destination):
+        raise FileExistsError(
+            f"{destination}: expected a name that is free, found something there; "
+            "remove it, or export to another name"
+        )
+    with translated("creation", destination.parent):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+    check_free_space(
+        {destination.parent: num_bytes + _SLACK_BYTES},
+        "the export takes up to",
+        "free some, or export to another directory",
+    )
+    temporary = destination.with_name(
+        f".{destination.name}.{secrets.token_hex(4)}.partial"
+    )
+    with translated("creation", temporary):
+        temporary.mkdir()
+    try:
+        yield temporary
+        sync_filesystem(temporary)
+        with translated("renaming", destination):
+            os.rename(temporary, destination)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    fsync_directory(destination.parent)
 
 
 def _divide(

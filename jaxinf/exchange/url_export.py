@@ -36,7 +36,7 @@ from jaxinf.store import (
 )
 from jaxinf.typing import ProgressCallback
 
-_COPIES = 4  # of an object: as read, as bytes, in tensorstore, on its way
+_COPIES = 5  # of an object: in the reader, as read, as bytes, in tensorstore, sent
 _MOST_THREADS = 8
 _LEAST_BYTES = 1 << 20
 
@@ -313,12 +313,7 @@ def least_memory(manifest: Manifest) -> int:
         ),
         default=1,
     )
-    return max(_LEAST_BYTES, _memory_for(largest))
-
-
-def _memory_for(largest_bytes: int) -> int:
-    """Returns the memory for one object of this size, beside that of the reader."""
-    return -(-_COPIES * largest_bytes * _COPIES // (_COPIES - 1)) + _COPIES
+    return max(_LEAST_BYTES, _COPIES * largest)
 
 
 def check_memory(chunks: Iterable[ChunkObject], memory_bytes: int) -> int:
@@ -328,15 +323,14 @@ def check_memory(chunks: Iterable[ChunkObject], memory_bytes: int) -> int:
       ValueError: there is too little memory for one.
     """
     largest = max((chunk.num_bytes for chunk in chunks), default=1)
-    num_threads = (memory_bytes - memory_bytes // _COPIES) // (_COPIES * largest)
-    if not num_threads:
-        least = _memory_for(largest)
+    least = _COPIES * largest
+    if memory_bytes < least:
         raise ValueError(
             f"memory of {memory_bytes} bytes: expected at least {least}, as an object "
             f"is written whole and the largest chunk has {largest}; give --memory "
             f"{-(-least >> 20)}MiB"
         )
-    return min(_MOST_THREADS, num_threads)
+    return min(_MOST_THREADS, memory_bytes // least)
 
 
 def _documents(

@@ -176,7 +176,7 @@ def test_places_that_are_refused_before_a_store_is_made(export, place):
 
 def test_its_memory_is_a_part_of_the_stores(export, drive, place):
     options = {"leaves": {"w": ((8, 1 << 16), "float32")}, "chunk_elements": 1 << 16}
-    need = -(-4 * (4 << 16) * 4 // 3)
+    need = 5 * (4 << 16)
     least = 2 * 4 * 8 * 4096
     memory = {"memory_bytes": need + least + 1024}
     driver = export("one", **options, **memory).steps(2)
@@ -184,5 +184,5 @@ def test_its_memory_is_a_part_of_the_stores(export, drive, place):
     assert outcomes(driver) == [(2, "exported")]
     assert driver.store.peak_memory_bytes <= least + 1024
     beside = {"export_to": f"file://{place}/two-out"}
-    with pytest.raises(ValueError, match=rf"beside the {need + 4} of exports"):
+    with pytest.raises(ValueError, match=rf"beside the {need} of exports"):
         export("two", **options, **beside, memory_bytes=need + least - 1024)

@@ -138,6 +138,48 @@ def test_a_mistral_has_the_window_of_transformers():
     assert found.fields["window"] is None
 
 
+PUBLISHED = {
+    "gpt2": {
+        "n_ctx": 64,
+        "n_special": 0,
+        "predict_special_tokens": True,
+        "_num_labels": 1,
+    }
+    | {
+        "summary_type": "cls_index",
+        "attn_pdrop": 0.1,
+        "activation_function": "gelu_new",
+    }
+    | {"task_specific_params": {"text-generation": {"max_length": 50}}},
+    "bloom": {"vocab_size": 300, "n_embed": 32, "n_layer": 2, "num_attention_heads": 4}
+    | {"n_inner": None, "offset_alibi": 100, "skip_bias_add": True, "unk_token_id": 0}
+    | {
+        "attention_softmax_in_fp32": True,
+        "masked_softmax_fusion": True,
+        "seq_length": 64,
+    },
+    "llama": {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 1}
+    | {"transformers.js_config": {}, "torch_dtype": "bfloat16", "mlp_bias": False},
+    "qwen3": {
+        "max_window_layers": 28,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+    | {"use_mrope": False, "attention_dropout": 0.0, "eos_token_id": [1, 2]},
+    "bert": {"directionality": "bidi", "pooler_type": "first_token_transform"}
+    | {"position_embedding_type": "absolute", "gradient_checkpointing": False},
+    "t5": {"n_positions": 64, "initializer_factor": 1.0, "is_encoder_decoder": True}
+    | {"is_gated_act": True, "dense_act_fn": "gelu_new", "output_past": True},
+}
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_fields_of_published_models_are_known(model_type):
+    document = CONFIGS.get(model_type, {}) | PUBLISHED[model_type]
+    found = read_config({"model_type": model_type, **document}, where="config.json")
+    assert found.fields["num_heads"] == 4
+
+
 REFUSED = [
     ("llama", "attention_bias", True, "attention_bias: expected False"),
     ("llama", "no_rope_layers", [1], "'no_rope_layers': expected no such field"),

@@ -16,7 +16,7 @@ from jaxinf.errors import (
     StoreIOError,
     StoreSpaceError,
 )
-from jaxinf.exchange import destination, export_safetensors
+from jaxinf.exchange import export_safetensors, safetensors_files
 from jaxinf.exchange.safetensors_files import read_safetensors
 
 
@@ -85,7 +85,7 @@ def test_a_destination_that_exists_is_refused(make_step, place):
 
 def test_no_space(make_step, place, monkeypatch):
     step, _ = make_step()
-    monkeypatch.setattr(destination, "_SLACK_BYTES", 1 << 60)
+    monkeypatch.setattr(safetensors_files, "_SLACK_BYTES", 1 << 60)
     with pytest.raises(StoreSpaceError, match=r"takes up to .* free some"):
         export_safetensors(step, place / "export")
     assert not list(place.glob("*export*"))
