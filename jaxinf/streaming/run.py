@@ -149,8 +149,9 @@ class Runner:
         self.values = Values() if values is None else values
         self.waited_s = 0.0
         executables = {} if executables is None else executables
-        self._executables = compile_plan(plan, executables)
-        self.plan = plan.without_graph(_temp_bytes(plan, self._executables))
+        self._executables = compiled = compile_plan(plan, executables)
+        plan = plan.varied(output_bytes=output_bytes(plan, compiled))
+        self.plan = plan.without_graph(_temp_bytes(plan, compiled))
         self.dispatched_s = 0.0
         self._in_flight: deque[tuple[int, float, jax.Array | None]] = deque()
         self._numbers: dict[int, jax.Array] = {}
