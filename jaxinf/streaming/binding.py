@@ -15,8 +15,8 @@ from jaxinf.errors import BudgetError
 from jaxinf.streaming.bound import Bound, Ends, Fitted
 from jaxinf.streaming.move.values import make_values
 from jaxinf.streaming.options import Options
+from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.offload import check_tiers
-from jaxinf.streaming.plan.plan import Prepared
 from jaxinf.streaming.run import Runner
 from jaxinf.terminal import exact_bytes
 

@@ -25,9 +25,9 @@ from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.device import check_pinned
+from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.offload import check_leaving, plan_tiers
-from jaxinf.streaming.plan.plan import Prepared
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.plan.saved import saved_cuts, saved_plan

@@ -14,8 +14,8 @@ from jaxinf.program import UpdateProgram
 from jaxinf.streaming.binding import within
 from jaxinf.streaming.bound import Ends, Fitted
 from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import NUM_STAGED
-from jaxinf.streaming.plan.plan import Prepared
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.programs import Program
 from jaxinf.streaming.run import compiled_temp_bytes

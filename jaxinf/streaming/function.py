@@ -21,8 +21,8 @@ from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.near_storage import StoreParamsEnds
 from jaxinf.streaming.options import Options
+from jaxinf.streaming.plan.fit import Prepared, prepare_function
 from jaxinf.streaming.plan.memory import Division, divide_rest, reader_bytes
-from jaxinf.streaming.plan.plan import Prepared, prepare_function
 from jaxinf.streaming.program.initial import BUFFERS_SHARE
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import SHARED, StoreUnits, shared_bytes

@@ -24,8 +24,8 @@ from jaxinf.streaming.move.params import MemoryParams, Params
 from jaxinf.streaming.move.values import value_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.fit import Prepared, prepare
 from jaxinf.streaming.plan.memory import Division, divide_rest
-from jaxinf.streaming.plan.plan import Prepared, prepare
 from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.initial import check_init_fn

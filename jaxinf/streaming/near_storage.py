@@ -21,8 +21,8 @@ from jaxinf.streaming.move.spill import Spill, file_bytes
 from jaxinf.streaming.move.values import value_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide
-from jaxinf.streaming.plan.plan import Prepared
 from jaxinf.streaming.plan.reads import (
     Reading,
     planned_fetches,

@@ -27,8 +27,8 @@ from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
-from jaxinf.streaming.plan.plan import Prepared
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.run import Estimates

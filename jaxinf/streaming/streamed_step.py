@@ -31,8 +31,8 @@ from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.metrics import StreamMetrics
 from jaxinf.streaming.near_storage import StoreEnds
 from jaxinf.streaming.options import Options
+from jaxinf.streaming.plan.fit import Prepared, prepare
 from jaxinf.streaming.plan.memory import check_mesh, return_freed_memory
-from jaxinf.streaming.plan.plan import Prepared, prepare
 from jaxinf.streaming.program.initial import (
     Shard,
     initial_inputs,

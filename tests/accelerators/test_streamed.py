@@ -23,7 +23,7 @@ import jaxinf
 from jaxinf.kernels.standard import standard_kernels
 from jaxinf.streaming import options as step_options
 from jaxinf.streaming.plan import device as planned_device
-from jaxinf.streaming.plan.plan import prepare, prepare_function
+from jaxinf.streaming.plan.fit import prepare, prepare_function
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.run import compile_plan, compiled_bytes
 from jaxinf.streaming.update.on_device import UpdatePrograms

@@ -21,8 +21,8 @@ from jaxinf.schedule.reads import Fetch
 from jaxinf.streaming import options as step_options
 from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.plan import device, memory
+from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.plan.memory import DeviceLimit
-from jaxinf.streaming.plan.plan import prepare
 from jaxinf.streaming.program import units
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.run import Runner

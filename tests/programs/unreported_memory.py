@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxinf.streaming.plan.plan import prepare
+from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.program.programs import compile_program
 
 

@@ -24,7 +24,7 @@ from jaxinf.errors import BudgetError
 from jaxinf.schedule.reads import fetches_of
 from jaxinf.streaming import run as running
 from jaxinf.streaming.plan import offload
-from jaxinf.streaming.plan.plan import prepare
+from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.program.programs import make_programs
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update.micro_batches import first_part, parts_of, together

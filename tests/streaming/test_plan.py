@@ -8,7 +8,7 @@ from streaming import in_memory, smallest_bytes
 from zoo import ZOO
 
 from jaxinf.errors import StreamError
-from jaxinf.streaming.plan.plan import prepare
+from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.program.cut import choose_cuts
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.run import Runner

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinf import compat
-from jaxinf.streaming.plan.plan import prepare
+from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.program.programs import compiler_options, sums_large_products
 
 pytestmark = pytest.mark.optimized

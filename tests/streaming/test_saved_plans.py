@@ -25,8 +25,8 @@ from jaxinf.errors import (
 from jaxinf.store import plan_damages, seal
 from jaxinf.streaming.binding import within
 from jaxinf.streaming.options import Options
+from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.plan.memory import divide
-from jaxinf.streaming.plan.plan import prepare
 from jaxinf.terminal import parse_bytes
 
 

@@ -8,7 +8,7 @@ from jax import lax
 from streaming import assert_near, prepared, smallest_bytes, streamed
 from zoo import ZOO
 
-from jaxinf.streaming.plan.plan import prepare
+from jaxinf.streaming.plan.fit import prepare
 
 pytestmark = pytest.mark.optimized
 

@@ -16,7 +16,7 @@ from jaxinf.store import StoreDirectory
 from jaxinf.streaming import near_storage
 from jaxinf.streaming.move.params import MemoryParams, StoreParams
 from jaxinf.streaming.move.resident import Resident
-from jaxinf.streaming.plan.plan import prepare
+from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.program.units import StoreUnits
 from jaxinf.streaming.run import Runner
 

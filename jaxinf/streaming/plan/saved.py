@@ -22,7 +22,7 @@ from jaxinf.store import (
     write_document,
 )
 from jaxinf.streaming.plan.calls import Plan, Policy
-from jaxinf.streaming.plan.plan import PLAN_VERSION, Prepared
+from jaxinf.streaming.plan.fit import PLAN_VERSION, Prepared
 from jaxinf.streaming.program.meshes import mesh_text
 
 

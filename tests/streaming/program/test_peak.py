@@ -11,7 +11,7 @@ from jaxinf_models import MODELS, abstract_params, config_for, task_loss
 from streaming import smallest_bytes
 from zoo import ZOO
 
-from jaxinf.streaming.plan.plan import prepare
+from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.program.peak import peak_memory
 from jaxinf.streaming.run import Estimates, compiled_bytes
 

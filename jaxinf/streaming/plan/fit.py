@@ -1,4 +1,4 @@
-"""Plans a streamed step: from a loss function to the calls of its programs.
+"""Cuts a loss function so that a step fits in memory, and makes its plan.
 
 Invariant: the same jaxpr and the same cuts give the same programs, in every process.
 """
