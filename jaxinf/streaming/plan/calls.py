@@ -71,7 +71,7 @@ class Call:
         return (*self.program.pieces, *(piece for piece, _ in self.held))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """All calls of a step; as a string, a table of them.
 

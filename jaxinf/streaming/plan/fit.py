@@ -33,7 +33,7 @@ _SHARE = 3
 _MAX_HALVINGS = 14
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # it has all nodes
 class Prepared:
     """A traced loss function, ready to be cut.
 
