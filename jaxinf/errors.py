@@ -157,31 +157,19 @@ class AssignmentError(StreamError):
     """A run would share its updates with the JAX device otherwise than its last step.
 
     Args:
+      recorded: the last step's `device_updates`.
       found: what the run was asked for.
     """
 
-    def __init__(
-        self, store: str, recorded: Mapping[str, str], found: Mapping[str, str]
-    ) -> None:
-        self.store = store
-        self.recorded = recorded
-        self.found = found
-        super().__init__(self._text({name: f"{name}=" for name in found}))
+    def __init__(self, store: str, recorded: int, found: int) -> None:
+        self.store, self.recorded, self.found = store, recorded, found
+        super().__init__(self._text("device_updates=", "replan=True"))
 
-    def _text(self, flags: Mapping[str, str], replan: str = "replan=True") -> str:
-        """Returns the message.
-
-        Args:
-          flags: what is before the value of each argument.
-        """
-
-        def shown(values: Mapping[str, str]) -> str:
-            return " and ".join(flags[name] + value for name, value in values.items())
-
-        what = "it" if len(self.found) == 1 else "them"
+    def _text(self, flag: str, replan: str) -> str:
+        """Returns the message, with what is before a value, and what goes on anyway."""
         return (
-            f"{self.store}: its last step was computed with {shown(self.recorded)}, "
-            f"found {shown(self.found)}; leave {what} out to go on as before, or give "
+            f"{self.store}: its last step was computed with {flag}{self.recorded}, "
+            f"found {flag}{self.found}; leave it out to go on as before, or give "
             f"{replan} to go on with another choice (bits on an accelerator then "
             "differ from here on)"
         )

@@ -26,7 +26,6 @@ from jaxinf.train.step import TrainStep, loss_of, weight_of_part
 from jaxinf.typing import JsonValue, PyTree
 
 _FLAGS = {"memory_bytes": "--memory", "device_memory_bytes": "--device-memory"}
-_OF_ASSIGNMENTS = {"device_updates": "--device-updates "}
 
 
 class Streamed(KeptInStore):
@@ -162,7 +161,7 @@ def _named_flags() -> Iterator[None]:
     except BudgetError as error:
         raise StreamError(error._text(_FLAGS)) from error
     except AssignmentError as error:
-        raise StreamError(error._text(_OF_ASSIGNMENTS, "--replan")) from error
+        raise StreamError(error._text("--device-updates ", "--replan")) from error
 
 
 def _streamed_step(

@@ -188,6 +188,5 @@ def _check_kept(last: CommitRecord, value: DeviceUpdates, store: str) -> None:
             "state that stayed on the JAX device, as in earlier versions of jaxinf; "
             "pass replan=True to go on without (bits on an accelerator may then differ)"
         )
-    if value not in (None, "auto", last.device_updates):
-        recorded = {"device_updates": str(last.device_updates)}
-        raise AssignmentError(store, recorded, {"device_updates": str(value)})
+    if isinstance(value, int) and value != last.device_updates:
+        raise AssignmentError(store, last.device_updates, value)
