@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection
 from pathlib import Path
 
-from jaxinf_models import MODELS, ModelFiles, abstract_params
+from jaxinf_models import MODELS, ModelFiles, TaskName, abstract_params
 
 from jaxinf.command_line import UsageError, expand_home, flags_of
 from jaxinf.csd import parse_csd
@@ -17,7 +17,8 @@ from jaxinf.exchange import ObjectStore
 from jaxinf.streaming import check_resident
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.options import check_options
+from jaxinf.train.data.examples import field_map
+from jaxinf.train.data.options import DataOptions
 from jaxinf.train.freezing import check_frozen
 from jaxinf.train.lora import check_lora
 
@@ -36,10 +37,7 @@ def check(config: TrainConfig) -> TrainConfig:
     _check_ranges(config)
     config = _with_files(config)
     _check_model(config)
-    try:
-        check_options(config, config.task_name, takes_images=config.takes_images)
-    except DataError as error:
-        raise UsageError(str(error)) from error
+    check_data(config, config.task_name, takes_images=config.takes_images)
     _check_trained(config)
     _check_optimizer(config)
     _check_compression(config)
@@ -158,6 +156,11 @@ def _check_ranges(config: TrainConfig) -> None:
             "--batch-size, --seq-len: expected fewer than 2**31 tokens in a batch, got "
             f"{num_tokens}"
         )
+    if config.mode != "stream" and config.batch_size % config.micro_batches:
+        raise UsageError(
+            f"--micro-batches: expected a divisor of the --batch-size "
+            f"{config.batch_size}, got {config.micro_batches}"
+        )
     if config.seed >= 1 << 32:
         raise UsageError(f"--seed: expected less than 2**32, got {config.seed}")
     if config.epochs is not None and not 0 < config.epochs < math.inf:
@@ -212,6 +215,40 @@ def _check_model(config: TrainConfig) -> None:
         )
 
 
+def check_data(
+    options: DataOptions, task: TaskName, *, takes_images: bool = False
+) -> None:
+    """Refuses invalid or contradictory options of data.
+
+    Args:
+      takes_images: whether the model takes images instead of text.
+
+    Raises:
+      UsageError: names the flag, the value found and the remedy.
+    """
+    for name in ("validation_fraction", "mask_rate"):
+        if not 0 < (value := getattr(options, name)) < 1:
+            raise UsageError(
+                f"{_flag(name)}: expected more than 0, less than 1, got {value}"
+            )
+    try:
+        field_map(options.fields)
+    except DataError as error:
+        raise UsageError(str(error)) from error
+    for is_refused, names, why in (
+        (
+            options.validation,
+            ("validation_fraction",),
+            "--validation says what to hold out",
+        ),
+        (task != "masked-lm", ("mask_rate",), f"--task {task} hides no tokens"),
+        (task != "causal-lm", ("loss_on",), f"--task {task} learns no prompts"),
+        (takes_images, ("tokenizer", "fields"), "the model takes images"),
+    ):
+        if is_refused:
+            _refuse(options, names, f"{why}; leave it out")
+
+
 def _check_source(config: TrainConfig) -> None:
     """Refuses flags that contradict the config.json of --from or --model-config."""
     given, others = f"--model-config {config.model_file}", ("model", "preset")
@@ -237,7 +274,7 @@ def _check_optimizer(config: TrainConfig) -> None:
 _OF_THE_STORE = ("store", "elastic", "csd_root", "csd", "memory", "durability")
 _OF_THE_STORE += ("state_tier", "state", "master", "ema", "checkpoint_every")
 _OF_THE_STORE += ("keep_last", "export_every", "export_to", "restore")
-_OF_STREAMING = ("device_memory", "policy", "resident", "micro_batches")
+_OF_STREAMING = ("device_memory", "policy", "resident")
 _OF_STREAMING += ("replan", "deterministic", "device_updates")
 
 
@@ -278,7 +315,7 @@ def _check_processes(config: TrainConfig) -> None:
         )
 
 
-def _refuse(config: TrainConfig, names: Collection[str], why: str) -> None:
+def _refuse(config: DataOptions, names: Collection[str], why: str) -> None:
     """Refuses fields that have another value than the default."""
     for field in dataclasses.fields(config):
         if field.name in names and getattr(config, field.name) != field.default:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxinf_models import num_params
 
 from jaxinf.engine import (
@@ -37,12 +36,12 @@ from jaxinf.streaming.count import num_operations
 from jaxinf.streaming.program.peak import peak_memory
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
-from jaxinf.train.freezing import trained
+from jaxinf.train.freezing import trained, with_zeros
 from jaxinf.train.on_store import KeptInStore
 from jaxinf.train.opening import open_backend
 from jaxinf.train.optimizers import make_optimizer
 from jaxinf.train.processes import sharded_dimension
-from jaxinf.train.step import loss_of
+from jaxinf.train.step import gradients_of, updated
 from jaxinf.train.streamed import Streamed
 from jaxinf.typing import FLOAT32, PyTree
 
@@ -184,19 +183,20 @@ def _program(config: TrainConfig, batch: Batch) -> tuple[int, float]:
     It is loss and gradient in ``--mode update``, and the whole step in memory.
     """
     graphdef, params = config.abstract
-    loss_fn = loss_of(graphdef, config.task_name, config.frozen)
-    gradients_of = jax.value_and_grad(loss_fn)
+    given = config.task_name, config.frozen, config.micro_batches
+    value_and_gradients = gradients_of(graphdef, *given)
     batch = jax.eval_shape(lambda: batch)
     if config.mode == "update":
-        closed = jax.make_jaxpr(gradients_of)(params, batch)
+        closed = jax.make_jaxpr(value_and_gradients)(params, batch)
         return peak_memory(closed).total, num_operations(closed)
     tx = make_optimizer(config)
+    tx = with_zeros(tx) if config.frozen else tx
     state = jax.eval_shape(tx.init, params)
 
     def step(params: PyTree, state: Any, batch: Any) -> Any:
-        value, gradients = gradients_of(params, batch)
+        value, gradients = value_and_gradients(params, batch)
         updates, state = tx.update(gradients, state, params)
-        return jax.tree.map(jnp.add, params, updates), state, value
+        return updated(params, updates), state, value
 
     closed = jax.make_jaxpr(step)(params, state, batch)
     donated = range(len(jax.tree.leaves((params, state))))

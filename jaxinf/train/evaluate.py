@@ -48,18 +48,6 @@ class Evaluation:
         return math.exp(min(self.loss, 700.0))
 
 
-@dataclasses.dataclass(frozen=True)
-class TextEntropy:
-    """The losses that byte statistics alone can reach, in nats per byte.
-
-    Attributes:
-      bigram: entropy of a byte given the one before it.
-    """
-
-    unigram: float
-    bigram: float
-
-
 class Evaluator:
     """Evaluates params of one model on the held-out data."""
 
@@ -101,13 +89,17 @@ class Evaluator:
         fitting = min(max(_LOSS_BUDGET / size, _MIN_BATCHES), _MAX_BATCHES)
         return min(int(fitting), most)
 
-    def text_entropy(self) -> TextEntropy | None:
-        """Returns entropies of the held-out bytes; None if tokens are not bytes."""
+    def text_entropy(self) -> tuple[float, float] | None:
+        """Returns losses that byte statistics alone can reach, in nats per byte.
+
+        They are the entropies of held-out bytes, alone and given the byte before; None
+        if tokens are not bytes.
+        """
         text = self._data.held_out_tokens
         is_bytes = self._data.tokenizer and self._data.tokenizer.name == "bytes"
         if text is None or not is_bytes or text.size < 2:
             return None
-        return TextEntropy(unigram_entropy(text), bigram_entropy(text))
+        return unigram_entropy(text), bigram_entropy(text)
 
     def sample(self, params: PyTree) -> tuple[bytes, bytes]:
         """Returns a prompt from the held-out text and the model's continuation."""

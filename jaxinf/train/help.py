@@ -46,9 +46,8 @@ _OTHER_NAMES = {
     "lr base-lr": "write --learning-rate",
     "num-epochs num-train-epochs max-epochs": "write --epochs",
     "max-steps num-steps num-train-steps max-iters iterations": "write --steps",
-    "gradient-accumulation-steps grad-accum accumulate-grad-batches": "write --mode "
-    "stream --micro-batches N, the parts of a --batch-size, or an optimizer in "
-    "optax.MultiSteps in your own loop",
+    "gradient-accumulation-steps grad-accum accumulate-grad-batches": "write "
+    "--micro-batches N, the parts of a --batch-size",
     "per-device-train-batch-size per-device-batch-size train-batch-size": "write "
     "--batch-size, that of all devices together",
     "output-dir out-dir output": "write --store for the state, --log-dir for logs",

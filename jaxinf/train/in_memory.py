@@ -4,12 +4,10 @@ Invariant: non-finite gradients have the effect that they have in the other mode
 losses are the other modes' to the bit, since no jit computes an update and adds it.
 """
 
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import ScheduleFreeState
@@ -26,12 +24,7 @@ from jaxinf.train.processes import placed
 from jaxinf.train.step import TrainStep, compile_step_of
 from jaxinf.typing import JsonValue, PyTree
 
-_skip = functools.partial(optax.apply_if_finite, max_consecutive_errors=2**31 - 1)
-
-
-class _WatchState(NamedTuple):
-    num_nonfinite: jax.Array
-    inner: Any
+_MOST = 2**31 - 1
 
 
 class InMemory:
@@ -43,11 +36,11 @@ class InMemory:
     def __init__(
         self, config: TrainConfig, optimizer: optax.GradientTransformation
     ) -> None:
-        self._config, self._is_error = config, config.nonfinite == "error"
+        self._config = config
         if config.compression is not None:
             sparse = sparsify(config.compression)
             optimizer = optax.chain(make_clipping(config), sparse, optimizer)
-        tx = _watch(optimizer) if self._is_error else _skip(optimizer)
+        tx = optax.apply_if_finite(optimizer, max_consecutive_errors=_MOST)
         self._tx = with_zeros(tx) if config.frozen else tx
 
     def init(
@@ -87,15 +80,14 @@ class InMemory:
         return lambda: NO_TRAFFIC
 
     def num_skipped(self, state: Any) -> int:
-        if not self._is_error:
-            return int(state.total_notfinite)
-        if int(state.num_nonfinite):
+        num = int(state.total_notfinite)
+        if num and self._config.nonfinite == "error":
             raise NonFiniteGradientError(
                 "NaN or Inf in a gradient: the run ends before it reaches the params. "
                 "Lower the learning rate or clip the gradients, or give --nonfinite "
                 "skip to go on without such batches"
             )
-        return 0
+        return num
 
     def committed_step(self, state: Any) -> int:
         return 0
@@ -116,20 +108,3 @@ def _beside(params: PyTree, tx: optax.GradientTransformation) -> Any:
     whole = NamedSharding(leaves[0].sharding.mesh, PartitionSpec())
     state = jax.eval_shape(tx.init, params)
     return jax.tree.map(lambda one: like.get(one.shape, whole), state)
-
-
-def _watch(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Wraps `tx` to count non-finite gradients; the update stays that of `tx`."""
-
-    def init(params: PyTree) -> _WatchState:
-        return _WatchState(jnp.int32(0), tx.init(params))
-
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None
-    ) -> tuple[PyTree, _WatchState]:
-        finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(updates)]
-        num_nonfinite = state.num_nonfinite + ~jnp.all(jnp.stack(finite))
-        updates, inner = tx.update(updates, state.inner, params)
-        return updates, _WatchState(num_nonfinite, inner)
-
-    return optax.GradientTransformation(init, update)

@@ -82,10 +82,13 @@ def make_batches(config: TrainConfig, data: TrainingData) -> Batches:
     """
     num_processes = jax.process_count()
     num_shares = jax.device_count() if config.distributed else 1
-    if config.batch_size % num_shares:
+    num_parts = config.micro_batches if config.mode != "stream" else 1
+    if config.batch_size % (num_shares * num_parts):
         sharers = f"{num_processes} processes"
         if num_shares > num_processes:
             sharers = f"{num_shares} JAX devices"
+        if num_parts > 1:
+            sharers += f" x {num_parts} micro-batches"
         raise UsageError(
             f"--batch-size: expected a multiple of the {sharers}, got "
             f"{config.batch_size}"

@@ -57,7 +57,7 @@ from jaxinf.train.report import (
 from jaxinf.train.resume import Identity, first_payload
 from jaxinf.train.run_file import text_of_run
 from jaxinf.train.schedules import learning_rates, resolved_settings
-from jaxinf.train.signals import StopRequest
+from jaxinf.train.signals import stop_request
 from jaxinf.train.step import TrainStep
 from jaxinf.train.step_timer import StepTimer
 from jaxinf.train.trackers import Trackers, check_trackers
@@ -259,36 +259,38 @@ class _Run:
 
     def go(self) -> int:
         """Trains until the last step, or until a signal; returns its number or 0."""
-        first, last = self.step, self._config.steps
+        config, first, last = self._config, self.step, self._config.steps
         if first >= last:
             self._console.print(
                 f"already at step {first}, nothing to train: --steps is {last}"
             )
             return 0
         train_step, stopped = self._compile(), 0
-        unit = "images" if self._config.takes_images else "tokens"
+        unit = "images" if config.takes_images else "tokens"
         coming = self._batches.starting_at(Batches.position_of(first))
         with (
             contextlib.closing(coming),
             Progress(self._console, first=first, last=last, unit=unit) as progress,
             self._metrics.recording(functools.partial(self._complete, progress)),
-            StopRequest(self._say_stopping) as stop,
+            stop_request(
+                lambda name: self._console.print(
+                    f"{name}: finishing this step; once more ends at once"
+                )
+            ) as stop,
         ):
-            while self.step < last and not (stopped := self._stops(stop)):
+            while self.step < last:
+                if stopped := self._processes.stop_number(self.step + 1, stop.number):
+                    break
                 progress.step(self._one_step(train_step, next(coming)))
                 self.exports.say_new()
-                if self._is_checkpoint_due():
+                every, is_last = config.checkpoint_every, self.step == last
+                if every and (self.step % every == 0 or is_last):
                     self._keep()
-                if self._is_eval_due():
-                    found = self.evaluate()
-                    self._console.print(
-                        f"step {self.step}: {describe(self._config, found)}"
-                    )
+                every = config.eval_every
+                if every and self.step % every == 0 and not is_last:
+                    text = describe(config, self.evaluate())
+                    self._console.print(f"step {self.step}: {text}")
         return stopped
-
-    def _stops(self, stop: StopRequest) -> int:
-        """Returns the number of the signal that stops all processes now, or 0."""
-        return self._processes.stop_number(self.step + 1, stop.number)
 
     def _compile(self) -> TrainStep:
         """Compiles before the first step, so that its time is like the others'."""
@@ -325,7 +327,12 @@ class _Run:
             raise
         self.step += 1
         rate = self._learning_rate(self._num_updates)
-        is_skipped = self._note_skipped()
+        before, self._num_skipped = (
+            self._num_skipped,
+            self._backend.num_skipped(self._state),
+        )
+        if is_skipped := self._num_skipped > before:
+            self._console.print(f"step {self.step}: skipped, NaN or Inf in a gradient")
         self._num_updates += not is_skipped
         line = StepLine(
             *(self.step, float(loss), num_tokens(batch)),
@@ -338,25 +345,6 @@ class _Run:
         self._timer.ended(costs)
         return line
 
-    def _note_skipped(self) -> bool:
-        before, self._num_skipped = (
-            self._num_skipped,
-            self._backend.num_skipped(self._state),
-        )
-        if self._num_skipped == before:
-            return False
-        self._console.print(f"step {self.step}: skipped, NaN or Inf in a gradient")
-        return True
-
-    def _say_stopping(self, signal_name: str) -> None:
-        self._console.print(
-            f"{signal_name}: finishing this step; once more ends at once"
-        )
-
-    def _is_checkpoint_due(self) -> bool:
-        every, is_last = self._config.checkpoint_every, self.step == self._config.steps
-        return every > 0 and (self.step % every == 0 or is_last)
-
     def _keep(self) -> None:
         assert self._backend.store is not None, "check refuses it in memory"
         self._timer.forget()
@@ -366,10 +354,6 @@ class _Run:
         )
         if name is not None:
             self._console.print(f"step {self.step}: checkpoint {name}")
-
-    def _is_eval_due(self) -> bool:
-        every = self._config.eval_every
-        return every > 0 and self.step % every == 0 and self.step < self._config.steps
 
     @property
     def evaluated(self) -> PyTree:

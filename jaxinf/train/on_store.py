@@ -16,11 +16,12 @@ from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
 from jaxinf.errors import StoreMismatchError
 from jaxinf.exchange import keep_tokenizer, tokenizer_files
-from jaxinf.optimizer import SmartUpdateState
+from jaxinf.optimizer import SmartUpdateState, smart_update
 from jaxinf.store import required_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.metrics import NO_TRAFFIC, Costs
+from jaxinf.train.optimizers import behind_clipping
 from jaxinf.train.pretrained import describe_architecture, is_deferred
 from jaxinf.train.processes import placed
 from jaxinf.train.step import TrainStep, compile_step_of
@@ -104,10 +105,18 @@ class OnStore(KeptInStore):
         self,
         config: TrainConfig,
         store: Store,
-        tx: optax.GradientTransformationExtraArgs,
+        optimizer: optax.GradientTransformation,
     ) -> None:
         super().__init__(config, store)
-        self._tx = tx
+        tx = smart_update(
+            optimizer,
+            store,
+            average=config.average,
+            compress=config.compression,
+            nonfinite=config.nonfinite,
+            updates="float32",  # a resumed run has the params of the store
+        )
+        self._tx = tx if config.compress is None else behind_clipping(config, tx)
 
     def init(
         self,

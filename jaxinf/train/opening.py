@@ -10,13 +10,11 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf.command_line import UsageError
-from jaxinf.engine import Store, divide_for, open_store
-from jaxinf.optimizer import smart_update
+from jaxinf.engine import divide_for, open_store
 from jaxinf.streaming import store_memory_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.in_memory import InMemory
 from jaxinf.train.on_store import OnStore
-from jaxinf.train.optimizers import behind_clipping
 from jaxinf.train.processes import Processes
 from jaxinf.train.streamed import Streamed
 
@@ -72,30 +70,12 @@ def open_backend(
         )
     except (ValueError, NotADirectoryError) as error:
         raise UsageError(str(error)) from error
-    if config.mode == "stream":
-        return Streamed(config, store, optimizer, processes)
-    return OnStore(config, store, _smart(config, optimizer, store))
-
-
-def _smart(
-    config: TrainConfig, optimizer: optax.GradientTransformation, store: Store
-) -> optax.GradientTransformationExtraArgs:
-    """Makes `smart_update`, behind clipping if gradients are compressed.
-
-    Raises:
-      UsageError: the store does not support this compression.
-    """
-    compression = config.compression
+    is_streamed = config.mode == "stream"
     try:
-        tx = smart_update(
-            optimizer,
-            store,
-            average=config.average,
-            compress=compression,
-            nonfinite=config.nonfinite,
-            updates="float32",  # a resumed run has the params of the store
-        )
+        if is_streamed:
+            return Streamed(config, store, optimizer, processes)
+        return OnStore(config, store, optimizer)
     except ValueError as error:
         store.close()
-        raise UsageError(f"--compress {config.compress}: {error}") from error
-    return tx if compression is None else behind_clipping(config, tx)
+        flag = "--mode stream" if is_streamed else f"--compress {config.compress}"
+        raise UsageError(f"{flag}: {error}") from error

@@ -224,9 +224,10 @@ class StreamOptions:
     # many bytes of them, such as 2GiB, which are a part of --memory.
     resident: Annotated[str | None, _shown("{params,BYTES}", "none")] = None
 
-    # For --mode stream, gradient accumulation: parts of a batch. A segment of the model
-    # runs for each part before the next segment, so params are read once for all of
-    # them; activations between segments wait for each part. Gradients are averaged.
+    # Gradient accumulation: parts of a batch that run one after another, so that
+    # activations take the memory of a part; their gradients are averaged, each learned
+    # token alike. In --mode stream a segment of the model runs for each part before the
+    # next segment, so params are read once for all of them.
     micro_batches: int = 1
 
     # For --mode stream: the JAX device computes the updates of every so many parts of

@@ -8,7 +8,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import TypeAlias
 
 from rich.console import Console
@@ -41,8 +40,8 @@ def planning(console: Console) -> Iterator[Say]:
         yield lambda text: status.update(Text(printable(text)))
 
 
-class Progress:
-    """Shows each step when it is done.
+class Progress(contextlib.ExitStack):
+    """Shows each step when it is done; a live line ends with its context.
 
     Args:
       first: number of steps done before.
@@ -52,31 +51,16 @@ class Progress:
     def __init__(
         self, console: Console, *, first: int, last: int, unit: str = "tokens"
     ) -> None:
+        super().__init__()
         self._console, self._unit = console, unit
         self._first, self._last = first, last
         self._started_s = self._shown_s = time.monotonic()
         self._tokens_per_s = self._loss = 0.0
         self._drive = self._stream = ""
-        is_live = console.is_terminal and not console.is_dumb_terminal
-        self._live = Live(console=console, refresh_per_second=4) if is_live else None
-
-    def __enter__(self) -> "Progress":
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def say(self, text: str) -> None:
-        """Prints a line above the live one. Thread-safe."""
-        self._console.print(text)
+        self._live = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            live = Live(console=console, refresh_per_second=4)
+            self._live = self.enter_context(live)
 
     def costs(self, line: StepLine) -> None:
         """Adds the traffic of a committed step."""

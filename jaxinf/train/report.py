@@ -19,7 +19,7 @@ from jaxinf.engine import Store
 from jaxinf.terminal import format_bytes, printable
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.rows import TrainingData
-from jaxinf.train.evaluate import Evaluation, Evaluator, TextEntropy
+from jaxinf.train.evaluate import Evaluation, Evaluator
 from jaxinf.train.freezing import trained
 from jaxinf.train.help import installed, near
 from jaxinf.train.memory import peak_rss_bytes
@@ -110,7 +110,7 @@ def say_evaluation(
     console.print(describe(config, found))
     entropy = evaluator.text_entropy()
     if entropy is not None:
-        console.print(_judgement(found, entropy))
+        console.print(_judgement(found, *entropy))
     prompt, text = map(_shown, evaluator.sample(params))
     if prompt:
         text = text or "(the end, at once)"
@@ -221,8 +221,8 @@ def _shown(text: bytes) -> str:
     return printable(text.decode("utf-8", errors="replace"), keep="\n\t")
 
 
-def _judgement(found: Evaluation, entropy: TextEntropy) -> str:
-    margin = entropy.bigram - found.loss
+def _judgement(found: Evaluation, unigram: float, bigram: float) -> str:
+    margin = bigram - found.loss
     if margin > 0:
         outcome = (
             f"{margin:.3f} better than the bigram: the model has learned more than "
@@ -231,8 +231,8 @@ def _judgement(found: Evaluation, entropy: TextEntropy) -> str:
     else:
         outcome = f"{-margin:.3f} worse than the bigram: train for more steps"
     return (
-        f"in nats a byte; the same text has entropy {entropy.unigram:.3f} by single "
-        f"bytes (unigram) and {entropy.bigram:.3f} given the byte before (bigram)\n"
+        f"in nats a byte; the same text has entropy {unigram:.3f} by single "
+        f"bytes (unigram) and {bigram:.3f} given the byte before (bigram)\n"
         f"{outcome}"
     )
 

@@ -38,7 +38,9 @@ def kept_run(config: TrainConfig) -> Path | None:
     names += ("source", "task", "batch_size", "seq_len", "optimizer", "lora", "freeze")
     if any(getattr(config, name) != getattr(default, name) for name in names):
         return None
-    if config.store is None or not (config.store.expanduser() / "current").exists():
+    if config.store is None:
+        return None
+    if not os.path.exists(os.path.join(os.path.expanduser(config.store), "current")):
         return None
     path = config.logs / "config.toml"
     return path if path.is_file() else None

@@ -59,6 +59,42 @@ def loss_of(
     return loss_fn
 
 
+def gradients_of(
+    graphdef: Any, task: TaskName, frozen: Frozen = _NOTHING, micro_batches: int = 1
+) -> Callable[[PyTree, Any], tuple[jax.Array, PyTree]]:
+    """Returns the loss and its gradients; None for the gradients of frozen leaves.
+
+    Args:
+      micro_batches: Parts of a batch that run one after another. Their gradients, in
+        float32, are weighed by the learned tokens.
+    """
+    has_parts = micro_batches > 1
+    both = jax.value_and_grad(loss_of(graphdef, task, frozen, is_part=has_parts))
+
+    def of_part(params: PyTree, batch: Any) -> tuple[jax.Array, PyTree]:
+        value, gradients = both(params, batch)
+        return value, trained(frozen, gradients)
+
+    def of_all(params: PyTree, batch: Any) -> tuple[jax.Array, PyTree]:
+        def divided(x: Any) -> Any:  # each device has rows of each part
+            return x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1)
+
+        def add(sums: Any, given: Any) -> tuple[Any, None]:
+            part, weight = given
+            return jax.tree.map(
+                lambda s, x: s + weight * x, sums, of_part(params, part)
+            ), None
+
+        parts = jax.tree.map(divided, batch)
+        weights = jax.vmap(lambda part: weight_of_part(part) + jnp.float32(0))(parts)
+        like = jax.eval_shape(of_part, params, batch)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
+        sums, _ = jax.lax.scan(add, zeros, (parts, weights / weights.sum()))
+        return jax.tree.map(lambda s, x: s.astype(x.dtype), sums, like)
+
+    return of_all if has_parts else of_part
+
+
 def weight_of_part(part: Any) -> Any:
     """Returns the number of learned tokens, or 1 where each part has as many."""
     return jnp.sum(part["weights"], dtype=jnp.float32) if "weights" in part else 1.0
@@ -72,6 +108,7 @@ def compile_train_step(
     task: TaskName = "causal-lm",
     is_clipped: bool = True,
     frozen: Frozen = _NOTHING,
+    micro_batches: int = 1,
 ) -> TrainStep:
     """Compiles the step.
 
@@ -79,21 +116,17 @@ def compile_train_step(
       tx: The optimizer, in memory or near storage.
       example: Params, state and a batch; only their shapes count.
       is_clipped: Whether the optimizer computes the norm of the gradients.
-      frozen: As in `loss_of`; the optimizer is given None for their gradients.
+      frozen, micro_batches: As in `gradients_of`.
     """
-    value_and_grad = jax.value_and_grad(loss_of(graphdef, task, frozen))
-
-    def gradients_of(params: PyTree, batch: Any) -> tuple[Any, PyTree]:
-        value, gradients = value_and_grad(params, batch)
-        return value, trained(frozen, gradients)
+    value_and_gradients = gradients_of(graphdef, task, frozen, micro_batches)
 
     def update(gradients: PyTree, state: Any, params: PyTree) -> Any:
         norm = _norm(gradients, is_clipped=is_clipped)
         updates, state = tx.update(gradients, state, params)
-        return _updated(params, updates), state, norm
+        return updated(params, updates), state, norm
 
     def step(params: PyTree, state: Any, batch: Any) -> Any:
-        value, gradients = gradients_of(params, batch)
+        value, gradients = value_and_gradients(params, batch)
         params, state, norm = update(gradients, state, params)
         return params, state, (value, norm)
 
@@ -101,8 +134,10 @@ def compile_train_step(
     if boundaries == "fused":
         return _compile(step, example, donated=(0, 1), results=(params, state, None))
     inputs = (params, batch)
-    first = _compile(gradients_of, inputs, results=(None, trained(frozen, params)))
-    _, gradients = jax.eval_shape(gradients_of, *inputs)
+    first = _compile(
+        value_and_gradients, inputs, results=(None, trained(frozen, params))
+    )
+    _, gradients = jax.eval_shape(value_and_gradients, *inputs)
     gradients = _sharded_like(gradients, _beside(gradients, params))
     if boundaries == "halves":
         results = (params, state, None)
@@ -133,10 +168,11 @@ def compile_step_of(
         task=config.task_name,
         is_clipped=config.clip_norm > 0,
         frozen=config.frozen,
+        micro_batches=config.micro_batches,
     )
 
 
-def _updated(params: PyTree, updates: PyTree) -> PyTree:
+def updated(params: PyTree, updates: PyTree) -> PyTree:
     """Applies updates; leaves without one stay as they are."""
     added = optax.apply_updates(_beside(updates, params), updates)
     return jax.tree.map(
@@ -187,7 +223,7 @@ def _compile_apart(
     update = _compile(update_of, inputs, donated=(0, 1), results=(like, state, None))
     updates, _ = jax.eval_shape(tx.update, gradients, state, params)
     updates = _sharded_like(updates, like)
-    add = _compile(_updated, (params, updates), donated=(0,), results=params)
+    add = _compile(updated, (params, updates), donated=(0,), results=params)
 
     def run(
         gradients: PyTree, state: Any, params: PyTree

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import optax
 
-from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
 from jaxinf.errors import AssignmentError, BudgetError, StreamError
 from jaxinf.streaming import Count, DeviceLimit, StreamedStep, stream
@@ -32,9 +31,6 @@ class Streamed(KeptInStore):
     """Params and the optimizer's state are in the store.
 
     Functions of the params are programs of all processes, which read their members.
-
-    Raises:
-      UsageError: An option of the store is not supported with streaming.
     """
 
     needs_all = True
@@ -48,11 +44,7 @@ class Streamed(KeptInStore):
     ) -> None:
         super().__init__(config, store)
         self._processes = processes
-        try:
-            self._step = _streamed_step(config, store, optimizer)
-        except ValueError as error:
-            store.close()
-            raise UsageError(f"--mode stream: {error}") from error
+        self._step = _streamed_step(config, store, optimizer)
         self._number = self._num_skipped = 0
 
     def init(

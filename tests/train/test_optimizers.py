@@ -12,9 +12,10 @@ from jaxinf.command_line import UsageError
 from jaxinf.native import toolchain
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.freezing import Frozen
 from jaxinf.train.optimizers import check_optimizer, make_optimizer, optax_optimizers
 from jaxinf.train.schedules import learning_rates
-from jaxinf.train.step import compile_train_step
+from jaxinf.train.step import compile_train_step, gradients_of
 
 pytestmark = pytest.mark.optimized
 
@@ -107,6 +108,37 @@ def test_norm_of_a_steps_gradients(boundaries, is_clipped):
     expected = optax.tree.norm(jax.jit(jax.grad(loss_of))(params))
     _, _, (_, norm) = step(*example)
     np.testing.assert_allclose(norm, expected, rtol=1e-5)
+
+
+def test_gradients_of_parts_are_those_of_the_whole():
+    graphdef, params = split(make_model(TINY, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 32, (6, 9), np.int32)
+    weights = rng.integers(0, 2, (6, 8)) * np.arange(6)[:, None].astype(bool)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    batch |= {"weights": weights.astype(np.float32)}  # a row has none
+    frozen = Frozen(("wte/*", "wpe*"))
+    whole, parts = (
+        jax.jit(gradients_of(graphdef, "causal-lm", frozen, num))(params, batch)
+        for num in (1, 3)
+    )
+    assert jax.tree.structure(whole) == jax.tree.structure(parts)
+    for one, other in zip(*map(jax.tree.leaves, (whole, parts)), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert len(jax.tree.leaves(parts)) < len(jax.tree.leaves((0, params)))
+
+
+@pytest.mark.long
+def test_micro_batches_are_the_same_in_update_and_in_memory(run, losses, tmp_path):
+    words = ("--micro-batches", 2, "--steps", 5)
+    assert run("--store", tmp_path / "store", *words) == 0
+    assert run("--mode", "memory", "--log-dir", tmp_path / "memory", *words) == 0
+    found = losses(tmp_path / "store-log")
+    assert found == losses(tmp_path / "memory")
+    whole = ("--mode", "memory", "--log-dir", tmp_path / "whole")
+    assert run(*whole, "--steps", 5) == 0
+    np.testing.assert_allclose(found, losses(tmp_path / "whole"), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

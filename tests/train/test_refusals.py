@@ -122,6 +122,10 @@ def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
         (("--store", "s", "--seq-len", 17), "--seq-len: expected at most 16"),
         (("--store", "s", "--epochs", 1, "--steps", 3), "--epochs says how long"),
         (("--store", "s", "--epochs", 0), "--epochs: expected more than 0"),
+        (
+            ("--store", "s", "--micro-batches", 3),
+            "a divisor of the --batch",
+        ),
         (("--store", "s", "--optimizer", "sgd"), "--learning-rate: expected"),
         (("--store", "s", "--momentum", "0.5"), "write --optimizer-args momentum="),
         (("--store", "s", "--optimizer", "adamix"), "did you mean"),

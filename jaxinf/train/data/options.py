@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from jaxinf_models import TaskName
-
-from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.examples import field_map
 
 
 def shown(metavar: str, default: str) -> Any:
@@ -50,40 +46,3 @@ class DataOptions:
 
     # Share of the tokens that --task masked-lm masks.
     mask_rate: float = 0.15
-
-
-def check_options(
-    options: DataOptions, task: TaskName, *, takes_images: bool = False
-) -> None:
-    """Refuses invalid or contradictory options.
-
-    Args:
-      takes_images: whether the model takes images instead of text.
-
-    Raises:
-      DataError: names the flag, the value found and the remedy.
-    """
-    for name, value in (
-        ("validation-fraction", options.validation_fraction),
-        ("mask-rate", options.mask_rate),
-    ):
-        if not 0 < value < 1:
-            raise DataError(f"--{name}: expected more than 0, less than 1, got {value}")
-    field_map(options.fields)
-    if options.validation:
-        _check_unset(
-            options, "validation_fraction", "--validation says what to hold out"
-        )
-    if task != "masked-lm":
-        _check_unset(options, "mask_rate", f"--task {task} hides no tokens")
-    if task != "causal-lm":
-        _check_unset(options, "loss_on", f"--task {task} learns no prompts")
-    if takes_images:
-        for name in ("tokenizer", "fields"):
-            _check_unset(options, name, "the model takes images")
-
-
-def _check_unset(options: DataOptions, name: str, why: str) -> None:
-    default = next(f.default for f in dataclasses.fields(options) if f.name == name)
-    if getattr(options, name) != default:
-        raise DataError(f"--{name.replace('_', '-')}: {why}; leave it out")

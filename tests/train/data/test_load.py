@@ -11,9 +11,11 @@ import pytest
 import tokenizers
 from small_tokenizers import byte_level, word_level
 
+from jaxinf.command_line import UsageError
+from jaxinf.train.checks import check_data
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.loader import Batches
-from jaxinf.train.data.options import DataOptions, check_options
+from jaxinf.train.data.options import DataOptions
 
 SAVED = Path(__file__).parents[2] / "golden" / "saved_dataset"
 PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(40)]
@@ -396,13 +398,13 @@ def test_labels_out_of_range(load, write):
     ],
 )
 def test_options_that_mean_nothing(options, task, message):
-    with pytest.raises(DataError, match=message):
-        check_options(DataOptions(**options), task)
+    with pytest.raises(UsageError, match=message):
+        check_data(DataOptions(**options), task)
 
 
 def test_images_have_no_tokenizer():
-    with pytest.raises(DataError, match="--tokenizer: the model takes images"):
-        check_options(
+    with pytest.raises(UsageError, match="--tokenizer: the model takes images"):
+        check_data(
             DataOptions(tokenizer=Path("t.json")), "classification", takes_images=True
         )
 
