@@ -89,7 +89,6 @@ from jaxinf.store.making import (
     is_dealt_by,
     is_unfinished,
     lay_out,
-    making_store,
 )
 from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest, Member
 from jaxinf.store.names import (
@@ -238,7 +237,6 @@ __all__ = [
     "list_whole",
     "lock_exclusively",
     "look_at_store",
-    "making_store",
     "member_name",
     "missing_members",
     "next_slot",

@@ -1,29 +1,24 @@
-"""New stores with a first step that is written at once, not by a run.
+"""The places of a new store's chunks: CSDs, members, and what lies beside its steps.
 
-Invariant: the store appears with its first commit, or is removed completely.
+Invariant: every new manifest is made here.
 """
 
 import contextlib
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from jaxinf.documents import MOST_BYTES
-from jaxinf.errors import StoreError, StoreFormatError, StoreSpaceError
+from jaxinf.errors import StoreSpaceError
 from jaxinf.io import open_beneath, read_beneath, write_bytes_atomically
 from jaxinf.layout import assign_csds, assign_owners, reassign_csds
 from jaxinf.store.contents import StoreContents
-from jaxinf.store.creation import check_space, create_store, discard_store
-from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.lock import StoreLock
 from jaxinf.store.manifest import LeafRecord, Manifest, Member
-from jaxinf.store.owned import read_owned
 from jaxinf.store.space import stored_bytes
 from jaxinf.terminal import format_bytes
 
-_LOCKS = ("lock", "publish.lock")
 _BESIDE = ("stream", "tokenizer")
 
 _MOST_FILES = 2 << 20
@@ -288,74 +283,7 @@ def _csds(
     return reassign_csds(chunk_bytes, held_by, num_csds, shares, room)
 
 
-@contextlib.contextmanager
-def making_store(path: Path, manifest: Manifest) -> Iterator[StoreDirectory]:
-    """Makes a store for the body to fill and publish; removes it if that fails.
-
-    An unfinished store of a killed process is removed first, also from its CSDs.
-
-    Args:
-      path: missing, an empty directory, or a store whose creation was interrupted.
-      manifest: a result of `lay_out`.
-
-    Yields:
-      The store's files, preallocated, under its lock.
-
-    Raises:
-      StoreFormatError: the path is in use.
-      StoreSpaceError: there is no room; nothing was written.
-      StoreLockedError: another process makes a store there.
-      StoreIOError: the operating system refused something.
-    """
-    directory = StoreDirectory(path, manifest)
-    check_unused(path)
-    if not is_unfinished(path):  # its removal will make room
-        check_space(directory)
-    path.mkdir(parents=True, exist_ok=True)
-    lock = directory.lock = StoreLock(path)
-    try:
-        check_unused(path)  # another process may have been faster
-        if is_unfinished(path):
-            _discard_leftover(path, manifest)
-            check_space(directory)
-        try:
-            create_store(directory)
-            yield directory
-        except BaseException:
-            with contextlib.suppress(StoreError):
-                discard_store(directory)
-            raise
-    finally:
-        lock.release()
-
-
-def _discard_leftover(path: Path, manifest: Manifest) -> None:
-    """Removes a store that was never finished, and whose lock is held."""
-    named = [Path(root) for root in manifest.csds]
-    discard_store(read_owned(path, named, unmade=True), named)
-
-
 def is_unfinished(path: Path) -> bool:
     """Whether a path has a store whose creation was interrupted; opens no file."""
     is_made = os.path.lexists(path / "current")
     return not is_made and os.path.lexists(path / "jaxinf.json")
-
-
-def check_unused(path: Path, remedy: str = "give another path") -> None:
-    """Refuses a path in use for a new store; an unfinished store does not count.
-
-    Raises:
-      StoreFormatError: names what is there.
-    """
-    if not path.exists() or is_unfinished(path):
-        return
-    found = ["a file"]
-    if path.is_dir():
-        names = [entry.name for entry in path.iterdir()]
-        begun = ".jaxinf.json."  # a manifest that an interrupted call was writing
-        found = [n for n in names if n not in _LOCKS and not n.startswith(begun)]
-    if found:
-        raise StoreFormatError(
-            f"{path}: expected nothing there, or an empty directory, for a new store, "
-            f"found {', '.join(sorted(found)[:3])}; {remedy}"
-        )

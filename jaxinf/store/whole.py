@@ -150,14 +150,6 @@ def link_whole(path: Path, members: Sequence[StoreDirectory], name: str) -> Path
     return place
 
 
-def relink_whole(path: Path, members: Sequence[StoreDirectory], name: str) -> None:
-    """Makes the one directory of a checkpoint again, if there was one."""
-    place = path / "checkpoints" / name
-    if place.exists():
-        _unlink(place)
-        link_whole(path, sorted(members, key=_number), name)
-
-
 def list_whole(path: Path) -> list[CheckpointInfo]:
     """Returns the checkpoints that all members have of one commit, by step and name.
 
