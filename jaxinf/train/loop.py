@@ -248,7 +248,7 @@ class _Run:
         logs.mkdir(parents=True, exist_ok=True)
         self._validation = JsonLines(logs / "validation.jsonl", self.step)
         trackers, self._sums = Trackers(self._config), None
-        if self._config.distributed:
+        if not self._processes.is_alone:
             self._metrics = MetricsLog(logs, self.step)
             self._sums = SumLog(self._processes, logs.parent, self.step, trackers)
         else:

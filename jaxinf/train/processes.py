@@ -63,6 +63,11 @@ class Processes:
         self._num_told = 0
 
     @property
+    def is_alone(self) -> bool:
+        """Whether this is the only process of the run."""
+        return self._service is None
+
+    @property
     def is_first(self) -> bool:
         """Whether this process prints, evaluates, and writes for all."""
         return self._service is None or self._service.process == 0
