@@ -1,4 +1,4 @@
-"""A committed step to be exported: its arrays, read portion by portion.
+"""A committed step to be exported, read portion by portion.
 
 Invariant: files are only read, one portion of an array at a time, and every chunk that
   differs from its checksum is detected.
@@ -10,12 +10,8 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 
-import numpy as np
-
-from jaxinf.errors import ExchangeError
 from jaxinf.layout import Portion, portions
 from jaxinf.store import (
-    MASTER_PARAMS,
     CommitRecord,
     LeafRecord,
     Manifest,
@@ -25,40 +21,10 @@ from jaxinf.store import (
     StoreDirectory,
     dtype_of,
 )
-from jaxinf.typing import AVERAGE, Array
+from jaxinf.typing import Array
 
 DEFAULT_MEMORY_BYTES = 256 << 20
 """Default memory for data in transit in an export or an import."""
-
-
-@dataclass(frozen=True)
-class StoredArray:
-    """A state of a leaf, in the form that the optimizer computes with.
-
-    Attributes:
-      leaf: the leaf's record.
-      state: the state's record; not that of scales or remainders of another state.
-      is_average: whether it is the average in the place of the params.
-    """
-
-    leaf: LeafRecord
-    state: StateRecord
-    is_average: bool = False
-
-    @property
-    def state_name(self) -> str:
-        """Name of its state in an export."""
-        return MASTER_PARAMS if self.is_average else self.state.name
-
-    @property
-    def name(self) -> str:
-        """Its directory below an exported step."""
-        return self.leaf.array_name(self.state_name)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of its elements."""
-        return dtype_of(self.state.decoded().dtype)
 
 
 @dataclass(frozen=True)
@@ -108,42 +74,23 @@ class StepFiles:
             memory_bytes=memory_bytes,
         )
 
-    def arrays(self) -> Iterator[StoredArray]:
-        """Yields all arrays, those of the master params first, then state by state.
-
-        Raises:
-          ExchangeError: there is no average to yield.
-        """
-        names = self.manifest.state_names
-        if self.average:
-            if AVERAGE not in names:
-                raise ExchangeError(
-                    f"{self.path}: expected a store with an average of the params, "
-                    f"found {', '.join(names)}; leave --average out"
-                )
-            names = (AVERAGE,)
-        for name in names:
-            for leaf in self.manifest.leaves:
-                for state in leaf.states:
-                    if state.name == name and not state.is_beside:
-                        yield StoredArray(leaf, state, self.average)
-
     def stream(
-        self, array: StoredArray, max_elements: int
+        self, leaf: LeafRecord, state: StateRecord, max_elements: int
     ) -> Iterator[tuple[Portion, Array]]:
-        """Yields an array portion by portion, in its dtype; blocks.
+        """Yields a leaf's state, decoded, portion by portion; blocks.
 
-        Coded state is decoded.
+        Args:
+          state: not that of scales or remainders of another state.
 
         Raises:
           StoreCorruptError: a chunk is damaged; raised before its last portion.
           StoreIOError: a chunk is missing or too short, or the drive failed.
         """
-        every = portions(array.leaf.grid, max_elements)
+        every = portions(leaf.grid, max_elements)
+        dtype = dtype_of(state.decoded().dtype)
         with self.reader() as reader:
             for chunk, members in groupby(every, key=lambda portion: portion.chunk):
-                pieces = reader.pieces(array.leaf, array.state, [chunk])
-                runs = PieceRuns(pieces, array.dtype)
+                runs = PieceRuns(reader.pieces(leaf, state, [chunk]), dtype)
                 for portion in members:
                     values = runs.take(portion.num_elements)
                     yield portion, values.reshape(portion.extent)

@@ -14,13 +14,15 @@ from jaxinf.errors import ExchangeError, StoreMismatchError
 from jaxinf.exchange.orbax_source import is_orbax, read_orbax
 from jaxinf.exchange.safetensors_files import is_safetensors, read_safetensors
 from jaxinf.exchange.sources import SourceArray
-from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles, StoredArray
+from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
 from jaxinf.store import (
     MASTER_PARAMS,
     ChunkWriter,
     CommitRecord,
+    LeafRecord,
     Manifest,
     Slot,
+    StateRecord,
     StoreDirectory,
     dtype_of,
     hold_store,
@@ -178,21 +180,23 @@ def _untrained(directory: StoreDirectory) -> tuple[Slot, CommitRecord]:
 def _check_fresh(directory: StoreDirectory, slot: Slot) -> None:
     """Refuses to keep a state that `init` computed from params now replaced."""
     files = StepFiles(directory.step_path(slot), directory.manifest)
-    for array in files.arrays():
-        if array.state.name != MASTER_PARAMS and not _is_constant(files, array):
-            raise ExchangeError(
-                f"{directory.path}: {array.state.name} of {array.leaf.name} begins "
-                "with other values than zeros or a constant, so init computed it from "
-                "the params; restore the params yourself and give them to tx.init on "
-                "a new store"
-            )
+    for leaf in directory.manifest.leaves:
+        for state in leaf.states:
+            is_own = state.name != MASTER_PARAMS and not state.is_beside
+            if is_own and not _is_constant(files, leaf, state):
+                raise ExchangeError(
+                    f"{directory.path}: {state.name} of {leaf.name} begins with other "
+                    "values than zeros or a constant, so init computed it from the "
+                    "params; restore the params yourself and give them to tx.init on "
+                    "a new store"
+                )
 
 
-def _is_constant(files: StepFiles, array: StoredArray) -> bool:
+def _is_constant(files: StepFiles, leaf: LeafRecord, state: StateRecord) -> bool:
     first: bytes | None = None
     is_same = True
     # Read to the end: a chunk is verified before its last portion.
-    for _, values in files.stream(array, _CHECKED_ELEMENTS):
+    for _, values in files.stream(leaf, state, _CHECKED_ELEMENTS):
         first = first or values.reshape(-1)[:1].tobytes()
         raw = values.reshape(-1).view(np.uint8).reshape(values.size, -1)
         is_same &= bool((raw == np.frombuffer(first, np.uint8)).all())
