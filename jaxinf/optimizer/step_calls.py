@@ -278,7 +278,7 @@ class StepCalls:
         """Updates all leaves.
 
         Returns:
-          Results in the order of the leaves; statuses in that of the calls.
+          Results in the order of the leaves; statuses in that of `commit`.
         """
         waits = waits_for_updates()
         function = self._host.update if waits else self._host.start
@@ -291,7 +291,8 @@ class StepCalls:
             for call, (results, _) in zip(calls, found, strict=True)
             for leaf, result in zip(call.leaves, results, strict=True)
         }
-        statuses = jnp.concatenate([own for _, own in found])
+        # XLA schedules the calls in this order, that of the tree.
+        statuses = jnp.concatenate([own for _, own in reversed(found)])
         return [by_number[number] for number in range(len(by_number))], statuses
 
     def commit(
@@ -314,7 +315,7 @@ class StepCalls:
         commit = partial(
             self._host.commit,
             self._description,
-            [leaf.number for call in calls for leaf in call.leaves],
+            [leaf.number for call in reversed(calls) for leaf in call.leaves],
             list(inexact),
             is_compared=is_compared,
         )
