@@ -3,7 +3,8 @@
 The optimizer's leaves are the floating-point arrays of the params. A leaf for which the
 program has None instead of a gradient stays as it is, and so do others.
 
-Invariant: nothing here changes; the store keeps the data that `init` gets from a run.
+Invariant: nothing here changes but the last trace, which is kept for the next call; the
+store keeps the data that `init` gets from a run.
 The host is called once a step, for one run; a transformation of JAX that would call it
 more often, or differentiate it, is refused while it is traced.
 """
