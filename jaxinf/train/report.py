@@ -70,16 +70,16 @@ def _rate_line(config: TrainConfig) -> str:
     decay, num_warmup = weight_decay(config), num_warmup_steps(config)
     line = f"{config.optimizer}, learning rate {peak_learning_rate(config):g}, "
     line += f"{config.schedule} after {num_warmup} steps of warm-up"
-    if num_warmup > config.steps / 10:
-        line += " (more than a tenth of the run)"
     if decay is not None:
         line += f", weight decay {decay:g}"
     given = (config.learning_rate, config.warmup_steps)
     if decay is not None:
         given += (config.weight_decay,)
-    if config.source is None or given.count(None) < len(given):
-        return line
-    return f"{line} (defaults for fine-tuning)"
+    if config.source is not None and given.count(None) == len(given):
+        line += " (defaults for fine-tuning)"
+    if num_warmup > config.steps / 10:
+        line += "; the warm-up is more than a tenth of the run"
+    return line
 
 
 def _trained_line(config: TrainConfig) -> str:
