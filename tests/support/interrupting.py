@@ -139,10 +139,8 @@ class Stored:
         self.store = small_stores.open_store(path, chunk_elements=4096)
         memory = {"memory_bytes": 27 << 20}
         if policy in ("keep", "recompute"):  # with little room to read ahead
-            memory = {
-                "memory_bytes": 40 << 20,
-                "device_memory_bytes": (2 << 20) // parts,
-            }
+            device_bytes = 2 << 20 if parts == 1 else 10 << 20  # values of parts leave
+            memory = {"memory_bytes": 40 << 20, "device_memory_bytes": device_bytes}
         self.step = jaxinf.stream(
             loss_fn,
             TX,
@@ -224,7 +222,7 @@ KINDS = {"store": Stored, "memory": InMemory, "function": Function}
 def main(folder, policy, parts, what, every, again=""):
     global NUM_ROWS
     if policy == "offload":  # values are too large for its memory
-        offload.SMALL_BYTES, NUM_ROWS = 1, 8192 * int(parts)
+        offload.SMALL_BYTES, NUM_ROWS = 1, 8192
     seed = f"{policy} {parts} {what} {again}"
     chosen = random.Random(seed)
     interrupting = Interrupting()

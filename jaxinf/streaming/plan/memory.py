@@ -90,9 +90,8 @@ class Division:
         is_staged = self.staged > 0 and not is_on_device
         host_bytes = self.staged if is_staged else self.programs
         if num_bytes >= host_bytes:
-            limit = self.limit if is_on_device else "memory_bytes"
             raise BudgetError(
-                limit,
+                "memory_bytes" if is_staged else self.limit,
                 f"it leaves {host_bytes} bytes for the program, and {purpose} takes "
                 f"{num_bytes}",
                 num_bytes - host_bytes + 1,
