@@ -40,7 +40,7 @@ from finetune_results import (
     say,
 )
 from flax import nnx
-from jaxinf_models import abstract_params, make_model, split
+from jaxinf_models import abstract_params, deferred_params, make_model, split
 
 from jaxinf.cli import main as jaxinf_main
 from jaxinf.compress import sparsify
@@ -49,7 +49,7 @@ from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.optimizers import make_clipping, make_optimizer
-from jaxinf.train.pretrained import deferred_params, held_params
+from jaxinf.train.pretrained import held_params
 from jaxinf.train.step import compile_train_step
 
 BATCH_SIZE = 16

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from typing import Any
 
 import pytest
 import transformers
@@ -240,7 +241,8 @@ def test_other_rotations_are_refused_by_name(rope, expected):
 def test_rotations_are_those_of_transformers(top, scaling, parameters):
     document = {k: v for k, v in _LLAMA.items() if not k.startswith("rope")} | top
     document |= {"rope_scaling": scaling, "rope_parameters": parameters}
-    theirs = transformers.LlamaConfig(**copy.deepcopy(document)).rope_parameters
+    config: Any = transformers.LlamaConfig(**copy.deepcopy(document))
+    theirs = config.rope_parameters
     found = read_config({"model_type": "llama", **document}, where="config.json")
     base, ours = found.fields["rope_base"], found.fields["rope_scaling"]
     assert base == theirs["rope_theta"]
