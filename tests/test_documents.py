@@ -204,6 +204,7 @@ for number in range(40):
     picture = Path("pictures", "odd" if number % 2 else "even", f"{number}.png")
     picture.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (8, 8), (number, 0, 0)).save(picture)
+Path("run.toml").write_text('store = "runs/file/store"\\n')
 """,
 }
 """What else a reader of a page, or of a section, has: Python, and `sh` for commands."""
