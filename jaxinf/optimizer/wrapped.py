@@ -39,6 +39,7 @@ from jaxinf.program import (
     InitProgram,
     UpdateProgram,
     is_trained,
+    leaf_infos,
     missing_arguments,
     trace_init,
     trace_update,
@@ -272,8 +273,10 @@ class Wrapped:
 
         Raises:
           UnsupportedTransformError: it cannot be divided.
-          TypeError: its update needs arguments that are not given.
+          TypeError: a leaf is no array, or its update needs arguments that are not
+            given.
         """
+        leaf_infos(params)
         key = [Shapes.of(params), compat.trace_context()]
         if not extra_args and self._last_trace[:2] == key:
             return self._last_trace[2]
