@@ -158,7 +158,7 @@ class Readers:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "JAX_PLATFORMS": "cpu", **_ARROW},
+                env={**os.environ, "JAX_PLATFORMS": "cpu", **_FEW_RESERVES},
             )
         self._child.stdin.write(f"{reader} {number}\n")
         self._child.stdin.flush()
@@ -170,7 +170,8 @@ class Readers:
         return "died", f"exit status {status}"
 
 
-_ARROW = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # others reserve a whole GiB each
+# Arrow's other pools reserve a whole GiB each, and malloc 64 MiB for each thread.
+_FEW_RESERVES = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "2"}
 
 
 def _limit_memory():
