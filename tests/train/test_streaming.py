@@ -108,7 +108,7 @@ def test_evaluation_and_sample_are_those_of_mode_update(run, tmp_path, capsys):
         assert run("--store", where, *words, *mode) == 0
         log = (tmp_path / f"store{len(found)}-log/validation.jsonl").read_text()
         lines = [json.loads(line) for line in log.splitlines()]
-        sample = capsys.readouterr().out.split("sample, after")[1].split("store  ")[0]
+        sample = capsys.readouterr().out.split("sample, after")[1].split("\ntime  ")[0]
         found.append(([line["loss"] for line in lines], sample))
         assert (where / "checkpoints/best").exists()
     for losses, sample in found[1:]:
