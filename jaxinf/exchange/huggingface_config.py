@@ -11,12 +11,11 @@ from typing import Any
 
 from jaxinf.documents import DocumentError, convert, shown
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.huggingface_families import (
-    FAMILIES,
+from jaxinf.exchange.huggingface_families import FAMILIES, T5_GATED
+from jaxinf.exchange.huggingface_family import (
     KINDS,
     LABELS,
     PLAIN,
-    T5_GATED,
     Count,
     Document,
     Family,

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange.huggingface_config import Architecture, read_config_file
-from jaxinf.exchange.huggingface_families import Family, Tensor
+from jaxinf.exchange.huggingface_family import Family, Tensor
 from jaxinf.exchange.safetensors_files import is_safetensors, read_safetensors
 from jaxinf.exchange.sources import SourceArray, within
 from jaxinf.io.buffers import aligned_array
