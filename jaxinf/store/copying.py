@@ -215,8 +215,7 @@ def _of_one(
     if held is not None and [n.chunk_shape for n in held.leaves] != shapes:
         held = None
     room = room_for_shares(roots, held, len(source.steps) + 1) if shares else ()
-    made = lay_out(contents, shapes, roots, held=held, shares=shares, room=room)
-    return replace(made, store_id=uuid.uuid4().hex)
+    return lay_out(contents, shapes, roots, held=held, shares=shares, room=room)
 
 
 def _roots(

@@ -40,9 +40,8 @@ def lay_out(
       contents: the store's leaves; the places in a manifest are ignored.
       chunk_shapes: chunk shape of each leaf.
       csd_roots: CSD roots for the chunks; empty for the store itself.
-      held: an existing store with these contents, to be rebalanced: it keeps its id,
-        and chunks keep their CSDs as far as the loads allow. By default the store is
-        new and gets a new id.
+      held: an existing store with these contents: chunks keep their CSDs as far as the
+        loads allow.
       shares, room: as for `assign_csds`; by default bytes are dealt evenly.
 
     Raises:
@@ -63,7 +62,7 @@ def lay_out(
             for leaf, own in zip(leaves, chunk_bytes, strict=True)
         ),
         created_by=contents.created_by,
-        store_id=uuid.uuid4().hex if held is None else held.store_id,
+        store_id=uuid.uuid4().hex,
         csds=tuple(csd_roots),
     )
 

@@ -16,7 +16,7 @@ _LOG = logging.getLogger("jaxinf")
 _TIMES_SLOWER = 2.5
 _NUM_ROUNDS = 3
 _LEAST_GAIN = 1.25
-"""A drive is named if steps wait that much longer than they would by a rebalance."""
+"""A drive is named if steps wait that much longer than with shares by speed."""
 
 _MIN_SECONDS = 0.1
 """Rounds in which a CSD was busy for less are ignored."""
