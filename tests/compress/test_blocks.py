@@ -57,7 +57,7 @@ def test_largest_of_each_chunk(shape, chunk_elements):
     [
         ("exact", None),
         ("threshold", "bfloat16"),
-        ("exact", "float16"),
+        pytest.param("exact", "float16", marks=pytest.mark.long),
         pytest.param("threshold", None, marks=pytest.mark.long),
         pytest.param("exact", "bfloat16", marks=pytest.mark.long),
         pytest.param("threshold", "float16", marks=pytest.mark.long),

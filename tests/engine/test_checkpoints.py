@@ -6,6 +6,7 @@ import os
 import shutil
 
 import pytest
+from families import family
 from store_driver import Driver
 
 import jaxinf
@@ -32,7 +33,7 @@ def is_clean(driver, name):
     return not Verifier(driver.opened.directory).verify(path_of(driver, name))
 
 
-@pytest.mark.parametrize("num_csds", [0, 3])
+@pytest.mark.parametrize("num_csds", family([0, 3], short=[3]))
 @pytest.mark.parametrize("durability", ["step", 4, "checkpoint"])
 def test_a_checkpoint_stays_as_it_is(drive, num_csds, durability):
     driver = drive(num_csds=num_csds, durability=durability).init().steps(3)
@@ -98,7 +99,7 @@ def test_removing_gives_the_space_back(drive, place, num_csds):
     driver.steps(2).check(13)
 
 
-@pytest.mark.parametrize("num_csds", [0, 3])
+@pytest.mark.parametrize("num_csds", family([0, 3], short=[3]))
 def test_restoring_goes_on_from_a_checkpoint(drive, num_csds):
     driver = drive(num_csds=num_csds).init()
     driver.store.annotate(4, {"at": 4})

@@ -125,7 +125,7 @@ def reopened(path):
 STAGES = ["nothing", "unpublished", "half", "all", "synced", "record", "link"]
 
 
-@pytest.mark.parametrize("num_csds", [0, 2])
+@pytest.mark.parametrize("num_csds", family([0, 2], short=[2]))
 @pytest.mark.parametrize("stage", STAGES)
 def test_stopped_at_each_stage(place, drive, stage, num_csds):
     """Copies the store in the middle of a step, and opens the copy in its place."""

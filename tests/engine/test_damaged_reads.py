@@ -1,9 +1,12 @@
 """Every reader of a store's chunks refuses a chunk with a flipped bit."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import safetensors.numpy
 from copies import copied
+from families import family
 from flipped_bits import flip
 
 from jaxinf.cli import main
@@ -83,8 +86,9 @@ CASES.remove(("params", convert))  # a link, whose readers refuse it
 CASES += [("trace", use) for use in [*ALL, imports]]
 
 
-@pytest.mark.parametrize("where", ["first", "last"])
-@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize(
+    ("leaf", "where"), family(product(LEAVES, ["first", "last"]), short=[("w", "last")])
+)
 @pytest.mark.parametrize(("state", "use"), CASES)
 def test_a_flipped_bit_is_refused(drive, capsys, place, state, use, leaf, where):
     driver = drive(leaves=LEAVES).init()

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import small_stores
+from families import family
 
 import jaxinf
 from jaxinf.errors import StoreError
@@ -25,7 +26,10 @@ def reopened(drive, driver, place):
 
 @pytest.mark.parametrize(
     ("durability", "committed"),
-    [("step", 7), (1, 7), (2, 6), (3, 6), (7, 7), (100, 0), ("checkpoint", 0)],
+    family(
+        [("step", 7), (1, 7), (2, 6), (3, 6), (7, 7), (100, 0), ("checkpoint", 0)],
+        short=[("step", 7), (3, 6), ("checkpoint", 0)],
+    ),
 )
 def test_a_crash_costs_the_steps_since_the_last_commit(
     drive, place, durability, committed
@@ -176,7 +180,7 @@ def run_transform(path, bad_steps, num_steps=9, **options):
         return jax.device_get(params), int(state.step), int(state.skipped_steps)
 
 
-@pytest.mark.parametrize("durability", [4, "checkpoint"])
+@pytest.mark.parametrize("durability", family([4, "checkpoint"], short=[4]))
 def test_a_gradient_that_is_not_finite_is_skipped_in_place_too(tmp_path, durability):
     options = {"bad_steps": (2, 5), "nonfinite": "skip"}
     wanted = run_transform(tmp_path / "each", **options)

@@ -7,6 +7,7 @@ import signal
 import endless_exports
 import pytest
 from copies import copied
+from families import family
 
 import jaxinf
 from jaxinf.errors import ExchangeError
@@ -61,7 +62,9 @@ def export(drive, place):
         driver.store._training.exports.end(waits=False)
 
 
-@pytest.mark.parametrize("durability", ["step", "checkpoint"])
+@pytest.mark.parametrize(
+    "durability", family(["step", "checkpoint"], short=["checkpoint"])
+)
 def test_due_steps_are_exported_while_the_run_goes_on(export, place, durability):
     driver = export(durability=durability, num_csds=2, state="bf16")
     path, expected = driver.store.path, {}

@@ -1,8 +1,10 @@
 """State that stays on the host: fewer bytes move, and nothing else changes."""
 
 import shutil
+from itertools import product
 
 import pytest
+from families import family
 
 from jaxinf.errors import StoreCorruptError, StoreError
 from jaxinf.io.pages import page_ceil
@@ -49,8 +51,10 @@ def moved(driver, num_steps):
     return traffic.drive_read_bytes, traffic.drive_write_bytes
 
 
-@pytest.mark.parametrize("num_csds", [0, 3])
-@pytest.mark.parametrize("tier", [0, 200_000, 700_000, ALL])
+@pytest.mark.parametrize(
+    ("tier", "num_csds"),
+    family(product([0, 200_000, 700_000, ALL], [0, 3]), short=[(700_000, 0), (ALL, 3)]),
+)
 def test_what_stays_is_not_read_again(tiered, tier, num_csds):
     driver = tiered(tier=tier, num_csds=num_csds).init().steps(2)
     driver.training.join()
@@ -67,7 +71,7 @@ def test_what_stays_is_not_read_again(tiered, tier, num_csds):
     driver.check(9)
 
 
-@pytest.mark.parametrize("tier", [700_000, ALL])
+@pytest.mark.parametrize("tier", family([700_000, ALL], short=[700_000]))
 def test_with_rare_commits_it_is_written_at_a_commit_alone(tiered, tier):
     driver = tiered(tier=tier, durability=3).init().steps(3)
     driver.training.join()
@@ -80,8 +84,8 @@ def test_with_rare_commits_it_is_written_at_a_commit_alone(tiered, tier):
     driver.check(9)
 
 
-@pytest.mark.parametrize("tier", [200_000, 700_000, ALL])
-@pytest.mark.parametrize("durability", [3, "checkpoint"])
+@pytest.mark.parametrize("tier", family([200_000, 700_000, ALL], short=[200_000]))
+@pytest.mark.parametrize("durability", family([3, "checkpoint"], short=[3]))
 def test_a_crash_costs_the_steps_since_the_last_commit(tiered, place, tier, durability):
     driver = tiered(tier=tier, durability=durability).init().steps(5)
     driver.training.join()
@@ -109,9 +113,13 @@ def test_what_shows_the_store_writes_first(tiered, place):
     assert tiered(tier=0).init().at == 8
 
 
-@pytest.mark.parametrize("tier", [700_000, ALL])
-@pytest.mark.parametrize("durability", ["step", 3])
-@pytest.mark.parametrize("order", [[0], [3, 1], [0, 1, 2, 3]])
+@pytest.mark.parametrize(
+    ("tier", "durability", "order"),
+    family(
+        product([700_000, ALL], ["step", 3], [[0], [3, 1], [0, 1, 2, 3]]),
+        short=[(700_000, "step", [3, 1]), (ALL, 3, [0, 1, 2, 3])],
+    ),
+)
 def test_a_step_that_is_given_up_leaves_memory_as_before(
     tiered, tier, durability, order
 ):

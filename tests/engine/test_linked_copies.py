@@ -7,6 +7,7 @@ data that it still needs.
 import subprocess
 
 import pytest
+from families import family
 
 from jaxinf.errors import StoreLockedError
 from jaxinf.store import Verifier
@@ -28,7 +29,7 @@ def linked_copy(driver):
     return copy, {file: file.read_bytes() for file in chunks}
 
 
-@pytest.mark.parametrize("durability", ["step", 4, "checkpoint"])
+@pytest.mark.parametrize("durability", family(["step", 4, "checkpoint"], short=[4]))
 def test_a_copy_between_steps(drive, durability):
     driver = drive(durability=durability, **OPTIONS).init().steps(2)
     driver.store._training.join()
@@ -49,7 +50,7 @@ def test_a_copy_between_steps(drive, durability):
     driver.steps(2).check(7)
 
 
-@pytest.mark.parametrize("durability", ["step", 4])
+@pytest.mark.parametrize("durability", family(["step", 4], short=["step"]))
 def test_a_copy_in_the_middle_of_a_chunk(drive, durability):
     """Subgroups that were written before the copy are still there after it."""
     options = OPTIONS | {"num_workers": 1}  # a copy takes names that stay

@@ -38,7 +38,14 @@ def loads(driver):
     return [num_bytes / sum(found) for num_bytes in found]
 
 
-@pytest.mark.parametrize("shares", [(3, 1), (0.5, 2.0, 1.5), (1, 1)])
+@pytest.mark.parametrize(
+    "shares",
+    [
+        pytest.param((3, 1), marks=pytest.mark.long),
+        (0.5, 2.0, 1.5),
+        pytest.param((1, 1), marks=pytest.mark.long),
+    ],
+)
 def test_chunks_are_dealt_by_shares_with_the_same_bits(on, drive, shares, caplog):
     driver = on(shares).init().steps(3)
     wanted = [share / sum(shares) for share in shares]

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import optax
 import pytest
+from families import family
 from store_driver import LEAVES, RATE, TX
 
 from jaxinf.csd.cards.memory import set_bytes
@@ -18,7 +19,7 @@ NUM_BYTES = 8  # of state a param: master and momentum
 LARGE = {"odd": ((5, 100_003), "float32"), "row": ((70_001,), "float32")}
 
 
-@pytest.mark.parametrize("num_csds", [0, 1, 3])
+@pytest.mark.parametrize("num_csds", family([0, 1, 3], short=[3]))
 @pytest.mark.parametrize(
     "options",
     [
@@ -85,7 +86,7 @@ def test_too_little_memory(drive, place):
     driver.close()
 
 
-@pytest.mark.parametrize("memory_pages", [8, 9, 23, 1000])
+@pytest.mark.parametrize("memory_pages", family([8, 9, 23, 1000], short=[23]))
 def test_any_order_of_arrival(drive, memory_pages):
     options = {"num_workers": 4, "memory_bytes": memory_pages * NUM_BYTES * PAGE}
     driver = drive(chunk_elements=PAGE, **options).init()
@@ -128,7 +129,7 @@ FROZEN_LEAVES = {
 }
 
 
-@pytest.mark.parametrize("num_csds", [0, 2])
+@pytest.mark.parametrize("num_csds", family([0, 2], short=[2]))
 def test_frozen_leaves_cost_nothing(drive, num_csds):
     labels = {"cold": "freeze", "half": "freeze", "warm": "train"}
     tx = optax.multi_transform({"train": TX, "freeze": optax.set_to_zero()}, labels)

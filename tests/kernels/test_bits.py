@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
 
 from jaxinf.kernels import compiled
 from jaxinf.native import toolchain
@@ -134,27 +135,12 @@ def differing_bits(tx, shapes, num_steps):
     return counts
 
 
-# Cases that `make test` leaves out, because another case tests the promise.
-LONG = {
-    "adam_eps_root", "adam_nesterov", "adamw_no_decay", "sgd_rate_1",
-    "momentum_rate_1", "nesterov_bfloat16", "sgd_decay", "lion_no_decay",
-    "lion_one_beta", "rmsprop", "rmsprop_all", "adabelief", "adadelta", "adamax",
-    "amsgrad", "lars", "radam", "yogi", "adam_bfloat16", "adam_clipped_by_half",
-    "adam_hardly_clipped",
-}  # fmt: skip
-
-
-def each_of(names):
-    return [
-        pytest.param(name, marks=[pytest.mark.long] if name in LONG else [])
-        for name in names
-    ]
-
-
 NONE = {"params": 0, "updates": 0, "slots": 0}
 
 
-@pytest.mark.parametrize("name", each_of(CASES))
+@pytest.mark.parametrize(
+    "name", family(CASES, short=["adamw", "lion_bfloat16", "sgd", "sgd_schedule"])
+)
 def test_no_bit_differs_from_jitted_optax(name):
     tx = CASES[name]
     assert differing_bits(tx, [(1023,)], 20) == NONE
@@ -164,17 +150,22 @@ def test_no_bit_differs_from_jitted_optax(name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "adam", "adam_eps_root", "adam_bfloat16", "adamw", "adamw_all",
-        "sgd", "momentum", "nesterov", "adagrad", "lion", "lion_bfloat16",
-    ],
+    family(
+        [
+            "adam", "adam_eps_root", "adam_bfloat16", "adamw", "adamw_all",
+            "sgd", "momentum", "nesterov", "adagrad", "lion", "lion_bfloat16",
+        ],
+        short=["adamw", "sgd"],
+    ),
 )  # fmt: skip
 def test_leaves_of_one_element(name):
     for shapes in ([(1,)], [()], [(8,), (), (1, 1)]):
         assert differing_bits(CASES[name], shapes, 20) == NONE
 
 
-@pytest.mark.parametrize("name", ["adamw", "adagrad", "lion", "nesterov"])
+@pytest.mark.parametrize(
+    "name", family(["adamw", "adagrad", "lion", "nesterov"], short=["lion"])
+)
 def test_a_million_elements(name):
     """XLA splits the loops of such leaves among its threads."""
     assert differing_bits(CASES[name], [(1_000_003,)], 4) == NONE

@@ -8,6 +8,7 @@ import ctypes
 
 import numpy as np
 import pytest
+from families import family
 
 from jaxinf.io import crc32c
 from jaxinf.layout.codecs import decode_int8, encode_int8
@@ -55,7 +56,9 @@ EXPORTED int can_fold(int fold) { return jaxinf::folds.of[fold] != nullptr; }
 """
 
 
-@pytest.fixture(scope="module", params=toolchain.levels())
+@pytest.fixture(
+    scope="module", params=family(toolchain.levels(), short=toolchain.levels()[:1])
+)
 def library(request, tmp_path_factory):
     compiler = toolchain.find_compiler()
     if compiler is None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import family
 
 from jaxinf.kernels import compiled
 from jaxinf.kernels.standard import standard_kernels
@@ -24,6 +25,11 @@ KERNELS = {
     for name, kernel in standard_kernels().items()
     if is_computable(kernel) and name not in OTHERWISE
 }
+QUICK = (
+    *("adagrad_schedule", "adam_schedule", "adamw_clipped_schedule", "adamw_nesterov"),
+    *("lion_schedule", "rmsprop_momentum", "rmsprop_schedule", "sgd_momentum_schedule"),
+    *("sgd", "sgd_nesterov_schedule"),
+)
 SPECIAL = [0.0, -0.0, 1e-40, np.inf, -np.inf, np.nan, 1 + 2**-8, 1 + 3 * 2**-8, 3e38]
 
 
@@ -39,7 +45,7 @@ def arguments(kernel, num, seed):
 
 
 @pytest.mark.skipif(not toolchain.levels(), reason="no kernels for this processor")
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", family(KERNELS, short=QUICK))
 def test_a_function_has_the_bits_of_the_compiled_kernel(name):
     kernel = KERNELS[name]
     compute, add = jax.jit(partial(kernel_function, kernel)), jax.jit(jnp.add)

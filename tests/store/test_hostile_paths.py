@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from copies import copied
+from families import family
 from store_driver import Driver
 
 import jaxinf
@@ -27,6 +28,9 @@ from jaxinf.store import (
 )
 
 on_csds = pytest.mark.parametrize("store", [2], indirect=True, ids=["2 CSDs"])
+first_without_csds = pytest.mark.parametrize(
+    "store", family([0, 2], short=[0]), indirect=True, ids=["no CSDs", "2 CSDs"]
+)
 
 LEAVES = {"scale": ((), "float32"), "w": ((2, 4096), "float32")}
 
@@ -156,6 +160,11 @@ FOLDERS = (
     *("checkpoints/.new-1", "checkpoints/.gone-1", "snapshots/old", "stream"),
     *("checkpoints/kept/default", "checkpoints/kept/state"),
 )
+KINDS = (  # one of each kind, for `make test`
+    *("lock", "jaxinf.json", "slots/b/params.w/c/0/0", "slots/a/commit.json"),
+    *("checkpoints/kept/jaxinf.json", "snapshots/old/owner.lock", "stream/plan"),
+    *("slots", "slots/b/params.w", "current", "checkpoints", "snapshots/old"),
+)
 
 
 def use(path):
@@ -213,7 +222,8 @@ def train(path):
         driver.close()
 
 
-@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+@pytest.mark.parametrize("name", family([*FILES, *FOLDERS], short=KINDS))
+@first_without_csds
 def test_a_link_that_leads_out(store, victim, name):
     target = victim / "file" if name in FILES else victim
     replaced(store.path / name, target)
@@ -253,6 +263,7 @@ def test_the_directory_on_a_csd_is_no_link(store, victim, place):
 @pytest.mark.parametrize(
     "name", ["slots/b/params.w/c/0/0", "stream/x", "checkpoints/x", "snapshots/y/c"]
 )
+@first_without_csds
 def test_a_pipe(store, victim, name):
     path = store.path / name
     path.parent.mkdir(parents=True, exist_ok=True)

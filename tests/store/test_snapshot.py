@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from families import family
 
 from jaxinf.errors import StoreFormatError, StoreIOError
 from jaxinf.store import CommitRecord, find_leaf, open_array, prune_snapshots, snapshot
@@ -32,7 +33,7 @@ def files_below(*roots):
     return sorted(str(p) for root in roots for p in root.rglob("*"))
 
 
-@pytest.mark.parametrize("num_csds", [0, 1, 3])
+@pytest.mark.parametrize("num_csds", family([0, 1, 3], short=[3]))
 def test_holds_its_step(make_directory, write_step, place, num_csds):
     directory = make_directory(num_csds=num_csds)
     first = write_step(directory, "a", 0)

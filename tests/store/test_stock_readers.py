@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 import zarr
+from families import family
 
 from jaxinf.store import StateRecord, save_checkpoint, snapshot
 
@@ -25,7 +26,7 @@ STATES = (
 )
 
 
-@pytest.fixture(params=[0, 3], ids=["no CSD root", "3 CSD roots"])
+@pytest.fixture(params=family([0, 3], short=[3]), ids=["no CSD root", "3 CSD roots"])
 def committed(request, make_directory, write_step):
     """A store at step 3, and its arrays."""
     directory = make_directory(num_csds=request.param, states=STATES)
@@ -34,7 +35,11 @@ def committed(request, make_directory, write_step):
     return directory, write_step(directory, "b", 3)
 
 
-@pytest.fixture(params=["current", "snapshot", "checkpoint"])
+@pytest.fixture(
+    params=family(
+        ["current", "snapshot", "checkpoint"], short=["current", "checkpoint"]
+    )
+)
 def opened(request, committed):
     """A path to the committed step, and its arrays."""
     directory, arrays = committed
@@ -81,7 +86,7 @@ def test_zarr_python(opened):
     check({name: np.asarray(group[name]) for name in arrays}, arrays)
 
 
-@pytest.mark.parametrize("kind", ["pytree", "standard"])
+@pytest.mark.parametrize("kind", family(["pytree", "standard"], short=["standard"]))
 def test_orbax(opened, kind):
     path, arrays = opened
     kinds = {"pytree": ocp.PyTreeCheckpointer, "standard": ocp.StandardCheckpointer}
