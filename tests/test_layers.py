@@ -22,6 +22,7 @@ LAYERS = [
         "schedule",
         "command_line",
         "interrupts",
+        "processes",
     },
     {"store", "kernels", "compress"},
     {"csd", "exchange"},

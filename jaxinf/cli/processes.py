@@ -9,7 +9,6 @@ Invariant: a process that works says so all the while; one that is silent for th
 
 import contextlib
 import io
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +20,9 @@ import tyro
 from jaxinf import compat
 from jaxinf.cli.members import is_run, lost_chunks, over_members, title_of
 from jaxinf.command_line import UsageError
-from jaxinf.engine.channel import Channel
-from jaxinf.engine.members import join_members, member_path
+from jaxinf.engine.member_opening import join_run
 from jaxinf.errors import JaxinfError, ProcessError, StoreFormatError
+from jaxinf.processes import LIMIT_S, Group, end_process
 from jaxinf.store import (
     HeldSteps,
     StepId,
@@ -31,15 +30,13 @@ from jaxinf.store import (
     agreed_step,
     held_steps,
     look_at_store,
+    member_name,
 )
 from jaxinf.terminal import make_console, printable
 from jaxinf.train.options import LaunchOptions
 from jaxinf.train.processes import connect
 from jaxinf.typing import JsonValue
 
-_SILENCE_S = 60.0
-
-_LEAVE_S = 1.5
 _UNSEEN = 2  # the status where a member is not seen
 
 
@@ -48,7 +45,7 @@ class TogetherOptions(LaunchOptions):
     """How processes make a command together."""
 
     # For --distributed: a process that is silent for so long is named, in seconds.
-    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = _SILENCE_S
+    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = LIMIT_S
 
     def check_together(self) -> None:
         """Refuses flags of several processes in one, and a limit of no time."""
@@ -81,42 +78,39 @@ def over_processes(
     """
     path = path.expanduser().absolute()
     connect(launch, timeout_s)
-    service = compat.coordination()
-    if service is None:
+    group = join_run(path)
+    if group.is_alone:
+        if compat.coordination() is not None:
+            raise UsageError(
+                f"{path}: expected one path in all processes, found others"
+            )
         if not is_run(path):
             return 0 if action(str(path)) else 1
         return over_members(path, action, as_json=as_json)
-    members = join_members(path)
-    member = members.member
-    if member is None:
-        raise UsageError(f"{path}: expected one path in all processes, found others")
-    channel = members.channel("command", timeout_s)
-    with channel.living():
-        channel.say("seen", _seen(member_path(path, member.number), action))
-        if service.process == 0:
-            found = [_heard(channel, number, "seen") for number in range(member.count)]
-            status = _report(path, found, as_json=as_json)
-            verdict = [status, None in found]
-            channel.say("verdict", verdict)
-        else:
-            verdict = _heard(channel, 0, "verdict")
-    if verdict is None:
-        text = f"jaxinf: {path}: process 0 is silent; look at its output"
-        print(text, file=sys.stderr)
-    status, has_silent = verdict or (_UNSEEN, True)
+    group = group.part("command", limit_s=timeout_s)
+
+    def report() -> JsonValue:
+        found = [_heard(group, number) for number in range(group.count)]
+        return [_report(path, found, as_json=as_json), None in found]
+
+    try:
+        with group.living():
+            group.say("seen", _seen(path / member_name(group.number), action))
+            status, has_silent = group.first("the report", report)
+    except ProcessError as error:
+        print(f"jaxinf: {error}", file=sys.stderr)
+        status, has_silent = _UNSEEN, True
     if has_silent:  # JAX would wait for it at exit
         sys.stdout.flush()
         sys.stderr.flush()
-        if service.process == 0:
-            service.leave(_LEAVE_S)
-        os._exit(status)
+        end_process(group, status)
     return status
 
 
-def _heard(channel: Channel, number: int, what: str) -> Any:
-    """Returns what a process says; None if it is silent for too long."""
+def _heard(group: Group, number: int) -> Any:
+    """Returns what a process has seen; None if it is silent for too long."""
     try:
-        return channel.hear(number, what)
+        return group.hear("seen", number)
     except ProcessError:
         return None
 
@@ -156,7 +150,7 @@ def _report(path: Path, found: list[Any], *, as_json: bool) -> int:
     is_lost = False
     for number, one in enumerate(found):
         if one is not None and (one["steps"] or one["text"]):
-            console.print(f"\n{member_path(path, number).name}")
+            console.print(f"\n{member_name(number)}")
             print(one["text"], end="", flush=True)
             continue
         is_lost = True
@@ -165,7 +159,7 @@ def _report(path: Path, found: list[Any], *, as_json: bool) -> int:
             why = one.get("why", "has no member of the run")
         console.print(f"\nprocess {number}: {printable(why)}")
         with contextlib.suppress(JaxinfError):
-            manifest = StoreDirectory.open(member_path(path, 0)).manifest
+            manifest = StoreDirectory.open(path / member_name(0)).manifest
             for line in lost_chunks(manifest, number):
                 console.print(printable(f"  {line}"))
     if is_lost:

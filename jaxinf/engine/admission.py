@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxinf.engine.description import StoreDescription
-from jaxinf.engine.members import division_advice
+from jaxinf.engine.member_opening import division_advice
 from jaxinf.engine.options import StoreOptions, check_writable
 from jaxinf.errors import (
     DeviceConfigurationError,

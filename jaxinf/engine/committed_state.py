@@ -244,7 +244,7 @@ class CommittedState:
             return read_box(origin, extent)
 
         sharding = getattr(like, "sharding", None)
-        if not self._training.members.is_alone:
+        if not self._training.group.is_alone:
             return self._read_parts(number, shape, dtype, sharding, read_box)
         # As uncommitted as `like`; otherwise a jitted step would be compiled again.
         if sharding is None or not getattr(like, "committed", True):
@@ -264,7 +264,7 @@ class CommittedState:
         Where the shards' holders own their chunks, each shard is put together by
         itself; otherwise the leaf is in the memory of every host for a while.
         """
-        opened, in_all = self._training.opened, self._training.members.in_all
+        opened, in_all = self._training.opened, self._training.group.in_all
         what = f"params of {opened.directory.manifest.leaves[number].name}"
         is_global = isinstance(sharding, NamedSharding)
         is_global = is_global and isinstance(sharding.mesh, Mesh)
@@ -329,9 +329,9 @@ class CommittedState:
         with self._training.paused():
             path, commit = committed_step(self._training.opened)
             with StepReader(path, commit, directory=self._directory) as reader:
-                if self._training.members.is_alone:
+                if self._training.group.is_alone:
                     return reader.read(record, chosen)
-                part = self._training.members.in_all(
+                part = self._training.group.in_all(
                     f"read {leaf}", lambda: reader.read_held(record, chosen)
                 )
                 return gathered_whole(part)

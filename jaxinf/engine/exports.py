@@ -18,8 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxinf.engine.channel import Channel
-from jaxinf.engine.members import Members
 from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import JaxinfError, ProcessError
 from jaxinf.exchange import (
@@ -34,6 +32,7 @@ from jaxinf.exchange import (
     least_memory,
     url_of_step,
 )
+from jaxinf.processes import Group
 from jaxinf.store import (
     CommitRecord,
     PinnedStep,
@@ -69,11 +68,12 @@ class ExportInfo:
 
 
 class _Export:
-    """One export, and what the processes say of it."""
+    """One export, and the group of processes that make it."""
 
-    def __init__(self, step: int, url: str, channel: Channel) -> None:
-        self.step, self.url, self.channel = step, url, channel
+    def __init__(self, step: int, url: str, run: Group, number: int) -> None:
+        self.step, self.url = step, url
         self.stop, self.ended = threading.Event(), threading.Event()
+        self.group = run.part(f"export-{number}", stop=self.stop)
         self.done_bytes, self.total_bytes = 0, 0
 
     def note(self, done_bytes: int, total_bytes: int) -> None:
@@ -87,8 +87,8 @@ class _Export:
 class Exports:
     """The exports of a store. Thread-safe."""
 
-    def __init__(self, options: StoreOptions, members: Members) -> None:
-        self._options, self._members = options, members
+    def __init__(self, options: StoreOptions, group: Group) -> None:
+        self._options, self._group = options, group
         self._found: dict[int, ExportInfo] = {}  # by the number of the due step
         self._current: _Export | None = None
         self._is_checked = False
@@ -114,12 +114,8 @@ class Exports:
             check_exports(url, due)
             return [url, every]
 
-        given = self._members.agree("the place of exports", checked)
-        if any(one != given[0] for one in given):
-            raise ProcessError(
-                f"{self._options.path}: expected one export_to and export_every in all "
-                f"processes, found {given}"
-            )
+        what = "export_to and export_every"
+        self._group.agree(what, checked, "give the same to open_store in all")
         self._is_checked = True
 
     def infos(self) -> list[ExportInfo]:
@@ -136,12 +132,12 @@ class Exports:
         """
         assert self._options.export_to is not None
         number, last = len(self._found), self._current
-        channel = self._members.channel(f"export-{number}")
-        export = _Export(step, url_of_step(self._options.export_to, step), channel)
+        url = url_of_step(self._options.export_to, step)
+        export = _Export(step, url, self._group, number)
         self._found[number] = ExportInfo(step, export.url, "under way")
         pin = contextlib.ExitStack()
         try:
-            if self._is_skipped(channel, last):
+            if self._is_skipped(export.group, last):
                 self._skip(number, export, last)
                 return
             check_pinnable(directory)
@@ -157,13 +153,11 @@ class Exports:
             pin.close()
             self._end(number, export, error)
 
-    def _is_skipped(self, channel: Channel, last: _Export | None) -> bool:
+    def _is_skipped(self, group: Group, last: _Export | None) -> bool:
         """Whether the step is skipped; the first process decides for all."""
-        if self._members.number == 0:
-            is_skipped = last is not None and not last.ended.is_set()
-            channel.say("turn", is_skipped)
-            return is_skipped
-        is_skipped = channel.hear(0, "turn")
+        is_skipped = group.first(
+            "a step's turn", lambda: last is not None and not last.ended.is_set()
+        )
         if last is not None and not is_skipped:
             last.stop.set()  # the first process has told its end, perhaps a failure
             last.ended.wait()
@@ -171,7 +165,7 @@ class Exports:
 
     def _skip(self, number: int, export: _Export, last: _Export | None) -> None:
         self._found[number] = ExportInfo(export.step, export.url, "skipped")
-        if self._members.number == 0:
+        if self._group.number == 0:
             _LOG.warning(
                 "%s: step %d is not exported, since an earlier one is still under way: "
                 "%s; training goes on. Export fewer steps",
@@ -201,7 +195,8 @@ class Exports:
         outcome, problem = "exported", ""
         if error is not None:
             outcome, problem = "failed", f"{type(error).__name__}: {error}"
-            export.channel.fail(problem)
+            with contextlib.suppress(ProcessError):  # the service is gone
+                export.group.say("failed", problem)
             _LOG.warning(
                 "%s: step %d is not exported to %s: %s. What is there, if anything, is "
                 "no export yet%s",
@@ -219,45 +214,38 @@ class Exports:
         step = StepFiles(pinned.path, manifest)
         memory_bytes = least_memory(manifest)
         transit = Transit(memory_bytes, progress=export.note, stop=export.stop)
-        if self._members.is_alone:
+        if self._group.is_alone:
             beside = files_beside(self._options.path)
             export_url(step, export.url, beside=beside, transit=transit)
             return
-        place, channel = ObjectStore(export.url, export.stop), export.channel
-        channel.say("record", _part_of_record(step.commit))
-        whole = self._begun(place, step, export) if channel.number == 0 else None
-        if whole is None:
-            channel.hear(0, "begun", export.stop)
-        copy_chunks(place, step, transit)
-        channel.say("copied")
-        if whole is None:
-            channel.hear(0, "end", export.stop)
-            return
-        for number in range(1, self._members.count):
-            channel.hear(number, "copied", export.stop)
-        whole.complete()
-        channel.say("end")
+        with export.group.living():
+            self._write_part(export, step, transit)
 
-    def _begun(self, place: ObjectStore, step: StepFiles, export: _Export) -> UrlExport:
-        """Begins an export of all processes; called by the first one."""
-        records = [step.commit]
-        for number in range(1, self._members.count):
-            part = export.channel.hear(number, "record", export.stop)
-            records.append(_as_record(step.commit, part))
+    def _write_part(self, export: _Export, step: StepFiles, transit: Transit) -> None:
+        """Writes this process's part of an export of all."""
+        group, place = export.group, ObjectStore(export.url, export.stop)
+        parts = group.gather("record", lambda: _part_of_record(step.commit))
+        records = [_as_record(step.commit, part) for part in parts]
         if len({record.commit for record in records}) > 1:
             raise ProcessError(
-                f"{self._members.path}: expected step {step.commit.step} in all "
-                f"processes, found steps {[record.step for record in records]}"
+                f"{group.where}: expected step {step.commit.step} in all processes, "
+                f"found steps {[record.step for record in records]}"
             )
-        whole = UrlExport(
-            place,
-            whole_manifest(step.manifest),
-            whole_record(step.manifest, records),
-            files_beside(self._options.path),
-        )
-        whole.begin()
-        export.channel.say("begun")
-        return whole
+        made: list[UrlExport] = []
+
+        def begin() -> None:
+            manifest = whole_manifest(step.manifest)
+            record = whole_record(step.manifest, records)
+            beside = files_beside(self._options.path)
+            made.append(UrlExport(place, manifest, record, beside))
+            made[0].begin()
+
+        def end() -> None:
+            made[0].complete()
+
+        group.first("the beginning", begin)
+        group.in_all("the copy", lambda: copy_chunks(place, step, transit))
+        group.first("the end", end)
 
     # --- the end -------------------------------------------------------------------
 

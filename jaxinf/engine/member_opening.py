@@ -6,23 +6,27 @@ written, since each judges the same summaries of all.
 
 import hashlib
 import json
+import os
+import socket
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jaxinf.engine.members import Members, division_advice, place_of_root
 from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
+from jaxinf.processes import Group, join_group
 from jaxinf.store import (
     CommitRecord,
     HeldSteps,
     Manifest,
+    Member,
     StepId,
     StoreDirectory,
     StoreLock,
     agreed_step,
     find_checkpoint,
+    member_name,
     next_slot,
 )
 from jaxinf.typing import JsonValue
@@ -30,7 +34,39 @@ from jaxinf.typing import JsonValue
 _ASIDE = "move the run's directory aside, in all places where it lies, and start anew"
 
 
-def held_summary(path: Path, members: Members, restore: str | None) -> JsonValue:
+def join_run(path: Path) -> Group:
+    """Finds out who has a path, which is no store of one process if several have it.
+
+    Raises:
+      ProcessError: some processes do not come, or give another path.
+      StoreFormatError: there is a store of one process at the path.
+    """
+    group = join_group(path)
+    if not group.is_alone and (path / "jaxinf.json").exists():
+        raise StoreFormatError(
+            f"{path}: expected a run of {group.count} processes, which has a store in "
+            f"{member_name(0)} and so on, found the store of one process; "
+            f"{division_advice(path, group.count)}"
+        )
+    return group
+
+
+def division_advice(path: Path, count: int) -> str:
+    """Says how a run goes on with another number of processes."""
+    return (
+        f'divide it among {count}: jaxinf store copy "{path}" "{path}" --processes '
+        f"{count} (the trainer's --elastic does it), or start it as before"
+    )
+
+
+def own_member(group: Group) -> Member | None:
+    """Returns this process's part in a run that begins now; None if it is alone."""
+    if group.is_alone:
+        return None
+    return Member(group.session, group.number, group.count)
+
+
+def held_summary(path: Path, group: Group, restore: str | None) -> JsonValue:
     """Describes an existing member to the others.
 
     Args:
@@ -40,7 +76,7 @@ def held_summary(path: Path, members: Members, restore: str | None) -> JsonValue
       StoreError: it is not this process's member, is damaged, or lacks the checkpoint.
     """
     directory = StoreDirectory.open(path)
-    check_alone(directory, members)
+    check_alone(directory, group)
     held, slot = directory.manifest.member, directory.committed_slot()
     assert held is not None
     current = None if slot is None else _step_id(directory, slot)
@@ -127,36 +163,36 @@ def go_on_from(directory: StoreDirectory, lock: StoreLock, step: StepId | None) 
     directory.flip(next_slot(slot))
 
 
-def check_alone(directory: StoreDirectory, members: Members) -> None:
+def check_alone(directory: StoreDirectory, group: Group) -> None:
     """Refuses a store that is not of this process's kind, or another member's.
 
     Raises:
       StoreMismatchError: names the difference.
     """
     held, path = directory.manifest.member, directory.path
-    if held is None and members.is_alone:
+    if held is None and group.is_alone:
         return
     if held is None:
         raise StoreMismatchError(
-            f"{path}: expected the member of a run of {members.count} processes, found "
+            f"{path}: expected the member of a run of {group.count} processes, found "
             "the store of one process; run it in one, or give another path"
         )
-    if members.is_alone:
+    if group.is_alone:
         raise StoreMismatchError(
             f"{path}: expected the store of one process, found member {held.number} of "
             f"a run of {held.count} processes; start these, call "
             "jax.distributed.initialize before open_store, and open the run's path "
             f"({path.parent})"
         )
-    if (held.number, held.count) != (members.number, members.count):
+    if (held.number, held.count) != (group.number, group.count):
         raise StoreMismatchError(
-            f"{path}: expected member {members.number} of {members.count}, found "
+            f"{path}: expected member {group.number} of {group.count}, found "
             f"member {held.number} of {held.count}; run with {held.count} processes, "
             "each with its number and its directory of before"
             + (
                 ""
-                if held.count == members.count
-                else f", or {division_advice(path.parent, members.count)}"
+                if held.count == group.count
+                else f", or {division_advice(path.parent, group.count)}"
             )
         )
 
@@ -166,7 +202,7 @@ def planned_summary(manifest: Manifest, options: StoreOptions) -> JsonValue:
     return {
         "contents": _digest(manifest),
         "versions": _versions(),
-        "roots": [place_of_root(root) for root in options.csd_roots],
+        "roots": [_place_of_root(root) for root in options.csd_roots],
     }
 
 
@@ -213,6 +249,11 @@ def _held_steps(summary: Any) -> HeldSteps:
         return HeldSteps(None, None)
     ids = [summary[name] for name in ("current", "spare")]
     return HeldSteps(*(None if one is None else StepId(*one) for one in ids))
+
+
+def _place_of_root(root: Path) -> JsonValue:
+    """Returns what tells whether two processes would share a CSD root."""
+    return [socket.gethostname(), os.path.realpath(root)]
 
 
 def _digest(manifest: Manifest) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxinf.engine.members import Members
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.training import Training
+from jaxinf.processes import Group
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -54,7 +54,7 @@ class OpenStores:
         self,
         options: StoreOptions,
         given: Mapping[str, Any],
-        members: Members | None = None,
+        group: Group | None = None,
     ) -> Opened:
         """Returns the store that is open at a path, or opens one.
 
@@ -62,7 +62,7 @@ class OpenStores:
 
         Args:
           given: the options that the caller has set, by name.
-          members: the processes that have the store together; by default this one.
+          group: the processes that have the store together; by default this one.
 
         Raises:
           ValueError: an option that the caller has set differs from the open store's.
@@ -83,7 +83,7 @@ class OpenStores:
             if held is not None:
                 _check_given(held.training, options, given)
                 return held
-            held = Opened(Training(options, members))
+            held = Opened(Training(options, group))
             with self._guard:
                 self._by_path = {p: self._by_path[p] for p in self._live()}
                 self._by_path[options.path.resolve()] = held

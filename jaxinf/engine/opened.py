@@ -13,7 +13,6 @@ from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.division import longest
 from jaxinf.engine.exports import Exports
 from jaxinf.engine.failure import StoreHealth
-from jaxinf.engine.members import Members
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.pipeline import TransferHandler
 from jaxinf.engine.shape import StoreShape
@@ -21,6 +20,7 @@ from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.updaters import Assignment
 from jaxinf.errors import StoreMismatchError
 from jaxinf.io import ByteMeters, file_progress, span
+from jaxinf.processes import Group
 from jaxinf.store import (
     COMMIT,
     SCHEDULE_FREE,
@@ -53,16 +53,16 @@ class StoreRun:
     health: StoreHealth
     meters: ByteMeters
     new_id: str
-    members: Members
+    group: Group
     exports: Exports
 
     @classmethod
-    def of(cls, options: StoreOptions, members: Members) -> "StoreRun":
+    def of(cls, options: StoreOptions, group: Group) -> "StoreRun":
         health = StoreHealth(options.path)
         new_id = uuid.uuid4().hex
-        exports, meters = Exports(options, members), ByteMeters()
-        members.report(lambda: hash((meters.snapshot(), file_progress())))
-        return cls(options, health, meters, new_id, members, exports)
+        exports, meters = Exports(options, group), ByteMeters()
+        group.report(lambda: hash((meters.snapshot(), file_progress())))
+        return cls(options, health, meters, new_id, group, exports)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class OpenStore(StoreShape):
       commit: the committed step's record; None for a store that was just made.
 
     Attributes:
-      options, health, meters, members, exports: of the run.
+      options, health, meters, group, exports: of the run.
       directory: the files.
       chunks: the newest version of each chunk.
       fleet, csds: the CSDs that update the chunks.
@@ -110,7 +110,7 @@ class OpenStore(StoreShape):
         commit: CommitRecord | None,
     ) -> None:
         super().__init__(run.options, directory, csds.layouts)
-        self.health, self.meters, self.members = run.health, run.meters, run.members
+        self.health, self.meters, self.group = run.health, run.meters, run.group
         self.exports = run.exports
         self.is_new = self._has_whole_slots = commit is None
         self.commit = commit or CommitRecord(step=0, scalar_state=())
@@ -230,17 +230,20 @@ class OpenStore(StoreShape):
         if self.handler.flush():
             self.chunks.end_step()
         self.chunks.share_unwritten()
+        group = self.group
         record = replace(
             self.finished,
             checksums=self.chunks.checksums(),
             documents=self._documents,
-            commit=self.members.next_commit(),
+            commit="" if group.is_alone else f"{group.session}-{group.num_barriers}",
         )
         slot = self.chunks.target
         actions: dict[CommitAction, Callable[[], None]] = {
             CommitAction.SYNC: self.directory.sync,
             CommitAction.RECORD: lambda: self.directory.write_record(slot, record),
-            CommitAction.MEET: lambda: self.members.meet(record.step),
+            CommitAction.MEET: lambda: group.barrier(
+                f"step {record.step} is not committed here", record.step
+            ),
             CommitAction.FLIP: lambda: self.directory.flip(slot),
         }
         for action in COMMIT:

@@ -231,7 +231,7 @@ def _parts(
         for index, values in distinct_shards(array)
     ]
     is_fit = all(opened.divides(leaf, o, v.shape) for o, v in shards)
-    if not is_fit and opened.members.is_alone:
+    if not is_fit and opened.group.is_alone:
         values = np.asarray(array)
         shards = [([0] * values.ndim, values)]
     while shards:

@@ -25,6 +25,7 @@ from jaxinf.engine.member_opening import (
     check_plans,
     go_on_from,
     held_summary,
+    own_member,
     planned_summary,
 )
 from jaxinf.engine.opened import OpenedCsds, OpenStore, StoreRun
@@ -109,20 +110,20 @@ class StorePlace:
         Raises:
           StoreError: as `jaxinf.open_store` documents; the lock is given back.
         """
-        if not self._run.members.is_alone:
+        if not self._run.group.is_alone:
             return self._open_member()
         self._lock = StoreLock(self.path)
         return self._open_locked(self._lock)
 
     def _open_member(self) -> OpenStore | None:
-        members, path = self._run.members, self.path
+        group, path = self._run.group, self.path
         opened: OpenStore | None = None
 
         def own() -> JsonValue:
             if not self.is_there():
                 return None
             self._lock = StoreLock(path)
-            return held_summary(path, members, self._options.restore)
+            return held_summary(path, group, self._options.restore)
 
         def recover() -> None:
             nonlocal opened
@@ -131,8 +132,8 @@ class StorePlace:
                 opened = self._open_locked(self._lock)
 
         try:
-            step = check_members(path, members.agree("open_store", own))
-            members.agree("open_store", recover)
+            step = check_members(path, group.gather("open_store", own))
+            group.gather("open_store", recover)
         except BaseException:
             if opened is not None:
                 opened.close()
@@ -167,7 +168,7 @@ class StorePlace:
             return None
         directory = read_owned(self.path, options.csd_roots)
         directory.lock = lock
-        check_alone(directory, self._run.members)
+        check_alone(directory, self._run.group)
         check_roots(options, directory.manifest)
         check_format(options, directory.manifest)
         tell_shares(options, directory.manifest)
@@ -262,8 +263,8 @@ class StorePlace:
           StoreError: nothing was written; as `jaxinf.smart_update` documents.
           CsdError: a CSD cannot run the optimizer.
         """
-        members, made = self._run.members, []
-        if members.is_alone and self._lock is None and self.is_there():
+        group, made = self._run.group, []
+        if group.is_alone and self._lock is None and self.is_there():
             found = self.open()
             if found is not None:
                 return found
@@ -274,9 +275,9 @@ class StorePlace:
         def make() -> None:
             made.append(self._create(description, uses_budget=uses_budget))
 
-        check_plans(self.path, members.agree("init", own))
+        check_plans(self.path, group.gather("init", own))
         try:
-            members.agree("init", make)
+            group.gather("init", make)
         except BaseException:
             for opened in made:
                 opened.close()
@@ -340,7 +341,7 @@ class StorePlace:
         master = self._master_codec(description)
         roots = [str(root) for root in self._options.csd_roots] or held_roots
         codec = self._options.state if self._options.state in CODECS else ""
-        member = member or self._run.members.member
+        member = member or own_member(self._run.group)
         manifest = description.manifest(roots, codec, master, member)
         return replace(manifest, store_id=self._run.new_id)
 

@@ -13,8 +13,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxinf import compat
-from jaxinf.engine.members import by_first, meet_members
 from jaxinf.engine.sharding import shard_counts, shard_holders
+from jaxinf.processes import join_group
 from jaxinf.program import leaf_path
 from jaxinf.store import (
     CopyLayout,
@@ -49,14 +49,10 @@ def divide_for(
       StoreError, ProcessError: as `jaxinf.store.copy_step`, in all processes.
     """
     path = Path(path).expanduser().absolute()
-    members = meet_members(path)
+    group = join_group(path)
     roots = [str(Path(root).expanduser().absolute()) for root in csd_roots]
-    if not members.is_alone:
-        by_first(
-            members,
-            "division",
-            lambda: _divide(members.path, members.count, shardings, roots),
-        )
+    if not group.is_alone:
+        group.first("division", lambda: _divide(path, group.count, shardings, roots))
     elif compat.coordination() is None:
         _divide(path, 1, shardings, roots)
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxinf.engine.members import Members
 from jaxinf.errors import DeviceConfigurationError
+from jaxinf.processes import Group
 from jaxinf.typing import Array
 
 
@@ -80,11 +80,11 @@ def callers(mesh: Mesh, axes: Sequence[str]) -> Array:
     return result
 
 
-def check_processes(members: Members, mesh: Any) -> None:
+def check_processes(group: Group, mesh: Any) -> None:
     """Refuses a run of several processes whose store or mesh is not of all of them.
 
     Args:
-      members: the processes that have the store.
+      group: the processes that have the store.
       mesh: the params' mesh, maybe of shapes alone; None for one JAX device.
 
     Raises:
@@ -92,10 +92,10 @@ def check_processes(members: Members, mesh: Any) -> None:
     """
     if jax.process_count() == 1:
         return
-    count, path = jax.process_count(), members.path
-    if members.is_alone and (mesh is None or _processes(mesh) == {jax.process_index()}):
+    count, path = jax.process_count(), group.where
+    if group.is_alone and (mesh is None or _processes(mesh) == {jax.process_index()}):
         return
-    if members.is_alone:
+    if group.is_alone:
         raise DeviceConfigurationError(
             f"{path}: the params are on a mesh of several processes, and the "
             "store is this process's alone: each gave a path of its own, or it was "

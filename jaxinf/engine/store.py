@@ -23,11 +23,7 @@ from jaxinf.engine.exit_status import fail_at_exit
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import closed_error
 from jaxinf.engine.kept_steps import keep_number
-from jaxinf.engine.members import (
-    Members,
-    join_members,
-    member_path,
-)
+from jaxinf.engine.member_opening import join_run
 from jaxinf.engine.open_stores import Opened, OpenStores
 from jaxinf.engine.options import (
     Durability,
@@ -40,11 +36,13 @@ from jaxinf.engine.steps import LAST_STEP
 from jaxinf.engine.training import Training
 from jaxinf.errors import ProcessError
 from jaxinf.interrupts import raise_kept
+from jaxinf.processes import Group
 from jaxinf.program import trained
 from jaxinf.store import (
     CheckpointInfo,
     checkpoints_to_prune,
     list_checkpoints,
+    member_name,
     remove_checkpoint,
     save_checkpoint,
     snapshot,
@@ -143,13 +141,13 @@ class Store(CommittedState):
         Raises:
           ProcessError: another process did not call it after the same step.
         """
-        members = self._training.members
-        if members.is_alone:
+        group = self._training.group
+        if group.is_alone:
             self._training.wait()
         else:
             self._wait_for(None)
         with contextlib.ExitStack() as stack:
-            yield members.in_all(
+            yield group.in_all(
                 f"a snapshot of step {self.step}",
                 lambda: stack.enter_context(snapshot(self._directory)),
             )
@@ -194,7 +192,7 @@ class Store(CommittedState):
         with self._training.paused():
             what = f"checkpoint {name or self.step} of step {self.step}"
             try:
-                return self._training.members.in_all(what, save)
+                return self._training.group.in_all(what, save)
             except ProcessError:
                 for own in made:
                     remove_checkpoint(self._directory, own)
@@ -423,7 +421,7 @@ def open_store(
       StoreLockedError: a live process has the store open; names the process.
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
-    path, members = _joined(_absolute(path))
+    path, group = _joined(_absolute(path))
     if memory_bytes is not None:
         memory_bytes = given_bytes("memory_bytes", memory_bytes)
     given = {
@@ -443,21 +441,21 @@ def open_store(
     given = {name: value for name, value in given.items() if value is not None}
     options = StoreOptions(path, **{**_DEFAULTS, **given})
     with _OPEN.lock(path):
-        return Store(_OPEN.open(options, given, members))
+        return Store(_OPEN.open(options, given, group))
 
 
-def _joined(path: Path) -> tuple[Path, Members | None]:
+def _joined(path: Path) -> tuple[Path, Group | None]:
     """Returns the path of this process's store, and who has it, unless it is open."""
     held = _open_at(path)
     if held is not None and held.training.failure is None:
         return held.training.options.path, None
-    members = join_members(path)
-    if members.is_alone:
+    group = join_run(path)
+    if group.is_alone:
         return path, None
     # JAX ends its service at the exit; what is registered later, runs before.
     atexit.unregister(_close_all)
     atexit.register(_close_all)
-    return member_path(path, members.number), members
+    return path / member_name(group.number), group
 
 
 def _of_process(root: PathLikeStr) -> Path:
@@ -472,7 +470,7 @@ def _open_at(path: Path) -> Opened | None:
     service = compat.coordination()
     held = _OPEN.get(path)
     if held is None and service is not None:
-        held = _OPEN.get(member_path(path, service.process))
+        held = _OPEN.get(path / member_name(service.process))
     return held
 
 

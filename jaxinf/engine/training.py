@@ -22,7 +22,6 @@ from jaxinf.engine.dispatched import wait_for_dispatched
 from jaxinf.engine.divergence import RESTART
 from jaxinf.engine.division import check_memory
 from jaxinf.engine.kept_steps import archive, check_room
-from jaxinf.engine.members import Members
 from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.optax_state import given_step, publish_step, write_step
 from jaxinf.engine.options import StoreOptions
@@ -44,6 +43,7 @@ from jaxinf.errors import (
     StoreMismatchError,
 )
 from jaxinf.layout import LeafGrid, choose_grid
+from jaxinf.processes import Group, end_unless
 from jaxinf.program import StateLayout
 from jaxinf.store import CommitRecord, Member, ScalarState
 from jaxinf.typing import Array, JsonValue, PyTree
@@ -59,7 +59,7 @@ class Training:
       shardings: for each leaf, the sharding of the params in the last `init`, on one
         mesh; empty if they are not sharded.
       shapes: shapes and dtypes of these params, in the optimizer's form; None before.
-      members: the processes that have the store together.
+      group: the processes that have the store together.
       has_warned_of_params: whether a run that gives no params was told so.
       exports: the exports of its steps to a URL.
       binding: the run's binding to a step of the store, made by its first step.
@@ -68,12 +68,12 @@ class Training:
       StoreError: as `jaxinf.open_store` documents.
     """
 
-    def __init__(self, options: StoreOptions, members: Members | None = None) -> None:
+    def __init__(self, options: StoreOptions, group: Group | None = None) -> None:
         self.options = options
         self.shardings: tuple[NamedSharding, ...] = ()
         self.shapes: Any = None
-        self.members = members or Members(options.path)
-        self._run = StoreRun.of(options, self.members)
+        self.group = group or Group(options.path)
+        self._run = StoreRun.of(options, self.group)
         self.has_warned_of_params = False
         self.exports = self._run.exports
         self._run.health.failure.listen(self._tell_others)
@@ -86,7 +86,7 @@ class Training:
         self._opened: OpenStore | None = None
         self._steps: StepEngine | None = None
         self.binding = Binding(lambda: self.opened, self._roll_back)
-        if self._place.is_there() or not self.members.is_alone:
+        if self._place.is_there() or not self.group.is_alone:
             self._hold(self._place.open())
         else:
             self._place.check_restorable()
@@ -95,9 +95,11 @@ class Training:
         health = self._run.health
         error = health.failure.error
         if error is not None and not isinstance(error, StoreClosedError):
-            self.members.tell(error)
-            self.members.end_unless(
-                lambda: health.is_closed or not health.is_unreported, error
+            self.group.fail(error)
+            end_unless(
+                self.group,
+                lambda: health.is_closed or not health.is_unreported,
+                error,
             )
 
     def _hold(self, opened: OpenStore | None) -> None:
@@ -233,7 +235,7 @@ class Training:
             if self.is_closed:
                 return
             self._run.health.is_closed = True
-        self.members.leave()
+        self.group.leave()
         with contextlib.ExitStack() as stack:
             stack.callback(self._place.release)
             if self._opened is not None:
@@ -403,7 +405,7 @@ class Training:
           ProcessError: another process failed.
         """
         with self._guard, self.paused():
-            layout, opened, in_all = self.layout, self.opened, self.members.in_all
+            layout, opened, in_all = self.layout, self.opened, self.group.in_all
             if opened.is_new or opened.finished.step:
                 raise StoreMismatchError(
                     f"{self.options.path}: load: expected a store at step 0, found "

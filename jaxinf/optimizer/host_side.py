@@ -174,7 +174,7 @@ class HostSide:
           is_last: whether no later call of the step tells other processes of it.
         """
         training, report = self.store._training, self.store._training.fail_beside_others
-        if is_last and not training.members.is_alone:
+        if is_last and not training.group.is_alone:
             report = training.fail_unannounced
         warn = partial(self.warn_of_gathering, _UNKNOWN_SHARDINGS)
         return GuardedHost(host, training.fail_computation, report, warn)
@@ -246,7 +246,7 @@ class HostSide:
 
     def _clear_parts(self, outs: HostResult, call: HostCall) -> None:
         """Writes zeros into results of which other processes fill a part."""
-        if not self.store._training.members.is_alone:
+        if not self.store._training.group.is_alone:
             records = self.store._training.opened.directory.manifest.leaves
             for leaf, out in zip(call.leaves, outs.arrays, strict=True):
                 if out is not None and not records[leaf.number].is_whole:
@@ -258,12 +258,12 @@ class HostSide:
         if not np.any(statuses == FAILED):
             training.check()
         else:
-            error = training.failure or training.members.failure_of_others(step)
+            error = training.failure or training.group.failure_of_others(step)
             raise self._known_to_all(error)
 
     def _known_to_all(self, error: BaseException) -> BaseException:
         """Has the next call raise an error that statuses have told all processes."""
-        if not self.store._training.members.is_alone:
+        if not self.store._training.group.is_alone:
             self.store._training.fail_beside_others(error)
         return error
 

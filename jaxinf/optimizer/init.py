@@ -187,7 +187,7 @@ class HostInit:
         statuses, scalars = arguments
         if np.any(statuses == FAILED):
             self._store._training.check()
-            raise self._store._training.members.failure_of_others(0)
+            raise self._store._training.group.failure_of_others(0)
         for out, value in zip(outs, self.held_state(scalars), strict=True):
             out[...] = value
 
@@ -215,7 +215,7 @@ class HostInit:
 
     def agreed_origin(self, origin: Array) -> Array:
         """Returns the state's origin for all processes: one has seen other params."""
-        found = self._store._training.members.agree("init", lambda: int(origin))
+        found = self._store._training.group.gather("init", lambda: int(origin))
         return np.array(max(found), np.int32)
 
     def _check_scalars(
@@ -257,7 +257,7 @@ def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
         wrapped.store._training.shardings = on_one_mesh(seen)
     shardings = wrapped.shardings or (() if is_known else traced_shardings(leaves))
     program, update = wrapped.trace(params, wrapped.example_args)
-    check_processes(wrapped.store._training.members, mesh_of(shardings))
+    check_processes(wrapped.store._training.group, mesh_of(shardings))
     description = wrapped.describe(program, update, shardings)
     if compat.is_tracing() or not is_known:
         made = _init_traced(wrapped, description, program, leaves, shardings)

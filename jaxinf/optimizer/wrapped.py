@@ -312,9 +312,9 @@ class Wrapped:
             for number, leaf in enumerate(update.leaves)
         ]
         holders: list[tuple[tuple[int, ...], ...]] = []
-        if not self.store._training.members.is_alone:
+        if not self.store._training.group.is_alone:
             mesh = shardings[0].mesh if shardings else None
-            check_processes(self.store._training.members, mesh)
+            check_processes(self.store._training.group, mesh)
             holders = [
                 shard_holders(shardings[number], leaf.info.shape)
                 for number, leaf in enumerate(update.leaves)

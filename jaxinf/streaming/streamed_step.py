@@ -155,7 +155,7 @@ class StreamedStep(TrainingStep):
         training = self.store._training
         held = check_params(avals)
         check_mesh(mesh := mesh_of(avals), self._options.policy)
-        check_processes(training.members, mesh)
+        check_processes(training.group, mesh)
         update = self._traced_optimizer(avals)
         first, description = described(*self._made_of, update, avals, pieces)
         plain = jax.tree.leaves(without_shardings(avals))
@@ -234,7 +234,7 @@ class StreamedStep(TrainingStep):
         part = first_part(batch, options.micro_batches)
         ready = prepare(loss_fn, avals, part, has_aux=options.has_aux, known=known)
         check_mesh(ready.traced.mesh, options.policy)
-        check_processes(self.store._training.members, ready.traced.mesh)
+        check_processes(self.store._training.group, ready.traced.mesh)
         is_deterministic = options.deterministic
         return ready.to_run(options.micro_batches, is_deterministic=is_deterministic)
 

@@ -27,9 +27,9 @@ import jaxinf
 import jaxinf.engine.place
 import jaxinf.engine.store
 import jaxinf.engine.training
-from jaxinf.engine import divide_for, members
-from jaxinf.engine.members import Members
+from jaxinf.engine import divide_for
 from jaxinf.engine.steps import StepEngine
+from jaxinf.processes import Group, group
 from jaxinf.store import StoreDirectory
 
 POINTS = {
@@ -39,12 +39,12 @@ POINTS = {
     "update": (StepEngine, "update"),
     "sync": (StoreDirectory, "sync"),
     "record": (StoreDirectory, "write_record"),
-    "meet": (Members, "meet"),
+    "meet": (Group, "barrier"),
     "flip": (StoreDirectory, "flip"),
     "checkpoint": (jaxinf.engine.store, "save_checkpoint"),
     "restore": (jaxinf.engine.place, "restore_checkpoint"),
     "recover": (jaxinf.engine.place, "go_on_from"),
-    "agree": (Members, "agree"),
+    "agree": (Group, "gather"),
 }
 """The functions of the real code at which a process can be told to die."""
 
@@ -70,7 +70,7 @@ def parsed(arguments):
     parser.add_argument("--init", choices=["eager", "traced"], default="eager")
     parser.add_argument("--compress", type=float)
     parser.add_argument("--options", type=json.loads, default={})
-    parser.add_argument("--limit", type=float, default=members.LIMIT_S)
+    parser.add_argument("--limit", type=float, default=group.LIMIT_S)
     parser.add_argument("--checkpoint-at", type=int)
     parser.add_argument("--print-sums", action="store_true")
     parser.add_argument("--kill", help="POINT:NUMBER:before or after")
@@ -181,7 +181,7 @@ def begin(given):
     if given.clock:
         ctypes.CDLL(None).clock_shift(given.clock)
         print("clock", int(time.time()), flush=True)
-    members.LIMIT_S = given.limit
+    group.LIMIT_S = given.limit
     if given.kill:
         die_at(*given.kill.split(":"))
     if given.hang:

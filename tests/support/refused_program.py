@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from msgspec import structs
 
 import jaxinf
-from jaxinf.engine import member_opening, members
+from jaxinf.engine import member_opening
+from jaxinf.processes import group
 from jaxinf.store import Manifest
 
 EARLY = []
@@ -200,7 +201,7 @@ def restored_after_a_backup(place, mesh, number):
 def missing_process(place, mesh, number):
     del mesh
     if number == 0:
-        members.LIMIT_S = 1
+        group.LIMIT_S = 1
         jaxinf.open_store(place / "lonely")
 
 
@@ -208,7 +209,7 @@ def checkpoint_of_one(place, mesh, number):
     """One process makes a call, while the others are there and make none."""
     del mesh
     told = place / "told"
-    members.LIMIT_S = 4
+    group.LIMIT_S = 4
     with jaxinf.open_store(place / "copies") as store:
         try:
             if number == 0:

@@ -32,12 +32,12 @@ class Together:
     """
 
     def __init__(self, training: Training | None = None) -> None:
-        self.is_alone = training is None or training.members.is_alone
+        self.is_alone = training is None or training.group.is_alone
         self._training = training
         self._failure: Exception | None = None
         self._is_interrupted = False
         if training is not None:
-            training.members.may_hang = False  # it comes to the step's end
+            training.group.may_hang = False  # it comes to the step's end
 
     def values(self, what: str, value: Callable[[], JsonValue]) -> list[Any]:
         """Returns the values of all processes.
@@ -47,7 +47,7 @@ class Together:
         """
         if self._training is None:
             return [value()]
-        return self._training.members.agree(what, value)
+        return self._training.group.gather(what, value)
 
     def call(self, what: str, action: Callable[[], _T]) -> _T:
         """Returns what an action returns, when it has gone well in all processes."""
@@ -91,7 +91,7 @@ class Together:
         try:
             self.same(f"the batch of {what}", form, "give all the same shapes")
         except ProcessError as error:
-            if self._training is not None and self._training.members.has_failed:
+            if self._training is not None and self._training.group.has_failed:
                 self._training.fail(error)
             raise
 
@@ -151,7 +151,7 @@ class Together:
         gave_up = [n for n, one in enumerate(found) if one["is_interrupted"]]
         if gave_up:
             raise ProcessError(
-                f"{training.members.path}: step {step}: process "
+                f"{training.group.where}: step {step}: process "
                 f"{', '.join(map(str, gave_up))} was interrupted (Ctrl-C), so all "
                 f"gave the step up; the store stays at step {step - 1}",
                 gave_up,

@@ -1,0 +1,9 @@
+"""One group of processes: what they tell each other, agree on, and wait for.
+
+Invariant: no collective of the devices is involved, and a group of one asks nobody.
+"""
+
+from jaxinf.processes.ending import end_process, end_unless
+from jaxinf.processes.group import LIMIT_S, Group, join_group
+
+__all__ = ["LIMIT_S", "Group", "end_process", "end_unless", "join_group"]

@@ -1,0 +1,70 @@
+"""The end of a process that waits in a collective for one that never comes.
+
+Invariant: all leave JAX's service together, the process that has it last.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from jaxinf.processes.group import Group
+
+_GRACE_S = 10.0
+_LEAVE_S = 1.5
+_ending = threading.Lock()  # held until the process ends
+_is_exiting = threading.Event()
+
+
+def end_unless(
+    group: Group, is_known: Callable[[], bool], error: BaseException
+) -> None:
+    """Ends this process soon if the program does not learn of a failure.
+
+    Its main thread may wait in a collective for a process that never comes, and JAX
+    cannot end that wait. The exit status is 1. Does not block.
+    """
+    if group.is_alone or not group.may_hang:
+        return
+
+    def watch() -> None:
+        until_s = time.monotonic() + _GRACE_S
+        while time.monotonic() < until_s:
+            if is_known():
+                return
+            time.sleep(0.1)
+        print(
+            f"{type(error).__name__}: {error}\n{group.where}: process {group.number} "
+            "ends, since it waits for another one in a collective",
+            file=sys.stderr,
+            flush=True,
+        )
+        with _ending:
+            end_process(group, 1)
+
+    atexit.register(_exit)
+    threading.Thread(target=watch, name="jaxinf-end", daemon=True).start()
+
+
+def end_process(group: Group, status: int) -> None:
+    """Ends this process at once, without the others, for which JAX would wait.
+
+    JAX aborts a process that finds another one or the service gone, so the one with
+    the service waits longest.
+    """
+    assert group.service is not None
+    leave_s = _LEAVE_S if group.number else 2 * _LEAVE_S
+    if _is_exiting.is_set():  # JAX leaves already
+        time.sleep(leave_s)
+    else:
+        group.service.leave(leave_s)
+    os._exit(status)
+
+
+def _exit() -> None:
+    """Called at exit, before JAX leaves the service, which is done once."""
+    _is_exiting.set()
+    with _ending:
+        pass

@@ -1,0 +1,497 @@
+"""The processes of a run, as one of them sees them: what they tell each other.
+
+     say:     a word of this process, which the others see at once or wait for
+     gather:  every process gives a value ──► each gets the values of all
+     agree:   every process gives the same value, or all raise
+     first:   process 0 does something ──► all get its value
+     barrier: every process has come
+
+Invariant: everything goes over JAX's coordination service, host-side, from any thread,
+and never over a collective of the devices. Names carry the session and a counter, so
+that no call meets one of an earlier group. An error in one process is raised in all.
+"""
+
+import contextlib
+import itertools
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxinf import compat
+from jaxinf.errors import ProcessError
+from jaxinf.typing import JsonValue
+
+_T = TypeVar("_T")
+
+LIMIT_S = 60.0
+"""The longest wait for another process that reports no progress."""
+
+SLICE_S = 1.0
+"""Time between looks at whether a process is gone."""
+
+_LAST_LOOK_S = 0.001
+_LOG = logging.getLogger("jaxinf")
+_numbers = itertools.count(1)
+
+
+class Group:
+    """Processes that make the same calls in one order; one alone without a service.
+
+    Thread-safe, but the calls that all make are of one thread each: `gather`, `agree`,
+    `in_all` and `first` of one, `barrier` of one; further threads have a `part`.
+
+    Args:
+      where: the path of the run, for messages.
+      service: the service; None in a program of one process, or for a store of its own.
+      session: id of the group, the same in all processes.
+
+    Attributes:
+      number: number of this process, 0 if it is alone.
+      count: number of processes.
+      is_alone: whether there is no other.
+      may_hang: whether the program may wait for another process in a collective
+        without end, so that a failure must end this process.
+    """
+
+    def __init__(
+        self,
+        where: Path | str,
+        service: compat.Coordination | None = None,
+        session: str = "",
+    ) -> None:
+        self.where, self.service, self.session = where, service, session
+        self.is_alone = service is None
+        self.number = 0 if service is None else service.process
+        self.count = 1 if service is None else service.num_processes
+        self.may_hang = True
+        self.num_barriers = 0
+        self._limit_s: float | None = None
+        self._run: Group | None = None  # of which this is a part
+        self._stop: threading.Event | None = None
+        self._guard = threading.Lock()
+        self._num_calls = 0
+        self._read: list[str] = []  # topics that all have read before they meet next
+        self._has_told = False
+        self._has_left = threading.Event()
+
+    def part(
+        self,
+        name: str,
+        *,
+        stop: threading.Event | None = None,
+        limit_s: float | None = None,
+    ) -> "Group":
+        """Returns the same processes for the calls of another thread.
+
+        Its failures are its own; it ends with those of this group.
+
+        Args:
+          name: a name that is used once.
+          stop: ends its waits.
+          limit_s: the longest silence of a process; by default `LIMIT_S`.
+        """
+        part = Group(self.where, self.service, f"{self.session}/{name}")
+        part._run, part._stop, part._limit_s = self, stop, limit_s
+        return part
+
+    # --- calls of all --------------------------------------------------------------
+
+    def gather(self, what: str, make: Callable[[], JsonValue]) -> list[Any]:
+        """Returns the values of all processes, in their order.
+
+        Args:
+          what: what it is about, for messages.
+          make: makes this process's; an exception of it is raised here, and told to
+            the others.
+
+        Raises:
+          ProcessError: another process failed to make its value, or did not come.
+        """
+        if self.service is None:
+            return [make()]
+        topic = self._next()
+        self._say_made(topic, what, make)
+        found = self._values(topic, what, range(self.count))
+        self._forget(topic)
+        return found
+
+    def agree(self, what: str, make: Callable[[], JsonValue], remedy: str) -> None:
+        """Refuses values that differ.
+
+        Raises:
+          ProcessError: names the process and both values; and as `gather`.
+        """
+        found = self.gather(what, make)
+        others = [n for n, one in enumerate(found) if one != found[0]]
+        if others:
+            raise ProcessError(
+                f"{self.where}: expected {what} to be the same in all {len(found)} "
+                f"processes, found {_short(found[others[0]])} in process "
+                f"{_listed(others)}, and {_short(found[0])} in process 0; {remedy}",
+                others,
+            )
+
+    def in_all(self, what: str, action: Callable[[], _T]) -> _T:
+        """Returns what an action returns, when it has gone well in all processes.
+
+        So no process fails where the others wait for it in a collective.
+
+        Raises:
+          ProcessError: as `gather`.
+        """
+        found: list[_T] = []
+        self.gather(what, lambda: found.append(action()))
+        return found[0]
+
+    def first(self, what: str, make: Callable[[], JsonValue]) -> Any:
+        """Returns the value of process 0; the others wait as long as it makes it.
+
+        Raises:
+          ProcessError: it failed, or is silent.
+        """
+        if self.service is None:
+            return make()
+        topic = self._next()
+        self._read.append(topic)
+        if self.number:
+            return self._values(topic, what, [0])[0]
+        with self.living():
+            return self._say_made(topic, what, make)
+
+    def barrier(self, what: str, step: int | None = None) -> None:
+        """Waits until every process has come; beside the other calls of the group.
+
+        Args:
+          what: what is not done if one does not come, for messages.
+          step: the step of the run that it is about.
+
+        Raises:
+          ProcessError: a process failed, or did not come in time, and no process goes
+            on that sees it.
+        """
+        if self.service is None:
+            return
+        self.num_barriers += 1
+        topic = f"barrier/{self.num_barriers}"
+        self.say(topic)
+        found = self._words(topic, range(self.count), what)
+        absent = [n for n in range(self.count) if n not in found]
+        failed = self._failed()
+        if absent:
+            failed = {
+                n: t for n, t in self.said("closed").items() if n in absent
+            } | failed
+        if silent := [n for n in absent if n not in failed]:
+            # They may come later, and must not go on then.
+            self.say("failed", f"it waited for process {_listed(silent)} in vain")
+            raise ProcessError(
+                f"{self.where}: {what}: expected all {self.count} processes to be "
+                f"ready within {self.limit_s:g} s, or to work on it, found none of "
+                f"process {_listed(silent)}, which hangs, is stopped, or does "
+                "something else. Look at it, end the run and start it again",
+                silent,
+                step,
+            )
+        if failed:
+            raise self._failed_error(failed, what, step)
+        if self.number == 0:
+            self._remove(f"barrier/{self.num_barriers - 1}")
+
+    def _next(self) -> str:
+        with self._guard:
+            self._num_calls += 1
+            return f"call/{self._num_calls}"
+
+    def _say_made(self, topic: str, what: str, make: Callable[[], JsonValue]) -> Any:
+        try:
+            value = make()
+            told = json.dumps({"what": what, "value": value})
+        except BaseException as error:
+            with contextlib.suppress(ProcessError):  # the service is gone
+                self._put(topic, json.dumps({"error": _text(error)}))
+            raise
+        self._put(topic, told)
+        return value
+
+    def _values(self, topic: str, what: str, numbers: Sequence[int]) -> list[Any]:
+        words = self._words(topic, numbers, what)
+        told = {number: json.loads(text) for number, text in words.items()}
+        failed = {n: one["error"] for n, one in told.items() if "error" in one} or {
+            n: f"it makes another call, {one['what']}"
+            for n, one in told.items()
+            if one["what"] != what
+        }
+        if failed:
+            raise self._failed_error(failed, what)
+        if missing := [number for number in numbers if number not in told]:
+            raise self._absent_error(missing, what)
+        return [told[number]["value"] for number in numbers]
+
+    def _forget(self, topic: str) -> None:
+        """Removes what all have read, since they have come to this topic."""
+        read, self._read = self._read, [topic]
+        for one in read if self.number == 0 else ():
+            self._remove(one)
+
+    # --- words ---------------------------------------------------------------------
+
+    def say(self, topic: str, value: JsonValue = None, *, again: bool = False) -> None:
+        """Says something of a topic, once or again; waits for nobody."""
+        self._put(topic, json.dumps(value), again=again)
+
+    def said(self, topic: str) -> dict[int, Any]:
+        """Returns what processes have said of a topic so far, by number."""
+        if self.service is None:
+            return {}
+        found = self.service.below(self._key(topic))
+        return {int(k.rpartition("/")[2]): json.loads(v) for k, v in found.items()}
+
+    def hear(self, topic: str, number: int) -> Any:
+        """Waits for what a process says of a topic, as long as it may say it.
+
+        Raises:
+          ProcessError: it failed, left, or is silent.
+        """
+        words = self._words(topic, [number], topic)
+        if number not in words:
+            raise self._absent_error([number], topic)
+        return json.loads(words[number])
+
+    def _key(self, topic: str) -> str:
+        return f"jaxinf/{self.session}/{topic}"
+
+    def _put(self, topic: str, text: str, *, again: bool = False) -> None:
+        if self.service is not None:
+            with self._serving(topic):
+                key = f"{self._key(topic)}/{self.number}"
+                self.service.put(key, text, again=again)
+
+    def _remove(self, topic: str) -> None:
+        assert self.service is not None
+        self.service.remove(self._key(topic))
+
+    @contextlib.contextmanager
+    def _serving(self, what: str) -> Iterator[None]:
+        """Names the process that is gone if the service does not answer."""
+        try:
+            yield
+        except Exception as error:
+            raise ProcessError(
+                f"{self.where}: {what}: expected JAX's coordination service in process "
+                f"0, found {_text(error)}. Start the run again",
+                [0],
+            ) from error
+
+    # --- waiting -------------------------------------------------------------------
+
+    @property
+    def limit_s(self) -> float:
+        """The longest wait for a process that reports no progress."""
+        return LIMIT_S if self._limit_s is None else self._limit_s
+
+    def _words(self, topic: str, numbers: Sequence[int], what: str) -> dict[int, str]:
+        """Waits for what processes say; lacks those that may not say it any more."""
+        assert self.service is not None
+        heard_s = dict.fromkeys(numbers, time.monotonic())
+        found, signs = dict[int, str](), dict[int, str]()
+
+        def left_s(number: int) -> float:
+            return heard_s[number] + self.limit_s - time.monotonic()
+
+        with self._serving(what):
+            for number in numbers:
+                key, text = f"{self._key(topic)}/{number}", None
+                while text is None:
+                    wait_s = max(_LAST_LOOK_S, min(left_s(number), SLICE_S))
+                    text = self.service.get(key, wait_s)
+                    if text is None and self._is_over(number):
+                        text = self.service.get(key, _LAST_LOOK_S)  # said meanwhile
+                        break
+                    before, signs = signs, signs if text else self._signs()
+                    for one, sign in signs.items():  # not only of the awaited one
+                        if before.get(one, sign) != sign:
+                            heard_s[one] = time.monotonic()
+                    if left_s(number) <= 0:
+                        break
+                if text is not None:
+                    found[number] = text
+        return found
+
+    def _is_over(self, number: int) -> bool:
+        """Whether a process says nothing more; a part ends with the first failure."""
+        if self._stop is not None and self._stop.is_set():
+            return True
+        failed = self._failed()
+        is_part_over = self._run is not None and bool(failed)
+        return is_part_over or number in failed or number in self.said("closed")
+
+    def _failed(self) -> dict[int, str]:
+        return ({} if self._run is None else self._run._failed()) | self.said("failed")
+
+    def _signs(self) -> dict[int, str]:
+        """What the processes have reported of their progress, by number."""
+        own = {n: str(sign) for n, sign in self.said("progress").items()}
+        above = {} if self._run is None else self._run._signs()
+        return {n: own.get(n, "") + above.get(n, "") for n in own.keys() | above}
+
+    def _absent_error(self, missing: Sequence[int], what: str) -> ProcessError:
+        failed, closed = self._failed(), self.said("closed")
+        if failed := failed or {n: closed[n] for n in missing if n in closed}:
+            return self._failed_error(failed, what)
+        if self._stop is not None and self._stop.is_set():
+            return ProcessError(
+                f"{self.where}: {what}: the run ends before process "
+                f"{_listed(missing)} has done its part",
+                missing,
+            )
+        return ProcessError(
+            f"{self.where}: {what}: expected all {self.count} processes to make this "
+            f"call within {self.limit_s:g} s, found none of process "
+            f"{_listed(missing)}; make it in all of them, in one order",
+            missing,
+        )
+
+    def _failed_error(
+        self, failed: dict[int, str], what: str, step: int | None = None
+    ) -> ProcessError:
+        listed = "; ".join(f"process {n}: {text}" for n, text in sorted(failed.items()))
+        text = f"{self.where}: {what}: another process of the run failed: {listed}"
+        return ProcessError(text, sorted(failed), step)
+
+    # --- progress ------------------------------------------------------------------
+
+    def report(self, progress: Callable[[], int]) -> None:
+        """Tells the others from time to time how far this process is, until it leaves.
+
+        Args:
+          progress: a number that changes as long as this process works.
+        """
+        if self.service is not None:
+            self._report(progress, self._has_left)
+
+    @contextlib.contextmanager
+    def living(self) -> Iterator[None]:
+        """Says all the while that this process works, so that the others wait."""
+        if self.service is None:
+            yield
+            return
+        ended, count = threading.Event(), itertools.count(1)
+        thread = self._report(lambda: next(count), ended)
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _report(
+        self, progress: Callable[[], int], ended: threading.Event
+    ) -> threading.Thread:
+        def tell() -> None:
+            said = 0
+            while not ended.wait(self.limit_s / 4):
+                if (now := progress()) == said:
+                    continue
+                said = now
+                try:
+                    self.say("progress", said, again=True)
+                except ProcessError as error:  # the service is gone
+                    _LOG.debug("%s: no progress was told: %s", self.where, error)
+                    return
+
+        thread = threading.Thread(target=tell, name="jaxinf-progress", daemon=True)
+        thread.start()
+        return thread
+
+    # --- failures ------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that this process fails; does not block."""
+        with self._guard:
+            if self.service is None or self._has_told:
+                return
+            self._has_told = True
+        if not isinstance(error, ProcessError):  # else they know, or tell it themselves
+            threading.Thread(
+                target=self._tell,
+                args=("failed", _text(error)),
+                name="jaxinf-tell",
+                daemon=True,
+            ).start()
+
+    def leave(self) -> None:
+        """Tells the others that this process makes no further calls."""
+        self._has_left.set()
+        self._tell("closed", "it closed the store")
+
+    def _tell(self, topic: str, text: str) -> None:
+        try:
+            self.say(topic, text)
+        except ProcessError as error:  # the service is gone, and with it the others
+            _LOG.debug("%s: the others were not told: %s", self.where, error)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a process has said that it failed."""
+        return bool(self._failed())
+
+    def failure_of_others(self, step: int) -> ProcessError:
+        """The error of a step that another process has failed; waits for its words."""
+        until_s = time.monotonic() + 5
+        while not (found := self._failed()):
+            if time.monotonic() > until_s:
+                return ProcessError(
+                    f"{self.where}: step {step}: another process of the run failed, "
+                    "and did not say why; see its output",
+                    step=step,
+                )
+            time.sleep(0.01)
+        return self._failed_error(found, f"step {step}", step)
+
+
+def join_group(path: Path) -> Group:
+    """Finds out who has a path; in a program of several processes all call it.
+
+    If all give one path, they have it together. If each gives a path of its own, each
+    is alone.
+
+    Args:
+      path: the path of a store or a run.
+
+    Raises:
+      ProcessError: some do not come, or some give one path and others another.
+    """
+    service = compat.coordination()
+    if service is None:
+        return Group(path)
+    own = {"path": str(path), "session": uuid.uuid4().hex}
+    meeting = Group(path, service, f"open/{next(_numbers)}")
+    found = meeting.gather("open_store", lambda: own)
+    paths = [one["path"] for one in found]
+    if len(set(paths)) == len(paths):
+        return Group(path)
+    if len(set(paths)) > 1:
+        listed = "; ".join(f"process {n}: {one}" for n, one in enumerate(paths))
+        raise ProcessError(
+            f"{path}: expected one path in all {len(paths)} processes for a run on a "
+            f"mesh of all, or a path of its own in each, found {listed}",
+            range(len(paths)),
+        )
+    return Group(path, service, found[0]["session"])
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _short(value: JsonValue) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -1,0 +1,219 @@
+"""A group of processes: what each hears of the others, and how long it waits for them.
+
+The processes are threads here, over a service in memory; tests/distributed has real
+ones.
+"""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from jaxinf import processes
+from jaxinf.errors import ProcessError
+
+
+class Board:
+    """The keys of a coordination service."""
+
+    def __init__(self):
+        self.keys, self.changed = {}, threading.Condition()
+
+
+class Service:
+    """The coordination service as one process sees it."""
+
+    def __init__(self, board, process, num_processes):
+        self.board, self.process, self.num_processes = board, process, num_processes
+
+    def put(self, key, value, *, again=False):
+        with self.board.changed:
+            assert again or key not in self.board.keys, key
+            self.board.keys[key] = value
+            self.board.changed.notify_all()
+
+    def get(self, key, timeout_s):
+        with self.board.changed:
+            self.board.changed.wait_for(lambda: key in self.board.keys, timeout_s)
+            return self.board.keys.get(key)
+
+    def below(self, folder):
+        with self.board.changed:
+            return {
+                k: v
+                for k, v in self.board.keys.items()
+                if k[: len(folder) + 1] == f"{folder}/"
+            }
+
+    def remove(self, folder):
+        with self.board.changed:
+            for key in self.below(folder):
+                del self.board.keys[key]
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    monkeypatch.setattr(processes.group, "LIMIT_S", 0.3)
+    monkeypatch.setattr(processes.group, "SLICE_S", 0.05)
+    board = Board()
+    return [processes.Group("run", Service(board, n, 3), "id") for n in range(3)]
+
+
+def in_each(groups, action):
+    """Returns what an action returned or raised in each process."""
+    with ThreadPoolExecutor(len(groups)) as threads:
+        made = [threads.submit(action, group) for group in groups]
+        return [one.exception() or one.result() for one in made]
+
+
+def test_one_alone_asks_nobody():
+    group = processes.Group("run")
+    assert group.gather("x", lambda: 1) == [1]
+    assert group.first("x", lambda: 2) == 2
+    group.agree("x", lambda: 3, "")
+    group.barrier("x")
+    with group.living():
+        group.say("x")
+    assert group.said("x") == {}
+    assert not group.has_failed
+    group.leave()
+
+
+def test_all_have_the_values_of_all(groups):
+    for n in range(3):
+        found = in_each(
+            groups, lambda group, n=n: group.gather("x", lambda: [n, group.number])
+        )
+        assert found == [[[n, 0], [n, 1], [n, 2]]] * 3
+        assert in_each(groups, lambda group: group.barrier("x")) == [None] * 3
+        found = in_each(groups, lambda group: group.first("x", lambda: group.number))
+        assert found == [0] * 3
+    assert len(groups[0].service.board.keys) < 15  # what all have read is removed
+
+
+def test_other_values_are_refused_with_both(groups):
+    found = in_each(
+        groups,
+        lambda group: group.agree("the word", lambda: f"a{group.number // 2}", "do"),
+    )
+    text = (
+        "run: expected the word to be the same in all 3 processes, found "
+        '"a1" in process 2, and "a0" in process 0; do'
+    )
+    assert list(map(str, found)) == [text] * 3
+    assert found[0].processes == (2,)
+
+
+@pytest.mark.parametrize("call", ["gather", "first", "in_all"])
+def test_an_error_of_one_is_raised_in_all(groups, call):
+    def make(group):
+        if group.number == 0:
+            raise OSError("no room")
+
+    found = in_each(
+        groups, lambda group: getattr(group, call)("x", lambda: make(group))
+    )
+    assert isinstance(found[0], OSError)
+    for one in found[1:]:
+        assert isinstance(one, ProcessError)
+        assert str(one).endswith(
+            "process of the run failed: process 0: OSError: no room"
+        )
+
+
+def test_another_call_is_named(groups):
+    found = in_each(groups, lambda group: group.gather(f"x{group.number // 2}", int))
+    assert "process 2: it makes another call, x1" in str(found[0])
+    assert "process 0: it makes another call, x0" in str(found[2])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group: group.gather("x", int),
+        lambda group: group.barrier("x", 7),
+        lambda group: group.hear("x", 2),
+    ],
+)
+def test_one_that_is_silent_is_named_within_the_limit(groups, call):
+    began_s = time.monotonic()
+    for one in in_each(groups[:2], call):
+        assert "found none of process 2" in str(one)
+        assert one.processes == (2,)
+    assert 0.3 < time.monotonic() - began_s < 30
+
+
+def test_none_goes_on_that_comes_to_a_barrier_too_late(groups):
+    assert isinstance(
+        in_each(groups[:2], lambda group: group.barrier("x"))[0], ProcessError
+    )
+    with pytest.raises(ProcessError, match="it waited for process 2 in vain"):
+        groups[2].barrier("x")
+
+
+def reporting(group, number):
+    """Has a process report progress all the time."""
+    groups_part = group
+
+    def report():
+        for n in range(20):
+            groups_part.say("progress", n, again=True)
+            time.sleep(0.05)
+        if number is not None:
+            groups_part.gather("x", int)
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    return thread
+
+
+def test_progress_extends_the_wait_for_that_process_alone(groups):
+    threads = [reporting(group, group.number) for group in groups[1:]]
+    assert groups[0].gather("x", int) == [0, 0, 0]
+    for thread in threads:
+        thread.join()
+    thread = reporting(groups[1], None)
+    with pytest.raises(ProcessError, match="found none of process 2"):
+        groups[0].hear("y", 2)
+    thread.join()
+
+
+def test_the_others_wait_as_long_as_the_first_works(groups):
+    def long():
+        time.sleep(1)
+        return "done"
+
+    assert in_each(groups, lambda group: group.first("x", long)) == ["done"] * 3
+
+
+def test_one_that_failed_or_left_is_not_waited_for(groups, monkeypatch):
+    monkeypatch.setattr(processes.group, "LIMIT_S", 600)
+    groups[2].fail(OSError("no drive"))
+    groups[1].leave()
+    with pytest.raises(ProcessError, match="process 2: OSError: no drive"):
+        groups[0].hear("x", 2)
+    with pytest.raises(ProcessError, match="no drive"):
+        groups[0].barrier("x")
+    assert "OSError: no drive" in str(groups[0].failure_of_others(3))
+    other = processes.Group("run", groups[1].service, "other")
+    other.leave()
+    mine = processes.Group("run", groups[0].service, "other")
+    with pytest.raises(ProcessError, match="process 1: it closed the store"):
+        mine.hear("x", 1)
+
+
+def test_a_part_fails_by_itself_and_ends_with_its_group(groups, monkeypatch):
+    monkeypatch.setattr(processes.group, "LIMIT_S", 600)
+    stop = threading.Event()
+    parts = [group.part("a", stop=stop) for group in groups]
+    parts[2].say("failed", "no place")
+    with pytest.raises(ProcessError, match="process 2: no place"):
+        parts[0].hear("x", 1)
+    assert not groups[0].has_failed
+    stop.set()
+    with pytest.raises(ProcessError, match="the run ends before process 1 has done"):
+        groups[0].part("b", stop=stop).hear("x", 1)
+    groups[2].say("failed", "no drive")
+    with pytest.raises(ProcessError, match="process 2: no drive"):
+        groups[0].part("c").hear("x", 1)
