@@ -3,6 +3,7 @@
 Invariant: host memory does not grow with the model; a step is all or nothing.
 """
 
+from jaxinf.engine.carry import carried_leaves, check_carried
 from jaxinf.engine.compression import (
     check_compressed,
     check_compression,
@@ -67,8 +68,10 @@ __all__ = [
     "assigned",
     "callers",
     "can_take",
+    "carried_leaves",
     "changes_params",
     "check_announced",
+    "check_carried",
     "check_compressed",
     "check_compression",
     "check_processes",

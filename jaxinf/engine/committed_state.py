@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxinf.csd import CsdInfo
+from jaxinf.engine.carry import read_carried
 from jaxinf.engine.dispatched import wait_for_callbacks
 from jaxinf.engine.divergence import warn_of_unseen
 from jaxinf.engine.opened import OpenStore
@@ -195,6 +196,27 @@ class CommittedState:
                 for place, leaf in placed.items()
             ]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def carried(self, like: PyTree) -> PyTree:
+        """Returns the arrays that the last step carries, such as batch statistics.
+
+        Waits for the steps in flight that this thread has dispatched.
+
+        Args:
+          like: a tree like the `carry` that ``tx.update`` was given, or what the
+            `carry` of `jaxinf.stream` has returned: arrays, or shapes and dtypes. It
+            gives the shardings if it has them.
+
+        Returns:
+          A tree like `like` with a ``jax.Array`` for each leaf.
+
+        Raises:
+          StoreMismatchError: the step carries nothing, or other arrays; names them.
+          StoreCorruptError: an array is damaged.
+        """
+        self._wait_for(None)
+        with self._training.paused():
+            return read_carried(self._training, like)
 
     def _check_like(self, like: PyTree, what: str = "`like`") -> None:
         """Compares a tree of arrays, or of shapes and dtypes, with the store's leaves.

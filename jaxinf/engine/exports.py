@@ -25,6 +25,7 @@ from jaxinf.exchange import (
     StepFiles,
     Transit,
     UrlExport,
+    carried_files,
     check_exports,
     copy_chunks,
     export_url,
@@ -236,7 +237,7 @@ class Exports:
         def begin() -> None:
             manifest = whole_manifest(step.manifest)
             record = whole_record(step.manifest, records)
-            beside = files_beside(self._options.path)
+            beside = {**files_beside(self._options.path), **carried_files(step)}
             made.append(UrlExport(place, manifest, record, beside))
             made[0].begin()
 

@@ -5,7 +5,7 @@ the first failure nothing more is written.
 """
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxinf.csd import Csd, CsdFleet
@@ -24,12 +24,17 @@ from jaxinf.processes import Group
 from jaxinf.store import (
     COMMIT,
     SCHEDULE_FREE,
+    CarriedArray,
     CommitAction,
     CommitRecord,
+    Slot,
     StoreDirectory,
     complete_spare,
+    make_carry,
     next_slot,
     stock_documents,
+    tree_checksum,
+    write_carry,
 )
 from jaxinf.typing import AVERAGE
 
@@ -118,6 +123,10 @@ class OpenStore(StoreShape):
         self.assignment = Assignment()
         self.health.failure.note = self._note
         self._documents = self.commit.documents
+        self._carries: dict[Slot, tuple[CarriedArray, ...]] = {}
+        self._carried_documents: Mapping[str, str] = {}
+        if self.commit.carry:
+            self._documents = {**self._documents, **self._listing(())}
         if self.is_new:
             first = directory.step_path(next_slot(None))
             self._documents = stock_documents(first, directory.manifest)
@@ -230,14 +239,14 @@ class OpenStore(StoreShape):
         if self.handler.flush():
             self.chunks.end_step()
         self.chunks.share_unwritten()
-        group = self.group
+        group, slot = self.group, self.chunks.target
         record = replace(
             self.finished,
             checksums=self.chunks.checksums(),
-            documents=self._documents,
+            documents=self._put_carried(slot),
+            carried=(),
             commit="" if group.is_alone else f"{group.session}-{group.num_barriers}",
         )
-        slot = self.chunks.target
         actions: dict[CommitAction, Callable[[], None]] = {
             CommitAction.SYNC: self.directory.sync,
             CommitAction.RECORD: lambda: self.directory.write_record(slot, record),
@@ -252,3 +261,19 @@ class OpenStore(StoreShape):
         self.chunks.end_commit()
         self.commit = self.finished = record
         self.is_new = False
+
+    def _put_carried(self, slot: Slot) -> Mapping[str, str]:
+        """Writes what the step carries; returns the checksums of its documents."""
+        carry, directory = self.finished.carry, self.directory
+        step = directory.step_path(slot)
+        form = tuple(CarriedArray(x.path, x.shape, x.dtype, "") for x in carry)
+        if self._carries.get(slot) != form:
+            is_listed = bool(self.commit.carry)
+            make_carry(step, directory.manifest, carry, is_listed=is_listed)
+            self._carries[slot] = form
+            self._carried_documents = self._listing(carry) if carry else {}
+        write_carry(step, carry, self.finished.carried)
+        return {**self._documents, **self._carried_documents}
+
+    def _listing(self, carry: Sequence[CarriedArray]) -> Mapping[str, str]:
+        return {"_METADATA": tree_checksum(self.directory.manifest, carry)}

@@ -92,7 +92,7 @@ def placed_leaves(
         )
     found = {places[name]: leaf for name, leaf in leaves.items()}
     for place, leaf in found.items():
-        shape = _data(leaf).shape
+        shape = data_of(leaf).shape
         if shape != place.shape:
             raise StoreMismatchError(
                 f"{where}: leaf {place.name}: expected shape {place.shape}, found "
@@ -120,7 +120,7 @@ def given_step(
             if place.leaf is not None:
                 stored.append((place.leaf, place.number, params[place.leaf]))
             continue
-        leaf = _data(placed[place])
+        leaf = data_of(placed[place])
         where = f"{opened.options.path}: opt_state: leaf {place.name}"
         _check_dtype(where, leaf, place.dtype)
         if place.leaf is not None:
@@ -205,7 +205,7 @@ def _is_of_average(name: str) -> bool:
     return name.split("/")[0] in _OF_AVERAGE
 
 
-def _data(leaf: Any) -> Any:
+def data_of(leaf: Any) -> Any:
     """A leaf as an array or a shape, without reading it; typed keys as numbers."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.eval_shape(key_data, leaf)

@@ -32,7 +32,8 @@ from jaxinf.errors import StoreError
 from jaxinf.interrupts import Ending
 from jaxinf.io import ByteCounts, span, timeline
 from jaxinf.layout import Subgroup
-from jaxinf.store import CommitRecord, ScalarState
+from jaxinf.store import CarriedArray, CommitRecord, ScalarState
+from jaxinf.typing import Array
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -186,6 +187,7 @@ class StepEngine:
         inexact: Mapping[int, float] = MappingProxyType({}),
         *,
         is_compared: bool = True,
+        carry: Mapping[tuple[str, ...], Array] = MappingProxyType({}),
     ) -> None:
         """Ends the step after `step` in the background, when all leaves are updated.
 
@@ -198,6 +200,7 @@ class StepEngine:
             `UpdateRequest.out`, and the greatest difference. The next step does not
             use the caller's.
           is_compared: whether the caller's params, if it has any, were given.
+          carry: further arrays by path, which are copied.
 
         Raises:
           NonFiniteScalarError: the gradients are finite, and a kernel computed with a
@@ -214,6 +217,11 @@ class StepEngine:
             before = self._opened.finished.inexact
             unseen = self._opened.finished.steps_without_params + 1
             still = {name: before[name] for name in self._kept_names() & before.keys()}
+            raw = [value.tobytes() for value in carry.values()]
+            described = [
+                CarriedArray.of(path, value.shape, value.dtype.name, own)
+                for (path, value), own in zip(carry.items(), raw, strict=True)
+            ]
             record = CommitRecord(
                 step=step,
                 scalar_state=tuple(scalars),
@@ -222,6 +230,8 @@ class StepEngine:
                 inexact=still | {self._name(n): bound for n, bound in inexact.items()},
                 steps_without_params=0 if is_compared else unseen,
                 device_updates=self._opened.assignment.every,
+                carry=tuple(described),
+                carried=raw,
             )
             _check_complete(self._opened, self._arrivals)
             ending = self._ending = Ending()

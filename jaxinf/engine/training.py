@@ -45,7 +45,7 @@ from jaxinf.errors import (
 from jaxinf.layout import LeafGrid, choose_grid
 from jaxinf.processes import Group, end_unless
 from jaxinf.program import StateLayout
-from jaxinf.store import CommitRecord, Member, ScalarState
+from jaxinf.store import CarriedArray, CommitRecord, Member, ScalarState
 from jaxinf.typing import Array, JsonValue, PyTree
 
 _LOG = logging.getLogger("jaxinf")
@@ -61,6 +61,7 @@ class Training:
       shapes: shapes and dtypes of these params, in the optimizer's form; None before.
       group: the processes that have the store together.
       has_warned_of_params: whether a run that gives no params was told so.
+      carried: names, shapes and dtypes of what its steps carry; None before the first.
       exports: the exports of its steps to a URL.
       binding: the run's binding to a step of the store, made by its first step.
 
@@ -75,6 +76,7 @@ class Training:
         self.group = group or Group(options.path)
         self._run = StoreRun.of(options, self.group)
         self.has_warned_of_params = False
+        self.carried: tuple[CarriedArray, ...] | None = None
         self.exports = self._run.exports
         self._run.health.failure.listen(self._tell_others)
         self._place = StorePlace(self._run)

@@ -18,7 +18,14 @@ from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES
 from jaxinf.exchange.url_export import check_memory, chunk_objects, over
 from jaxinf.exchange.url_manifest import BEGUN, MANIFEST, ExportManifest
 from jaxinf.io import BufferPool, crc32c, write_bytes_atomically
-from jaxinf.store import CommitRecord, CopySource, Manifest, StepReader, WholeStep
+from jaxinf.store import (
+    CommitRecord,
+    CopySource,
+    Manifest,
+    StepReader,
+    WholeStep,
+    checked_carry,
+)
 from jaxinf.typing import Array
 
 _BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+\.[a-z]+")
@@ -50,7 +57,8 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
         commit = CommitRecord.read(Path(folder) / "commit.json")
         commit.check_fits(Path(folder) / "commit.json", manifest)
     chunks = list(chunk_objects(manifest, commit))
-    missing = sorted({chunk.name for chunk in chunks} - set(listed))
+    names = {chunk.name for chunk in chunks} | {one.chunk for one in commit.carry}
+    missing = sorted(names - set(listed))
     if missing:
         raise ExchangeError(
             f"{place.where}: {MANIFEST} does not list {missing[0]}, a chunk of its "
@@ -66,6 +74,10 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
                 (store / name).parent.mkdir(exist_ok=True)
                 write_bytes_atomically(store / name, place.get(name, *expected))
 
+    def read_carried(step: WholeStep) -> list[bytes]:
+        pairs = [(x, place.get(x.chunk, *listed[x.chunk])) for x in step.commit.carry]
+        return [checked_carry(one, raw, place.where) for one, raw in pairs]
+
     read_pieces = _pieces_of(place, listed)
     return CopySource(
         place.where,
@@ -74,6 +86,7 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
         put_beside,
         lambda step: StepReader(step.path, step.commit, read_pieces=read_pieces),
         has_links=False,
+        read_carry=read_carried,
         num_threads=check_memory(chunks, memory_bytes),
     )
 

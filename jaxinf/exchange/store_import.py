@@ -26,6 +26,7 @@ from jaxinf.store import (
     StoreDirectory,
     dtype_of,
     hold_store,
+    make_carry,
     other_slot,
 )
 from jaxinf.store.names import encode_key
@@ -120,6 +121,7 @@ def import_params(
             checksums=writer.checksums(kept=commit.checksums),
             documents=commit.documents,
         )
+        make_carry(directory.step_path(spare), directory.manifest, ())
         directory.publish(spare, record)
     used = {array.name for array in wanted}
     unused = tuple(name for name in found if name not in used)

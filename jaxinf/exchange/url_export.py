@@ -30,7 +30,9 @@ from jaxinf.store import (
     Manifest,
     StateRecord,
     StepReader,
+    carry_files,
     check_plans_folder,
+    read_carry,
     seal,
     step_documents,
 )
@@ -126,6 +128,12 @@ def files_beside(store: Path) -> dict[str, bytes]:
     return found
 
 
+def carried_files(step: StepFiles) -> Mapping[str, bytes]:
+    """Returns the files of the arrays that a step carries, by name."""
+    carry = step.commit.carry
+    return carry_files(carry, read_carry(step.path, carry))
+
+
 @dataclass(frozen=True)
 class Transit:
     """How an export moves.
@@ -176,7 +184,8 @@ def export_url(
         )
     transit = transit or Transit()
     place = ObjectStore(url, transit.stop)
-    whole = UrlExport(place, step.manifest, step.commit, beside or {})
+    beside = {**(beside or {}), **carried_files(step)}
+    whole = UrlExport(place, step.manifest, step.commit, beside)
     check_memory(whole.chunks, transit.memory_bytes)
     whole.begin()
     return whole.complete(copy_chunks(place, step, transit))
@@ -338,7 +347,7 @@ def _documents(
 ) -> dict[str, bytes]:
     leaves = [replace(n, csds=(0,) * len(n.csds)) for n in manifest.leaves]
     manifest = replace(manifest, csds=(), leaves=tuple(leaves))
-    found = dict(step_documents(manifest, time.time_ns()))
+    found = dict(step_documents(manifest, time.time_ns(), commit.carry))
     found["jaxinf.json"] = seal(manifest.to_json())
     found["commit.json"] = seal(replace(commit, documents={}).to_json())
     return found | dict(beside)

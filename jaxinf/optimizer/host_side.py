@@ -356,9 +356,10 @@ class HostSide:
         order: Sequence[int],
         measured: Sequence[int],
         verdict: Array,
-        arguments: tuple[Array, Array, Array, Array, Sequence[Array]],
+        arguments: tuple[Array, Array, Array, Array, Sequence[Array], Sequence[Array]],
         *,
         is_compared: bool,
+        paths: Sequence[tuple[str, ...]],
     ) -> None:
         """Callback: ends the step when every leaf has been updated.
 
@@ -368,9 +369,10 @@ class HostSide:
           is_compared: whether the update was given params.
           arguments: step and skipped steps of the state; for each leaf the status; for
             each with 16-bit params the greatest difference of the updated ones from the
-            store's, or `EXACT`; the new scalar state.
+            store's, or `EXACT`; the new scalar state; the arrays to carry.
+          paths: names of these.
         """
-        step, skipped, found, inexact, scalars = arguments
+        step, skipped, found, inexact, scalars, carried = arguments
         statuses = np.empty_like(found)
         statuses[list(order)] = found
         self._check_all(int(step) + 1, statuses)
@@ -388,7 +390,12 @@ class HostSide:
             pairs = zip(measured, inexact.tolist(), strict=True)
             leaves = {number: bound for number, bound in pairs if bound >= 0}
             training.steps.finish(
-                int(step), named, int(skipped), leaves, is_compared=is_compared
+                int(step),
+                named,
+                int(skipped),
+                leaves,
+                is_compared=is_compared,
+                carry=dict(zip(paths, carried, strict=True)),
             )
             training.binding.advance(int(step) + 1)
             verdict[...] = COMMITTED

@@ -303,6 +303,7 @@ class StepCalls:
         scalars: Sequence[jax.Array],
         *,
         is_compared: bool,
+        carried: Mapping[tuple[str, ...], jax.Array],
     ) -> jax.Array:
         """Ends the step; returns an int32: committed, skipped or failed.
 
@@ -310,6 +311,7 @@ class StepCalls:
           statuses: those of `run`.
           inexact: of leaves with 16-bit params, the differences that `change` returns.
           is_compared: whether the update was given params.
+          carried: further arrays to commit, as `carried_leaves` returns.
         """
         state = self._state
         commit = partial(
@@ -318,6 +320,7 @@ class StepCalls:
             [leaf.number for call in reversed(calls) for leaf in call.leaves],
             list(inexact),
             is_compared=is_compared,
+            paths=tuple(carried),
         )
         differences = jnp.array(list(inexact.values()), jnp.float32)
         return call_once(
@@ -329,6 +332,7 @@ class StepCalls:
                 statuses,
                 differences,
                 [key_data(scalar) for scalar in scalars],
+                list(carried.values()),
             ),
             jax.ShapeDtypeStruct((), np.int32),
         )

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from jaxinf import compat
 from jaxinf.compress import TopK
-from jaxinf.engine import Store, check_compression, open_store
+from jaxinf.engine import Store, carried_leaves, check_compression, open_store
 from jaxinf.optimizer.callback import check_device_configuration
 from jaxinf.optimizer.host_side import HostSide
 from jaxinf.optimizer.init import init_state
@@ -80,7 +80,9 @@ def smart_update(
       agrees with the optimizer and the tree; only one leaf of type
       `jaxinf.typing.DeferredArray` at a time is in memory. Its `update` returns
       updates to be applied unchanged with ``optax.apply_updates``. For fp32 params they
-      are fp32; for others see `updates`.
+      are fp32; for others see `updates`. With ``carry=tree`` it commits further arrays
+      with the step, 64 MiB at most: batch statistics, typed keys, counters;
+      `Store.carried` returns them.
 
     Raises:
       UnsupportedTransformError: from `init` and `update`, if `tx` is not elementwise.
@@ -133,10 +135,11 @@ def _update_function(wrapped: Wrapped) -> Any:
         static: tuple[tuple[str, Any], ...],
         shardings: tuple[NamedSharding, ...],
         shapes: Shapes | None,
+        carry: PyTree,
     ) -> tuple[PyTree, SmartUpdateState]:
         extra_args = {**dynamic, **dict(static)}
         return run_update(
-            wrapped, updates, state, params, extra_args, shardings, shapes
+            wrapped, updates, state, params, extra_args, shardings, shapes, carry
         )
 
     jitted = jax.jit(traced, static_argnums=(4, 5, 6))
@@ -145,6 +148,8 @@ def _update_function(wrapped: Wrapped) -> Any:
         updates: PyTree,
         state: optax.OptState,
         params: PyTree | None = None,
+        *,
+        carry: PyTree = None,
         **extra_args: Any,
     ) -> tuple[PyTree, SmartUpdateState]:
         if not isinstance(state, SmartUpdateState):
@@ -160,12 +165,12 @@ def _update_function(wrapped: Wrapped) -> Any:
         wrapped.check()
         given = align(updates, params, wrapped.store._training.shapes)
         arrays = given.gradients, state, given.params
-        everything = jax.tree.leaves((arrays, extra_args))
+        everything = jax.tree.leaves((arrays, extra_args, carry))
         if any(isinstance(value, compat.Tracer) for value in everything):
             fixed = wrapped.shardings, given.shapes
-            made, state = traced(*arrays, extra_args, (), *fixed)
+            made, state = traced(*arrays, extra_args, (), *fixed, carry)
         else:
-            made, state = run(*arrays, extra_args, given.shapes)
+            made, state = run(*arrays, extra_args, given.shapes, carry)
         if params is None:
             _warn_without_params(wrapped.store)
         return given.updates(made), state
@@ -176,12 +181,14 @@ def _update_function(wrapped: Wrapped) -> Any:
         params: PyTree | None,
         extra_args: Mapping[str, Any],
         shapes: Shapes | None,
+        carry: PyTree,
     ) -> tuple[PyTree, SmartUpdateState]:
+        carried_leaves(carry)  # names the leaf that JAX would not take
         dynamic = {k: v for k, v in extra_args.items() if not callable(v)}
         static = tuple((k, v) for k, v in extra_args.items() if callable(v))
         arrays = gradients, state, params
         try:
-            result = jitted(*arrays, dynamic, static, wrapped.shardings, shapes)
+            result = jitted(*arrays, dynamic, static, wrapped.shardings, shapes, carry)
             jax.block_until_ready(result)
         except jax.errors.JaxRuntimeError as error:
             of_jax = error

@@ -22,7 +22,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxinf.engine import Store, StoreDescription, shard_counts
+from jaxinf.engine import (
+    Store,
+    StoreDescription,
+    carried_leaves,
+    check_carried,
+    shard_counts,
+)
 from jaxinf.optimizer.callback import FAILED
 from jaxinf.optimizer.host_side import COMMITTED, EXACT, UNDIVIDED, HostSide
 from jaxinf.optimizer.leaf_call import HostCall, traced_shardings
@@ -177,6 +183,7 @@ def run_update(
     extra_args: Mapping[str, Any],
     shardings: tuple[NamedSharding, ...],
     shapes: Shapes | None,
+    carry: PyTree,
 ) -> tuple[PyTree, SmartUpdateState]:
     """See `smart_update`; traceable.
 
@@ -185,10 +192,13 @@ def run_update(
       state: the state of `init`, or of the last step.
       params: the params, all of them trained; None if they are not available.
       shardings: of the params' leaves; empty for one JAX device.
+      carry: a tree of arrays that are committed with the step.
     """
-    updates, state, params, extra_args = entering(
-        "update", (updates, state, params, dict(extra_args))
+    named = list(carried_leaves(carry).items())
+    updates, state, params, extra_args, named = entering(
+        "update", (updates, state, params, dict(extra_args), named)
     )
+    carried = dict(named)
     known = updates if params is None else params
     if shapes is not None:
         known = shapes.tree
@@ -198,6 +208,8 @@ def run_update(
     init, program = wrapped.trace(known, extra_args)
     description = wrapped.describe(init, program, places.stored)
     _check(wrapped, description, state, gradients)
+    names = {state.name for leaf in description.leaves for state in leaf.states}
+    check_carried(wrapped.store._training, carried, names)
     on_device = _device_params(wrapped, known, params, extra_args)
     old = jax.tree.leaves(in_jax(state))
     feedback = jax.tree.leaves(state.error_feedback)
@@ -233,7 +245,9 @@ def run_update(
     changes = _changes(wrapped, arrays, on_device, gradients)
     inexact = {n: own for n, (_, own) in enumerate(changes) if own is not None}
     is_compared = params is not None
-    verdict = step.commit(calls, statuses, inexact, new, is_compared=is_compared)
+    verdict = step.commit(
+        calls, statuses, inexact, new, is_compared=is_compared, carried=carried
+    )
     left = places.to_program([one.feedback for one in results][: len(feedback)])
     return (
         treedef.unflatten(_applied(verdict, [update for update, _ in changes])),

@@ -11,6 +11,14 @@ from jaxinf.store.agreement import (
     StepId,
     agreed_step,
 )
+from jaxinf.store.carry import (
+    carry_files,
+    checked_carry,
+    make_carry,
+    read_carry,
+    tree_checksum,
+    write_carry,
+)
 from jaxinf.store.checkpoint import (
     CheckpointInfo,
     check_checkpoint,
@@ -27,9 +35,12 @@ from jaxinf.store.checkpoint import (
 )
 from jaxinf.store.chunk_writer import ChunkWriter
 from jaxinf.store.commit import (
+    CARRY,
     SCHEDULE_FREE,
+    CarriedArray,
     CommitRecord,
     ScalarState,
+    check_carry,
     schedule_free_params,
 )
 from jaxinf.store.contents import (
@@ -145,6 +156,7 @@ from jaxinf.store.whole_step import (
 )
 
 __all__ = [
+    "CARRY",
     "CODECS",
     "COMMIT",
     "ERROR_FEEDBACK",
@@ -154,6 +166,7 @@ __all__ = [
     "SCHEDULE_FREE",
     "SLOTS",
     "AverageChoice",
+    "CarriedArray",
     "CheckpointInfo",
     "ChunkWriter",
     "Codecs",
@@ -193,6 +206,8 @@ __all__ = [
     "agreed_of",
     "agreed_step",
     "array_name",
+    "carry_files",
+    "check_carry",
     "check_checkpoint",
     "check_free_space",
     "check_leaf_paths",
@@ -202,6 +217,7 @@ __all__ = [
     "check_seal",
     "check_space",
     "check_unclaimed",
+    "checked_carry",
     "checkpoint_names",
     "checkpoints_to_prune",
     "chunk_holders",
@@ -237,6 +253,7 @@ __all__ = [
     "list_whole",
     "lock_exclusively",
     "look_at_store",
+    "make_carry",
     "member_name",
     "missing_members",
     "next_slot",
@@ -248,6 +265,7 @@ __all__ = [
     "plans_folder",
     "prune_leftovers",
     "prune_snapshots",
+    "read_carry",
     "read_foreign",
     "read_owned",
     "read_plan",
@@ -270,10 +288,12 @@ __all__ = [
     "store_source",
     "stored_bytes",
     "stray_checkpoints",
+    "tree_checksum",
     "trim_store",
     "verify_spare",
     "whole_manifest",
     "whole_record",
     "whole_step",
+    "write_carry",
     "write_document",
 ]

@@ -22,6 +22,7 @@ from jaxinf.documents import encode
 from jaxinf.errors import StoreError, StoreFormatError, StoreMismatchError
 from jaxinf.io import fsync_directory, write_bytes_atomically
 from jaxinf.io.failures import translated
+from jaxinf.store.carry import link_carry, make_carry
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.damage import Damage
 from jaxinf.store.directory import (
@@ -111,7 +112,7 @@ def save_held(directory: StoreDirectory, name: str | None) -> str:
             undo.callback(_remove_data, directory, place)
             with translated("checkpoint", directory.step_path(place)):
                 temporary.mkdir()
-                link_arrays(directory, slot, place, temporary)
+                link_arrays(directory, slot, place, temporary, record.carry)
                 for document in _DOCUMENTS:
                     source = directory.step_path(slot) / document
                     link_or_copy(source, temporary / document)
@@ -230,6 +231,8 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     directory.unpublish(spare)
     for leaf, _, state, chunk in directory.held():
         directory.link_chunk(place, spare, leaf, chunk, state.name)
+    make_carry(directory.step_path(spare), directory.manifest, record.carry)
+    link_carry(directory.step_path(place), directory.step_path(spare), record.carry)
     directory.sync()
     directory.publish(spare, record)
     return record
@@ -322,13 +325,15 @@ def checkpoint_names(directory: StoreDirectory) -> list[str]:
 def _slot_documents(
     directory: StoreDirectory, committed: Slot, checkpoint: CommitRecord
 ) -> Mapping[str, str]:
-    """Returns the checksums of the documents of both slots.
+    """Returns the checksums of the documents of the spare slot.
 
-    If the committed record is damaged, those of the checkpoint count, all but one of
-    whose documents are the slots' own.
+    They are those of the committed one, but for what lists the arrays. If the committed
+    record is damaged, those of the checkpoint count, all but one of whose documents are
+    the slots' own.
     """
+    listed = {n: s for n, s in checkpoint.documents.items() if n == "_METADATA"}
     try:
-        return directory.read_record(committed).documents
+        return {**directory.read_record(committed).documents, **listed}
     except StoreFormatError as error:
         _LOG.warning("%s; the checkpoint takes its place", error)
     name, spare = "_CHECKPOINT_METADATA", directory.step_path(other_slot(committed))
@@ -390,6 +395,8 @@ def add_documents(directory: StoreDirectory, root: Path, record: CommitRecord) -
         for state in leaf.states:
             name = leaf.array_name(state.name)
             (item / name).symlink_to(f"../{name}")
+    for one in record.carry:
+        (item / one.name).symlink_to(f"../{one.name}")
     (root / ORBAX_STATE).symlink_to(ORBAX_ITEM)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from jaxinf.documents import Document, pattern, shown
 from jaxinf.errors import StoreFormatError
+from jaxinf.io import crc32c
 from jaxinf.store.contents import dtype_of
 from jaxinf.store.documents import (
     Dtype,
@@ -33,6 +34,7 @@ from jaxinf.store.manifest import (
     Manifest,
     version_of,
 )
+from jaxinf.store.names import array_name, check_leaf_paths
 from jaxinf.typing import Array, JsonValue
 
 _WHAT = "the record of a committed step"
@@ -105,6 +107,61 @@ class ScalarState:
         return cls(path, value)
 
 
+CARRY = "carry"
+"""The first part of the names of arrays that a step carries."""
+
+MOST_CARRIED_BYTES = 64 << 20
+"""Limit of the bytes that a step carries."""
+
+
+class CarriedArray(Document, frozen=True):
+    """An array that a step carries; see `jaxinf.store.carry`.
+
+    Attributes:
+      path: its keys in the tree that was given.
+      shape, dtype: of the array; typed keys are their numbers.
+      crc32c: CRC-32C of its elements, in C order.
+    """
+
+    path: tuple[str, ...]
+    shape: Lengths
+    dtype: Dtype
+    crc32c: Sum
+
+    @classmethod
+    def of(cls, path: tuple[str, ...], shape: Any, dtype: str, raw: bytes) -> Self:
+        """Describes an array of these bytes."""
+        checksum = crc32c(np.frombuffer(raw, np.uint8))
+        return cls(path, tuple(shape), dtype, f"{checksum:08x}")
+
+    @property
+    def name(self) -> str:
+        """Its directory, relative to a step."""
+        return array_name(CARRY, self.path)
+
+    @property
+    def chunk(self) -> str:
+        """Its only chunk's file, relative to a step."""
+        return "/".join((self.name, "c", *("0" for _ in self.shape)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+def check_carry(carry: Sequence[CarriedArray]) -> None:
+    """Raises ValueError for names that are none, twice the same, or too many bytes."""
+    check_leaf_paths([one.path for one in carry], {CARRY})
+    num_bytes = sum(one.num_bytes for one in carry)
+    if num_bytes > MOST_CARRIED_BYTES:
+        raise ValueError(
+            f"expected at most {MOST_CARRIED_BYTES} bytes (64 MiB) together, found "
+            f"{num_bytes}; keep large arrays among the params, or in a checkpoint of "
+            "your own"
+        )
+
+
 _Step: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # the state's is an int32
 _STOCK = r"zarr\.json|_METADATA|_CHECKPOINT_METADATA|commit_success\.txt|\*/zarr\.json"
 _SUMS = pattern("(?:[0-9a-f]{8}(?: [0-9a-f]{8})*+)?", "checksums of 8 hex digits")
@@ -126,6 +183,7 @@ class _Record(Document, frozen=True):
     device_tier: Annotated[int, Meta(ge=1, le=2**63 - 1)] = 0
     inexact: dict[str, Sum] = msgspec.field(default_factory=dict)
     steps_without_params: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 0
+    carry: tuple[CarriedArray, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,6 +205,8 @@ class CommitRecord:
         versions of jaxinf.
       steps_without_params: number of the last steps whose update was given no params,
         so that they were not compared with the master.
+      carry: arrays that the caller has given beside the optimizer's.
+      carried: their bytes until they are committed; afterwards they are on the drive.
       commit: in a member, the id of the commit, which all members' records have; empty
         in other stores.
       committed_at: time of the commit for people to read, UTC.
@@ -162,6 +222,8 @@ class CommitRecord:
     device_updates: int = 0
     device_tier: int = 0
     steps_without_params: int = 0
+    carry: Sequence[CarriedArray] = ()
+    carried: Sequence[bytes] = ()
     commit: str = ""
     committed_at: str = field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -216,6 +278,7 @@ class CommitRecord:
             scalars = tuple(map(ScalarState.of, held.scalar_state))
             if len({scalar.path for scalar in scalars}) != len(scalars):
                 raise ValueError("two scalars of one path")
+            check_carry(held.carry)
             return cls(
                 **{name: getattr(held, name) for name in _AS_THEY_ARE},
                 scalar_state=scalars,
@@ -276,6 +339,7 @@ class CommitRecord:
 
 _AS_THEY_ARE = ("step", "skipped_steps", "payload", "committed_at", "documents")
 _AS_THEY_ARE += ("commit", "device_updates", "device_tier", "steps_without_params")
+_AS_THEY_ARE += ("carry",)
 """Attributes of a record that are the same in its document."""
 
 

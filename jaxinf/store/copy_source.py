@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxinf.errors import StoreFormatError, StoreLockedError, StoreMismatchError
+from jaxinf.store.carry import read_carry
 from jaxinf.store.checkpoint import checkpoint_names, find_checkpoint
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory, next_slot
@@ -25,6 +26,11 @@ from jaxinf.store.whole import to_step as bring_to_step
 from jaxinf.store.whole_step import WholeStep, joined_step, whole_step
 
 
+def _read_carry(step: WholeStep) -> list[bytes]:
+    """Returns what a step of a store carries."""
+    return read_carry(step.path, step.commit.carry)
+
+
 @dataclass(frozen=True)
 class CopySource:
     """Steps that are copied together.
@@ -36,6 +42,7 @@ class CopySource:
       open_reader: returns the reader of one.
       put_beside: writes what belongs to a store beside its steps into a directory.
       has_links: whether chunks may be linked to: they are a store's.
+      read_carry: returns the arrays that one carries.
       num_threads: number of chunks that may be in memory at once.
       spares: directories of the other slot's chunks by CSD, of a store that is held.
       dropped: checkpoints that are not of all members.
@@ -48,6 +55,7 @@ class CopySource:
     put_beside: Callable[[Path], None]
     open_reader: Callable[[WholeStep], StepReader]
     has_links: bool = True
+    read_carry: Callable[[WholeStep], list[bytes]] = _read_carry
     num_threads: int = 4
     spares: Sequence[Path] = ()
     dropped: tuple[str, ...] = ()

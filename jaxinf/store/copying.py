@@ -28,6 +28,7 @@ from jaxinf.errors import (
 )
 from jaxinf.io import fsync_directory
 from jaxinf.io.failures import translated
+from jaxinf.store.carry import make_carry, write_carry
 from jaxinf.store.checkpoint import add_documents, checkpoint_names
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.copy_files import CopiedFile, copied_files, make_files, room_needed
@@ -375,7 +376,9 @@ def _make(
             source.put_beside(part.path)
             for place, record in records.items():
                 commit = ids[place] if part.manifest.member is not None else ""
-                _complete(part, place, record.part(part.manifest, commit), timestamp_ns)
+                own = record.part(part.manifest, commit)
+                own = replace(own, carried=source.read_carry(source.steps[place]))
+                _complete(part, place, own, timestamp_ns)
     if parts[0].manifest.member is not None:
         root = parts[0].path.parent
         for place in (p for p in source.steps if p != "a"):
@@ -392,14 +395,17 @@ def _complete(
 ) -> None:
     """Adds documents and the record to a step with its chunks."""
     root = part.step_path(place)
+    if place != "a":
+        for name, content in step_documents(part.manifest, timestamp_ns):
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(content)
+    make_carry(root, part.manifest, record.carry)
+    write_carry(root, record.carry, record.carried)
     if place == "a":
         documents = stock_documents(root, part.manifest)
         part.sync()
         part.write_record("a", replace(record, documents=documents))
         return
-    for name, content in step_documents(part.manifest, timestamp_ns):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
     if (root / ORBAX_ITEM).exists():
         shutil.rmtree(root / ORBAX_ITEM)
     (root / ORBAX_STATE).unlink(missing_ok=True)

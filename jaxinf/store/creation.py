@@ -22,7 +22,7 @@ from jaxinf.io import (
     write_bytes_atomically,
 )
 from jaxinf.io.failures import translated
-from jaxinf.store.commit import CommitRecord
+from jaxinf.store.commit import CARRY, CarriedArray, CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
 from jaxinf.store.manifest import Manifest
@@ -227,25 +227,31 @@ def check_never_committed(directory: StoreDirectory) -> None:
 
 
 def step_documents(
-    manifest: Manifest, timestamp_ns: int
+    manifest: Manifest, timestamp_ns: int, carry: Sequence[CarriedArray] = ()
 ) -> Iterator[tuple[str, bytes]]:
     """Yields the documents by which other tools read a step's chunks, by name.
 
     Args:
       manifest: manifest of the store.
       timestamp_ns: the time that they say.
+      carry: arrays that the step carries, which have documents of their own.
     """
-    keys = []
     for leaf in manifest.leaves:
         for state in leaf.states:
-            keys.append((state.name, *leaf.path))
             shape, chunk_shape = map(tuple, leaf.array_grid(state))
             content = _array_document(shape, chunk_shape, state.dtype)
             yield f"{leaf.array_name(state.name)}/zarr.json", content
     yield "zarr.json", encode(group_metadata())
-    yield "_METADATA", encode(orbax_tree_metadata(keys))
+    yield "_METADATA", tree_document(manifest, carry)
     yield "_CHECKPOINT_METADATA", encode(orbax_checkpoint_metadata(timestamp_ns))
     yield "commit_success.txt", COMMIT_SUCCESS_TEXT.encode()
+
+
+def tree_document(manifest: Manifest, carry: Sequence[CarriedArray] = ()) -> bytes:
+    """Returns ``_METADATA``, which lists a step's arrays for Orbax."""
+    keys = [(s.name, *leaf.path) for leaf in manifest.leaves for s in leaf.states]
+    keys += [(CARRY, *one.path) for one in carry]
+    return encode(orbax_tree_metadata(keys))
 
 
 @cache

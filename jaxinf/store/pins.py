@@ -6,20 +6,31 @@ symlink would pin nothing, and hard links do not cross file systems.
 
 import contextlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+from jaxinf.store.carry import link_carry
+from jaxinf.store.commit import CarriedArray
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.links import link_or_copy
 
 
-def link_arrays(directory: StoreDirectory, source: str, place: str, root: Path) -> None:
+def link_arrays(
+    directory: StoreDirectory,
+    source: str,
+    place: str,
+    root: Path,
+    carry: Sequence[CarriedArray],
+) -> None:
     """Links every array of a step.
 
     Args:
       source: the place of the step: a slot or a checkpoint.
       place: the new place, which decides the directories on CSDs.
       root: existing directory in the store that receives the arrays.
+      carry: arrays that the step carries.
     """
+    link_carry(directory.step_path(source), root, carry)
     has_csds = bool(directory.manifest.csds)
     for leaf, record in enumerate(directory.manifest.leaves):
         for state in record.states:

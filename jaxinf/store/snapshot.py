@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxinf.errors import StoreFormatError
 from jaxinf.io.failures import translated
+from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import Slot, StoreDirectory
 from jaxinf.store.links import link_or_copy
 from jaxinf.store.lock import LockFile, lock_exclusively
@@ -84,7 +85,8 @@ def _pin(directory: StoreDirectory, place: str) -> tuple[StoreDirectory, LockFil
             root.mkdir(parents=True)
             owner = _own(root)
             undo.callback(owner.close)
-            link_arrays(directory, slot, place, root)
+            carry = CommitRecord.read(directory.step_path(slot) / "commit.json").carry
+            link_arrays(directory, slot, place, root, carry)
             for name in _DOCUMENTS:
                 link_or_copy(directory.step_path(slot) / name, root / name)
         undo.pop_all()

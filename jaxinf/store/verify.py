@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.io import BufferPool, open_beneath
+from jaxinf.store.carry import carry_problems
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.damage import Damage
 from jaxinf.store.directory import StoreDirectory, document_problem, link_problem
@@ -99,6 +100,7 @@ class Verifier:
         for damage in self._sealed(step_path, record):
             if damage.what != ARRAYS or not damages:  # otherwise it is listed already
                 damages.append(damage)
+        damages += self._carried(step_path, place or "", record)
         total, done = step_bytes(self._directory), 0
         with (
             closing(BufferPool(self._num_workers * PIECE_BYTES)) as pool,
@@ -263,6 +265,18 @@ class Verifier:
             if found != expected:
                 problem = f"expected CRC-32C {expected}, found {found}"
                 yield Damage(step_path, step_path / name, name, problem)
+
+    def _carried(
+        self, step_path: Path, place: str, record: CommitRecord
+    ) -> Iterator[Damage]:
+        """Checks the arrays that a step carries, and Orbax's links to them."""
+        for name, problem in carry_problems(step_path, record.carry):
+            yield Damage(step_path, step_path / name, name, problem)
+        for one in record.carry if place.startswith("checkpoints/") else ():
+            link = step_path / ORBAX_ITEM / one.name
+            if problem := link_problem(link, Path("..", one.name)):
+                what = f"link {link.relative_to(step_path)}"
+                yield Damage(step_path, link, what, problem)
 
     def _documents(self, step_path: Path) -> Iterator[Damage]:
         """Checks the zarr metadata, by which other tools read the arrays."""

@@ -334,6 +334,9 @@ def _link(members: Sequence[StoreDirectory], name: str, root: Path) -> None:
     (root / ORBAX_ITEM).mkdir()
     (root / ORBAX_ITEM / "_METADATA").symlink_to("../_METADATA")
     (root / ORBAX_STATE).symlink_to(ORBAX_ITEM)
+    for one in CommitRecord.read(first / "commit.json").carry:
+        (root / one.name).symlink_to(os.path.relpath(first / one.name, root))
+        (root / ORBAX_ITEM / one.name).symlink_to(f"../{one.name}")
     for number, leaf in enumerate(members[0].manifest.leaves):
         for state in leaf.states:
             array = leaf.array_name(state.name)

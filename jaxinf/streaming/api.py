@@ -45,6 +45,7 @@ def stream(
     extra_args: Mapping[str, Any] | None = None,
     deterministic: bool = True,
     device_updates: DeviceUpdates = None,
+    carry: Callable[[PyTree], PyTree] | None = None,
     state_tiers: Mapping[str, int | str] | None = None,
 ) -> StreamedStep:
     """Makes a training step for a model that need not fit in memory.
@@ -103,6 +104,9 @@ def stream(
         are planned. Their copies take a fixed part of the device's memory. By default
         as in the store's last step, and none in a new store (docs/streaming.md,
         "Updates on the device").
+      carry: With `has_aux`, ``carry(aux)`` gives a tree of arrays that are committed
+        with the step, 64 MiB at most: batch statistics, typed keys, counters.
+        `Store.carried` returns them.
       state_tiers: With a path as `store`, the `tiers` of `jaxinf.open_store`.
 
     Returns:
@@ -126,7 +130,10 @@ def stream(
         extra_args=dict(extra_args or {}),
         deterministic=deterministic,
         device_updates=device_updates,
+        carry=carry,
     )
+    if carry is not None and not has_aux:
+        raise ValueError("carry: expected a loss with aux, found none; has_aux=True")
     owned = _opened(store, options, state_tiers)
     check_compression(compress, owned)
     is_compressed = compress is not None

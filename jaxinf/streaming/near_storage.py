@@ -274,6 +274,7 @@ class StoreEnds(StoreParamsEnds):
             effect_of_nonfinite(options.nonfinite, is_guarded=self._program.is_guarded),
             self._assigning.chosen(division.gradients),
             copies=not self.options.limit.is_host,
+            carry=options.carry,
         )
 
     def waiting(self, fitted: Fitted) -> Waiting | None:

@@ -47,6 +47,7 @@ class Options:
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     deterministic: bool = True
     device_updates: DeviceUpdates = None
+    carry: Callable[[PyTree], PyTree] | None = None
     together: Together = field(default_factory=Together)
     executables: Executables = field(default_factory=dict)
     other_limit: DeviceLimit | None = None

@@ -7,6 +7,7 @@ by the real code. `JAXINF_FAULTS=long` visits many more of them.
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from disk_model import Barrier
 from hypothesis import HealthCheck, given, settings
@@ -119,6 +120,30 @@ def rolled_back(driver, mark):
         again.training.close()
 
 
+def carried(driver, mark):
+    """Steps that carry arrays, others, and none; and a checkpoint of one."""
+    driver.init()
+    mark(0)
+    driver.carry = lambda step: {("n",): np.full(3, step), ("a",): np.array(step)}
+    for step in (1, 2):
+        step_durably(driver)
+        mark(step)
+    driver.store.checkpoint()
+    mark(2, "2")
+    driver.training.close()
+    for step in (3, 4):
+        again = small_driver(driver.store.path).init()
+        again.carry = None if step == 4 else lambda step: {("n",): np.full(1, step)}
+        try:
+            step_durably(again)
+            mark(step, "2")
+        finally:
+            again.training.close()
+    again = small_driver(driver.store.path, restore="2")
+    mark(2, "2")
+    again.training.close()
+
+
 SCRIPTS = {
     "plain": plain,
     "frozen": plain,
@@ -129,6 +154,7 @@ SCRIPTS = {
     "kept": kept,
     "rolled back": rolled_back,
     "made anew": made_anew,
+    "carried": carried,
 }
 OPTIONS = {
     "rare": {"durability": 2},
@@ -138,7 +164,7 @@ OPTIONS = {
 }
 NAMES = ("jaxinf.json", "slots", "current", "commit.json")
 # One of so many names that a snapshot makes and removes is visited.
-ONE_IN = {"pinned": 10 if LONG else 1000, "kept": 10 if LONG else 1000}
+ONE_IN = dict.fromkeys(("pinned", "kept", "carried"), 10 if LONG else 1000)
 
 
 # Each script on one drive or on three CSDs; `JAXINF_FAULTS=long` has both of all.
@@ -152,6 +178,7 @@ NUM_CSDS = {
     "kept": (0, 3),
     "rolled back": (3,),
     "made anew": (0,),
+    "carried": (0,),
 }
 
 
@@ -196,6 +223,8 @@ def test_every_boundary_of_a_commit(run):
     marks = range(1, len(run.log.marks))
     if run.name == "rolled back" and not LONG:
         marks = marks[2:]  # the rollback and the step after it
+    elif run.name == "carried" and not LONG:
+        marks = marks[3:]  # other arrays, none, and those of a checkpoint
     elif run.name not in ("kept", "frozen") and not LONG:
         marks = marks[1:2]
     for mark in marks:

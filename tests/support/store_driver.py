@@ -80,6 +80,7 @@ class Driver:
         options.setdefault("csd", os.environ.get("JAXINF_TEST_CSD", "host"))
         self.store = small_stores.open_store(path, **options)
         self.at = 0
+        self.carry = None  # by step, what a step carries
 
     @property
     def training(self):
@@ -154,8 +155,9 @@ class Driver:
         return results
 
     def finish(self, skipped_steps=0):
+        carry = {} if self.carry is None else self.carry(self.at + 1)
         self.store._training.steps.finish(
-            self.at, self.scalars(self.at + 1), skipped_steps
+            self.at, self.scalars(self.at + 1), skipped_steps, carry=carry
         )
         self.at += 1
 

@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinf.errors import StreamError
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.meshes import on_this_process
 from jaxinf.typing import Array, PyTree
 
 # Elements whose finiteness is looked at together: it takes memory.
@@ -93,3 +95,15 @@ def is_finite(array: Array) -> bool:
         np.isfinite(flat[start : start + _RUN_ELEMENTS]).all()
         for start in range(0, flat.size, _RUN_ELEMENTS)
     )
+
+
+def on_host(array: jax.Array | Array) -> Array:
+    """Returns an array of which this process has the whole; raises StreamError."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        if not array.is_fully_replicated:
+            raise StreamError(
+                "carry: expected arrays that every process has whole, found one that "
+                "is sharded over them; replicate it"
+            )
+        array = on_this_process(array)
+    return np.asarray(array)

@@ -20,7 +20,9 @@ from jaxinf.engine import (
     KeptLeaf,
     Training,
     UpdateRequest,
+    carried_leaves,
     changes_params,
+    check_carried,
 )
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.program import NonFinitePolicy, Passes, UpdateProgram
@@ -42,7 +44,7 @@ from jaxinf.streaming.program.units import StoreUnits, Unit
 from jaxinf.streaming.update.asked import Asked, Gathered
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.passes import PassRunner
-from jaxinf.streaming.update.sink import Sink, is_finite
+from jaxinf.streaming.update.sink import Sink, is_finite, on_host
 from jaxinf.streaming.update.under_way import UnderWay
 from jaxinf.typing import Array, PyTree
 
@@ -69,6 +71,7 @@ class StoreSink(Sink):
       assignment: The updates that a JAX device computes.
       copies: Whether gradients are copied to pinned memory of the host, from a device
         with memory of its own.
+      carry: Returns the arrays to commit with a step, from its aux.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class StoreSink(Sink):
         assignment: Assignment,
         *,
         copies: bool,
+        carry: Callable[[PyTree], PyTree] | None = None,
     ) -> None:
         self._training = training
         self._program = program
@@ -93,7 +97,8 @@ class StoreSink(Sink):
         self._idle, self._kept = idle, set[Unit]()
         self._stage = Stage("jaxinf-updates", capacity_bytes, _SHORT_BYTES)
         self._nonfinite: NonFinitePolicy = nonfinite
-        self._copies = copies
+        self._copies, self._carry = copies, carry
+        self._carried: Mapping[tuple[str, ...], Array] = {}
         self._assignment = assignment
         self._under_way = UnderWay(NUM_UNDER_WAY)
         self._fetched: Params
@@ -141,7 +146,7 @@ class StoreSink(Sink):
         results: PyTree,
         check: Callable[[], None],
     ) -> bool:
-        self._agree(self._end_updates)
+        self._agree(partial(self._end_all, results))
         self._passes.give(extra_args)
         spill = self.spill
         if spill is not None and not self._is_refused:
@@ -161,7 +166,9 @@ class StoreSink(Sink):
             for old, new in zip(record.scalar_state, self._passes.finish(), strict=True)
         ]
         num_skipped = record.skipped_steps + self._num_skipped
-        self._training.steps.finish(self._step, scalars, num_skipped)
+        self._training.steps.finish(
+            self._step, scalars, num_skipped, carry=self._carried
+        )
         self._num_skipped = 0
         return True
 
@@ -240,6 +247,14 @@ class StoreSink(Sink):
     def _end_updates(self) -> None:
         self._stage.end()
         self._under_way.end()
+
+    def _end_all(self, results: PyTree) -> None:
+        self._end_updates()
+        if self._carry is not None:
+            carried = carried_leaves(self._carry(results[1]))
+            names = self._training.opened.directory.manifest.state_names
+            check_carried(self._training, carried, names)
+            self._carried = {path: on_host(x) for path, x in carried.items()}
 
     def _defer(self, taken: Sequence[Handed]) -> None:
         assert self.spill is not None

@@ -1,0 +1,137 @@
+"""Arrays that a caller gives a step to commit with it, and gets back.
+
+Invariant: all steps of a process carry arrays of the same names, shapes and dtypes.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinf.engine.optax_state import data_of, scalar_array
+from jaxinf.engine.state import committed_step
+from jaxinf.errors import StoreMismatchError
+from jaxinf.program import leaf_path
+from jaxinf.store import CARRY, CarriedArray, check_carry, dtype_of, read_carry
+from jaxinf.typing import PyTree
+
+if TYPE_CHECKING:
+    from jaxinf.engine.training import Training
+
+_REAL = "biuf"
+_OF_NUMPY = (bool, int, float, np.ndarray, np.generic)
+
+
+def carried_leaves(tree: PyTree, what: str = CARRY) -> dict[tuple[str, ...], Any]:
+    """Returns a tree's arrays by their paths, typed keys as numbers; traceable.
+
+    Args:
+      what: name of the tree, for messages.
+
+    Raises:
+      TypeError: a leaf is no array of numbers; names it.
+      ValueError: two leaves have one path.
+    """
+    found = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        path = leaf_path(keys)
+        where = "/".join((what, *path))
+        if isinstance(leaf, _OF_NUMPY):
+            leaf = jnp.asarray(leaf)
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"{where}: expected an array or a number, found "
+                f"{type(leaf).__name__}; leave it out of the tree"
+            )
+        data = data_of(leaf)
+        dtype = np.dtype(data.dtype)
+        if dtype.kind not in _REAL and dtype.name != "bfloat16":
+            raise TypeError(
+                f"{where}: expected real numbers, bools or typed keys, found "
+                f"{dtype.name}; carry it in another dtype"
+            )
+        if path in found:
+            raise ValueError(f"{where}: expected one leaf of this name, found two")
+        found[path] = data
+    return found
+
+
+def check_carried(
+    training: "Training", carried: Mapping[tuple[str, ...], Any], states: Iterable[str]
+) -> None:
+    """Refuses what a step cannot carry, or what other steps do not.
+
+    Args:
+      carried: as `carried_leaves` returns; nothing but shapes and dtypes is read.
+      states: names of the store's states.
+
+    Raises:
+      ValueError: says why.
+    """
+    form = _form(carried)
+    where = f"{training.options.path}: carry"
+    try:
+        check_carry(form)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if form and CARRY in states:
+        raise ValueError(
+            f"{where}: expected no state of the optimizer of this name, found one, "
+            "whose files it would share; rename that field"
+        )
+    if training.carried not in (None, form):
+        raise ValueError(
+            f"{where}: expected the arrays of the steps before, "
+            f"{_shown(training.carried or ())}, found {_shown(form)}; give every step "
+            "the same, or close the store and open it again"
+        )
+    training.carried = form
+
+
+def read_carried(training: "Training", like: PyTree) -> PyTree:
+    """Returns what the committed step carries, in the form of a tree; blocks.
+
+    Nothing may be committed meanwhile.
+    """
+    step, commit = committed_step(training.opened)
+    wanted = carried_leaves(like, "like")
+    where = f"{training.options.path}: carried: step {commit.step}"
+    if not commit.carry:
+        raise StoreMismatchError(
+            f"{where}: expected arrays that it carries, found none; give them to each "
+            "step, tx.update(grads, state, params, carry=tree), or jaxinf.stream(…, "
+            "carry=fn), and read them if store.step is not 0"
+        )
+    held = tuple(CarriedArray(x.path, x.shape, x.dtype, "") for x in commit.carry)
+    if {*held} != {*_form(wanted)}:
+        raise StoreMismatchError(
+            f"{where}: expected a tree `like` of its arrays, {_shown(held)}, found "
+            f"{_shown(_form(wanted))}; give the tree that update was given"
+        )
+    values = {
+        one.path: np.frombuffer(raw, dtype_of(one.dtype)).reshape(one.shape)
+        for one, raw in zip(commit.carry, read_carry(step, commit.carry), strict=True)
+    }
+    leaves, treedef = jax.tree.flatten(like)
+    pairs = zip(wanted, leaves, strict=True)
+    return treedef.unflatten(
+        [
+            scalar_array(values[path], leaf if hasattr(leaf, "dtype") else wanted[path])
+            for path, leaf in pairs
+        ]
+    )
+
+
+def _form(carried: Mapping[tuple[str, ...], Any]) -> tuple[CarriedArray, ...]:
+    return tuple(
+        CarriedArray(path, tuple(x.shape), np.dtype(x.dtype).name, "")
+        for path, x in carried.items()
+    )
+
+
+def _shown(form: Iterable[CarriedArray]) -> str:
+    names = ["/".join(x.path) + f" {x.dtype}{list(x.shape)}" for x in form]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (", ".join(names[:5]) or "none") + more

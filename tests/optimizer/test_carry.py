@@ -1,0 +1,241 @@
+"""What a step carries: refusals, its files, and where they go with the step."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import zarr
+from copies import copied
+
+import jaxinf
+from jaxinf.cli import main
+from jaxinf.store import Verifier, look_at_store
+
+PARAMS = {"w": jnp.linspace(-1.0, 1.0, 64), "b": jnp.ones(3)}
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Twice:
+    def __init__(self, *children):
+        self.children = children
+
+    def tree_flatten_with_keys(self):
+        keys = jax.tree_util.DictKey(1), jax.tree_util.DictKey("1")
+        return list(zip(keys, self.children, strict=True)), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def carry_of(number):
+    return {
+        "stats": {"mean": jnp.full((2, 3), number, jnp.bfloat16)},
+        "keys": jax.random.split(jax.random.key(number), 2),
+        "seen": jnp.asarray([number > 0, False]),
+        "none": jnp.zeros((0, 4)),
+        "n": number,
+    }
+
+
+def same(found, number):
+    expected = carry_of(number)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
+        {**found, "keys": jax.random.key_data(found["keys"])},
+        {**expected, "keys": jax.random.key_data(expected["keys"])},
+    )
+
+
+def train(path, numbers, carry=carry_of, **options):
+    """Makes a step for each number, and closes the store."""
+    with jaxinf.open_store(path, **options) as store:
+        tx = jaxinf.smart_update(optax.adam(1e-2), store)
+        params = store.params(like=PARAMS) if store.exists else PARAMS
+        state = tx.init(params)
+        for number in numbers:
+            given = {} if carry is None else {"carry": carry(number)}
+            updates, state = tx.update(PARAMS, state, params, **given)
+            params = optax.apply_updates(params, updates)
+
+
+def carried(path, **options):
+    with jaxinf.open_store(path, **options) as store:
+        return store.carried(like=carry_of(0))
+
+
+def damages(path):
+    """All damage of the slots and checkpoints that have a record."""
+    verifier = Verifier(look_at_store(path))
+    steps = [file.parent for file in path.glob("*/*/commit.json")]
+    return [damage for step in steps for damage in verifier.verify(step)]
+
+
+@pytest.mark.parametrize("durability", ["step", 3])
+def test_it_is_that_of_the_last_step(place, durability):
+    train(place / "s", [1, 2, 3, 4], durability=durability)
+    same(carried(place / "s"), 4)
+    assert not damages(place / "s")
+
+
+def test_a_computation_of_many_steps_carries_that_of_the_last(place):
+    store = jaxinf.open_store(place / "s")
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+
+    @jax.jit
+    def run(params, state):
+        def body(held, number):
+            updates, state = tx.update(PARAMS, held[1], held[0], carry={"n": number})
+            return (optax.apply_updates(held[0], updates), state), None
+
+        return jax.lax.scan(body, (params, state), jnp.arange(3))[0]
+
+    run(PARAMS, tx.init(PARAMS))
+    assert int(store.carried(like={"n": 0})["n"]) == 2
+    store.close()
+
+
+def test_a_skipped_step_leaves_what_the_last_one_carries(place):
+    store = jaxinf.open_store(place / "s")
+    tx = jaxinf.smart_update(optax.adam(1e-2), store, nonfinite="skip")
+    params, state = PARAMS, tx.init(PARAMS)
+    for number, scale in ((1, 1), (2, jnp.nan)):
+        gradients = jax.tree.map(lambda x, scale=scale: x * scale, PARAMS)
+        updates, state = tx.update(gradients, state, params, carry=carry_of(number))
+        params = optax.apply_updates(params, updates)
+    same(store.carried(like=carry_of(0)), 1)
+    store.close()
+
+
+def refused(store, message, *carries, error=ValueError):
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    state = tx.init(PARAMS)
+    *before, last = carries
+    params = PARAMS
+    for carry in before:
+        updates, state = tx.update(PARAMS, state, params, carry=carry)
+        params = optax.apply_updates(params, updates)
+    with pytest.raises(error, match=message):
+        tx.update(PARAMS, state, params, carry=last)
+    updates, state = tx.update(PARAMS, state, params, carry=(*before, None)[0])
+    store.wait(state)
+    assert store.step == len(before) + 1
+
+
+@pytest.mark.parametrize(
+    ("message", "carries", "error"),
+    [
+        (r"carry/x: .*found str", [{"x": "text"}], TypeError),
+        (r"carry/x: .*complex64", [{"x": jnp.zeros(1, jnp.complex64)}], TypeError),
+        (r"64 MiB", [np.zeros((1 << 24) + 1, np.float32)], ValueError),
+        (r"carry/1: .*two", [Twice(1, 2)], ValueError),
+        (r"x int32\[\], found none", [{"x": 1}, None], ValueError),
+        (r"found y int32\[\]", [{"x": 1}, {"y": 1}], ValueError),
+        (r"found x int32\[2\]", [{"x": 1}, {"x": jnp.arange(2)}], ValueError),
+    ],
+    ids=["no array", "dtype", "bytes", "names", "gone", "other", "shape"],
+)
+def test_what_cannot_be_carried_is_refused_by_name(place, message, carries, error):
+    with jaxinf.open_store(place / "s") as store:
+        refused(store, message, *carries, error=error)
+
+
+def test_what_is_not_there_is_refused_by_name(place):
+    train(place / "plain", [1], carry=None)
+    train(place / "s", [1])
+    with pytest.raises(jaxinf.JaxinfError, match=r"found none.*carry=tree"):
+        carried(place / "plain")
+    with (
+        jaxinf.open_store(place / "s") as store,
+        pytest.raises(jaxinf.JaxinfError, match=r"its arrays, keys .*found x"),
+    ):
+        store.carried(like={"x": jnp.zeros(3)})
+
+
+def test_a_store_without_it_has_nothing_of_it(place):
+    train(place / "s", [1, 2], carry=None)
+    assert not list((place / "s").rglob("carry*"))
+    for record in (place / "s").rglob("commit.json"):
+        assert "carry" not in json.loads(record.read_bytes())
+
+
+def test_a_later_program_carries_other_arrays_or_none(place):
+    path = place / "s"
+    for carry in (carry_of, lambda number: {"n": number}, None):
+        for number in (1, 2):  # one slot, and then the other
+            train(path, [number], carry=carry)
+            assert not damages(path)
+    assert not list(path.rglob("carry*"))
+
+
+def test_other_tools_read_it(place):
+    path = place / "s"
+    train(path, [1, 2], carry=lambda n: {"a": {"n": n, "m": jnp.full((2, 3), n)}})
+    jaxinf.open_store(path).checkpoint("two")
+    jaxinf.close(path)
+    for step in (path / "current", path / "checkpoints" / "two"):
+        tree = ocp.PyTreeCheckpointer().restore(step.resolve())
+        np.testing.assert_array_equal(tree["carry"]["a"]["m"], np.full((2, 3), 2))
+        assert tree["carry"]["a"]["n"] == 2
+        assert zarr.open_group(step, mode="r")["carry.a.m"][1, 2] == 2
+    assert not damages(path)
+
+
+def test_a_checkpoint_a_copy_and_an_export_have_it(place):
+    path = place / "s"
+    train(path, [1, 2], keep_steps=(1, 4))
+    train(path, [7], carry=lambda number: {"n": number})
+    assert not damages(path)
+    copied(path, place / "copy")
+    url = f"file://{place}/url"
+    words = ["checkpoint", "export", str(path), url]
+    assert main([*words, "--checkpoint", "2"]) == 0
+    copied(url, place / "made")
+    same(carried(place / "made"), 2)
+    for found in (place / "copy", place / "made"):
+        assert not damages(found)
+    with jaxinf.open_store(place / "copy") as store:
+        assert int(store.carried(like={"n": 0})["n"]) == 7
+    same(carried(path, restore="1"), 1)
+    assert not damages(path)
+    train(path, [5])
+    same(carried(path), 5)
+    assert not damages(path)
+
+
+@pytest.mark.parametrize("name", ["n/c", "n/zarr.json", "stats.mean/c/0/0"])
+def test_a_flipped_bit_is_found(place, name):
+    name = f"carry.{name}"
+    train(place / "s", [1])
+    file = place / "s" / "current" / name
+    raw = bytearray(file.read_bytes())
+    raw[0] ^= 1
+    file.write_bytes(raw)
+    assert [d.what for d in damages(place / "s")] == [name]
+    if not name.endswith("json"):
+        with pytest.raises(jaxinf.JaxinfError, match="CRC-32C"):
+            carried(place / "s")
+
+
+def test_a_link_in_its_place_is_not_followed(place):
+    path, other = place / "s", place / "other"
+    train(path, [1, 2])
+    for slot in (path / "slots").iterdir():
+        (slot / "carry.seen" / "c").rename(other)
+        (slot / "carry.seen" / "c").symlink_to(other)
+        break
+    held = {file.name: file.read_bytes() for file in other.iterdir()}
+    train(path, [3, 4])
+    assert held == {file.name: file.read_bytes() for file in other.iterdir()}
+    assert not damages(path)
+    current = path / "current" / "carry.seen" / "c"
+    current.rename(place / "moved")
+    current.symlink_to(place / "moved")
+    with pytest.raises(jaxinf.JaxinfError, match="a symbolic link"):
+        carried(path)
+    with jaxinf.open_store(path) as store, pytest.raises(jaxinf.JaxinfError):
+        store.checkpoint("no")
