@@ -14,10 +14,12 @@ from jaxinf.csd.base import (
     Rounding,
     ScalarInputs,
     Transfer,
+    Update,
     UpdateOutcome,
     is_idle,
 )
 from jaxinf.csd.host import HostCsd
+from jaxinf.csd.initial import initialise_states
 from jaxinf.csd.kinds import CSD_KINDS, CsdSpec, open_csds, parse_csd
 
 __all__ = [
@@ -34,7 +36,9 @@ __all__ = [
     "Rounding",
     "ScalarInputs",
     "Transfer",
+    "Update",
     "UpdateOutcome",
+    "initialise_states",
     "is_idle",
     "open_csds",
     "parse_csd",

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jaxinf.compress import SparseGradient
-from jaxinf.program import InitKernel, Kernel
+from jaxinf.program import Kernel
 from jaxinf.typing import Array
 
 
@@ -86,6 +86,36 @@ class Rounding:
 
     key: int
     first: int
+
+
+class Update(NamedTuple):
+    """A run of an optimizer's kernel over a subgroup in a buffer, in place.
+
+    Attributes:
+      extents: master params, then the kernel's slots in its order, as they are stored;
+        scales follow their int8 codes, and remainders their split params.
+      kernel: the kernel.
+      gradient: 1-D, 16 or 32 bits, as long as the subgroup; only read. In a sparse one,
+        elements that were not sent are zero.
+      inputs: scalars and further arrays.
+      out: 1-D; float32 receives the update, a 16-bit dtype the new params; these are
+        the stored ones if params are coded.
+      rounding: the seed of stochastic rounding.
+      given: params to use instead of the buffer's, of the same dtype. Only for a kind
+        with `CsdSpec.takes_params`.
+      wants_params: whether float32 `out` receives the new params instead of the update.
+      tells: positions in the extents whose checksum as read is requested.
+    """
+
+    extents: Sequence[Extent]
+    kernel: Kernel
+    gradient: Array | SparseGradient
+    inputs: ScalarInputs
+    out: Array
+    rounding: Rounding
+    given: Array | None = None
+    wants_params: bool = False
+    tells: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -170,7 +200,7 @@ class Transfer(NamedTuple):
 
 
 class Csd(Protocol):
-    """A computational storage device. `extents` starts with the master params."""
+    """A computational storage device."""
 
     @property
     def memory(self) -> object:
@@ -214,51 +244,8 @@ class Csd(Protocol):
         """
         ...
 
-    def update(
-        self,
-        buffer: CsdBuffer,
-        extents: Sequence[Extent],
-        kernel: Kernel,
-        gradient: Array | SparseGradient,
-        inputs: ScalarInputs,
-        out: Array,
-        rounding: Rounding,
-        *,
-        given: Array | None = None,
-        wants_params: bool = False,
-        tells: Collection[int] = (),
-    ) -> UpdateOutcome:
-        """Runs an optimizer's kernel over a subgroup in the buffer, in place.
-
-        Args:
-          buffer: holds the states of `extents`.
-          extents: master params, then the kernel's slots in its order, as they are
-            stored; scales follow their int8 codes, and remainders their split params.
-          kernel: the kernel.
-          gradient: 1-D, 16 or 32 bits, as long as the subgroup; only read. In a sparse
-            one, elements that were not sent are zero.
-          inputs: scalars and further arrays.
-          out: 1-D; float32 receives the update, a 16-bit dtype the new params; these
-            are the stored ones if params are coded.
-          rounding: the seed of stochastic rounding.
-          given: params to use instead of the buffer's, of the same dtype. Only for a
-            kind with `CsdSpec.takes_params`.
-          wants_params: whether float32 `out` receives the new params instead of the
-            update.
-          tells: positions in the extents whose checksum as read is requested.
-        """
-        ...
-
-    def initialise(
-        self,
-        buffer: CsdBuffer,
-        extents: Sequence[Extent],
-        kernel: InitKernel,
-        params: Array,
-        inputs: ScalarInputs,
-        rounding: Rounding,
-    ) -> None:
-        """Fills a subgroup's master params and initial state in the buffer."""
+    def update(self, buffer: CsdBuffer, update: Update) -> UpdateOutcome:
+        """Runs a kernel over the subgroup in the buffer."""
         ...
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
@@ -292,11 +279,6 @@ class CsdFleet(Protocol):
     @property
     def peak_bytes(self) -> int:
         """Peak bytes of buffers in one memory so far."""
-        ...
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the buffers that are lent now."""
         ...
 
     def limit_memory(self, num_bytes: int) -> None:

@@ -1,12 +1,14 @@
 """The CSD that every machine has: a directory on a drive and the host's CPU beside it.
 
 Invariant: chunks go by direct I/O between the drive and budgeted, page-aligned buffers,
-and are updated there in place.
+and are updated there in place. Many short transfers are one native call, which releases
+the GIL once for all; effects, errors and counted bytes are those of `DirectIO`.
 """
 
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,18 +21,17 @@ from jaxinf.csd.base import (
     CsdInfo,
     Extent,
     KernelNeed,
-    Rounding,
-    ScalarInputs,
     Transfer,
+    Update,
     UpdateOutcome,
 )
-from jaxinf.csd.initial import initialise_states, states_as_slots
+from jaxinf.csd.initial import states_as_slots
 from jaxinf.csd.sparse import run_sparse
-from jaxinf.csd.transfers import Piece, Transfers
 from jaxinf.errors import CsdError, UnsupportedTransformError
-from jaxinf.io import Buffer, BufferPool, ByteMeters, crc32c
+from jaxinf.io import Buffer, BufferPool, ByteMeters, DirectIO, crc32c, page_ceil
 from jaxinf.kernels import Call, Passage, compiled
-from jaxinf.program import InitKernel, Kernel
+from jaxinf.native import transfers as native
+from jaxinf.program import Kernel
 from jaxinf.typing import Array
 
 
@@ -44,11 +45,6 @@ class HostFleet:
     @property
     def peak_bytes(self) -> int:
         return self._pool.peak_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the buffers that are lent now."""
-        return self._pool.used_bytes
 
     def limit_memory(self, num_bytes: int) -> None:
         """Limits all buffers together; buffers that are lent stay."""
@@ -128,49 +124,62 @@ class HostCsd:
 
     Args:
       root: directory of the chunk files; must exist.
-      pool: where buffers come from; CSDs of one store share it.
+      memory: where buffers come from; CSDs of one store share it.
       meters: counts the drive's bytes.
     """
 
-    def __init__(self, root: Path, pool: BufferPool, meters: ByteMeters) -> None:
+    is_host = True
+
+    def __init__(self, root: Path, memory: BufferPool, meters: ByteMeters) -> None:
+        self.memory = memory
         self._root = root
-        self._pool = pool
-        self._transfers = Transfers(root, meters)
+        self._io = DirectIO(root, meters)
+        self._meters = meters
         self._repeated: dict[int, _Repeated] = {}  # by the extents' identity
-
-    @property
-    def memory(self) -> object:
-        """The budget of all host CSDs of a store."""
-        return self._pool
-
-    @property
-    def is_host(self) -> bool:
-        """Its kernels are calls of this process."""
-        return True
+        native.function()  # compiles it now if it is not in the cache
 
     def info(self) -> CsdInfo:
-        """Its present description."""
         usage = shutil.disk_usage(self._root)
-        return CsdInfo(
-            "host", self._root, usage.total, usage.free, self._transfers.direct
-        )
+        return CsdInfo("host", self._root, usage.total, usage.free, self._io.direct)
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
         """Returns a page-aligned buffer, or None if the budget has no room now."""
-        memory = self._pool.acquire(num_bytes, block=False)
+        memory = self.memory.acquire(num_bytes, block=False)
         return None if memory is None else _HostBuffer(memory)
 
     def read(self, transfers: Sequence[Transfer]) -> None:
-        """Drive → buffers."""
-        buffers = [_own(transfer.buffer) for transfer in transfers]
-        self._transfers.read(list(map(_piece, buffers, transfers)))
-        for buffer, transfer in zip(buffers, transfers, strict=True):
-            buffer.known[transfer.extent.buffer_offset_bytes] = None
+        for transfer in self._unusual(transfers, writes=False):
+            self._io.read(*_request(transfer))
+        for buffer, extent, *_ in transfers:
+            _own(buffer).known[extent.buffer_offset_bytes] = None
 
     def write(self, transfers: Sequence[Transfer]) -> None:
-        """Buffers → drive."""
-        buffers = [_own(transfer.buffer) for transfer in transfers]
-        self._transfers.write(list(map(_piece, buffers, transfers)))
+        """Buffers → drive, with zeros behind each state in its last page."""
+        for transfer in self._unusual(transfers, writes=True):
+            self._io.write(*_request(transfer))
+
+    def _unusual(
+        self, transfers: Sequence[Transfer], *, writes: bool
+    ) -> Sequence[Transfer]:
+        """Moves transfers by the native call; returns those that it leaves."""
+        if not self._io.direct:
+            return transfers
+        places = array("q")
+        for buffer, extent, *_ in transfers:
+            address = _own(buffer).memory.address + extent.buffer_offset_bytes
+            places.extend((address, extent.file_offset_bytes, extent.num_bytes))
+        done = native.move([one.file for one in transfers], places, writes=writes)
+        if done is None:
+            return transfers
+        left, moved = [], sum(done)
+        if transfers and min(done) < 0:
+            left = [one for one, n in zip(transfers, done, strict=True) if n < 0]
+            moved = sum([n for n in done if n > 0])
+        if writes:
+            self._meters.add(drive_write_bytes=moved)
+        else:
+            self._meters.add(drive_read_bytes=moved)
+        return left
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
         """Returns the checksum from the last update or computes it; None after a read.
@@ -182,29 +191,17 @@ class HostCsd:
             return crc32c(self.view(buffer, extent))
         return known[place]
 
-    def update(
-        self,
-        buffer: CsdBuffer,
-        extents: Sequence[Extent],
-        kernel: Kernel,
-        gradient: Array | SparseGradient,
-        inputs: ScalarInputs,
-        out: Array,
-        rounding: Rounding,
-        *,
-        given: Array | None = None,
-        wants_params: bool = False,
-        tells: Collection[int] = (),
-    ) -> UpdateOutcome:
+    def update(self, buffer: CsdBuffer, update: Update) -> UpdateOutcome:
         """Runs the kernel on this thread; checksums, too, in the same pass."""
-        reads = [number in tells for number in range(len(extents))]
+        extents, kernel, gradient, inputs, out, rounding, given, *_ = update
+        own = _own(buffer)
+        reads = [number in update.tells for number in range(len(extents))]
         reads[0] |= given is not None
-        passage = Passage(given, wants_params, reads)
+        passage = Passage(given, update.wants_params, reads)
         repeated = self._repeated.get(id(extents))
-        memory = _own(buffer).memory
         if (
             repeated is not None
-            and repeated.is_of(extents, kernel, memory.num_bytes)
+            and repeated.is_of(extents, kernel, own.num_bytes)
             and isinstance(gradient, np.ndarray)
             and repeated.call.fits(
                 gradient=gradient, out=out, scalars=inputs.scalars, given=given
@@ -216,40 +213,29 @@ class HostCsd:
                 out=out,
                 scalars=inputs.scalars,
                 passage=passage,
-                address=memory.address,
+                address=own.memory.address,
                 key=rounding.key,
                 first=rounding.first,
             )
         else:
             passage.writes = _written(extents, kernel)
-            is_finite = self._run(
-                buffer, extents, kernel, gradient, inputs, out, rounding, passage
-            )
-        read = passage.read
-        _own(buffer).known = {
+            is_finite = self._run(own, update, passage)
+        own.known = {
             extent.buffer_offset_bytes: checksum
             for extent, checksum, is_written in zip(
                 extents, passage.written, passage.writes, strict=True
             )
             if is_written
         }
+        read = passage.read
         return UpdateOutcome(
             is_finite, {n: read[n] for n, is_wanted in enumerate(reads) if is_wanted}
         )
 
-    def _run(
-        self,
-        buffer: CsdBuffer,
-        extents: Sequence[Extent],
-        kernel: Kernel,
-        gradient: Array | SparseGradient,
-        inputs: ScalarInputs,
-        out: Array,
-        rounding: Rounding,
-        passage: Passage,
-    ) -> bool:
+    def _run(self, own: _HostBuffer, update: Update, passage: Passage) -> bool:
         """Runs the kernel with all checks, and keeps what makes the next run short."""
-        views = [self.view(buffer, extent) for extent in extents]
+        extents, kernel, gradient, inputs, out, rounding, *_ = update
+        views = [self.view(own, extent) for extent in extents]
         states = states_as_slots(views, extents, rounding)
         found = compiled(kernel)
         arguments: dict[str, Any] = {
@@ -271,28 +257,13 @@ class HostCsd:
                 gradient=gradient,
                 out=out,
                 scalar_dtypes=kernel.scalar_dtypes,
-                address=_own(buffer).memory.address,
+                address=own.memory.address,
                 key=rounding.key,
                 first=rounding.first,
             )
-            self._repeated[id(extents)] = _Repeated(
-                extents, kernel, call, passage.writes
-            )
+            repeated = _Repeated(extents, kernel, call, passage.writes)
+            self._repeated[id(extents)] = repeated
         return is_finite
-
-    def initialise(
-        self,
-        buffer: CsdBuffer,
-        extents: Sequence[Extent],
-        kernel: InitKernel,
-        params: Array,
-        inputs: ScalarInputs,
-        rounding: Rounding,
-    ) -> None:
-        """Writes into the buffer's memory."""
-        views = [self.view(buffer, extent) for extent in extents]
-        initialise_states(views, extents, kernel, params, inputs, rounding)
-        _own(buffer).known.clear()
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """The buffer's own memory as an array of the extent's dtype."""
@@ -308,7 +279,6 @@ class HostCsd:
         *,
         checksum: int | None = None,
     ) -> None:
-        """Into the buffer's own memory."""
         self.view(buffer, extent)[...] = values
         if checksum is None:
             _own(buffer).known.pop(extent.buffer_offset_bytes, None)
@@ -330,12 +300,8 @@ def _own(buffer: CsdBuffer) -> _HostBuffer:
     return buffer
 
 
-def _piece(buffer: _HostBuffer, transfer: Transfer) -> Piece:
-    _, extent, file, _ = transfer
-    return Piece(
-        file,
-        buffer.memory,
-        extent.buffer_offset_bytes,
-        extent.file_offset_bytes,
-        extent.num_bytes,
-    )
+def _request(transfer: Transfer) -> tuple[Path, Array, int, int]:
+    buffer, extent, file, _ = transfer
+    first = extent.buffer_offset_bytes
+    memory = _own(buffer).memory.array[first : first + page_ceil(extent.num_bytes)]
+    return file, memory, extent.file_offset_bytes, extent.num_bytes

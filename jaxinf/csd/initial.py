@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxinf.csd.base import Extent, Rounding, ScalarInputs
+from jaxinf.csd.base import Csd, CsdBuffer, Extent, Rounding, ScalarInputs
 from jaxinf.kernels import initialise
 from jaxinf.layout import CodedSlot
 from jaxinf.program import InitKernel
@@ -17,18 +17,19 @@ _PIECE_ELEMENTS = 1 << 16
 
 
 def initialise_states(
-    views: Sequence[Array],
+    csd: Csd,
+    buffer: CsdBuffer,
     extents: Sequence[Extent],
     kernel: InitKernel,
     params: Array,
     inputs: ScalarInputs,
     rounding: Rounding,
 ) -> None:
-    """Widens params to the fp32 master and computes the initial state.
-
-    Args:
-      views: the memory of each extent, of its dtype; written.
-    """
+    """Fills a subgroup's master params and first state in a new buffer of a CSD."""
+    if csd.is_host:
+        views = [csd.view(buffer, extent) for extent in extents]
+    else:
+        views = [np.empty(extent.num_elements, extent.dtype) for extent in extents]
     states = states_as_slots(views, extents, rounding)
     for start in range(0, params.size, _PIECE_ELEMENTS):
         part = slice(start, min(start + _PIECE_ELEMENTS, params.size))
@@ -50,6 +51,9 @@ def initialise_states(
         for state, values in zip(parts, (master, *slots), strict=True):
             if isinstance(state, CodedSlot):
                 state.encode(values)
+    if not csd.is_host:
+        for extent, values in zip(extents, views, strict=True):
+            csd.put(buffer, extent, values)
 
 
 def states_as_slots(

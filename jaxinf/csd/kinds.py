@@ -11,7 +11,6 @@ from pathlib import Path
 
 from jaxinf.csd.base import CsdFleet
 from jaxinf.csd.host import HostFleet
-from jaxinf.errors import CsdError
 from jaxinf.io import ByteMeters
 
 CSD_KINDS = ("host", "emulated", "smartssd")
@@ -75,6 +74,8 @@ def parse_csd(text: str, environ: Mapping[str, str] = os.environ) -> CsdSpec:
             f"csd={text!r}: expected one of {', '.join(map(repr, CSD_KINDS))}"
         )
     options: dict[str, str] = {}
+    if kind == "smartssd":
+        options = {n: environ[v] for n, v in _VARIABLES.items() if environ.get(v)}
     for option in filter(None, rest.split(",")):
         name, _, value = option.partition("=")
         options[name.strip()] = value.strip()
@@ -84,25 +85,19 @@ def parse_csd(text: str, environ: Mapping[str, str] = os.environ) -> CsdSpec:
                 raise ValueError(
                     f"{name}: expected {' or '.join(_OPTIONS[kind]) or 'no option'}"
                 )
-        if kind == "smartssd":
-            return _card_spec(options, environ)
-        return CsdSpec(kind, _count(options.get("buffers", ""), "buffers", "subgroups"))
+        xclbin = options.get("xclbin")
+        return CsdSpec(
+            kind,
+            _count(options, "buffers", "subgroups"),
+            None if xclbin is None else Path(xclbin).expanduser().absolute(),
+            _count(options, "devices", "devices"),
+        )
     except ValueError as error:
         raise ValueError(f"csd={text!r}: {error}") from error
 
 
-def _card_spec(options: Mapping[str, str], environ: Mapping[str, str]) -> CsdSpec:
-    values = {n: environ[v] for n, v in _VARIABLES.items() if environ.get(v)}
-    values |= options
-    xclbin = values.get("xclbin")
-    return CsdSpec(
-        "smartssd",
-        xclbin=None if xclbin is None else Path(xclbin).expanduser().absolute(),
-        num_devices=_count(values.get("devices", ""), "devices", "devices"),
-    )
-
-
-def _count(text: str, name: str, what: str) -> int | None:
+def _count(options: Mapping[str, str], name: str, what: str) -> int | None:
+    text = options.get(name, "")
     if not text:
         return None
     if not (text.isdecimal() and int(text)):
@@ -125,44 +120,20 @@ def open_csds(
     Raises:
       CsdError: a CSD is missing or not set up; names it and the remedy.
     """
-    fleet = _OPENERS[spec.kind](spec, roots, memory_bytes, meters)
+    fleet: CsdFleet
+    if spec.kind == "host":
+        fleet = HostFleet(memory_bytes, meters)
+    else:
+        from jaxinf.csd.cards import smartssd as cards
+
+        if spec.kind == "emulated":
+            fleet = cards.open_emulated(roots, memory_bytes, meters, spec.num_buffers)
+        else:
+            fleet = cards.open_smartssd(
+                roots,
+                memory_bytes,
+                meters,
+                xclbin=spec.xclbin,
+                num_devices=spec.num_devices,
+            )
     return spec.wrap(fleet) if spec.wrap else fleet
-
-
-def _open_host(
-    spec: CsdSpec, roots: Sequence[Path], memory_bytes: int, meters: ByteMeters
-) -> CsdFleet:
-    del roots
-    return HostFleet(memory_bytes, meters)
-
-
-def _open_emulated(
-    spec: CsdSpec, roots: Sequence[Path], memory_bytes: int, meters: ByteMeters
-) -> CsdFleet:
-    from jaxinf.csd.cards.emulated import open_emulated
-
-    return open_emulated(roots, memory_bytes, meters, spec.num_buffers)
-
-
-def _open_smartssd(
-    spec: CsdSpec, roots: Sequence[Path], memory_bytes: int, meters: ByteMeters
-) -> CsdFleet:
-    from jaxinf.csd.cards.smartssd import open_smartssd
-
-    if spec.xclbin is None:
-        raise CsdError(
-            "csd='smartssd': expected the xclbin with the cards' kernels, found none "
-            "named; build one (make -C hls hw KERNELS=…), and name it: "
-            "csd='smartssd:xclbin=FILE', or the variable JAXINF_XCLBIN"
-        )
-    return open_smartssd(
-        roots, memory_bytes, meters, xclbin=spec.xclbin, num_devices=spec.num_devices
-    )
-
-
-_Opener = Callable[[CsdSpec, Sequence[Path], int, ByteMeters], CsdFleet]
-_OPENERS: dict[str, _Opener] = {
-    "host": _open_host,
-    "emulated": _open_emulated,
-    "smartssd": _open_smartssd,
-}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxinf.csd import Csd, CsdBuffer, ScalarInputs
+from jaxinf.csd import Csd, CsdBuffer, ScalarInputs, initialise_states
 from jaxinf.engine.divergence import same_values
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Task
@@ -81,7 +81,7 @@ def _first_tasks(
             chunk = gather_run(opened.directory, layout, one.params, one.origin)
             own = gather_inputs(opened.directory, layout, one.inputs, one.origin)
             extents, rounding = layout.kernel_extents, rounding_of(layout, 0)
-            csd.initialise(buffer, extents, kernel, chunk, own, rounding)
+            initialise_states(csd, buffer, extents, kernel, chunk, own, rounding)
             if layout.feedback is not None:
                 extent = layout.extents[layout.feedback]
                 zeros = np.zeros(extent.num_elements, extent.dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinf.csd import Csd, CsdBuffer, Rounding
+from jaxinf.csd import Csd, CsdBuffer, Rounding, Update
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.divergence import compare_chunk, diverged_error, same_values
 from jaxinf.engine.subgroup_arrays import gather_gradient, gather_inputs, gather_run
@@ -84,33 +84,22 @@ class SubgroupUpdate:
         if request.out is not None:
             out = target_view(request.out, chunk, origin, offset, num)
         result = np.empty(num, request.out_dtype) if out is None else out
-        gradient = gather_gradient(directory, layout, request.gradient, origin)
+        update = Update(
+            layout.kernel_extents,
+            self.kernel,
+            gather_gradient(directory, layout, request.gradient, origin),
+            gather_inputs(directory, layout, request.inputs, origin),
+            result,
+            self.rounding,
+            params,
+            request.wants_params,
+            tells,
+        )
         if self.updater is None:
-            outcome = csd.update(
-                buffer,
-                layout.kernel_extents,
-                self.kernel,
-                gradient,
-                gather_inputs(directory, layout, request.inputs, origin),
-                result,
-                self.rounding,
-                given=params,
-                wants_params=request.wants_params,
-                tells=tells,
-            )
+            outcome = csd.update(buffer, update)
         else:
-            assert isinstance(gradient, np.ndarray), "those that are sent in part stay"
             outcome = self.updater.update(
-                csd,
-                buffer,
-                layout.kernel_extents,
-                self.kernel,
-                gradient,
-                request.inputs.scalars,
-                result if request.out is not None else None,
-                given=params,
-                wants_params=request.wants_params,
-                tells=tells,
+                csd, buffer, update, wants_out=request.out is not None
             )
         read_checksums = dict(outcome.read_checksums)
         if self.given is not None:

@@ -6,17 +6,14 @@ Invariant: which subgroups an updater computes changes between steps only. What 
 not given stays with the CSDs, with the same results.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from jaxinf.csd import Csd, CsdBuffer, Extent, UpdateOutcome
+from jaxinf.csd import Csd, CsdBuffer, Extent, Update, UpdateOutcome
 from jaxinf.engine.shape import StoreShape
 from jaxinf.layout import Subgroup
 from jaxinf.program import Kernel
-from jaxinf.typing import Array
 
 LEAST_ELEMENTS = 1 << 16
 """Shorter subgroups stay with the CSDs: an update of theirs is over before a call of
@@ -36,28 +33,14 @@ class Updater(Protocol):
         ...
 
     def update(
-        self,
-        csd: Csd,
-        buffer: CsdBuffer,
-        extents: Sequence[Extent],
-        kernel: Kernel,
-        gradient: Array,
-        scalars: Sequence[np.generic | Array],
-        out: Array | None,
-        *,
-        given: Array | None = None,
-        wants_params: bool = False,
-        tells: Collection[int] = (),
+        self, csd: Csd, buffer: CsdBuffer, update: Update, *, wants_out: bool = True
     ) -> UpdateOutcome:
         """Updates a buffer's states in place, as `Csd.update`; blocks.
 
         Args:
-          csd, buffer, extents: the CSD, and its buffer with the states.
-          kernel: one that it takes.
-          gradient: ``(n,)``, float32 or 16 bits; only read.
-          scalars: as for `jaxinf.kernels.CompiledKernel.run`.
-          out: as there; None if no result is needed.
-          given, wants_params, tells: as for `Csd.update`.
+          csd, buffer: the CSD, and its buffer with the states.
+          update: of a kernel that it takes, and a gradient that is not sparse.
+          wants_out: whether the result is needed.
 
         Raises:
           StoreError: the processor failed, or has no memory left.

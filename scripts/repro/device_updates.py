@@ -50,11 +50,9 @@ def emulate(host: float, device: float, link: float) -> None:
     cores, up, kernels, down = (Server() for _ in range(4))
     update = HostCsd.update
 
-    def on_host(
-        self: HostCsd, buffer: Any, extents: Any, *arguments: Any, **named: Any
-    ) -> Any:
-        outcome = update(self, buffer, extents, *arguments, **named)
-        wait(cores, extents[0].num_elements, host)
+    def on_host(self: HostCsd, buffer: Any, given: Any) -> Any:
+        outcome = update(self, buffer, given)
+        wait(cores, given.extents[0].num_elements, host)
         return outcome
 
     class Emulated(DeviceUpdater):

@@ -22,14 +22,12 @@ from jaxinf.csd import (
     CsdFleet,
     CsdSpec,
     Extent,
-    Rounding,
-    ScalarInputs,
     Transfer,
+    Update,
     UpdateOutcome,
     is_idle,
     parse_csd,
 )
-from jaxinf.program import Kernel
 from jaxinf.typing import Array
 
 
@@ -202,30 +200,19 @@ class ThrottledCsd:
     def _crossing(self, num_bytes: int) -> Passage:
         return Passage(self._link, num_bytes, self._rates.link)
 
-    def update(
-        self,
-        buffer: CsdBuffer,
-        extents: Sequence[Extent],
-        kernel: Kernel,
-        gradient: Array | SparseGradient,
-        inputs: ScalarInputs,
-        out: Array,
-        rounding: Rounding,
-        **options: Any,
-    ) -> UpdateOutcome:
+    def update(self, buffer: CsdBuffer, update: Update) -> UpdateOutcome:
         """Runs the kernel; on a card, between the transfers of gradient and result.
 
         Only a card's kernel is slowed down; the host's has its own speed.
         """
-        rest = (kernel, gradient, inputs, out, rounding)
-        if self._csd.is_host or is_idle(kernel):
-            return self._csd.update(buffer, extents, *rest, **options)
-        self._wait_for_gradient(gradient)
-        state_bytes = sum(extent.num_bytes for extent in extents)
-        kernel_bytes = state_bytes + _dense_bytes(gradient)
+        if self._csd.is_host or is_idle(update.kernel):
+            return self._csd.update(buffer, update)
+        self._wait_for_gradient(update.gradient)
+        state_bytes = sum(extent.num_bytes for extent in update.extents)
+        kernel_bytes = state_bytes + _dense_bytes(update.gradient)
         with held_up(Passage(self._kernel, kernel_bytes, self._rates.kernel)):
-            outcome = self._csd.update(buffer, extents, *rest, **options)
-        self._wait_for_link(out.nbytes)
+            outcome = self._csd.update(buffer, update)
+        self._wait_for_link(update.out.nbytes)
         return outcome
 
     def _wait_for_gradient(self, gradient: Array | SparseGradient) -> None:
@@ -243,14 +230,6 @@ class ThrottledCsd:
     def _wait_for_link(self, num_bytes: int) -> None:
         with held_up(self._crossing(num_bytes)):
             pass
-
-    def initialise(
-        self, buffer: CsdBuffer, extents: Sequence[Extent], *rest: Any
-    ) -> None:
-        """Fills the buffer; for a card, the host's result crosses the link."""
-        self._csd.initialise(buffer, extents, *rest)
-        if not self._csd.is_host:
-            self._wait_for_link(sum(extent.num_bytes for extent in extents))
 
     def put(
         self, buffer: CsdBuffer, extent: Extent, values: Array, **options: Any

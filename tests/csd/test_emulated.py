@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from jaxinf.csd import parse_csd
-from jaxinf.csd.cards.emulated import open_emulated
 from jaxinf.csd.cards.memory import set_bytes
+from jaxinf.csd.cards.peer import PeerIO
 from jaxinf.csd.cards.releases import RELEASES
+from jaxinf.csd.cards.smartssd import open_emulated
 from jaxinf.csd.cards.standin import ANY_KERNEL, EmulatedXrt
 from jaxinf.csd.cards.xrt import XrtCard
 from jaxinf.errors import CsdError
-from jaxinf.io import BufferPool, ByteMeters
+from jaxinf.io import BufferPool, ByteMeters, supports_direct
 from jaxinf.kernels import named_card_kernel
 
 NAME = "jaxinf_sgd_f32_update_f32"
@@ -202,8 +203,7 @@ def test_a_release_that_is_too_old_is_named():
 
 
 def test_peer_io_takes_part_in_whole_pages(tmp_path):
-    fleet = open_emulated([tmp_path], 1 << 20, ByteMeters())
-    io = fleet._io(tmp_path)
+    io = PeerIO(tmp_path, buffered=not supports_direct(tmp_path))
     (tmp_path / "file").write_bytes(bytes(8192))
     with BufferPool(1 << 20).acquire(8192) as buffer:
         io.read("file", buffer.array, 0, 8192)
@@ -309,11 +309,12 @@ def test_cards_have_memory_of_their_own(tmp_path):
     held = [csd.acquire(1 << 19) for csd in csds for _ in range(2)]
     assert all(held)
     assert [csd.acquire(4096) for csd in csds] == [None, None]
-    assert (fleet.used_bytes, fleet.peak_bytes) == (4 * each, 2 * each)
+    assert [csd.memory.used_bytes for csd in csds] == [2 * each] * 2
+    assert fleet.peak_bytes == 2 * each
     for buffer in held:
         assert buffer is not None
         buffer.release()
-    assert fleet.used_bytes == 0
+    assert [csd.memory.used_bytes for csd in csds] == [0, 0]
 
 
 def test_a_spec_of_it():

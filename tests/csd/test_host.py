@@ -13,7 +13,9 @@ from jaxinf.csd import (
     Rounding,
     ScalarInputs,
     Transfer,
+    Update,
     UpdateOutcome,
+    initialise_states,
     parse_csd,
 )
 from jaxinf.errors import StoreIOError
@@ -66,8 +68,8 @@ def test_initialise_write_read_update(tmp_path, num_elements, dtype):
     chunk = Chunk(tmp_path, num_elements)
     init, update = kernels(dtype)
     params = np.arange(num_elements).astype(dtype)
-    chunk.csd.initialise(
-        chunk.buffer, chunk.extents, init, params, ScalarInputs(), ROUNDING
+    initialise_states(
+        chunk.csd, chunk.buffer, chunk.extents, init, params, ScalarInputs(), ROUNDING
     )
     chunk.move("write")
     for view in chunk.views():
@@ -80,7 +82,8 @@ def test_initialise_write_read_update(tmp_path, num_elements, dtype):
     gradient = np.full(num_elements, 2, dtype)
     out = np.empty(num_elements, dtype)
     outcome = chunk.csd.update(
-        chunk.buffer, chunk.extents, update, gradient, ScalarInputs(), out, ROUNDING
+        chunk.buffer,
+        Update(chunk.extents, update, gradient, ScalarInputs(), out, ROUNDING),
     )
     assert outcome == UpdateOutcome(is_finite=True)
     wanted = params.astype(np.float32) - 1
@@ -91,7 +94,8 @@ def test_initialise_write_read_update(tmp_path, num_elements, dtype):
 
     gradient[num_elements // 2] = np.inf
     outcome = chunk.csd.update(
-        chunk.buffer, chunk.extents, update, gradient, ScalarInputs(), out, ROUNDING
+        chunk.buffer,
+        Update(chunk.extents, update, gradient, ScalarInputs(), out, ROUNDING),
     )
     assert outcome == UpdateOutcome(is_finite=False)
 
@@ -101,12 +105,16 @@ def test_float32_results_are_the_new_params_where_they_are_wanted(tmp_path):
     init, update = kernels()
     params = np.arange(5000, dtype=np.float32)
     scalars, gradient = ScalarInputs(), np.ones(5000, np.float32)
-    chunk.csd.initialise(chunk.buffer, chunk.extents, init, params, scalars, ROUNDING)
+    initialise_states(
+        chunk.csd, chunk.buffer, chunk.extents, init, params, scalars, ROUNDING
+    )
     out = np.empty(5000, np.float32)
     chunk.csd.update(
-        chunk.buffer, chunk.extents, update, gradient, scalars, out, ROUNDING,
-        wants_params=True,
-    )  # fmt: skip
+        chunk.buffer,
+        Update(
+            chunk.extents, update, gradient, scalars, out, ROUNDING, wants_params=True
+        ),
+    )
     np.testing.assert_array_equal(out, params - 0.5)
     np.testing.assert_array_equal(chunk.views()[0], out)
 
@@ -136,8 +144,8 @@ def test_checksums_in_the_updates_own_pass(tmp_path):
     chunk = Chunk(tmp_path, 5000)
     init, update = kernels()
     params, gradient = np.arange(5000, dtype=np.float32), np.ones(5000, np.float32)
-    chunk.csd.initialise(
-        chunk.buffer, chunk.extents, init, params, ScalarInputs(), ROUNDING
+    initialise_states(
+        chunk.csd, chunk.buffer, chunk.extents, init, params, ScalarInputs(), ROUNDING
     )
     before = [crc32c(view) for view in chunk.views()]
     assert [chunk.csd.checksum(chunk.buffer, e) for e in chunk.extents] == before
@@ -146,9 +154,10 @@ def test_checksums_in_the_updates_own_pass(tmp_path):
     assert chunk.csd.checksum(chunk.buffer, chunk.extents[1]) is None
 
     assert chunk.csd.checksum(chunk.buffer, chunk.extents[0]) is None
-    arguments = (chunk.buffer, chunk.extents, update, gradient, ScalarInputs())
+    arguments = (chunk.extents, update, gradient, ScalarInputs())
     out = np.empty(5000, np.float32)
-    outcome = chunk.csd.update(*arguments, out, ROUNDING, tells=[1])
+    given = Update(*arguments, out, ROUNDING, tells=[1])
+    outcome = chunk.csd.update(chunk.buffer, given)
     assert outcome.read_checksums == {1: before[1]}  # what was asked for
     after = [crc32c(view) for view in chunk.views()]
     assert after != before
@@ -159,13 +168,22 @@ def test_params_of_the_caller_in_and_out(tmp_path):
     chunk = Chunk(tmp_path, 700)
     init, update = kernels()
     params, gradient = np.arange(700, dtype=np.float32), np.ones(700, np.float32)
-    chunk.csd.initialise(
-        chunk.buffer, chunk.extents, init, params * 0, ScalarInputs(), ROUNDING
+    initialise_states(
+        chunk.csd,
+        chunk.buffer,
+        chunk.extents,
+        init,
+        params * 0,
+        ScalarInputs(),
+        ROUNDING,
     )
     out = np.empty(700, np.float32)
     outcome = chunk.csd.update(
-        chunk.buffer, chunk.extents, update, gradient, ScalarInputs(), out, ROUNDING,
-        given=params, wants_params=True,
+        chunk.buffer,
+        Update(
+            chunk.extents, update, gradient, ScalarInputs(), out, ROUNDING,
+            given=params, wants_params=True,
+        ),
     )  # fmt: skip
     assert outcome.read_checksums == {0: crc32c(params)}
     np.testing.assert_array_equal(out, np.arange(700) - np.float32(0.5))
@@ -185,11 +203,16 @@ def test_an_update_that_repeats_has_the_bits_of_the_first(
     extents = tuple(chunk.extents)
     for _ in range(2):
         buffer = chunk.csd.acquire(chunk.buffer.num_bytes)
-        chunk.csd.initialise(buffer, extents, init, params, ScalarInputs(), ROUNDING)
+        initialise_states(
+            chunk.csd, buffer, extents, init, params, ScalarInputs(), ROUNDING
+        )
         out = np.empty(num_elements, np.float32)
         outcome = chunk.csd.update(
-            buffer, extents, update, gradient, ScalarInputs(), out, ROUNDING,
-            given=params if is_given else None, tells=[1],
+            buffer,
+            Update(
+                extents, update, gradient, ScalarInputs(), out, ROUNDING,
+                given=params if is_given else None, tells=[1],
+            ),
         )  # fmt: skip
         sums = [chunk.csd.checksum(buffer, extent) for extent in extents]
         views = [chunk.csd.view(buffer, extent) for extent in extents]
@@ -203,11 +226,14 @@ def test_an_update_that_repeats_is_checked_like_the_first(tmp_path):
     init, update = kernels()
     chunk = Chunk(tmp_path, 1000)
     extents, params = tuple(chunk.extents), np.ones(1000, np.float32)
-    chunk.csd.initialise(chunk.buffer, extents, init, params, ScalarInputs(), ROUNDING)
+    initialise_states(
+        chunk.csd, chunk.buffer, extents, init, params, ScalarInputs(), ROUNDING
+    )
 
     def run(gradient, out, buffer=chunk.buffer):
         inputs = ScalarInputs()
-        chunk.csd.update(buffer, extents, update, gradient, inputs, out, ROUNDING)
+        given = Update(extents, update, gradient, inputs, out, ROUNDING)
+        chunk.csd.update(buffer, given)
         return out
 
     run(params, np.empty(1000, np.float32))

@@ -6,7 +6,7 @@ import pytest
 from csd_contract import *  # noqa: F403 (tests and fixtures)
 
 from jaxinf.csd import parse_csd
-from jaxinf.csd.cards import emulated
+from jaxinf.csd.cards import smartssd
 from jaxinf.csd.cards.releases import RELEASES
 from jaxinf.csd.cards.standin import EmulatedXrt
 
@@ -16,5 +16,5 @@ DEFAULT = EmulatedXrt().release  # which test_contract.py runs on
 @pytest.fixture(params=[r for r in RELEASES[1:] if r != DEFAULT])
 def spec(request, monkeypatch):
     runtime = functools.partial(EmulatedXrt, request.param)
-    monkeypatch.setattr(emulated, "EmulatedXrt", runtime)
+    monkeypatch.setattr(smartssd, "EmulatedXrt", runtime)
     return parse_csd("emulated")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from csd_contract import CASES, Chunk
 
-from jaxinf.csd import Rounding, ScalarInputs, parse_csd
+from jaxinf.csd import Rounding, ScalarInputs, Update, parse_csd
 from jaxinf.io import crc32c
 from jaxinf.kernels import Call
 from jaxinf.native import toolchain
@@ -55,9 +55,12 @@ def update(chunk, step, *, given=None, tells):
     scalars = [np.array(1 + step / 8, d)[()] for d in chunk.kernel.scalar_dtypes]
     out = np.empty(chunk.num_elements, chunk.case.dtype)
     outcome = chunk.csd.update(
-        chunk.buffer, chunk.extents, chunk.kernel, gradient,
-        ScalarInputs(tuple(scalars)), out, Rounding(0x9ABCDEF0 + step, 0),
-        given=given, wants_params=chunk.case.wants_params, tells=tells,
+        chunk.buffer,
+        Update(
+            chunk.extents, chunk.kernel, gradient, ScalarInputs(tuple(scalars)), out,
+            Rounding(0x9ABCDEF0 + step, 0),
+            given=given, wants_params=chunk.case.wants_params, tells=tells,
+        ),
     )  # fmt: skip
     return outcome, out
 

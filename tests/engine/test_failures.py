@@ -189,7 +189,7 @@ def test_many_threads_get_the_same_exception(drive):
     assert own
     assert all(error is driver.training.failure for error in own)
     driver.training.close()
-    assert driver.opened.fleet.used_bytes == 0
+    assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
 
 
 def test_closing_in_the_middle_of_a_step(drive):
@@ -198,7 +198,7 @@ def test_closing_in_the_middle_of_a_step(drive):
     driver.close()
     with pytest.raises(StoreClosedError):
         driver.update([2])
-    assert driver.opened.fleet.used_bytes == 0
+    assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
     drive().init().steps(1).check(3)
 
 
@@ -224,7 +224,7 @@ def test_closing_beside_a_running_step(drive):
     assert not thread.is_alive()
     assert isinstance(raised[0], StoreClosedError)
     assert driver.training.failure is None
-    assert driver.opened.fleet.used_bytes == 0
+    assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
     step = driver.opened.commit.step
     again = drive(leaves=MORE).init()
     assert again.at == step >= 2

@@ -37,7 +37,7 @@ def check_ended(driver, drive, error, csd):
     with pytest.raises(CsdError):
         driver.finish()
     driver.close()
-    assert driver.opened.fleet.used_bytes == 0
+    assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
     reopened = drive(csd="emulated", leaves=LEAVES).init()
     assert reopened.at == 1
     reopened.steps(2).check(3)

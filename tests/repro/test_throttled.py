@@ -9,7 +9,7 @@ from csd_contract import *  # noqa: F403 (tests and fixtures)
 from throttled import CsdRates, Server, ThrottledCsd, ThrottledFleet, throttled
 
 from jaxinf.compress import SparseGradient
-from jaxinf.csd import Extent, Rounding, ScalarInputs, Transfer, open_csds
+from jaxinf.csd import Extent, Rounding, ScalarInputs, Transfer, Update, open_csds
 from jaxinf.io import ByteMeters
 from jaxinf.program import trace_update
 
@@ -81,7 +81,7 @@ def update(csd, gradient=None):
     array = np.zeros(NUM_BYTES // 4, np.float32)
     given = array if gradient is None else gradient
     rest = (given, ScalarInputs(), array, Rounding(0, 0))
-    return csd.update(None, [EXTENT], kernel, *rest)
+    return csd.update(None, Update([EXTENT], kernel, *rest))
 
 
 def test_a_server_takes_one_request_after_another(clock):
@@ -167,15 +167,14 @@ def test_an_update_that_changes_nothing_asks_no_card(clock):
     frozen = trace_update(optax.set_to_zero(), np.zeros(8, np.float32)).leaves[0].kernel
     array = np.zeros(8, np.float32)
     rest = (frozen, array, ScalarInputs(), array, Rounding(0, 0))
-    assert seconds(lambda: csd.update(None, [EXTENT], *rest)) == 0
+    assert seconds(lambda: csd.update(None, Update([EXTENT], *rest))) == 0
     assert len(inner.calls) == 1
 
 
-def test_initial_state_of_a_card_crosses_the_link(clock):
+def test_state_of_the_host_crosses_the_link_to_a_card(clock):
     csd, inner, seconds = slowed(clock, is_host=False, link=1000.0)
-    rest = (None, None, ScalarInputs(), Rounding(0, 0))
-    assert seconds(lambda: csd.initialise(None, [EXTENT, EXTENT], *rest)) == 8
-    assert inner.calls[0][0] == "initialise"
+    assert seconds(lambda: csd.put(None, EXTENT, None)) == 4
+    assert inner.calls[0][0] == "put"
 
 
 def test_csds_share_the_link_alone(clock, tmp_path):

@@ -22,6 +22,8 @@ from jaxinf.csd import (
     Rounding,
     ScalarInputs,
     Transfer,
+    Update,
+    initialise_states,
     open_csds,
     parse_csd,
 )
@@ -146,8 +148,14 @@ class Chunk:
     def initialise(self, seed=0):
         params = np.random.default_rng(seed).standard_normal(self.num_elements)
         params = params.astype(self.case.dtype)
-        self.csd.initialise(
-            self.buffer, self.extents, self.init, params, ScalarInputs(), ROUNDING
+        initialise_states(
+            self.csd,
+            self.buffer,
+            self.extents,
+            self.init,
+            params,
+            ScalarInputs(),
+            ROUNDING,
         )
         return self
 
@@ -178,16 +186,18 @@ class Chunk:
             ]
         out = np.empty(self.num_elements, self.case.dtype)
         outcome = self.csd.update(
-            self.buffer if buffer is None else buffer, self.extents, self.kernel,
-            gradient, ScalarInputs(tuple(scalars)), out,
-            Rounding(0x9ABCDEF0 + step, 0), wants_params=self.case.wants_params,
-            tells=range(len(self.extents)),
+            self.buffer if buffer is None else buffer,
+            Update(
+                self.extents, self.kernel, gradient, ScalarInputs(tuple(scalars)), out,
+                Rounding(0x9ABCDEF0 + step, 0), wants_params=self.case.wants_params,
+                tells=range(len(self.extents)),
+            ),
         )  # fmt: skip
         return outcome, out
 
     def close(self):
         self.buffer.release()
-        assert self.fleet.used_bytes == 0
+        assert self.csd.memory.used_bytes == 0
         self.fleet.close()
 
 
@@ -397,12 +407,12 @@ def test_a_buffer_is_not_waited_for_and_comes_back(chunks):
     while (buffer := tested.csd.acquire(tested.num_bytes)) is not None:
         taken.append(buffer)
         assert len(taken) < 100
-    assert tested.fleet.used_bytes >= (1 + len(taken)) * tested.num_bytes
-    assert tested.fleet.used_bytes <= MEMORY_BYTES
+    assert tested.csd.memory.used_bytes >= (1 + len(taken)) * tested.num_bytes
+    assert tested.csd.memory.used_bytes <= MEMORY_BYTES
     for buffer in taken:
         buffer.release()
         buffer.release()
-    assert tested.fleet.peak_bytes > tested.fleet.used_bytes
+    assert tested.fleet.peak_bytes > tested.csd.memory.used_bytes
     again = tested.acquire()
     again.release()
 

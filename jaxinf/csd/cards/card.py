@@ -13,9 +13,9 @@ Invariant: a kernel's state moves only between the drive and the card's memory. 
 
 import shutil
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,43 +24,25 @@ from jaxinf.csd.base import (
     CsdBuffer,
     CsdInfo,
     Extent,
-    Rounding,
-    ScalarInputs,
     Transfer,
+    Update,
     UpdateOutcome,
     is_idle,
 )
-from jaxinf.csd.cards.memory import CardBuffer, CardMemory
+from jaxinf.csd.cards.memory import CardBuffer, CardMemory, host_pages
 from jaxinf.csd.cards.xrt import XrtCard, XrtKernel
-from jaxinf.csd.initial import initialise_states
 from jaxinf.errors import CsdError
-from jaxinf.io import PAGE_BYTES, BufferPool, ByteMeters, DirectIO, crc32c
-from jaxinf.kernels import CardKernel, card_kernel, compiled
+from jaxinf.io import PAGE_BYTES, ByteMeters, DirectIO, crc32c
+from jaxinf.kernels import CardKernel, Passage, card_kernel, compiled
 from jaxinf.kernels.card import STATUS_BYTES
-from jaxinf.program import InitKernel, Kernel
-from jaxinf.typing import Array, PathLikeStr
+from jaxinf.program import Kernel
+from jaxinf.typing import FLOAT32, Array
 
 RESULTS = {"bfloat16": ("bf16",), "float16": ("f16",), "float32": ("update", "params")}
 """Forms of a kernel's result, by the dtype of the params on the JAX device."""
 
 RUN_TIMEOUT_S = 60.0
 """Limit for a kernel's run over a subgroup, which takes milliseconds."""
-
-_NUM_BOUNCES = 4
-
-
-class FileIO(Protocol):
-    """Moves bytes between files and a card's memory."""
-
-    direct: bool
-
-    def read(
-        self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
-    ) -> None: ...
-
-    def write(
-        self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
-    ) -> None: ...
 
 
 class CardCsd:
@@ -72,33 +54,25 @@ class CardCsd:
       meters: counts the bytes that go between files and the host's memory.
     """
 
+    is_host = False  # a wait for the card can be interrupted, and the card goes on
+
     def __init__(
         self,
         kind: str,
         card: XrtCard,
         memory: CardMemory,
         root: Path,
-        io: FileIO,
+        io: DirectIO,
         meters: ByteMeters,
     ) -> None:
+        self.memory = memory
         self._kind = kind
         self._card = card
-        self._memory = memory
         self._root = root
         self._io = io
         self._host_io = DirectIO(root, meters)
         self._found: dict[tuple[int, str, str, str, bool], _Found] = {}
         self._lock = threading.Lock()
-        self._bounces = BufferPool(_NUM_BOUNCES * PAGE_BYTES)
-
-    @property
-    def memory(self) -> object:
-        return self._memory
-
-    @property
-    def is_host(self) -> bool:
-        """False: a wait for the card can be interrupted, and the card goes on."""
-        return False
 
     def info(self) -> CsdInfo:
         usage = shutil.disk_usage(self._root)
@@ -107,42 +81,34 @@ class CardCsd:
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
         """Returns memory of the card, or None if all of it is lent."""
-        return self._memory.acquire(num_bytes)
+        return self.memory.acquire(num_bytes)
 
     # --- drive and card ------------------------------------------------------------
 
     def read(self, transfers: Sequence[Transfer]) -> None:
-        for transfer in transfers:
-            self._read(transfer)
+        for buffer, extent, file, for_host in transfers:
+            own = _own(buffer)
+            _forget(own, extent)
+            offset, num_bytes = extent.file_offset_bytes, extent.num_bytes
+            if for_host:
+                memory = own.host[extent.buffer_offset_bytes] = host_pages(num_bytes)
+                self._host_io.read(file, memory, offset, num_bytes)
+            elif num_bytes >= PAGE_BYTES:
+                self._io.read(file, own.pages(extent), offset, num_bytes)
+            else:  # the file may be shorter; a drive sends a card only whole pages
+                bounce = host_pages(num_bytes)
+                self._host_io.read(file, bounce, offset, num_bytes)
+                own.pages(extent)[:num_bytes] = bounce[:num_bytes]
 
     def write(self, transfers: Sequence[Transfer]) -> None:
         for buffer, extent, file, _ in transfers:
-            self._write(buffer, extent, file)
-
-    def _read(self, transfer: Transfer) -> None:
-        own, extent, file = _own(transfer.buffer), transfer.extent, transfer.file
-        _forget(own, extent)
-        if transfer.for_host:
-            memory, offset = own.host_pages(extent), extent.file_offset_bytes
-            self._host_io.read(file, memory, offset, extent.num_bytes)
-            return
-        pages, offset, num_bytes = _place(own, extent)
-        if num_bytes >= PAGE_BYTES:
-            self._io.read(file, pages, offset, num_bytes)
-            return
-        # The file may be shorter than a page; a drive sends a card only whole pages.
-        with self._bounces.acquire(PAGE_BYTES) as bounce:
-            self._host_io.read(file, bounce.array, offset, num_bytes)
-            pages[:num_bytes] = bounce.array[:num_bytes]
-
-    def _write(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
-        pages, offset, num_bytes = _place(_own(buffer), extent)
-        if num_bytes >= PAGE_BYTES:
-            self._io.write(file, pages, offset, num_bytes)
-            return
-        with self._bounces.acquire(PAGE_BYTES) as bounce:
-            bounce.array[:num_bytes] = pages[:num_bytes]
-            self._host_io.write(file, bounce.array, offset, num_bytes)
+            pages, num_bytes = _own(buffer).pages(extent), extent.num_bytes
+            if num_bytes >= PAGE_BYTES:
+                self._io.write(file, pages, extent.file_offset_bytes, num_bytes)
+            else:
+                bounce = host_pages(num_bytes)
+                bounce[:num_bytes] = pages[:num_bytes]
+                self._host_io.write(file, bounce, extent.file_offset_bytes, num_bytes)
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """Returns state read for the host, or the card's memory, which is slow."""
@@ -173,28 +139,14 @@ class CardCsd:
 
     # --- kernels -------------------------------------------------------------------
 
-    def update(
-        self,
-        buffer: CsdBuffer,
-        extents: Sequence[Extent],
-        kernel: Kernel,
-        gradient: Array | SparseGradient,
-        inputs: ScalarInputs,
-        out: Array,
-        rounding: Rounding,
-        *,
-        given: Array | None = None,
-        wants_params: bool = False,
-        tells: Collection[int] = (),
-    ) -> UpdateOutcome:
+    def update(self, buffer: CsdBuffer, update: Update) -> UpdateOutcome:
         """Runs the card's kernel; this thread sleeps meanwhile."""
-        assert given is None  # a card reads its own params
+        extents, kernel, gradient, inputs, out, rounding, *_ = update
+        assert update.given is None  # a card reads its own params
         own = _own(buffer)
         if is_idle(kernel):
-            return self._update_nothing(
-                own, extents, kernel, gradient, inputs, out, wants_params=wants_params
-            )
-        found = self._kernel(kernel, gradient, extents, out, wants_params=wants_params)
+            return self._update_nothing(own, update)
+        found = self._kernel(update)
         for extent in extents:
             _send_state(own, extent)
         card = found.card
@@ -223,7 +175,7 @@ class CardCsd:
         for extent, checksum in zip(extents, status.checksums_written, strict=True):
             own.sums[extent.buffer_offset_bytes] = checksum
         read = dict(enumerate(status.checksums_read))
-        told = {number: read[number] for number in tells if number in read}
+        told = {number: read[number] for number in update.tells if number in read}
         return UpdateOutcome(status.finite, told)
 
     def _arguments(
@@ -235,23 +187,16 @@ class CardCsd:
         if card.compressed:
             named["indices"] = own.indices.bo
         if card.has_rsqrt:
-            named["rsqrt_estimates"] = self._memory.rsqrt_estimates().bo
+            named["rsqrt_estimates"] = self.memory.rsqrt_estimates().bo
         for name, extent in zip(card.extents, extents, strict=True):
             part = own.part(self._card, extent)
             named |= {f"{name}_in": part, f"{name}_out": part}
         return [named[pointer.name] for pointer in card.pointers]
 
-    def _kernel(
-        self,
-        kernel: Kernel,
-        gradient: Array | SparseGradient,
-        extents: Sequence[Extent],
-        out: Array,
-        *,
-        wants_params: bool,
-    ) -> "_Found":
+    def _kernel(self, update: Update) -> "_Found":
         """Returns the card's kernel, looked up once: a look-up takes long."""
-        result = RESULTS[out.dtype.name][wants_params and out.dtype == np.float32]
+        extents, kernel, gradient, _, out, *_ = update
+        result = RESULTS[out.dtype.name][update.wants_params and out.dtype == FLOAT32]
         codec = extents[1].codec if len(extents) > 1 else ""
         is_sparse = isinstance(gradient, SparseGradient)
         dtype = (gradient.values if is_sparse else gradient).dtype
@@ -260,66 +205,39 @@ class CardCsd:
             if key not in self._found:
                 card = card_kernel(kernel, dtype, result, codec, is_sparse)
                 found = self._card.kernel(card.name)
-                self._memory.check_bank(found, card)
+                self.memory.check_bank(found, card)
                 self._found[key] = _Found(kernel, card, found)
             return self._found[key]
 
-    def _update_nothing(
-        self,
-        own: CardBuffer,
-        extents: Sequence[Extent],
-        kernel: Kernel,
-        gradient: Array | SparseGradient,
-        inputs: ScalarInputs,
-        out: Array,
-        *,
-        wants_params: bool,
-    ) -> UpdateOutcome:
+    def _update_nothing(self, own: CardBuffer, update: Update) -> UpdateOutcome:
         """Handles a leaf that the optimizer does not change, without the card."""
+        extents, kernel, gradient, inputs, out, *_ = update
         if isinstance(gradient, SparseGradient):
             sent, gradient = gradient, np.zeros(out.size, gradient.values.dtype)
             sent.put_into(gradient)
         views = [self.view(own, extent) for extent in extents]
-        master = views[0].copy()
         is_finite = compiled(kernel).run(
             gradient=gradient,
-            params=master,
+            params=views[0].copy(),
             slots=[np.zeros(gradient.size, dtype) for dtype in kernel.slot_dtypes],
             scalars=inputs.scalars,
             arrays=inputs.arrays,
             out=out,
+            passage=Passage(wants_params=update.wants_params),
         )
-        if wants_params and out.dtype == np.float32:
-            out[...] = master
         sums = {n: crc32c(view) for n, view in enumerate(views)}
         return UpdateOutcome(is_finite, sums)
 
-    def initialise(
-        self,
-        buffer: CsdBuffer,
-        extents: Sequence[Extent],
-        kernel: InitKernel,
-        params: Array,
-        inputs: ScalarInputs,
-        rounding: Rounding,
-    ) -> None:
-        """Computes on the host, and puts the result into the card's memory."""
-        states = [np.empty(e.num_elements, e.dtype) for e in extents]
-        initialise_states(states, extents, kernel, params, inputs, rounding)
-        for extent, values in zip(extents, states, strict=True):
-            self.put(buffer, extent, values)
 
-
-class _Found:
+class _Found(NamedTuple):
     """A kernel of the card, and the update that it runs.
 
     The reference to the update keeps its id, a key of the look-up, from being reused.
     """
 
-    def __init__(self, kernel: Kernel, card: CardKernel, found: XrtKernel) -> None:
-        self.of = kernel
-        self.card = card
-        self.kernel = found
+    update: Kernel
+    card: CardKernel
+    kernel: XrtKernel
 
 
 def _send_state(own: CardBuffer, extent: Extent) -> None:
@@ -355,10 +273,6 @@ def _forget(own: CardBuffer, extent: Extent) -> None:
     """Forgets data about a state that is replaced."""
     own.sums.pop(extent.buffer_offset_bytes, None)
     own.host.pop(extent.buffer_offset_bytes, None)
-
-
-def _place(own: CardBuffer, extent: Extent) -> tuple[Array, int, int]:
-    return own.pages(extent), extent.file_offset_bytes, extent.num_bytes
 
 
 def _window(own: CardBuffer, extent: Extent) -> Array:

@@ -196,12 +196,6 @@ class CardBuffer:
     def release(self) -> None:
         self.memory.take_back(self)
 
-    def host_pages(self, extent: Extent) -> Array:
-        memory = mmap.mmap(-1, max(PAGE_BYTES, page_ceil(extent.num_bytes)))
-        pages = np.frombuffer(memory, np.uint8)
-        self.host[extent.buffer_offset_bytes] = pages
-        return pages
-
     def pages(self, extent: Extent) -> Array:
         """Returns the whole pages of an extent, through the card's window."""
         start = extent.buffer_offset_bytes
@@ -212,6 +206,12 @@ class CardBuffer:
         if key not in self.parts:
             self.parts[key] = card.part(self.state, *key)
         return self.parts[key]
+
+
+def host_pages(num_bytes: int) -> Array:
+    """Returns page-aligned memory of the host, at least one page."""
+    memory = mmap.mmap(-1, max(PAGE_BYTES, page_ceil(num_bytes)))
+    return np.frombuffer(memory, np.uint8)
 
 
 def set_bytes(state_bytes: int, num_elements: int) -> int:

@@ -4,8 +4,11 @@ Invariant: no transfer with a card's memory goes through the page cache; if a dr
   refuses that memory, the transfer fails with the reason.
 """
 
+import errno
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +27,16 @@ _REMEDY = (
 
 
 class PeerIO(DirectIO):
-    """Direct I/O between the files of a directory and a card's memory. Thread-safe."""
+    """I/O between the files of a directory and a card's memory. Thread-safe."""
 
     def __init__(
-        self, root_directory: PathLikeStr, meters: ByteMeters | None = None
+        self,
+        root_directory: PathLikeStr,
+        meters: ByteMeters | None = None,
+        *,
+        buffered: bool = False,
     ) -> None:
-        super().__init__(root_directory, meters, buffered=False)
+        super().__init__(root_directory, meters, buffered=buffered)
 
     def read(
         self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
@@ -39,10 +46,8 @@ class PeerIO(DirectIO):
         Raises:
           StoreIOError: the drive failed, or refuses the memory.
         """
-        try:
+        with _whole_pages(array, offset_bytes):
             super().read(path, array, offset_bytes, num_bytes)
-        except StoreIOError as error:
-            raise _with_reason(error) from error.__cause__
 
     def write(
         self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
@@ -52,17 +57,22 @@ class PeerIO(DirectIO):
         Raises:
           StoreIOError, StoreSpaceError: the drive failed, or refuses the memory.
         """
-        try:
+        with _whole_pages(array, offset_bytes):
             super().write(path, array, offset_bytes, num_bytes)
-        except StoreIOError as error:
-            raise _with_reason(error) from error.__cause__
 
 
-def _with_reason(error: StoreIOError) -> StoreIOError:
-    cause = error.__cause__
-    if isinstance(cause, OSError) and cause.errno in REFUSALS:
-        return StoreIOError(f"{error}; {_REMEDY}")
-    return error
+@contextmanager
+def _whole_pages(array: Array, offset_bytes: int) -> Iterator[None]:
+    """Refuses what no drive can send a card, and names the remedy of its refusals."""
+    if any(n % PAGE_BYTES for n in (array.ctypes.data, array.size, offset_bytes)):
+        raise OSError(errno.EINVAL, "P2P I/O of memory that is no whole pages")
+    try:
+        yield
+    except StoreIOError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in REFUSALS:
+            raise StoreIOError(f"{error}; {_REMEDY}") from cause
+        raise
 
 
 def probe_peer(card: XrtCard, root: Path, io: DirectIO) -> None:

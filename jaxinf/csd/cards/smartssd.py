@@ -1,4 +1,4 @@
-"""CSDs that are drives with an FPGA beside them: Samsung's SmartSSD.
+"""CSDs that are drives with an FPGA beside them: Samsung's SmartSSD, or emulated ones.
 
 Invariant: cards are found, checked and loaded before anything is written; requests that
 they cannot meet are refused then.
@@ -12,15 +12,33 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxinf.csd.base import GradientForm, KernelNeed, is_idle
-from jaxinf.csd.cards.card import RESULTS, CardCsd, FileIO
+from jaxinf.csd.cards.card import RESULTS, CardCsd
 from jaxinf.csd.cards.memory import BUFFERS_BYTES, CardMemory, set_bytes
 from jaxinf.csd.cards.peer import PeerIO, probe_peer
 from jaxinf.csd.cards.runtime import load_runtime
+from jaxinf.csd.cards.standin import ANY_KERNEL, EmulatedXrt
 from jaxinf.csd.cards.sysfs import card_of, check_p2p, list_cards
 from jaxinf.csd.cards.xrt import XrtCard, open_card
 from jaxinf.errors import CsdError, UnsupportedTransformError
-from jaxinf.io import ByteMeters, DirectIO
+from jaxinf.io import ByteMeters, supports_direct
 from jaxinf.kernels import card_kernel
+
+
+def open_emulated(
+    roots: Sequence[Path],
+    memory_bytes: int,
+    meters: ByteMeters,
+    num_buffers: int | None = None,
+) -> "CardFleet":
+    """Opens one card for each root, with `num_buffers` or as many buffers as fit.
+
+    It is the code that drives cards, over a stand-in for pyxrt.
+    """
+    runtime = EmulatedXrt()
+    cards = [XrtCard(runtime, n, Path(ANY_KERNEL)) for n in range(len(roots))]
+    fleet = CardFleet("emulated", cards, memory_bytes, meters, num_buffers)
+    fleet.probe(roots, must_be_direct=False)
+    return fleet
 
 
 def open_smartssd(
@@ -28,18 +46,25 @@ def open_smartssd(
     memory_bytes: int,
     meters: ByteMeters,
     *,
-    xclbin: Path,
+    xclbin: Path | None,
     num_devices: int | None = None,
 ) -> "CardFleet":
     """Opens the cards beside the drives that the roots are on.
 
     Args:
+      xclbin: the file with the cards' kernels; None is refused.
       num_devices: number of devices if they cannot be listed, as in XRT's emulation;
         then root n gets device n.
 
     Raises:
       CsdError: the runtime, a card or the xclbin is missing, or P2P is off.
     """
+    if xclbin is None:
+        raise CsdError(
+            "csd='smartssd': expected the xclbin with the cards' kernels, found none "
+            "named; build one (make -C hls hw KERNELS=…), and name it: "
+            "csd='smartssd:xclbin=FILE', or the variable JAXINF_XCLBIN"
+        )
     load_runtime()
     devices = _devices(roots, num_devices)
     if not xclbin.is_file():
@@ -133,11 +158,6 @@ class CardFleet:
         """Peak bytes of state in a card's memory."""
         return max((memory.peak_bytes for memory in self._memories), default=0)
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the buffers that are lent now, on all cards."""
-        return sum(memory.used_bytes for memory in self._memories)
-
     def limit_memory(self, num_bytes: int) -> None:
         """Does nothing: all buffers are in the cards' own memory."""
 
@@ -162,7 +182,7 @@ class CardFleet:
                     wanted.setdefault(names[0], names)
         for names in wanted.values():
             for card in self._cards:
-                _first_kernel(card, names)
+                _find_one(card, names)
 
     def _kernel_names(self, need: KernelNeed, gradient: GradientForm) -> list[str]:
         """Returns the kernels that would do, one for each form of result."""
@@ -209,23 +229,15 @@ class CardFleet:
         if self._num_buffers is not None:
             sets_bytes = self._num_buffers * set_bytes(buffer_bytes, num_elements)
             limit_bytes = min(limit_bytes, sets_bytes)
-        self._memories = [
-            CardMemory(card, buffer_bytes, num_elements, limit_bytes)
-            for card in self._cards
-        ]
-        return [
-            CardCsd(
-                self._kind, card, memory, directory, self._io(directory), self._meters
-            )
-            for card, memory, directory in zip(
-                self._cards, self._memories, directories, strict=True
-            )
-        ]
-
-    def _io(self, directory: Path) -> FileIO:
-        """Returns strict I/O if the file system supports direct I/O at all."""
-        strict = PeerIO(directory, self._meters)
-        return strict if strict.direct else DirectIO(directory, self._meters)
+        found, self._memories = [], []
+        for card, directory in zip(self._cards, directories, strict=True):
+            memory = CardMemory(card, buffer_bytes, num_elements, limit_bytes)
+            self._memories.append(memory)
+            buffered = not supports_direct(directory)  # only if `probe` allowed it
+            io = PeerIO(directory, self._meters, buffered=buffered)
+            csd = CardCsd(self._kind, card, memory, directory, io, self._meters)
+            found.append(csd)
+        return found
 
     def close(self) -> None:
         """Frees the cards' memory; the cards stay open for a next store."""
@@ -233,19 +245,14 @@ class CardFleet:
             memory.close()
 
 
-def _first_kernel(card: XrtCard, names: Sequence[str]) -> None:
-    """Looks for one of the kernels.
-
-    Raises:
-      CsdError: the card has none of them.
-    """
-    error: CsdError | None = None
+def _find_one(card: XrtCard, names: Sequence[str]) -> None:
+    """Looks for one of the kernels; raises the first error if there is none."""
+    refusals = []
     for name in names:
         try:
             card.kernel(name)
-        except CsdError as refusal:
-            error = error or refusal
+        except CsdError as error:
+            refusals.append(error)
         else:
             return
-    assert error is not None
-    raise error
+    raise refusals[0]

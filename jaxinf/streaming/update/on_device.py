@@ -10,7 +10,7 @@ are those of the host's kernels.
 import contextlib
 import itertools
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf import compat
-from jaxinf.csd import Csd, CsdBuffer, Extent, UpdateOutcome
+from jaxinf.csd import Csd, CsdBuffer, Extent, Update, UpdateOutcome
 from jaxinf.engine import SubgroupLayout
 from jaxinf.errors import StoreError
 from jaxinf.io import crc32c
@@ -140,35 +140,27 @@ class DeviceUpdater:
         return is_exact and is_computable(kernel)
 
     def update(
-        self,
-        csd: Csd,
-        buffer: CsdBuffer,
-        extents: Sequence[Extent],
-        kernel: Kernel,
-        gradient: Array,
-        scalars: Sequence[np.generic | Array],
-        out: Array | None,
-        *,
-        given: Array | None = None,
-        wants_params: bool = False,
-        tells: Collection[int] = (),
+        self, csd: Csd, buffer: CsdBuffer, update: Update, *, wants_out: bool = True
     ) -> UpdateOutcome:
+        extents, out, given = update.extents, update.out, update.given
         views: list[Any] = [csd.view(buffer, extent) for extent in extents]
         if given is not None:
             views[0] = given
-        told = sorted({*tells} | ({0} if given is not None else set()))
+        told = sorted({*update.tells} | ({0} if given is not None else set()))
         num_params = 2 if extents[0].codec else 1
-        is_update = out is not None and out.dtype == FLOAT32 and not wants_params
+        is_update = out.dtype == FLOAT32 and not update.wants_params
         with self._failing(sum(extent.num_bytes for extent in extents)):
             done = self._computed(
-                kernel, views, num_params, gradient, scalars, told, is_update
+                update, views, num_params, told, wants_out and is_update
             )
         read = {n: done.read[n] if n in done.read else crc32c(views[n]) for n in told}
         for extent, state in zip(extents, done.states, strict=True):
             if state is not None:
                 csd.put(buffer, extent, state.array, checksum=state.checksum)
-        if out is not None:
-            self._fill(out, done, views[:num_params], wants_params=wants_params)
+        if wants_out and is_update:
+            out[...] = 0 if done.update is None else done.update
+        elif wants_out:
+            _put_params(out, done, views[:num_params])
         return UpdateOutcome(done.is_finite, read)
 
     # --- inside --------------------------------------------------------------------
@@ -188,17 +180,17 @@ class DeviceUpdater:
 
     def _computed(
         self,
-        kernel: Kernel,
+        given: Update,
         views: Sequence[Array],
         num_params: int,
-        gradient: Array,
-        scalars: Sequence[np.generic | Array],
         told: Sequence[int],
         wants_update: bool,
     ) -> "_Done":
-        names, read = ["params"] * num_params + list(kernel.slots), state_read(kernel)
+        assert isinstance(given.gradient, np.ndarray), "those sent in part stay"
+        kernel, read = given.kernel, state_read(given.kernel)
+        names = ["params"] * num_params + list(kernel.slots)
         is_read = [name in read for name in names]
-        up = self._up([gradient, *itertools.compress(views, is_read)])
+        up = self._up([given.gradient, *itertools.compress(views, is_read)])
         gradients, coming = [up[0]], iter(up[1:])
         states = [next(coming) if own else None for own in is_read]
         del up
@@ -211,7 +203,7 @@ class DeviceUpdater:
         slots = states[num_params:]
         del states, params
         compute = self._programs.update(kernel)
-        update, new_slots, _ = compute(wide, master, slots, list(scalars))
+        update, new_slots, _ = compute(wide, master, slots, list(given.inputs.scalars))
         del slots, wide
         new = [None] * num_params
         if update is not None:
@@ -233,27 +225,6 @@ class DeviceUpdater:
             dict(zip(told, _numbers(sums), strict=False)),
         )
 
-    def _fill(
-        self,
-        out: Array,
-        done: "_Done",
-        params: Sequence[Array],
-        *,
-        wants_params: bool,
-    ) -> None:
-        """Writes the result as `jaxinf.kernels.CompiledKernel.run` does."""
-        if out.dtype == FLOAT32 and not wants_params:
-            out[...] = 0 if done.update is None else done.update
-            return
-        newest = [
-            old if own is None else own.array
-            for old, own in zip(params, done.states, strict=False)
-        ]
-        if len(newest) > 1 and out.dtype == FLOAT32:
-            out[...] = CodedSlot.of(newest[0], newest[1]).decode()
-        else:
-            out[...] = newest[0]
-
     def _sums(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Starts checksums of arrays; none of those that the host computes.
 
@@ -274,6 +245,18 @@ class DeviceUpdater:
             kind = self._on_device.with_memory_kind(PINNED)
             arrays = jax.device_put(list(arrays), kind, donate=True)
         return [np.asarray(array) for array in arrays]
+
+
+def _put_params(out: Array, done: _Done, params: Sequence[Array]) -> None:
+    """Writes the new params as `jaxinf.kernels.CompiledKernel.run` does."""
+    newest = [
+        old if own is None else own.array
+        for old, own in zip(params, done.states, strict=False)
+    ]
+    if len(newest) > 1 and out.dtype == FLOAT32:
+        out[...] = CodedSlot.of(newest[0], newest[1]).decode()
+    else:
+        out[...] = newest[0]
 
 
 def _widen(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinf.csd import CsdBuffer, Rounding, ScalarInputs
+from jaxinf.csd import CsdBuffer, Rounding, ScalarInputs, Update
 from jaxinf.csd.host import HostCsd
 from jaxinf.engine import SubgroupLayout
 from jaxinf.io import BufferPool, ByteMeters
@@ -115,9 +115,8 @@ class _Runs:
             self._buffers.append(buffer)
             self._outs.append(np.empty(self._gradient.size, FLOAT32))
 
-    def on_host(self, number: int) -> None:
-        self._csd.update(
-            self._buffers[number],
+    def _update(self, number: int) -> Update:
+        return Update(
             self._extents,
             self._kernel,
             self._gradient,
@@ -128,19 +127,12 @@ class _Runs:
             tells=self._tells,
         )
 
+    def on_host(self, number: int) -> None:
+        self._csd.update(self._buffers[number], self._update(number))
+
     def on_device(self, updater: DeviceUpdater, number: int) -> None:
         """Updates one on the device, and computes the checksums to write it with."""
         buffer = self._buffers[number]
-        updater.update(
-            self._csd,
-            buffer,
-            self._extents,
-            self._kernel,
-            self._gradient,
-            self._scalars,
-            self._outs[number],
-            wants_params=True,
-            tells=self._tells,
-        )
+        updater.update(self._csd, buffer, self._update(number))
         for extent in self._extents:
             self._csd.checksum(buffer, extent)
