@@ -139,6 +139,7 @@ class HostCsd:
         native.function()  # compiles it now if it is not in the cache
 
     def info(self) -> CsdInfo:
+        """Its present description."""
         usage = shutil.disk_usage(self._root)
         return CsdInfo("host", self._root, usage.total, usage.free, self._io.direct)
 
@@ -148,6 +149,7 @@ class HostCsd:
         return None if memory is None else _HostBuffer(memory)
 
     def read(self, transfers: Sequence[Transfer]) -> None:
+        """Drive → buffers."""
         for transfer in self._unusual(transfers, writes=False):
             self._io.read(*_request(transfer))
         for buffer, extent, *_ in transfers:
@@ -279,6 +281,7 @@ class HostCsd:
         *,
         checksum: int | None = None,
     ) -> None:
+        """Into the buffer's own memory."""
         self.view(buffer, extent)[...] = values
         if checksum is None:
             _own(buffer).known.pop(extent.buffer_offset_bytes, None)
