@@ -19,15 +19,18 @@ OPTIONS = {"chunk_elements": 20_480, "memory_bytes": 1 << 20, "num_workers": 4}
 
 
 def make(seed, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(seed), 4)
-    tree = {
-        "w": jax.random.normal(keys[0], (200, 300)),
-        "deep": [jax.random.normal(keys[1], (4096,)), jax.random.normal(keys[2], ())],
+    rng = np.random.default_rng(seed)
+
+    def heavy_tailed(*shape):
+        return jnp.asarray(rng.standard_normal(shape, np.float32) ** 3, dtype)
+
+    return {
+        "w": heavy_tailed(200, 300),
+        "deep": [heavy_tailed(4096), heavy_tailed()],
         "none": None,
-        "odd": jax.random.normal(keys[3], (7, 11)),
-        "empty": jnp.zeros((0, 3)),
+        "odd": heavy_tailed(7, 11),
+        "empty": jnp.zeros((0, 3), dtype),
     }
-    return jax.tree.map(lambda x: (x**3).astype(dtype), tree)
 
 
 def three_jits(tx):

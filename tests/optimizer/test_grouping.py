@@ -66,15 +66,19 @@ TIMED = ("commit.json", "_CHECKPOINT_METADATA")
 
 def make(seed):
     """Makes small and long leaves, a frozen one, and one without elements."""
-    keys = jax.random.split(jax.random.key(seed), 6)
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape, np.float32))
+
     return {
-        "bias": jax.random.normal(keys[0], (7,)),
+        "bias": normal(7),
         "empty": jnp.zeros((0, 3)),
-        "frozen": jax.random.normal(keys[1], (33, 5)),
-        "half": jax.random.normal(keys[2], (40, 41)).astype(jnp.bfloat16),
-        "long": jax.random.normal(keys[3], (600, 500)),
-        "scale": jax.random.normal(keys[4], ()),
-        "table": jax.random.normal(keys[5], (128, 64)),
+        "frozen": normal(33, 5),
+        "half": normal(40, 41).astype(jnp.bfloat16),
+        "long": normal(600, 500),
+        "scale": normal(),
+        "table": normal(128, 64),
     }
 
 

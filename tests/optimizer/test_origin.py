@@ -3,6 +3,7 @@
 import shutil
 import signal
 import warnings
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from families import family
 from raw_stores import memory_directory
 
 import jaxinf
@@ -209,8 +211,13 @@ def test_after_ctrl_c_too(open_store, kept, after):
 # --- discarded updates ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("gives", [True, False])
-@pytest.mark.parametrize("how", ["eager", "jit"])
+@pytest.mark.parametrize(
+    ("how", "gives"),
+    family(
+        product(["eager", "jit"], [True, False]),
+        short=[("eager", True), ("jit", False)],
+    ),
+)
 def test_discarded_updates_leave_no_trace(how, gives, open_store, run, caplog):
     whole = run[1][2]
     with open_store("run") as store:

@@ -71,9 +71,9 @@ VARIANTS = {
 @pytest.mark.parametrize(
     ("kind", "at"),
     [
-        ("frozen", 3),
-        ("bfloat16", 2),
         ("error feedback", 2),
+        pytest.param("frozen", 3, marks=pytest.mark.long),
+        pytest.param("bfloat16", 2, marks=pytest.mark.long),
         pytest.param("float32", 3, marks=pytest.mark.long),
         pytest.param("float16", 2, marks=pytest.mark.long),
     ],
@@ -148,7 +148,9 @@ def test_states_of_every_kind_of_init_are_alike(open_store):
     assert types == [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)]
 
 
-@pytest.mark.parametrize("how", [jax.jit, lambda update: update])
+@pytest.mark.parametrize(
+    "how", [jax.jit, pytest.param(lambda update: update, marks=pytest.mark.long)]
+)
 def test_fresh_params_never_train_on_an_old_state(how, open_store, place):
     start(open_store)
     store, tx = again(open_store)
@@ -345,7 +347,9 @@ def test_keep_steps_are_numbers(wrong, open_store):
         open_store(keep_steps=wrong)
 
 
-@pytest.mark.parametrize("how", [jax.jit, lambda init: init])
+@pytest.mark.parametrize(
+    "how", [jax.jit, pytest.param(lambda init: init, marks=pytest.mark.long)]
+)
 def test_restart_keeps_the_old_run_and_begins_anew(how, open_store, caplog):
     kept = start(open_store)
     store = open_store()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -391,7 +392,9 @@ def test_payload_rides_in_the_commit(open_store):
     assert open_store().payload == {"position": 17}
 
 
-@pytest.mark.parametrize("how", ["wait", "checkpoint", "params"])
+@pytest.mark.parametrize(
+    "how", family(["wait", "checkpoint", "params"], short=["wait", "checkpoint"])
+)
 def test_what_is_dispatched_is_waited_for(how, open_store):
     """With an update in a jit of its own, of which nothing has been read."""
     params = make_params()

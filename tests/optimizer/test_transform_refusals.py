@@ -1,6 +1,7 @@
 """Refusals of `smart_update`: their messages, and that nothing is lost."""
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
 
 import jaxinf
 from jaxinf.optimizer import transform
@@ -103,7 +105,7 @@ def test_nonfinite_allow_leaves_it_to_the_chain(open_store):
     assert float(params["b"][4]) == -0.5
 
 
-@pytest.mark.parametrize("durability", ["step", 3])
+@pytest.mark.parametrize("durability", family(["step", 3], short=[3]))
 @pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.sgd(1e-2)], ids=["adam", "sgd"])
 def test_apply_if_finite_has_its_own_rule(open_store, durability, tx):
     plain = optax.apply_if_finite(tx, 2)
@@ -366,8 +368,13 @@ def with_rate(state, rate):
     return state._replace(optimizer=optimizer._replace(hyperparams=rates))
 
 
-@pytest.mark.parametrize("nonfinite", ["error", "skip", "allow"])
-@pytest.mark.parametrize("durability", ["step", 3])
+@pytest.mark.parametrize(
+    ("nonfinite", "durability"),
+    family(
+        product(["error", "skip", "allow"], ["step", 3]),
+        short=[("error", "step"), ("skip", 3)],
+    ),
+)
 def test_a_nan_learning_rate_is_refused_by_name(open_store, nonfinite, durability):
     store = open_store(durability=durability)
     adam = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
@@ -474,11 +481,15 @@ def test_half_a_surrogate_pair_is_no_key(open_store):
 @pytest.mark.parametrize(
     ("payload", "problem"),
     [
-        ("x" * (17 << 20), "at most 16777216 bytes"),
-        (["\udc80"], "surrogate"),
-        ([0] * (5 << 20), "at most 16777216 bytes"),
+        pytest.param("x" * (17 << 20), "at most 16777216 bytes", id="long"),
+        pytest.param(["\udc80"], "surrogate", id="surrogate"),
+        pytest.param(
+            [0] * (5 << 20),
+            "at most 16777216 bytes",
+            id="many",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["long", "surrogate", "many"],
 )
 def test_a_payload_that_could_not_be_read_again(open_store, payload, problem):
     store = open_store()

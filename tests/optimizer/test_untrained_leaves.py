@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
 
 import jaxinf
 
@@ -92,7 +93,14 @@ def first_alone(model):
 
 @pytest.mark.parametrize(
     ("init", "given", "plain_init"),
-    [(arrays, arrays, inexact), (itself, itself, inexact), (inexact, itself, inexact)],
+    family(
+        [
+            (arrays, arrays, inexact),
+            (itself, itself, inexact),
+            (inexact, itself, inexact),
+        ],
+        short=[(itself, itself, inexact)],
+    ),
     ids=["arrays", "model", "filtered"],
 )
 def test_equinox_models_train_whatever_is_filtered(open_store, init, given, plain_init):
@@ -110,7 +118,10 @@ def test_equinox_models_train_whatever_is_filtered(open_store, init, given, plai
 
 @pytest.mark.parametrize(
     ("durability", "compress", "callback"),
-    [("step", None, "io"), (2, None, "start"), ("step", 0.5, "buffer")],
+    family(
+        [("step", None, "io"), (2, None, "start"), ("step", 0.5, "buffer")],
+        short=[(2, None, "start"), ("step", 0.5, "buffer")],
+    ),
 )
 def test_a_missing_gradient_leaves_params_and_state_as_they_are(
     open_store, durability, compress, callback, monkeypatch
@@ -172,7 +183,13 @@ def test_a_frozen_leaf_causes_no_traffic(open_store):
 
 
 @pytest.mark.filterwarnings("ignore:.*given no params")
-@pytest.mark.parametrize("form", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(lambda f: f, id="eager", marks=pytest.mark.long),
+        pytest.param(jax.jit, id="jit"),
+    ],
+)
 def test_missing_gradients_without_params(open_store, form):
     """As in Equinox, where the state is of the whole model and a layer is frozen."""
     model, store = Network(), open_store()

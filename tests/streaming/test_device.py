@@ -2,11 +2,13 @@
 
 import contextlib
 import time
+from itertools import product
 
 import jax
 import numpy as np
 import optax
 import pytest
+from families import family
 from streaming import read_ahead, states
 from zoo import ZOO
 
@@ -211,8 +213,13 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize("way", GRADIENTS)
+@pytest.mark.parametrize(
+    ("way", "waits"),
+    family(
+        product(GRADIENTS, [True, False]),
+        short=[("all wait", True), ("an update each", False)],
+    ),
+)
 def test_a_gradient_that_is_read_before_its_copy_has_ended_is_noticed(
     open_store, request, monkeypatch, way, waits
 ):

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from device_updates import CHUNKS, TX, batches, loss, open_step, params_of
+from families import family
 from streaming import states
 
 import jaxinf
@@ -88,7 +89,7 @@ def test_the_stores_bits_are_those_of_the_host(opened, name, dtype):
         assert_same(step, expected)
 
 
-@pytest.mark.parametrize("durability", [2, "checkpoint"])
+@pytest.mark.parametrize("durability", family([2, "checkpoint"], short=["checkpoint"]))
 def test_with_rare_commits_and_state_in_memory(opened, durability):
     kept = {"tiers": {"host": 4 << 20}, "durability": durability}
     plain = opened(None, "plain")
@@ -320,7 +321,7 @@ def test_the_host_never_waits_for_the_device(host_s, handled_s, device_s, every)
     assert rates.interval(host_s, handled_s, device_s) == every
 
 
-@pytest.mark.parametrize("every", [4, 0])
+@pytest.mark.parametrize("every", family([4, 0], short=[4]))
 def test_what_is_measured_is_logged_and_kept(opened, monkeypatch, caplog, every):
     found = []
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
 from nameless_files import failing
 from streaming import assert_same_bits, prepared, smallest_bytes, streamed
 from zoo import ZOO, normal
@@ -91,17 +92,12 @@ class Watched(Values):
         self.most_bytes = max(self.most_bytes, pinned_bytes() - self.others)
 
 
-LONG = ("gpt2_nano", "u_net", "equinox_cast_first", "scan_twice_cast", "linen_dropout")
+NAMES = ("scan_remat_reverse", "custom_rules", "l2_penalty", "haiku", "gpt2_nano")
+NAMES += ("u_net", "equinox_cast_first", "scan_twice_cast", "linen_dropout")
 
 
 @pytest.mark.usefixtures("small_values_leave")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[pytest.mark.long] if n in LONG else [])
-        for n in ("l2_penalty", "scan_remat_reverse", "haiku", "custom_rules", *LONG)
-    ],
-)
+@pytest.mark.parametrize("name", family(NAMES, short=NAMES[:2]))
 def test_bits_are_those_of_keep(name, tmp_path):
     program = ZOO[name]()
     keep, plan, executables = plans(program)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
 from streaming import bytes_held
 from zoo import ZOO, normal
 
@@ -114,7 +115,7 @@ def test_what_stays_is_read_again_after_a_step(open_store):
     assert fetched == [fetched[0], 0, fetched[0]]
 
 
-@pytest.mark.parametrize("resident", [None, "params"])
+@pytest.mark.parametrize("resident", family([None, "params"], short=["params"]))
 def test_a_function_of_a_step_reads_what_stays(resident, open_store):
     program = ZOO["l2_penalty"](depth=2)
     plain = started(program, open_store("plain", **CHUNKS))

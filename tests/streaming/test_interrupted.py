@@ -16,7 +16,7 @@ import optax
 import pytest
 import small_stores
 from covering import covering
-from families import BEYOND
+from families import BEYOND, family
 from raw_stores import memory_directory
 from streamed_run import CHUNKS, NUM_STEPS, TX, finished, open_step, train
 from streaming import states, until_it_waits
@@ -156,7 +156,9 @@ def interrupt_at(monkeypatch, owner, method, count, signals=1):
     monkeypatch.setattr(owner, method, interrupting)
 
 
-@pytest.mark.parametrize("durability", ["step", "checkpoint"])
+@pytest.mark.parametrize(
+    "durability", family(["step", "checkpoint"], short=["checkpoint"])
+)
 @pytest.mark.parametrize(
     ("owner", "method", "count"),
     [(ParamsReader, "read", 1), (StoreSink, "put", 2), (StepEngine, "update", 1)],

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
 from zoo import normal
 
 import jaxinf
@@ -147,7 +148,7 @@ def test_a_step_of_parts_is_that_of_the_whole_batch(batch, how, after_one):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", RUNS, ids=["store", "memory"])
+@pytest.mark.parametrize("how", family(RUNS, short=RUNS[:1]), ids=["store", "memory"])
 def test_equal_weights_change_no_bits(how, after_one):
     weighed = after_one(EVERYTHING, micro_batches=3, weights=number_of, **how)
     plain = after_one(EVERYTHING, micro_batches=3, **how)
@@ -178,6 +179,7 @@ def test_weights_without_parts_are_refused(after_one):
         after_one(weights=number_of)
 
 
+@pytest.mark.long
 def test_multi_steps_accumulates_as_before(started):
     tx = optax.MultiSteps(ADAM, 2)
     whole, parts = started("whole", tx), started("parts", tx, micro_batches=2)
@@ -185,6 +187,7 @@ def test_multi_steps_accumulates_as_before(started):
     assert_near(parts, whole, rtol=0, atol=1e-4)
 
 
+@pytest.mark.long
 def test_16_bit_gradients_add_up_in_32(started):
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
     whole = started("whole", params=half)
@@ -213,7 +216,8 @@ def test_a_step_that_fails_leaves_the_store_at_the_step_before(started, monkeypa
     assert found + run(step, 2) == expected
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.long
+@pytest.mark.parametrize("count", family([1, 4], short=[4]))
 def test_ctrl_c_at_a_gradient_leaves_the_step_before(count, started, monkeypatch):
     handled = threading.Event()
 

@@ -9,7 +9,7 @@ import pytest
 from families import family
 from nameless_files import failing
 from streaming import assert_same_bits, in_memory, prepared, smallest_bytes, streamed
-from zoo import ONLY_PLANNED, QUICKEST, ZOO
+from zoo import ONLY_PLANNED, ZOO
 
 import jaxinf
 from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
@@ -37,7 +37,10 @@ def plans(ready, policies=("keep", "offload")):
     return [ready.plan_of(cuts, policy) for policy in policies]
 
 
-@pytest.mark.parametrize("name", family(ZOO, short=QUICKEST, beyond=ONLY_PLANNED))
+QUICK = ("custom_rules", "scan_remat_reverse")
+
+
+@pytest.mark.parametrize("name", family(ZOO, short=QUICK, beyond=ONLY_PLANNED))
 def test_bits_are_those_of_keep(name, tmp_path):
     program = ZOO[name]()
     keep, offload = plans(prepared(program))
@@ -163,7 +166,7 @@ def test_training_is_that_of_keep(open_store, everything_leaves, place, num_csds
     ]
 
 
-@pytest.mark.parametrize("resident", [None, "params"])
+@pytest.mark.parametrize("resident", family([None, "params"], short=["params"]))
 def test_the_meters_show_the_planned_traffic(open_store, everything_leaves, resident):
     program = ZOO["scan_remat_reverse"]()
     step = opened(open_store, "store", "offload", program, resident=resident)
@@ -177,7 +180,11 @@ def test_the_meters_show_the_planned_traffic(open_store, everything_leaves, resi
 
 
 @pytest.mark.parametrize(
-    ("code", "kind"), [(errno.ENOSPC, StoreSpaceError), (errno.EIO, StoreIOError)]
+    ("code", "kind"),
+    family(
+        [(errno.ENOSPC, StoreSpaceError), (errno.EIO, StoreIOError)],
+        short=[(errno.EIO, StoreIOError)],
+    ),
 )
 def test_a_drive_that_fails_in_mid_step(
     open_store, everything_leaves, monkeypatch, code, kind

@@ -266,6 +266,7 @@ def test_a_failure_between_passes_gives_the_step_up(open_store, monkeypatch):
     assert_same_bits(step.store.params(like=tree(0)), expected)
 
 
+@pytest.mark.long
 def test_a_spill_without_room_gives_the_step_up(open_store, monkeypatch):
     spill_beyond(monkeypatch, 0)
     batches = [tree(seed) for seed in range(1, 3)]

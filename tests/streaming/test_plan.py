@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import family
 from streaming import in_memory, smallest_bytes
 from zoo import ZOO
 
@@ -15,15 +16,9 @@ from jaxinf.streaming.run import Runner
 
 pytestmark = pytest.mark.optimized
 
-SLOW = ("linen", "linen_scan_remat_dropout", "gpt2_nano", "nnx_batch_norm")
-SLOW += ("linen_scan", "haiku", "half_precision_loss")
-DEEP = (
-    *(pytest.param(name, marks=pytest.mark.long) for name in SLOW),
-    "equinox_mlp",
-    "scan_remat_reverse",
-    "stack_by_index",
-    "l2_penalty",
-)
+DEEP = ("linen", "linen_scan_remat_dropout", "gpt2_nano", "nnx_batch_norm")
+DEEP += ("linen_scan", "haiku", "half_precision_loss", "equinox_mlp", "l2_penalty")
+DEEP += ("scan_remat_reverse", "stack_by_index")
 
 
 def prepared(name, **options):
@@ -37,7 +32,7 @@ def cut_in_blocks(name, depth):
     return ready.plan(smallest_bytes(ready) * 5 // 4)
 
 
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("name", family(DEEP, short=DEEP[-2:]))
 def test_more_equal_blocks_need_no_more_programs(name):
     plans = []
     limit_bytes = None
@@ -73,7 +68,14 @@ def test_recomputing_holds_no_scores():
     assert (512, 512) not in kept
 
 
-@pytest.mark.parametrize("name", ["linen_scan", "scan_remat_reverse", "stack_by_index"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("linen_scan", marks=pytest.mark.long),
+        "scan_remat_reverse",
+        "stack_by_index",
+    ],
+)
 def test_a_stack_is_fetched_and_handed_out_a_layer_at_a_time(name):
     depth = 6
     plan = cut_in_blocks(name, depth)

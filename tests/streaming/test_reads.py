@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from families import family
 from streaming import read_ahead, states
 from zoo import ZOO
 
@@ -147,11 +148,14 @@ def trained(step, program):
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [
-        ("stack_by_index", "keep"),
-        ("tied_and_unused", "recompute"),
-        ("half_precision_loss", "recompute"),
-    ],
+    family(
+        [
+            ("stack_by_index", "keep"),
+            ("tied_and_unused", "recompute"),
+            ("half_precision_loss", "recompute"),
+        ],
+        short=[("half_precision_loss", "recompute")],
+    ),
 )
 def test_params_from_memory_give_the_bits_of_params_from_the_drive(
     name, policy, open_store, monkeypatch

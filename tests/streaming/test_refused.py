@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
 from streaming import (
     CHUNKS,
     assert_same_bits,
@@ -226,7 +227,7 @@ def test_a_step_under_way_in_another_thread_is_not_joined(streamed, monkeypatch)
     assert step.store.step == 2
 
 
-@pytest.mark.parametrize("state", [None, "int8"])
+@pytest.mark.parametrize("state", family([None, "int8"], short=["int8"]))
 def test_the_stores_own_budget_is_not_used(state, streamed, open_store):
     """What is too little for an update beside JAX is enough to be opened with."""
     program = ZOO["l2_penalty"](depth=2)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import small_stores
+from families import family
 from raw_stores import memory_directory
 from streaming import prepared, states
 from zoo import ZOO, Program, normal
@@ -224,7 +225,9 @@ def test_on_a_device_with_memory_of_its_own(started, plainly, monkeypatch):
 # --- steps that are given up -----------------------------------------------------
 
 
-@pytest.mark.parametrize("tx", [ADAM, CLIPPED], ids=["adam", "clipped"])
+@pytest.mark.parametrize(
+    "tx", [ADAM, pytest.param(CLIPPED, marks=pytest.mark.long)], ids=["adam", "clipped"]
+)
 def test_after_a_refused_step_params_are_those_of_the_store(tx, started, plainly):
     program = small()
     plain = plainly(program, tx)
@@ -421,8 +424,8 @@ def test_what_checkpoints_alone_write_is_none_of_a_steps(open_store):
             )
 
 
-@pytest.mark.parametrize("resident", [None, "params"])
-@pytest.mark.parametrize("durability", ["step", 2])
+@pytest.mark.parametrize("resident", family([None, "params"], short=["params"]))
+@pytest.mark.parametrize("durability", family(["step", 2], short=["step"]))
 def test_state_that_stays_on_the_host_moves_fewer_bytes(
     open_store, durability, resident
 ):

@@ -104,7 +104,9 @@ PAUSE_S = 0.05
     ("name", "owner", "method", "policy"),
     [
         ("waited_params_s", ParamsReader, "read", "keep"),
-        ("waited_values_s", Scratch, "read", "offload"),
+        pytest.param(
+            *("waited_values_s", Scratch, "read", "offload"), marks=pytest.mark.long
+        ),
         ("waited_updates_s", HostCsd, "write", "keep"),
     ],
 )

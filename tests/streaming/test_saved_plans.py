@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
 from streaming import CHUNKS, run
 from zoo import ZOO
 
@@ -115,8 +116,16 @@ def edited(content, **changes):
     [
         (lambda held: json.dumps(held | {"cuts": [0, held["cuts"][-1]]}), "checksum"),
         (lambda held: seal(edited(held, colour="red")), "expected no key 'colour'"),
-        (lambda held: seal(edited(held, cuts=[])), "numbers that rise from 0"),
-        (lambda held: seal(edited(held, cuts=[0, 5, 5])), "numbers that rise from 0"),
+        pytest.param(
+            lambda held: seal(edited(held, cuts=[])),
+            "numbers that rise from 0",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            lambda held: seal(edited(held, cuts=[0, 5, 5])),
+            "numbers that rise from 0",
+            marks=pytest.mark.long,
+        ),
         (lambda held: seal(edited(held, cuts=[0, 10**9])), "cuts of a program of"),
         (lambda held: json.dumps(edited(held)), "expected .* its checksum last"),
     ],
@@ -141,7 +150,7 @@ def test_a_changed_plan_is_refused(change, problem, streamed, capsys):
     assert (kept.name in capsys.readouterr().out) is is_known
 
 
-@pytest.mark.parametrize("kind", ["file", "link"])
+@pytest.mark.parametrize("kind", family(["file", "link"], short=["link"]))
 def test_plans_have_a_folder_or_are_refused(kind, streamed, tmp_path, capsys):
     program = ZOO["l2_penalty"](depth=2)
     step = streamed(program, optax.sgd(0.1))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
 from streaming import (
     CHUNKS,
     assert_near,
@@ -42,8 +43,8 @@ def in_memory(program, tx, batches):
 @pytest.mark.parametrize(
     "name",
     [
-        "tied_and_unused",
-        pytest.param("l2_penalty", marks=pytest.mark.long),
+        pytest.param("tied_and_unused", marks=pytest.mark.long),
+        "l2_penalty",
         pytest.param("scan_twice_cast", marks=pytest.mark.long),
         pytest.param("scan_remat_reverse", marks=pytest.mark.long),
     ],
@@ -237,7 +238,9 @@ def test_a_commit_has_the_payload_of_its_step(streamed):
     assert (step.store.step, step.store.payload) == (4, {"batch": 4})
 
 
-@pytest.mark.parametrize("name", ["tied_and_unused", "stack_by_index"])
+@pytest.mark.parametrize(
+    "name", family(["tied_and_unused", "stack_by_index"], short=["stack_by_index"])
+)
 def test_clipping_is_that_of_optax(name, streamed):
     program = ZOO[name]()
     step = streamed(program, CLIPPED)
@@ -270,8 +273,12 @@ def test_spilled_to_the_drive_has_the_bits_of_memory(streamed, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "tx"),
-    [("stack_by_index", CLIPPED), ("tied_and_unused", optax.adam(1e-2))],
-    ids=["clipped", "adam"],
+    [
+        pytest.param("stack_by_index", CLIPPED, id="clipped"),
+        pytest.param(
+            "tied_and_unused", optax.adam(1e-2), id="adam", marks=pytest.mark.long
+        ),
+    ],
 )
 def test_drives_move_what_the_plan_says(name, tx, streamed, monkeypatch):
     program = ZOO[name]()

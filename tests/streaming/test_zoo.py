@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import zoo_digest
+from families import family
 from streaming import assert_same_bits, numbers, prepared, smallest_bytes, streamed
 from zoo import ZOO
 
@@ -35,16 +36,8 @@ def assert_close(found, expected, tolerance):
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * largest)
 
 
-SLOW = ("gpt2_bfloat16", "linen", "linen_dropout", "linen_remat", "linen_scan")
-SLOW += ("linen_scan_remat_dropout", "conv_batch_norm", "gpt2_nano", "nnx_batch_norm")
-SLOW += ("moe_map", "scan_twice_cast", "scan_nested", "stack_by_index")
-SLOW += ("moe_cond", "haiku", "fori_loop", "micro_batches", "equinox_cast_first")
-SLOW += ("u_net", "vmapped_heads")
-
-
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.long] if n in SLOW else []) for n in ZOO],
+    "name", family(ZOO, short=["custom_rules", "scan_remat_reverse"])
 )
 def test_gradients_are_those_of_one_jit(name, tmp_path):
     program = ZOO[name]()

@@ -21,7 +21,7 @@ from jax import lax
 from jaxinf_models import abstract_params, gpt2
 from jaxinf_models import loss as model_loss
 
-__all__ = ["ONLY_PLANNED", "QUICKEST", "ZOO", "Program"]
+__all__ = ["ONLY_PLANNED", "ZOO", "Program"]
 
 WIDTH = 32
 ROWS = 8
@@ -579,10 +579,6 @@ def half_precision_loss(depth: int = 3) -> Program:
     half = partial(jax.tree.map, lambda x: x.astype(jnp.bfloat16))
     return Program(loss, half(_mlp(depth)), half(rows()))
 
-
-QUICKEST = {"equinox_mlp", "moe_dense", "scan_remat_reverse", "l2_penalty"}
-QUICKEST |= {"tied_and_unused", "custom_rules", "half_precision_loss"}
-"""Programs of which `make test` lets values leave memory."""
 
 ONLY_PLANNED = {"gpt2_nano", "linen", "linen_remat", "linen_scan_remat_dropout"}
 ONLY_PLANNED |= {"equinox_cast_first", "conv_batch_norm", "moe_cond", "scan_twice_cast"}

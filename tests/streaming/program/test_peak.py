@@ -39,8 +39,7 @@ def assert_near(function, *args):
     assert 0.95 * expected <= found.total <= 1.15 * expected, (found, report)
 
 
-SHORT = ("custom_rules", "equinox_mlp", "fori_loop", "l2_penalty", "moe_dense")
-SHORT += ("recurrent", "scan_remat_reverse", "u_net", "vmapped_heads")
+SHORT = ("custom_rules", "fori_loop", "scan_remat_reverse", "u_net", "vmapped_heads")
 
 
 @pytest.mark.parametrize("name", family(ZOO, short=SHORT))
