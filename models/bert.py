@@ -6,13 +6,13 @@ gradient.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .encoder import MLP, Attention, EncoderConfig
+from .blocks import EncoderAttention, EncoderConfig, EncoderMLP
 from .layers import (
     Key,
     Remat,
@@ -29,10 +29,6 @@ from .layers import (
     split_key,
 )
 
-__all__ = ["PRESETS", "Bert", "BertConfig"]
-
-NORM_EPSILON = 1e-12
-
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig(EncoderConfig):
@@ -43,6 +39,7 @@ class BertConfig(EncoderConfig):
     num_token_types: int = 2
     head: Literal["masked-lm", "classification"] = "masked-lm"
     num_labels: int = 2  # classes of a classification
+    norm_epsilon: ClassVar[float] = 1e-12
 
 
 # Layers, heads, features, hidden, vocabulary, positions.
@@ -54,19 +51,15 @@ PRESETS: Mapping[str, BertConfig] = {
 }
 
 
-def _norm(config: BertConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return layer_norm(config, config.num_features, NORM_EPSILON, rngs=rngs)
-
-
 class Block(nnx.Module):
     """One post-norm transformer layer; all blocks have the same structure."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         self.dropout = config.dropout
-        self.attn = Attention(config, rngs=rngs)
-        self.ln_1 = _norm(config, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
-        self.ln_2 = _norm(config, rngs=rngs)
+        self.attn = EncoderAttention(config, rngs=rngs)
+        self.ln_1 = layer_norm(config, rngs=rngs)
+        self.mlp = EncoderMLP(config, rngs=rngs)
+        self.ln_2 = layer_norm(config, rngs=rngs)
 
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None, key: Key = None
@@ -83,7 +76,7 @@ class MaskedHead(nnx.Module):
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         num, dtype = config.num_features, jnp.dtype(config.param_dtype)
         self.dense = linear(config, num, num, rngs=rngs)
-        self.ln = _norm(config, rngs=rngs)
+        self.ln = layer_norm(config, rngs=rngs)
         self.bias = nnx.Param(jnp.zeros(config.vocab_size, dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -111,14 +104,10 @@ class Bert(nnx.Module):
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         self.config = config
-
-        def table(num_rows: int) -> nnx.Param:
-            return embedding(config, num_rows, config.num_features, rngs=rngs)
-
-        self.wte = table(config.vocab_size)
-        self.wpe = table(config.num_positions)
-        self.wtt = table(config.num_token_types)
-        self.ln_0 = _norm(config, rngs=rngs)
+        self.wte = embedding(config, config.vocab_size, rngs=rngs)
+        self.wpe = embedding(config, config.num_positions, rngs=rngs)
+        self.wtt = embedding(config, config.num_token_types, rngs=rngs)
+        self.ln_0 = layer_norm(config, rngs=rngs)
         for i in range(config.num_layers):
             setattr(self, f"h{i}", Block(config, rngs=rngs))
         is_masked = config.head == "masked-lm"
@@ -128,25 +117,6 @@ class Bert(nnx.Module):
     def blocks(self) -> list[Block]:
         """The layers in order."""
         return [getattr(self, f"h{i}") for i in range(self.config.num_layers)]
-
-    def embed(
-        self,
-        tokens: jax.Array,
-        segments: jax.Array | None = None,
-        token_types: jax.Array | None = None,
-    ) -> jax.Array:
-        """Embeddings of tokens, positions and types: [batch, seq, features].
-
-        Raises:
-            ValueError: the sequence is above the config's `num_positions`.
-        """
-        seq = tokens.shape[-1]
-        check_length("Bert.embed", seq, self.config.num_positions)
-        positions = jnp.arange(seq) if segments is None else positions_in(segments)
-        types = jnp.zeros_like(tokens) if token_types is None else token_types
-        x = look_up(self.config, self.wte, tokens)
-        x = x + look_up(self.config, self.wpe, positions)
-        return self.ln_0(x + look_up(self.config, self.wtt, types))
 
     def encode(
         self,
@@ -166,34 +136,25 @@ class Bert(nnx.Module):
           token_types: int [batch, seq], first or second sentence; zeros by default.
           key: key of the dropout; None for no dropout.
           remat: wrapper of each block's function, such as `jax.checkpoint`.
+
+        Raises:
+            ValueError: the sequence is above the config's `num_positions`.
         """
         key_0, key = split_key(key, 2)
-        x = dropout(
-            self.embed(tokens, segments, token_types), self.config.dropout, key_0
-        )
+        config, seq = self.config, tokens.shape[-1]
+        check_length("Bert.embed", seq, config.num_positions)
+        positions = jnp.arange(seq) if segments is None else positions_in(segments)
+        types = jnp.zeros_like(tokens) if token_types is None else token_types
+        x = look_up(config, self.wte, tokens) + look_up(config, self.wpe, positions)
+        x = self.ln_0(x + look_up(config, self.wtt, types))
+        x = dropout(x, config.dropout, key_0)
         mask = attention_mask(segments, segments)
         return run_blocks(self.blocks, x, key=key, remat=remat, mask=mask)
 
-    def hidden(
-        self,
-        tokens: jax.Array,
-        *,
-        segments: jax.Array | None = None,
-        token_types: jax.Array | None = None,
-        key: Key = None,
-        remat: Remat = None,
-    ) -> jax.Array:
+    def hidden(self, tokens: jax.Array, **options: Any) -> jax.Array:
         """Input of `output`'s table: `encode`'s output through the masked head."""
         assert isinstance(self.head, MaskedHead)
-        return self.head(
-            self.encode(
-                tokens,
-                segments=segments,
-                token_types=token_types,
-                key=key,
-                remat=remat,
-            )
-        )
+        return self.head(self.encode(tokens, **options))
 
     def output(self) -> tuple[jax.Array, jax.Array]:
         """The masked head's table of [vocab, features], and bias of [vocab]."""
@@ -201,17 +162,13 @@ class Bert(nnx.Module):
         return self.wte[...], self.head.bias[...]
 
     def __call__(
-        self,
-        tokens: jax.Array,
-        *,
-        segments: jax.Array | None = None,
-        token_types: jax.Array | None = None,
-        key: Key = None,
-        remat: Remat = None,
+        self, tokens: jax.Array, *, key: Key = None, **options: Any
     ) -> jax.Array:
-        """Logits in float32: [batch, seq, vocab], or of classes [batch, labels]."""
+        """Logits in float32: [batch, seq, vocab], or of classes [batch, labels].
+
+        Takes what `encode` takes.
+        """
         key, last = split_key(key, 2)
-        options = {"segments": segments, "token_types": token_types, "remat": remat}
         if isinstance(self.head, ClassHead):
             return self.head(self.encode(tokens, key=key, **options), last)
         return output_logits(self.hidden(tokens, key=key, **options), *self.output())

@@ -1,4 +1,4 @@
-"""Parts that the models of this package share: configs, layers, masks, `run_blocks`.
+"""What all models are made of: configs, layers, masks, `run_blocks`.
 
 Invariant: the only state is params, in `nnx.Param`s. Dropout takes its key as an
 argument, so that a model splits into a static part and a plain tree of arrays.
@@ -6,35 +6,13 @@ argument, so that a model splits into a static part and a plain tree of arrays.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
-__all__ = [
-    "DTypeName",
-    "Key",
-    "ModelConfig",
-    "Past",
-    "Remat",
-    "attention_mask",
-    "check_length",
-    "dropout",
-    "embedding",
-    "join_heads",
-    "last_tokens",
-    "layer_norm",
-    "linear",
-    "look_up",
-    "output_logits",
-    "positions_in",
-    "rms_norm",
-    "run_blocks",
-    "split_heads",
-    "split_key",
-]
 
 DTypeName: TypeAlias = Literal["float32", "bfloat16"]
 Key: TypeAlias = jax.Array | None
@@ -89,6 +67,11 @@ class ModelConfig:
             )
 
 
+def _dtypes(config: ModelConfig) -> dict[str, Any]:
+    names = ("dtype", "param_dtype")
+    return {name: jnp.dtype(getattr(config, name)) for name in names}
+
+
 def linear(
     config: ModelConfig,
     num_in: int,
@@ -99,56 +82,57 @@ def linear(
     use_bias: bool = True,
 ) -> nnx.Linear:
     """A linear layer with normally distributed weights."""
-    return nnx.Linear(
-        num_in,
-        num_out,
-        use_bias=use_bias,
-        kernel_init=nnx.initializers.normal(stddev),
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
-        rngs=rngs,
-    )
+    init = nnx.initializers.normal(stddev)
+    options = {"use_bias": use_bias, "kernel_init": init, **_dtypes(config)}
+    return nnx.Linear(num_in, num_out, **options, rngs=rngs)
 
 
-def layer_norm(
-    config: ModelConfig, num_features: int, epsilon: float, *, rngs: nnx.Rngs
-) -> nnx.LayerNorm:
+def projection(
+    config: Any, num_in: int, *, rngs: nnx.Rngs, use_bias: bool = True
+) -> nnx.Linear:
+    """A linear layer onto the skip path; as 2 per layer add up, the init is smaller."""
+    stddev = INIT_STDDEV / math.sqrt(2 * config.num_layers)
+    options = {"stddev": stddev, "use_bias": use_bias}
+    return linear(config, num_in, config.num_features, rngs=rngs, **options)
+
+
+def layer_norm(config: Any, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
     """Layer norm over the last axis, computed in float32."""
     return nnx.LayerNorm(
-        num_features,
-        epsilon=epsilon,
+        config.num_features,
+        epsilon=config.norm_epsilon,
         use_fast_variance=False,  # E[x^2] - E[x]^2 would cancel
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
+        **_dtypes(config),
         rngs=rngs,
     )
 
 
 def rms_norm(
-    config: ModelConfig, num_features: int, epsilon: float, *, rngs: nnx.Rngs
+    config: Any, num_features: int | None = None, *, rngs: nnx.Rngs
 ) -> nnx.RMSNorm:
     """Norm by the root of the mean square over the last axis, computed in float32."""
-    return nnx.RMSNorm(
-        num_features,
-        epsilon=epsilon,
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
-        rngs=rngs,
-    )
+    num, epsilon = num_features or config.num_features, config.norm_epsilon
+    return nnx.RMSNorm(num, epsilon=epsilon, **_dtypes(config), rngs=rngs)
 
 
-def embedding(
+def normal_param(
     config: ModelConfig,
-    num_rows: int,
-    num_features: int,
+    shape: tuple[int, ...],
     *,
     rngs: nnx.Rngs,
     stddev: float = INIT_STDDEV,
 ) -> nnx.Param[jax.Array]:
-    """A table of [rows, features], normally distributed."""
+    """A normally distributed param, such as a table of [rows, features]."""
     init = nnx.initializers.normal(stddev)
-    shape = (num_rows, num_features)
     return nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+
+
+def embedding(
+    config: Any, num_rows: int, *, rngs: nnx.Rngs, stddev: float = INIT_STDDEV
+) -> nnx.Param[jax.Array]:
+    """A table of [rows, features], normally distributed."""
+    shape = (num_rows, config.num_features)
+    return normal_param(config, shape, rngs=rngs, stddev=stddev)
 
 
 def look_up(config: ModelConfig, table: nnx.Param, rows: jax.Array) -> jax.Array:

@@ -9,36 +9,27 @@ Invariant: all differences between these models are fields of the config.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .blocks import Decoder, causal_attention
 from .layers import (
-    INIT_STDDEV,
     Key,
     ModelConfig,
     Past,
-    Remat,
-    attention_mask,
     check_length,
-    dropout,
     embedding,
-    join_heads,
-    last_tokens,
     linear,
     look_up,
-    output_logits,
     positions_in,
+    projection,
     rms_norm,
-    run_blocks,
     split_heads,
-    split_key,
 )
-
-__all__ = ["PRESETS", "Llama", "LlamaConfig", "RopeScaling"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,18 +175,6 @@ def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
     return turned.astype(x.dtype)
 
 
-def _projection(config: LlamaConfig, num_in: int, *, rngs: nnx.Rngs) -> nnx.Linear:
-    """A linear layer onto the skip path; as 2 per layer add up, the init is smaller."""
-    stddev = INIT_STDDEV / math.sqrt(2 * config.num_layers)
-    return linear(
-        config, num_in, config.num_features, rngs=rngs, stddev=stddev, use_bias=False
-    )
-
-
-def _norm(config: LlamaConfig, num_features: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return rms_norm(config, num_features, config.norm_epsilon, rngs=rngs)
-
-
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions."""
 
@@ -209,19 +188,13 @@ class Attention(nnx.Module):
             return linear(config, num_in, num_out, rngs=rngs, use_bias=bias)
 
         self.q, self.k, self.v = into(num_q), into(num_kv), into(num_kv)
-        self.proj = _projection(config, num_q, rngs=rngs)
+        self.proj = projection(config, num_q, rngs=rngs, use_bias=False)
         if config.qk_norm:
-            self.q_norm = _norm(config, config.features_a_head, rngs=rngs)
-            self.k_norm = _norm(config, config.features_a_head, rngs=rngs)
+            self.q_norm = rms_norm(config, config.features_a_head, rngs=rngs)
+            self.k_norm = rms_norm(config, config.features_a_head, rngs=rngs)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        angles: jax.Array,
-        mask: jax.Array | None = None,
-        past: Past | None = None,
-    ) -> jax.Array:
-        """Maps [batch, seq, features] to the same shape and dtype."""
+    def __call__(self, x: jax.Array, angles: jax.Array, **options: Any) -> jax.Array:
+        """Maps [batch, seq, features] to the same; options of `causal_attention`."""
         config = self.config
         q = split_heads(self.q(x), config.num_heads)
         k = split_heads(self.k(x), config.num_kv_heads)
@@ -229,19 +202,7 @@ class Attention(nnx.Module):
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, angles), rotate(k, angles)
-        if past is not None:
-            seen = past.extend(k, v, config.window)
-            mixed = jax.nn.dot_product_attention(q, past.keys, past.values, mask=seen)
-            return self.proj(join_heads(mixed))
-        mixed = jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            is_causal=True,
-            local_window_size=(config.window - 1, 0) if config.window else None,
-        )
-        return self.proj(join_heads(mixed))
+        return self.proj(causal_attention(q, k, v, window=config.window, **options))
 
 
 class MLP(nnx.Module):
@@ -253,128 +214,38 @@ class MLP(nnx.Module):
             return linear(config, num_in, num_out, rngs=rngs, use_bias=False)
 
         self.gate, self.up = into(), into()
-        self.down = _projection(config, config.num_hidden, rngs=rngs)
+        num_hidden = config.num_hidden
+        self.down = projection(config, num_hidden, rngs=rngs, use_bias=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [batch, seq, features] to the same shape and dtype."""
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nnx.Module):
-    """One pre-norm transformer layer; all blocks of a model have the same structure."""
-
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.dropout = config.dropout
-        self.ln_1 = _norm(config, config.num_features, rngs=rngs)
-        self.attn = Attention(config, rngs=rngs)
-        self.ln_2 = _norm(config, config.num_features, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        angles: jax.Array,
-        mask: jax.Array | None = None,
-        key: Key = None,
-        past: Past | None = None,
-    ) -> jax.Array:
-        """Maps [batch, seq, features] to the same shape and dtype."""
-        key_1, key_2 = split_key(key, 2)
-        mixed = self.attn(self.ln_1(x), angles, mask, past)
-        x = x + dropout(mixed, self.dropout, key_1)
-        return x + dropout(self.mlp(self.ln_2(x)), self.dropout, key_2)
-
-
-class Llama(nnx.Module):
+class Llama(Decoder):
     """Llama: a language model, `head(hidden(tokens))`, or one of classes."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
-        vocab_size, num_features = config.vocab_size, config.num_features
-        self.wte = embedding(config, vocab_size, num_features, rngs=rngs)
-        for i in range(config.num_layers):
-            setattr(self, f"h{i}", Block(config, rngs=rngs))
-        self.ln_f = _norm(config, num_features, rngs=rngs)
-        if config.head == "classification":
-            self.score = linear(
-                config, num_features, config.num_labels, rngs=rngs, use_bias=False
-            )
-        elif not config.tied_embeddings:
-            self.lm_head = embedding(config, vocab_size, num_features, rngs=rngs)
+        self.wte = embedding(config, config.vocab_size, rngs=rngs)
+        self.add_blocks((rms_norm, Attention, MLP), rngs=rngs)
 
-    @property
-    def blocks(self) -> list[Block]:
-        """The layers in order."""
-        return [getattr(self, f"h{i}") for i in range(self.config.num_layers)]
-
-    def hidden(
+    def _embed(
         self,
         tokens: jax.Array,
-        *,
-        segments: jax.Array | None = None,
-        key: Key = None,
-        remat: Remat = None,
-    ) -> jax.Array:
-        """Last layer's normed output, [batch, seq, features] in the compute dtype.
-
-        Args:
-          tokens: int [batch, seq].
-          segments: int [batch, seq], the number of each token's document; documents do
-            not see each other, and positions start at 0 in each.
-          key: key of the dropout; None for no dropout.
-          remat: wrapper of each block's function, such as `jax.checkpoint`.
-
-        Raises:
-            ValueError: `seq` is above the config's `num_positions`.
-        """
+        segments: jax.Array | None,
+        key: Key,
+        past: Past | None = None,
+    ) -> tuple[jax.Array, Key, dict[str, Any]]:
         seq = tokens.shape[-1]
-        check_length("Llama.hidden", seq, self.config.num_positions)
-        positions = (
-            jnp.arange(seq)[None] if segments is None else positions_in(segments)
-        )
+        if segments is not None:
+            positions = positions_in(segments)
+        else:
+            positions = jnp.arange(seq)[None]
+        if past is not None:
+            positions = past.filled + positions
+        else:
+            check_length("Llama.hidden", seq, self.config.num_positions)
         x = look_up(self.config, self.wte, tokens)
-        x = run_blocks(
-            self.blocks,
-            x,
-            key=key,
-            remat=remat,
-            angles=positions[..., None] * rope_frequencies(self.config),
-            mask=attention_mask(segments, segments),
-        )
-        return self.ln_f(x)
-
-    def __call__(
-        self,
-        tokens: jax.Array,
-        *,
-        segments: jax.Array | None = None,
-        key: Key = None,
-        remat: Remat = None,
-    ) -> jax.Array:
-        """Logits in float32: [batch, seq, vocab], or of classes [batch, labels]."""
-        x = self.hidden(tokens, segments=segments, key=key, remat=remat)
-        if self.config.head == "classification":
-            return self.score(last_tokens(x, segments)).astype(jnp.float32)
-        return self.head(x)
-
-    def continued(self, tokens: jax.Array, pasts: Sequence[Past]) -> jax.Array:
-        """`hidden` of tokens that follow others, whose keys and values are known.
-
-        Args:
-          tokens: int [batch, seq].
-          pasts: for each layer, the tokens before; it gets these.
-        """
-        positions = pasts[0].filled + jnp.arange(tokens.shape[-1])[None]
         angles = positions[..., None] * rope_frequencies(self.config)
-        x = look_up(self.config, self.wte, tokens)
-        x = run_blocks(self.blocks, x, key=None, remat=None, pasts=pasts, angles=angles)
-        return self.ln_f(x)
-
-    def output(self) -> tuple[jax.Array, None]:
-        """The output head: a table of [vocab, features], and no bias."""
-        tied = self.config.tied_embeddings
-        return (self.wte if tied else self.lm_head)[...], None
-
-    def head(self, x: jax.Array) -> jax.Array:
-        """Logits of `hidden`'s output: [..., features] to float32 [..., vocab]."""
-        return output_logits(x, *self.output())
+        return x, key, {"angles": angles}

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 
 from .layers import Key, Remat, output_logits
 
-__all__ = ["BATCH_FIELDS", "Batch", "Scores", "TaskName", "loss", "score", "task_loss"]
-
 TaskName: TypeAlias = Literal["causal-lm", "masked-lm", "seq2seq", "classification"]
 Batch: TypeAlias = Mapping[str, jax.Array]
 

@@ -16,20 +16,6 @@ from . import bert, bloom, gpt2, llama, t5, vit
 from .layers import ModelConfig
 from .losses import TaskName
 
-__all__ = [
-    "MODELS",
-    "ModelFamily",
-    "Params",
-    "abstract_params",
-    "config_for",
-    "config_from_json",
-    "config_to_json",
-    "family_of",
-    "make_model",
-    "num_params",
-    "split",
-]
-
 Params: TypeAlias = dict[str, Any]
 
 _NOT_OF_THE_MODEL = ("dtype", "param_dtype", "head")
@@ -55,27 +41,16 @@ class ModelFamily:
     tasks: tuple[TaskName, ...]
 
 
+_CAUSAL, _CLASSES = "causal-lm", "classification"
 MODELS: Mapping[str, ModelFamily] = {
-    family.name: family
-    for family in (
-        ModelFamily(
-            *("gpt2", gpt2.GPT2Config, gpt2.GPT2, gpt2.PRESETS),
-            tasks=("causal-lm", "classification"),
-        ),
-        ModelFamily(
-            *("bert", bert.BertConfig, bert.Bert, bert.PRESETS),
-            tasks=("masked-lm", "classification"),
-        ),
-        ModelFamily("t5", t5.T5Config, t5.T5, t5.PRESETS, ("seq2seq",)),
-        ModelFamily("vit", vit.ViTConfig, vit.ViT, vit.PRESETS, ("classification",)),
-        ModelFamily(
-            *("bloom", bloom.BloomConfig, bloom.Bloom, bloom.PRESETS),
-            tasks=("causal-lm",),
-        ),
-        ModelFamily(
-            *("llama", llama.LlamaConfig, llama.Llama, llama.PRESETS),
-            tasks=("causal-lm", "classification"),
-        ),
+    name: ModelFamily(name, *given)
+    for name, *given in (
+        ("gpt2", gpt2.GPT2Config, gpt2.GPT2, gpt2.PRESETS, (_CAUSAL, _CLASSES)),
+        ("bert", bert.BertConfig, bert.Bert, bert.PRESETS, ("masked-lm", _CLASSES)),
+        ("t5", t5.T5Config, t5.T5, t5.PRESETS, ("seq2seq",)),
+        ("vit", vit.ViTConfig, vit.ViT, vit.PRESETS, (_CLASSES,)),
+        ("bloom", bloom.BloomConfig, bloom.Bloom, bloom.PRESETS, (_CAUSAL,)),
+        ("llama", llama.LlamaConfig, llama.Llama, llama.PRESETS, (_CAUSAL, _CLASSES)),
     )
 }
 

@@ -15,8 +15,6 @@ from flax import nnx
 from .layers import Past
 from .registry import Params, split
 
-__all__ = ["generate", "generate_by", "next_token"]
-
 Inputs: TypeAlias = Mapping[str, Any]
 
 

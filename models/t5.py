@@ -11,13 +11,14 @@ self-attention of the decoder. Attention from decoder to encoder has none.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from .blocks import Block, LanguageModel
 from .layers import (
     Key,
     ModelConfig,
@@ -28,16 +29,12 @@ from .layers import (
     join_heads,
     linear,
     look_up,
-    output_logits,
+    normal_param,
     rms_norm,
     run_blocks,
     split_heads,
     split_key,
 )
-
-__all__ = ["PRESETS", "T5", "T5Config"]
-
-NORM_EPSILON = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +52,7 @@ class T5Config(ModelConfig):
     max_distance: int = 128  # distances from here on share a bucket
     mlp: Literal["relu", "gated-gelu"] = "relu"
     tied_embeddings: bool = True
+    norm_epsilon: ClassVar[float] = 1e-6
 
     def __post_init__(self):
         super().__post_init__()
@@ -123,10 +121,11 @@ class DistanceBias(nnx.Module):
 
     def __init__(self, config: T5Config, *, is_causal: bool, rngs: nnx.Rngs):
         self.config, self.is_causal = config, is_causal
-        stddev = config.num_features**-0.5
-        self.table = embedding(
-            config, config.num_buckets, config.num_heads, rngs=rngs, stddev=stddev
+        shape, stddev = (
+            (config.num_buckets, config.num_heads),
+            config.num_features**-0.5,
         )
+        self.table = normal_param(config, shape, rngs=rngs, stddev=stddev)
 
     def __call__(self, seq: int) -> jax.Array:
         """Biases of a sequence's self-attention: float32 [1, heads, queries, keys]."""
@@ -135,10 +134,6 @@ class DistanceBias(nnx.Module):
         )
         by_distance = self.table[...].astype(jnp.float32)[jnp.asarray(buckets)]
         return by_distance.transpose(2, 0, 1)[None]
-
-
-def _norm(config: T5Config, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return rms_norm(config, config.num_features, NORM_EPSILON, rngs=rngs)
 
 
 def _linear(
@@ -162,13 +157,14 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        seen: jax.Array,
+        seen: jax.Array | None = None,
         *,
         bias: jax.Array | None = None,
         mask: jax.Array | None = None,
         is_causal: bool = False,
     ) -> jax.Array:
         """Maps [batch, queries, features] to the same, over [batch, keys, features]."""
+        seen = x if seen is None else seen
         q, k, v = (
             split_heads(part, self.num_heads)
             for part in (self.q(x), self.k(seen), self.v(seen))
@@ -197,29 +193,7 @@ class MLP(nnx.Module):
         return self.down(jax.nn.gelu(self.gate(x), approximate=True) * self.up(x))
 
 
-class EncoderBlock(nnx.Module):
-    """One pre-norm layer of the encoder."""
-
-    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
-        self.dropout = config.dropout
-        self.ln_1 = _norm(config, rngs=rngs)
-        self.attn = Attention(config, rngs=rngs)
-        self.ln_2 = _norm(config, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        bias: jax.Array,
-        mask: jax.Array | None = None,
-        key: Key = None,
-    ) -> jax.Array:
-        """Maps [batch, seq, features] to the same shape and dtype."""
-        key_1, key_2 = split_key(key, 2)
-        normed = self.ln_1(x)
-        mixed = self.attn(normed, normed, bias=bias, mask=mask)
-        x = x + dropout(mixed, self.dropout, key_1)
-        return x + dropout(self.mlp(self.ln_2(x)), self.dropout, key_2)
+_PARTS = (rms_norm, Attention, MLP)
 
 
 class DecoderBlock(nnx.Module):
@@ -227,11 +201,11 @@ class DecoderBlock(nnx.Module):
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.dropout = config.dropout
-        self.ln_1 = _norm(config, rngs=rngs)
+        self.ln_1 = rms_norm(config, rngs=rngs)
         self.attn = Attention(config, rngs=rngs)
-        self.ln_2 = _norm(config, rngs=rngs)
+        self.ln_2 = rms_norm(config, rngs=rngs)
         self.cross = Attention(config, rngs=rngs)
-        self.ln_3 = _norm(config, rngs=rngs)
+        self.ln_3 = rms_norm(config, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
@@ -245,44 +219,33 @@ class DecoderBlock(nnx.Module):
     ) -> jax.Array:
         """Maps [batch, targets, features] to the same shape and dtype."""
         key_1, key_2, key_3 = split_key(key, 3)
-        normed = self.ln_1(x)
-        mixed = self.attn(normed, normed, bias=bias, mask=mask, is_causal=True)
+        mixed = self.attn(self.ln_1(x), bias=bias, mask=mask, is_causal=True)
         x = x + dropout(mixed, self.dropout, key_1)
         mixed = self.cross(self.ln_2(x), encoded, mask=cross_mask)
         x = x + dropout(mixed, self.dropout, key_2)
         return x + dropout(self.mlp(self.ln_3(x)), self.dropout, key_3)
 
 
-class T5(nnx.Module):
+class T5(LanguageModel):
     """T5: `hidden(tokens, decoder_tokens)` and the output head."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.config = config
-        vocab_size, num_features = config.vocab_size, config.num_features
-        self.wte = embedding(config, vocab_size, num_features, rngs=rngs, stddev=1.0)
+        self.wte = embedding(config, config.vocab_size, rngs=rngs, stddev=1.0)
         self.encoder_bias = DistanceBias(config, is_causal=False, rngs=rngs)
         for i in range(config.num_layers):
-            setattr(self, f"e{i}", EncoderBlock(config, rngs=rngs))
-        self.encoder_ln_f = _norm(config, rngs=rngs)
+            setattr(self, f"e{i}", Block(config, _PARTS, rngs=rngs))
+        self.encoder_ln_f = rms_norm(config, rngs=rngs)
         self.decoder_bias = DistanceBias(config, is_causal=True, rngs=rngs)
         for i in range(config.num_decoder_layers):
             setattr(self, f"d{i}", DecoderBlock(config, rngs=rngs))
-        self.decoder_ln_f = _norm(config, rngs=rngs)
+        self.decoder_ln_f = rms_norm(config, rngs=rngs)
         if not config.tied_embeddings:
-            stddev = num_features**-0.5
-            self.lm_head = embedding(
-                config, vocab_size, num_features, rngs=rngs, stddev=stddev
-            )
+            num_rows, stddev = config.vocab_size, config.num_features**-0.5
+            self.lm_head = embedding(config, num_rows, rngs=rngs, stddev=stddev)
 
-    @property
-    def encoder_blocks(self) -> list[EncoderBlock]:
-        """The encoder's layers in order."""
-        return [getattr(self, f"e{i}") for i in range(self.config.num_layers)]
-
-    @property
-    def decoder_blocks(self) -> list[DecoderBlock]:
-        """The decoder's layers in order."""
-        return [getattr(self, f"d{i}") for i in range(self.config.num_decoder_layers)]
+    def _blocks(self, letter: str, num_layers: int) -> list[nnx.Module]:
+        return [getattr(self, f"{letter}{i}") for i in range(num_layers)]
 
     def encode(
         self,
@@ -296,7 +259,7 @@ class T5(nnx.Module):
         key_0, key, key_1 = split_key(key, 3)
         rate = self.config.dropout
         x = run_blocks(
-            self.encoder_blocks,
+            self._blocks("e", self.config.num_layers),
             dropout(look_up(self.config, self.wte, tokens), rate, key_0),
             key=key,
             remat=remat,
@@ -321,7 +284,7 @@ class T5(nnx.Module):
         if decoder_segments is None and segments is not None:
             decoder_segments = jnp.ones_like(decoder_tokens)
         x = run_blocks(
-            self.decoder_blocks,
+            self._blocks("d", self.config.num_decoder_layers),
             dropout(look_up(self.config, self.wte, decoder_tokens), rate, key_0),
             key=key,
             remat=remat,
@@ -357,14 +320,8 @@ class T5(nnx.Module):
         """
         key_1, key_2 = split_key(key, 2)
         encoded = self.encode(tokens, segments=segments, key=key_1, remat=remat)
-        return self.decode(
-            encoded,
-            decoder_tokens,
-            segments=segments,
-            decoder_segments=decoder_segments,
-            key=key_2,
-            remat=remat,
-        )
+        given = {"segments": segments, "decoder_segments": decoder_segments}
+        return self.decode(encoded, decoder_tokens, key=key_2, remat=remat, **given)
 
     def __call__(
         self,
@@ -375,19 +332,5 @@ class T5(nnx.Module):
         decoder_segments: jax.Array | None = None,
     ) -> jax.Array:
         """Logits of the answer: float32 [batch, targets, vocab]."""
-        x = self.hidden(
-            tokens,
-            decoder_tokens,
-            segments=segments,
-            decoder_segments=decoder_segments,
-        )
-        return self.head(x)
-
-    def output(self) -> tuple[jax.Array, None]:
-        """The output head: a table of [vocab, features], and no bias."""
-        tied = self.config.tied_embeddings
-        return (self.wte if tied else self.lm_head)[...], None
-
-    def head(self, x: jax.Array) -> jax.Array:
-        """Logits of `hidden`'s output: [..., features] to float32 [..., vocab]."""
-        return output_logits(x, *self.output())
+        given = {"segments": segments, "decoder_segments": decoder_segments}
+        return self.head(self.hidden(tokens, decoder_tokens, **given))

@@ -5,26 +5,23 @@ Invariant: images are [batch, height, width, channels], all of the config's size
 
 import dataclasses
 from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .encoder import MLP, Attention, EncoderConfig
+from .blocks import Block, EncoderAttention, EncoderConfig, EncoderMLP
 from .layers import (
-    INIT_STDDEV,
     Key,
     Remat,
     dropout,
     layer_norm,
     linear,
+    normal_param,
     run_blocks,
     split_key,
 )
-
-__all__ = ["PRESETS", "ViT", "ViTConfig"]
-
-NORM_EPSILON = 1e-12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +32,7 @@ class ViTConfig(EncoderConfig):
     patch_size: int
     num_channels: int = 3
     num_labels: int = 1000
+    norm_epsilon: ClassVar[float] = 1e-12
 
     def __post_init__(self):
         super().__post_init__()
@@ -55,20 +53,15 @@ PRESETS: Mapping[str, ViTConfig] = {
 }
 
 
-def _norm(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return layer_norm(config, config.num_features, NORM_EPSILON, rngs=rngs)
-
-
 class Patches(nnx.Module):
     """Maps images to tokens: a linear layer over each patch."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        size, num, dtype = config.patch_size, config.num_features, config.param_dtype
-        init = nnx.initializers.normal(INIT_STDDEV)
+        size, num = config.patch_size, config.num_features
         shape = (size, size, config.num_channels, num)
-        self.kernel = nnx.Param(init(rngs.params(), shape, jnp.dtype(dtype)))
-        self.bias = nnx.Param(jnp.zeros(num, jnp.dtype(dtype)))
+        self.kernel = normal_param(config, shape, rngs=rngs)
+        self.bias = nnx.Param(jnp.zeros(num, jnp.dtype(config.param_dtype)))
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """[batch, height, width, channels] to [batch, patches, features].
@@ -93,37 +86,19 @@ class Patches(nnx.Module):
         return x.astype(dtype) @ kernel + self.bias[...].astype(dtype)
 
 
-class Block(nnx.Module):
-    """One pre-norm transformer layer; all blocks have the same structure."""
-
-    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
-        self.dropout = config.dropout
-        self.ln_1 = _norm(config, rngs=rngs)
-        self.attn = Attention(config, rngs=rngs)
-        self.ln_2 = _norm(config, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
-
-    def __call__(self, x: jax.Array, key: Key = None) -> jax.Array:
-        """Maps [batch, tokens, features] to the same shape and dtype."""
-        key_1, key_2 = split_key(key, 2)
-        x = x + dropout(self.attn(self.ln_1(x)), self.dropout, key_1)
-        return x + dropout(self.mlp(self.ln_2(x)), self.dropout, key_2)
-
-
 class ViT(nnx.Module):
     """ViT with a linear classifier on the features of a class token."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        num, dtype = config.num_features, jnp.dtype(config.param_dtype)
-        init = nnx.initializers.normal(INIT_STDDEV)
+        num, num_places = config.num_features, config.num_patches + 1
         self.patches = Patches(config, rngs=rngs)
-        self.cls = nnx.Param(init(rngs.params(), (1, 1, num), dtype))
-        places = (1, config.num_patches + 1, num)
-        self.wpe = nnx.Param(init(rngs.params(), places, dtype))
+        self.cls = normal_param(config, (1, 1, num), rngs=rngs)
+        self.wpe = normal_param(config, (1, num_places, num), rngs=rngs)
+        parts = (layer_norm, EncoderAttention, EncoderMLP)
         for i in range(config.num_layers):
-            setattr(self, f"h{i}", Block(config, rngs=rngs))
-        self.ln_f = _norm(config, rngs=rngs)
+            setattr(self, f"h{i}", Block(config, parts, rngs=rngs))
+        self.ln_f = layer_norm(config, rngs=rngs)
         self.classifier = linear(config, num, config.num_labels, rngs=rngs)
 
     @property

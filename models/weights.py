@@ -28,8 +28,6 @@ from .registry import (
     split,
 )
 
-__all__ = ["ModelFiles", "Pretrained", "deferred_params", "pretrained"]
-
 _MOST_LAYERS = 1000
 
 
