@@ -5,12 +5,19 @@ Invariant: no command disturbs a running writer; to restore, the store must be c
 
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from jaxinf.cli.committed import open_directory
+from jaxinf.cli.exchange import Export, Import
 from jaxinf.cli.members import is_run
+from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.terminal import make_table
+from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreFormatError, StoreMismatchError
 from jaxinf.store import (
     StoreDirectory,
@@ -30,100 +37,140 @@ from jaxinf.store import (
 from jaxinf.terminal import format_bytes, make_console, printable
 
 
-def save(store: Path, name: str | None) -> None:
-    """Keeps the committed step and prints its path.
+@dataclass(frozen=True)
+class _Save:
+    """Keep the committed step by hard links, without copying data; print its path."""
 
-    Raises:
-      JaxinfError, ValueError: as `jaxinf.store.save_checkpoint`.
-    """
-    if is_run(store):
-        print(save_whole(store.expanduser().absolute(), name))
-        return
-    directory = open_directory(store)
-    made = save_checkpoint(directory, name)
-    print(directory.path / "checkpoints" / made)
+    store: StorePath
+    name: Annotated[
+        tyro.conf.Positional[str | None],
+        option("The checkpoint's name; by default the step's number.", "[NAME]"),
+    ] = None
 
-
-def list_all(store: Path, *, as_json: bool) -> None:
-    """Prints the checkpoints of a store, or those of all members of a run."""
-    if is_run(store):
-        found = list_whole(store)
-    else:
-        found = list_checkpoints(open_directory(store))
-    if as_json:
-        print(json.dumps([asdict(info) for info in found], indent=1))
-        return
-    console = make_console()
-    if not found:
-        console.print(f"no checkpoints; make one: jaxinf checkpoint save {store}")
-        return
-    table = make_table("name", "step", "committed", "own bytes", right=("step",))
-    for info in found:
-        own = format_bytes(info.own_bytes)
-        at = printable(info.committed_at)
-        table.add_row(printable(info.name), str(info.step), at, own)
-    console.print(table)
-
-
-def remove(store: Path, names: tuple[str, ...]) -> None:
-    """Removes checkpoints, or none of them if one does not exist."""
-    if is_run(store):
-        remove_whole(store, names)
-    else:
+    def run(self, store: Path) -> None:
+        if is_run(store):
+            print(save_whole(store, self.name))
+            return
         directory = open_directory(store)
-        for name in names:
-            check_checkpoint(directory, name)
-        for name in names:
-            remove_checkpoint(directory, name)
-    for name in names:
-        print(f"removed {printable(name)}", file=sys.stderr)
+        made = save_checkpoint(directory, self.name)
+        print(directory.path / "checkpoints" / made)
 
 
-def restore(store: Path, name: str, *, discard_current: bool) -> None:
-    """Makes a checkpoint the store's committed step.
+@dataclass(frozen=True)
+class _List:
+    """Show the checkpoints: step, time, and the bytes that removing each would free."""
 
-    Raises:
-      StoreMismatchError: the committed step would be lost, without `discard_current`.
-      StoreLockedError: a run has the store open.
-    """
-    if is_run(store):
-        with hold_members(store) as members:
-            for one in () if discard_current else members:
-                find_checkpoint(one, name)
-                _check_kept(one, name, store)
-            record = restore_whole(members, name)
-    else:
-        with hold_store(store) as directory:
-            find_checkpoint(directory, name)
-            if not discard_current:
-                _check_kept(directory, name, store)
-            record = restore_checkpoint(directory, name)
-    print(f"{store}: at step {record.step} again; the next run goes on from there")
+    store: StorePath
+    json: Annotated[bool, option("Print one JSON document instead.")] = False
+
+    def run(self, store: Path) -> None:
+        if is_run(store):
+            found = list_whole(store)
+        else:
+            found = list_checkpoints(open_directory(store))
+        if self.json:
+            print(json.dumps([asdict(info) for info in found], indent=1))
+            return
+        console = make_console()
+        if not found:
+            console.print(f"no checkpoints; make one: jaxinf checkpoint save {store}")
+            return
+        table = make_table("name", "step", "committed", "own bytes", right=("step",))
+        for info in found:
+            own = format_bytes(info.own_bytes)
+            at = printable(info.committed_at)
+            table.add_row(printable(info.name), str(info.step), at, own)
+        console.print(table)
 
 
-def _check_kept(directory: StoreDirectory, name: str, store: Path) -> None:
-    """Refuses to give up a committed step that no checkpoint keeps.
+@dataclass(frozen=True)
+class _Remove:
+    """Remove checkpoints and free their space."""
 
-    Args:
-      directory: the store, or a member of the run.
-    """
+    store: StorePath
+    names: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], option("Their names.", "NAME [NAME ...]")
+    ]
+
+    def run(self, store: Path) -> None:
+        if not self.names:
+            raise UsageError("remove: name the checkpoints to remove")
+        if is_run(store):
+            remove_whole(store, self.names)
+        else:
+            directory = open_directory(store)
+            for name in self.names:  # none is removed if one does not exist
+                check_checkpoint(directory, name)
+            for name in self.names:
+                remove_checkpoint(directory, name)
+        for name in self.names:
+            print(f"removed {printable(name)}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class _Restore:
+    """Make the next run continue from a checkpoint, which stays as it is."""
+
+    store: StorePath
+    name: Annotated[tyro.conf.Positional[str], option("Its name.", "NAME")]
+    discard_current: Annotated[
+        bool, option("Discard the committed step, even if no checkpoint keeps it.")
+    ] = False
+
+    def run(self, store: Path) -> None:
+        if is_run(store):
+            with hold_members(store) as members:
+                if not self.discard_current:
+                    _check_kept(members, self.name, store)
+                record = restore_whole(members, self.name)
+        else:
+            with hold_store(store) as directory:
+                if not self.discard_current:
+                    _check_kept([directory], self.name, store)
+                record = restore_checkpoint(directory, self.name)
+        print(f"{store}: at step {record.step} again; the next run goes on from there")
+
+
+def _check_kept(parts: Sequence[StoreDirectory], name: str, store: Path) -> None:
+    """Refuses to give up a committed step that no checkpoint of a part keeps."""
     give_up = f"jaxinf checkpoint restore {store} {name} --discard-current"
-    try:
-        current = directory.read_commit()
-    except StoreFormatError as error:
-        raise StoreMismatchError(
-            f"{error}. So it is not known whether a checkpoint keeps the committed "
-            f"step; give it up with: {give_up}"
-        ) from error
-    if current is None:
-        return
-    kept = {
-        find_checkpoint(directory, info.name).committed_at
-        for info in list_checkpoints(directory)
-    }
-    if current.committed_at not in kept:
-        raise StoreMismatchError(
-            f"{directory.path}: step {current.step} is committed and in no checkpoint; "
-            f"keep it first (jaxinf checkpoint save {store} NAME), or give it "
-            f"up ({give_up})"
-        )
+    for directory in parts:
+        find_checkpoint(directory, name)
+        try:
+            current = directory.read_commit()
+        except StoreFormatError as error:
+            raise StoreMismatchError(
+                f"{error}. So it is not known whether a checkpoint keeps the committed "
+                f"step; give it up with: {give_up}"
+            ) from error
+        if current is None:
+            continue
+        kept = {
+            find_checkpoint(directory, info.name).committed_at
+            for info in list_checkpoints(directory)
+        }
+        if current.committed_at not in kept:
+            raise StoreMismatchError(
+                f"{directory.path}: step {current.step} is committed and in no "
+                f"checkpoint; keep it first (jaxinf checkpoint save {store} NAME), or "
+                f"give it up ({give_up})"
+            )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Keep, list, remove and restore committed steps; export them, import params."""
+
+    action: (
+        Annotated[_Save, tyro.conf.subcommand("save")]
+        | Annotated[_List, tyro.conf.subcommand("list")]
+        | Annotated[_Remove, tyro.conf.subcommand("remove")]
+        | Annotated[_Restore, tyro.conf.subcommand("restore")]
+        | Annotated[Export, tyro.conf.subcommand("export")]
+        | Annotated[Import, tyro.conf.subcommand("import")]
+    )
+
+    def run(self) -> int:
+        """Prints to standard output; returns the exit status."""
+        self.action.run(Path(self.action.store).expanduser().absolute())
+        return 0

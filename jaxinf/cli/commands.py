@@ -16,15 +16,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxinf.cli import (
-    checkpoints,
-    doctor,
-    inspection,
-    members,
-    report,
-    verification,
-)
-from jaxinf.cli.exchange import Export, Import
+from jaxinf.cli import doctor, inspection, members, report, verification
+from jaxinf.cli.checkpoints import Checkpoint
 from jaxinf.cli.options import FLAGS, StorePath, option
 from jaxinf.cli.plan import Plan
 from jaxinf.cli.plan import main as plan
@@ -188,79 +181,6 @@ class Verify(_OfProcesses):
                 "interrupted, or goes on; give its command again, which completes it"
             )
         return self.over(self.store, verify, as_json=self.json)
-
-
-@dataclass(frozen=True)
-class _Save:
-    """Keep the committed step by hard links, without copying data; print its path."""
-
-    store: StorePath
-    name: Annotated[
-        tyro.conf.Positional[str | None],
-        option("The checkpoint's name; by default the step's number.", "[NAME]"),
-    ] = None
-
-    def run(self, store: Path) -> None:
-        checkpoints.save(store, self.name)
-
-
-@dataclass(frozen=True)
-class _List:
-    """Show the checkpoints: step, time, and the bytes that removing each would free."""
-
-    store: StorePath
-    json: Annotated[bool, option("Print one JSON document instead.")] = False
-
-    def run(self, store: Path) -> None:
-        checkpoints.list_all(store, as_json=self.json)
-
-
-@dataclass(frozen=True)
-class _Remove:
-    """Remove checkpoints and free their space."""
-
-    store: StorePath
-    names: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], option("Their names.", "NAME [NAME ...]")
-    ]
-
-    def run(self, store: Path) -> None:
-        if not self.names:
-            raise UsageError("remove: name the checkpoints to remove")
-        checkpoints.remove(store, self.names)
-
-
-@dataclass(frozen=True)
-class _Restore:
-    """Make the next run continue from a checkpoint, which stays as it is."""
-
-    store: StorePath
-    name: Annotated[tyro.conf.Positional[str], option("Its name.", "NAME")]
-    discard_current: Annotated[
-        bool, option("Discard the committed step, even if no checkpoint keeps it.")
-    ] = False
-
-    def run(self, store: Path) -> None:
-        checkpoints.restore(store, self.name, discard_current=self.discard_current)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Keep, list, remove and restore committed steps; export them, import params."""
-
-    action: (
-        Annotated[_Save, tyro.conf.subcommand("save")]
-        | Annotated[_List, tyro.conf.subcommand("list")]
-        | Annotated[_Remove, tyro.conf.subcommand("remove")]
-        | Annotated[_Restore, tyro.conf.subcommand("restore")]
-        | Annotated[Export, tyro.conf.subcommand("export")]
-        | Annotated[Import, tyro.conf.subcommand("import")]
-    )
-
-    def run(self) -> int:
-        """Prints to standard output; returns the exit status."""
-        self.action.run(Path(self.action.store).expanduser().absolute())
-        return _SUCCESS
 
 
 COMMANDS: Any = (

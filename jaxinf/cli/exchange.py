@@ -104,82 +104,61 @@ class Export:
 
     def run(self, store: Path) -> None:
         """Exports, and prints the path and content of the export."""
-        if self.dtype is not None and self.format != "huggingface":
-            raise UsageError("--dtype goes with --format huggingface")
-        if self.like is not None and self.format != "huggingface":
-            raise UsageError("--like goes with --format huggingface")
-        if self.adapters and self.format != "huggingface":
-            raise UsageError("--adapters goes with --format huggingface")
+        where = self._checked()
+        with _step_of(store, self.checkpoint) as found:
+            if steps := found.commit.steps_without_params:
+                make_console(sys.stderr).print(
+                    f"warning: {store}: the last {steps} updates were given no params, "
+                    "so the exported ones were not compared with the program's"
+                )
+            step, number = replace(found, average=self.average), found.commit.step
+            owner = next(iter(find_members(store)), store)
+            with show_progress(f"step {number} to {where}") as progress:
+                transit = Transit(self.memory, progress, max_file_bytes=self.max_file)
+                content = self._write(step, where, owner, transit)
+        print(f"{where}: step {number}, {content}")
+
+    def _checked(self) -> str:
+        """Returns the place of the export, if the flags fit it and each other."""
+        only = {"dtype": self.dtype, "like": self.like, "adapters": self.adapters}
+        for flag, value in only.items():
+            if value and self.format != "huggingface":
+                raise UsageError(f"--{flag} goes with --format huggingface")
+        path = Path(self.destination).expanduser().absolute()
         if self.format == "zarr":
-            self._whole(store)
-            return
+            if self.average:
+                raise UsageError(
+                    "--average goes with --format safetensors or huggingface"
+                )
+            url = self.destination if is_url(self.destination) else f"file://{path}"
+            return ObjectStore(url).where
         if is_url(self.destination):
             raise UsageError(
                 f"--format {self.format}: expected a directory, found a URL, which "
                 "takes --format zarr; export to a directory, and copy that"
             )
-        destination = Path(self.destination).expanduser().absolute()
-        like = self.like and self.like.expanduser().absolute()
-        with _step_of(store, self.checkpoint) as found:
-            _warn_of_unseen(store, found)
-            step = replace(found, average=self.average)
-            title = f"step {step.commit.step} to {destination}"
-            with show_progress(title) as progress:
-                if self.adapters:
-                    export_adapters(
-                        step,
-                        destination,
-                        dtype=self.dtype,
-                        memory_bytes=self.memory,
-                        progress=progress,
-                    )
-                elif self.format == "huggingface":
-                    export_huggingface(
-                        step,
-                        destination,
-                        dtype=self.dtype,
-                        like=like,
-                        beside=kept_tokenizer([*find_members(store), store][0])
-                        if like is None
-                        else tokenizer_files(weights=like),
-                        max_file_bytes=self.max_file,
-                        memory_bytes=self.memory,
-                        progress=progress,
-                    )
-                else:
-                    export_safetensors(
-                        step,
-                        destination,
-                        max_file_bytes=self.max_file,
-                        memory_bytes=self.memory,
-                        progress=progress,
-                    )
-            number = step.commit.step
-        files = [f for f in destination.rglob("*") if f.is_file()]
-        num_bytes = sum(file.stat().st_size for file in files)
-        print(f"{destination}: step {number}, {format_bytes(num_bytes)}")
+        return str(path)
 
-    def _whole(self, store: Path) -> None:
-        if self.average:
-            raise UsageError("--average goes with --format safetensors or huggingface")
-        url = self.destination
-        if not is_url(url):
-            url = f"file://{Path(url).expanduser().absolute()}"
-        place = ObjectStore(url)
-        with _step_of(store, self.checkpoint) as step:
-            _warn_of_unseen(store, step)
-            title = f"step {step.commit.step} to {place.where}"
-            with show_progress(title) as progress:
-                done = export_url(
-                    step,
-                    url,
-                    beside=files_beside(next(iter(find_members(store)), store)),
-                    transit=Transit(self.memory, progress),
-                )
-        print(
-            f"{place.where}: step {done.step}, {done.num_objects} objects, "
-            f"{format_bytes(done.num_bytes)}; {done.num_kept} chunks were there already"
-        )
+    def _write(self, step: StepFiles, where: str, owner: Path, transit: Transit) -> str:
+        """Writes the export; returns what it has."""
+        destination, dtype = Path(where), self.dtype
+        like = self.like and self.like.expanduser().absolute()
+        if self.format == "zarr":
+            done = export_url(step, where, beside=files_beside(owner), transit=transit)
+            return (
+                f"{done.num_objects} objects, {format_bytes(done.num_bytes)}; "
+                f"{done.num_kept} chunks were there already"
+            )
+        if self.adapters:
+            export_adapters(step, destination, dtype=dtype, transit=transit)
+        elif self.format == "huggingface":
+            given = {"dtype": dtype, "like": like, "transit": transit}
+            kept = tokenizer_files(weights=like) if like else kept_tokenizer(owner)
+            export_huggingface(step, destination, beside=kept, **given)
+        else:
+            export_safetensors(step, destination, transit)
+        files = [file for file in destination.rglob("*") if file.is_file()]
+        return format_bytes(sum(file.stat().st_size for file in files))
 
 
 @dataclass(frozen=True)
@@ -216,23 +195,10 @@ class Import:
                 "it first: tx.init(params) with params of the same shapes; or, of an "
                 f"export of jaxinf: jaxinf store copy {source} {store}"
             )
+        given = {"place": self.params, "memory_bytes": self.memory}
         with show_progress(f"{source} to {store}") as progress:
-            report = import_params(
-                source,
-                store,
-                place=self.params,
-                memory_bytes=self.memory,
-                progress=progress,
-            )
+            report = import_params(source, store, progress=progress, **given)
         _print_report(store, report)
-
-
-def _warn_of_unseen(store: Path, step: StepFiles) -> None:
-    if steps := step.commit.steps_without_params:
-        make_console(sys.stderr).print(
-            f"warning: {store}: the last {steps} updates were given no params, so the "
-            "exported ones were not compared with the program's"
-        )
 
 
 @contextlib.contextmanager
@@ -240,9 +206,8 @@ def _step_of(store: Path, checkpoint: str | None) -> Iterator[StepFiles]:
     """Yields a checkpoint's files, or those of the committed step, pinned."""
     if is_run(store):
         with whole_step(store, checkpoint) as whole:
-            yield StepFiles(
-                whole.path, whole.manifest, record=whole.commit, places=whole.places
-            )
+            step = StepFiles(whole.path, whole.manifest, places=whole.places)
+            yield replace(step, record=whole.commit)
         return
     if checkpoint is not None:
         directory = open_directory(store)

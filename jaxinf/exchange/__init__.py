@@ -13,26 +13,33 @@ from jaxinf.exchange.huggingface_config import (
 from jaxinf.exchange.huggingface_export import export_adapters, export_huggingface
 from jaxinf.exchange.huggingface_source import HuggingFaceFolder, TensorLeaf
 from jaxinf.exchange.object_store import ObjectStore, is_url
-from jaxinf.exchange.safetensors_files import DEFAULT_FILE_BYTES, export_safetensors
-from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
+from jaxinf.exchange.safetensors_files import export_safetensors
+from jaxinf.exchange.step_files import (
+    DEFAULT_FILE_BYTES,
+    DEFAULT_MEMORY_BYTES,
+    LORA_A,
+    LORA_B,
+    StepFiles,
+    Transit,
+)
 from jaxinf.exchange.store_import import ImportReport, import_params
 from jaxinf.exchange.tokenizer_files import (
     keep_tokenizer,
     kept_tokenizer,
     tokenizer_files,
 )
-from jaxinf.exchange.trained_params import LORA_A, LORA_B
 from jaxinf.exchange.url_export import (
-    Transit,
     UrlExport,
     UrlReport,
     carried_files,
+    check_exports,
     copy_chunks,
     export_url,
+    export_url_at,
     files_beside,
     least_memory,
+    url_of_step,
 )
-from jaxinf.exchange.url_manifest import check_exports, export_url_at, url_of_step
 
 __all__ = [
     "DEFAULT_FILE_BYTES",

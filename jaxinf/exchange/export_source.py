@@ -15,8 +15,14 @@ import numpy as np
 from jaxinf.errors import ExchangeError, StoreCorruptError
 from jaxinf.exchange.object_store import ObjectStore
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES
-from jaxinf.exchange.url_export import check_memory, chunk_objects, over
-from jaxinf.exchange.url_manifest import BEGUN, MANIFEST, ExportManifest
+from jaxinf.exchange.url_export import (
+    BEGUN,
+    MANIFEST,
+    ExportManifest,
+    check_memory,
+    chunk_objects,
+    over,
+)
 from jaxinf.io import BufferPool, crc32c, write_bytes_atomically
 from jaxinf.store import (
     CommitRecord,

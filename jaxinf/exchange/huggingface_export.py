@@ -7,26 +7,16 @@ Invariant: import and export use the same table of names and axes, so that an im
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.huggingface_config import (
-    Architecture,
-    write_config,
-)
+from jaxinf.exchange.huggingface_config import Architecture, write_config
 from jaxinf.exchange.huggingface_families import FAMILIES
 from jaxinf.exchange.huggingface_source import HuggingFaceFolder
-from jaxinf.exchange.safetensors_files import (
-    DEFAULT_FILE_BYTES,
-    Tensor,
-    write_tensors,
-)
-from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
-from jaxinf.exchange.trained_params import adapter_alpha, adapters, param_arrays
+from jaxinf.exchange.safetensors_files import Tensor, write_tensors
+from jaxinf.exchange.step_files import StepFiles, Transit, adapters, param_arrays
 from jaxinf.store import dtype_of
-from jaxinf.typing import ProgressCallback
 
 _ADAPTERS_NAME = "adapter_model.safetensors"
 _CLASS_HEADS = ("score/kernel", "classifier/kernel", "head/classifier/kernel")
@@ -41,9 +31,7 @@ def export_huggingface(
     dtype: str | None = None,
     like: Path | None = None,
     beside: Mapping[str, bytes] | None = None,
-    max_file_bytes: int = DEFAULT_FILE_BYTES,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    progress: ProgressCallback | None = None,
+    transit: Transit | None = None,
 ) -> None:
     """Writes a step's params as ``transformers`` loads them; blocks until durable.
 
@@ -60,51 +48,36 @@ def export_huggingface(
         even; by default that of the params on the JAX device.
       like: a folder of a model with these params, by default the commit says it.
       beside: further files by name: those of the tokenizer.
-      max_file_bytes: size at which another file begins; a tensor is never split.
-      memory_bytes: memory for data in transit.
-      progress: called with the bytes of elements done and those in all.
+      transit: how it moves; by default in 256 MiB.
 
     Raises:
       ExchangeError: the commit does not name its model, or the store has other leaves
         than that model.
-      FileExistsError: the destination exists.
-      ValueError: a limit is too small.
-      StoreSpaceError: there is no room; nothing was written.
-      StoreCorruptError: a chunk is damaged.
-      StoreError: the step cannot be read, or the destination not written.
+      FileExistsError, ValueError, StoreError: as for `export_safetensors`.
     """
     architecture, task = (
         _architecture(step) if like is None else _architecture_like(step, like)
     )
     tensors = _tensors(step, architecture, dtype)
     config = write_config(architecture, task, tensors[0].dtype.name)
-    write_tensors(
-        destination,
-        tensors,
-        {"format": "pt"},
-        {**(beside or {}), "config.json": config},
-        max_file_bytes=max_file_bytes,
-        memory_bytes=memory_bytes,
-        progress=progress,
-    )
+    files = {**(beside or {}), "config.json": config}
+    write_tensors(destination, tensors, {"format": "pt"}, files, transit)
 
 
 def _architecture(step: StepFiles) -> tuple[Architecture, str]:
-    payload = step.commit.payload
-    said = payload.get("architecture") if isinstance(payload, Mapping) else None
-    if not isinstance(said, Mapping) or said.get("model") not in FAMILIES:
+    said = step.architecture
+    if said.get("model") not in FAMILIES:
         raise ExchangeError(
             f"{step.path}: expected a step of jaxinf.train, whose commit says which "
             "model it is of, found none that says so; give the folder that its params "
             "came from (--like FOLDER), or export it as safetensors"
         )
-    architecture = Architecture(
-        model=str(said["model"]),
-        fields=_mapping(said.get("fields")),
-        model_type=str(said.get("model_type", "")),
-        extra=_mapping(said.get("extra")),
+    fields, extra = (
+        value if isinstance(value, Mapping) else {}
+        for value in (said.get("fields"), said.get("extra"))
     )
-    return architecture, str(said.get("task"))
+    model, kind = str(said["model"]), str(said.get("model_type", ""))
+    return Architecture(model, fields, kind, extra), str(said.get("task"))
 
 
 def _architecture_like(step: StepFiles, folder: Path) -> tuple[Architecture, str]:
@@ -126,25 +99,21 @@ def _architecture_like(step: StepFiles, folder: Path) -> tuple[Architecture, str
     return replace(architecture, fields=fields), "classification"
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
 def _tensors(
     step: StepFiles, architecture: Architecture, dtype: str | None
 ) -> list[Tensor]:
     tensors = []
     for param in param_arrays(step):
         try:
-            found = architecture.family.find("/".join(param.leaf.path))
+            name, axes = architecture.family.find("/".join(param.leaf.path))
         except KeyError as error:
             raise ExchangeError(
                 f"{step.path}: leaf {param.leaf.name} is none of a "
                 f"{architecture.model}'s, which the commit says this is"
             ) from error
         held = dtype_of(dtype or param.leaf.dtype)
-        axes = tuple(int(a) for a in np.argsort(found.axes))
-        tensors.append(Tensor(found.name, param, held, axes))
+        axes = tuple(int(a) for a in np.argsort(axes))
+        tensors.append(Tensor(name, param, held, axes))
     return tensors
 
 
@@ -153,8 +122,7 @@ def export_adapters(
     destination: Path,
     *,
     dtype: str | None = None,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    progress: ProgressCallback | None = None,
+    transit: Transit | None = None,
 ) -> None:
     """Writes a step's adapters, and a new head of classes, in the form of PEFT.
 
@@ -164,25 +132,23 @@ def export_adapters(
     Args:
       step: the step to export, of ``jaxinf.train --lora``.
       destination: a directory that does not exist yet.
-      dtype: as for `export_huggingface`.
-      memory_bytes: memory for data in transit.
-      progress: called with the bytes of elements done and those in all.
+      dtype, transit: as for `export_huggingface`.
 
     Raises:
       ExchangeError: the step has no adapters, or as for `export_huggingface`.
       FileExistsError, ValueError, StoreError: as for `export_huggingface`.
     """
     architecture, task = _architecture(step)
-    beside = adapters(step)
-    if not beside:
+    parts = adapters(step)
+    if not parts:
         raise ExchangeError(
             f"{step.path}: expected a step of jaxinf.train --lora, found no adapters "
             "in it; export its params"
         )
     family, rank = architecture.family, 0
     tensors, layers = [], []
-    for path, (a, b) in beside.items():
-        layers.append(_module(family.find("/".join((*path, "kernel"))).name))
+    for path, (a, b) in parts.items():
+        layers.append(_module(family.find("/".join((*path, "kernel")))[0]))
         rank = a.leaf.shape[1]
         for param, theirs in ((a, "lora_A"), (b, "lora_B")):
             held = dtype_of(dtype or param.leaf.dtype)
@@ -199,7 +165,7 @@ def export_adapters(
         "task_type": None if architecture.model == "vit" else _PEFT_TASKS.get(task),
         "base_model_name_or_path": None,
         "r": rank,
-        "lora_alpha": adapter_alpha(step),
+        "lora_alpha": step.adapter_alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": not family.transposed,
@@ -210,15 +176,11 @@ def export_adapters(
     tensors = [
         replace(t, name=f"base_model.model.{t.name}") for t in (*tensors, *whole)
     ]
+    whole_file = replace(transit or Transit(), max_file_bytes=1 << 62)
+    beside = {"adapter_config.json": config}
+    metadata = {"format": "pt"}
     write_tensors(
-        destination,
-        tensors,
-        {"format": "pt"},
-        {"adapter_config.json": config},
-        max_file_bytes=1 << 62,
-        memory_bytes=memory_bytes,
-        file_name=_ADAPTERS_NAME,
-        progress=progress,
+        destination, tensors, metadata, beside, whole_file, file_name=_ADAPTERS_NAME
     )
 
 

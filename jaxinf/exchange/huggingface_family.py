@@ -88,19 +88,6 @@ _SUFFIXES |= {"bias": ".bias"}
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """The tensor of a leaf.
-
-    Attributes:
-      name: its name in a file.
-      axes: the order of its axes in the leaf; empty for no change.
-    """
-
-    name: str
-    axes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Family:
     """One ``model_type``: its tensors, and the fields of its config.json.
 
@@ -147,8 +134,10 @@ class Family:
     read: Callable[[Document], Fields] = lambda document: {}
     write: Callable[[Document], Fields] = lambda fields: {}
 
-    def find(self, path: str) -> Tensor:
-        """Returns the tensor of a leaf, with the number of its layer.
+    def find(self, path: str) -> tuple[str, tuple[int, ...]]:
+        """Returns the name of a leaf's tensor, and the order of its axes in the leaf.
+
+        No axes stand for no change.
 
         Raises:
           KeyError: the family does not have the leaf.
@@ -156,7 +145,7 @@ class Family:
         number = "".join(re.findall(r"^[a-z](\d+)/", path))
         path = re.sub(r"^([a-z])\d+/", r"\1{}/", path)
         if path in self.arrays:
-            return Tensor(self.arrays[path].format(number))
+            return self.arrays[path].format(number), ()
         layer, _, kind = path.rpartition("/")
         if path in self.layers:
             layer, kind = path, "table"
@@ -164,7 +153,7 @@ class Family:
         axes = (1, 0) if self.transposed or layer == "score" else ()
         if layer == "patches":  # [features, channels, height, width] there
             axes = (2, 3, 1, 0)
-        return Tensor(name, axes if kind == "kernel" else ())
+        return name, axes if kind == "kernel" else ()
 
     def is_unused(self, name: str) -> bool:
         """Whether a tensor of a file is not a param of a model."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange.huggingface_config import Architecture, read_config_file
-from jaxinf.exchange.huggingface_family import Family, Tensor
+from jaxinf.exchange.huggingface_family import Family
 from jaxinf.exchange.safetensors_files import is_safetensors, read_safetensors
 from jaxinf.exchange.sources import SourceArray, within
 from jaxinf.io.buffers import aligned_array
@@ -142,8 +142,9 @@ class HuggingFaceFolder:
             differ; lists all.
         """
         family = self.architecture.family
-        names = {path: family.find(path) for path in shapes}
-        expected = {tensor.name for tensor in names.values()}
+        tensors = {path: family.find(path) for path in shapes}
+        names = {path: name for path, (name, _) in tensors.items()}
+        expected = set(names.values())
         found = {
             _full_name(name, family, expected): array
             for name, array in self.tensors.items()
@@ -164,14 +165,17 @@ class HuggingFaceFolder:
                     f"{alias}: expected the values of {name}, with which the config "
                     "says that it is tied, found others"
                 )
-        wanted = {path: _shape_there(shapes[path], names[path]) for path in shapes}
+        wanted = {  # shapes there
+            path: tuple(shapes[path][a] for a in np.argsort(axes)) or shapes[path]
+            for path, (_, axes) in tensors.items()
+        }
         new = _new_heads(family, names, wanted, found)
         leaves: dict[str, TensorLeaf | None] = {}
-        for path, tensor in names.items():
-            array = None if path in new else found.get(tensor.name)
+        for path, (name, axes) in tensors.items():
+            array = None if path in new else found.get(name)
             if path not in new and (problem := _problem(array, wanted[path])):
-                problems.append(f"{tensor.name}: {problem}")
-            leaves[path] = array and TensorLeaf(array, tensor.axes, dtype)
+                problems.append(f"{name}: {problem}")
+            leaves[path] = array and TensorLeaf(array, axes, dtype)
         problems += [
             f"{name}: not a tensor of this model"
             for name in found
@@ -199,14 +203,9 @@ def _full_name(name: str, family: Family, expected: set[str]) -> str:
     return full if full in expected or family.is_unused(full) else name
 
 
-def _shape_there(shape: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:
-    """Returns a leaf's shape with the axes in the tensor's order."""
-    return tuple(shape[a] for a in np.argsort(tensor.axes)) if tensor.axes else shape
-
-
 def _new_heads(
     family: Family,
-    names: Mapping[str, Tensor],
+    names: Mapping[str, str],
     wanted: Mapping[str, tuple[int, ...]],
     found: Mapping[str, SourceArray],
 ) -> set[str]:
@@ -214,8 +213,8 @@ def _new_heads(
 
     def is_other(path: str) -> bool:
         """Whether a head's leaf is missing, or of another number of classes."""
-        name = names[path].name
-        array, ours = found.get(name), wanted[path]
+        name, ours = names[path], wanted[path]
+        array = found.get(name)
         if array is None:  # a language model's table is missed, unless it has classes
             return path != "lm_head" or "score.weight" in found
         is_of_classes = name.startswith(_OF_CLASSES) and ours[1:] == array.shape[1:]

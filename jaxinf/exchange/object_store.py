@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class ObjectStore:
       directory: the directory of a ``file://`` URL.
 
     Raises:
-      ExchangeError: the URL is of another kind; nothing was read or written.
+      ExchangeError: the URL is of another kind; nothing was read or written. Methods
+        raise it for what cannot be done there.
     """
 
     def __init__(self, url: str, stop: threading.Event | None = None) -> None:
@@ -57,32 +58,16 @@ class ObjectStore:
         self.where, spec = _parsed(url)
         self.directory = Path(spec["path"]) if spec["driver"] == "file" else None
         self._pauses_s = _PAUSES_S if self.directory is None else (0,)
-        try:
-            self._store = tensorstore.KvStore.open(spec).result()
-        except _FAILURES as error:
-            raise self._failed("open", error) from None
+        self._store: Any = self._result("open", lambda: tensorstore.KvStore.open(spec))
 
     def names(self) -> set[str]:
-        """Returns the names of all objects.
-
-        Raises:
-          ExchangeError: they cannot be listed.
-        """
-        try:
-            return {key.decode() for key in self._done(self._store.list())}
-        except _FAILURES as error:
-            raise self._failed("list its objects", error) from None
+        """Returns the names of all objects."""
+        keys = self._result("list its objects", self._store.list)
+        return {key.decode() for key in keys}
 
     def read(self, name: str) -> bytes | None:
-        """Returns an object; None if there is none.
-
-        Raises:
-          ExchangeError: it cannot be read.
-        """
-        try:
-            found = self._done(self._store.read(name))
-        except _FAILURES as error:
-            raise self._failed(f"read {name}", error) from None
+        """Returns an object; None if there is none."""
+        found = self._result(f"read {name}", lambda: self._store.read(name))
         return found.value if found.state == "value" else None
 
     def has(self, name: str, num_bytes: int, checksum: int) -> bool:
@@ -90,11 +75,7 @@ class ObjectStore:
         return _is(self.read(name), num_bytes, checksum)
 
     def get(self, name: str, num_bytes: int, checksum: int) -> bytes:
-        """Returns an object of a known length and CRC-32C.
-
-        Raises:
-          ExchangeError: it is missing or another one, also after some attempts.
-        """
+        """Returns an object of a known length and CRC-32C, after some attempts."""
         found: bytes | None = None
         for pause_s in self._pauses_s:
             time.sleep(pause_s)
@@ -108,18 +89,11 @@ class ObjectStore:
         )
 
     def put(self, name: str, value: bytes) -> None:
-        """Writes an object, and reads it back.
-
-        Raises:
-          ExchangeError: it cannot be written, or what is read stays another.
-        """
-        checksum, found = _crc(value), None
+        """Writes an object, and reads it back; again if that is another."""
+        checksum, found = checksum_of(value), None
         for pause_s in self._pauses_s:
             time.sleep(pause_s)
-            try:
-                self._done(self._store.write(name, value))
-            except _FAILURES as error:
-                raise self._failed(f"write {name}", error) from None
+            self._result(f"write {name}", lambda: self._store.write(name, value))
             found = self.read(name)
             if _is(found, len(value), checksum):
                 return
@@ -130,11 +104,7 @@ class ObjectStore:
         )
 
     def check_all(self, wanted: Iterable[str], remedy: str) -> None:
-        """Refuses a place that lacks objects.
-
-        Raises:
-          ExchangeError: names them.
-        """
+        """Refuses a place that lacks objects, by their names."""
         missing = sorted(set(wanted) - self.names())
         if missing:
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
@@ -149,33 +119,31 @@ class ObjectStore:
         Raises:
           StoreSpaceError: says how much is needed.
         """
+        remedy = "free some, or export to another place"
         if self.directory is not None:
-            check_free_space(
-                {self.directory: num_bytes},
-                "the export takes",
-                "free some, or export to another place",
-            )
+            check_free_space({self.directory: num_bytes}, "the export takes", remedy)
 
-    def _done(self, future: Any) -> Any:
-        """Waits for a result; a server that is busy is asked again for minutes."""
-        if self._stop is None:
-            return future.result()
-        while not self._stop.is_set():
-            try:
-                return future.result(timeout=_SLICE_S)
-            except TimeoutError:
-                if future.done():  # by now, or the error is the service's
-                    return future.result()
-        future.cancel()
+    def _result(self, action: str, begin: Callable[[], Any]) -> Any:
+        """Waits for tensorstore; it asks a server that is busy again for minutes."""
+        try:
+            future = begin()
+            if self._stop is None:
+                return future.result()
+            while not self._stop.is_set():
+                try:
+                    return future.result(timeout=_SLICE_S)
+                except TimeoutError:
+                    if future.done():  # by now, or the error is the service's
+                        return future.result()
+            future.cancel()
+        except _FAILURES as error:
+            # What follows " [" are details of the request, which may name a key's id.
+            why = str(error).split(" [", 1)[0]
+            raise ExchangeError(
+                f"{self.where}: cannot {action}: {why}; check the URL, and the rights "
+                "and the room that this user has there"
+            ) from None
         raise ExchangeError(f"{self.where}: it was given up")
-
-    def _failed(self, action: str, error: BaseException) -> ExchangeError:
-        # What follows " [" are details of the request, which may name a key's id.
-        why = str(error).split(" [", 1)[0]
-        return ExchangeError(
-            f"{self.where}: cannot {action}: {why}; check the URL, and the rights and "
-            "the room that this user has there"
-        )
 
 
 def _parsed(url: str) -> tuple[str, dict[str, Any]]:
@@ -200,11 +168,10 @@ def _parsed(url: str) -> tuple[str, dict[str, Any]]:
     except _FAILURES as error:
         why = str(error).rsplit(": ", 1)[-1]
         raise ExchangeError(f"{shown}: not a URL to export to: {why}") from None
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get(
-        "AWS_ENDPOINT_URL"
-    )
+    env = os.environ.get
+    endpoint = env("AWS_ENDPOINT_URL_S3") or env("AWS_ENDPOINT_URL")
     if scheme == "s3" and endpoint:
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        region = env("AWS_REGION") or env("AWS_DEFAULT_REGION")
         spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
     if scheme == "s3" and "AWS_ACCESS_KEY_ID" in os.environ:
         # Otherwise AWS prints that there are no files with credentials.
@@ -219,14 +186,18 @@ def _parsed(url: str) -> tuple[str, dict[str, Any]]:
 
 
 def _is(found: bytes | None, num_bytes: int, checksum: int) -> bool:
-    return found is not None and len(found) == num_bytes and _crc(found) == checksum
+    return (
+        found is not None and len(found) == num_bytes and checksum_of(found) == checksum
+    )
 
 
-def _crc(value: bytes) -> int:
+def checksum_of(value: bytes) -> int:
     return crc32c(np.frombuffer(value, np.uint8)) if value else 0
 
 
 def _shown(found: bytes | None) -> str:
     if found is None:
         return "none"
-    return f"{len(found)} bytes ({format_bytes(len(found))}) of {_crc(found):08x}"
+    return (
+        f"{len(found)} bytes ({format_bytes(len(found))}) of {checksum_of(found):08x}"
+    )

@@ -85,49 +85,45 @@ def read_orbax(path: Path) -> dict[str, SourceArray]:
     # jaxinf's own trees have their keys encoded already.
     is_ours = (directory / "commit.json").is_file()
     entries = _entries(document.tree_metadata, str if is_ours else encode_key)
+    is_ocdbt = (directory / "manifest.ocdbt").is_file()
+    driver = "zarr3" if document.use_zarr3 else "zarr"
+    base, futures = {"driver": "file", "path": f"{directory}/"}, {}
     for name, folder in entries.items():
         if "/" in folder or folder in ("", ".", ".."):
             raise ExchangeError(
                 f"{file}: expected {_WHAT}, found the array {name!r} in {folder!r}, "
                 f"which is no folder of its own; {_REMEDY}"
             )
-    is_ocdbt = (directory / "manifest.ocdbt").is_file()
-    driver = "zarr3" if document.use_zarr3 else "zarr"
-    futures = {
-        name: tensorstore.open(
-            {"driver": driver, "kvstore": _kvstore(directory, folder, is_ocdbt)},
-            open=True,
-            read=True,
+        place: dict[str, Any] = {"driver": "file", "path": f"{directory / folder}/"}
+        if is_ocdbt:
+            place = {"driver": "ocdbt", "base": base, "path": f"{folder}/"}
+        futures[name] = tensorstore.open(
+            {"driver": driver, "kvstore": place}, open=True, read=True
         )
-        for name, folder in entries.items()
-    }
-    return {
-        name: _source(name, _or_explain(future, directory, name), directory)
-        for name, future in futures.items()
-    }
-
-
-def _source(name: str, array: Any, directory: Path) -> SourceArray:
-    shape, dtype = tuple(array.shape), np.dtype(array.dtype.numpy_dtype)
-    return SourceArray(name, shape, dtype, partial(_blocks, name, array, directory))
+    arrays = {}
+    for name, future in futures.items():
+        array = _or_explain(future, directory, name)
+        shape, dtype = tuple(array.shape), np.dtype(array.dtype.numpy_dtype)
+        blocks = partial(_blocks, name, array, directory)
+        arrays[name] = SourceArray(name, shape, dtype, blocks)
+    return arrays
 
 
 def _blocks(name: str, array: Any, directory: Path, memory_bytes: int) -> Blocks:
     # One block is read while the one before is used.
     most = max(1, memory_bytes // (2 * array.dtype.numpy_dtype.itemsize))
     extent = _block_shape(array, most)
+
+    def begin(start: tuple[int, ...]) -> tuple[tuple[int, ...], Any]:
+        ends = map(min, map(sum, zip(start, extent, strict=True)), array.shape)
+        return start, array[tuple(map(slice, start, ends))].read()
+
+    starts = itertools.product(*map(range, [0] * array.ndim, array.shape, extent))
     ahead: tuple[tuple[int, ...], Any] | None = None
-    for start in itertools.product(*map(range, [0] * array.ndim, array.shape, extent)):
-        box = [
-            slice(s, min(s + e, n))
-            for s, e, n in zip(start, extent, array.shape, strict=True)
-        ]
-        read = start, array[tuple(box)].read()
+    for begun in itertools.chain(map(begin, starts), [None]):
         if ahead is not None:
             yield ahead[0], _or_explain(ahead[1], directory, name)
-        ahead = read
-    if ahead is not None:
-        yield ahead[0], _or_explain(ahead[1], directory, name)
+        ahead = begun
 
 
 def _block_shape(array: Any, max_elements: int) -> list[int]:
@@ -162,13 +158,6 @@ def _entries(
         keys = path[:-1] if is_variable and len(path) > 1 else path
         entries[".".join(map(encode, keys))] = ".".join(path)
     return entries
-
-
-def _kvstore(directory: Path, folder: str, is_ocdbt: bool) -> dict[str, Any]:
-    if not is_ocdbt:
-        return {"driver": "file", "path": f"{directory / folder}/"}
-    base = {"driver": "file", "path": f"{directory}/"}
-    return {"driver": "ocdbt", "base": base, "path": f"{folder}/"}
 
 
 def _or_explain(future: Any, directory: Path, name: str) -> Any:

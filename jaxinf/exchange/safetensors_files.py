@@ -25,8 +25,7 @@ import safetensors
 from jaxinf.documents import encode, pattern, shown
 from jaxinf.errors import ExchangeError, StoreError
 from jaxinf.exchange.sources import Blocks, SourceArray, within
-from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
-from jaxinf.exchange.trained_params import ParamArray, param_arrays
+from jaxinf.exchange.step_files import ParamArray, StepFiles, Transit, param_arrays
 from jaxinf.io import (
     check_regular,
     fsync_directory,
@@ -36,9 +35,8 @@ from jaxinf.io import (
 from jaxinf.io.failures import translated
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid, box_runs, portions
 from jaxinf.store import check_free_space, dtype_of, read_foreign
-from jaxinf.typing import JsonValue, ProgressCallback
+from jaxinf.typing import JsonValue
 
-DEFAULT_FILE_BYTES = 4 << 30
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -191,12 +189,7 @@ class Tensor:
 
 
 def export_safetensors(
-    step: StepFiles,
-    destination: Path,
-    *,
-    max_file_bytes: int = DEFAULT_FILE_BYTES,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    progress: ProgressCallback | None = None,
+    step: StepFiles, destination: Path, transit: Transit | None = None
 ) -> None:
     """Writes the params of a step as safetensors; blocks until it is durable.
 
@@ -206,9 +199,7 @@ def export_safetensors(
     Args:
       step: the step to export.
       destination: a directory that does not exist yet.
-      max_file_bytes: size at which another file begins; an array is never split.
-      memory_bytes: memory for data in transit.
-      progress: called with the bytes of elements done and those in all.
+      transit: how it moves; by default in 256 MiB.
 
     Raises:
       FileExistsError: the destination exists.
@@ -217,15 +208,9 @@ def export_safetensors(
       StoreCorruptError: a chunk is damaged.
       StoreError: the step cannot be read, or the destination not written.
     """
-    write_tensors(
-        destination,
-        [Tensor(param.name, param, param.dtype) for param in param_arrays(step)],
-        {"format": "flax", "step": str(step.commit.step)},
-        {},
-        max_file_bytes=max_file_bytes,
-        memory_bytes=memory_bytes,
-        progress=progress,
-    )
+    tensors = [Tensor(param.name, param, param.dtype) for param in param_arrays(step)]
+    metadata = {"format": "flax", "step": str(step.commit.step)}
+    write_tensors(destination, tensors, metadata, {}, transit)
 
 
 def write_tensors(
@@ -233,11 +218,9 @@ def write_tensors(
     tensors: Sequence[Tensor],
     metadata: Mapping[str, str],
     beside: Mapping[str, JsonValue | bytes],
+    transit: Transit | None,
     *,
-    max_file_bytes: int,
-    memory_bytes: int,
     file_name: str = WEIGHTS_NAME,
-    progress: ProgressCallback | None = None,
 ) -> None:
     """Makes a directory of safetensors files; as `export_safetensors`.
 
@@ -246,22 +229,23 @@ def write_tensors(
       beside: further files by name, as JSON or bytes.
       file_name: name of the file, if one is enough.
     """
-    if min(max_file_bytes, memory_bytes) < 1 << 20:
+    transit = transit or Transit()
+    if min(transit.max_file_bytes, transit.memory_bytes) < 1 << 20:
         raise ValueError(
-            f"max_file_bytes={max_file_bytes}, memory_bytes={memory_bytes}: expected "
-            f"at least {1 << 20} each"
+            f"max_file_bytes={transit.max_file_bytes}, memory_bytes="
+            f"{transit.memory_bytes}: expected at least {1 << 20} each"
         )
     total_bytes = sum(tensor.num_bytes for tensor in tensors)
-    files = _divide(tensors, max_file_bytes, file_name)
+    files = _divide(tensors, transit.max_file_bytes, file_name)
     room_bytes = total_bytes + _HEADER_BYTES_AN_ARRAY * (len(tensors) + 8)
     with _new_directory(destination, room_bytes) as directory:
         done_bytes = 0
         for name, members in files.items():
-            path = directory / name
+            path, memory_bytes = directory / name, transit.memory_bytes
             for num_bytes in _write_file(path, members, metadata, memory_bytes):
                 done_bytes += num_bytes
-                if progress is not None:
-                    progress(done_bytes, total_bytes)
+                if transit.progress is not None:
+                    transit.progress(done_bytes, total_bytes)
         beside = dict(beside)
         if len(files) > 1:
             places = {t.name: name for name, held in files.items() for t in held}
@@ -359,14 +343,10 @@ def _write_file(
                 for place, length in box_runs(tensor.shape, start, values.shape):
                     num_bytes = length * tensor.dtype.itemsize
                     at = offset_bytes + place * tensor.dtype.itemsize
-                    _write_fully(fd, memory[:num_bytes], at)
+                    done = 0
+                    while done < num_bytes:
+                        done += os.pwrite(fd, memory[done:num_bytes], at + done)
                     memory = memory[num_bytes:]
                 yield values.nbytes
             offset_bytes += tensor.num_bytes
         os.fsync(fd)
-
-
-def _write_fully(fd: int, memory: memoryview, offset_bytes: int) -> None:
-    done = 0
-    while done < len(memory):
-        done += os.pwrite(fd, memory[done:], offset_bytes + done)

@@ -1,42 +1,67 @@
 """A committed step at a URL: raw zarr v3 chunks, and a manifest that comes last.
 
-Invariant: memory stays within the budget; an object that is there and right is not
-  written again, and no other is believed.
+      export-begun.json ─► chunks ─► documents ─► export.json
+
+Invariant: memory stays within the budget. An object that is there and right is not
+  written again, and no other is believed; `MANIFEST` is written when every other has
+  been read back.
 """
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
-from jaxinf.documents import MOST_BYTES
+from jaxinf.documents import (
+    MOST_BYTES,
+    Document,
+    DocumentError,
+    convert,
+    parse_json,
+    shown,
+)
 from jaxinf.errors import ExchangeError, StoreFormatError
-from jaxinf.exchange.object_store import ObjectStore
-from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
+from jaxinf.exchange.object_store import ObjectStore, checksum_of, is_url
+from jaxinf.exchange.step_files import StepFiles, Transit
 from jaxinf.exchange.tokenizer_files import kept_tokenizer
-from jaxinf.exchange.url_manifest import BEGUN, MANIFEST, ExportManifest
 from jaxinf.io import crc32c, crc32c_combine, read_beneath
 from jaxinf.layout import scale_chunks
 from jaxinf.store import (
     CommitRecord,
+    Id,
     LeafRecord,
     Manifest,
     StateRecord,
     StepReader,
+    Sum,
     carry_files,
     check_plans_folder,
+    check_seal,
     read_carry,
     seal,
     step_documents,
 )
-from jaxinf.typing import ProgressCallback
+
+BEGUN = "export-begun.json"
+"""The first object: whose export lies here."""
+
+MANIFEST = "export.json"
+"""The last object."""
+
+_VERSION = 1  # of the format, which docs/format.md describes
+
+_PLACE = {"format": "jaxinf exports", "format_version": _VERSION}
+_WHAT = "the manifest of an export"
+_ROOT = "exports.json"
+_REMEDY = "export to this URL again, or remove what is there"
 
 _COPIES = 5  # of an object: in the reader, as read, as bytes, in tensorstore, sent
 _MOST_THREADS = 8
@@ -44,6 +69,76 @@ _LEAST_BYTES = 1 << 20
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+
+
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class ExportManifest(Document, frozen=True):
+    """What an export has.
+
+    Attributes:
+      commit: CRC-32C of the step's ``commit.json``.
+      objects: bytes and CRC-32C of each object by name, but for the two of the export
+        itself.
+    """
+
+    format: Literal["jaxinf export"]
+    format_version: Literal[1]
+    store_id: Id
+    step: _Count
+    commit: Sum
+    objects: dict[Annotated[str, Meta(max_length=4096)], tuple[_Count, Sum]]
+
+    @classmethod
+    def of(cls, manifest: Manifest, step: int, commit: int) -> "ExportManifest":
+        """Makes the manifest of a step's export, without objects."""
+        own = (manifest.store_id, step, f"{commit:08x}")
+        return cls("jaxinf export", _VERSION, *own, objects={})
+
+    def listing(self, objects: Mapping[str, tuple[int, int]]) -> "ExportManifest":
+        """Returns the same with objects; their CRC-32C are numbers."""
+        listed = {n: (b, f"{crc:08x}") for n, (b, crc) in objects.items()}
+        return msgspec.structs.replace(self, objects=listed)
+
+    @classmethod
+    def read(cls, place: ObjectStore, name: str) -> "ExportManifest | None":
+        """Reads `MANIFEST` or `BEGUN`; None if it is not there.
+
+        Raises:
+          ExchangeError: it is torn, or of another format.
+        """
+        raw = place.read(name)
+        if raw is None:
+            return None
+        where = f"{place.where}: {name}"
+        try:
+            document = parse_json(raw)
+            is_ours = isinstance(document, dict) and (
+                document.get("format") == "jaxinf export"
+            )
+            version = document.get("format_version") if is_ours else None
+            if type(version) is int and version > _VERSION:
+                raise ExchangeError(
+                    f"{where}: this jaxinf reads version {_VERSION} of exports, "
+                    f"found {shown(version)}; use a newer jaxinf"
+                )
+            check_seal(where, raw, _WHAT, _REMEDY)
+            del document["crc32c"]
+            return convert(document, cls)
+        except (DocumentError, StoreFormatError) as error:
+            raise ExchangeError(
+                f"{where}: expected {_WHAT}, found one that is torn or of another "
+                f"tool ({error}); {_REMEDY}"
+            ) from error
+
+
+def export_url_at(place: str) -> str | None:
+    """Returns the URL of an export, given as such or as its directory, else None."""
+    if is_url(place):
+        return place
+    directory = Path(place).expanduser().absolute()
+    return f"file://{directory}" if (directory / MANIFEST).is_file() else None
 
 
 @dataclass(frozen=True)
@@ -134,21 +229,6 @@ def carried_files(step: StepFiles) -> Mapping[str, bytes]:
     return carry_files(carry, read_carry(step.path, carry))
 
 
-@dataclass(frozen=True)
-class Transit:
-    """How an export moves.
-
-    Attributes:
-      memory_bytes: memory for data in transit.
-      progress: called with the bytes of chunks done and those in all.
-      stop: once it is set, the export ends with an ExchangeError.
-    """
-
-    memory_bytes: int = DEFAULT_MEMORY_BYTES
-    progress: ProgressCallback | None = None
-    stop: threading.Event = field(default_factory=threading.Event)
-
-
 def export_url(
     step: StepFiles,
     url: str,
@@ -217,7 +297,7 @@ class UrlExport:
         self._place = place
         self.chunks = list(chunk_objects(manifest, commit))
         self._documents = _documents(manifest, commit, beside)
-        checksum = _crc(self._documents["commit.json"])
+        checksum = checksum_of(self._documents["commit.json"])
         self._own = ExportManifest.of(manifest, commit.step, checksum)
 
     def begin(self) -> None:
@@ -246,10 +326,12 @@ class UrlExport:
         place, documents = self._place, self._documents
         there = place.names()
         for name, value in documents.items():
-            if not (name in there and place.has(name, len(value), _crc(value))):
+            if not (name in there and place.has(name, len(value), checksum_of(value))):
                 place.put(name, value)
         objects = {c.name: (c.num_bytes, c.checksum) for c in self.chunks}
-        objects |= {n: (len(value), _crc(value)) for n, value in documents.items()}
+        objects |= {
+            n: (len(value), checksum_of(value)) for n, value in documents.items()
+        }
         place.check_all(
             objects,
             "they were written, or another process of the run sees another place "
@@ -381,5 +463,31 @@ def _content(reader: StepReader, chunk: ChunkObject) -> bytes:
     return content.tobytes()
 
 
-def _crc(value: bytes) -> int:
-    return crc32c(np.frombuffer(value, np.uint8))
+def url_of_step(url: str, step: int) -> str:
+    """Returns the place of one of a run's exports, which have a URL together."""
+    return f"{url.rstrip('/')}/{step}"
+
+
+def check_exports(url: str, step: int) -> None:
+    """Refuses a place to which a run's steps cannot be exported; blocks.
+
+    It is written to: ``exports.json`` says what the place is.
+
+    Args:
+      url: the place.
+      step: the next step to be exported.
+
+    Raises:
+      ExchangeError: it is no such URL, cannot be read or written, or has an export of
+        that step.
+    """
+    there = ObjectStore(url_of_step(url, step))
+    for name in (BEGUN, MANIFEST):
+        found = ExportManifest.read(there, name)
+        if found is not None:
+            raise ExchangeError(
+                f"{there.where}: expected nothing, as step {step} of this run is to be "
+                f"exported there, found step {found.step} of store {found.store_id}; "
+                "give another URL, or remove it"
+            )
+    ObjectStore(url).put(_ROOT, seal(_PLACE))

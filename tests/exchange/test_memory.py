@@ -25,7 +25,7 @@ elif way == "copy_step":
 elif way == "export_url":
     exchange.export_url(step, url, transit=exchange.Transit(16 << 20))
 else:
-    exchange.export_safetensors(step, export, memory_bytes=8 << 20)
+    exchange.export_safetensors(step, export, exchange.Transit(8 << 20))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

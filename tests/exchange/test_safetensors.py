@@ -16,7 +16,7 @@ from jaxinf.errors import (
     StoreIOError,
     StoreSpaceError,
 )
-from jaxinf.exchange import export_safetensors, safetensors_files
+from jaxinf.exchange import Transit, export_safetensors, safetensors_files
 from jaxinf.exchange.safetensors_files import read_safetensors
 
 
@@ -40,7 +40,7 @@ def read_all(directory):
 @pytest.mark.parametrize("num_csds", [0, 3])
 def test_stock_safetensors_reads_it(make_step, place, check_bits, num_csds):
     step, arrays = make_step(num_csds=num_csds)
-    export_safetensors(step, place / "export", memory_bytes=1 << 20)
+    export_safetensors(step, place / "export", Transit(memory_bytes=1 << 20))
     check_bits(read_all(place / "export"), params_of(arrays))
     assert [p.name for p in (place / "export").iterdir()] == ["model.safetensors"]
 
@@ -49,7 +49,7 @@ def test_stock_safetensors_reads_it(make_step, place, check_bits, num_csds):
 def test_several_files_and_their_index(make_step, place, check_bits):
     leaves = {(f"h{i}",): ((300, 300), (1, 1)) for i in range(8)}
     step, arrays = make_step(leaves=leaves)
-    export_safetensors(step, place / "export", max_file_bytes=1 << 20)
+    export_safetensors(step, place / "export", Transit(max_file_bytes=1 << 20))
     files = sorted(p.name for p in (place / "export").glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert len(files) > 2
@@ -68,9 +68,8 @@ def test_several_files_and_their_index(make_step, place, check_bits):
 def test_progress(make_step, place):
     step, arrays = make_step()
     calls = []
-    export_safetensors(
-        step, place / "export", progress=lambda *call: calls.append(call)
-    )
+    transit = Transit(progress=lambda *call: calls.append(call))
+    export_safetensors(step, place / "export", transit)
     total_bytes = sum(a.nbytes for a in params_of(arrays).values())
     assert calls[-1] == (total_bytes, total_bytes)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
@@ -116,7 +115,7 @@ def test_a_flipped_bit_is_not_exported(make_step, place):
 def test_limits(make_step, place):
     step, _ = make_step()
     with pytest.raises(ValueError, match=r"max_file_bytes=10, .* at least"):
-        export_safetensors(step, place / "export", max_file_bytes=10)
+        export_safetensors(step, place / "export", Transit(max_file_bytes=10))
 
 
 def test_arrays_are_those_of_stock_safetensors(tmp_path, check_bits):
