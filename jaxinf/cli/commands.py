@@ -16,14 +16,15 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxinf.cli import doctor, inspection, members, report, verification
+from jaxinf.cli import inspection, members, report, verification
 from jaxinf.cli.checkpoints import Checkpoint
+from jaxinf.cli.doctor import Doctor
 from jaxinf.cli.options import FLAGS, StorePath, option
 from jaxinf.cli.plan import Plan
 from jaxinf.cli.plan import main as plan
 from jaxinf.cli.processes import TogetherOptions, over_processes
 from jaxinf.cli.stores import Store
-from jaxinf.command_line import ByteSize, UsageError, parse
+from jaxinf.command_line import UsageError, parse
 from jaxinf.errors import JaxinfError
 from jaxinf.store import left_by_copy
 from jaxinf.terminal import make_console, printable
@@ -77,45 +78,6 @@ class Inspect(_OfProcesses):
             return True
 
         return self.over(self.store, show, as_json=self.json)
-
-
-@dataclass(frozen=True)
-class Doctor:
-    """Test this machine and its drives, and give a remedy for each problem.
-
-    Measures the read, write and mixed bandwidth of each directory's file system with
-    direct I/O in a temporary file. The exit status is 1 if a directory cannot hold a
-    store.
-    """
-
-    paths: Annotated[
-        tyro.conf.Positional[tuple[str, ...]],
-        tyro.conf.arg(
-            help="Directories where a store or a CSD root could be.",
-            metavar="[PATH ...]",
-        ),
-    ] = (".",)
-    size: Annotated[
-        int,
-        ByteSize,
-        tyro.conf.arg(
-            help="Length of the temporary file; shorter if space is short. 0 measures "
-            "nothing."
-        ),
-    ] = 1 << 30
-    json: Annotated[
-        Path | None,
-        option(
-            "Also measure programs, updates and commits, for some ten seconds, and "
-            "write the eight numbers that jaxinf plan --machine FILE takes.",
-            "FILE",
-        ),
-    ] = None
-
-    def run(self) -> int:
-        """Prints to standard output; returns the exit status."""
-        usable = doctor.run(self.paths or (".",), self.size, machine_file=self.json)
-        return _SUCCESS if usable else _FAILURE
 
 
 @dataclass(frozen=True)

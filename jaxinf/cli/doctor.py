@@ -9,17 +9,20 @@ import contextlib
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from rich.console import Console
 from rich.text import Text
 
 from jaxinf.cli.host import Problem, look_at_host
+from jaxinf.cli.options import option
 from jaxinf.cli.place import Place, look_at_place
 from jaxinf.cli.probe import measure_machine
 from jaxinf.cli.terminal import facts_table, heading, show_progress
-from jaxinf.command_line import UsageError, expand_home
+from jaxinf.command_line import ByteSize, UsageError, expand_home
 from jaxinf.csd.cards.runtime import has_runtime
 from jaxinf.csd.cards.sysfs import card_of, list_cards
 from jaxinf.errors import CsdError
@@ -27,48 +30,75 @@ from jaxinf.terminal import make_console, printable
 from jaxinf.train.machine import write_machine
 
 
-def run(
-    paths: Sequence[str], file_bytes: int, *, machine_file: Path | None = None
-) -> bool:
-    """Examines the machine and the directories, and prints the findings.
+@dataclass(frozen=True)
+class Doctor:
+    """Test this machine and its drives, and give a remedy for each problem.
 
-    The temporary file has `file_bytes`; `machine_file` is for ``jaxinf plan``.
-
-    Returns:
-      Whether every directory can hold a store, and JAX has a device.
-
-    Raises:
-      UsageError: the rates cannot be measured, or the file cannot be written.
+    Measures the read, write and mixed bandwidth of each directory's file system with
+    direct I/O in a temporary file. The exit status is 1 if a directory cannot hold a
+    store.
     """
-    if machine_file is not None:
-        machine_file = expand_home(machine_file, "--json")
-        _check_parent(machine_file)
-    places = []
-    for path in [expand_home(Path(one), "doctor").absolute() for one in paths]:
-        with show_progress(f"measuring {printable(str(path))}") as progress:
-            places.append(look_at_place(path, file_bytes, progress))
-    rows, problems = look_at_host()
-    cards = _look_at_cards([place.path for place in places])
-    bad = ", ".join(str(place.path) for place in places if not place.is_usable)
-    verdict = f"cannot hold a store: {printable(bad)}" if bad else ""
-    if not bad and any(problem.is_fatal for problem in problems):
-        verdict = "JAX cannot run here"
-    console = make_console()
-    for place in places:
-        _print(console, str(place.path), place.to_rows(), place.problems)
-    _print(console, "this machine", rows, problems)
-    for card in cards:
-        rows = {
-            "firmware": card["firmware"] or "unknown",
-            "P2P": card["p2p"],
-            "beside": ", ".join(card["paths"]) or "none of these directories",
-        }
-        _print(console, f"card {card['address']}", rows, card["problems"])
-    style = "bold red" if verdict else "bold green"
-    console.print(Text(f"\n{verdict or 'ready'}", style=style))
-    if machine_file is not None and not verdict:
-        _write_machine(machine_file, places)
-    return not verdict
+
+    paths: Annotated[
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(
+            help="Directories where a store or a CSD root could be.",
+            metavar="[PATH ...]",
+        ),
+    ] = (".",)
+    size: Annotated[
+        int,
+        ByteSize,
+        tyro.conf.arg(
+            help="Length of the temporary file; shorter if space is short. 0 measures "
+            "nothing."
+        ),
+    ] = 1 << 30
+    json: Annotated[
+        Path | None,
+        option(
+            "Also measure programs, updates and commits, for some ten seconds, and "
+            "write the eight numbers that jaxinf plan --machine FILE takes.",
+            "FILE",
+        ),
+    ] = None
+
+    def run(self) -> int:
+        """Examines, and prints the findings; returns the exit status.
+
+        Raises:
+          UsageError: the rates cannot be measured, or the file cannot be written.
+        """
+        file = self.json and expand_home(self.json, "--json")
+        if file is not None:
+            _check_parent(file)
+        places = []
+        for one in self.paths or (".",):
+            path = expand_home(Path(one), "doctor").absolute()
+            with show_progress(f"measuring {printable(str(path))}") as progress:
+                places.append(look_at_place(path, self.size, progress))
+        rows, problems = look_at_host()
+        cards = _look_at_cards([place.path for place in places])
+        bad = ", ".join(str(place.path) for place in places if not place.is_usable)
+        verdict = f"cannot hold a store: {printable(bad)}" if bad else ""
+        if not bad and any(problem.is_fatal for problem in problems):
+            verdict = "JAX cannot run here"
+        console = make_console()
+        for place in places:
+            _print(console, str(place.path), place.to_rows(), place.problems)
+        _print(console, "this machine", rows, problems)
+        for card in cards:
+            rows = {
+                "firmware": card["firmware"] or "unknown",
+                "P2P": card["p2p"],
+                "beside": ", ".join(card["paths"]) or "none of these directories",
+            }
+            _print(console, f"card {card['address']}", rows, card["problems"])
+        style = "bold red" if verdict else "bold green"
+        console.print(Text(f"\n{verdict or 'ready'}", style=style))
+        if file is not None and not verdict:
+            _write_machine(file, places)
+        return 1 if verdict else 0
 
 
 def _check_parent(file: Path) -> None:

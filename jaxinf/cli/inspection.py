@@ -25,6 +25,7 @@ import math
 import os
 import shlex
 import shutil
+import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,10 +40,13 @@ from rich.text import Text
 
 from jaxinf.cli.committed import CommittedStep, open_committed
 from jaxinf.cli.terminal import facts_table, heading, make_table
-from jaxinf.cli.writer import find_writer
+from jaxinf.documents import DocumentError, decode
+from jaxinf.errors import StoreError
+from jaxinf.io import read_beneath
 from jaxinf.store import (
     MASTER_PARAMS,
     SLOTS,
+    Holder,
     LeafRecord,
     StateRecord,
     StepReader,
@@ -52,6 +56,8 @@ from jaxinf.store import (
     stored_bytes,
 )
 from jaxinf.terminal import format_bytes, make_console, printable
+
+_LOCK_BYTES = 1 << 20
 
 
 def run(store: str, *, leaf: str | None, as_json: bool) -> None:
@@ -79,7 +85,7 @@ def _describe_store(step: CommittedStep) -> dict[str, Any]:
     for leaf in leaves:
         for state in leaf["states"]:
             state_bytes[state["name"]] += state["num_bytes"]
-    writer = find_writer(directory.path)
+    writer = _find_writer(directory.path)
     return {
         **_describe_step(step),
         "num_params": manifest.num_params,
@@ -176,6 +182,43 @@ def _disk_bytes(directory: StoreDirectory) -> int:
                     continue  # a writer may have renamed the file
                 seen[found.st_dev, found.st_ino] = found.st_blocks * 512
     return sum(seen.values())
+
+
+def _find_writer(store: Path) -> Holder | None:
+    """Finds the holder of ``STORE/lock``; None if no process of this machine holds it.
+
+    The lock's file still names its last holder after it has ended, so the kernel's list
+    of locks decides. The lock is never taken, not even for an instant: a run that
+    starts at that moment would be refused.
+    """
+    path = store / "lock"
+    try:
+        found = os.stat(path)
+        writer = decode(read_beneath(store, path.name, _LOCK_BYTES), Holder)
+    except (OSError, StoreError, DocumentError):
+        return None
+    if writer.host != socket.gethostname():
+        return None
+    try:
+        held = _is_held(Path("/proc/locks").read_text(), found, writer.pid)
+    except OSError:
+        held = Path(f"/proc/{writer.pid}").exists()
+    return writer if held else None
+
+
+def _is_held(locks: str, file: os.stat_result, pid: int) -> bool:
+    device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
+    for line in locks.splitlines():
+        words = line.split()
+        if len(words) < 6 or words[1] != "FLOCK":
+            continue
+        lock_device, _, inode = words[5].rpartition(":")
+        if inode != str(file.st_ino):
+            continue
+        # On some file systems (btrfs) this device differs from that of stat.
+        if lock_device == device or words[4] == str(pid):
+            return True
+    return False
 
 
 def summary_of(

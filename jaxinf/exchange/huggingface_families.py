@@ -16,8 +16,9 @@ from jaxinf.exchange.huggingface_family import (
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """Makes a mapping of ``ours=theirs …``."""
-    return dict(pair.split("=") for pair in text.split())
+    """Makes a mapping of ``ours=theirs …``; ``both`` is the same name there."""
+    pairs = (pair.partition("=") for pair in text.split())
+    return {ours: theirs or ours for ours, _, theirs in pairs}
 
 
 def _layers(others: str, **stacks: tuple[str, str]) -> dict[str, str]:
@@ -57,15 +58,15 @@ _GPT2 = Family(
         "causal-lm=GPT2LMHeadModel classification=GPT2ForSequenceClassification"
     ),
     layers=_layers(
-        "wte=transformer.wte wpe=transformer.wpe ln_f=transformer.ln_f score=score",
+        "wte=transformer.wte wpe=transformer.wpe ln_f=transformer.ln_f score",
         h=(
             "transformer.h",
-            "ln_1=ln_1 attn/qkv=attn.c_attn attn/proj=attn.c_proj "
-            "ln_2=ln_2 mlp/up=mlp.c_fc mlp/down=mlp.c_proj",
+            "ln_1 attn/qkv=attn.c_attn attn/proj=attn.c_proj "
+            "ln_2 mlp/up=mlp.c_fc mlp/down=mlp.c_proj",
         ),
     ),
     names=_pairs(
-        "vocab_size=vocab_size num_positions=n_positions num_layers=n_layer "
+        "vocab_size num_positions=n_positions num_layers=n_layer "
         "num_heads=n_head num_features=n_embd dropout=resid_pdrop"
     ),
     transposed=False,
@@ -108,9 +109,8 @@ _BLOOM = Family(
         ),
     ),
     names=_pairs(
-        "vocab_size=vocab_size num_layers=n_layer num_heads=n_head "
-        "num_features=hidden_size norm_epsilon=layer_norm_epsilon "
-        "dropout=hidden_dropout"
+        "vocab_size num_layers=n_layer num_heads=n_head num_features=hidden_size "
+        "norm_epsilon=layer_norm_epsilon dropout=hidden_dropout"
     ),
     prefix="transformer.",
     tied={"lm_head.weight": "transformer.word_embeddings.weight"},
@@ -132,7 +132,7 @@ _ROPES = {
     "default": {},
     "linear": {"factor": "factor"},
     "llama3": _pairs(
-        "factor=factor low_turns=low_freq_factor high_turns=high_freq_factor "
+        "factor low_turns=low_freq_factor high_turns=high_freq_factor "
         "original_positions=original_max_position_embeddings"
     ),
 }
@@ -205,7 +205,7 @@ _LLAMA = Family(
     model="llama",
     classes=_decoder_classes("Llama"),
     layers=_layers(
-        "wte=model.embed_tokens ln_f=model.norm lm_head=lm_head score=score",
+        "wte=model.embed_tokens ln_f=model.norm lm_head score",
         h=(
             "model.layers",
             "ln_1=input_layernorm ln_2=post_attention_layernorm "
@@ -216,7 +216,7 @@ _LLAMA = Family(
         ),
     ),
     names=_pairs(
-        "vocab_size=vocab_size num_positions=max_position_embeddings "
+        "vocab_size num_positions=max_position_embeddings "
         "num_layers=num_hidden_layers num_heads=num_attention_heads "
         "num_features=hidden_size num_hidden=intermediate_size "
         "norm_epsilon=rms_norm_eps tied_embeddings=tie_word_embeddings"
@@ -292,7 +292,7 @@ _BERT = Family(
     ),
     names=_ENCODER_NAMES
     | _pairs(
-        "vocab_size=vocab_size num_positions=max_position_embeddings "
+        "vocab_size num_positions=max_position_embeddings "
         "num_token_types=type_vocab_size"
     ),
     prefix="bert.",
@@ -318,7 +318,7 @@ _VIT = Family(
     classes={"classification": "ViTForImageClassification"},
     layers=_layers(
         "patches=vit.embeddings.patch_embeddings.projection ln_f=vit.layernorm "
-        "classifier=classifier",
+        "classifier",
         h=(
             "vit.encoder.layer",
             "ln_1=layernorm_before ln_2=layernorm_after "
@@ -330,8 +330,7 @@ _VIT = Family(
     arrays=_pairs(
         "cls=vit.embeddings.cls_token wpe=vit.embeddings.position_embeddings"
     ),
-    names=_ENCODER_NAMES
-    | _pairs("image_size=image_size patch_size=patch_size num_channels=num_channels"),
+    names=_ENCODER_NAMES | _pairs("image_size patch_size num_channels"),
     prefix="vit.",
     heads=("classifier/",),
     unused=r"vit\.pooler\..*|classifier\..*",
@@ -381,7 +380,7 @@ _T5 = Family(
     model="t5",
     classes={"seq2seq": "T5ForConditionalGeneration"},
     layers=_layers(
-        "wte=shared lm_head=lm_head encoder_ln_f=encoder.final_layer_norm "
+        "wte=shared lm_head encoder_ln_f=encoder.final_layer_norm "
         "decoder_ln_f=decoder.final_layer_norm "
         f"encoder_bias=encoder.{_T5_FIRST} decoder_bias=decoder.{_T5_FIRST}",
         e=(
@@ -399,10 +398,9 @@ _T5 = Family(
         ),
     ),
     names=_pairs(
-        "vocab_size=vocab_size num_layers=num_layers num_heads=num_heads "
-        "num_features=d_model head_features=d_kv num_hidden=d_ff "
-        "num_buckets=relative_attention_num_buckets dropout=dropout_rate "
-        "max_distance=relative_attention_max_distance"
+        "vocab_size num_layers num_heads num_features=d_model head_features=d_kv "
+        "num_hidden=d_ff num_buckets=relative_attention_num_buckets "
+        "dropout=dropout_rate max_distance=relative_attention_max_distance"
     ),
     tied=dict.fromkeys(
         (

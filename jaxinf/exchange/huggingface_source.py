@@ -16,7 +16,7 @@ from jaxinf.errors import ExchangeError
 from jaxinf.exchange.huggingface_config import Architecture, read_config_file
 from jaxinf.exchange.huggingface_family import Family
 from jaxinf.exchange.safetensors_files import is_safetensors, read_safetensors
-from jaxinf.exchange.sources import SourceArray, within
+from jaxinf.exchange.sources import SourceArray, listed, within
 from jaxinf.io.buffers import aligned_array
 from jaxinf.typing import FLOAT_DTYPES, Array, DeferredArray
 
@@ -182,13 +182,10 @@ class HuggingFaceFolder:
             if name not in expected and name not in tied and not family.is_unused(name)
         ]
         if problems:
-            more = len(problems) - _MAX_LINES
-            listed = problems[:_MAX_LINES] + ([f"and {more} more"] if more > 0 else [])
             raise ExchangeError(
-                f"{self.path}: expected the tensors of its config.json, found:\n  - "
-                + "\n  - ".join(listed)
-                + "\nNothing was written; copy the checkpoint anew, or give the "
-                "config.json that belongs to it"
+                f"{self.path}: expected the tensors of its config.json, found:"
+                f"{listed(problems, _MAX_LINES)}\nNothing was written; copy the "
+                "checkpoint anew, or give the config.json that belongs to it"
             )
         return leaves
 

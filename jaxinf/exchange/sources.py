@@ -5,7 +5,7 @@ Invariant: no element is read before `SourceArray.blocks` is iterated.
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -38,6 +38,12 @@ class SourceArray:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def listed(problems: Sequence[str], most: int) -> str:
+    """Returns the first problems, a line each, and how many more there are."""
+    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+    return "".join(f"\n  - {line}" for line in [*problems[:most], *more])
 
 
 def within(folder: Path, name: str) -> Path:

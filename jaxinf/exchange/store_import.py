@@ -13,7 +13,7 @@ import numpy as np
 from jaxinf.errors import ExchangeError, StoreMismatchError
 from jaxinf.exchange.orbax_source import is_orbax, read_orbax
 from jaxinf.exchange.safetensors_files import is_safetensors, read_safetensors
-from jaxinf.exchange.sources import SourceArray
+from jaxinf.exchange.sources import SourceArray, listed
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
 from jaxinf.store import (
     MASTER_PARAMS,
@@ -151,14 +151,11 @@ def _wanted(
         else:
             wanted.append(array)
     if problems:
-        more = len(problems) - _MAX_LINES
-        shown = problems[:_MAX_LINES] + ([f"and {more} more"] if more > 0 else [])
         raise ExchangeError(
-            f"{source}: expected every leaf of the store by its name, found:\n  - "
-            + "\n  - ".join(shown)
-            + f"\nIt has {', '.join(list(found)[:8])}, …. Nothing was written. Give "
-            "the name of the params' tree in it (--params NAME), or make the store "
-            "with params of these names and shapes"
+            f"{source}: expected every leaf of the store by its name, found:"
+            f"{listed(problems, _MAX_LINES)}\nIt has {', '.join(list(found)[:8])}, …. "
+            "Nothing was written. Give the name of the params' tree in it (--params "
+            "NAME), or make the store with params of these names and shapes"
         )
     return wanted
 
