@@ -72,9 +72,8 @@ class Doctor:
         file = self.json and expand_home(self.json, "--json")
         if file is not None:
             _check_parent(file)
-        places = []
-        for one in self.paths or (".",):
-            path = expand_home(Path(one), "doctor").absolute()
+        given, places = map(Path, self.paths or (".",)), []
+        for path in [expand_home(one, "doctor").absolute() for one in given]:
             with show_progress(f"measuring {printable(str(path))}") as progress:
                 places.append(look_at_place(path, self.size, progress))
         rows, problems = look_at_host()

@@ -37,17 +37,18 @@ def look_at_host(*, proc: Path = Path("/proc")) -> tuple[dict[str, str], list[Pr
     Returns:
       What it has, by name, and what is missing.
     """
-    problems: list[Problem] = []
-    cpu = _cpu_entry(proc / "cpuinfo")
+    cpu, memory = _facts(proc / "cpuinfo"), _facts(proc / "meminfo")
     isa = isa_level(cpu.get("flags", "").split())
-    problems += _cpu_problems(isa)
+    problems = _cpu_problems(isa)
     if foreign := toolchain.foreign_package():
         problems.append(Problem(*foreign))
     compiler = toolchain.find_compiler()
     if compiler is None:
         problems.append(_no_compiler())
-    memory = _memory(proc / "meminfo")
-    total, left = (format_bytes(memory.get(n, 0)) for n in ("MemTotal", "MemAvailable"))
+    total, left = (
+        format_bytes(int(memory.get(name, "0 kB").removesuffix("kB")) * 1024)
+        for name in ("MemTotal", "MemAvailable")
+    )
     model = cpu.get("model name", platform.processor() or "unknown")
     versions = {name: _version(name) for name in _PACKAGES}
     devices = Counter(_jax_devices(problems))
@@ -84,31 +85,23 @@ _COMPARE = "compare a short run with plain optax"
 def _cpu_problems(isa: str) -> list[Problem]:
     if isa in ("x86-64-v3", "x86-64-v4"):
         return []
+    what, remedy = f"the processor is {isa}: ", _COMPARE
     if isa.startswith("x86-64"):
-        return [
-            Problem(
-                f"the processor is {isa}: it has no AVX2 and no fused multiply-add. "
-                "Kernels compute these in another way, more slowly. Their bits are "
-                "those of newer processors, and not of jitted optax on this one",
-                f"{_COMPARE}, or use an x86-64-v3 processor (2013 or later)",
-            )
-        ]
-    if toolchain.levels_of_machine(platform.machine()):
-        return [
-            Problem(
-                f"the processor is {isa}: updates have the bits of jitted optax on an "
-                "x86-64 of Intel's, and not of jitted optax here. They have been "
-                "tested under emulation only",
-                _COMPARE,
-            )
-        ]
-    return [
-        Problem(
-            f"the processor is {isa}: jaxinf's C++ is for x86-64 and aarch64. No store "
-            "can be trained here",
-            "train on an x86-64 or aarch64 machine",
+        what += (
+            "it has no AVX2 and no fused multiply-add. Kernels compute these in "
+            "another way, more slowly. Their bits are those of newer processors, and "
+            "not of jitted optax on this one"
         )
-    ]
+        remedy += ", or use an x86-64-v3 processor (2013 or later)"
+    elif toolchain.levels_of_machine(platform.machine()):
+        what += (
+            "updates have the bits of jitted optax on an x86-64 of Intel's, and not "
+            "of jitted optax here. They have been tested under emulation only"
+        )
+    else:
+        what += "jaxinf's C++ is for x86-64 and aarch64. No store can be trained here"
+        remedy = "train on an x86-64 or aarch64 machine"
+    return [Problem(what, remedy)]
 
 
 def isa_level(flags: list[str]) -> str:
@@ -122,22 +115,14 @@ def isa_level(flags: list[str]) -> str:
     return "x86-64-v2" if set(flags) >= _V2 else "x86-64-v1"
 
 
-def _cpu_entry(cpuinfo: Path) -> dict[str, str]:
+def _facts(file: Path) -> dict[str, str]:
+    """Returns the first entry of a file of ``name: value``; none if it is missing."""
     try:
-        lines = cpuinfo.read_text().split("\n\n")[0].splitlines()
+        lines = file.read_text().split("\n\n")[0].splitlines()
     except OSError:
         return {}
     pairs = (line.partition(":") for line in lines)
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _memory(meminfo: Path) -> dict[str, int]:
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return {}
-    words = [line.replace(":", " ").split() for line in lines]
-    return {w[0]: int(w[1]) * 1024 for w in words if len(w) == 3}
 
 
 def _version(package: str) -> str | None:
@@ -150,19 +135,15 @@ def _version(package: str) -> str | None:
 def _missing_driver() -> list[Problem]:
     """Returns the problem of a CUDA plugin beside which JAX falls back to the CPU."""
     plugin = next((name for name in _CUDA_PLUGINS if _version(name)), None)
-    if plugin is None:
-        return []
     try:
-        ctypes.CDLL(_CUDA_DRIVER)
+        if plugin is not None:
+            ctypes.CDLL(_CUDA_DRIVER)
     except OSError as error:
-        return [
-            Problem(
-                f"{plugin} is installed, and NVIDIA's driver is not found: {error}; "
-                "JAX uses the CPU, or fails if JAX_PLATFORMS names cuda",
-                "install the driver (nvidia-smi then lists the GPUs), or give them to "
-                "the container (docker run --gpus all)",
-            )
-        ]
+        what = f"{plugin} is installed, and NVIDIA's driver is not found: {error}; "
+        what += "JAX uses the CPU, or fails if JAX_PLATFORMS names cuda"
+        remedy = "install the driver (nvidia-smi then lists the GPUs), or give them to "
+        remedy += "the container (docker run --gpus all)"
+        return [Problem(what, remedy)]
     return []
 
 
@@ -185,13 +166,9 @@ def _jax_devices(problems: list[Problem]) -> list[str]:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         setting = os.environ.get("JAX_PLATFORMS")
         where = f" (JAX_PLATFORMS={setting})" if setting else ""
-        problems.append(
-            Problem(
-                f"JAX found no device{where}: {first_line}",
-                "set JAX_PLATFORMS=cpu, or install the jax build of your accelerator",
-                is_fatal=True,
-            )
-        )
+        what = f"JAX found no device{where}: {first_line}"
+        remedy = "set JAX_PLATFORMS=cpu, or install the jax build of your accelerator"
+        problems.append(Problem(what, remedy, is_fatal=True))
     return devices
 
 
