@@ -1,7 +1,8 @@
 """Params from and to other tools, and whole steps from and to directories and URLs.
 
 Invariant: memory stays within a budget for leaves of any size, unless another tool's
-  file has larger chunks; everything is checked before anything is written.
+  file has larger chunks; everything is checked before anything is written. What is
+  wrong with another tool's files, or with a place, is an ExchangeError.
 """
 
 from jaxinf.exchange.export_source import export_source
@@ -11,7 +12,7 @@ from jaxinf.exchange.huggingface_config import (
     write_config,
 )
 from jaxinf.exchange.huggingface_export import export_adapters, export_huggingface
-from jaxinf.exchange.huggingface_source import HuggingFaceFolder, TensorLeaf
+from jaxinf.exchange.huggingface_source import HuggingFaceFolder
 from jaxinf.exchange.object_store import ObjectStore, is_url
 from jaxinf.exchange.safetensors_files import export_safetensors
 from jaxinf.exchange.step_files import (
@@ -30,7 +31,6 @@ from jaxinf.exchange.tokenizer_files import (
 )
 from jaxinf.exchange.url_export import (
     UrlExport,
-    UrlReport,
     carried_files,
     check_exports,
     copy_chunks,
@@ -51,7 +51,6 @@ __all__ = [
     "ImportReport",
     "ObjectStore",
     "StepFiles",
-    "TensorLeaf",
     "Transit",
     "UrlExport",
     "UrlReport",

@@ -55,11 +55,7 @@ class Architecture:
 
 
 def read_config(document: Any, *, where: str) -> Architecture:
-    """Reads a config.json as the fields of one of our configs.
-
-    Raises:
-      ExchangeError: the architecture or its settings are not supported; lists them.
-    """
+    """Reads a config.json as the fields of one of our configs; refuses all others."""
     kind = document.get("model_type") if isinstance(document, dict) else None
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -135,11 +131,7 @@ def _problem(family: Family, name: str, value: Any) -> str | None:
 
 
 def read_config_file(path: Path) -> Architecture:
-    """Reads a config.json that has no weights.
-
-    Raises:
-      ExchangeError: it cannot be read, or the architecture is not known.
-    """
+    """Reads a config.json that has no weights."""
     document = read_foreign(path, dict[str, Any], "a JSON document", "copy it anew")
     return read_config(document, where=str(path))
 
@@ -147,17 +139,7 @@ def read_config_file(path: Path) -> Architecture:
 def write_config(
     architecture: Architecture, task: str, dtype: str
 ) -> dict[str, JsonValue]:
-    """Makes the config.json of one of our models.
-
-    Args:
-      architecture: the model's architecture; its `model_type` may be empty, and is
-        ignored if it does not fit the model.
-      task: the task of its head.
-      dtype: dtype of the tensors beside it.
-
-    Raises:
-      ExchangeError: Hugging Face has no architecture with these fields.
-    """
+    """Makes the config.json of one of our models, with tensors of a dtype beside it."""
     fields, extra = architecture.fields, dict(architecture.extra)
     kind = _model_type(architecture)
     if task == "classification" and architecture.model in _READ_LAST:
@@ -189,11 +171,7 @@ def _padding(extra: Document) -> Fields:
 
 
 def _model_type(architecture: Architecture) -> str:
-    """Finds the family of our model with these fields, if possible its own.
-
-    Raises:
-      ExchangeError: there is none.
-    """
+    """Finds the family of our model with these fields, if possible its own."""
     for kind in (architecture.model_type, *FAMILIES):
         family = FAMILIES.get(kind)
         if family is not None and family.model == architecture.model:

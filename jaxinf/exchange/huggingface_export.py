@@ -81,11 +81,7 @@ def _architecture(step: StepFiles) -> tuple[Architecture, str]:
 
 
 def _architecture_like(step: StepFiles, folder: Path) -> tuple[Architecture, str]:
-    """Returns the model of a folder, whose params a step has, and the task of its head.
-
-    Raises:
-      ExchangeError: the step has others.
-    """
+    """Returns the model of a folder, if a step has its params, and its head's task."""
     found = HuggingFaceFolder.read(folder)
     architecture, family = found.architecture, found.architecture.family
     params = param_arrays(step)

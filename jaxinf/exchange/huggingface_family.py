@@ -137,10 +137,7 @@ class Family:
     def find(self, path: str) -> tuple[str, tuple[int, ...]]:
         """Returns the name of a leaf's tensor, and the order of its axes in the leaf.
 
-        No axes stand for no change.
-
-        Raises:
-          KeyError: the family does not have the leaf.
+        No axes stand for no change. Raises KeyError for a leaf that the family lacks.
         """
         number = "".join(re.findall(r"^[a-z](\d+)/", path))
         path = re.sub(r"^([a-z])\d+/", r"\1{}/", path)

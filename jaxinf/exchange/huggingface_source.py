@@ -47,11 +47,7 @@ class TensorLeaf(DeferredArray):
         self.axes = axes
 
     def read(self) -> Array:
-        """See `DeferredArray`; needs 256 KiB of memory beside the result.
-
-        Raises:
-          ExchangeError: the file has become shorter.
-        """
+        """See `DeferredArray`; needs 256 KiB of memory beside the result."""
         # The allocator may keep freed memory, which would add up for large leaves.
         result = aligned_array(self.shape, self.dtype)
         theirs = result.transpose(np.argsort(self.axes)) if self.axes else result
@@ -79,12 +75,7 @@ class HuggingFaceFolder:
 
     @classmethod
     def read(cls, path: Path) -> "HuggingFaceFolder":
-        """Reads config.json, the index and the headers.
-
-        Raises:
-          ExchangeError: a file is missing or damaged, the architecture is not known, or
-            the index names files outside the folder.
-        """
+        """Reads config.json, the index and the headers, of this folder alone."""
         if not path.is_dir():
             found = "a file" if path.exists() else "nothing"
             raise ExchangeError(
@@ -103,9 +94,6 @@ class HuggingFaceFolder:
         """Refuses a config with larger counts than its tensors can have.
 
         Laying out such a model could otherwise take forever.
-
-        Raises:
-          ExchangeError: names the count and its limit.
         """
         largest = max((math.prod(x.shape) for x in self.tensors.values()), default=0)
         limits: dict[str, int] = dict.fromkeys(_LAYERS, len(self.tensors))

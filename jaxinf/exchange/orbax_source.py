@@ -67,17 +67,11 @@ def is_orbax(path: Path) -> bool:
 
 
 def read_orbax(path: Path) -> dict[str, SourceArray]:
-    """Opens the arrays of a checkpoint.
+    """Opens the arrays of a checkpoint, by name in the order of the tree.
 
     Args:
       path: the path that a checkpointer's ``save`` got, or a step's directory of a
         CheckpointManager that saves a single pytree.
-
-    Returns:
-      Arrays by name, in the order of the tree.
-
-    Raises:
-      ExchangeError: it is no Orbax checkpoint, holds several items, or is damaged.
     """
     directory = _find_item(path)
     file = directory / METADATA_NAME

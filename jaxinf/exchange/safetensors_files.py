@@ -76,13 +76,7 @@ def read_safetensors(path: Path) -> dict[str, SourceArray]:
     """Reads the headers of a file, or of the files of a directory.
 
     Of a directory these are the files of its index, else ``model.safetensors``, else
-    all.
-
-    Returns:
-      Arrays by name, with ``/`` in names replaced by ``.``.
-
-    Raises:
-      ExchangeError: a file is missing or damaged, or two tensors have the same name.
+    all. In names, ``/`` becomes ``.``.
     """
     listed: Mapping[str, str] = {}
     if not path.is_dir():

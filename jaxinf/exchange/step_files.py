@@ -81,11 +81,7 @@ class StepFiles:
 
     @cached_property
     def commit(self) -> CommitRecord:
-        """The step's record.
-
-        Raises:
-          StoreFormatError: it is missing or damaged, or not of these arrays.
-        """
+        """The step's record, checked to be of these arrays."""
         path = self.path / "commit.json"
         record = self.record or CommitRecord.read(path)
         record.check_fits(path, self.manifest)
@@ -210,11 +206,7 @@ def adapters(step: StepFiles) -> dict[tuple[str, ...], tuple[ParamArray, ParamAr
 
 
 def param_arrays(step: StepFiles) -> list[ParamArray]:
-    """Returns the params of a step, with its adapters in their matrices.
-
-    Raises:
-      ExchangeError: their average is asked for, and there is none.
-    """
+    """Returns the params of a step, with its adapters in their matrices."""
     names = step.manifest.state_names
     if step.average and AVERAGE not in names:
         raise ExchangeError(

@@ -58,11 +58,7 @@ class ImportReport:
 
 
 def read_source(path: Path) -> dict[str, SourceArray]:
-    """Returns by name the arrays of an Orbax checkpoint or of safetensors files.
-
-    Raises:
-      ExchangeError: the path is neither, or damaged.
-    """
+    """Returns by name the arrays of an Orbax checkpoint or of safetensors files."""
     if is_safetensors(path):
         return read_safetensors(path)
     if path.is_dir() or is_orbax(path):
@@ -131,11 +127,7 @@ def import_params(
 def _wanted(
     manifest: Manifest, found: Mapping[str, SourceArray], place: str, source: Path
 ) -> list[SourceArray]:
-    """Returns the array of each leaf.
-
-    Raises:
-      ExchangeError: arrays are missing, or of another shape or dtype.
-    """
+    """Returns the array of each leaf, of its shape and of a dtype that it holds."""
     within = place.strip("/.").replace("/", ".")
     wanted, problems = [], []
     for leaf in manifest.leaves:

@@ -103,11 +103,7 @@ class ExportManifest(Document, frozen=True):
 
     @classmethod
     def read(cls, place: ObjectStore, name: str) -> "ExportManifest | None":
-        """Reads `MANIFEST` or `BEGUN`; None if it is not there.
-
-        Raises:
-          ExchangeError: it is torn, or of another format.
-        """
+        """Reads `MANIFEST` or `BEGUN`; None if it is not there."""
         raw = place.read(name)
         if raw is None:
             return None
@@ -301,10 +297,9 @@ class UrlExport:
         self._own = ExportManifest.of(manifest, commit.step, checksum)
 
     def begin(self) -> None:
-        """Takes the place for this step; blocks.
+        """Takes the place for this step, if nothing else is there; blocks.
 
         Raises:
-          ExchangeError: it cannot be used, or has another export or other objects.
           StoreSpaceError: there is no room.
         """
         there = self._place.names()
@@ -315,14 +310,7 @@ class UrlExport:
         self._place.put(BEGUN, seal(self._own))
 
     def complete(self, num_kept: int = 0) -> UrlReport:
-        """Writes the documents when all chunks are there, the manifest last; blocks.
-
-        Args:
-          num_kept: for the report.
-
-        Raises:
-          ExchangeError: the place does not take them, or chunks are gone.
-        """
+        """Writes the documents when all chunks are there, the manifest last; blocks."""
         place, documents = self._place, self._documents
         there = place.names()
         for name, value in documents.items():
@@ -349,7 +337,6 @@ def copy_chunks(place: ObjectStore, step: StepFiles, transit: Transit) -> int:
       The number of those that were there.
 
     Raises:
-      ExchangeError: the place does not take or keep them, or it was stopped.
       ValueError: too little memory.
       StoreError: a chunk is damaged, or cannot be read.
     """
@@ -475,11 +462,7 @@ def check_exports(url: str, step: int) -> None:
 
     Args:
       url: the place.
-      step: the next step to be exported.
-
-    Raises:
-      ExchangeError: it is no such URL, cannot be read or written, or has an export of
-        that step.
+      step: the next step to be exported, of which there must be no export.
     """
     there = ObjectStore(url_of_step(url, step))
     for name in (BEGUN, MANIFEST):
