@@ -41,16 +41,19 @@ class ModelFamily:
     tasks: tuple[TaskName, ...]
 
 
-_CAUSAL, _CLASSES = "causal-lm", "classification"
+_CAUSAL: tuple[TaskName, ...] = ("causal-lm", "classification")
+_MASKED: tuple[TaskName, ...] = ("masked-lm", "classification")
 MODELS: Mapping[str, ModelFamily] = {
-    name: ModelFamily(name, *given)
-    for name, *given in (
-        ("gpt2", gpt2.GPT2Config, gpt2.GPT2, gpt2.PRESETS, (_CAUSAL, _CLASSES)),
-        ("bert", bert.BertConfig, bert.Bert, bert.PRESETS, ("masked-lm", _CLASSES)),
-        ("t5", t5.T5Config, t5.T5, t5.PRESETS, ("seq2seq",)),
-        ("vit", vit.ViTConfig, vit.ViT, vit.PRESETS, (_CLASSES,)),
-        ("bloom", bloom.BloomConfig, bloom.Bloom, bloom.PRESETS, (_CAUSAL,)),
-        ("llama", llama.LlamaConfig, llama.Llama, llama.PRESETS, (_CAUSAL, _CLASSES)),
+    family.name: family
+    for family in (
+        ModelFamily("gpt2", gpt2.GPT2Config, gpt2.GPT2, gpt2.PRESETS, _CAUSAL),
+        ModelFamily("bert", bert.BertConfig, bert.Bert, bert.PRESETS, _MASKED),
+        ModelFamily("t5", t5.T5Config, t5.T5, t5.PRESETS, ("seq2seq",)),
+        ModelFamily("vit", vit.ViTConfig, vit.ViT, vit.PRESETS, ("classification",)),
+        ModelFamily(
+            "bloom", bloom.BloomConfig, bloom.Bloom, bloom.PRESETS, _CAUSAL[:1]
+        ),
+        ModelFamily("llama", llama.LlamaConfig, llama.Llama, llama.PRESETS, _CAUSAL),
     )
 }
 

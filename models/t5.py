@@ -11,7 +11,7 @@ self-attention of the decoder. Attention from decoder to encoder has none.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -332,5 +332,5 @@ class T5(LanguageModel):
         decoder_segments: jax.Array | None = None,
     ) -> jax.Array:
         """Logits of the answer: float32 [batch, targets, vocab]."""
-        given = {"segments": segments, "decoder_segments": decoder_segments}
+        given: Any = {"segments": segments, "decoder_segments": decoder_segments}
         return self.head(self.hidden(tokens, decoder_tokens, **given))
