@@ -53,7 +53,6 @@ __all__ = [
     "StepFiles",
     "Transit",
     "UrlExport",
-    "UrlReport",
     "carried_files",
     "check_exports",
     "copy_chunks",
