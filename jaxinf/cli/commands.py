@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,11 +73,7 @@ class Inspect(_OfProcesses):
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
-
-        def show(store: str) -> bool:
-            inspection.run(store, leaf=self.leaf, as_json=self.json)
-            return True
-
+        show = partial(inspection.run, leaf=self.leaf, as_json=self.json)
         return self.over(self.store, show, as_json=self.json)
 
 
@@ -132,16 +129,13 @@ class Verify(_OfProcesses):
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
-
-        def verify(store: str) -> bool:
-            return verification.run(store, name=self.checkpoint, as_json=self.json)
-
         path = Path(self.store).expanduser().absolute()
         if left := left_by_copy(path):
             make_console(sys.stderr).print(
                 f"warning: {left}: what a copy has made or replaced that was "
                 "interrupted, or goes on; give its command again, which completes it"
             )
+        verify = partial(verification.run, name=self.checkpoint, as_json=self.json)
         return self.over(self.store, verify, as_json=self.json)
 
 

@@ -60,8 +60,8 @@ from jaxinf.terminal import format_bytes, make_console, printable
 _LOCK_BYTES = 1 << 20
 
 
-def run(store: str, *, leaf: str | None, as_json: bool) -> None:
-    """Prints what a store has, or a summary of one leaf."""
+def run(store: str, *, leaf: str | None, as_json: bool) -> bool:
+    """Prints what a store has, or a summary of one leaf; True, as it is well."""
     path = Path(store).expanduser().absolute()
     errors = make_console(sys.stderr)
     with open_committed(path) as step:
@@ -73,6 +73,7 @@ def run(store: str, *, leaf: str | None, as_json: bool) -> None:
     else:
         show = _print_store if leaf is None else _print_leaf
         show(make_console(), document)
+    return True
 
 
 # --- the document --------------------------------------------------------------------
