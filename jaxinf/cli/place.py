@@ -73,20 +73,18 @@ class Place:
                 format_bytes(speed.moved_bytes),
             )
             how = "direct" if is_direct else "buffered, so partly memory's"
-            read, write = format_rate(speed.read), format_rate(speed.write)
-            rows["bandwidth"] = f"read {read}, write {write}, mixed "
-            rows["bandwidth"] += f"{format_rate(speed.mixed)} ({how}, {size} moved)"
+            read, write, mixed = map(
+                format_rate, (speed.read, speed.write, speed.mixed)
+            )
+            rows["bandwidth"] = f"read {read}, write {write}, mixed {mixed} ("
+            rows["bandwidth"] += f"{how}, {size} moved)"
             params = format_count(speed.mixed / _ADAM_STEP_BYTES)
             rows["means"] = f"{params} params/s with Adam in fp32"
         return rows
 
 
 def look_at_place(path: Path, file_bytes: int, progress: ProgressCallback) -> Place:
-    """Examines and measures a directory; blocks.
-
-    Args:
-      file_bytes: length of the temporary file; 0 for no measurement.
-    """
+    """Examines a directory; measures it with a file of that length, if any; blocks."""
     place = Place(path)
     try:
         _examine(place, file_bytes, progress)
