@@ -16,8 +16,8 @@ from jaxinf.program import Average, NonFinitePolicy, check_nonfinite
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.options import Options
-from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.plan.calls import POLICIES, Policy
+from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.plan.memory import store_memory_bytes
 from jaxinf.streaming.plan.resident import check_resident
 from jaxinf.streaming.streamed_step import StreamedStep
@@ -138,7 +138,7 @@ def stream(
     check_compression(compress, owned)
     is_compressed = compress is not None
     check_device_updates(device_updates, owned, is_compressed=is_compressed)
-    options = replace(options, together=Together(owned._training))
+    options = replace(options, together=GroupStep(owned._training))
     return StreamedStep(loss_fn, tx, owned, options)
 
 
@@ -221,7 +221,7 @@ def stream_function(
     )
     owned = _opened(store, options)
     closes = owned is not store
-    options = replace(options, together=Together(owned._training))
+    options = replace(options, together=GroupStep(owned._training))
     return StreamedFunction(fn, owned, options, closes=closes, average=average)
 
 

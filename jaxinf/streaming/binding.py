@@ -37,7 +37,7 @@ def within(options: Options, plan: Callable[[Mapping[str, int]], _Plan]) -> _Pla
     try:
         return plan(options.budgets)
     except BudgetError as error:
-        if not options.together.is_alone:
+        if not options.together.group.is_alone:
             raise
         raise _advised(error, options.budgets, plan) from None
 
@@ -82,7 +82,7 @@ def bind(ends: Ends, ready: Prepared) -> Bound:
     """
     fitted = within(ends.options, partial(ends.fitted, ready))
     with ExitStack() as undone:
-        made = ends.options.together.call(
+        made = ends.options.together.group.in_all(
             "the room for a step", lambda: _made(ends, ready, fitted, undone)
         )
         undone.pop_all()

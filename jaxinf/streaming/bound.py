@@ -161,10 +161,10 @@ class Ends(ABC):
 
         def plan() -> JsonValue:
             found.append(self._fitted(ready, division, kept))
-            return None if self.options.together.is_alone else found[0].digest
+            return None if self.options.together.group.is_alone else found[0].digest
 
         remedy = "give all the same options, and the same versions of packages"
-        self.options.together.same("the plan of a step", plan, remedy)
+        self.options.together.group.agree("the plan of a step", plan, remedy)
         return found[0]
 
     def _agreed(
@@ -197,7 +197,7 @@ class Ends(ABC):
                 read = saved_cuts(self.saved_in, ready)
             return [division.programs, division.staged, division.spare, read]
 
-        told = self.options.together.values("the memory of a step", divided)
+        told = self.options.together.group.gather("the memory of a step", divided)
         programs, staged, spare = (min(one[n] for one in told) for n in range(3))
         kept = {tuple(cuts) for *_, cuts in told if cuts is not None}
         if len(kept) > 1:

@@ -141,7 +141,7 @@ class StoreEnds(StoreParamsEnds):
         options: Options,
     ) -> None:
         pieces, params = ready.gradient_pieces, ready.traced.params
-        passes = passes_for(program, pieces, is_alone=options.together.is_alone)
+        passes = passes_for(program, pieces, is_alone=options.together.group.is_alone)
 
         def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
             return leaf not in passes.whole and shape.can_move(leaf, origin, extent)

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from jaxinf.compress import TopK
 from jaxinf.program import Average, NonFinitePolicy
-from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.plan.calls import Policy, may_leave
 from jaxinf.streaming.plan.device import device_limit, mesh_limit
+from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.plan.memory import DeviceLimit
 from jaxinf.streaming.plan.resident import Resident
 from jaxinf.streaming.program.meshes import default_device
@@ -48,7 +48,7 @@ class Options:
     deterministic: bool = True
     device_updates: DeviceUpdates = None
     carry: Callable[[PyTree], PyTree] | None = None
-    together: Together = field(default_factory=Together)
+    together: GroupStep = field(default_factory=GroupStep)
     executables: Executables = field(default_factory=dict)
     other_limit: DeviceLimit | None = None
 

@@ -51,7 +51,7 @@ def described(
     Raises:
       UnsupportedTransformError: The optimizer needs too much of all leaves.
     """
-    is_alone = options.together.is_alone
+    is_alone = options.together.group.is_alone
     passes_for(update, pieces, is_alone=is_alone)
     first, held = trace_init(tx, without_shardings(avals)), jax.tree.leaves(avals)
     compress, counts = options.compress, part_counts(held, pieces)
@@ -100,7 +100,9 @@ def planned_leaves(
         host_bytes = budgets["memory_bytes"] - tier_bytes
         device_bytes = budgets.get("device_memory_bytes") or host_bytes
         made_bytes = min(device_bytes, host_bytes)
-        made = options.together.call("the first params", lambda: leaves(made_bytes))
+        made = options.together.group.in_all(
+            "the first params", lambda: leaves(made_bytes)
+        )
         if check is not None:
             check(budgets)
         return iter(made)

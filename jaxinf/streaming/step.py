@@ -117,7 +117,7 @@ class Step(ABC):
         leaves, tree = jax.tree.flatten(abstract(batch))
         key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         if key not in self._bound:
-            ready, ends = self._together.call(
+            ready, ends = self._together.group.in_all(
                 f"the trace of {self._named}", lambda: self._traced_ends(batch)
             )
             with outside_mesh():

@@ -165,7 +165,7 @@ class StreamedStep(TrainingStep):
             check, shape = None, training.shape(description)
             if ready is not None:
                 make = partial(self._ends_of, ready, update, shape, self._options)
-                ends = self._together.call("the optimizer's programs", make)
+                ends = self._together.group.in_all("the optimizer's programs", make)
                 check = partial(ends.fitted, ready)
             tier_bytes = shape.options.host_tier_bytes
             made = planned_leaves(self._options, leaves, check, tier_bytes)

@@ -137,7 +137,7 @@ ONE_DEVICE = (f"ProcessError: .*{OTHER}{UNKNOWN}", UNKNOWN)
 REFUSED = {
     "ratios": "UnsupportedTransformError: .*whole params or states in a run of several",
     "offload": 'StreamError: policy="offload": not supported yet on several devices',
-    "other_batch": "StreamError: .*the batch of a step to be the same in all 2 process",
+    "other_batch": "ProcessError: .*the batch of a step to be the same in all 2 proce",
     "no_mesh": "DeviceConfigurationError: .*expected params on a mesh of all 2",
     "own_path": "DeviceConfigurationError: .*the store is this process's alone",
     "in_memory": "StreamError: .*expected arrays on one device, found 2 devices",

@@ -26,7 +26,7 @@ from jaxinf.streaming.move.mover import Mover, MoverCounts
 from jaxinf.streaming.move.reader import StoreReader
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.tensors import Moved
-from jaxinf.streaming.plan.agreement import Together
+from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.units import StoreUnits, Unit
@@ -159,10 +159,10 @@ class StoreParams(Params):
         in_place: Collection[Unit] = (),
         gives: Collection[Unit] = (),
         is_shared: bool = False,
-        together: Together | None = None,
+        together: GroupStep | None = None,
     ) -> None:
         self.counts = MoverCounts()
-        self._together = together or Together()
+        self._together = together or GroupStep()
         self._store_units, self._reader, self._resident = store_units, reader, resident
         self._stays, self._in_place, self._gives = stays, in_place, gives
         self._is_shared, self._device = is_shared, device
@@ -281,7 +281,7 @@ class StoreParams(Params):
         self._resident.end()
 
     def give_up(self) -> None:
-        if not self._together.is_alone:  # all bring the same units again
+        if not self._together.group.is_alone:  # all bring the same units again
             self._resident.drop()
 
     @property

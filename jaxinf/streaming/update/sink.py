@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxinf.errors import StreamError
 from jaxinf.streaming.move.params import Params
-from jaxinf.streaming.plan.agreement import Together
+from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import on_this_process
 from jaxinf.typing import Array, PyTree
@@ -75,7 +75,7 @@ class Sink(ABC):
 class NoGradients(Sink):
     """The sink of a function without a gradient."""
 
-    def __init__(self, together: Together) -> None:
+    def __init__(self, together: GroupStep) -> None:
         self._together = together
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:

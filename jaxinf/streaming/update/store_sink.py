@@ -30,8 +30,8 @@ from jaxinf.store import ScalarState
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.move.stage import Handed, Stage
-from jaxinf.streaming.plan.agreement import Together
 from jaxinf.streaming.plan.calls import Call
+from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import (
     Gradient,
@@ -82,7 +82,7 @@ class StoreSink(Sink):
         compressor: Compressor,
         store_units: StoreUnits,
         idle: Set[int],
-        together: Together,
+        together: GroupStep,
         capacity_bytes: int,
         spill: Spill | None,
         nonfinite: NonFinitePolicy,
@@ -105,7 +105,7 @@ class StoreSink(Sink):
         self.spill = spill
         self._passes = passes
         # Passes look at whole gradients, in every process.
-        self._is_gathered = not together.is_alone
+        self._is_gathered = not together.group.is_alone
         self._compressor = compressor
         self._gathering: dict[Unit, Gathered] = {}
         self._bad: list[str] = []
