@@ -36,7 +36,7 @@ import jaxinf
 from jaxinf.engine.options import Durability
 from jaxinf.errors import StoreCorruptError
 from jaxinf.layout import choose
-from jaxinf.store import StoreDirectory, Verifier, checkpoint_names
+from jaxinf.store import StoreDirectory, checkpoint_names, verify_step
 
 choose.DEFAULT_CHUNK_ELEMENTS = 4096  # so little data has several
 SIZES = (32, 128, 96, 8)
@@ -149,6 +149,7 @@ def train(run: Run, until: int, restore: str | None, say) -> None:
         memory_bytes=1 << 22,
         durability=run.durability,
         restore=restore,
+        keep_steps=(0, 2),
         tiers={"host": run.tier_bytes},
     )
     tx = jaxinf.smart_update(OPTIMIZERS[run.optimizer], store)
@@ -170,11 +171,8 @@ def train(run: Run, until: int, restore: str | None, say) -> None:
         say("loss", step, struct.unpack("<I", struct.pack("<f", float(loss)))[0])
         if step % CHECKPOINT_EVERY == 2:
             say("checkpoint", step)
-            if any(c.step == step + 1 for c in store.checkpoints()):
-                store.remove_checkpoint(str(step + 1))  # made before a restore
             store.checkpoint(state=state)
             say("held", step + 1)
-            store.prune_checkpoints(keep_last=2)
     jax.block_until_ready(state)
     say("closing", until)
     store.close()
@@ -402,10 +400,9 @@ def _verify(run: Run) -> None:
     if not (run.store / "current").is_symlink():
         return
     directory = StoreDirectory.open(run.store)
-    verifier = Verifier(directory)
-    damages = verifier.verify(run.store / "current")
+    damages = verify_step(directory, run.store / "current")
     for name in checkpoint_names(directory):
-        damages += verifier.verify(run.store / "checkpoints" / name)
+        damages += verify_step(directory, run.store / "checkpoints" / name)
     if damages:
         raise StoreCorruptError("; ".join(f"{d.what}: {d.problem}" for d in damages))
 

@@ -112,21 +112,14 @@ def _fallback_warning(error: StoreError) -> str:
 
 def _read_live(directory: StoreDirectory) -> tuple[Path, CommitRecord]:
     """Reads the committed slot's path and its record, both of one step."""
-    for attempt in range(_LIVE_ATTEMPTS):
-        slot = directory.committed_slot()
-        if slot is None:
-            break
-        slot_path = directory.step_path(slot)
+    for attempt in range(1, _LIVE_ATTEMPTS + 1):
+        slot_path = directory.step_path(directory.need_slot())
         try:
             return slot_path, CommitRecord.read(slot_path / "commit.json")
         except StoreFormatError as error:
             # A writer has removed the record for its next step: `current` has changed.
             taken = isinstance(error.__cause__, FileNotFoundError)
-            if not taken or attempt == _LIVE_ATTEMPTS - 1:
+            if not taken or attempt == _LIVE_ATTEMPTS:
                 raise
             time.sleep(_LIVE_PAUSE_S)
-    raise StoreFormatError(
-        f"{directory.path}: expected a committed step, found a store that is just "
-        "being created, or whose creation was interrupted; try again later, or start "
-        "the run again"
-    )
+    raise AssertionError("the last attempt raises")

@@ -16,12 +16,13 @@ from jaxinf.cli.terminal import show_progress
 from jaxinf.store import (
     SLOTS,
     Damage,
-    Verifier,
     checkpoint_names,
     find_checkpoint,
+    link_damages,
     plan_damages,
     step_bytes,
     stray_checkpoints,
+    verify_step,
 )
 from jaxinf.terminal import format_bytes, make_console, printable
 
@@ -47,17 +48,17 @@ def run(store: str, *, name: str | None, as_json: bool) -> bool:
     with open_committed(path) as step:
         for warning in step.warnings:
             console.print(f"warning: {path}: {warning}")
-        verifier = Verifier(step.directory)
+        seen: dict[tuple[int, int], int] = {}
         for title, place in _steps(step, name):
             with show_progress(title) as progress:
-                damages = verifier.verify(place, progress)
+                damages = verify_step(step.directory, place, progress, seen=seen)
             if place.exists():  # a run may have removed a checkpoint meanwhile
                 reports.append((title, damages))
             elif name is not None:
                 find_checkpoint(step.directory, name)
         if name is None:
             add = [
-                *_slot_links(step, verifier),
+                *_slot_links(step),
                 *stray_checkpoints(step.directory),
                 *plan_damages(step.directory.path),
             ]
@@ -80,7 +81,7 @@ def _steps(step: CommittedStep, name: str | None) -> Sequence[tuple[str, Path]]:
     return [(f"step {step.commit.step}, committed", step.path), *kept]
 
 
-def _slot_links(step: CommittedStep, verifier: Verifier) -> Sequence[Damage]:
+def _slot_links(step: CommittedStep) -> Sequence[Damage]:
     """Returns damaged links of the slots, since a snapshot has links of its own.
 
     What is gone of the spare slot is made again when the store is opened.
@@ -89,7 +90,7 @@ def _slot_links(step: CommittedStep, verifier: Verifier) -> Sequence[Damage]:
     return [
         damage
         for slot in SLOTS
-        for damage in verifier.links(slot)
+        for damage in link_damages(step.directory, slot)
         if slot == committed or os.path.lexists(damage.file)
     ]
 

@@ -32,8 +32,8 @@ from jaxinf.store import (
     CommitRecord,
     StepReader,
     list_checkpoints,
-    read_spare,
-    verify_spare,
+    other_slot,
+    verify_step,
 )
 from jaxinf.typing import Array
 
@@ -222,7 +222,8 @@ class Binding:
                 return
             is_own = candidate.place in opened.directory.published
             if candidate.place in SLOTS and not is_own:
-                damages = verify_spare(opened.directory, candidate.place)
+                slot_path = opened.directory.step_path(candidate.place)
+                damages = verify_step(opened.directory, slot_path)
                 if damages:
                     first = damages[0]
                     raise StaleStateError(
@@ -281,9 +282,9 @@ def _places(
             place = f"checkpoints/{info.name}"
             record = CommitRecord.read(directory.step_path(place) / "commit.json")
             found.append((place, record))
-    spare = read_spare(directory)
-    if spare is not None:
-        words.append(f"step {spare[1].step}, its other slot")
-        if spare[1].step == step:
-            found.append(spare)
+    spare = other_slot(opened.chunks.committed)
+    if (record := directory.found_record(spare)) is not None:
+        words.append(f"step {record.step}, its other slot")
+        if record.step == step:
+            found.append((spare, record))
     return found, words

@@ -7,7 +7,7 @@ import logging
 import os
 
 from jaxinf.engine.options import StoreOptions
-from jaxinf.store import Manifest, csd_bytes, deal_by_shares, is_dealt_by
+from jaxinf.store import Manifest, csd_bytes, deal, is_dealt_by
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -18,9 +18,9 @@ def deal_new_store(options: StoreOptions, manifest: Manifest) -> Manifest:
     if len(set(shares)) < 2:
         return manifest
     status = [os.statvfs(root) for root in manifest.csds]
-    num_copies = 2 + options.num_kept
+    num_copies = 2 + options.retention.most
     room = [one.f_bavail * one.f_frsize // num_copies for one in status]
-    return deal_by_shares(manifest, shares, room)
+    return deal(manifest, shares=shares, room=room)
 
 
 def tell_shares(options: StoreOptions, manifest: Manifest) -> None:

@@ -232,7 +232,8 @@ class OpenStore(StoreShape):
         """Whether a step is committed as soon as it has finished."""
         every = self.options.steps_per_commit
         is_due = every is not None and step - self.commit.step >= every
-        return is_due or self.options.keeps(step) or self.options.exports(step)
+        is_kept = self.options.retention.is_due(step)
+        return is_due or is_kept or self.options.exports(step)
 
     def publish(self) -> None:
         """Commits the last finished step; writes what was deferred of it."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from jaxinf.csd import CsdSpec, parse_csd
+from jaxinf.engine.retention import KeepSteps, Retention
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore, least_memory
 from jaxinf.store import CODECS, Manifest, StateFormat
@@ -20,9 +21,6 @@ Durability: TypeAlias = Literal["step", "checkpoint"] | int
 
 MasterChoice: TypeAlias = Literal["auto", "none"]
 """Form of the master params; see `jaxinf.open_store`."""
-
-KeepSteps: TypeAlias = int | tuple[int, int] | tuple[int, int, int]
-"""Interval, number and offset of the kept steps; see `jaxinf.open_store`."""
 
 LEAST_WORKERS, WORKERS_A_DRIVE = 4, 2
 """Requests at the drives at once."""
@@ -55,7 +53,7 @@ class StoreOptions:
         self.durability: Durability = durability
         self.keep_steps = keep_steps
         self.steps_per_commit = _steps_per_commit(durability)
-        self.keep_every, self.num_kept, self.keep_offset = _kept_steps(keep_steps)
+        self.retention = Retention.of(keep_steps)
         for root in csd_roots:
             if not root.is_dir():
                 raise ValueError(
@@ -112,18 +110,14 @@ class StoreOptions:
             )
         return found
 
-    def keeps(self, step: int) -> bool:
-        """Whether a step must be kept, and therefore committed."""
-        every = self.keep_every
-        return bool(every) and step % every == self.keep_offset
-
     def mean_steps_per_commit(self, also_every: int = 0) -> float | None:
         """Returns steps a commit, on average; None if only the caller's calls commit.
 
         Args:
           also_every: steps after each of which the caller commits; 0 for none.
         """
-        every = math.gcd(also_every, self.keep_every, self.export_every) or None
+        kept_every = self.retention.every
+        every = math.gcd(also_every, kept_every, self.export_every) or None
         if self.steps_per_commit is None or every is None:
             return every or self.steps_per_commit
         return every / -(-every // self.steps_per_commit)
@@ -148,22 +142,6 @@ def _steps_per_commit(durability: Durability) -> int | None:
     if durability < 1:
         raise ValueError(f"durability={durability}: expected at least 1 step")
     return durability
-
-
-def _kept_steps(keep_steps: KeepSteps | None) -> tuple[int, int, int]:
-    """Returns interval, number and offset of the kept steps; zeros for none."""
-    if keep_steps is None:
-        return 0, 0, 0
-    given = (keep_steps, 2) if isinstance(keep_steps, int) else tuple(keep_steps)
-    every, num, offset = given if len(given) == 3 else (*given, 0, 0, 0)[:3]
-    are_numbers = len(given) in (2, 3) and all(type(n) is int for n in given)
-    if not are_numbers or min(every, num) < 1 or not 0 <= offset < every:
-        raise ValueError(
-            f"keep_steps={keep_steps!r}: expected a number k of steps, (k, n) for the "
-            "last n multiples of k, or (k, n, offset) for steps offset, offset + k, "
-            "…; k and n at least 1, the offset less than k"
-        )
-    return every, num, offset
 
 
 def _check_exports(every: int | None, url: str | None) -> None:

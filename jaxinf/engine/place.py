@@ -53,7 +53,6 @@ from jaxinf.store import (
     prune_snapshots,
     read_owned,
     restore_checkpoint,
-    restore_spare,
 )
 from jaxinf.typing import JsonValue
 
@@ -198,7 +197,9 @@ class StorePlace:
         """
         directory = opened.directory
         if place in SLOTS:
-            commit = restore_spare(directory, place)
+            commit = directory.read_record(place)
+            directory.sync()  # chunks that were read may not be durable yet
+            directory.publish(place, commit)
         else:
             with lock_exclusively(self.path / "checkpoints.lock"):
                 name = place.removeprefix("checkpoints/")
@@ -290,7 +291,7 @@ class StorePlace:
             check_memory(self._options, manifest)
         manifest = deal_new_store(self._options, manifest)
         directory = StoreDirectory(self.path, manifest)
-        check_space(directory, num_more=self._options.num_kept)
+        check_space(directory, num_more=self._options.retention.most)
         csds = self._open_csds(manifest)
         try:
             csds.fleet.check(kernel_needs(description, manifest))

@@ -28,6 +28,7 @@ from jaxinf.store import (
     Slot,
     StepReader,
     dtype_of,
+    over,
     schedule_free_params,
 )
 from jaxinf.typing import Array, JsonValue
@@ -327,17 +328,17 @@ def _each_piece(
     record = opened.directory.manifest.leaves[leaf]
     chosen = record.states[state]
 
-    def pieces(number: int) -> Iterator[Piece]:
+    def take(number: int) -> None:
         if dtype_of(chosen.dtype) == dtype:
-            yield from reader.stored(record, chosen, number, into=into)
+            pieces = reader.stored(record, chosen, number, into=into)
         else:
-            yield from reader.pieces(record, chosen, [number])
-
-    def take(piece: Piece) -> None:
-        visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
+            pieces = reader.pieces(record, chosen, [number])
+        for piece in pieces:
+            visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
 
     try:
-        reader.each(chunks, pieces, take)
+        for _ in over(chunks, take, reader.num_threads):
+            pass
     except StoreError as error:
         opened.fail(error)
         raise

@@ -20,11 +20,11 @@ from typing import NamedTuple, TypeAlias
 
 from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.divergence import stale_state
-from jaxinf.engine.kept_steps import keep_step
 from jaxinf.engine.nan_scalars import nan_scalar_error, nan_scalars
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Loads, Task
 from jaxinf.engine.recalled import SlotRequest, recall_tasks
+from jaxinf.engine.retention import keep_step
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
 from jaxinf.engine.update_tasks import compute_nothing, kept_tasks, request_tasks
@@ -407,8 +407,8 @@ class StepEngine:
             opened.finished = record
             if opened.must_commit(record.step):
                 opened.publish()
-            if opened.options.keeps(record.step):
-                keep_step(opened)
+            if opened.options.retention.is_due(record.step):
+                keep_step(opened.directory, opened.options.retention)
             if opened.options.exports(record.step):
                 opened.exports.begin(opened.directory, record.step)
             traffic = opened.meters.snapshot()

@@ -22,16 +22,15 @@ from jaxinf.engine.dispatched import check_thread, wait_for_dispatched
 from jaxinf.engine.exit_status import fail_at_exit
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import closed_error
-from jaxinf.engine.kept_steps import keep_number
 from jaxinf.engine.member_opening import join_run
 from jaxinf.engine.open_stores import Opened, OpenStores
 from jaxinf.engine.options import (
     Durability,
-    KeepSteps,
     MasterChoice,
     StateFormat,
     StoreOptions,
 )
+from jaxinf.engine.retention import KeepSteps, remove_surplus
 from jaxinf.engine.steps import LAST_STEP
 from jaxinf.engine.training import Training
 from jaxinf.errors import ProcessError
@@ -40,7 +39,7 @@ from jaxinf.processes import Group
 from jaxinf.program import trained
 from jaxinf.store import (
     CheckpointInfo,
-    checkpoints_to_prune,
+    checkpoint_names,
     list_checkpoints,
     member_name,
     remove_checkpoint,
@@ -154,7 +153,9 @@ class Store(CommittedState):
 
     # --- checkpoints ---------------------------------------------------------------
 
-    def checkpoint(self, name: str | None = None, *, state: Any = None) -> str:
+    def checkpoint(
+        self, name: str | None = None, *, state: Any = None, overwrite: bool = False
+    ) -> str:
         """Keeps the last finished step under a name; blocks until it is durable.
 
         No data is copied: the step's files are hard-linked, and the run goes on in
@@ -165,9 +166,12 @@ class Store(CommittedState):
         Args:
           name: name of the checkpoint. By default it is the step's number, since
             Orbax's CheckpointManager lists numbers; a checkpoint of that number of a
-            run that has gone back is replaced.
+            run that has gone back is replaced. The latest n of these stay, as
+            `keep_steps` of `open_store` says; a named one stays until it is removed.
           state: the transform state to wait for; by default all that this thread has
             dispatched, as JAX's dispatch is asynchronous.
+          overwrite: whether to replace a checkpoint of that name, such as ``"best"``.
+            It stays until the new one is complete, and if that fails.
 
         Returns:
           The name. The checkpoint is ``STORE/checkpoints/NAME``, an Orbax checkpoint
@@ -180,23 +184,23 @@ class Store(CommittedState):
           ProcessError: another process failed, or did not call it after the same step.
         """
         self._wait_for(state)
-        made: list[str] = []
-
-        def save() -> str:
-            if name is not None:
-                made.append(save_checkpoint(self._directory, name))
-            elif keep_number(self._training.opened):
-                made.append(str(self.step))
-            return name or str(self.step)
-
         with self._training.paused():
-            what = f"checkpoint {name or self.step} of step {self.step}"
+            directory, given = self._directory, name or str(self.step)
+            held = checkpoint_names(directory)
+            replaces = overwrite or name is None
+
+            def save() -> str:
+                return save_checkpoint(directory, name, overwrite=replaces)
+
             try:
-                return self._training.group.in_all(what, save)
+                what = f"checkpoint {given} of step {self.step}"
+                made = self._training.group.in_all(what, save)
             except ProcessError:
-                for own in made:
-                    remove_checkpoint(self._directory, own)
+                if given not in held and given in checkpoint_names(directory):
+                    remove_checkpoint(directory, given)
                 raise
+            remove_surplus(directory, self._training.options.retention, made)
+            return made
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Returns all checkpoints, by step; waits for one that is being made."""
@@ -210,25 +214,6 @@ class Store(CommittedState):
           ValueError: there is no checkpoint of that name.
         """
         remove_checkpoint(self._directory, name)
-
-    def prune_checkpoints(self, *, keep_last: int, keep_every: int = 0) -> list[str]:
-        """Removes checkpoints that a policy does not keep, and returns their names.
-
-        Args:
-          keep_last: number of latest checkpoints to keep; 0 keeps all.
-          keep_every: checkpoints of steps that are a multiple of this are also kept; 0
-            for none.
-
-        Only checkpoints named by their step are removed, and none of a later step than
-        the store's.
-        """
-        found = self.checkpoints()
-        names = checkpoints_to_prune(
-            found, self.step, keep_last=keep_last, keep_every=keep_every
-        )
-        for name in names:
-            self.remove_checkpoint(name)
-        return names
 
     # --- exports -------------------------------------------------------------------
 
@@ -395,10 +380,12 @@ def open_store(
         blocks of 256 with a scale for each. The update computes in float32 in any case.
         Leaves of fewer than 4,096 elements stay in float32. An existing store records
         its format.
-      keep_steps: ``k``, ``(k, n)`` or ``(k, n, offset)``. The last n (by default 2)
-        steps that are multiples of k, or by offset more than these, are kept as
-        checkpoints named by their step, with any `durability`. Only such checkpoints
-        are removed. `init` checks that there is room for 2 + n states.
+      keep_steps: ``k``, ``(k, n)`` or ``(k, n, offset)``. Steps that are multiples of
+        k, or by offset more than these, are kept as checkpoints named by their step,
+        with any `durability`; with k = 0 `Store.checkpoint` alone makes some. Of all
+        that are named by their step the last n (by default 2) stay, and with n = 0
+        all. `init` checks that there is room for 2 + n states. By default none is made,
+        and all stay.
       tiers: ``{"host": bytes}``: so much of `memory_bytes` holds state from step to
         step, which is then not read again. Short chunks stay first. A step that commits
         writes it all the same, so what is promised of crashes does not change; steps

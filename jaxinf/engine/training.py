@@ -21,11 +21,11 @@ from jaxinf.engine.description import StoreDescription, kernel_needs
 from jaxinf.engine.dispatched import wait_for_dispatched
 from jaxinf.engine.divergence import RESTART
 from jaxinf.engine.division import check_memory
-from jaxinf.engine.kept_steps import archive, check_room
 from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.optax_state import given_step, publish_step, write_step
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.place import StorePlace
+from jaxinf.engine.retention import archive, check_room
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.state import (
     FirstParams,
@@ -298,7 +298,7 @@ class Training:
                     check_memory(self.options, opened.directory.manifest)
                 self._check_same(opened, description)
                 check_division(opened.directory, description)
-                check_room(self.options, opened.directory)
+                check_room(self.options.retention, opened.directory)
                 needs = kernel_needs(description, opened.directory.manifest)
                 opened.fleet.check(needs)
             self._bound.append(description)

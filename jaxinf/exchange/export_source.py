@@ -21,7 +21,6 @@ from jaxinf.exchange.url_export import (
     ExportManifest,
     check_memory,
     chunk_objects,
-    over,
 )
 from jaxinf.io import BufferPool, crc32c, write_bytes_atomically
 from jaxinf.store import (
@@ -31,6 +30,7 @@ from jaxinf.store import (
     StepReader,
     WholeStep,
     checked_carry,
+    over,
 )
 from jaxinf.typing import Array
 

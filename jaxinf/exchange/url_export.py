@@ -9,12 +9,11 @@ Invariant: memory stays within the budget. An object that is there and right is 
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -45,6 +44,7 @@ from jaxinf.store import (
     carry_files,
     check_plans_folder,
     check_seal,
+    over,
     read_carry,
     seal,
     step_documents,
@@ -66,9 +66,6 @@ _REMEDY = "export to this URL again, or remove what is there"
 _COPIES = 5  # of an object: in the reader, as read, as bytes, in tensorstore, sent
 _MOST_THREADS = 8
 _LEAST_BYTES = 1 << 20
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
@@ -359,25 +356,6 @@ def copy_chunks(place: ObjectStore, step: StepFiles, transit: Transit) -> int:
             if transit.progress is not None:
                 transit.progress(done_bytes, total_bytes)
     return num_kept
-
-
-def over(
-    items: Iterable[_T], action: Callable[[_T], _R], num_threads: int
-) -> Iterator[tuple[_T, _R]]:
-    """Yields each item with the action's result, from several threads, in order.
-
-    After an error no further action begins, and it is raised when those under way have
-    ended.
-    """
-    items = list(items)
-    if num_threads == 1:
-        yield from ((item, action(item)) for item in items)
-        return
-    threads = ThreadPoolExecutor(num_threads)
-    try:
-        yield from zip(items, threads.map(action, items), strict=True)
-    finally:
-        threads.shutdown(cancel_futures=True)
 
 
 def least_memory(manifest: Manifest) -> int:

@@ -24,7 +24,6 @@ from jaxinf.store.checkpoint import (
     check_checkpoint,
     check_pinnable,
     checkpoint_names,
-    checkpoints_to_prune,
     find_checkpoint,
     list_checkpoints,
     prune_leftovers,
@@ -60,7 +59,6 @@ from jaxinf.store.creation import (
     create_store,
     discard_store,
     required_bytes,
-    step_documents,
 )
 from jaxinf.store.damage import Damage, corrupt_chunk
 from jaxinf.store.directory import (
@@ -79,7 +77,6 @@ from jaxinf.store.documents import (
     seal,
     write_document,
 )
-from jaxinf.store.earlier import read_spare, restore_spare, verify_spare
 from jaxinf.store.formats import (
     AverageChoice,
     Codecs,
@@ -89,13 +86,12 @@ from jaxinf.store.formats import (
     coded_leaf,
     store_codecs,
 )
-from jaxinf.store.key_paths import encode_path
 from jaxinf.store.lock import Holder, StoreLock, lock_exclusively
 from jaxinf.store.making import (
     chunk_holders,
     csd_bytes,
     csd_shares,
-    deal_by_shares,
+    deal,
     deal_to_members,
     is_dealt_by,
     is_unfinished,
@@ -107,6 +103,7 @@ from jaxinf.store.names import (
     MASTER_PARAMS,
     array_name,
     check_leaf_paths,
+    encode_path,
     leaf_name,
 )
 from jaxinf.store.owned import (
@@ -123,7 +120,7 @@ from jaxinf.store.plans import (
     plans_folder,
     read_plan,
 )
-from jaxinf.store.reader import Piece, PieceRuns, StepReader, file_checksum
+from jaxinf.store.reader import Piece, PieceRuns, StepReader, file_checksum, over
 from jaxinf.store.regridding import Shards, ShardsOf, in_line
 from jaxinf.store.snapshot import (
     PinnedStep,
@@ -132,9 +129,9 @@ from jaxinf.store.snapshot import (
     snapshot,
 )
 from jaxinf.store.space import check_free_space, stored_bytes
-from jaxinf.store.stock_documents import stock_documents
+from jaxinf.store.stock_documents import step_documents, stock_documents
 from jaxinf.store.trimming import trim_store
-from jaxinf.store.verify import Verifier, step_bytes
+from jaxinf.store.verify import link_damages, step_bytes, verify_step
 from jaxinf.store.views import find_leaf, open_array
 from jaxinf.store.whole import (
     agreed_of,
@@ -201,7 +198,6 @@ __all__ = [
     "StoreDirectory",
     "StoreLock",
     "Sum",
-    "Verifier",
     "WholeStep",
     "agreed_of",
     "agreed_step",
@@ -219,7 +215,6 @@ __all__ = [
     "check_unclaimed",
     "checked_carry",
     "checkpoint_names",
-    "checkpoints_to_prune",
     "chunk_holders",
     "claim_csds",
     "coded_leaf",
@@ -229,7 +224,7 @@ __all__ = [
     "create_store",
     "csd_bytes",
     "csd_shares",
-    "deal_by_shares",
+    "deal",
     "deal_to_members",
     "discard_store",
     "drive_of",
@@ -249,6 +244,7 @@ __all__ = [
     "lay_out",
     "leaf_name",
     "left_by_copy",
+    "link_damages",
     "list_checkpoints",
     "list_whole",
     "lock_exclusively",
@@ -260,6 +256,7 @@ __all__ = [
     "num_processes",
     "open_array",
     "other_slot",
+    "over",
     "pinned_step",
     "plan_damages",
     "plans_folder",
@@ -269,12 +266,10 @@ __all__ = [
     "read_foreign",
     "read_owned",
     "read_plan",
-    "read_spare",
     "remove_checkpoint",
     "remove_whole",
     "required_bytes",
     "restore_checkpoint",
-    "restore_spare",
     "restore_whole",
     "save_checkpoint",
     "save_whole",
@@ -290,7 +285,7 @@ __all__ = [
     "stray_checkpoints",
     "tree_checksum",
     "trim_store",
-    "verify_spare",
+    "verify_step",
     "whole_manifest",
     "whole_record",
     "whole_step",

@@ -18,10 +18,9 @@ from jaxinf.errors import StoreCorruptError, StoreError
 from jaxinf.io import check_holds, crc32c, read_beneath, write_bytes_atomically
 from jaxinf.io.failures import translated
 from jaxinf.store.commit import CARRY, CarriedArray
-from jaxinf.store.creation import tree_document
 from jaxinf.store.links import link_or_copy
 from jaxinf.store.manifest import Manifest
-from jaxinf.store.zarr_metadata import array_metadata
+from jaxinf.store.stock_documents import array_metadata, tree_document
 
 
 def make_carry(

@@ -14,7 +14,7 @@ import shutil
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,20 +31,19 @@ from jaxinf.store.directory import (
     StoreDirectory,
     other_slot,
 )
-from jaxinf.store.links import can_link, link_or_copy
+from jaxinf.store.links import can_link
 from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.owned import current_store
-from jaxinf.store.pins import link_arrays
+from jaxinf.store.snapshot import link_step, remove_step
 from jaxinf.store.space import check_free_space, stored_bytes
-from jaxinf.store.stock_documents import document_checksum, stock_documents
-from jaxinf.store.zarr_metadata import (
-    ORBAX_ITEM,
-    ORBAX_STATE,
+from jaxinf.store.stock_documents import (
+    document_checksum,
+    make_orbax_item,
     orbax_checkpoint_metadata,
+    stock_documents,
 )
 
-_DOCUMENTS = ("zarr.json", "_METADATA", "commit_success.txt")
 _MAX_NAME_BYTES = 200
 _STRAY = (
     "expected checkpoints alone, found something else, which jaxinf did not put there; "
@@ -70,7 +69,9 @@ class CheckpointInfo:
     own_bytes: int
 
 
-def save_checkpoint(directory: StoreDirectory, name: str | None = None) -> str:
+def save_checkpoint(
+    directory: StoreDirectory, name: str | None = None, *, overwrite: bool = False
+) -> str:
     """Keeps the committed step; any process may do so beside a running writer.
 
     Blocks until the checkpoint is durable. It takes time and space only for the links.
@@ -81,6 +82,8 @@ def save_checkpoint(directory: StoreDirectory, name: str | None = None) -> str:
       directory: the store.
       name: name of the checkpoint. By default it is the step's number, and Orbax's
         CheckpointManager lists it.
+      overwrite: whether a checkpoint of that name is replaced, unless it has this very
+        step. It stays until the new one is complete and durable.
 
     Returns:
       The checkpoint's name.
@@ -94,34 +97,33 @@ def save_checkpoint(directory: StoreDirectory, name: str | None = None) -> str:
     """
     if name is not None:
         _check_name(name)
-    with _managed(directory) as directory:
-        return save_held(directory, name)
-
-
-def save_held(directory: StoreDirectory, name: str | None) -> str:
-    root = directory.path / "checkpoints"
-    root.mkdir(exist_ok=True)
-    temporary = root / f".new-{uuid.uuid4().hex}"
-    with contextlib.ExitStack() as undo:
-        undo.callback(shutil.rmtree, temporary, ignore_errors=True)
+    new = f"checkpoints/.new-{uuid.uuid4().hex}"
+    with _managed(directory) as directory, contextlib.ExitStack() as undo:
+        temporary = directory.step_path(new)
         with lock_exclusively(directory.publish_lock):
-            slot, record = _committed(directory)
+            slot = directory.need_slot()
+            record = directory.read_record(slot)
             name = _checked_name(directory, name, record.step)
-            _check_space(directory, slot)
             place = f"checkpoints/{name}"
-            undo.callback(_remove_data, directory, place)
-            with translated("checkpoint", directory.step_path(place)):
+            path = directory.step_path(place)
+            if is_there := os.path.lexists(path):
+                if not overwrite or name not in checkpoint_names(directory):
+                    raise _exists(directory, name)
+                if _has(path, record):
+                    return name
+            _check_space(directory, slot, place if is_there else None)
+            undo.callback(remove_step, directory, new)
+            with translated("checkpoint", path):
                 temporary.mkdir()
-                link_arrays(directory, slot, place, temporary, record.carry)
-                for document in _DOCUMENTS:
-                    source = directory.step_path(slot) / document
-                    link_or_copy(source, temporary / document)
-        with translated("checkpoint", directory.step_path(place)):
+                link_step(directory, slot, new, record.carry, named=place)
+        with translated("checkpoint", path):
             add_documents(directory, temporary, record)
             directory.sync()
-            temporary.rename(directory.step_path(place))
-        fsync_directory(root)
+            gone = _set_aside(directory, name) if is_there else None
+            _rename(directory, new, place, appears=True)
         undo.pop_all()
+        if gone is not None:
+            remove_step(directory, gone)
     return name
 
 
@@ -191,13 +193,7 @@ def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
     """
     with _managed(directory) as directory:
         check_checkpoint(directory, name)
-        path = directory.path / "checkpoints" / name
-        gone = path.with_name(f".gone-{uuid.uuid4().hex}")
-        with translated("removal", path):
-            path.rename(gone)
-            fsync_directory(path.parent)
-            _remove_data(directory, f"checkpoints/{name}")
-            shutil.rmtree(gone)
+        remove_step(directory, _set_aside(directory, name))
 
 
 def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
@@ -223,7 +219,7 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
             f"{directory.step_path(place)}: the checkpoint holds other arrays than "
             "the store does now; export it, and import it into a store of its own"
         )
-    committed = _committed_slot(directory)
+    committed = directory.need_slot()
     spare = other_slot(committed)
     documents = _slot_documents(directory, committed, record)
     record = replace(record, documents=documents)
@@ -236,37 +232,6 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     directory.sync()
     directory.publish(spare, record)
     return record
-
-
-def checkpoints_to_prune(
-    found: Iterable[CheckpointInfo], step: int, *, keep_last: int, keep_every: int
-) -> list[str]:
-    """Returns the names of checkpoints that a policy does not keep.
-
-    A policy removes only checkpoints named by their step's number. It keeps those of
-    steps after the run's, which after a restore belong to another run.
-
-    Args:
-      found: the existing checkpoints.
-      step: the run's step.
-      keep_last: number of latest checkpoints to keep; 0 keeps all.
-      keep_every: multiples of this step are kept, too; 0 for no such steps.
-    """
-    if min(keep_last, keep_every) < 0:
-        raise ValueError(
-            f"keep_last={keep_last}, keep_every={keep_every}: expected at least 0"
-        )
-    numbered = sorted(
-        (c for c in found if c.name == str(c.step) and c.step <= step),
-        key=lambda c: c.step,
-    )
-    if not keep_last:
-        return []
-    return [
-        info.name
-        for info in numbered[:-keep_last]
-        if not keep_every or info.step % keep_every
-    ]
 
 
 def prune_leftovers(directory: StoreDirectory) -> None:
@@ -341,21 +306,6 @@ def _slot_documents(
     return {**checkpoint.documents, name: own}
 
 
-def _committed(directory: StoreDirectory) -> tuple[Slot, CommitRecord]:
-    slot = _committed_slot(directory)
-    return slot, directory.read_record(slot)
-
-
-def _committed_slot(directory: StoreDirectory) -> Slot:
-    slot = directory.committed_slot()
-    if slot is None:
-        raise StoreFormatError(
-            f"{directory.path}: expected a committed step to keep, found a store that "
-            "is just being created; try again later"
-        )
-    return slot
-
-
 def _check_name(name: str) -> None:
     is_plain = name.isprintable() and "/" not in name and not name.startswith(".")
     if not name or not is_plain or len(name.encode()) > _MAX_NAME_BYTES:
@@ -372,12 +322,45 @@ def _checked_name(directory: StoreDirectory, name: str | None, step: int) -> str
             f"checkpoint name {name!r}: a number is the name of that step's "
             f"checkpoint, and the store is at step {step}; give a name with a letter"
         )
-    if (directory.path / "checkpoints" / name).exists():
-        raise StoreMismatchError(
-            f"{directory.path}: there is a checkpoint {name!r} already; give another "
-            f'name, or remove it (jaxinf checkpoint remove "{directory.path}" {name})'
-        )
     return name
+
+
+def _exists(directory: StoreDirectory, name: str) -> StoreMismatchError:
+    return StoreMismatchError(
+        f"{directory.path}: there is a checkpoint {name!r} already; give another "
+        "name, or replace it (store.checkpoint(name, overwrite=True)), or remove it "
+        f'(jaxinf checkpoint remove "{directory.path}" {name})'
+    )
+
+
+def _has(path: Path, record: CommitRecord) -> bool:
+    """Whether a checkpoint is of the very commit of a record."""
+    try:
+        held = CommitRecord.read(path / "commit.json")
+    except StoreFormatError:
+        return False
+    return (held.step, held.committed_at) == (record.step, record.committed_at)
+
+
+def _rename(
+    directory: StoreDirectory, old: str, new: str, *, appears: bool = False
+) -> None:
+    """Renames a checkpoint, on CSDs too; one that appears is complete before."""
+    csds = range(len(directory.manifest.csds))
+    pairs = [(directory.data_path(old, n), directory.data_path(new, n)) for n in csds]
+    pairs.insert(len(pairs) * appears, tuple(map(directory.step_path, (old, new))))
+    for source, target in pairs:
+        if source.exists():
+            source.rename(target)
+            fsync_directory(source.parent)
+
+
+def _set_aside(directory: StoreDirectory, name: str) -> str:
+    """Takes a checkpoint from the list; returns the place of what is to be removed."""
+    gone = f"checkpoints/.gone-{uuid.uuid4().hex}"
+    with translated("removal", directory.path / "checkpoints" / name):
+        _rename(directory, f"checkpoints/{name}", gone)
+    return gone
 
 
 def add_documents(directory: StoreDirectory, root: Path, record: CommitRecord) -> None:
@@ -387,31 +370,17 @@ def add_documents(directory: StoreDirectory, root: Path, record: CommitRecord) -
     write_bytes_atomically(root / "_CHECKPOINT_METADATA", encode(item))
     documents = stock_documents(root, directory.manifest)
     replace(record, documents=documents).write(root / "commit.json")
-    (root / "orbax.checkpoint").touch()
-    item = root / ORBAX_ITEM
-    item.mkdir()
-    (item / "_METADATA").symlink_to("../_METADATA")
-    for leaf in directory.manifest.leaves:
-        for state in leaf.states:
-            name = leaf.array_name(state.name)
-            (item / name).symlink_to(f"../{name}")
-    for one in record.carry:
-        (item / one.name).symlink_to(f"../{one.name}")
-    (root / ORBAX_STATE).symlink_to(ORBAX_ITEM)
+    make_orbax_item(root, directory.manifest, record.carry)
 
 
-def _remove_data(directory: StoreDirectory, place: str) -> None:
-    """Removes chunk files on CSDs; those in the store go with its directory."""
-    if directory.manifest.csds:
-        for csd in range(directory.num_csds):
-            shutil.rmtree(directory.data_path(place, csd), ignore_errors=True)
-
-
-def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
+def _check_space(
+    directory: StoreDirectory, pinned: Slot | None, gone: str | None = None
+) -> None:
     """Refuses if later steps would have no room to replace the linked files.
 
     Args:
       pinned: the slot whose files are about to be linked to.
+      gone: the place of a checkpoint that is about to go.
     """
     needs: dict[Path, int] = defaultdict(int)
     has_links = [
@@ -420,9 +389,15 @@ def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
     for leaf, record, state, number in directory.held():
         chunk, csd = directory.chunks[leaf][number], record.csds[number]
         files = [directory.chunk_file(slot, leaf, number, state.name) for slot in SLOTS]
-        num_files = _files_to_make(files, pinned if has_links[csd] else None)
+        old = None
+        if gone is not None:
+            with contextlib.suppress(FileNotFoundError):
+                old = os.lstat(directory.chunk_file(gone, leaf, number, state.name))
+        num_files = _files_to_make(files, pinned if has_links[csd] else None, old)
         if not has_links[csd] and pinned:
             num_files += 1
+        if old is not None and old.st_nlink == 1:
+            num_files -= 1
         num_bytes = num_files * stored_bytes(chunk, state)
         needs[directory.csd_directory(csd)] += num_bytes
     check_free_space(
@@ -439,17 +414,21 @@ def check_pinnable(directory: StoreDirectory) -> None:
     Raises:
       StoreSpaceError: says how much is needed.
     """
-    _check_space(directory, _committed_slot(directory))
+    _check_space(directory, directory.need_slot())
 
 
-def _files_to_make(files: list[Path], pinned: Slot | None) -> int:
+def _files_to_make(
+    files: list[Path], pinned: Slot | None, gone: os.stat_result | None
+) -> int:
     """Counts the files of a chunk in both slots that the writer must make."""
-    if gone := [file for file in files if not file.exists()]:
-        return len(gone)
+    if missing := [file for file in files if not file.exists()]:
+        return len(missing)
     found = [os.stat(file) for file in files]
-    first, second = found
-    links = [status.st_nlink for status in found]
-    if first.st_ino == second.st_ino:
+    links = [
+        status.st_nlink - (gone is not None and os.path.samestat(status, gone))
+        for status in found
+    ]
+    if os.path.samestat(*found):
         return 2 if links[0] > 2 or pinned else 1
     if pinned:
         links[SLOTS.index(pinned)] += 1

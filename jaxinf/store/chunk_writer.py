@@ -12,16 +12,52 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxinf.io import opened_to_write
+from jaxinf.errors import ExchangeError
+from jaxinf.io import crc32c, crc32c_combine, opened_to_write
 from jaxinf.io.failures import translated
 from jaxinf.layout import Chunk, CodedSlot, box_runs
 from jaxinf.store.contents import StateRecord, dtype_of
 from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.run_sums import RunSums
 from jaxinf.typing import Array
 
 _File: TypeAlias = tuple[int, int, str]
 """A chunk's file: leaf, chunk and state."""
+
+
+class _RunSums:
+    """Checksums of a file's runs, written in any order; adjacent ones are combined."""
+
+    def __init__(self) -> None:
+        self._by_end: dict[int, tuple[int, int]] = {}  # start and checksum, by end
+
+    def add(self, offset_bytes: int, data: Array) -> None:
+        start, checksum = offset_bytes, crc32c(data)
+        before = self._by_end.pop(offset_bytes, None)
+        if before is not None:
+            start, known = before
+            parts = ((known, offset_bytes - start), (checksum, data.nbytes))
+            checksum = crc32c_combine(parts)
+        self._by_end[offset_bytes + data.nbytes] = start, checksum
+
+    def of(self, num_bytes: int) -> int:
+        """Returns the checksum of the file's first bytes, all of which were added.
+
+        Raises:
+          ExchangeError: some bytes are missing or were added twice, because the
+            source's boxes do not form a grid.
+        """
+        runs = sorted((start, end, crc) for end, (start, crc) in self._by_end.items())
+        place = 0
+        for start, end, _ in runs:
+            if start != place:
+                break
+            place = end
+        if place != num_bytes:
+            raise ExchangeError(
+                f"expected {num_bytes} bytes of a chunk, one behind the other, found "
+                f"them up to byte {place}; the checkpoint's arrays are incomplete"
+            )
+        return crc32c_combine((crc, end - start) for start, end, crc in runs)
 
 
 class ChunkWriter:
@@ -36,7 +72,7 @@ class ChunkWriter:
     def __init__(self, directory: StoreDirectory, place: str) -> None:
         self.directory = directory
         self.place = place
-        self._sums: dict[_File, RunSums] = {}
+        self._sums: dict[_File, _RunSums] = {}
 
     def checksums(self, kept: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """Returns the CRC-32C of every chunk, of the bytes given to `write`.
@@ -119,19 +155,19 @@ class ChunkWriter:
         memory = np.ascontiguousarray(values).view(np.uint8)
         with translated("write", file), opened_to_write(file) as fd:
             self._sums[leaf, chunk, state].add(0, memory)
-            _put(fd, memory, 0)
+            put(fd, memory, 0)
 
     def _prepare(self, leaf: int, chunk: int, state: str) -> os.PathLike[str]:
         key = (leaf, chunk, state)
         if key in self._sums:
             return self.directory.chunk_file(self.place, leaf, chunk, state)
-        self._sums[key] = RunSums()
+        self._sums[key] = _RunSums()
         return self.directory.prepare_write(self.place, leaf, chunk, state)
 
 
 def _write_part(
     fd: int,
-    sums: RunSums,
+    sums: _RunSums,
     chunk: Chunk,
     chunk_shape: Sequence[int],
     start: Sequence[int],
@@ -154,14 +190,15 @@ def _write_part(
         end = done + length * part.itemsize
         place = offset * part.itemsize
         sums.add(place, memory[done:end])
-        _put(fd, memory[done:end], place)
+        put(fd, memory[done:end], place)
         done = end
 
 
-def _put(fd: int, memory: Array, offset_bytes: int) -> None:
-    done = 0
-    while done < memory.nbytes:
-        done += os.pwrite(fd, memory[done:].data, offset_bytes + done)
+def put(fd: int, values: Array, offset_bytes: int) -> None:
+    """Writes contiguous values at a place of a file; blocks."""
+    memory, done = values.reshape(-1).view(np.uint8).data, 0
+    while done < len(memory):
+        done += os.pwrite(fd, memory[done:], offset_bytes + done)
 
 
 def _strides(grid_shape: Sequence[int]) -> list[int]:

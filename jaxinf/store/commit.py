@@ -69,7 +69,7 @@ class ScalarState:
     """A value of the optax state that belongs to no leaf: a count, a hyperparameter.
 
     Attributes:
-      path: its path in the optax state; see `jaxinf.store.key_paths`.
+      path: its path in the optax state; see `jaxinf.store.names`.
       value: the array; small.
     """
 

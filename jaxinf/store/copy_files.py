@@ -7,7 +7,6 @@ Invariant: old files are only read. A file that an interrupted call has made is 
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 from jaxinf.io import crc32c, crc32c_combine, opened_to_write
 from jaxinf.io.failures import translated
 from jaxinf.layout import CodedSlot, rounding_of_chunk
-from jaxinf.store.chunk_writer import ChunkWriter
+from jaxinf.store.chunk_writer import ChunkWriter, put
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord, dtype_of
 from jaxinf.store.copy_source import CopySource
@@ -27,7 +26,7 @@ from jaxinf.store.formats import scalars_of
 from jaxinf.store.links import link_or_copy
 from jaxinf.store.manifest import LeafRecord
 from jaxinf.store.names import MASTER_PARAMS
-from jaxinf.store.reader import Piece, StepReader, file_checksum
+from jaxinf.store.reader import StepReader, file_checksum, over
 from jaxinf.store.regridding import regrid
 from jaxinf.store.space import stored_bytes
 from jaxinf.typing import Array, ProgressCallback
@@ -44,10 +43,7 @@ class CopiedFile:
       place: slot ``a``, a checkpoint, or slot ``b``, which has room alone.
       how: ``"link"`` to `source`; ``"copy"`` of the same bytes, verified; ``"recode"``
         from the decoded values; ``"regrid"`` from chunks of another grid; ``"room"``.
-      target: the file.
-      num_bytes: of its elements.
-      room_bytes: what it takes on the drive, unless it is a link.
-      source: the file of the same bytes, if there is one that may be linked to.
+      source: the file of the same bytes that is linked to.
       expected: the checksum of the same bytes.
     """
 
@@ -57,61 +53,48 @@ class CopiedFile:
     chunk: int
     state: StateRecord
     how: _How
-    target: Path
-    num_bytes: int
-    room_bytes: int
-    source: Path | None
-    expected: int | None
+    source: Path | None = None
+    expected: int | None = None
+
+    @property
+    def target(self) -> Path:
+        return self.part.chunk_file(self.place, self.leaf, self.chunk, self.state.name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.part.state_bytes(self.leaf, self.chunk, self.state)
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that it takes on the drive, unless it is a link."""
+        return stored_bytes(self.part.chunks[self.leaf][self.chunk], self.state)
 
 
 def copied_files(
     source: CopySource, parts: Sequence[StoreDirectory]
 ) -> Iterator[CopiedFile]:
-    """Yields the files of new stores; looks at old ones, and writes nothing.
-
-    A file that several steps share is copied to another file system once: `source` of
-    the others is the copy, which comes before them.
-    """
+    """Yields the files of new stores; looks at old ones, and writes nothing."""
     device = cache(_device)
-    made: dict[tuple[int, int, int], Path] = {}
+    steps = [(n, s.places, s.commit) for n, s in source.steps.items()]
     for part in parts:
-        places = [(n, s.places, s.commit) for n, s in source.steps.items()]
-        for place, folders, commit in [*places, ("b", source.spares, None)]:
+        for place, folders, commit in [*steps, ("b", source.spares, None)]:
             for number, leaf, state, chunk in part.held():
                 old, name = source.whole.leaves[number], leaf.array_name(state.name)
-                how, expected, file = _way(old, leaf, state), None, None
-                if commit is None:
-                    how = "room" if how != "copy" or not folders else how
-                elif how == "copy":
+                how, file = _way(old, leaf, state), None
+                if how == "copy" and source.has_links and folders:
+                    folder = folders[old.csds[chunk]]
+                    file = folder / name / part.state_chunk(number, chunk, state).key
+                    root = part.csd_directory(leaf.csds[chunk])
+                    is_near = device(folder) == device(root)
+                    if is_near and (commit is not None or file.exists()):
+                        how = "link"
+                if commit is None and how != "link":
+                    how = "room"
+                expected = None
+                if commit is not None and how == "copy":
                     expected = int(commit.checksums[name][chunk])
-                target = part.chunk_file(place, number, chunk, state.name)
-                if how == "copy" and source.has_links:
-                    root = device(part.csd_directory(leaf.csds[chunk]))
-                    key = part.state_chunk(number, chunk, state).key
-                    file = folders[old.csds[chunk]] / name / key
-                    if commit is None and not file.exists():
-                        file = None
-                    elif device(folders[old.csds[chunk]]) != root:
-                        status = file.stat()
-                        inode = status.st_dev, status.st_ino, root
-                        file = made.get(inode)
-                        if commit is not None:
-                            made.setdefault(inode, target)
-                    how = "link" if file is not None else how
-                    how = "room" if how == "copy" and commit is None else how
-                yield CopiedFile(
-                    part,
-                    place,
-                    number,
-                    chunk,
-                    state,
-                    how,
-                    target,
-                    part.state_bytes(number, chunk, state),
-                    stored_bytes(part.chunks[number][chunk], state),
-                    file,
-                    expected,
-                )
+                yield CopiedFile(part, place, number, chunk, state, how, file, expected)
 
 
 def _way(old: LeafRecord, new: LeafRecord, state: StateRecord) -> _How:
@@ -135,10 +118,9 @@ def room_needed(files: Sequence[CopiedFile]) -> dict[Path, int]:
     needs: dict[Path, int] = defaultdict(int)
     for one in files:
         if one.how != "link":
-            csd = one.part.manifest.leaves[one.leaf].csds[one.chunk]
-            root = one.part.csd_directory(csd)
-            there = one.target.stat().st_blocks * 512 if one.target.exists() else 0
-            needs[root] += max(0, one.room_bytes - there)
+            csd, file = one.part.manifest.leaves[one.leaf].csds[one.chunk], one.target
+            there = file.stat().st_blocks * 512 if file.exists() else 0
+            needs[one.part.csd_directory(csd)] += max(0, one.room_bytes - there)
     return dict(needs)
 
 
@@ -150,7 +132,7 @@ def make_files(
     files: Sequence[CopiedFile],
     progress: ProgressCallback | None,
 ) -> dict[str, CommitRecord]:
-    """Makes the files of new stores; blocks, and makes nothing durable.
+    """Makes the files of new stores' steps; blocks, and makes nothing durable.
 
     Args:
       progress: called with the bytes of elements done and in all.
@@ -177,23 +159,15 @@ def make_files(
                 step: int = step.commit.step,
                 sums: dict[str, Array] = sums,
             ) -> None:
-                _make(source, one, reader, step, sums)
+                _make(source.whole.leaves[one.leaf], one, reader, step, sums)
 
-            # Links to copies on another file system come after these.
-            for later in (False, True):
-                now = [one for one in own if (one.how == "link") == later]
-                with ThreadPoolExecutor(source.num_threads) as threads:
-                    try:
-                        for one, _ in zip(now, threads.map(make, now), strict=True):
-                            done_bytes += one.num_bytes
-                            if progress is not None:
-                                progress(done_bytes, total_bytes)
-                    finally:
-                        threads.shutdown(cancel_futures=True)
-            if place != "b":
-                for number in sorted({n.leaf for n in own if n.how == "regrid"}):
-                    writers = [ChunkWriter(part, place) for part in parts]
-                    sums |= regrid(reader, number, source.whole.leaves[number], writers)
+            for one, _ in over(own, make, source.num_threads):
+                done_bytes += one.num_bytes
+                if progress is not None:
+                    progress(done_bytes, total_bytes)
+            for number in sorted({n.leaf for n in own if n.how == "regrid"}):
+                writers = [ChunkWriter(part, place) for part in parts]
+                sums |= regrid(reader, number, source.whole.leaves[number], writers)
         if place != "b":
             scalars = step.commit.scalar_state
             if parts:
@@ -217,23 +191,25 @@ def _sums(parts: Sequence[StoreDirectory], held: CommitRecord) -> dict[str, Arra
 
 
 def _make(
-    source: CopySource,
+    old: LeafRecord,
     one: CopiedFile,
     reader: StepReader,
     step: int,
     sums: dict[str, Array],
 ) -> None:
-    old = source.whole.leaves[one.leaf]
     with translated("copy", one.target):
         if one.how == "link":
             assert one.source is not None
             _link(one.source, one.target)
-        elif one.how in ("regrid", "room"):
-            _clear(one, keeps=one.how == "room")
+        elif one.how == "regrid":
+            _clear(one)
         elif one.how == "copy":
             if not _is_there(one):
-                _write(one, reader.stored(old, one.state, one.chunk))
-        elif not one.state.is_beside:
+                _clear(one)
+                with opened_to_write(one.target) as fd:
+                    for piece in reader.stored(old, one.state, one.chunk):
+                        put(fd, piece.values, piece.start * one.state.itemsize)
+        elif one.how == "recode" and not one.state.is_beside:
             _recode(one, old, reader, step, sums)
 
 
@@ -248,35 +224,20 @@ def _link(source: Path, target: Path) -> None:
 
 def _is_there(one: CopiedFile) -> bool:
     """Whether an interrupted call has made the file, and it is right."""
-    if not one.target.exists() or one.target.stat().st_nlink > 1:
+    file, layout = one.target, one.part.state_chunk(one.leaf, one.chunk, one.state)
+    if not file.exists() or file.stat().st_nlink > 1:
         return False
-    layout = one.part.state_chunk(one.leaf, one.chunk, one.state)
-    if one.target.stat().st_size != layout.stored_elements * one.state.itemsize:
+    if file.stat().st_size != layout.stored_elements * one.state.itemsize:
         return False
-    return file_checksum(one.target, one.num_bytes) == one.expected
+    return file_checksum(file, one.num_bytes) == one.expected
 
 
-def _clear(one: CopiedFile, *, keeps: bool = False) -> None:
-    """Makes a file anew, with room for its elements.
-
-    Args:
-      keeps: whether one that is there, and no link, may stay.
-    """
-    layout = one.part.state_chunk(one.leaf, one.chunk, one.state)
-    if os.path.lexists(one.target):
-        status, length = one.target.stat(), layout.stored_elements * one.state.itemsize
-        if keeps and status.st_nlink == 1 and status.st_size == length:
-            return
-        one.target.unlink()
-    one.target.parent.mkdir(parents=True, exist_ok=True)
-    one.part.allocate(one.target, layout, one.state)
-
-
-def _write(one: CopiedFile, pieces: Iterator[Piece]) -> None:
-    _clear(one)
-    with opened_to_write(one.target) as fd:
-        for piece in pieces:
-            _put(fd, piece.values, piece.start * one.state.itemsize)
+def _clear(one: CopiedFile) -> None:
+    """Makes a file anew, with room for its elements."""
+    file, layout = one.target, one.part.state_chunk(one.leaf, one.chunk, one.state)
+    file.unlink(missing_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    one.part.allocate(file, layout, one.state)
 
 
 def _recode(
@@ -289,14 +250,7 @@ def _recode(
     """Writes a state's array in its codec, and what is stored beside it."""
     leaf = one.part.manifest.leaves[one.leaf]
     first, *beside = states = _arrays(leaf, one.state)
-    files = [
-        replace(
-            one,
-            state=state,
-            target=one.part.chunk_file(one.place, one.leaf, one.chunk, state.name),
-        )
-        for state in states
-    ]
+    files = [replace(one, state=state) for state in states]
     for file in files:
         _clear(file)
     slots = [slot.name for slot in leaf.slots]
@@ -320,13 +274,7 @@ def _recode(
             data = np.ascontiguousarray(values)
             offset = file.state.num_elements(piece.start) * file.state.itemsize
             with opened_to_write(file.target) as fd:
-                _put(fd, data, offset)
+                put(fd, data, offset)
             found[file.state.name].append((crc32c(data), data.nbytes))
     for state in states:
         sums[leaf.array_name(state.name)][one.chunk] = crc32c_combine(found[state.name])
-
-
-def _put(fd: int, values: Array, offset_bytes: int) -> None:
-    memory, done = values.reshape(-1).view(np.uint8).data, 0
-    while done < len(memory):
-        done += os.pwrite(fd, memory[done:], offset_bytes + done)

@@ -103,14 +103,8 @@ def store_source(
     with contextlib.ExitStack() as stack:
         if holds:
             parts = _hold(path, named, stack, is_run)
-            slots = [one.committed_slot() for one in parts]
-            if None in slots:
-                raise StoreFormatError(
-                    f"{path}: expected a committed step, found a store whose making "
-                    "was interrupted; start its run again first"
-                )
-            pairs = zip(parts, slots, strict=True)
-            step = _joined([PinnedStep(d, d.step_path(s)) for d, s in pairs if s])
+            held = [PinnedStep(one, one.step_path(one.need_slot())) for one in parts]
+            step = joined_step(held)
         elif is_run:
             with contextlib.suppress(StoreLockedError), hold_members(path) as members:
                 bring_to_step(members, agreed_of(members))
@@ -118,14 +112,14 @@ def store_source(
             step = stack.enter_context(whole_step(path))
         else:
             pinned = stack.enter_context(pinned_step(look_at_store(path)))
-            parts, step = [pinned.directory], _joined([pinned])
+            parts, step = [pinned.directory], joined_step([pinned])
         steps, dropped = {"a": step}, set[str]()
         if checkpoints:
             dropped = {name for one in parts for name in checkpoint_names(one)}
             for name in _common_checkpoints(parts):
                 place = f"checkpoints/{name}"
                 pinned = [PinnedStep(d, d.step_path(place)) for d in parts]
-                steps[place] = _joined(pinned)
+                steps[place] = joined_step(pinned)
                 dropped.discard(name)
         yield CopySource(
             str(path),
@@ -195,16 +189,6 @@ def _of_directory(path: Path) -> CopySource:
         lambda one: StepReader(one.path, one.commit, places=one.places),
         has_links=False,
     )
-
-
-def _joined(parts: Sequence[PinnedStep]) -> WholeStep:
-    records = [CommitRecord.read(part.path / "commit.json") for part in parts]
-    if parts[0].directory.manifest.member is not None:
-        return joined_step(parts, records)
-    [part], [record] = parts, records
-    record.check_fits(part.path / "commit.json", part.directory.manifest)
-    places = tuple(part.directory.data_paths(part.path))
-    return WholeStep(part.path, part.directory.manifest, record, places)
 
 
 def _spares(parts: Sequence[StoreDirectory]) -> list[Path]:

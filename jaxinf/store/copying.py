@@ -33,7 +33,7 @@ from jaxinf.store.checkpoint import add_documents, checkpoint_names
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.copy_files import CopiedFile, copied_files, make_files, room_needed
 from jaxinf.store.copy_source import CopySource, check_unread
-from jaxinf.store.creation import create_documents, step_documents
+from jaxinf.store.creation import make_chunks
 from jaxinf.store.directory import SLOTS, StoreDirectory
 from jaxinf.store.division import Division, division_for
 from jaxinf.store.formats import AS_IT_IS, Formats
@@ -43,9 +43,8 @@ from jaxinf.store.manifest import Manifest, Member
 from jaxinf.store.owners import check_owners, check_places, claim_csds, make_csds
 from jaxinf.store.regridding import ShardsOf
 from jaxinf.store.space import check_free_space
-from jaxinf.store.stock_documents import stock_documents
+from jaxinf.store.stock_documents import create_documents, stock_documents
 from jaxinf.store.whole import find_members, link_whole, member_name
-from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE
 from jaxinf.typing import ProgressCallback
 
 _MOST_PROCESSES = 1 << 20
@@ -367,18 +366,15 @@ def _make(
     timestamp_ns = time.time_ns()
     for part in parts:
         with translated("copy", part.path):
-            for slot in SLOTS:
-                create_documents(part, slot, timestamp_ns)
-            for one in files if part.manifest.csds else ():
-                if one.part is part:
-                    at = one.place, one.leaf, one.chunk, one.state.name
-                    _point(part.chunk_name(*at), one.target)
+            for place in (*records, "b"):
+                create_documents(part.step_path(place), part.manifest, timestamp_ns)
+                make_chunks(part, place)
             source.put_beside(part.path)
             for place, record in records.items():
                 commit = ids[place] if part.manifest.member is not None else ""
                 own = record.part(part.manifest, commit)
                 own = replace(own, carried=source.read_carry(source.steps[place]))
-                _complete(part, place, own, timestamp_ns)
+                _complete(part, place, own)
     if parts[0].manifest.member is not None:
         root = parts[0].path.parent
         for place in (p for p in source.steps if p != "a"):
@@ -390,35 +386,17 @@ def _make(
         part.flip("a")
 
 
-def _complete(
-    part: StoreDirectory, place: str, record: CommitRecord, timestamp_ns: int
-) -> None:
-    """Adds documents and the record to a step with its chunks."""
+def _complete(part: StoreDirectory, place: str, record: CommitRecord) -> None:
+    """Adds the record, and what a checkpoint has beside it."""
     root = part.step_path(place)
-    if place != "a":
-        for name, content in step_documents(part.manifest, timestamp_ns):
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(content)
     make_carry(root, part.manifest, record.carry)
     write_carry(root, record.carry, record.carried)
     if place == "a":
         documents = stock_documents(root, part.manifest)
         part.sync()
         part.write_record("a", replace(record, documents=documents))
-        return
-    if (root / ORBAX_ITEM).exists():
-        shutil.rmtree(root / ORBAX_ITEM)
-    (root / ORBAX_STATE).unlink(missing_ok=True)
-    add_documents(part, root, record)
-
-
-def _point(link: Path, target: Path) -> None:
-    """Makes a chunk's name in the store a symlink to its file."""
-    if link.is_symlink() and os.readlink(link) == str(target):
-        return
-    link.unlink(missing_ok=True)
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(target)
+    else:
+        add_documents(part, root, record)
 
 
 # --- its place -----------------------------------------------------------------------

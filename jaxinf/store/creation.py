@@ -3,17 +3,15 @@
 Invariant: only files of this store are removed, and only if it never committed a step.
 """
 
-import contextlib
 import logging
 import os
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
-from jaxinf.documents import MOST_BYTES, encode
+from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import StoreFormatError
 from jaxinf.io import (
     PAGE_BYTES,
@@ -22,20 +20,13 @@ from jaxinf.io import (
     write_bytes_atomically,
 )
 from jaxinf.io.failures import translated
-from jaxinf.store.commit import CARRY, CarriedArray, CommitRecord
+from jaxinf.layout import Chunk
+from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
-from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
-from jaxinf.store.manifest import Manifest
+from jaxinf.store.directory import SLOTS, StoreDirectory, other_slot
 from jaxinf.store.owners import check_owners, check_places, make_csds
 from jaxinf.store.space import check_free_space, stored_bytes
-from jaxinf.store.stock_documents import document_names
-from jaxinf.store.zarr_metadata import (
-    COMMIT_SUCCESS_TEXT,
-    array_metadata,
-    group_metadata,
-    orbax_checkpoint_metadata,
-    orbax_tree_metadata,
-)
+from jaxinf.store.stock_documents import create_documents, document_names
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -43,18 +34,17 @@ _LOG = logging.getLogger("jaxinf")
 def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
     """Returns the bytes of a new store on each CSD, with both slots."""
     totals: dict[Path, int] = defaultdict(int)
-    for _, record, chunks in directory.leaves():
-        for position in record.held:
-            chunk = chunks[position]
-            need = sum(stored_bytes(chunk, state) for state in record.states)
-            totals[directory.csd_directory(record.csds[position])] += 2 * need
+    places = [directory.csd_directory(csd) for csd in range(directory.num_csds)]
+    for number, leaf, state, chunk in directory.held():
+        need = stored_bytes(directory.chunks[number][chunk], state)
+        totals[places[leaf.csds[chunk]]] += 2 * need
     return dict(totals)
 
 
 def _beside_bytes(directory: StoreDirectory) -> int:
     """Returns the bytes of both slots' directories and documents: a page for each."""
     num_pages = 0
-    for number, record, _ in directory.leaves():
+    for number, record in enumerate(directory.manifest.leaves):
         for state in record.states:
             keys = [directory.state_chunk(number, n, state).key for n in record.held]
             folders = {key[:at] for key in keys for at, c in enumerate(key) if c == "/"}
@@ -99,10 +89,10 @@ def create_store(directory: StoreDirectory) -> None:
         make_csds(directory)
         timestamp_ns = time.time_ns()
         for slot in SLOTS:
-            create_documents(directory, slot, timestamp_ns)
-            for leaf, record, _ in directory.leaves():
-                for state in record.states:
-                    _create_chunks(directory, slot, leaf, state)
+            create_documents(
+                directory.step_path(slot), directory.manifest, timestamp_ns
+            )
+            make_chunks(directory, slot)
     directory.sync()
     fsync_directory(directory.path)
 
@@ -122,7 +112,7 @@ def complete_spare(directory: StoreDirectory) -> None:
     step, source = directory.step_path(spare), directory.step_path(committed)
     names = document_names(directory.manifest)
     documents = [name for name in names if not os.path.lexists(f"{step}/{name}")]
-    chunks = list(_missing_chunks(directory, spare))
+    chunks = [paths for *_, paths in _chunks(directory, spare) if _lacks(paths)]
     if not documents and not chunks:
         return
     _LOG.warning(
@@ -133,19 +123,16 @@ def complete_spare(directory: StoreDirectory) -> None:
     )
     for name in documents:
         _check_folders(step, step / name)
-    for leaf, position, state in chunks:
-        csd = directory.manifest.leaves[leaf].csds[position]
-        file = directory.chunk_file(spare, leaf, position, state.name)
-        _check_folders(directory.data_path(spare, csd), file)
-        _check_folders(step, directory.chunk_name(spare, leaf, position, state.name))
+    roots = {step, *directory.data_paths(step)}
+    for file in (Path(path) for paths in chunks for path in paths):
+        _check_folders(next(root for root in roots if root in file.parents), file)
     directory.unpublish(spare)
     with translated("creation", step):
         for name in documents:
             (step / name).parent.mkdir(parents=True, exist_ok=True)
             content = read_beneath(source, name, MOST_BYTES)
             write_bytes_atomically(step / name, content)
-        for leaf, position, state in chunks:
-            _complete_chunk(directory, spare, leaf, position, state)
+        make_chunks(directory, spare)
     directory.sync()
 
 
@@ -159,25 +146,6 @@ def _check_folders(root: Path, file: Path) -> None:
                 f"{folder}: expected a directory of the store, found a link; nothing "
                 "was written through it. Remove the link, and open the store again"
             )
-
-
-def _missing_chunks(
-    directory: StoreDirectory, slot: Slot
-) -> Iterator[tuple[int, int, StateRecord]]:
-    """Yields chunks of which the file, or the name in the store, is gone."""
-    step = str(directory.step_path(slot))
-    roots = [str(directory.data_path(slot, csd)) for csd in range(directory.num_csds)]
-    for leaf, record, _ in directory.leaves():
-        for state in record.states:
-            array = record.array_name(state.name)
-            for position in record.held:
-                root = roots[record.csds[position]]
-                key = directory.state_chunk(leaf, position, state).key
-                is_there = os.path.lexists(f"{root}/{array}/{key}")
-                if is_there and root != step:
-                    is_there = os.path.lexists(f"{step}/{array}/{key}")
-                if not is_there:
-                    yield leaf, position, state
 
 
 def discard_store(directory: StoreDirectory, named: Sequence[Path] = ()) -> None:
@@ -226,93 +194,39 @@ def check_never_committed(directory: StoreDirectory) -> None:
             )
 
 
-def step_documents(
-    manifest: Manifest, timestamp_ns: int, carry: Sequence[CarriedArray] = ()
-) -> Iterator[tuple[str, bytes]]:
-    """Yields the documents by which other tools read a step's chunks, by name.
+def make_chunks(directory: StoreDirectory, place: str) -> None:
+    """Makes chunk files of a step, with room, and their names, where there are none."""
+    made: set[str] = set()
+    for layout, state, paths in _chunks(directory, place):
+        for folder in {os.path.dirname(path) for path in paths} - made:
+            os.makedirs(folder, exist_ok=True)
+            made.add(folder)
+        file, *links = paths
+        if not os.path.lexists(file):
+            directory.allocate(file, layout, state)
+        for link in links:
+            if not os.path.lexists(link):
+                os.symlink(file, link)
 
-    Args:
-      manifest: manifest of the store.
-      timestamp_ns: the time that they say.
-      carry: arrays that the step carries, which have documents of their own.
+
+def _chunks(
+    directory: StoreDirectory, place: str
+) -> Iterator[tuple[Chunk, StateRecord, list[str]]]:
+    """Yields chunks with their files, and with CSDs their names in the store.
+
+    A store has tens of thousands, and a `Path` costs as much as a file.
     """
-    for leaf in manifest.leaves:
+    step = str(directory.step_path(place))
+    roots = [str(directory.data_path(place, csd)) for csd in range(directory.num_csds)]
+    for number, leaf in enumerate(directory.manifest.leaves):
         for state in leaf.states:
-            shape, chunk_shape = map(tuple, leaf.array_grid(state))
-            content = _array_document(shape, chunk_shape, state.dtype)
-            yield f"{leaf.array_name(state.name)}/zarr.json", content
-    yield "zarr.json", encode(group_metadata())
-    yield "_METADATA", tree_document(manifest, carry)
-    yield "_CHECKPOINT_METADATA", encode(orbax_checkpoint_metadata(timestamp_ns))
-    yield "commit_success.txt", COMMIT_SUCCESS_TEXT.encode()
+            array = leaf.array_name(state.name)
+            for chunk in leaf.held:
+                layout = directory.state_chunk(number, chunk, state)
+                places = dict.fromkeys((roots[leaf.csds[chunk]], step))
+                paths = [f"{root}/{array}/{layout.key}" for root in places]
+                yield layout, state, paths
 
 
-def tree_document(manifest: Manifest, carry: Sequence[CarriedArray] = ()) -> bytes:
-    """Returns ``_METADATA``, which lists a step's arrays for Orbax."""
-    keys = [(s.name, *leaf.path) for leaf in manifest.leaves for s in leaf.states]
-    keys += [(CARRY, *one.path) for one in carry]
-    return encode(orbax_tree_metadata(keys))
-
-
-@cache
-def _array_document(
-    shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str
-) -> bytes:
-    return encode(array_metadata(shape, chunk_shape, dtype))
-
-
-def create_documents(directory: StoreDirectory, slot: Slot, timestamp_ns: int) -> None:
-    root = str(directory.step_path(slot))
-    os.makedirs(root, exist_ok=True)
-    made = {root}
-    for name, content in step_documents(directory.manifest, timestamp_ns):
-        file = f"{root}/{name}"
-        _make_folder(os.path.dirname(file), made)
-        with open(file, "wb", buffering=0) as document:
-            document.write(content)
-
-
-# A store has tens of thousands of files, and a `Path` costs as much as a file.
-def _create_chunks(
-    directory: StoreDirectory, slot: Slot, leaf: int, state: StateRecord
-) -> None:
-    """Makes an array's chunk files, and their names in the store, all of them new."""
-    record = directory.manifest.leaves[leaf]
-    array, step = record.array_name(state.name), str(directory.step_path(slot))
-    made = {step, f"{step}/{array}"}  # which has a document already
-    for position in record.held:
-        layout = directory.state_chunk(leaf, position, state)
-        root = str(directory.data_path(slot, record.csds[position]))
-        if root not in made:
-            os.makedirs(root, exist_ok=True)
-            made.add(root)
-        file, link = (f"{place}/{array}/{layout.key}" for place in (root, step))
-        _make_folder(os.path.dirname(file), made)
-        directory.allocate(file, layout, state)
-        if root != step:
-            _make_folder(os.path.dirname(link), made)
-            os.symlink(file, link)
-
-
-def _make_folder(folder: str, made: set[str]) -> None:
-    """Makes a directory, and those above it up to one of `made`."""
-    if folder not in made:
-        _make_folder(os.path.dirname(folder), made)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder)
-        made.add(folder)
-
-
-def _complete_chunk(
-    directory: StoreDirectory, slot: Slot, leaf: int, position: int, state: StateRecord
-) -> None:
-    """Makes a chunk's file, and its name in the store, where they are not there."""
-    file = directory.chunk_file(slot, leaf, position, state.name)
-    link = directory.chunk_name(slot, leaf, position, state.name)
-    for folder in {file.parent, link.parent}:
-        folder.mkdir(parents=True, exist_ok=True)
-    if not os.path.lexists(file):
-        layout = directory.state_chunk(leaf, position, state)
-        directory.allocate(file, layout, state)
-    if not os.path.lexists(link):
-        link.symlink_to(file)
+def _lacks(paths: Sequence[str]) -> bool:
+    return not all(map(os.path.lexists, paths))

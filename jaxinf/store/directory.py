@@ -10,7 +10,7 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -34,11 +34,14 @@ from jaxinf.store.contents import StateRecord
 from jaxinf.store.links import copy_file, link_or_copy
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest
-from jaxinf.store.zarr_metadata import array_metadata
+from jaxinf.store.stock_documents import array_metadata
 from jaxinf.typing import PathLikeStr
 
 Slot: TypeAlias = Literal["a", "b"]
 SLOTS: tuple[Slot, Slot] = ("a", "b")
+
+HeldChunk: TypeAlias = tuple[int, LeafRecord, StateRecord, int]
+"""A chunk's file: number and record of the leaf, the state, number of the chunk."""
 
 _ORDINARY_BYTES = 1 << 28  # 16 times the usual size of a chunk
 
@@ -298,10 +301,35 @@ class StoreDirectory:
             "restore the symlink to the slot whose commit.json has the higher step"
         )
 
+    def need_slot(self) -> Slot:
+        """Returns the slot of the committed step.
+
+        Raises:
+          StoreFormatError: no step is committed yet.
+        """
+        if slot := self.committed_slot():
+            return slot
+        raise StoreFormatError(
+            f"{self.path}: expected a committed step, found a store that is just "
+            "being created, or whose creation was interrupted; try again later, or "
+            "start the run again"
+        )
+
     def read_commit(self) -> CommitRecord | None:
         """Returns the committed step's record; None before the first commit."""
         slot = self.committed_slot()
         return self.read_record(slot) if slot else None
+
+    def found_record(self, slot: Slot) -> CommitRecord | None:
+        """Returns a slot's record; None if there is none that can be read.
+
+        It proves nothing of a spare slot's chunks: its removal need not be durable
+        when the slot is rewritten.
+        """
+        try:
+            return CommitRecord.read(self.step_path(slot) / "commit.json")
+        except StoreFormatError:
+            return None
 
     def read_record(self, place: str) -> CommitRecord:
         """Returns the record of a step; it has a checksum for every chunk.
@@ -327,7 +355,7 @@ class StoreDirectory:
         Raises:
           StoreIOError: names the file.
         """
-        for number, leaf, _ in self.leaves():
+        for number, leaf in enumerate(self.manifest.leaves):
             for state in leaf.states:
                 if math.prod(leaf.chunk_shape) * state.itemsize <= _ORDINARY_BYTES:
                     continue
@@ -465,17 +493,12 @@ class StoreDirectory:
             with translated("removal", temporary):
                 temporary.unlink(missing_ok=True)
 
-    def held(self) -> Iterator[tuple[int, LeafRecord, StateRecord, int]]:
-        """Yields a leaf's number and record, a state and a chunk for each file."""
+    def held(self) -> Iterator[HeldChunk]:
+        """Yields the file of each chunk in a slot."""
         for number, leaf in enumerate(self.manifest.leaves):
             for state in leaf.states:
                 for chunk in leaf.held:
                     yield number, leaf, state, chunk
-
-    def leaves(self) -> Iterable[tuple[int, LeafRecord, tuple[Chunk, ...]]]:
-        """Yields number, record and chunks of each leaf."""
-        for leaf, record in enumerate(self.manifest.leaves):
-            yield leaf, record, self.chunks[leaf]
 
 
 def link_problem(link: Path, expected: Path) -> str | None:

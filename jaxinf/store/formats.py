@@ -11,9 +11,8 @@ import numpy as np
 
 from jaxinf.store.commit import CommitRecord, ScalarState
 from jaxinf.store.contents import CODECS, MASTER_CODECS, LeafContents, StateRecord
-from jaxinf.store.key_paths import encode_path
 from jaxinf.store.manifest import Manifest
-from jaxinf.store.names import ERROR_FEEDBACK, MASTER_PARAMS
+from jaxinf.store.names import ERROR_FEEDBACK, MASTER_PARAMS, encode_path
 from jaxinf.typing import AVERAGE, AVERAGE_SCALARS
 
 StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]

@@ -15,7 +15,7 @@ from jaxinf.errors import StoreSpaceError
 from jaxinf.io import open_beneath, read_beneath, write_bytes_atomically
 from jaxinf.layout import assign_csds, assign_owners, reassign_csds
 from jaxinf.store.contents import StoreContents
-from jaxinf.store.manifest import LeafRecord, Manifest, Member
+from jaxinf.store.manifest import MEMBER_VERSION, LeafRecord, Manifest, Member
 from jaxinf.store.space import stored_bytes
 from jaxinf.terminal import format_bytes
 
@@ -40,9 +40,7 @@ def lay_out(
       contents: the store's leaves; the places in a manifest are ignored.
       chunk_shapes: chunk shape of each leaf.
       csd_roots: CSD roots for the chunks; empty for the store itself.
-      held: an existing store with these contents: chunks keep their CSDs as far as the
-        loads allow.
-      shares, room: as for `assign_csds`; by default bytes are dealt evenly.
+      held, shares, room: as for `deal`.
 
     Raises:
       StoreSpaceError: there are too many chunks for a store's record.
@@ -52,33 +50,40 @@ def lay_out(
         for leaf, shape in zip(contents.leaves, chunk_shapes, strict=True)
     ]
     _check_count(leaves)  # before so many are listed
-    chunk_bytes = [_chunk_bytes(leaf) for leaf in leaves]
-    flat = [n for own in chunk_bytes for n in own]
-    csds = iter(_csds(flat, csd_roots, held, shares, room))
-    return Manifest(
+    manifest = Manifest(
         kernels=contents.kernels,
-        leaves=tuple(
-            replace(leaf, csds=tuple(next(csds) for _ in own))
-            for leaf, own in zip(leaves, chunk_bytes, strict=True)
-        ),
+        leaves=tuple(replace(n, csds=(0,) * n.grid.num_chunks) for n in leaves),
         created_by=contents.created_by,
         store_id=uuid.uuid4().hex,
         csds=tuple(csd_roots),
     )
+    return deal(manifest, held=held, shares=shares, room=room)
 
 
-def deal_by_shares(
-    manifest: Manifest, shares: Sequence[float], room: Sequence[int] = ()
+def deal(
+    manifest: Manifest,
+    *,
+    held: Manifest | None = None,
+    shares: Sequence[float] = (),
+    room: Sequence[int] = (),
 ) -> Manifest:
-    """Returns a new store's manifest with its chunks dealt to CSDs by their shares.
+    """Returns a new store's manifest with its chunks dealt to its CSDs.
 
     Args:
       manifest: a result of `lay_out` or `deal_to_members`.
-      shares, room: as for `assign_csds`.
+      held: an existing store with these contents: chunks keep their CSDs as far as the
+        loads allow.
+      shares, room: as for `assign_csds`; by default bytes are dealt evenly.
     """
-    held = _held_bytes(manifest)
-    csds = iter(assign_csds([n for _, n in held], len(manifest.csds), shares, room))
-    leaves = []
+    sizes = [num_bytes for _, num_bytes in _held_bytes(manifest)]
+    num_csds, roots = max(1, len(manifest.csds)), manifest.csds
+    if held is None:
+        found = assign_csds(sizes, num_csds, shares, room)
+    else:
+        kept = [roots.index(n) if n in roots else None for n in held.csds] or [None]
+        before = [kept[csd] for csd, _ in _held_bytes(held)]
+        found = reassign_csds(sizes, before, num_csds, shares, room)
+    csds, leaves = iter(found), []
     for leaf in manifest.leaves:
         places = dict.fromkeys(range(len(leaf.csds)), 0)
         places |= {chunk: next(csds) for chunk in leaf.held}
@@ -179,22 +184,12 @@ def member_of(
     Args:
       owners: by leaf, the number of the member that holds each chunk.
     """
-    held, sizes = [], []
-    for number, (leaf, own) in enumerate(zip(manifest.leaves, owners, strict=True)):
-        for chunk, num_bytes in enumerate(_chunk_bytes(leaf)):
-            if own[chunk] == member.number:
-                held.append((number, chunk))
-                sizes.append(num_bytes)
-    csds = assign_csds(sizes, max(1, len(manifest.csds)))
-    at = dict(zip(held, csds, strict=True))
-    return manifest.as_member(
-        member,
-        owners,
-        [
-            [at.get((number, chunk), 0) for chunk in range(len(leaf.csds))]
-            for number, leaf in enumerate(manifest.leaves)
-        ],
+    leaves = tuple(
+        replace(leaf, owners=tuple(own), member=member.number)
+        for leaf, own in zip(manifest.leaves, owners, strict=True)
     )
+    version = MEMBER_VERSION
+    return deal(replace(manifest, leaves=leaves, member=member, format_version=version))
 
 
 def process_roots(
@@ -263,23 +258,6 @@ def _check_count(leaves: Sequence[LeafRecord]) -> None:
             f"({format_bytes(num_bytes)}); take a smaller "
             "model"
         )
-
-
-def _csds(
-    chunk_bytes: Sequence[int],
-    csd_roots: Sequence[str],
-    held: Manifest | None,
-    shares: Sequence[float],
-    room: Sequence[int],
-) -> Sequence[int]:
-    num_csds = max(1, len(csd_roots))
-    if held is None:
-        return assign_csds(chunk_bytes, num_csds, shares, room)
-    numbers = [
-        csd_roots.index(root) if root in csd_roots else None for root in held.csds
-    ] or [None]
-    held_by = [numbers[csd] for leaf in held.leaves for csd in leaf.csds]
-    return reassign_csds(chunk_bytes, held_by, num_csds, shares, room)
 
 
 def is_unfinished(path: Path) -> bool:

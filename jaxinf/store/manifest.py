@@ -184,27 +184,6 @@ class Manifest(StoreContents):
     format_version: int = FORMAT_VERSION
     member: Member | None = None
 
-    def as_member(
-        self,
-        member: Member,
-        owners: Sequence[Sequence[int]],
-        csds: Sequence[Sequence[int]],
-    ) -> "Manifest":
-        """Returns the manifest of a member.
-
-        Args:
-          member: the member.
-          owners: the member that holds each chunk, by leaf.
-          csds: the CSD of each chunk, by leaf; 0 for one that is not held.
-        """
-        leaves = [
-            replace(leaf, owners=tuple(own), csds=tuple(at), member=member.number)
-            for leaf, own, at in zip(self.leaves, owners, csds, strict=True)
-        ]
-        return replace(
-            self, leaves=tuple(leaves), member=member, format_version=MEMBER_VERSION
-        )
-
     @cached_property
     def common(self) -> dict[str, Any]:
         """The part that all members of a run have in common, as JSON."""

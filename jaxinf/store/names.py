@@ -1,4 +1,4 @@
-"""Names of leaves and arrays on disk.
+"""Names of leaves and arrays on disk, and paths of scalars.
 
 Invariant: two different leaves of one tree never share a name, and every name is a
 single path component that any POSIX file system takes.
@@ -6,6 +6,8 @@ single path component that any POSIX file system takes.
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+
+from jaxinf.typing import KeyPath
 
 MASTER_PARAMS = "params"
 """The state that holds the fp32 master params."""
@@ -73,3 +75,30 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+# --- paths of scalars in the optimizer's state ---------------------------------------
+#
+#     #0/.hyperparams/learning_rate      the key 'learning_rate' of the field
+#                                        `hyperparams` of the first of a tuple
+#
+# Different places in a state have different paths, and no path depends on another
+# library's text. docs/format.md, "Paths in the optimizer's state", defines them.
+
+_MARKS = ".#="
+
+
+def encode_path(keys: KeyPath) -> str:
+    """Returns the path of a place, from its keys with their kinds."""
+    return "/".join(_encode(kind, value) for kind, value in keys)
+
+
+def _encode(kind: str, value: object) -> str:
+    if kind == "field":
+        return "." + encode_key(str(value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"#{value}"
+    if kind == "other" or not isinstance(value, str) or not value:
+        return "=" + encode_key(str(value))
+    text = encode_key(value)
+    return f"%{ord(text[0]):02X}{text[1:]}" if text[0] in _MARKS else text

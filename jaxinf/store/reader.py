@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -44,6 +45,8 @@ PIECE_BYTES = 4 << 20
 """Most bytes of a file that are in memory at a time."""
 
 _MOST_THREADS = 4
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,30 @@ def file_checksum(file: Path, num_bytes: int, pool: BufferPool | None = None) ->
     return found[-1]
 
 
+def over(
+    items: Iterable[_T], action: Callable[[_T], _R], num_threads: int
+) -> Iterator[tuple[_T, _R]]:
+    """Yields each item with the action's result, from several threads, in order.
+
+    Every walk of a step's chunks is one of these. After an error no further action
+    begins, and it is raised when those under way have ended.
+    """
+    items = list(items)
+    if num_threads < 2 or len(items) < 2:
+        yield from ((item, action(item)) for item in items)
+        return
+    threads = ThreadPoolExecutor(num_threads)
+    try:
+        yield from zip(items, threads.map(action, items), strict=True)
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
 class StepReader:
     """Reads the arrays of one committed step. Thread-safe; a context manager.
+
+    Attributes:
+      num_threads: number of threads that its memory is for.
 
     Args:
       step: a slot, a checkpoint or a snapshot, which does not change meanwhile.
@@ -174,15 +199,15 @@ class StepReader:
         self._sums = (record or CommitRecord.read(step / "commit.json")).checksums
         self._meters = meters
         self._verify = verify
-        self._threads = max(1, min(_MOST_THREADS, memory_bytes // (2 * PIECE_BYTES)))
-        fitting = memory_bytes // self._threads // 8
+        self.num_threads = max(1, min(_MOST_THREADS, memory_bytes // (2 * PIECE_BYTES)))
+        fitting = memory_bytes // self.num_threads // 8
         # A piece has whole blocks of codes, and whole pages of their scales.
         fitting -= fitting % SCALES_ALIGNMENT_ELEMENTS
         self._piece_elements = min(
             PIECE_BYTES // 4, max(SCALES_ALIGNMENT_ELEMENTS, fitting)
         )
         # An element has 8 bytes at most; its scale or remainder may add as much.
-        self._pool = BufferPool(16 * self._threads * self._piece_elements)
+        self._pool = BufferPool(16 * self.num_threads * self._piece_elements)
         self._chunks: dict[tuple[tuple[str, ...], bool], Sequence[Chunk]] = {}
 
     def __enter__(self) -> "StepReader":
@@ -328,37 +353,13 @@ class StepReader:
         out = (np.empty if leaf.is_whole else np.zeros)(leaf.shape, dtype)
         origin = (0,) * len(leaf.shape)
 
-        def take(piece: Piece) -> None:
-            scatter(out, piece.chunk, origin, piece.start, piece.values)
+        def take(number: int) -> None:
+            for piece in self.pieces(leaf, state, [number]):
+                scatter(out, piece.chunk, origin, piece.start, piece.values)
 
-        self.each(leaf.held, lambda n: self.pieces(leaf, state, [n]), take)
+        for _ in over(leaf.held, take, self.num_threads):
+            pass
         return out
-
-    def each(
-        self,
-        chunks: Sequence[int],
-        pieces: Callable[[int], Iterator[Piece]],
-        take: Callable[[Piece], None],
-    ) -> None:
-        """Calls `take`, from several threads, with the pieces of some chunks; blocks.
-
-        Args:
-          chunks: numbers of the chunks.
-          pieces: returns the pieces of a chunk, read by this reader.
-          take: called with each piece, which it must not use after its return.
-        """
-
-        def go_through(number: int) -> None:
-            for piece in pieces(number):
-                take(piece)
-
-        if len(chunks) < 2 or self._threads < 2:
-            for number in chunks:
-                go_through(number)
-            return
-        with ThreadPoolExecutor(self._threads) as threads:
-            for _ in threads.map(go_through, chunks):
-                pass
 
 
 class PieceRuns:

@@ -1,6 +1,6 @@
 """New chunk grids for leaves whose shards in a run would cut the chunks that there are.
 
-     old chunks, verified ──► portions ──► chunks of the new grid, read again
+     old chunks, verified ──► portions ──► chunks of the new grid
                                            one writer for each new member
 
 Invariant: old files are only read. Elements move as they are stored, and codes with the
@@ -15,13 +15,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxinf.errors import StoreCorruptError, StoreMismatchError
-from jaxinf.io import BufferPool
+from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import CODE_BLOCK, Chunk, LeafGrid, choose_grid, portions
 from jaxinf.store.chunk_writer import ChunkWriter
 from jaxinf.store.contents import StateRecord, dtype_of
 from jaxinf.store.manifest import LeafRecord
-from jaxinf.store.reader import PIECE_BYTES, PieceRuns, StepReader, file_checksum
+from jaxinf.store.reader import PIECE_BYTES, PieceRuns, StepReader
 from jaxinf.typing import Array
 
 _PORTION_ELEMENTS = PIECE_BYTES // 4
@@ -124,7 +123,7 @@ def check_blocks(where: str, old: LeafRecord, new: LeafRecord) -> None:
 def regrid(
     reader: StepReader, number: int, old: LeafRecord, writers: Sequence[ChunkWriter]
 ) -> dict[str, Array]:
-    """Writes a leaf's chunks anew, and reads them again; blocks.
+    """Writes a leaf's chunks anew; blocks.
 
     Args:
       writers: write the step in the stores that have it in the new grid, together all
@@ -134,21 +133,18 @@ def regrid(
       The CRC-32C of each new chunk, uint32 by array name.
 
     Raises:
-      StoreCorruptError: an old chunk is damaged, or a new one is not as it was written.
-      StoreIOError: a drive failed.
+      StoreCorruptError, StoreIOError: an old chunk is damaged, or a drive failed.
     """
-    new = writers[0].directory.manifest.leaves[number]
-    pool, sums = BufferPool(PIECE_BYTES), {}
+    leaves = [writer.directory.manifest.leaves[number] for writer in writers]
+    sums = {}
     for state in old.states:
-        if state.codec == "scale":
-            _move_scales(reader, number, old, state, writers)
-        else:
-            _move(reader, number, old, state, writers)
-        found = np.zeros(len(new.csds), np.uint32)
-        for writer in writers:
-            for chunk in writer.directory.manifest.leaves[number].held:
-                found[chunk] = _checked(writer, number, chunk, state, pool)
-        sums[new.array_name(state.name)] = found
+        move = _move_scales if state.codec == "scale" else _move
+        move(reader, number, old, state, writers)
+        found = np.zeros(len(leaves[0].csds), np.uint32)
+        for writer, leaf in zip(writers, leaves, strict=True):
+            for chunk in leaf.held:
+                found[chunk] = writer.checksum(number, chunk, state)
+        sums[old.array_name(state.name)] = found
     return sums
 
 
@@ -209,19 +205,3 @@ def _places(grid: LeafGrid, chunk: Chunk, positions: Array) -> Array:
     inside = np.unravel_index(positions, chunk.extent)
     at = [first + index for first, index in zip(chunk.start, inside, strict=True)]
     return np.ravel_multi_index(at, grid.shape)
-
-
-def _checked(
-    writer: ChunkWriter, leaf: int, chunk: int, state: StateRecord, pool: BufferPool
-) -> int:
-    """Returns a new chunk's checksum, with which it was read again."""
-    directory = writer.directory
-    expected = writer.checksum(leaf, chunk, state)
-    file = directory.chunk_file(writer.place, leaf, chunk, state.name)
-    found = file_checksum(file, directory.state_bytes(leaf, chunk, state), pool)
-    if found != expected:
-        raise StoreCorruptError(
-            f"{file}: expected CRC-32C {expected:08x} as just written, found "
-            f"{found:08x}; nothing was changed. Check the drive (dmesg, smartctl)"
-        )
-    return expected

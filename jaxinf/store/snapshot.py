@@ -5,29 +5,24 @@ moves no data. See docs/format.md, "Hard links".
 """
 
 import contextlib
+import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxinf.errors import StoreFormatError
 from jaxinf.io.failures import translated
-from jaxinf.store.commit import CommitRecord
-from jaxinf.store.directory import Slot, StoreDirectory
+from jaxinf.store.carry import link_carry
+from jaxinf.store.commit import CarriedArray, CommitRecord
+from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.links import link_or_copy
 from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.owned import current_store
-from jaxinf.store.pins import link_arrays, remove_step
 
 _OWNER_LOCK = "owner.lock"
 
-_DOCUMENTS = (
-    "zarr.json",
-    "_METADATA",
-    "_CHECKPOINT_METADATA",
-    "commit_success.txt",
-    "commit.json",
-)
+_SHARED = ("zarr.json", "_METADATA", "commit_success.txt")  # by all steps of a store
+_DOCUMENTS = ("_CHECKPOINT_METADATA", "commit.json")
 
 
 @dataclass(frozen=True)
@@ -63,16 +58,6 @@ def pinned_step(directory: StoreDirectory) -> Iterator[PinnedStep]:
       StoreIOError: the store cannot be written to.
     """
     place = f"snapshots/{uuid.uuid4().hex}"
-    directory, owner = _pin(directory, place)
-    try:
-        yield PinnedStep(directory, directory.step_path(place))
-    finally:
-        remove_step(directory, place)
-        owner.close()
-
-
-def _pin(directory: StoreDirectory, place: str) -> tuple[StoreDirectory, LockFile]:
-    """Makes the links; returns the store as read then, and the snapshot's lock."""
     root = directory.step_path(place)
     with contextlib.ExitStack() as undo:
         with (
@@ -80,33 +65,17 @@ def _pin(directory: StoreDirectory, place: str) -> tuple[StoreDirectory, LockFil
             lock_exclusively(directory.publish_lock),
         ):
             directory = current_store(directory)
+            slot = directory.need_slot()
             undo.callback(remove_step, directory, place)
-            slot = _committed(directory)
             root.mkdir(parents=True)
-            owner = _own(root)
+            owner = LockFile(root / _OWNER_LOCK)
             undo.callback(owner.close)
+            owner.hold()
             carry = CommitRecord.read(directory.step_path(slot) / "commit.json").carry
-            link_arrays(directory, slot, place, root, carry)
+            link_step(directory, slot, place, carry)
             for name in _DOCUMENTS:
                 link_or_copy(directory.step_path(slot) / name, root / name)
-        undo.pop_all()
-    return directory, owner
-
-
-def _committed(directory: StoreDirectory) -> Slot:
-    slot = directory.committed_slot()
-    if slot is None:
-        raise StoreFormatError(
-            f"{directory.path}: expected a committed step to take a snapshot of, found "
-            "a store that is just being created; try again later"
-        )
-    return slot
-
-
-def _own(root: Path) -> LockFile:
-    owner = LockFile(root / _OWNER_LOCK)
-    owner.hold()
-    return owner
+        yield PinnedStep(directory, root)
 
 
 def prune_snapshots(directory: StoreDirectory) -> None:
@@ -132,3 +101,59 @@ def _remove_if_stale(directory: StoreDirectory, entry: Path) -> None:
         remove_step(directory, f"snapshots/{entry.name}")
     finally:
         owner.close()
+
+
+# --- links of a step -----------------------------------------------------------------
+
+
+def link_step(
+    directory: StoreDirectory,
+    source: str,
+    place: str,
+    carry: Sequence[CarriedArray],
+    *,
+    named: str | None = None,
+) -> None:
+    """Links a slot's arrays, and those of its documents that all steps share.
+
+    Links lead to real files inside the same CSD root, because a link to a symlink would
+    pin nothing, and hard links do not cross file systems.
+
+    Args:
+      place: the new place, an existing directory in the store.
+      carry: arrays that the step carries.
+      named: the name that the place gets when it is complete.
+    """
+    step, root = directory.step_path(source), directory.step_path(place)
+    link_carry(step, root, carry)
+    has_csds = bool(directory.manifest.csds)
+    for document in _SHARED:
+        link_or_copy(step / document, root / document)
+    for leaf, record in enumerate(directory.manifest.leaves):
+        for state in record.states:
+            name = record.array_name(state.name)
+            array = root / name
+            array.mkdir()
+            held = directory.array_path(source, leaf, state.name)
+            link_or_copy(held / "zarr.json", array / "zarr.json")
+            made: set[Path] = set()
+            for number in record.held:
+                key = directory.state_chunk(leaf, number, state).key
+                link = array / key
+                real = directory.chunk_file(place, leaf, number, state.name)
+                target = real if has_csds else link
+                for parent in {link.parent, target.parent} - made:
+                    parent.mkdir(parents=True, exist_ok=True)
+                    made.add(parent)
+                old = directory.chunk_file(source, leaf, number, state.name)
+                link_or_copy(old, target)
+                if has_csds:
+                    data = directory.data_path(named or place, record.csds[number])
+                    link.symlink_to(data / name / key)
+
+
+def remove_step(directory: StoreDirectory, place: str) -> None:
+    """Removes the result of `link_step` at a place, on every CSD and in the store."""
+    paths = [directory.data_path(place, csd) for csd in range(directory.num_csds)]
+    for path in (*paths, directory.step_path(place)):
+        shutil.rmtree(path, ignore_errors=True)

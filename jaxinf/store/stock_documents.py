@@ -1,17 +1,157 @@
-"""Checksums of the documents that other tools read beside the chunks of a step.
+"""Documents and links by which zarr v3 and Orbax read a step; their checksums.
 
-Invariant: they are checksums of the files' bytes, so a file with another checksum was
-not written by jaxinf.
+Invariant: they describe raw chunk files: with the codec ``bytes``, little endian, a
+chunk file is the array's memory. A document with another checksum than its step's
+record has was not written by jaxinf.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jaxinf.documents import MOST_BYTES
+from jaxinf.compat import ORBAX_DICT_KEY, ORBAX_HANDLER
+from jaxinf.documents import MOST_BYTES, encode
 from jaxinf.io import crc32c, read_beneath
+from jaxinf.store.commit import CARRY, CarriedArray
+from jaxinf.store.contents import dtype_of
 from jaxinf.store.manifest import Manifest
+from jaxinf.store.names import encode_key
+
+COMMIT_SUCCESS_TEXT = "Checkpoint commit was successful.\n"
+
+ORBAX_ITEM = "default"
+"""The name of a checkpoint's only tree for Orbax's CheckpointManager."""
+
+ORBAX_STATE = "state"
+"""The name of that tree for Orbax's newer Checkpointer."""
+
+
+def group_metadata() -> dict[str, Any]:
+    """Returns ``zarr.json`` of a slot."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": {}}
+
+
+def array_metadata(
+    shape: Sequence[int], chunk_shape: Sequence[int], dtype: str
+) -> dict[str, Any]:
+    """Returns ``zarr.json`` of one array.
+
+    Args:
+      chunk_shape: the chunk shape; every entry is at least 1.
+      dtype: NumPy's name of the dtype; zarr has the same name for all stored dtypes.
+    """
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(shape),
+        "data_type": dtype,
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": list(chunk_shape)},
+        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": dtype_of(dtype).type(0).item(),
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "attributes": {},
+    }
+
+
+def orbax_tree_metadata(keys: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+    """Returns ``_METADATA``: the pytree that Orbax restores, as nested dicts.
+
+    Args:
+      keys: for each array its state name followed by the leaf's path.
+    """
+    tree: dict[str, Any] = {}
+    for raw in keys:
+        path = tuple(encode_key(key) for key in raw)
+        tree[str(path)] = {
+            "key_metadata": [{"key": key, "key_type": ORBAX_DICT_KEY} for key in path],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+    return {
+        "tree_metadata": tree,
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def orbax_checkpoint_metadata(timestamp_ns: int, *, is_item: bool) -> dict[str, Any]:
+    """Returns ``_CHECKPOINT_METADATA``, which marks a directory as a checkpoint."""
+    return {
+        "item_handlers": {ORBAX_ITEM: ORBAX_HANDLER} if is_item else ORBAX_HANDLER,
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": timestamp_ns,
+        "commit_timestamp_nsecs": timestamp_ns,
+        "custom_metadata": {},
+    }
+
+
+def step_documents(
+    manifest: Manifest,
+    timestamp_ns: int,
+    carry: Sequence[CarriedArray] = (),
+    *,
+    is_item: bool = False,
+) -> Iterator[tuple[str, bytes]]:
+    """Yields the documents by which other tools read a step's chunks, by name.
+
+    Args:
+      manifest: manifest of the store.
+      timestamp_ns: the time that they say.
+      carry: arrays that the step carries, which have documents of their own.
+      is_item: whether the tree is the item `ORBAX_ITEM` of a checkpoint, as Orbax's
+        managers expect, rather than the checkpoint itself.
+    """
+    for leaf in manifest.leaves:
+        for state in leaf.states:
+            shape, chunk_shape = map(tuple, leaf.array_grid(state))
+            content = _array_document(shape, chunk_shape, state.dtype)
+            yield f"{leaf.array_name(state.name)}/zarr.json", content
+    yield "zarr.json", encode(group_metadata())
+    yield "_METADATA", tree_document(manifest, carry)
+    metadata = orbax_checkpoint_metadata(timestamp_ns, is_item=is_item)
+    yield "_CHECKPOINT_METADATA", encode(metadata)
+    yield "commit_success.txt", COMMIT_SUCCESS_TEXT.encode()
+
+
+def tree_document(manifest: Manifest, carry: Sequence[CarriedArray] = ()) -> bytes:
+    """Returns ``_METADATA``, which lists a step's arrays for Orbax."""
+    keys = [(s.name, *leaf.path) for leaf in manifest.leaves for s in leaf.states]
+    keys += [(CARRY, *one.path) for one in carry]
+    return encode(orbax_tree_metadata(keys))
+
+
+def create_documents(
+    step: Path,
+    manifest: Manifest,
+    timestamp_ns: int,
+    carry: Sequence[CarriedArray] = (),
+    *,
+    is_item: bool = False,
+) -> None:
+    """Writes `step_documents` into a directory, with links to an item if it is one."""
+    for name, content in step_documents(manifest, timestamp_ns, carry, is_item=is_item):
+        os.makedirs(os.path.dirname(f"{step}/{name}"), exist_ok=True)
+        with open(f"{step}/{name}", "wb", buffering=0) as document:
+            document.write(content)
+    if is_item:
+        make_orbax_item(step, manifest, carry)
+
+
+@cache
+def _array_document(
+    shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str
+) -> bytes:
+    return encode(array_metadata(shape, chunk_shape, dtype))
+
 
 ARRAYS = "*/zarr.json"
 """The common name of all arrays' metadata."""
@@ -53,3 +193,22 @@ def _arrays(manifest: Manifest) -> Iterator[str]:
     for leaf in manifest.leaves:
         for state in leaf.states:
             yield f"{leaf.array_name(state.name)}/zarr.json"
+
+
+def orbax_links(manifest: Manifest, carry: Sequence[CarriedArray]) -> dict[str, str]:
+    """Returns a checkpoint's links, by which Orbax's managers find its only item."""
+    names = ["_METADATA", *(os.path.dirname(name) for name in _arrays(manifest))]
+    names += [one.name for one in carry]
+    links = {f"{ORBAX_ITEM}/{name}": f"../{name}" for name in names}
+    return {**links, ORBAX_STATE: ORBAX_ITEM}
+
+
+def make_orbax_item(
+    step: Path, manifest: Manifest, carry: Sequence[CarriedArray]
+) -> None:
+    """Makes a step's directory a checkpoint for Orbax's managers."""
+    (step / "orbax.checkpoint").touch()
+    (step / ORBAX_ITEM).mkdir(exist_ok=True)
+    for name, target in orbax_links(manifest, carry).items():
+        (step / name).unlink(missing_ok=True)
+        (step / name).symlink_to(target)

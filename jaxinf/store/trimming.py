@@ -6,7 +6,6 @@ Invariant: the committed step, checkpoints and snapshots stay as they are.
 import os
 from pathlib import Path
 
-from jaxinf.errors import StoreFormatError
 from jaxinf.io import opened_to_write
 from jaxinf.io.failures import translated
 from jaxinf.store.directory import other_slot
@@ -28,13 +27,7 @@ def trim_store(path: Path) -> int:
     """
     num_bytes = 0
     with hold_store(path) as directory:
-        committed = directory.committed_slot()
-        if committed is None:
-            raise StoreFormatError(
-                f"{path}: expected a committed step, found none; train a step first, "
-                "or remove the directory"
-            )
-        spare = other_slot(committed)
+        spare = other_slot(directory.need_slot())
         directory.unpublish(spare)
         for number, _, state, chunk in directory.held():
             file = directory.chunk_file(spare, number, chunk, state.name)

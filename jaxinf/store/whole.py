@@ -18,9 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
-from jaxinf.io import fsync_directory, read_beneath
+from jaxinf.io import fsync_directory
 from jaxinf.io.failures import translated
 from jaxinf.store.agreement import HeldSteps, StepId, agreed_step
 from jaxinf.store.checkpoint import (
@@ -35,13 +34,12 @@ from jaxinf.store.checkpoint import (
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory, next_slot
 from jaxinf.store.owned import hold_store, look_at_store
-from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE
+from jaxinf.store.stock_documents import create_documents
 
 _T = TypeVar("_T")
 _MEMBER = re.compile(r"process-\d{5,}")
 _NUM_ATTEMPTS = 20
 _PAUSE_S = 0.2
-_DOCUMENTS = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
 
 
 def find_members(path: Path) -> list[Path]:
@@ -322,34 +320,21 @@ def _unlink(place: Path) -> None:
             shutil.rmtree(gone)
 
 
-def _copy_document(source: Path, name: str, target: Path) -> None:
-    (target / name).write_bytes(read_beneath(source, name, MOST_BYTES))
-
-
 def _link(members: Sequence[StoreDirectory], name: str, root: Path) -> None:
-    first = members[0].path / "checkpoints" / name
-    for document in _DOCUMENTS:
-        _copy_document(first, document, root)
-    (root / "orbax.checkpoint").touch()
-    (root / ORBAX_ITEM).mkdir()
-    (root / ORBAX_ITEM / "_METADATA").symlink_to("../_METADATA")
-    (root / ORBAX_STATE).symlink_to(ORBAX_ITEM)
-    for one in CommitRecord.read(first / "commit.json").carry:
+    manifest, place = members[0].manifest, f"checkpoints/{name}"
+    first = members[0].step_path(place)
+    carry = CommitRecord.read(first / "commit.json").carry
+    create_documents(root, manifest, time.time_ns(), carry, is_item=True)
+    for one in carry:
         (root / one.name).symlink_to(os.path.relpath(first / one.name, root))
-        (root / ORBAX_ITEM / one.name).symlink_to(f"../{one.name}")
-    for number, leaf in enumerate(members[0].manifest.leaves):
+    for number, leaf in enumerate(manifest.leaves):
         for state in leaf.states:
-            array = leaf.array_name(state.name)
-            (root / array).mkdir()
-            _copy_document(first, f"{array}/zarr.json", root)
-            (root / ORBAX_ITEM / array).symlink_to(f"../{array}")
             for chunk, owner in enumerate(leaf.owners):
                 held = members[owner]
                 key = held.state_chunk(number, chunk, state).key
-                link = root / array / key
+                link = root / leaf.array_name(state.name) / key
                 link.parent.mkdir(parents=True, exist_ok=True)
                 # The CSDs of a chunk are known to its owner alone.
-                place = f"checkpoints/{name}"
                 file = held.chunk_file(place, number, chunk, state.name)
                 at = file if held.manifest.csds else os.path.relpath(file, link.parent)
                 link.symlink_to(at)
@@ -363,16 +348,6 @@ def _number(directory: StoreDirectory) -> int:
 def held_steps(directory: StoreDirectory) -> HeldSteps:
     """Returns the steps of a member's two slots, as the start of its run finds them."""
     slot = directory.committed_slot()
-    spare = next_slot(slot)
-    found: list[StepId | None] = []
-    for place in (slot, spare):
-        record = None if place is None else directory.step_path(place) / "commit.json"
-        if record is None or not record.exists():
-            found.append(None)
-            continue
-        with contextlib.suppress(StoreFormatError):
-            read = CommitRecord.read(record)
-            found.append(StepId(read.step, read.commit))
-            continue
-        found.append(None)
-    return HeldSteps(*found)
+    current = None if slot is None else directory.found_record(slot)
+    records = current, directory.found_record(next_slot(slot))
+    return HeldSteps(*(one and StepId(one.step, one.commit) for one in records))

@@ -54,9 +54,9 @@ def whole_step(path: Path, checkpoint: str | None = None) -> Iterator[WholeStep]
     """
     members = all_members(path)
     if checkpoint is not None:
-        records = find_whole(members, checkpoint)
+        find_whole(members, checkpoint)
         steps = [one.step_path(f"checkpoints/{checkpoint}") for one in members]
-        yield joined_step([*map(PinnedStep, members, steps)], records)
+        yield joined_step([*map(PinnedStep, members, steps)])
         return
 
     def pin(
@@ -67,21 +67,18 @@ def whole_step(path: Path, checkpoint: str | None = None) -> Iterator[WholeStep]
 
     parts, undo = of_one_commit(path, members, pin)
     with undo:
-        yield joined_step(
-            parts, [CommitRecord.read(p.path / "commit.json") for p in parts]
-        )
+        yield joined_step(parts)
 
 
-def joined_step(
-    parts: Sequence[PinnedStep], records: Sequence[CommitRecord]
-) -> WholeStep:
-    """Returns a step of all members, from their parts and records by number.
+def joined_step(parts: Sequence[PinnedStep]) -> WholeStep:
+    """Returns a step of all members, from their parts by number, or of a store alone.
 
     Raises:
       StoreMismatchError: they have other leaves or owners.
       StoreFormatError: a record is not of its part.
     """
     manifests = [part.directory.manifest for part in parts]
+    records = [CommitRecord.read(part.path / "commit.json") for part in parts]
     first, places, starts = manifests[0], [], []
     for part, manifest, record in zip(parts, manifests, records, strict=True):
         if manifest.common != first.common:
@@ -92,6 +89,8 @@ def joined_step(
         record.check_fits(part.path / "commit.json", manifest)
         starts.append(len(places))
         places += part.directory.data_paths(part.path)
+    if first.member is None:
+        return WholeStep(parts[0].path, first, records[0], tuple(places))
     leaves = []
     for leaf, *others in zip(*(one.leaves for one in manifests), strict=True):
         held = (leaf, *others)

@@ -31,7 +31,7 @@ from rich.console import Console
 
 from jaxinf.command_line import UsageError
 from jaxinf.terminal import make_console
-from jaxinf.train.checkpoints import Best, evaluation_line, keep_step
+from jaxinf.train.checkpoints import BEST, best_loss, evaluation_line
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches
@@ -254,7 +254,7 @@ class _Run:
         else:
             self._metrics = MetricsLog(logs, self.step, trackers.begin, trackers.send)
         self._trackers, self._timer = trackers, StepTimer(self._config, self.step)
-        self._best = Best(self._backend.store, logs / "validation.jsonl")
+        self._best_loss = best_loss(self._backend.store, logs / "validation.jsonl")
         self.exports = ExportsOfRun(self._backend.store, self._console)
 
     def go(self) -> int:
@@ -348,12 +348,14 @@ class _Run:
     def _keep(self) -> None:
         assert self._backend.store is not None, "check refuses it in memory"
         self._timer.forget()
-        step = self._backend.committed_step(self._state)
-        name = keep_step(
-            *(self._backend.store, self._state, step), keep_last=self._config.keep_last
-        )
-        if name is not None:
-            self._console.print(f"step {self.step}: checkpoint {name}")
+        name = self._backend.store.checkpoint(state=self._state)
+        self._console.print(f"step {self.step}: checkpoint {name}")
+
+    def _keep_best(self, loss: float) -> None:
+        if self._backend.store is not None:
+            self._backend.store.checkpoint(BEST, state=self._state, overwrite=True)
+            self._console.print(f"step {self.step}: checkpoint {BEST}")
+            self._best_loss = loss
 
     @property
     def evaluated(self) -> PyTree:
@@ -379,9 +381,8 @@ class _Run:
             line = evaluation_line(self.step, committed, found)
             self._validation.write(self.step, line)
             self._trackers.send(json.loads(line), "held_out/")
-            is_offered = self._config.eval_every > 0
-            if is_offered and self._best.offer(self._state, found.loss):
-                self._console.print(f"step {self.step}: checkpoint best")
+            if self._config.eval_every and found.loss < self._best_loss:
+                self._keep_best(found.loss)
         return found
 
     def close(self) -> None:

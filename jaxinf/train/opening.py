@@ -64,6 +64,7 @@ def open_backend(
             restore=config.restore,
             master=config.master,
             state=config.state,
+            keep_steps=(0, config.keep_last) if config.checkpoint_every else None,
             tiers={"host": config.state_tier} if config.state_tier else None,
             export_every=config.export_every or None,
             export_to=config.export_to,

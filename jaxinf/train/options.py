@@ -189,7 +189,8 @@ class StoreOptions:
     # Each takes the space of one more copy of the state on the drives.
     checkpoint_every: int = 0
 
-    # The number of latest checkpoints to keep; 0 keeps all.
+    # The number of latest checkpoints to keep; 0 keeps all. A new store is made only if
+    # there is room for so many.
     keep_last: int = 3
 
     # Steps between exports to --export-to, beside training; 0 is none. A step that is

@@ -9,10 +9,10 @@ from store_driver import Driver
 import jaxinf
 from jaxinf.store import (
     StoreDirectory,
-    Verifier,
     remove_checkpoint,
     save_checkpoint,
     snapshot,
+    verify_step,
 )
 from jaxinf.store.lock import LockFile
 
@@ -50,10 +50,9 @@ def moving(request, tmp_path, monkeypatch):
 
 def check_whole(path, names):
     directory = StoreDirectory.open(path)
-    verifier = Verifier(directory)
-    assert verifier.verify(path / "current") == []
+    assert verify_step(directory, path / "current") == []
     for name in names:
-        assert verifier.verify(path / "checkpoints" / name) == []
+        assert verify_step(directory, path / "checkpoints" / name) == []
     found = sorted(p.name for p in (path / "checkpoints").iterdir())
     assert found == sorted(names)
     for csd in range(len(directory.manifest.csds)):
@@ -107,7 +106,7 @@ def test_a_snapshot(moving):
     moving.start()
     with snapshot(directory) as path:
         assert moving.calls == ["publish.lock"]
-        assert Verifier(StoreDirectory.open(moving.path)).verify(path) == []
+        assert verify_step(StoreDirectory.open(moving.path), path) == []
     check_whole(moving.path, ["kept"])
     assert not list((moving.path / "snapshots").iterdir())
 

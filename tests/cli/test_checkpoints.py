@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import jaxinf
-from jaxinf.cli import main
-from jaxinf.store import StoreDirectory, Verifier, remove_checkpoint
+from jaxinf.cli import main, verification
+from jaxinf.store import StoreDirectory, remove_checkpoint, verify_step
 
 
 @pytest.fixture
@@ -71,14 +71,13 @@ def test_verify_says_what_is_damaged(store, capsys):
 
 def test_verify_beside_a_run_that_removes_a_checkpoint(store, capsys, monkeypatch):
     assert main(["checkpoint", "save", str(store), "old"]) == 0
-    verify = Verifier.verify
 
-    def verify_late(self, place, progress):
+    def verify_late(directory, place, progress, **options):
         if place.name == "old":
-            remove_checkpoint(self._directory, "old")
-        return verify(self, place, progress)
+            remove_checkpoint(directory, "old")
+        return verify_step(directory, place, progress, **options)
 
-    monkeypatch.setattr(Verifier, "verify", verify_late)
+    monkeypatch.setattr(verification, "verify_step", verify_late)
     assert main(["verify", str(store)]) == 0
     assert "old" not in capsys.readouterr().out.split("clean", 1)[1]
 

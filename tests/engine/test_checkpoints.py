@@ -10,8 +10,9 @@ from families import family
 from store_driver import Driver
 
 import jaxinf
+from jaxinf.engine.retention import Retention
 from jaxinf.errors import StoreFormatError, StoreMismatchError, StoreSpaceError
-from jaxinf.store import CheckpointInfo, Verifier, checkpoints_to_prune, seal
+from jaxinf.store import seal, verify_step
 
 
 def path_of(driver, name):
@@ -30,7 +31,7 @@ def data_files(driver, name):
 
 
 def is_clean(driver, name):
-    return not Verifier(driver.opened.directory).verify(path_of(driver, name))
+    return not verify_step(driver.opened.directory, path_of(driver, name))
 
 
 @pytest.mark.parametrize("num_csds", family([0, 3], short=[3]))
@@ -154,6 +155,26 @@ def test_bad_names(drive, name):
     driver.steps(1).check(2)
 
 
+def test_room_that_the_replaced_one_has_counts(drive, monkeypatch):
+    driver = drive(leaves={"w": ((1 << 20,), "float32")}).init().steps(1)
+    driver.store.checkpoint("best")
+    driver.steps(2).store.wait()
+    real = os.statvfs
+
+    def full(path):
+        fields = list(real(path))
+        fields[4] = 0  # f_bavail
+        return os.statvfs_result(fields)
+
+    monkeypatch.setattr(os, "statvfs", full)
+    with pytest.raises(StoreSpaceError, match="steps to come need"):
+        driver.store.checkpoint("other")
+    driver.store.checkpoint("best", overwrite=True)
+    monkeypatch.undo()
+    driver.steps(2).check(5)
+    driver.check(3, path_of(driver, "best"))
+
+
 def test_a_name_that_exists(drive):
     driver = drive().init().steps(1)
     driver.store.checkpoint("best")
@@ -256,38 +277,73 @@ print(save_checkpoint(StoreDirectory.open(Path(sys.argv[1]))))
     driver.check(2, path_of(driver, "2"))
 
 
-def info(name, step):
-    return CheckpointInfo(name, step, "", 0)
+def test_which_numbers_stay():
+    names = ["best", "15x", "010", *map(str, range(10, 110, 10))]
+    assert Retention.of(None).surplus(names, 100) == []
+    assert Retention.of((5, 0)).surplus(names, 100) == []
+    assert Retention.of((0, 7)).surplus(names, 100) == ["10", "20", "30"]
+    assert Retention.of((30, 9)).surplus(names, 100) == ["10"]
+    assert Retention.of((0, 100)).surplus(names, 100) == []
+    # After a restore those of later steps are another run's.
+    assert Retention.of((0, 1)).surplus(names, 50) == ["10", "20", "30", "40"]
+    assert Retention.of(5).most == 2
 
 
-def test_policies():
-    found = [info(str(s), s) for s in range(10, 110, 10)] + [info("best", 15)]
-
-    def pruned(**policy):
-        return [int(n) for n in checkpoints_to_prune(found, 100, **policy)]
-
-    assert pruned(keep_last=0, keep_every=0) == []
-    assert pruned(keep_last=0, keep_every=30) == []
-    assert pruned(keep_last=3, keep_every=0) == [10, 20, 30, 40, 50, 60, 70]
-    assert pruned(keep_last=3, keep_every=30) == [10, 20, 40, 50, 70]
-    assert pruned(keep_last=100, keep_every=0) == []
-    after_restore = checkpoints_to_prune(found, 50, keep_last=1, keep_every=0)
-    assert after_restore == ["10", "20", "30", "40"]
-    with pytest.raises(ValueError, match="expected at least 0"):
-        pruned(keep_last=-1, keep_every=0)
-
-
-def test_pruning_a_store(drive):
-    driver = drive().init()
+def test_the_last_numbers_stay_and_every_name(drive):
+    driver = drive(keep_steps=(0, 2)).init()
     for _ in range(5):
         driver.step()
         driver.store.checkpoint()
-    driver.store.checkpoint("best")
-    assert driver.store.prune_checkpoints(keep_last=1, keep_every=2) == ["1", "3"]
+        if driver.store.step == 2:
+            driver.store.checkpoint("two")
     names = [c.name for c in driver.store.checkpoints()]
-    assert names == ["2", "4", "5", "best"]
-    for step in (2, 4, 5):
-        driver.check(step, path_of(driver, str(step)))
+    assert names == ["two", "4", "5"]
+    for step, name in ((2, "two"), (4, "4"), (5, "5")):
+        driver.check(step, path_of(driver, name))
+
+
+@pytest.mark.parametrize("num_csds", [0, 3])
+def test_a_checkpoint_is_replaced(drive, place, num_csds):
+    driver = drive(num_csds=num_csds).init().steps(1)
+    assert driver.store.checkpoint("best", overwrite=True) == "best"
+    before = path_of(driver, "best").stat().st_ino
+    driver.store.checkpoint("best", overwrite=True)  # it has this very step
+    assert path_of(driver, "best").stat().st_ino == before
+    driver.steps(2).store.checkpoint("best", overwrite=True)
+    driver.steps(3).store.wait()
+    assert [(c.name, c.step) for c in driver.store.checkpoints()] == [("best", 3)]
+    driver.check(3, path_of(driver, "best"))
+    assert is_clean(driver, "best")
+    found = [p.name for p in place.rglob("checkpoints/*")]
+    assert set(found) == {"best"}
+    driver.close()
+    again = drive(driver.store.path, restore="best").init()
+    again.steps(1).check(4)
+
+
+@pytest.mark.parametrize("num_csds", [0, 3])
+def test_a_checkpoint_stays_if_the_one_in_its_place_fails(
+    drive, place, num_csds, monkeypatch
+):
+    driver = drive(num_csds=num_csds).init().steps(1)
+    driver.store.checkpoint("best")
+    driver.steps(2).store.wait()
+    real, failing = os.link, True
+
+    def link(source, target, **options):
+        if failing and "embed" in str(source):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(source, target, **options)
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(StoreSpaceError, match="embed"):
+        driver.store.checkpoint("best", overwrite=True)
+    assert {p.name for p in place.rglob("checkpoints/*")} == {"best"}
+    driver.check(1, path_of(driver, "best"))
+    assert is_clean(driver, "best")
+    failing = False
+    driver.store.checkpoint("best", overwrite=True)
+    driver.check(3, path_of(driver, "best"))
 
 
 def test_a_checkpoint_of_another_tree_is_not_restored(drive):

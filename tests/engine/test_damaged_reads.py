@@ -17,7 +17,7 @@ from jaxinf.exchange import (
     export_url,
     import_params,
 )
-from jaxinf.store import StepReader, StoreDirectory, Verifier, snapshot
+from jaxinf.store import StepReader, StoreDirectory, snapshot, verify_step
 
 LEAVES = {"h": ((70, 257), "bfloat16"), "w": ((1100, 1025), "float32")}
 """The second leaf is read in more than one piece."""
@@ -50,7 +50,7 @@ def inspect(driver, leaf, state):
 
 def verify(driver, leaf, state):
     path = driver.store.path / "current"
-    damages = Verifier(driver.opened.directory).verify(path)
+    damages = verify_step(driver.opened.directory, path)
     raise StoreCorruptError("\n".join(f"{d.what}: {d.problem}" for d in damages))
 
 

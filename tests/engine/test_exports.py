@@ -26,7 +26,7 @@ def chunks_of(step, manifest):
         (leaf.name, state.name, chunk): directory.chunk_file(
             place, number, chunk, state.name
         ).read_bytes()[: directory.state_bytes(number, chunk, state)]
-        for number, leaf, _ in directory.leaves()
+        for number, leaf in enumerate(directory.manifest.leaves)
         for state in leaf.states
         for chunk in leaf.held
     }

@@ -10,7 +10,7 @@ import pytest
 from families import family
 
 from jaxinf.errors import StoreLockedError
-from jaxinf.store import Verifier
+from jaxinf.store import verify_step
 
 # Many subgroups a chunk: parts of one are written while others are still to be read.
 OPTIONS = {
@@ -72,7 +72,7 @@ def test_a_copy_in_the_middle_of_a_chunk(drive, durability):
     assert copies
     driver.opened.csds[0].write = write
     driver.steps(3).check(6)
-    assert not Verifier(driver.opened.directory).verify(driver.store.path / "current")
+    assert not verify_step(driver.opened.directory, driver.store.path / "current")
     driver.close()
     copy, _ = copies[0]
     again = drive(copy, **OPTIONS).init()

@@ -17,7 +17,7 @@ from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError, StoreFormatError
 from jaxinf.exchange import StepFiles, Transit, export_url
 from jaxinf.io import crc32c
-from jaxinf.store import CommitRecord, StoreDirectory, Verifier, open_array, seal
+from jaxinf.store import CommitRecord, StoreDirectory, open_array, seal, verify_step
 
 KILLED = Path(__file__).parents[1] / "support/killed_export.py"
 # Written anew by each call, with the time.
@@ -36,7 +36,7 @@ def chunks_of(path, place="current"):
     """Reads all chunk files of a step by name, without padding."""
     directory = StoreDirectory.open(path)
     found = {}
-    for number, leaf, _ in directory.leaves():
+    for number, leaf in enumerate(directory.manifest.leaves):
         for state in leaf.states:
             for chunk in leaf.held:
                 file = directory.chunk_file("a", number, chunk, state.name)
@@ -70,7 +70,7 @@ def test_round_trip(make_step, place, num_csds):
     assert copied(url, made, roots=[root], memory_bytes=1 << 20).step == 7
     old = StoreDirectory.of_step(step.path, step.manifest).path
     assert chunks_of(made) == chunks_of(old)
-    assert Verifier(StoreDirectory.open(made)).verify(made / "current") == []
+    assert verify_step(StoreDirectory.open(made), made / "current") == []
     found, expected = (
         CommitRecord.read(p / "current/commit.json") for p in (made, old)
     )

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from jaxinf.errors import StoreSpaceError
-from jaxinf.store import Verifier
+from jaxinf.store import verify_step
 
 
 def hashes(driver, name):
@@ -32,7 +32,7 @@ def test_ten_steps_later_its_bytes_are_the_same(mount_ext4, place, drive):
     driver.steps(10).check(13)
     assert hashes(driver, "3") == before
     driver.check(3, place / "store" / "checkpoints" / "3")
-    assert Verifier(driver.opened.directory).verify(place / "store/checkpoints/3") == []
+    assert verify_step(driver.opened.directory, place / "store/checkpoints/3") == []
     driver.close()
     again = drive(place / "store", restore="3").init()
     again.steps(10).check(13)

@@ -6,6 +6,7 @@ by the real code. `JAXINF_FAULTS=long` visits many more of them.
 """
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from places import LONG, step_durably
 from raw_stores import memory_directory
 from recorded_run import Mixture, RecordedRun, small_driver
+
+from jaxinf.store import checkpoint
 
 NUM_EXAMPLES = 5000 if LONG else 100
 
@@ -100,6 +103,28 @@ def kept(driver, mark):
         again.training.close()
 
 
+def replaced(driver, mark):
+    """A checkpoint made in the place of another, for whose moment there is none."""
+    driver.init()
+    mark(0)
+    driver.store.checkpoint("best")
+    mark(0, "best of 0")
+    step_durably(driver)
+    mark(1, "best of 0")
+    set_aside = checkpoint._set_aside
+
+    def marked(*arguments):
+        gone = set_aside(*arguments)
+        mark(1)
+        return gone
+
+    with mock.patch.object(checkpoint, "_set_aside", marked):
+        driver.store.checkpoint("best", overwrite=True)
+    mark(1, "best of 1")
+    step_durably(driver)
+    mark(2, "best of 1")
+
+
 def rolled_back(driver, mark):
     """A rollback to the other slot, into which a chunk was copied; a step after it."""
     driver.init()
@@ -152,6 +177,7 @@ SCRIPTS = {
     "staying in part": staying,
     "pinned": pinned,
     "kept": kept,
+    "replaced": replaced,
     "rolled back": rolled_back,
     "made anew": made_anew,
     "carried": carried,
@@ -176,6 +202,7 @@ NUM_CSDS = {
     "staying in part": (0,),
     "pinned": (3,),
     "kept": (0, 3),
+    "replaced": (0, 3),
     "rolled back": (3,),
     "made anew": (0,),
     "carried": (0,),

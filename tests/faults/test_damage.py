@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxinf.errors import StoreCorruptError, StoreFormatError, StoreIOError
-from jaxinf.store import Verifier
+from jaxinf.store import verify_step
 
 STEP = 3
 
@@ -48,7 +48,7 @@ def test_a_chunk_that_is_read(place, drive, damage, state, num_csds):
 
     driver = drive(path)
     assert driver.store.step == STEP
-    damages = Verifier(driver.opened.directory).verify(path / "current")
+    damages = verify_step(driver.opened.directory, path / "current")
     assert [d.file for d in damages] == [file]
     with pytest.raises(kind, match=rf"{state}\.embed/c/0/0.*{remedy}") as caught:
         driver.init().step()
@@ -84,7 +84,7 @@ def test_a_chunk_without_its_padding(place, drive):
     file = files.chunk_file(slot, 1, 0, "params")
     num_bytes = file.stat().st_size
     os.truncate(file, num_bytes - 4096)
-    (damage,) = Verifier(files).verify(files.step_path(slot))
+    (damage,) = verify_step(files, files.step_path(slot))
     assert damage.file == file
     assert damage.problem.startswith(f"expected a file of {num_bytes} bytes, found")
     drive(place / "store").init().steps(2).check(STEP + 2)

@@ -38,7 +38,7 @@ def chunks_of(path):
         (leaf.name, state.name, chunk): directory.chunk_file(
             slot, number, chunk, state.name
         ).read_bytes()
-        for number, leaf, _ in directory.leaves()
+        for number, leaf in enumerate(directory.manifest.leaves)
         for state in leaf.states
         for chunk in leaf.held
     }

@@ -17,7 +17,7 @@ import jaxinf
 from jaxinf.cli import main
 from jaxinf.errors import StoreCorruptError, StoreMismatchError
 from jaxinf.layout import CodedSlot
-from jaxinf.store import StoreDirectory, Verifier
+from jaxinf.store import StoreDirectory, verify_step
 
 pytestmark = pytest.mark.optimized
 
@@ -292,7 +292,7 @@ def test_a_store_begins_an_average_and_drops_it(place):
     with jaxinf.open_store(dropped) as store:
         assert_equal(store.params(new_params()), held)
         trained(store, None, 1)
-    assert Verifier(StoreDirectory.open(begun)).verify(begun / "current") == []
+    assert verify_step(StoreDirectory.open(begun), begun / "current") == []
     with pytest.raises(ValueError, match="expected a store with an average"):
         copied(dropped, place / "no", average="none")
 

@@ -13,7 +13,7 @@ from copies import copied
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.store import Verifier, look_at_store
+from jaxinf.store import look_at_store, verify_step
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 64), "b": jnp.ones(3)}
 
@@ -70,9 +70,9 @@ def carried(path, **options):
 
 def damages(path):
     """All damage of the slots and checkpoints that have a record."""
-    verifier = Verifier(look_at_store(path))
+    directory = look_at_store(path)
     steps = [file.parent for file in path.glob("*/*/commit.json")]
-    return [damage for step in steps for damage in verifier.verify(step)]
+    return [damage for step in steps for damage in verify_step(directory, step)]
 
 
 @pytest.mark.parametrize("durability", ["step", 3])

@@ -22,7 +22,7 @@ from jaxinf.errors import (
     StoreCorruptError,
     StoreMismatchError,
 )
-from jaxinf.store import StoreDirectory, Verifier
+from jaxinf.store import StoreDirectory, verify_step
 
 pytestmark = pytest.mark.optimized
 
@@ -210,7 +210,7 @@ def test_a_flipped_bit_is_found(tmp_path, state):
     data = bytearray(file.read_bytes())
     data[11] ^= 2
     file.write_bytes(data)
-    (damage,) = Verifier(directory).verify(path / "current")
+    (damage,) = verify_step(directory, path / "current")
     assert f"leaf a, {state}, chunk 0" in damage.what
     with (
         pytest.raises(StoreCorruptError, match=f"leaf a, {state}, chunk 0"),
@@ -275,7 +275,7 @@ def test_checkpoints_exports_and_stock_orbax(tmp_path, master):
     assert main(words) == 0
     assert main(["store", "copy", str(out), str(back)]) == 0
     directory = StoreDirectory.open(back)
-    assert Verifier(directory).verify(back / "current") == []
+    assert verify_step(directory, back / "current") == []
     with jaxinf.open_store(back) as store:
         assert store.step == 3
         for (leaf, state), values in held.items():
@@ -313,7 +313,7 @@ def test_converting_loses_nothing(tmp_path, old, new):
     held, _, _ = run(tmp_path / "old", 3, **old)
     assert copied(tmp_path / "old", tmp_path / "new", master=new).step == 3
     directory = StoreDirectory.open(tmp_path / "new")
-    assert Verifier(directory).verify(tmp_path / "new" / "current") == []
+    assert verify_step(directory, tmp_path / "new" / "current") == []
     codec = directory.manifest.leaves[0].states[0].codec
     assert codec == {"split": "split", "fp32": ""}[new]
     found, _, _ = run(tmp_path / "new", 0)

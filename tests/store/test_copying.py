@@ -112,7 +112,7 @@ def raw(path):
     for part in find_members(path) or [path]:
         directory = StoreDirectory.open(part)
         slot = directory.committed_slot()
-        for leaf, record, _ in directory.leaves():
+        for leaf, record in enumerate(directory.manifest.leaves):
             for state in record.states:
                 for chunk in record.held:
                     file = directory.chunk_file(slot, leaf, chunk, state.name)

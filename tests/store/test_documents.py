@@ -6,7 +6,7 @@ import pytest
 from golden_stores import golden
 
 from jaxinf.errors import StoreFormatError
-from jaxinf.store import CommitRecord, Manifest, StoreDirectory, Verifier, seal
+from jaxinf.store import CommitRecord, Manifest, StoreDirectory, seal, verify_step
 
 
 @pytest.mark.long
@@ -50,11 +50,11 @@ def test_a_seal_is_the_last_key_and_stays_what_it_is():
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_verify_sees_what_other_tools_read(tmp_path, step, name, is_gone):
     path = shutil.copytree(golden("store"), tmp_path / "store", symlinks=True)
-    verifier = Verifier(StoreDirectory.open(path))
-    assert verifier.verify(path / step) == []
+    directory = StoreDirectory.open(path)
+    assert verify_step(directory, path / step) == []
     file = path / step / name
     content = file.read_bytes()
     file.unlink() if is_gone else file.write_bytes(content[:-1] + b" ")
-    [damage] = verifier.verify(path / step)
+    [damage] = verify_step(directory, path / step)
     assert damage.what == name
     assert ("ENOENT" if is_gone else "expected CRC-32C") in damage.problem

@@ -17,6 +17,7 @@ from jaxinf.store import (
     dtype_of,
     seal,
 )
+from jaxinf.store.making import member_of
 
 HEADER = {"format": "jaxinf", "format_version": FORMAT_VERSION}
 KEYS = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=8)
@@ -147,7 +148,7 @@ def test_a_members_chunks_have_owners(tmp_path, change, problem):
         csds=(0, 0),
     )
     whole = Manifest(kernels={"k0": ("x",)}, leaves=(leaf,), store_id="a" * 32, csds=())
-    member = whole.as_member(Member("b" * 32, 1, 2), [(0, 1)], [(0, 0)])
+    member = member_of(whole, Member("b" * 32, 1, 2), [(0, 1)])
     path = tmp_path / "jaxinf.json"
     member.write(path)
     held = Manifest.read(path)

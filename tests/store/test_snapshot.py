@@ -68,7 +68,7 @@ def test_moves_no_data(make_directory, write_step):
 def test_needs_a_step(make_directory):
     directory = make_directory()
     with (
-        pytest.raises(StoreFormatError, match="expected a committed step to take"),
+        pytest.raises(StoreFormatError, match="expected a committed step, found a"),
         snapshot(directory),
     ):
         pass

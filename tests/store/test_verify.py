@@ -7,7 +7,7 @@ import shutil
 import pytest
 from golden_stores import golden
 
-from jaxinf.store import StoreDirectory, Verifier, seal, stock_documents
+from jaxinf.store import StoreDirectory, seal, stock_documents, verify_step
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def whole(tmp_path):
 
 
 def damages(directory, place):
-    return Verifier(directory).verify(directory.path / place)
+    return verify_step(directory, directory.path / place)
 
 
 def chunk_links(directory, slot):

@@ -26,11 +26,11 @@ from jaxinf.exchange.store_import import read_source
 from jaxinf.store import (
     StepReader,
     StoreDirectory,
-    Verifier,
     list_checkpoints,
     remove_checkpoint,
     save_checkpoint,
     seal,
+    verify_step,
 )
 
 MEMORY_BYTES = 96 << 20
@@ -225,7 +225,7 @@ def read_everything(path):
                 if not state.is_beside:
                     reader.read(leaf, state)
     for step in (path / "slots/b", path / "checkpoints/2"):
-        Verifier(directory).verify(step)
+        verify_step(directory, step)
 
 
 def changed(raw, edits, sealed):

@@ -22,12 +22,12 @@ from jaxinf.store import (
     StateRecord,
     StepReader,
     StoreDirectory,
-    Verifier,
     create_store,
     find_members,
     num_processes,
     save_checkpoint,
     stock_documents,
+    verify_step,
     whole_step,
 )
 
@@ -104,7 +104,7 @@ def damages(path):
     for part in find_members(path) or [path]:
         directory = StoreDirectory.open(part)
         for place in (part / "current", *part.glob("checkpoints/[!.]*")):
-            found += Verifier(directory).verify(place)
+            found += verify_step(directory, place)
     return found
 
 

@@ -17,11 +17,10 @@ from store_driver import Driver
 from jaxinf.errors import JaxinfError
 from jaxinf.kernels import compiled
 from jaxinf.store import (
-    Verifier,
     checkpoint_names,
     find_checkpoint,
-    read_spare,
-    verify_spare,
+    next_slot,
+    verify_step,
 )
 
 LEAVES = {
@@ -109,11 +108,11 @@ class RecordedRun:
     def _spare_is_whole(self, driver: Driver) -> bool:
         """Whether the step of the spare slot is complete."""
         files = driver.opened.directory
-        spare = read_spare(files)
-        if spare is None:
+        slot = next_slot(files.committed_slot())
+        record = files.found_record(slot)
+        if record is None:
             return True
-        slot, record = spare
-        if verify_spare(files, slot):
+        if verify_step(files, files.step_path(slot)):
             self.num_mixed_spares += 1
             return True
         return holds(driver, slot, record.step)
@@ -179,13 +178,14 @@ class RecordedRun:
 
 
 def checkpoints_of(driver: Driver) -> tuple[str, ...]:
-    """Returns the names of complete checkpoints, each named by its step."""
+    """Returns the names of complete checkpoints, with the steps of named ones."""
     files, names = driver.opened.directory, []
     for name in checkpoint_names(files):
         path = files.step_path(f"checkpoints/{name}")
-        damages = Verifier(files, num_workers=1).verify(path)
-        is_its_step = find_checkpoint(files, name).step == int(name)
-        names.append(name if is_its_step and not damages else f"{name}, damaged")
+        damages = verify_step(files, path, num_threads=1)
+        step = find_checkpoint(files, name).step
+        label = name if name == str(step) else f"{name} of {step}"
+        names.append(f"{label}, damaged" if damages else label)
     return tuple(names)
 
 
@@ -195,7 +195,7 @@ def is_whole(driver: Driver, step: int) -> bool:
     files = driver.opened.directory
     slot = files.committed_slot()
     assert slot is not None
-    if Verifier(files, num_workers=1).verify(files.step_path(slot)):
+    if verify_step(files, files.step_path(slot), num_threads=1):
         return False
     return holds(driver, slot, step) and driver.store.step == step
 

@@ -59,7 +59,6 @@ def lm1b(store: Any, tx: Any, own: Path, log: Any, *, background: bool) -> None:
         log(number, loss)
         if number % EVERY == 0 or number == NUM_STEPS - 1:
             store.checkpoint(state=train.opt_state)
-            store.prune_checkpoints(keep_last=2)
             checkpoints.save_checkpoint(
                 own, train, number, keep=2, overwrite=True, async_manager=manager
             )
@@ -96,7 +95,6 @@ def nanodo(store: Any, tx: Any, own: Path, log: Any, *, background: bool) -> Non
             log(number, loss)
             if manager.should_save(number):
                 store.checkpoint(state=run["state"])
-                store.prune_checkpoints(keep_last=2)
             manager.save(number, args=ocp.args.StandardSave(run))
 
 
@@ -160,8 +158,8 @@ def trainer(store: Any, tx: Any, own: Path, log: Any, *, background: bool) -> No
 
 
 FORMS = {"lm1b": lm1b, "nanodo": nanodo, "trainer": trainer}
-KEPT = {"trainer": {"keep_steps": (EVERY, 2, 1)}}
-"""The steps that a store keeps for a program that does not ask for it."""
+KEPT = {"trainer": (EVERY, 2, 1)}
+"""The steps that a store keeps for a program that does not ask for it; else (0, 2)."""
 
 
 def has_saved(own: Path) -> bool:
@@ -192,7 +190,7 @@ def run(place: Path, form: str, way: str, last: int | None) -> int:
         def log(number: int, loss: jax.Array) -> None:
             losses.write(f"{number} {float(loss).hex()}\n")
 
-        store = jaxinf.open_store(place / "store", **KEPT.get(form, {}))
+        store = jaxinf.open_store(place / "store", keep_steps=KEPT.get(form, (0, 2)))
         tx = jaxinf.smart_update(optax.adam(1e-2), store, on_existing=existing)
         FORMS[form](store, tx, own, log, background=way == "background")
         store.close()

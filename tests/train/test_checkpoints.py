@@ -1,6 +1,7 @@
 """The trainer keeps checkpoints, and restores them."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from flax import nnx
 from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreMismatchError
 from jaxinf.train.__main__ import words_to_resume
-from jaxinf.train.checkpoints import Best, evaluation_line
+from jaxinf.train.checkpoints import best_loss, evaluation_line
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.evaluate import Evaluation, Evaluator
 from jaxinf.train.loop import train
@@ -104,30 +105,32 @@ def test_what_is_shownwords_to_resume_does_not_go_back_again():
     assert words_to_resume(["--steps", "8", "--restore=4"]) == ["--steps", "8"]
 
 
-def test_the_best_evaluated_step_is_kept(tmp_path):
-    kept, removed = [], []
-    store = SimpleNamespace(
-        exists=True,
-        checkpoints=lambda: [SimpleNamespace(name=name, step=n) for n, name in kept],
-        checkpoint=lambda name, state: kept.append((state, name)),
-        remove_checkpoint=removed.append,
-        wait=lambda state: None,
-    )
-    best = Best(store, tmp_path / "validation.jsonl")
-    offered = [best.offer(n, loss) for n, loss in enumerate([3.0, 4.0, 2.0, 2.5, 2.0])]
-    assert offered == [True, False, True, False, False]
-    assert kept == [(0, "best"), (2, "best")]
-    assert removed == ["best"]
+@pytest.mark.long
+def test_the_best_evaluated_step_is_kept(config, tmp_path):
+    """Also by a run that was complete once: its best is replaced, or stays."""
+
+    def losses_and_best():
+        lines = (tmp_path / "log" / "validation.jsonl").read_text().splitlines()
+        found = {e["committed"]: e["loss"] for e in map(json.loads, lines)}
+        record = tmp_path / "store/checkpoints/best/commit.json"
+        return found, json.loads(record.read_text())["step"]
+
+    for steps in (4, 8):
+        assert train(config(steps=steps, eval_every=2)) == 0
+        found, best = losses_and_best()
+        assert found[best] == min(found.values())
 
 
 def test_the_best_loss_is_found_again(tmp_path):
     log = tmp_path / "validation.jsonl"
     found = [Evaluation(2.0, 0.5), Evaluation(3.0, 0.5)]
     lines = [evaluation_line(n, n, one) for n, one in enumerate(found)]
-    log.write_text("\n".join(lines))
     held = SimpleNamespace(name="best", step=0)
     store = SimpleNamespace(exists=True, checkpoints=lambda: [held])
-    assert Best(store, log).loss == 2.0
+    assert best_loss(store, log) == math.inf
+    log.write_text("\n".join(lines))
+    assert best_loss(store, log) == 2.0
+    assert best_loss(None, log) == math.inf
 
 
 def test_an_evaluation_weighs_batches_by_their_tokens():
