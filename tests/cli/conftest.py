@@ -24,7 +24,7 @@ def _params():
         "h": {
             "0": {
                 "kernel": jnp.asarray(rng.normal(size=(300, 129)), jnp.float32),
-                "bias": jnp.asarray(rng.normal(size=129), jnp.bfloat16),
+                "bias": jnp.asarray(rng.normal(size=129), jnp.float16),
             }
         },
         "scale": jnp.float32(1.5),
@@ -40,7 +40,7 @@ def _gradient(params, seed):
 
 def _make_store(path, csds=(), num_steps=3):
     params = _params()
-    options = {"chunk_elements": 8192, "csd": "emulated"}
+    options = {"chunk_elements": 8192}
     with small_stores.open_store(path, csds=csds, **options) as store:
         tx = jaxinf.smart_update(optax.adamw(1e-3), store)
         state = tx.init(params)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from copies import copied
+from families import family
 from store_driver import Driver
 
 import jaxinf
@@ -19,7 +20,10 @@ from jaxinf.store.lock import LockFile
 LEAVES = {"half": ((33, 257), "bfloat16"), "w": ((3, 4096), "float32")}
 
 
-@pytest.fixture(params=[(0, 2), (2, 1), (1, 3)], ids=lambda p: f"{p[0]} to {p[1]} CSDs")
+@pytest.fixture(
+    params=family([[0, 2], [2, 1], [1, 3]], short=[[0, 2]]),
+    ids=lambda p: f"{p[0]} to {p[1]} CSDs",
+)
 def moving(request, tmp_path, monkeypatch):
     """A store at step 3 whose chunks move before the next lock is taken."""
     before, after = request.param
@@ -119,7 +123,14 @@ def test_a_copy(moving):
         assert store.step == 3
 
 
-@pytest.mark.parametrize("words", [["inspect"], ["verify"], ["inspect", "--leaf", "w"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["inspect"], marks=pytest.mark.long),
+        ["verify"],
+        ["inspect", "--leaf", "w"],
+    ],
+)
 def test_a_look(moving, run, words):
     moving.start()
     command, *options = words

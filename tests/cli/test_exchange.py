@@ -7,6 +7,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
+from families import family
 
 import jaxinf
 from jaxinf.cli import main
@@ -39,7 +40,7 @@ def same(one, other):
     return True
 
 
-@pytest.mark.parametrize("scheme", ["", "file://"])
+@pytest.mark.parametrize("scheme", family(["", "file://"], short=["file://"]))
 def test_out_and_in_again(store, tmp_path, capsys, scheme):
     out, again = f"{scheme}{tmp_path}/out", str(tmp_path / "again")
     assert main(["checkpoint", "export", str(store), out]) == 0

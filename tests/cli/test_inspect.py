@@ -62,7 +62,7 @@ def test_document_of_leaves(trained, run_json):
     assert kernel["shape"] == [300, 129]
     assert kernel["num_elements"] == 300 * 129
     assert kernel["num_bytes"] == 12 * 300 * 129
-    assert leaves["h/0/bias"]["dtype"] == "bfloat16"
+    assert leaves["h/0/bias"]["dtype"] == "float16"
     assert leaves["scale"]["shape"] == []
     for leaf in leaves.values():
         assert [state["name"] for state in leaf["states"]] == ["params", "mu", "nu"]
@@ -173,7 +173,7 @@ def test_text_has_it_all_and_nothing_stays(trained, run):
         "38,830 in 3 leaves",
         "h/0/kernel",
         "(300, 129)",
-        "bfloat16",
+        "float16",
         "params mu nu float32",
         f"{trained.path}/current/params.h.0.bias",
         "none on this machine",

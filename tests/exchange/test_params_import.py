@@ -1,6 +1,7 @@
 """Params of stock Orbax and safetensors go into a new store, by their exact names."""
 
 import re
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from families import family
 from flax import nnx
 from flax.training import train_state
 from orbax.checkpoint.experimental import v1
@@ -157,8 +159,13 @@ def test_16_bit_params_become_an_exact_master(tmp_path):
     equal(params_of(tmp_path / "store", params), params)
 
 
-@pytest.mark.parametrize("state", ["fp32", "int8"])
-@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    family(
+        product(["safetensors", "orbax"], ["fp32", "int8"]),
+        short=[("safetensors", "int8")],
+    ),
+)
 def test_training_begins_with_the_params(tmp_path, kind, state):
     tx, params = optax.adamw(1e-2), make_params()
     if kind == "orbax":

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from covering import covering
+from families import family
 
 from jaxinf.kernels.card_library import card_function, card_library
 from jaxinf.kernels.estimates import rsqrt_estimates
@@ -52,7 +53,7 @@ def compressed_fixture(tools):
 # ---- the host's bits
 
 
-@pytest.mark.parametrize("num", [*SIZES, (1 << 20) + 1])
+@pytest.mark.parametrize("num", family([*SIZES, (1 << 20) + 1], short=SIZES))
 def test_sizes(tools, dense, compressed, num):
     for parts in (dense, compressed):
         tools.compare(*parts, tools.make_chunk(*parts[:2], num))

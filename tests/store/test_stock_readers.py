@@ -36,9 +36,7 @@ def committed(request, make_directory, write_step):
 
 
 @pytest.fixture(
-    params=family(
-        ["current", "snapshot", "checkpoint"], short=["current", "checkpoint"]
-    )
+    params=family(["current", "snapshot", "checkpoint"], short=["checkpoint"])
 )
 def opened(request, committed):
     """A path to the committed step, and its arrays."""

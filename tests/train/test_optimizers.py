@@ -17,7 +17,7 @@ from jaxinf.train.optimizers import check_optimizer, make_optimizer, optax_optim
 from jaxinf.train.schedules import learning_rates
 from jaxinf.train.step import compile_train_step, gradients_of
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.optimized("long")
 
 TINY = GPT2Config(32, 8, num_layers=1, num_heads=1, num_features=8)
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.ones(4)}
@@ -52,7 +52,12 @@ def updates_of(tx, num_steps=3):
         ("sgd", ("momentum=none",), optax.sgd(0.01)),
         ("nadam", ("eps=1e-3",), optax.nadam(0.01, eps=1e-3)),
         ("rmsprop", ("centered=true",), optax.rmsprop(0.01, centered=True)),
-        ("prodigy", ("betas=0.8,0.9",), optax.contrib.prodigy(0.01, (0.8, 0.9))),
+        pytest.param(
+            "prodigy",
+            ("betas=0.8,0.9",),
+            optax.contrib.prodigy(0.01, (0.8, 0.9)),
+            marks=pytest.mark.long,
+        ),
         ("radam", ("threshold=2",), optax.radam(0.01, threshold=2)),
         ("adadelta", (), optax.adadelta(0.01)),
     ],

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
+from families import family
 from flax import nnx
 from jaxinf_models import (
     BertConfig,
@@ -279,6 +280,7 @@ def test_an_imported_model_is_named_to_a_command_without_it(place, text, capsys)
     assert train("--from", place / "hf", *common, "--steps", 1) == 0
 
 
+@pytest.mark.long
 def test_a_head_that_the_checkpoint_does_not_have_begins_anew(place):
     masked = MODELS["bert"]
     write_folder(place / "hf", masked)
@@ -294,7 +296,7 @@ def tied(place):
     return dataclasses.replace(LLAMA, window=None, tied_embeddings=True)
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_tied", family([False, True], short=[True]))
 def test_a_decoder_of_one_task_begins_another(place, is_tied):
     """Its other head is new, and neither head is taken for damage."""
     plain = dataclasses.replace(LLAMA, tied_embeddings=is_tied)
@@ -507,7 +509,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", family(HOSTILE, short=["llama", "t5"]))
 def test_counts_are_bounded_by_the_weights(place, name):
     write_folder(place / "hf", MODELS[name])
     config = place / "hf" / "config.json"

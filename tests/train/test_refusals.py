@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from families import family
 
 import jaxinf
 from jaxinf.command_line import UsageError
@@ -64,7 +65,7 @@ def test_a_tier_is_a_part_of_the_memory(mode, run, tmp_path, capsys):
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("mode", ["update", "stream"])
+@pytest.mark.parametrize("mode", family(["update", "stream"], short=["update"]))
 def test_a_tier_beyond_the_free_memory(mode, run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("jaxinf.engine.division.free_memory", lambda: (9, "the box"))
     words = ["--store", tmp_path / "store", "--mode", mode, "--memory", "64MiB"]

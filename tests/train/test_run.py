@@ -244,6 +244,7 @@ def test_epochs_are_a_number_of_steps(run, lines, tmp_path, capsys):
     assert float(found[1]) == pytest.approx(0.004, rel=0.3)
 
 
+@pytest.mark.long
 def test_number_of_batches_in_an_evaluation(run, tmp_path):
     def loss(name, *words):
         logs = ("--mode", "memory", "--steps", 1, "--log-dir", tmp_path / name)

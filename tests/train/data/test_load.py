@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tokenizers
+from families import family
 from small_tokenizers import byte_level, word_level
 
 from jaxinf.command_line import UsageError
@@ -88,10 +89,13 @@ TASKS_OF = {
     "paired": ("classification",),
     "folder": ("classification",),
 }
+SLOW = [("saved", "masked-lm"), ("text", "masked-lm")]
 CASES = [(kind, task) for kind, tasks in TASKS_OF.items() for task in tasks]
 
 
-@pytest.mark.parametrize(("kind", "task"), CASES, ids="-".join)
+@pytest.mark.parametrize(
+    ("kind", "task"), family(CASES, short=[x for x in CASES if x not in SLOW])
+)
 def test_resumes_at_the_very_next_example(source, load, kind, task):
     """As after a crash, everything is read anew, and only the position is kept."""
     paths, options = source(kind)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from families import family
 
 from jaxinf.train.data.loader import Batches, batch_checksum, one_epoch
 from jaxinf.train.data.rows import masking
@@ -51,7 +52,7 @@ def test_batches_golden():
     assert batch_checksum(batches[5]) == 1395767006
 
 
-@pytest.mark.parametrize("seed", [0, 2**32 - 1])
+@pytest.mark.parametrize("seed", family([0, 2**32 - 1], short=[2**32 - 1]))
 def test_any_position_resumes_at_the_very_next_batch(seed):
     make = lambda: Batches(Numbers(7), batch_size=3, seed=seed, row_map=noisy)  # noqa: E731
     iterator = make().starting_at(Batches.position_of(0))
