@@ -202,7 +202,6 @@ def _write(
     progress: ProgressCallback | None,
 ) -> ChunkWriter:
     directory.unpublish(slot)
-    committed = other_slot(slot)
     writer = ChunkWriter(directory, slot)
     total_bytes = sum(array.num_bytes for array in wanted)
     done_bytes = 0
@@ -214,10 +213,8 @@ def _write(
             done_bytes += values.nbytes
             if progress is not None:
                 progress(done_bytes, total_bytes)
-    for number, leaf in enumerate(directory.manifest.leaves):
-        for state in leaf.states:
-            if state.slot != MASTER_PARAMS:
-                for chunk in range(len(directory.chunks[number])):
-                    directory.link_chunk(committed, slot, number, chunk, state.name)
+    for number, _, state, chunk in directory.held():
+        if state.slot != MASTER_PARAMS:
+            directory.link_chunk(other_slot(slot), slot, number, chunk, state.name)
     directory.sync()
     return writer

@@ -87,12 +87,6 @@ class ExportManifest(Document, frozen=True):
     commit: Sum
     objects: dict[Annotated[str, Meta(max_length=4096)], tuple[_Count, Sum]]
 
-    @classmethod
-    def of(cls, manifest: Manifest, step: int, commit: int) -> "ExportManifest":
-        """Makes the manifest of a step's export, without objects."""
-        own = (manifest.store_id, step, f"{commit:08x}")
-        return cls("jaxinf export", _VERSION, *own, objects={})
-
     def listing(self, objects: Mapping[str, tuple[int, int]]) -> "ExportManifest":
         """Returns the same with objects; their CRC-32C are numbers."""
         listed = {n: (b, f"{crc:08x}") for n, (b, crc) in objects.items()}
@@ -291,7 +285,8 @@ class UrlExport:
         self.chunks = list(chunk_objects(manifest, commit))
         self._documents = _documents(manifest, commit, beside)
         checksum = checksum_of(self._documents["commit.json"])
-        self._own = ExportManifest.of(manifest, commit.step, checksum)
+        own = (manifest.store_id, commit.step, f"{checksum:08x}")
+        self._own = ExportManifest("jaxinf export", _VERSION, *own, objects={})
 
     def begin(self) -> None:
         """Takes the place for this step, if nothing else is there; blocks.
@@ -420,12 +415,9 @@ def _check_free(place: ObjectStore, there: set[str], own: ExportManifest) -> Non
 
 
 def _content(reader: StepReader, chunk: ChunkObject) -> bytes:
-    content, done = np.zeros(chunk.num_bytes, np.uint8), 0
-    for piece in reader.stored(chunk.leaf, chunk.state, chunk.number):
-        raw = piece.values.view(np.uint8)
-        content[done : done + raw.size] = raw
-        done += raw.size
-    return content.tobytes()
+    pieces = reader.stored(chunk.leaf, chunk.state, chunk.number)
+    content = b"".join(piece.values.tobytes() for piece in pieces)
+    return content.ljust(chunk.num_bytes, b"\0")
 
 
 def url_of_step(url: str, step: int) -> str:
