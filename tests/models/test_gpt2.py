@@ -342,7 +342,8 @@ def test_config_refusals(changes, message):
 
 
 def test_models_never_import_jaxinf():
-    for file in Path(jaxinf_models.__file__).parent.glob("*.py"):
+    definitions = set(Path(jaxinf_models.__file__).parent.glob("*.py"))
+    for file in definitions - {Path(jaxinf_models.__file__).with_name("weights.py")}:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [alias.name for alias in node.names]
