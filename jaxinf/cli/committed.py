@@ -1,22 +1,18 @@
 """The committed step of a store, for a reader in any process.
 
 Invariant: a pinned step does not change while a writer goes on. If a step could not be
-pinned, `CommittedStep.warnings` says so.
+pinned, a warning says so.
 """
 
 import contextlib
 import errno
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxinf.errors import (
-    StoreError,
-    StoreFormatError,
-    StoreIOError,
-    StoreSpaceError,
-)
+from jaxinf.errors import StoreError, StoreFormatError, StoreIOError, StoreSpaceError
 from jaxinf.store import (
     CommitRecord,
     Manifest,
@@ -24,6 +20,7 @@ from jaxinf.store import (
     look_at_store,
     pinned_step,
 )
+from jaxinf.terminal import make_console
 
 _CANNOT_PIN = {
     errno.EACCES,
@@ -46,7 +43,7 @@ class CommittedStep:
     Attributes:
       path: a directory with a slot's layout: a snapshot, or the slot of `current`.
       is_pinned: whether all data is certain to be of this step.
-      warnings: lines for the user about this step.
+      warnings: what was said on standard error about this step.
     """
 
     directory: StoreDirectory
@@ -76,6 +73,7 @@ def open_committed(path: Path) -> Iterator[CommittedStep]:
             pinned = stack.enter_context(pinned_step(directory))
         except (StoreIOError, StoreSpaceError) as error:
             warning = _fallback_warning(error)
+            make_console(sys.stderr).print(f"warning: {path}: {warning}")
             slot_path, commit = _read_live(directory)
             yield CommittedStep(directory, slot_path, commit, False, (warning,))
             return

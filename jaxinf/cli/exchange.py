@@ -218,8 +218,6 @@ def _step_of(store: Path, checkpoint: str | None) -> Iterator[StepFiles]:
         yield StepFiles(path, replace(held, csds=directory.manifest.csds))
         return
     with open_committed(store) as committed:
-        for warning in committed.warnings:
-            make_console(sys.stderr).print(f"warning: {store}: {warning}")
         yield StepFiles(committed.path, committed.manifest)
 
 

@@ -26,7 +26,6 @@ import os
 import shlex
 import shutil
 import socket
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -63,10 +62,7 @@ _LOCK_BYTES = 1 << 20
 def run(store: str, *, leaf: str | None, as_json: bool) -> bool:
     """Prints what a store has, or a summary of one leaf; True, as it is well."""
     path = Path(store).expanduser().absolute()
-    errors = make_console(sys.stderr)
     with open_committed(path) as step:
-        for warning in step.warnings:
-            errors.print(f"warning: {path}: {warning}")
         document = _describe_store(step) if leaf is None else _describe_one(step, leaf)
     if as_json:
         print(json.dumps(document, indent=1, allow_nan=False))

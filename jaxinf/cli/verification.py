@@ -6,7 +6,6 @@ whether there is any.
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -43,11 +42,8 @@ def run(store: str, *, name: str | None, as_json: bool) -> bool:
       ValueError: there is no such checkpoint.
     """
     path = Path(store).expanduser().absolute()
-    console = make_console(sys.stderr)
     reports: _Reports = []
     with open_committed(path) as step:
-        for warning in step.warnings:
-            console.print(f"warning: {path}: {warning}")
         seen: dict[tuple[int, int], int] = {}
         for title, place in _steps(step, name):
             with show_progress(title) as progress:
