@@ -42,14 +42,12 @@ class CommittedStep:
 
     Attributes:
       path: a directory with a slot's layout: a snapshot, or the slot of `current`.
-      is_pinned: whether all data is certain to be of this step.
-      warnings: what was said on standard error about this step.
+      warnings: why not all data is certain to be of this step; else none.
     """
 
     directory: StoreDirectory
     path: Path
     commit: CommitRecord
-    is_pinned: bool
     warnings: tuple[str, ...] = ()
 
     @property
@@ -75,10 +73,10 @@ def open_committed(path: Path) -> Iterator[CommittedStep]:
             warning = _fallback_warning(error)
             make_console(sys.stderr).print(f"warning: {path}: {warning}")
             slot_path, commit = _read_live(directory)
-            yield CommittedStep(directory, slot_path, commit, False, (warning,))
+            yield CommittedStep(directory, slot_path, commit, (warning,))
             return
         commit = CommitRecord.read(pinned.path / "commit.json")
-        yield CommittedStep(pinned.directory, pinned.path, commit, True)
+        yield CommittedStep(pinned.directory, pinned.path, commit)
 
 
 def open_directory(path: Path) -> StoreDirectory:

@@ -111,7 +111,7 @@ def _describe_step(step: CommittedStep) -> dict[str, Any]:
         "store": str(step.directory.path),
         "store_id": step.manifest.store_id,
         "created_by": dict(step.manifest.created_by),
-        "pinned": step.is_pinned,
+        "pinned": not step.warnings,
         "warnings": step.warnings,
         "step": step.commit.step,
         "committed_at": step.commit.committed_at,
