@@ -9,7 +9,7 @@ import pytest
 from jaxinf.compress import compress_leaf, dense_leaf, sparsify, top_k
 from jaxinf.layout import LeafGrid, choose_grid
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.optimized("long")
 
 SHAPES = [
     ((), 4096),
@@ -55,7 +55,7 @@ def test_largest_of_each_chunk(shape, chunk_elements):
 @pytest.mark.parametrize(
     ("selection", "values"),
     [
-        ("exact", None),
+        pytest.param("exact", None, marks=pytest.mark.long),
         ("threshold", "bfloat16"),
         pytest.param("exact", "float16", marks=pytest.mark.long),
         pytest.param("threshold", None, marks=pytest.mark.long),

@@ -10,7 +10,7 @@ from families import family
 
 from jaxinf.compress.select import select
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.optimized("long")
 
 jitted = jax.jit(select, static_argnums=(1, 2))
 rng = np.random.default_rng(0)
@@ -41,7 +41,7 @@ THRESHOLDS = [*product((16384, 16385, 300_001), (0.0001, 0.01, 0.5, 1.0))]
     ("n", "share"),
     family(
         THRESHOLDS,
-        short=[(16384, 0.01), (300_001, 0.0001)],
+        short=[(300_001, 0.0001)],
     ),
 )
 def test_threshold_is_within_half_a_percent(n, share):
@@ -73,7 +73,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("selection", ["exact", "threshold"])
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("k", family([1, 50, 20_000, 40_000], short=[50, 40_000]))
+@pytest.mark.parametrize("k", family([1, 50, 20_000, 40_000], short=[50]))
 def test_hard_blocks(name, k, selection):
     block = BLOCKS[name].astype(np.float32)
     found = np.asarray(jitted(block, k, selection))

@@ -13,7 +13,7 @@ import jaxinf
 from jaxinf.optimizer import step_calls
 from jaxinf.optimizer.step_calls import Member, grouped
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.optimized("long")
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -12,7 +12,7 @@ import pytest
 import jaxinf
 from jaxinf.optimizer.callback import PACKED_BYTES, Packing
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.optimized("long")
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16, np.int32, np.uint32, np.uint8)
 

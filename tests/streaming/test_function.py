@@ -13,7 +13,7 @@ import jaxinf
 from jaxinf.errors import StoreFormatError, StoreMismatchError, StreamError
 from jaxinf.streaming.plan import memory
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.optimized("long")
 
 MEMORY_BYTES = 256 << 20
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}

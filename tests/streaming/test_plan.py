@@ -14,7 +14,7 @@ from jaxinf.streaming.program.cut import choose_cuts
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.run import Runner
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.optimized("long")
 
 DEEP = ("linen", "linen_scan_remat_dropout", "gpt2_nano", "nnx_batch_norm")
 DEEP += ("linen_scan", "haiku", "half_precision_loss", "equinox_mlp", "l2_penalty")

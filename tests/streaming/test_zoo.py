@@ -13,7 +13,7 @@ from zoo import ZOO
 from jaxinf.schedule.placement import waiting
 from jaxinf.streaming.move.spill import Spill
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.optimized("long")
 
 # Programs that compute in 16 bits, where two programs round differently.
 HALF = ("gpt2_bfloat16", "equinox_cast_first", "scan_twice_cast", "half_precision_loss")
