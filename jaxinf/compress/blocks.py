@@ -6,7 +6,7 @@ other chunk.
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +15,8 @@ from jax import lax
 
 from jaxinf.compress.select import select
 from jaxinf.compress.topk import TopK
+from jaxinf.compress.wire import SparseLeaf
 from jaxinf.layout import Chunk, LeafGrid
-
-
-class Compressed(NamedTuple):
-    """The elements to send of a leaf, chunk after chunk; a pytree.
-
-    Attributes:
-      indices: int32 positions within the chunk, ascending in each chunk.
-      values: their values in the link's dtype.
-      counts: number of elements of each chunk.
-    """
-
-    indices: jax.Array
-    values: jax.Array
-    counts: tuple[int, ...]
 
 
 def compress_leaf(
@@ -37,7 +24,7 @@ def compress_leaf(
     grid: LeafGrid,
     top_k: TopK,
     feedback: jax.Array | None = None,
-) -> tuple[Compressed, jax.Array | None]:
+) -> tuple[SparseLeaf, jax.Array | None]:
     """Selects the elements to send; traceable.
 
     Args:
@@ -65,13 +52,7 @@ def compress_leaf(
             if feedback is None:
                 return indices, values
             left = exact - values.astype(jnp.float32)
-            return (
-                indices,
-                values,
-                block.at[indices].set(
-                    left, indices_are_sorted=True, unique_indices=True
-                ),
-            )
+            return indices, values, _with(block, indices, left)
 
         if blocks.shape[0] == 1:
             pieces.append(of_block(blocks[0]))
@@ -80,13 +61,14 @@ def compress_leaf(
             pieces += [tuple(r[i] for r in results) for i in range(blocks.shape[0])]
     indices = _joined([piece[0] for piece in pieces], jnp.int32)
     values = _joined([piece[1] for piece in pieces], top_k._value_dtype(dtype))
-    sent = Compressed(indices, values, counts)
+    lengths = tuple(chunk.num_elements for chunk in chunks)
+    sent = SparseLeaf(tuple(gradient.shape), indices, values, counts, lengths)
     if feedback is None:
         return sent, None
     return sent, _assembled(total, chunks, [piece[2] for piece in pieces])
 
 
-def dense_leaf(sent: Compressed, like: jax.Array, grid: LeafGrid) -> jax.Array:
+def dense_leaf(sent: SparseLeaf, like: jax.Array, grid: LeafGrid) -> jax.Array:
     """Returns the dense gradient that the CSDs use, with zeros between sent elements.
 
     Args:
@@ -99,30 +81,25 @@ def dense_leaf(sent: Compressed, like: jax.Array, grid: LeafGrid) -> jax.Array:
         part = slice(first, first + count)
         first += count
         block = jnp.zeros(chunk.num_elements, like.dtype)
-        blocks.append(
-            block.at[sent.indices[part]].set(
-                sent.values[part].astype(like.dtype),
-                indices_are_sorted=True,
-                unique_indices=True,
-            )
-        )
+        values = sent.values[part].astype(like.dtype)
+        blocks.append(_with(block, sent.indices[part], values))
     return _assembled(jnp.zeros(like.shape, like.dtype), chunks, blocks)
+
+
+def _with(block: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+    """Replaces the elements at ascending indices."""
+    return block.at[indices].set(values, indices_are_sorted=True, unique_indices=True)
 
 
 def _runs(
     leaf: jax.Array, chunks: Sequence[Chunk], counts: Sequence[int]
 ) -> list[tuple[int, jax.Array]]:
     """Groups neighbouring chunks of one length, with the number of elements to send."""
-    pairs = list(zip(chunks, counts, strict=True))
-    runs = []
-    for (_, k), group in groupby(pairs, key=lambda p: (p[0].num_elements, p[1])):
-        blocks = [_block(leaf, chunk) for chunk, _ in group]
-        runs.append((k, jnp.stack(blocks)))
-    return runs
-
-
-def _block(leaf: jax.Array, chunk: Chunk) -> jax.Array:
-    return leaf[chunk.slices].reshape(-1)
+    pairs = zip(chunks, counts, strict=True)
+    return [
+        (k, jnp.stack([leaf[chunk.slices].reshape(-1) for chunk, _ in group]))
+        for (_, k), group in groupby(pairs, key=lambda p: (p[0].num_elements, p[1]))
+    ]
 
 
 def _assembled(

@@ -4,14 +4,15 @@ Invariant: every element of a leaf lies in exactly one chunk and in exactly one
 subgroup, and the elements of a chunk are a contiguous prefix of its file.
 """
 
-from jaxinf.layout.blocks import (
+from jaxinf.layout.choose import choose_grid
+from jaxinf.layout.codecs import (
     CODE_BLOCK,
     SCALES_ALIGNMENT_ELEMENTS,
+    CodedSlot,
+    rounding_of_chunk,
     scale_chunks,
     scales_length,
 )
-from jaxinf.layout.choose import choose_grid
-from jaxinf.layout.codecs import CodedSlot, rounding_of_chunk
 from jaxinf.layout.grid import (
     CHUNK_ALIGNMENT_ELEMENTS,
     DEFAULT_CHUNK_ELEMENTS,

@@ -98,7 +98,7 @@ def _candidates(
     for dim in range(len(box)):
         inner = math.prod(box[dim + 1 :])
         if counts[dim] > 1:
-            lengths = _divisors(box[dim])
+            lengths = divisors(box[dim])
         else:
             lengths = (_balanced_length(box[dim], inner, max_elements),)
         for length in lengths:
@@ -126,8 +126,8 @@ def _cost(grid: LeafGrid, max_elements: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _divisors(number: int) -> tuple[int, ...]:
-    """Returns all divisors, by trial division of what is left of the number."""
+def divisors(number: int) -> tuple[int, ...]:
+    """Returns all divisors, the smallest first, by trial division of what is left."""
     divisors, prime = [1], 2
     while number > 1:
         if prime * prime > number:

@@ -1,16 +1,28 @@
 """Codecs for state in fewer bits, in NumPy, and their arrays.
 
 Invariant: the numbers are those of ``native/cpp/codecs.hpp``, bit for bit;
-docs/format.md, "Codecs", defines them.
+docs/format.md, "Codecs", defines them. A chunk's scales are one chunk of their own
+array, as many whole pages, so that any run of whole blocks' scales that starts on a
+page can be read directly.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from jaxinf.layout.blocks import CODE_BLOCK
+from jaxinf.layout.grid import Chunk, LeafGrid
 from jaxinf.typing import BFLOAT16, Array
+
+CODE_BLOCK = 256
+"""Elements that share a scale."""
+
+_SCALES_A_PAGE = 4096 // 4
+
+SCALES_ALIGNMENT_ELEMENTS = CODE_BLOCK * _SCALES_A_PAGE
+"""Subgroups of a leaf with scales start at multiples of this many elements."""
 
 _LARGEST = np.float32(2.0**126)  # beyond, the inverse is denormal
 _TINY = np.finfo(np.float32).tiny
@@ -230,3 +242,19 @@ def rounding_of_chunk(leaf: int, chunk: int, step: int) -> int:
         key = (key * 0x9E3779B1 + part + 0x7F4A7C15) & 0xFFFFFFFF
         key ^= key >> 15
     return (key * 0x85EBCA6B) & 0xFFFFFFFF
+
+
+def scales_length(grid: LeafGrid) -> int:
+    """Elements of a chunk of scales: whole pages of float32."""
+    num_scales = -(-math.prod(grid.chunk_shape) // CODE_BLOCK)
+    return -(-num_scales // _SCALES_A_PAGE) * _SCALES_A_PAGE
+
+
+def scale_chunks(grid: LeafGrid, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """The chunks of the scales' array, one for each chunk of the leaf, in its order."""
+    length = scales_length(grid)
+    found = []
+    for number, chunk in enumerate(chunks):
+        count = -(-chunk.num_elements // CODE_BLOCK)
+        found.append(Chunk((number,), (number * length,), (count,), count, length))
+    return tuple(found)

@@ -7,6 +7,7 @@ in C order. A `LeafGrid` that violates this cannot be made.
 import itertools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 CHUNK_ALIGNMENT_ELEMENTS = 4096
@@ -42,10 +43,7 @@ class Chunk:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The block as an index into the whole leaf."""
-        return tuple(
-            slice(start, start + extent)
-            for start, extent in zip(self.start, self.extent, strict=True)
-        )
+        return box_slices(self.start, self.extent)
 
 
 @dataclass(frozen=True)
@@ -117,24 +115,12 @@ class LeafGrid:
         """
         return math.prod(self.chunk_shape) % CHUNK_ALIGNMENT_ELEMENTS == 0
 
-    def chunk(self, index: tuple[int, ...]) -> Chunk:
-        """Returns the chunk at a grid index.
-
-        Raises:
-          ValueError: if the index lies outside the grid.
-        """
-        grid_shape = self.grid_shape
-        if len(index) != len(grid_shape) or not all(
-            0 <= i < n for i, n in zip(index, grid_shape, strict=True)
-        ):
-            raise ValueError(f"chunk index {index}: expected one inside {grid_shape}")
-        return self._chunk(index)
-
     def chunks(self) -> list[Chunk]:
         """Returns all chunks, in C order of their grid index."""
-        return [self._chunk(i) for i in itertools.product(*map(range, self.grid_shape))]
+        return [self.chunk(i) for i in itertools.product(*map(range, self.grid_shape))]
 
-    def _chunk(self, index: tuple[int, ...]) -> Chunk:
+    def chunk(self, index: tuple[int, ...]) -> Chunk:
+        """Returns the chunk at an index inside the grid."""
         start = tuple(i * c for i, c in zip(index, self.chunk_shape, strict=True))
         extent = tuple(
             min(chunk, length - first)
@@ -184,11 +170,17 @@ def covers(
                 f"{grid.chunk_shape} lies only partly inside along dimension {dim}; "
                 "use the sharding the grid was made for, or convert the store"
             )
-    return [_position(index, grid.grid_shape) for index in itertools.product(*ranges)]
+    return [ravel(index, grid.grid_shape) for index in itertools.product(*ranges)]
 
 
-def _position(index: tuple[int, ...], grid_shape: tuple[int, ...]) -> int:
-    position = 0
-    for i, length in zip(index, grid_shape, strict=True):
-        position = position * length + i
-    return position
+def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
+    """Returns the number of a position in an array of a shape, in C order."""
+    offset = 0
+    for position, length in zip(index, shape, strict=True):
+        offset = offset * length + position
+    return offset
+
+
+def box_slices(start: Sequence[int], extent: Sequence[int]) -> tuple[slice, ...]:
+    """Returns a box as an index into the whole array."""
+    return tuple(slice(s, s + e) for s, e in zip(start, extent, strict=True))

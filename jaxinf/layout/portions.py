@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxinf.layout.grid import LeafGrid
+from jaxinf.layout.choose import divisors
+from jaxinf.layout.grid import LeafGrid, box_slices, ravel
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,7 @@ class Portion:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The box as an index into the whole leaf."""
-        return tuple(
-            slice(start, start + extent)
-            for start, extent in zip(self.start, self.extent, strict=True)
-        )
+        return box_slices(self.start, self.extent)
 
 
 def portion_shape(grid: LeafGrid, max_elements: int) -> tuple[int, ...]:
@@ -57,16 +55,12 @@ def portion_shape(grid: LeafGrid, max_elements: int) -> tuple[int, ...]:
         length = max(1, min(grid.chunk_shape[dim], grid.shape[dim]))
         if length > room:
             is_one_chunk = grid.chunk_shape[dim] >= grid.shape[dim]
-            result[dim] = room if is_one_chunk else _divisor(length, room)
+            fitting = [n for n in divisors(length) if n <= room]
+            result[dim] = room if is_one_chunk else fitting[-1]
             break
         result[dim] = length
         room //= length
     return tuple(result)
-
-
-def _divisor(length: int, limit: int) -> int:
-    small = [n for n in range(1, math.isqrt(length) + 1) if length % n == 0]
-    return max(n for n in (*small, *(length // n for n in small)) if n <= limit)
 
 
 def portions(grid: LeafGrid, max_elements: int) -> list[Portion]:
@@ -77,10 +71,10 @@ def portions(grid: LeafGrid, max_elements: int) -> list[Portion]:
         inside = [s % c for s, c in zip(box.start, grid.chunk_shape, strict=True)]
         result.append(
             Portion(
-                chunk=_ravel(index, grid.grid_shape),
+                chunk=ravel(index, grid.grid_shape),
                 start=box.start,
                 extent=box.extent,
-                offset_elements=_ravel(inside, grid.chunk_shape),
+                offset_elements=ravel(inside, grid.chunk_shape),
             )
         )
     return sorted(result, key=lambda p: (p.chunk, p.offset_elements))
@@ -105,11 +99,4 @@ def box_runs(
     length = math.prod(extent[outer:])
     for index in itertools.product(*map(range, extent[:outer])):
         place = [s + i for s, i in zip(start[:outer], index, strict=True)]
-        yield _ravel([*place, *start[outer:]], shape), length
-
-
-def _ravel(index: Sequence[int], shape: Sequence[int]) -> int:
-    offset = 0
-    for position, length in zip(index, shape, strict=True):
-        offset = offset * length + position
-    return offset
+        yield ravel([*place, *start[outer:]], shape), length

@@ -56,9 +56,7 @@ def scatter(
 
     Args:
       block_target: writable array that contains the whole chunk.
-      chunk: the chunk.
-      origin: leaf index of `block_target[0, …, 0]`.
-      offset_elements: start of the run within the chunk.
+      chunk, origin, offset_elements: as for `gather`.
       values: the run, 1-D, of the target's dtype; copied when this returns.
 
     Raises:
@@ -86,10 +84,7 @@ def target_view(
 
     Args:
       block_target: array that contains the whole chunk.
-      chunk: the chunk.
-      origin: leaf index of `block_target[0, …, 0]`.
-      offset_elements: start of the run within the chunk.
-      num_elements: length of the run.
+      chunk, origin, offset_elements, num_elements: as for `gather`.
 
     Returns:
       1-D view, or None where the run is not contiguous in the target: then produce it

@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxinf.compress import SparseLeaf, TopK, compress_leaf
+from jaxinf.compress import TopK, compress_leaf
 from jaxinf.engine import StoreDescription
 from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.binding import bind
@@ -69,14 +69,7 @@ def compressor(
             return call
         grid = LeafGrid(tuple(gradient.shape), chunk_shapes[call.number])
         sent, left = compress_leaf(gradient, grid, compression, call.feedback)
-        sparse = SparseLeaf(
-            shape=tuple(gradient.shape),
-            indices=sent.indices,
-            values=sent.values,
-            counts=sent.counts,
-            lengths=tuple(chunk.num_elements for chunk in grid.chunks()),
-        )
-        return replace(call, gradient=sparse, feedback=left)
+        return replace(call, gradient=sent, feedback=left)
 
     return compress
 

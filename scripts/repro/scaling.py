@@ -34,7 +34,7 @@ from smart_infinity_figures import Comparison, compare_with_paper
 from throttled import CsdRates, throttled
 
 import jaxinf
-from jaxinf.compress import SparseLeaf, compress_leaf
+from jaxinf.compress import compress_leaf
 from jaxinf.csd import CsdSpec
 from jaxinf.layout import choose
 
@@ -77,11 +77,7 @@ def compress(rig: UpdateRig, ratio: float) -> None:
     for number, gradient in enumerate(rig.gradients):
         grid = rig.store._manifest.leaves[number].grid
         sent, _ = compress_leaf(jnp.asarray(gradient), grid, compression)
-        indices, values = jax.device_get((sent.indices, sent.values))
-        lengths = tuple(chunk.num_elements for chunk in grid.chunks())
-        rig.gradients[number] = SparseLeaf(
-            gradient.shape, indices, values, sent.counts, lengths
-        )
+        rig.gradients[number] = jax.device_get(sent)
 
 
 def cards(method: str, count: int, slower: float) -> CsdSpec:

@@ -100,11 +100,6 @@ def test_impossible_grids_are_refused(shape, chunk_shape, message):
         LeafGrid(shape, chunk_shape)
 
 
-def test_chunk_index_outside_the_grid():
-    with pytest.raises(ValueError, match=r"expected one inside \(3, 2\)"):
-        LeafGrid((10, 6), (4, 3)).chunk((3, 0))
-
-
 @pytest.mark.parametrize(
     ("start", "extent", "key"),
     [

@@ -5,7 +5,6 @@ gradient, since both select chunk by chunk.
 """
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import jax
@@ -72,27 +71,23 @@ class Compressor:
             feedback = np.empty(unit.extent, np.float32)
             self._training.read_feedback(unit.leaf, feedback, unit.origin)
             arrays.append(jnp.asarray(feedback))
-        indices, values, *left = self._executable(unit)(*arrays)
-        chunks = self._grid(unit).chunks()
-        counts = [compression.num_kept(c.num_elements, unit.dtype) for c in chunks]
-        sparse = SparseLeaf(
-            shape=unit.extent,
-            indices=np.asarray(indices),
-            values=np.asarray(values),
-            counts=tuple(counts),
-            lengths=tuple(chunk.num_elements for chunk in chunks),
-        )
-        return sparse, np.asarray(left[0]) if left else None
+        sent, left = self._executable(unit)(*arrays)
+        sent = jax.tree.map(np.asarray, sent)
+        return sent, None if left is None else np.asarray(left)
 
     def _executable(self, unit: Unit) -> Any:
-        assert self._compression is not None
+        compression = self._compression
+        assert compression is not None
         grid = self._grid(unit)
         key = grid.shape, grid.chunk_shape, unit.dtype
         if key not in self._compiled:
             avals = [jax.ShapeDtypeStruct(unit.extent, unit.dtype)]
-            if keeps_feedback(self._compression):
+            if keeps_feedback(compression):
                 avals.append(jax.ShapeDtypeStruct(unit.extent, jnp.float32))
-            select = partial(_select, grid, self._compression)
+
+            def select(gradient: jax.Array, feedback: jax.Array | None = None) -> Any:
+                return compress_leaf(gradient, grid, compression, feedback)
+
             jitted = jax.jit(select, compiler_options=self._options)
             self._compiled[key] = jitted.lower(*avals).compile()
         return self._compiled[key]
@@ -100,8 +95,3 @@ class Compressor:
     def _grid(self, unit: Unit) -> LeafGrid:
         leaf = self._shape.directory.manifest.leaves[unit.leaf]
         return LeafGrid(unit.extent, leaf.grid.chunk_shape)
-
-
-def _select(grid: LeafGrid, compression: TopK, *arrays: jax.Array) -> list[jax.Array]:
-    sent, left = compress_leaf(arrays[0], grid, compression, *arrays[1:])
-    return [sent.indices, sent.values, *([] if left is None else [left])]
