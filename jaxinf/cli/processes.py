@@ -33,7 +33,7 @@ from jaxinf.store import (
     member_name,
 )
 from jaxinf.terminal import make_console, printable
-from jaxinf.train.options import LaunchOptions
+from jaxinf.train.options import Launch, LaunchOptions
 from jaxinf.train.processes import connect
 from jaxinf.typing import JsonValue
 
@@ -48,8 +48,7 @@ class TogetherOptions(LaunchOptions):
     timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = LIMIT_S
 
     def check_together(self) -> None:
-        """Refuses flags of several processes in one, and a limit of no time."""
-        self.check_given()
+        """Refuses a limit of no time."""
         if self.timeout <= 0:
             raise UsageError(f"--timeout: expected more than 0, got {self.timeout:g}")
 
@@ -77,7 +76,7 @@ def over_processes(
       ProcessError: not all have made this call.
     """
     path = path.expanduser().absolute()
-    connect(launch, timeout_s)
+    connect(launch.distributed or Launch(), timeout_s)
     group = join_run(path)
     if group.is_alone:
         if compat.coordination() is not None:

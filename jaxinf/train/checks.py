@@ -39,7 +39,6 @@ def check(config: TrainConfig) -> TrainConfig:
     _check_model(config)
     check_data(config, config.task_name, takes_images=config.takes_images)
     _check_trained(config)
-    _check_optimizer(config)
     _check_compression(config)
     _ = config.average  # refuses an --ema that does not parse
     _check_streaming(config)
@@ -56,11 +55,6 @@ def check(config: TrainConfig) -> TrainConfig:
         raise UsageError(
             "--store: expected a directory for the optimizer's state, got nothing; "
             "name one (it may be new), or give --mode memory to train without"
-        )
-    elif config.master == "none" and config.param_dtype != "bfloat16":
-        raise UsageError(
-            "--master none: expected --param-dtype bfloat16, got "
-            f"{config.param_dtype}; float32 params are their own master: leave it out"
         )
     elif config.logs.is_relative_to(config.store.expanduser().absolute()):
         raise UsageError(
@@ -105,13 +99,12 @@ def _check_compression(config: TrainConfig) -> None:
 
 
 def _check_exports(config: TrainConfig) -> None:
-    if not config.export_every and config.export_to is None:
+    if config.export_to is None:
         return
-    if not config.export_every or config.export_to is None:
-        given = "--export-every" if config.export_every else "--export-to"
+    if not config.checkpoint_every:
         raise UsageError(
-            f"{given}: expected --export-every K and --export-to URL together; give "
-            "both, or neither"
+            "--export-to: expected --checkpoint-every K, whose steps are exported; "
+            "give that, or leave it out"
         )
     try:
         ObjectStore(config.export_to)
@@ -140,10 +133,7 @@ def _check_ranges(config: TrainConfig) -> None:
         ("seed", 0),
         ("eval_every", 0),
         ("checkpoint_every", 0),
-        ("keep_last", 0),
-        ("export_every", 0),
         ("sample_bytes", 0),
-        ("weight_decay", 0),
     ):
         value = getattr(config, name)
         if value is not None and not value >= least:
@@ -167,12 +157,10 @@ def _check_ranges(config: TrainConfig) -> None:
         raise UsageError(f"--epochs: expected more than 0, got {config.epochs}")
     if config.epochs is not None:
         _refuse(config, ("steps",), "--epochs says how long the run is; leave it out")
-    for name in ("learning_rate", "weight_decay"):
-        if (getattr(config, name) or 0) == math.inf:
-            raise UsageError(f"{_flag(name)}: expected a finite number, got inf")
-    if config.learning_rate is not None and not config.learning_rate > 0:
+    if config.learning_rate is not None and not 0 < config.learning_rate < math.inf:
         raise UsageError(
-            f"--learning-rate: expected more than 0, got {config.learning_rate}"
+            f"--learning-rate: expected a finite number above 0, got "
+            f"{config.learning_rate}"
         )
 
 
@@ -226,21 +214,19 @@ def check_data(
     Raises:
       UsageError: names the flag, the value found and the remedy.
     """
-    for name in ("validation_fraction", "mask_rate"):
-        if not 0 < (value := getattr(options, name)) < 1:
+    for flag, share in (
+        ("validation", options.held_out_share),
+        ("mask-rate", options.mask_rate),
+    ):
+        if not 0 < share < 1:
             raise UsageError(
-                f"{_flag(name)}: expected more than 0, less than 1, got {value}"
+                f"--{flag}: expected more than 0, less than 1, got {share}"
             )
     try:
         field_map(options.fields)
     except DataError as error:
         raise UsageError(str(error)) from error
     for is_refused, names, why in (
-        (
-            options.validation,
-            ("validation_fraction",),
-            "--validation says what to hold out",
-        ),
         (task != "masked-lm", ("mask_rate",), f"--task {task} hides no tokens"),
         (task != "causal-lm", ("loss_on",), f"--task {task} learns no prompts"),
         (takes_images, ("tokenizer", "fields"), "the model takes images"),
@@ -262,20 +248,10 @@ def _check_source(config: TrainConfig) -> None:
         )
 
 
-def _check_optimizer(config: TrainConfig) -> None:
-    if config.weight_decay is not None and config.optimizer not in ("adamw", "lion"):
-        raise UsageError(
-            f"--weight-decay: expected with adamw or lion, got --optimizer "
-            f"{config.optimizer}; leave it out, or, where the optimizer has it, give "
-            f"--optimizer-args weight_decay={config.weight_decay:g}"
-        )
-
-
 _OF_THE_STORE = ("store", "elastic", "csd_root", "csd", "memory", "durability")
-_OF_THE_STORE += ("state_tier", "state", "master", "ema", "checkpoint_every")
-_OF_THE_STORE += ("keep_last", "export_every", "export_to", "restore")
-_OF_STREAMING = ("device_memory", "policy", "resident")
-_OF_STREAMING += ("replan", "deterministic", "device_updates")
+_OF_THE_STORE += ("state_tier", "state", "ema", "checkpoint_every", "export_to")
+_OF_THE_STORE += ("restore",)
+_OF_STREAMING = ("device_memory", "policy", "resident", "replan", "device_updates")
 
 
 def _check_streaming(config: TrainConfig) -> None:
@@ -303,7 +279,8 @@ def _check_streaming(config: TrainConfig) -> None:
 
 def _check_processes(config: TrainConfig) -> None:
     """Refuses flags of several processes in one, and modes that need one process."""
-    config.check_given("fsdp")
+    if config.fsdp and not config.distributed:
+        raise UsageError("--fsdp: expected with --distributed; add that")
     if config.distributed and not config.steps:
         raise UsageError(
             "--distributed: --steps 0 runs in one process; leave --distributed out"
@@ -319,8 +296,8 @@ def _refuse(config: DataOptions, names: Collection[str], why: str) -> None:
     """Refuses fields that have another value than the default."""
     for field in dataclasses.fields(config):
         if field.name in names and getattr(config, field.name) != field.default:
-            name = f"no_{field.name}" if field.default is True else field.name
-            raise UsageError(f"{_flag(name.replace('_file', '_config'))}: {why}")
+            name = field.name.replace("_file", "_config")
+            raise UsageError(f"{_flag(name)}: {why}")
 
 
 def _flag(name: str) -> str:

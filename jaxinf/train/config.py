@@ -126,7 +126,8 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # storage; --mode memory takes the others, too.
     optimizer: Annotated[str, tyro.conf.arg(metavar="NAME")] = "adamw"
 
-    # More arguments of that optimizer, such as: b2=0.95 nesterov=true mu_dtype=bfloat16
+    # More arguments of that optimizer, such as: weight_decay=0.01 b2=0.95 nesterov=true
+    # mu_dtype=bfloat16. For adamw and lion weight_decay is 0.1, with --from 0.
     optimizer_args: Annotated[tuple[str, ...], _shown("KEY=VALUE...", "optax's")] = ()
 
     # Peak learning rate. Required for optimizers other than adam and adamw.
@@ -138,9 +139,6 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
             "tenth",
         ),
     ] = None
-
-    # Decoupled weight decay, for adamw and lion.
-    weight_decay: Annotated[float | None, _shown("FACTOR", "0.1; 0 with --from")] = None
 
     # The learning rate after the warm-up: constant; falling as a cosine to a tenth at
     # --steps; falling linearly to 0 there; or wsd, constant until the last fifth of
@@ -186,8 +184,9 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # Dtype of activations and matrix products.
     dtype: DTypeName = "float32"
 
-    # Dtype of the params on the JAX device. The store keeps fp32 masters in both cases,
-    # except with --master none; in --mode memory bfloat16 params have no master.
+    # Dtype of the params on the JAX device. With bfloat16 a new store has the other 16
+    # bits of their float32 master, too (on cards all 32), so that no bit is lost; in
+    # --mode memory they have no master.
     param_dtype: DTypeName = "float32"
 
     # A gradient with NaN or Inf: end the run before that step, or skip the batch.

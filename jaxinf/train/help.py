@@ -27,18 +27,14 @@ _COMMON = (
 
 _GROUPS = {
     "run": "config store steps epochs seed mode nonfinite dtype",
-    "data": "data validation validation-fraction tokenizer fields loss-on "
-    "mask-rate batch-size seq-len",
+    "data": "data validation tokenizer fields loss-on mask-rate batch-size seq-len",
     "model": "model preset model-config from task freeze lora param-dtype",
-    "optimizer": "optimizer optimizer-args learning-rate weight-decay "
-    "schedule warmup-steps clip-norm compress ema",
-    "memory and drives": "memory device-memory csd-root csd state master "
-    "state-tier resident policy micro-batches device-updates replan "
-    "deterministic",
-    "commits and checkpoints": "durability checkpoint-every keep-last restore "
-    "export-every export-to",
-    "several processes": "distributed coordinator num-processes process-id elastic "
-    "fsdp",
+    "optimizer": "optimizer optimizer-args learning-rate schedule "
+    "warmup-steps clip-norm compress ema",
+    "memory and drives": "memory device-memory csd-root csd state "
+    "state-tier resident policy micro-batches device-updates replan",
+    "commits and checkpoints": "durability checkpoint-every restore export-to",
+    "several processes": "distributed elastic fsdp",
     "output": "log-dir eval-every eval-batches sample-bytes tensorboard wandb trace",
 }
 
@@ -57,10 +53,12 @@ _OTHER_NAMES = {
     "tokenizer-name": "write --tokenizer DIR",
     "dataset dataset-name train-file train-data data-path": "write --data PATH",
     "validation-file eval-file eval-data val-data": "write --validation PATH",
+    "validation-fraction validation-split-percentage": "write --validation 0.1",
     "max-seq-length max-seq-len max-length block-size context-length": "write "
     "--seq-len",
     "optim": "write --optimizer",
     "momentum": "write --optimizer-args momentum=0.9",
+    "weight-decay": "write --optimizer-args weight_decay=0.1",
     "dry-run": "write jaxinf plan with the other flags",
     "num-labels": "leave it out: the classes of the data are counted",
     "adam-beta1 adam-beta2 adam-epsilon": "write --optimizer-args b1=0.9 b2=0.999 "
@@ -73,7 +71,9 @@ _OTHER_NAMES = {
     "gradient-checkpointing": "write --mode stream, which recomputes",
     "eval-steps eval-interval": "write --eval-every",
     "save-steps save-interval": "write --checkpoint-every; each step is committed",
-    "save-total-limit": "write --keep-last",
+    "save-total-limit keep-last": "leave it out: the last three of --checkpoint-every "
+    "are kept",
+    "export-every": "write --checkpoint-every; --export-to takes these steps",
     "resume resume-from-checkpoint": "leave it out: the same command resumes; "
     "--restore NAME goes back to a checkpoint",
     "logging-steps log-interval": "leave it out: LOG_DIR/metrics.jsonl has each step",
@@ -82,6 +82,7 @@ _OTHER_NAMES = {
     "lora-r lora-rank": "write --lora RANK",
     "deepspeed offload-optimizer": "leave it out: --mode update has the optimizer's "
     "state on drives, --mode stream params, too",
+    "coordinator num-processes process-id": "write --distributed HOST:PORT,N,I",
     "num-gpus nproc-per-node num-nodes": "leave it out: all devices are used; "
     "--distributed joins processes",
     "do-train do-eval": "leave it out: a run trains, and evaluates at its end",

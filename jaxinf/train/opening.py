@@ -18,6 +18,8 @@ from jaxinf.train.on_store import OnStore
 from jaxinf.train.processes import Processes
 from jaxinf.train.streamed import Streamed
 
+_NUM_KEPT = 3  # checkpoints
+
 Backend: TypeAlias = OnStore | Streamed | InMemory
 """The modes, with the few operations that the training loop needs of each.
 
@@ -62,11 +64,10 @@ def open_backend(
             memory_bytes=memory_bytes,
             durability=config.durability,
             restore=config.restore,
-            master=config.master,
             state=config.state,
-            keep_steps=(0, config.keep_last) if config.checkpoint_every else None,
+            keep_steps=(0, _NUM_KEPT) if config.checkpoint_every else None,
             tiers={"host": config.state_tier} if config.state_tier else None,
-            export_every=config.export_every or None,
+            export_every=config.checkpoint_every if config.export_to else None,
             export_to=config.export_to,
         )
     except (ValueError, NotADirectoryError) as error:

@@ -168,7 +168,7 @@ def _find(name: str) -> Callable[..., optax.GradientTransformation]:
 
 
 def _defaults(config: TrainConfig) -> dict[str, Any]:
-    """Returns options with a flag or default of ours; `check` restricts the flags."""
+    """Returns options with a default of ours."""
     decay = weight_decay(config)
     if decay is not None:
         return {"weight_decay": decay}
@@ -207,8 +207,7 @@ def _parse_all(config: TrainConfig, chosen: Callable[..., Any]) -> dict[str, Any
                 f"--optimizer-args {word}: {config.optimizer} has no {key}; it has "
                 f"{', '.join(names)}"
             )
-        has_flag = key == "weight_decay" and config.weight_decay is not None
-        if key in options or has_flag:
+        if key in options:
             raise UsageError(f"--optimizer-args {word}: {key} is given twice")
         options[key] = _parse(word, text, parameters[key])
     return options

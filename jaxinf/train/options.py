@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from jaxinf.command_line import ByteSize, UsageError
-from jaxinf.engine import Durability, MasterChoice
+from jaxinf.command_line import ByteSize
+from jaxinf.engine import Durability
 from jaxinf.store import StateFormat
 from jaxinf.streaming import DeviceUpdates, Policy
 from jaxinf.terminal import parse_bytes
@@ -76,6 +76,32 @@ def _parse_trace(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How processes find each other: all None if the environment says it."""
+
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+
+    def __str__(self) -> str:
+        parts = self.coordinator, self.num_processes, self.process_id
+        return ",".join(map(str, parts)) if self.coordinator else ""
+
+
+def _parse_launch(text: str) -> Launch | None:
+    if text in ("", "none"):
+        return Launch() if not text else None
+    address, *numbers = text.split(",")
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal() and [*map(str.isdecimal, numbers)] == [True] * 2):
+        raise ValueError(
+            f"{text!r}: expected HOST:PORT of process 0, the number of processes and "
+            "that of this one, such as 10.0.0.1:1234,4,0"
+        )
+    return Launch(address, *map(int, numbers))
+
+
 MOST_TRACED = 100
 """Steps in a trace, whose spans are kept in memory."""
 
@@ -93,6 +119,12 @@ _DEVICE_UPDATES = spec(
     lambda value: "kept" if value is None else str(value),
 )
 _STATE_TIER = spec("host=BYTES", _parse_state_tier, _shown_tier)
+_LAUNCH = spec(
+    "[HOST:PORT,N,I]",
+    _parse_launch,
+    lambda value: "none" if value is None else str(value),
+    nargs=(0, 1),
+)
 _TRACE = spec(
     "[FIRST:LAST]",
     _parse_trace,
@@ -180,25 +212,14 @@ class StoreOptions:
         StateFormat | None, _shown("{fp32,bf16,int8}", "fp32, or what the store has")
     ] = None
 
-    # The master of bfloat16 params in a new store. auto: the params and 16-bit
-    # remainders (on cards float32), so that no bit is lost. none: the params alone,
-    # rounded stochastically. float32 params are their own master.
-    master: MasterChoice = "auto"
-
     # Steps between checkpoints in STORE/checkpoints, and one at the end; 0 is none.
-    # Each takes the space of one more copy of the state on the drives.
+    # Each takes the space of one more copy of the state on the drives; the last three
+    # are kept, and a new store is made only if there is room for them.
     checkpoint_every: int = 0
 
-    # The number of latest checkpoints to keep; 0 keeps all. A new store is made only if
-    # there is room for so many.
-    keep_last: int = 3
-
-    # Steps between exports to --export-to, beside training; 0 is none. A step that is
-    # due while an earlier one is under way is skipped. If an export fails, training
-    # goes on, and the exit status is 3.
-    export_every: int = 0
-
-    # Where they go: a URL of file://, gs:// or s3://, with a folder for each step.
+    # Export these steps, too, beside training: a URL of file://, gs:// or s3://, with a
+    # folder for each step. A step that is due while an earlier one is under way is
+    # skipped. If an export fails, training goes on, and the exit status is 3.
     export_to: Annotated[str | None, _shown("URL", "none")] = None
 
     # Continue from this checkpoint of the store, given by name.
@@ -244,10 +265,6 @@ class StreamOptions:
     # go on with another --device-updates.
     replan: bool = False
 
-    # For --mode stream on a GPU: the same bits in each run, and after a resume, at the
-    # price of some speed (docs/accelerators.md).
-    deterministic: bool = True
-
 
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions:
@@ -255,37 +272,11 @@ class LaunchOptions:
 
     # One of several processes of a run, each of which has its member of it. Those that
     # train have JAX devices, and a part of each batch. SLURM, Open MPI and Kubernetes
-    # say who they are; elsewhere give the next three.
-    distributed: bool = False
-
-    # For --distributed: address of process 0, which coordinates.
-    coordinator: Annotated[
-        str | None, _shown("HOST:PORT", "what the environment says")
+    # say who they are; elsewhere give the address of process 0, which coordinates, the
+    # number of processes, and that of this one, from 0: 10.0.0.1:1234,4,0.
+    distributed: Annotated[
+        Launch | None, _LAUNCH, _shown("[HOST:PORT,N,I]", "one process")
     ] = None
-
-    # For --distributed: number of processes.
-    num_processes: Annotated[int | None, _shown("N", "what the environment says")] = (
-        None
-    )
-
-    # For --distributed: number of this process, from 0.
-    process_id: Annotated[int | None, _shown("I", "what the environment says")] = None
-
-    def check_given(self, *others: str) -> None:
-        """Refuses flags of several processes in one.
-
-        Args:
-          others: names of further fields that need ``--distributed``.
-
-        Raises:
-          UsageError: names the flag.
-        """
-        for name in ("coordinator", "num_processes", "process_id", *others):
-            if not self.distributed and getattr(self, name) not in (None, False):
-                raise UsageError(
-                    f"--{name.replace('_', '-')}: expected with --distributed; add "
-                    "that, or leave it out"
-                )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,7 @@ from jaxinf.errors import ProcessError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.metrics import JsonLines, StepLine
-from jaxinf.train.options import LaunchOptions
+from jaxinf.train.options import Launch
 from jaxinf.train.trackers import Trackers
 from jaxinf.typing import JsonValue, PyTree
 
@@ -262,14 +262,14 @@ def start(config: TrainConfig) -> Processes:
     """
     if not config.distributed:
         return Processes()
-    connect(config)
+    connect(config.distributed)
     is_on_mesh = jax.device_count() > 1
     return Processes(
         compat.coordination(), is_on_mesh=is_on_mesh, is_sharded=config.fsdp
     )
 
 
-def connect(given: LaunchOptions, timeout_s: float | None = None) -> None:
+def connect(given: Launch, timeout_s: float | None = None) -> None:
     """Connects processes; blocks until all are there.
 
     Args:
@@ -288,15 +288,13 @@ def connect(given: LaunchOptions, timeout_s: float | None = None) -> None:
     if given.coordinator is not None and given.process_id:
         _await(given.coordinator)
     try:
-        jax.distributed.initialize(
-            given.coordinator, given.num_processes, given.process_id
-        )
+        jax.distributed.initialize(*dataclasses.astuple(given))
     except (RuntimeError, ValueError) as error:
         raise UsageError(
             f"--distributed: {where}: expected a coordinator that all processes reach, "
             f"found after {time.monotonic() - started_s:.0f} s: "
             f"{str(error).splitlines()[0]}; process 0 is the coordinator. Give "
-            "--coordinator HOST:PORT, --num-processes and --process-id"
+            "--distributed HOST:PORT,N,I"
         ) from error
     finally:
         ending.cancel()
@@ -320,8 +318,6 @@ def _await(address: str) -> None:
       UsageError: says where, and after how long.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UsageError(f"--coordinator: expected HOST:PORT, got {address}")
     began_s = time.monotonic()
     while True:
         try:
@@ -331,7 +327,7 @@ def _await(address: str) -> None:
             waited_s = time.monotonic() - began_s
             if waited_s > _PATIENCE_S:
                 raise UsageError(
-                    f"--coordinator {address}: expected process 0 to listen there, "
+                    f"--distributed {address}: expected process 0 to listen there, "
                     f"found after {waited_s:.0f} s: {error}; start process 0, and give "
                     "its host's name as the others reach it"
                 ) from error

@@ -72,10 +72,7 @@ def _rate_line(config: TrainConfig) -> str:
     line += f"{config.schedule} after {num_warmup} steps of warm-up"
     if decay is not None:
         line += f", weight decay {decay:g}"
-    given = (config.learning_rate, config.warmup_steps)
-    if decay is not None:
-        given += (config.weight_decay,)
-    if config.source is not None and given.count(None) == len(given):
+    if config.source is not None and config.learning_rate is None:
         line += " (defaults for fine-tuning)"
     if num_warmup > config.steps / 10:
         line += "; the warm-up is more than a tenth of the run"

@@ -178,7 +178,10 @@ def text_of_run(config: TrainConfig) -> str:
         if flag.name in NOT_IN_FILES:
             continue
         mark = "# " if value == flag.field.default else ""
-        text = "" if value is None else _toml(_plain(flag, value))
+        plain = _plain(flag, value)
+        if flag.name == "validation" and not config.validation_paths:
+            plain = [*value]  # a share
+        text = "" if value is None else _toml(plain)
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -197,7 +200,7 @@ def _plain(flag: Flag, value: Any) -> JsonValue:
         if is_pattern and not os.path.exists(name):
             here = glob.escape(here)
         return os.path.join(here, name)
-    if flag.constructor is None or isinstance(value, str):
+    if value is None or flag.constructor is None or isinstance(value, str):
         return value
     if flag.constructor.metavar == "BYTES":
         return exact_bytes(value)

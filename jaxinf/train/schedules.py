@@ -51,11 +51,13 @@ def peak_learning_rate(config: TrainConfig) -> float:
 
 
 def weight_decay(config: TrainConfig) -> float | None:
-    """Returns the decay, given or by default; None for optimizers without the flag."""
+    """Returns the decay of adamw and lion, given or by default; None for others."""
     if config.optimizer not in ("adamw", "lion"):
         return None
-    if config.weight_decay is not None:
-        return config.weight_decay
+    for word in config.optimizer_args:
+        key, _, text = word.partition("=")
+        if key == "weight_decay":
+            return float(text)
     return _WEIGHT_DECAY if config.source is None else _FINE_TUNING_DECAY
 
 

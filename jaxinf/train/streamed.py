@@ -178,6 +178,5 @@ def _streamed_step(
         nonfinite=config.nonfinite,
         average=config.average,
         compress=config.compression,
-        deterministic=config.deterministic,
         device_updates=config.device_updates,
     )

@@ -16,7 +16,7 @@ from jaxinf.train.run_file import read_run
 
 pytestmark = pytest.mark.optimized("long")
 
-TRAINER = ("-m", "jaxinf.train", "--distributed")
+TRAINER = ("-m", "jaxinf.train")
 SMALL = ("--seq-len", 16, "--batch-size", 4, "--sample-bytes", 2)
 SMALL += ("--data", Path(__file__).with_name("test_deaths.py"))
 STREAM = ("--mode", "stream", "--memory", "64MiB")
@@ -136,7 +136,7 @@ def test_all_processes_export_their_chunks(small, tmp_path):
     """The export is that which one process makes of all members."""
     store, out = tmp_path / "store", tmp_path / "out"
     arguments = (*small, *STREAM, "--fsdp", "--store", store, "--steps", 4)
-    arguments += ("--export-every", 4, "--export-to", f"file://{out}")
+    arguments += ("--checkpoint-every", 4, "--export-to", f"file://{out}")
     trained(tmp_path, "run", *arguments)
     words = ["checkpoint", "export", str(store), f"file://{tmp_path}/whole"]
     assert cli(words) == 0
@@ -149,7 +149,7 @@ def test_an_export_fails_in_all_processes(small, tmp_path):
     (tmp_path / "out/3").mkdir(parents=True)
     (tmp_path / "out/3/other").touch()
     arguments = (*small, "--store", tmp_path / "store", "--steps", 4)
-    arguments += ("--export-every", 3, "--export-to", f"file://{tmp_path}/out")
+    arguments += ("--checkpoint-every", 3, "--export-to", f"file://{tmp_path}/out")
     with running(tmp_path, *arguments, program=TRAINER) as processes:
         assert processes.wait() == [3, 3], processes
         assert "found other objects, such as other" in processes.output(0), processes

@@ -59,9 +59,7 @@ WIDTH, HIDDEN = 64, 8192
 def parsed(arguments):
     parser = argparse.ArgumentParser()
     parser.add_argument("store")
-    parser.add_argument("--coordinator")
-    parser.add_argument("--process-id", type=int, default=0)
-    parser.add_argument("--num-processes", type=int, default=1)
+    parser.add_argument("--distributed", help="HOST:PORT,N,I")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--more", type=int, help="steps after those of the store")
     parser.add_argument("--layout", choices=[*LAYOUTS, "mesh2d"], default="mixed")
@@ -186,11 +184,11 @@ def begin(given):
         die_at(*given.kill.split(":"))
     if given.hang:
         hang_at(*given.hang.split(":"))
-    if given.coordinator:
+    if given.distributed:
+        address, *numbers = given.distributed.split(",")
         jax.distributed.initialize(
-            given.coordinator,
-            given.num_processes,
-            given.process_id,
+            address,
+            *map(int, numbers),
             heartbeat_timeout_seconds=given.heartbeat,
             shutdown_timeout_seconds=3 * given.heartbeat,
         )

@@ -70,10 +70,8 @@ class Processes:
         self.files = [place / f"output-{number}" for number in range(count)]
         self.all = []
         for number, file in enumerate(self.files):
-            names = ("--coordinator", "--num-processes", "--process-id")
-            values = (address, count, number)
-            told = [str(x) for pair in zip(names, values, strict=True) for x in pair]
-            line = [*map(str, [*program, *arguments]), *told]
+            line = [*map(str, [*program, *arguments])]
+            line += ["--distributed", f"{address},{count},{number}"]
             with file.open("w") as out:
                 self.all.append(
                     subprocess.Popen(

@@ -45,7 +45,7 @@ def _texts(place):
     options = DataOptions(
         data=tuple(map(str, found)),
         tokenizer=place if (place / "tokenizer.json").is_file() else None,
-        validation_fraction=0.25,
+        validation=("0.25",),
     )
     kept = place / "task"
     task = kept.read_text() if kept.is_file() else "causal-lm"
@@ -53,7 +53,7 @@ def _texts(place):
 
 
 def _images(place):
-    options = DataOptions(data=(str(next(place.iterdir())),), validation_fraction=0.5)
+    options = DataOptions(data=(str(next(place.iterdir())),), validation=("0.5",))
     return _use(load_images(options, (4, 4, 3)))
 
 

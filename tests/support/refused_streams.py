@@ -128,12 +128,11 @@ CASES += [one_goes_on]
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("place", type=Path)
-    parser.add_argument("--coordinator")
-    parser.add_argument("--num-processes", type=int)
-    parser.add_argument("--process-id", type=int)
+    parser.add_argument("--distributed")
     given = parser.parse_args()
-    number = given.process_id
-    jax.distributed.initialize(given.coordinator, given.num_processes, number)
+    address, *numbers = given.distributed.split(",")
+    count, number = map(int, numbers)
+    jax.distributed.initialize(address, count, number)
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
     for case in CASES:
         try:

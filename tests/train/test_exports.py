@@ -18,7 +18,7 @@ SMALL = ("--memory", "64MiB")
 @pytest.mark.parametrize("mode", ["update", "stream"])
 def test_exported_steps_go_on_as_the_run_did(run, losses, tmp_path, capsys, mode):
     words = ("--store", tmp_path / "store", "--mode", mode, *SMALL)
-    export = ("--export-every", 3, "--export-to", f"file://{tmp_path}/out/")
+    export = ("--checkpoint-every", 3, "--export-to", f"file://{tmp_path}/out/")
     assert run(*words, *export, "--steps", 4) == 0
     assert f"step 3: exported to file://{tmp_path}/out/3\n" in capsys.readouterr().out
     assert not [*(tmp_path / "store/snapshots").iterdir()]
@@ -35,7 +35,7 @@ def test_a_failed_export_is_in_the_exit_status(run, tmp_path, capsys, caplog):
     (tmp_path / "out/4").mkdir(parents=True)
     (tmp_path / "out/4/other").touch()
     words = ("--store", tmp_path / "store", "--export-to", f"file://{tmp_path}/out")
-    assert run(*words, "--export-every", 4, "--steps", 5) == 3
+    assert run(*words, "--checkpoint-every", 4, "--steps", 5) == 3
     assert "exports of step 4 failed: exit status 3" in capsys.readouterr().out
     assert caplog.text.count("step 4 is not exported to") == 1
     with jaxinf.open_store(tmp_path / "store") as store:
@@ -45,18 +45,17 @@ def test_a_failed_export_is_in_the_exit_status(run, tmp_path, capsys, caplog):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--export-every", 2), "--export-every: expected --export-every K and"),
-        (("--export-to", "file:///a"), "--export-to: expected --export-every K and"),
+        (("--export-to", "file:///a"), "--export-to: expected --checkpoint-every K"),
         (
-            ("--export-every", 2, "--export-to", "ftp://h/a"),
+            ("--checkpoint-every", 2, "--export-to", "ftp://h/a"),
             "--export-to: expected a URL of file://, gs://, s3://, found ftp://",
         ),
         (
-            ("--export-every", 2, "--export-to", "s3://key:secret@bucket/a"),
+            ("--checkpoint-every", 2, "--export-to", "s3://key:secret@bucket/a"),
             "--export-to: s3://…: expected s3://BUCKET/PATH alone",
         ),
         (
-            ("--mode", "memory", "--export-every", 2, "--export-to", "file:///a"),
+            ("--mode", "memory", "--checkpoint-every", 2, "--export-to", "file:///a"),
             "--mode memory keeps nothing on drives",
         ),
     ],
@@ -77,7 +76,7 @@ def test_no_pin_stays(text, tmp_path, number):
     program = Path(__file__).parents[1] / "support/paused_trainer.py"
     words = ["--data", text, "--batch-size", 2, "--seq-len", 8, "--steps", 9999]
     words += ["--store", tmp_path / "store"]
-    words += ["--export-every", 1, "--export-to", f"file://{tmp_path}/out"]
+    words += ["--checkpoint-every", 1, "--export-to", f"file://{tmp_path}/out"]
     words = [sys.executable, program, 3, tmp_path / "go", *words]
     pins = tmp_path / "store/snapshots"
     with subprocess.Popen(

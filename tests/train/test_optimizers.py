@@ -176,9 +176,9 @@ def test_what_cannot_be_is_refused_with_the_reason(optimizer, words, expected):
         check_optimizer(config(optimizer, *words))
 
 
-def test_a_flag_and_an_argument_for_one_thing():
+def test_an_argument_that_is_given_twice():
     with pytest.raises(UsageError, match="weight_decay is given twice"):
-        make_optimizer(config("adamw", "weight_decay=0.2", weight_decay=0.1))
+        make_optimizer(config("adamw", "weight_decay=0.2", "weight_decay=0.1"))
 
 
 def test_an_optimizer_without_schedules():

@@ -248,7 +248,7 @@ def test_epochs_are_a_number_of_steps(run, lines, tmp_path, capsys):
 def test_number_of_batches_in_an_evaluation(run, tmp_path):
     def loss(name, *words):
         logs = ("--mode", "memory", "--steps", 1, "--log-dir", tmp_path / name)
-        assert run(*logs, "--validation-fraction", 0.2, *words) == 0
+        assert run(*logs, "--validation", 0.2, *words) == 0
         return json.loads((tmp_path / name / "validation.jsonl").read_text())["loss"]
 
     whole = loss("all", "--eval-batches", "all")
@@ -323,7 +323,7 @@ def test_a_sample_begins_with_a_whole_prompt_and_ends_at_the_end(run, tmp_path, 
     [
         "adam --schedule cosine",
         "sgd --learning-rate 0.1 --optimizer-args momentum=0 --clip-norm 0",
-        "lion --learning-rate 3e-4 --weight-decay 0.5",
+        "lion --learning-rate 3e-4 --optimizer-args weight_decay=0.5",
         "adagrad --learning-rate 0.05 --warmup-steps 0",
     ],
 )

@@ -19,7 +19,6 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.metrics import StepLine
 from jaxinf.train.progress import Progress
 
-NO_BITS = ("--no-deterministic",)
 STREAM = ("--mode", "stream", "--memory", "256MiB")
 FIELDS = ["fetched_drive_bytes", "fetched_memory_bytes", "spilled_memory_bytes"]
 FIELDS += ["spilled_drive_bytes", "offloaded_drive_bytes", "offloaded_host_bytes"]
@@ -76,17 +75,11 @@ def test_stopped_and_resumed_is_uninterrupted(run, losses, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("words", "is_wanted"),
-    [((), True), pytest.param(NO_BITS, False, marks=pytest.mark.long)],
-)
-def test_programs_are_compiled_for_the_same_bits(
-    run, tmp_path, monkeypatch, words, is_wanted
-):
+def test_programs_are_compiled_for_the_same_bits(run, tmp_path, monkeypatch):
     asked = set()
     monkeypatch.setattr(compat, "deterministic_options", asked.add)
-    assert run("--store", tmp_path / "store", *STREAM, *words, "--steps", 1) == 0
-    assert asked == {is_wanted}
+    assert run("--store", tmp_path / "store", *STREAM, "--steps", 1) == 0
+    assert asked == {True}
 
 
 @pytest.mark.long
@@ -186,11 +179,6 @@ def test_every_model_streams(run, losses, tmp_path, model):
             "--resident='some': expected \"params\"",
         ),
         (("--device-memory", "1GiB"), "--device-memory: --mode update does not have"),
-        (
-            ("--no-deterministic",),
-            "--no-deterministic: --mode update does not have it; leave it out, or give "
-            "--mode stream",
-        ),
         (
             (*STREAM, "--optimizer", "dog", "--learning-rate", 1),
             "--optimizer dog: it cannot run in --mode stream",

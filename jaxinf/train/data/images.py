@@ -76,7 +76,7 @@ def load_images(options: DataOptions, shape: ImageShape) -> TrainingData:
         )
     roots, held_roots = by_split(_paths(options.data))
     if options.validation:
-        held_roots, _ = by_split(_paths(options.validation), is_validation=True)
+        held_roots, _ = by_split(_paths(options.validation_paths), is_validation=True)
     train, names = _pictures(roots, None)
     held, names = _pictures(held_roots, names)
     if not train and held:
@@ -88,7 +88,7 @@ def load_images(options: DataOptions, shape: ImageShape) -> TrainingData:
             raise DataError(
                 f"expected at least 2 images, to hold one out, got {len(train)}"
             )
-        num_held = max(1, int(len(train) * options.validation_fraction))
+        num_held = max(1, int(len(train) * options.held_out_share))
         train, held = train[:-num_held], train[-num_held:]
     labels = [picture.label for picture in (*train, *held)]
     num_labels = num_classes(labels, options.data[0], len(names or ()))

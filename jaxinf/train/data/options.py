@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+_HELD_OUT_SHARE = 0.05
+
 
 def shown(metavar: str, default: str) -> Any:
     """Sets the text that `--help` shows in place of a default."""
@@ -26,12 +28,11 @@ class DataOptions:
         tuple[str, ...], shown("PATH...", "Python's standard library sources")
     ] = ()
 
-    # The validation data; by default the validation split of --data, or a part of it
-    # that is held out.
-    validation: Annotated[tuple[str, ...], shown("PATH...", "a part of --data")] = ()
-
-    # The share of the data that is held out.
-    validation_fraction: float = 0.05
+    # The validation data, or the share of --data to hold out: 0.1.
+    validation: Annotated[
+        tuple[str, ...],
+        shown("PATH...|SHARE", "the validation split of --data, or 0.05 of it"),
+    ] = ()
 
     # A Hugging Face folder with a tokenizer; without it every byte is a token.
     tokenizer: Annotated[Path | None, shown("DIR", "bytes")] = None
@@ -46,3 +47,19 @@ class DataOptions:
 
     # Share of the tokens that --task masked-lm masks.
     mask_rate: float = 0.15
+
+    @property
+    def held_out_share(self) -> float:
+        """The share of `data` to hold out where no other data is named."""
+        return _HELD_OUT_SHARE if self._given_share is None else self._given_share
+
+    @property
+    def validation_paths(self) -> tuple[str, ...]:
+        return self.validation if self._given_share is None else ()
+
+    @property
+    def _given_share(self) -> float | None:
+        try:
+            return float(*self.validation) if self.validation else None
+        except (TypeError, ValueError):
+            return None

@@ -125,7 +125,7 @@ def load_texts(
     files, left_out = find_files(data) if data else (standard_library_files(), [])
     train_files, held_files = by_split(files)
     if options.validation:
-        found, others = find_files(options.validation)
+        found, others = find_files(options.validation_paths)
         held_files, _ = by_split(found, is_validation=True)
         left_out = left_out + others
     parts = _read(texts, train_files, "--data")
@@ -133,7 +133,7 @@ def load_texts(
         held = _read(texts, held_files, "--validation")
     else:
         cut = Sequences.split_tokens if texts.kind == "text" else Sequences.split
-        halves = [cut(part, options.validation_fraction) for part in parts]
+        halves = [cut(part, options.held_out_share) for part in parts]
         parts, held = ([half[n] for half in halves] for n in (0, 1))
     if left_out:
         texts.notes.append(
@@ -237,7 +237,7 @@ def _usual_length(texts: _Texts, encoded: Sequence[tuple[Encoded, ...]]) -> int:
     sizes = [part.num_uncut or part.tokens.size for parts in encoded for part in parts]
     longest = -(-max(sizes) // _ROUNDED_TO) * _ROUNDED_TO
     if texts.kind == "text":  # the part that is held out must have rows, too
-        held = int(sum(sizes) * texts.options.validation_fraction)
+        held = int(sum(sizes) * texts.options.held_out_share)
         longest = min(longest, held // 2)
     return max(2, min(longest, texts.most_usual_tokens))
 

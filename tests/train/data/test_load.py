@@ -138,7 +138,7 @@ def test_nothing_held_out_is_learned(source, load, kind, task):
 
 def test_the_tail_of_a_text_is_held_out(load, write):
     path = write("a.txt", bytes(range(1, 201)))
-    data = load(path, seq_len=4, validation_fraction=0.25)
+    data = load(path, seq_len=4, validation=("0.25",))
     train = np.concatenate([data.train[n]["tokens"] for n in range(len(data.train))])
     held = data.held_out_tokens
     assert not set(train) & set(held)
@@ -340,7 +340,7 @@ def test_order_of_files_does_not_count(load, write):
     identity = load(one, two).identity
     assert load(two, one).identity == identity
     assert load(one, moved).identity == identity
-    assert load(one, two, validation_fraction=0.2).identity != identity
+    assert load(one, two, validation=("0.2",)).identity != identity
     assert load(one).identity != identity
 
 
@@ -386,19 +386,10 @@ def test_labels_out_of_range(load, write):
 @pytest.mark.parametrize(
     ("options", "task", "message"),
     [
-        (
-            {"validation_fraction": 1.0},
-            "causal-lm",
-            "--validation-fraction: expected m",
-        ),
+        ({"validation": ("1.0",)}, "causal-lm", "--validation: expected more than 0"),
         ({"mask_rate": 0.0}, "masked-lm", "--mask-rate: expected more than 0"),
         ({"mask_rate": 0.3}, "causal-lm", "--mask-rate: --task causal-lm hides no"),
         ({"loss_on": "all"}, "seq2seq", "--loss-on: --task seq2seq learns no prompts"),
-        (
-            {"validation": ("a",), "validation_fraction": 0.5},
-            "causal-lm",
-            "--validation-fraction: --validation says what to hold out",
-        ),
     ],
 )
 def test_options_that_mean_nothing(options, task, message):
@@ -415,7 +406,7 @@ def test_images_have_no_tokenizer():
 
 def pair(load, path, **options):
     """Loads two equal pairs; returns a row of them, and the notes."""
-    data = load(path, task="classification", validation_fraction=0.5, **options)
+    data = load(path, task="classification", validation=("0.5",), **options)
     return data.train[0], data.notes
 
 
