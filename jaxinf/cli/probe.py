@@ -35,6 +35,7 @@ from jaxinf.io import (
 from jaxinf.kernels import Passage, compiled
 from jaxinf.program import trace_update
 from jaxinf.streaming.count import num_operations
+from jaxinf.train.config import TrainConfig
 from jaxinf.train.machine import Machine, this_machine
 from jaxinf.train.step import loss_of
 from jaxinf.typing import Array, ProgressCallback
@@ -195,7 +196,7 @@ def _operations_per_s(dtype: str) -> float:
     graphdef, params = abstract_params(size)
     tokens = jnp.zeros((2, 128), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
-    gradients_of = jax.value_and_grad(loss_of(graphdef))
+    gradients_of = jax.value_and_grad(loss_of(TrainConfig(), graphdef))
     operations = num_operations(jax.make_jaxpr(gradients_of)(params, batch))
     params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, leaf.dtype), params)
     program = jax.jit(gradients_of)

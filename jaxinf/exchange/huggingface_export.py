@@ -155,11 +155,13 @@ def export_adapters(
         for tensor in _tensors(step, architecture, dtype)
         if "/".join(tensor.param.leaf.path).startswith(heads)
     ]
+    payload = step.commit.payload
+    base = payload.get("base") if isinstance(payload, Mapping) else None
     config = {
         "peft_type": "LORA",
         # PEFT's wrapper of classes is for tokens.
         "task_type": None if architecture.model == "vit" else _PEFT_TASKS.get(task),
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": base if isinstance(base, str) else None,
         "r": rank,
         "lora_alpha": step.adapter_alpha,
         "lora_dropout": 0.0,

@@ -157,6 +157,16 @@ def _check_ranges(config: TrainConfig) -> None:
         raise UsageError(f"--epochs: expected more than 0, got {config.epochs}")
     if config.epochs is not None:
         _refuse(config, ("steps",), "--epochs says how long the run is; leave it out")
+    if config.eval_only:
+        _refuse(config, ("restore",), "--eval-only changes no run; leave it out")
+    if config.eval_only and config.mode == "memory" and config.source is None:
+        raise UsageError("--eval-only: expected --from with --mode memory")
+    if config.lora is None:
+        _refuse(config, ("lora_alpha",), "expected with --lora; leave it out")
+    if not 0 < config.lora_alpha < math.inf:
+        raise UsageError(
+            f"--lora-alpha: expected a finite number above 0, got {config.lora_alpha}"
+        )
     if config.learning_rate is not None and not 0 < config.learning_rate < math.inf:
         raise UsageError(
             f"--learning-rate: expected a finite number above 0, got "
@@ -241,7 +251,7 @@ def _check_source(config: TrainConfig) -> None:
     if config.source is not None:
         given, others = f"--from {config.source}", (*others, "model_file")
     _refuse(config, others, f"{given} says which model it is; leave it out")
-    if config.mode == "memory" and not config.steps:
+    if config.mode == "memory" and not config.steps and not config.eval_only:
         raise UsageError(
             "--steps 0: --mode memory has no store to import into; leave it out, or "
             "give a --store"
@@ -256,7 +266,9 @@ _OF_STREAMING = ("device_memory", "policy", "resident", "replan", "device_update
 
 def _check_streaming(config: TrainConfig) -> None:
     """Refuses flags of --mode stream in other modes, and what it cannot do."""
-    if config.mode != "stream":
+    if config.mode == "stream":
+        _refuse(config, ("remat",), "--policy recompute, the default, does that")
+    else:
         why = f"--mode {config.mode} does not have it; leave it out, or give "
         why += "--mode stream"
         _refuse(config, _OF_STREAMING, why)

@@ -28,7 +28,7 @@ from jaxinf.program import Average, parse_ema
 from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.options import shown as _shown
 from jaxinf.train.freezing import Frozen
-from jaxinf.train.lora import Lora, parse_lora
+from jaxinf.train.lora import ALPHA, Lora, parse_lora
 from jaxinf.train.options import (
     ProcessOptions,
     RunOptions,
@@ -159,6 +159,9 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # '8:h*/mlp/*'. By default they are those of attention. The model is stored once, as
     # by --freeze.
     lora: Annotated[str | None, _shown("RANK[:PATTERN]", "none")] = None
+
+    # Adapters are scaled by this over their rank.
+    lora_alpha: float = ALPHA
 
     # Clip gradients to this global norm; 0 is off. With clipping, updates start only
     # when all gradients are known.
@@ -318,7 +321,7 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
         return {n: _plain(getattr(self, n)) for n in names if n not in _NOT_OF_RUNS}
 
 
-_NOT_OF_RUNS = ("files", "run_file", "machine", "trace")
+_NOT_OF_RUNS = ("files", "run_file", "machine", "trace", "eval_only")
 
 
 def _plain(value: object) -> JsonValue:

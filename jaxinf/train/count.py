@@ -183,8 +183,7 @@ def _program(config: TrainConfig, batch: Batch) -> tuple[int, float]:
     It is loss and gradient in ``--mode update``, and the whole step in memory.
     """
     graphdef, params = config.abstract
-    given = config.task_name, config.frozen, config.micro_batches
-    value_and_gradients = gradients_of(graphdef, *given)
+    value_and_gradients = gradients_of(config, graphdef)
     batch = jax.eval_shape(lambda: batch)
     if config.mode == "update":
         closed = jax.make_jaxpr(value_and_gradients)(params, batch)

@@ -54,13 +54,13 @@ class Evaluator:
     def __init__(
         self, config: TrainConfig, data: TrainingData, graphdef: Any, backend: Backend
     ) -> None:
-        self._config, self._data = config, data
+        self._config, self._data, alpha = config, data, config.lora_alpha
 
         def scores(params: PyTree, batch: Any) -> Scores:
-            return score(model_of(graphdef, params), config.task_name, batch)
+            return score(model_of(graphdef, params, alpha), config.task_name, batch)
 
         def draw(params: PyTree, inputs: Any) -> Any:
-            return next_token(model_of(graphdef, params), inputs)
+            return next_token(model_of(graphdef, params, alpha), inputs)
 
         average = config.evaluates_average
         self._score = backend.function(scores, average=average)

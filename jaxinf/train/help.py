@@ -28,14 +28,15 @@ _COMMON = (
 _GROUPS = {
     "run": "config store steps epochs seed mode nonfinite dtype",
     "data": "data validation tokenizer fields loss-on mask-rate batch-size seq-len",
-    "model": "model preset model-config from task freeze lora param-dtype",
+    "model": "model preset model-config from task freeze lora lora-alpha param-dtype",
     "optimizer": "optimizer optimizer-args learning-rate schedule "
     "warmup-steps clip-norm compress ema",
     "memory and drives": "memory device-memory csd-root csd state "
-    "state-tier resident policy micro-batches device-updates replan",
+    "state-tier resident policy micro-batches remat device-updates replan",
     "commits and checkpoints": "durability checkpoint-every restore export-to",
     "several processes": "distributed elastic fsdp",
-    "output": "log-dir eval-every eval-batches sample-bytes tensorboard wandb trace",
+    "output": "log-dir eval-every eval-batches eval-only sample-bytes tensorboard "
+    "wandb trace",
 }
 
 _OTHER_NAMES = {
@@ -68,7 +69,7 @@ _OTHER_NAMES = {
     "max-grad-norm grad-clip gradient-clipping": "write --clip-norm",
     "bf16 fp16 mixed-precision precision": "write --dtype bfloat16, or --param-dtype "
     "bfloat16 for params, too",
-    "gradient-checkpointing": "write --mode stream, which recomputes",
+    "gradient-checkpointing activation-checkpointing": "write --remat",
     "eval-steps eval-interval": "write --eval-every",
     "save-steps save-interval": "write --checkpoint-every; each step is committed",
     "save-total-limit keep-last": "leave it out: the last three of --checkpoint-every "
@@ -85,7 +86,8 @@ _OTHER_NAMES = {
     "coordinator num-processes process-id": "write --distributed HOST:PORT,N,I",
     "num-gpus nproc-per-node num-nodes": "leave it out: all devices are used; "
     "--distributed joins processes",
-    "do-train do-eval": "leave it out: a run trains, and evaluates at its end",
+    "do-train do-eval evaluate": "leave it out: a run trains, and evaluates at "
+    "its end; --eval-only evaluates alone",
 }
 
 

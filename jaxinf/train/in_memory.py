@@ -21,7 +21,7 @@ from jaxinf.train.metrics import NO_TRAFFIC, Costs
 from jaxinf.train.optimizers import make_clipping
 from jaxinf.train.pretrained import held_params, is_deferred
 from jaxinf.train.processes import placed
-from jaxinf.train.step import TrainStep, compile_step_of
+from jaxinf.train.step import TrainStep, compile_train_step
 from jaxinf.typing import JsonValue, PyTree
 
 _MOST = 2**31 - 1
@@ -56,7 +56,7 @@ class InMemory:
         return params, init(params)
 
     def compile_step(self, graphdef: Any, *example: Any) -> TrainStep:
-        return compile_step_of(self._config, graphdef, self._tx, "split", *example)
+        return compile_train_step(self._config, graphdef, self._tx, "split", *example)
 
     def function(
         self, fn: Callable[[PyTree, Any], Any], *, average: bool = False

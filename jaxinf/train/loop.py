@@ -14,8 +14,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import optax
@@ -65,6 +68,11 @@ from jaxinf.typing import PyTree
 
 # Share of the budget for pieces read and traced programs during an import.
 _IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
+# What --eval-only does not write.
+_LEFT_OUT: Mapping[str, Any] = {
+    **dict.fromkeys(("tensorboard", "wandb", "trace", "export_to")),
+    "eval_every": 0,
+}
 
 
 def train(
@@ -92,30 +100,40 @@ def train(
     processes = start(config)
     console = processes.console(console)
     config = processes.own(config)
-    if not config.steps:
+    if not config.steps and not config.eval_only:
         _import(config, console)
         return 0
     with console.status("reading the data"):
         config, data = load(config)
     batches = make_batches(config, data)
     say_config(console, config, data)
-    with (
-        contextlib.closing(
-            open_backend(config, make_optimizer(config), processes)
-        ) as backend,
-        contextlib.closing(
-            _Run(config, data, batches, backend, console, processes)
-        ) as run,
-    ):
-        _keep_config(run.step, config, run_file)
-        signal_number = run.go()
-        if run.step < config.steps:
-            say_stopped(console, config, run.step, command)
-            run.exports.end(waits=False)
-            return signal_number and 128 + signal_number
+    with contextlib.ExitStack() as stack:
+        if config.eval_only:  # it writes nothing of the run's
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            config = dataclasses.replace(config, log_dir=place, **_LEFT_OUT)
+        backend = stack.enter_context(
+            contextlib.closing(open_backend(config, make_optimizer(config), processes))
+        )
+        if config.eval_only and backend.store and not backend.store.exists:
+            raise UsageError(
+                f"--eval-only: expected a run in {config.store}, found none; name its "
+                "--store, or give --mode memory with --from"
+            )
+        run = stack.enter_context(
+            contextlib.closing(_Run(config, data, batches, backend, console, processes))
+        )
+        if not config.eval_only:
+            _keep_config(run.step, config, run_file)
+            signal_number = run.go()
+            if run.step < config.steps:
+                say_stopped(console, config, run.step, command)
+                run.exports.end(waits=False)
+                return signal_number and 128 + signal_number
         found, params = run.evaluate(), processes.local(run.evaluated)
         if processes.is_first or backend.needs_all:
             say_evaluation(console, config, found, run.evaluator, params)
+        if config.eval_only:
+            return 0
         say_results(console, config, backend.store)
         return run.exports.end()
 
@@ -246,7 +264,7 @@ class _Run:
     def _open_logs(self) -> None:
         logs = self._config.logs
         logs.mkdir(parents=True, exist_ok=True)
-        self._validation = JsonLines(logs / "validation.jsonl", self.step)
+        self._validation = JsonLines(logs / "validation.jsonl", self.step, first=0)
         trackers, self._sums = Trackers(self._config), None
         if not self._processes.is_alone:
             self._metrics = MetricsLog(logs, self.step)
@@ -266,6 +284,8 @@ class _Run:
             )
             return 0
         train_step, stopped = self._compile(), 0
+        if config.eval_every and not first:
+            self._console.print(f"step 0: {describe(config, self.evaluate())}")
         unit = "images" if config.takes_images else "tokens"
         coming = self._batches.starting_at(Batches.position_of(first))
         with (
@@ -381,7 +401,8 @@ class _Run:
             line = evaluation_line(self.step, committed, found)
             self._validation.write(self.step, line)
             self._trackers.send(json.loads(line), "held_out/")
-            if self._config.eval_every and found.loss < self._best_loss:
+            is_offered = self._config.eval_every > 0 and self.step > 0
+            if is_offered and found.loss < self._best_loss:
                 self._keep_best(found.loss)
         return found
 

@@ -1,6 +1,6 @@
 """Adapters of low rank beside matrices that stay as they are (LoRA, Hu et al. 2021).
 
-    W [in, out]  ->  W + ALPHA / rank * A @ B,  A [in, rank], B [rank, out]
+    W [in, out]  ->  W + alpha / rank * A @ B,  A [in, rank], B [rank, out]
 
 A and B are leaves beside W. A begins as PEFT has it, uniform within 1 / sqrt(in), and B
 as zeros, so that the first step has the loss of the model as it was.
@@ -26,7 +26,8 @@ from jaxinf.train.freezing import Frozen, names_of, shown_names
 from jaxinf.typing import PyTree
 
 ALPHA = 16.0
-"""Adapters are scaled by this over their rank, so that one rate suits all ranks."""
+"""Adapters are scaled by this over their rank, so that one rate suits all ranks, unless
+``--lora-alpha`` is another."""
 
 _ATTENTION = ("*/attn/*", "*/cross/*")
 _HEADS = ("score/*", "classifier/*", "head/pooler/*", "head/classifier/*")
@@ -144,7 +145,7 @@ def with_new(lora: Lora, params: PyTree, seed: int) -> PyTree:
     return lora._grown(params, make)
 
 
-def model_of(graphdef: Any, params: PyTree) -> Any:
+def model_of(graphdef: Any, params: PyTree, alpha: float = ALPHA) -> Any:
     """Returns the model of params, with the adapters that are among them.
 
     Args:
@@ -154,21 +155,24 @@ def model_of(graphdef: Any, params: PyTree) -> Any:
     model = nnx.merge(graphdef, _without_adapters(params, (), adapters))
     for path, (a, b) in adapters.items():
         owner = functools.reduce(getattr, path[:-1], model)
-        setattr(owner, path[-1], _Adapted(getattr(owner, path[-1]), a, b))
+        setattr(owner, path[-1], _Adapted(getattr(owner, path[-1]), a, b, alpha))
     return model
 
 
 class _Adapted(nnx.Module):
     """A linear layer with its adapter."""
 
-    def __init__(self, layer: nnx.Linear, a: jax.Array, b: jax.Array) -> None:
+    def __init__(
+        self, layer: nnx.Linear, a: jax.Array, b: jax.Array, alpha: float
+    ) -> None:
         self._layer, self._a, self._b = layer, nnx.Param(a), nnx.Param(b)
+        self._scale = alpha / a.shape[1]
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [..., in] to [..., out] in the layer's dtype."""
         given = x, self._a[...], self._b[...]
         own, a, b = (y.astype(self._layer.dtype) for y in given)
-        return self._layer(x) + own @ a @ b * (ALPHA / a.shape[1])
+        return self._layer(x) + own @ a @ b * self._scale
 
 
 def _without_adapters(

@@ -110,10 +110,11 @@ class JsonLines:
       path: the file. With `step` 0 an existing one is from another run and is moved
         aside, to ``<stem>.previous.jsonl``.
       step: the last committed step; later lines are dropped.
+      first: the first step that may have a line.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
-        self.last_step = 0
+    def __init__(self, path: Path, step: int, *, first: int = 1) -> None:
+        self.last_step = first - 1
         kept: list[str] = []
         if step == 0 and path.exists():
             path.replace(path.with_suffix(".previous.jsonl"))

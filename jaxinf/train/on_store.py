@@ -24,7 +24,7 @@ from jaxinf.train.metrics import NO_TRAFFIC, Costs
 from jaxinf.train.optimizers import behind_clipping
 from jaxinf.train.pretrained import describe_architecture, is_deferred
 from jaxinf.train.processes import placed
-from jaxinf.train.step import TrainStep, compile_step_of
+from jaxinf.train.step import TrainStep, compile_train_step
 from jaxinf.typing import JsonValue, PyTree
 
 
@@ -144,7 +144,9 @@ class OnStore(KeptInStore):
         # costs almost nothing. Compression needs finished gradients, too.
         needs_all = self._config.clip_norm or self._config.compress
         boundaries = "halves" if needs_all else "fused"
-        return compile_step_of(self._config, graphdef, self._tx, boundaries, *example)
+        return compile_train_step(
+            self._config, graphdef, self._tx, boundaries, *example
+        )
 
     def function(
         self, fn: Callable[[PyTree, Any], Any], *, average: bool = False

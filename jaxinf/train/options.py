@@ -168,6 +168,9 @@ class RunOptions:
     # Train on each row of the data so many times, in place of --steps.
     epochs: Annotated[float | None, _shown("NUMBER", "by --steps")] = None
 
+    # Evaluate what is in the store, or in --mode memory what --from names, and stop.
+    eval_only: bool = False
+
     # update: the optimizer's state is in the store and is updated beside the drive.
     # stream: params, too, are in the store, and pass through --memory bytes; for models
     # larger than memory. memory: plain optax with all state in memory, and nothing is
@@ -251,6 +254,10 @@ class StreamOptions:
     # token alike. In --mode stream a segment of the model runs for each part before the
     # next segment, so params are read once for all of them.
     micro_batches: int = 1
+
+    # Compute a layer's activations again in the backward pass, and do not keep them. In
+    # --mode stream --policy says that.
+    remat: bool = False
 
     # For --mode stream: the JAX device computes the updates of every so many parts of
     # the optimizer's state, and the host the others. auto: as many as save time, as was

@@ -82,8 +82,12 @@ def _rate_line(config: TrainConfig) -> str:
 def _trained_line(config: TrainConfig) -> str:
     if not config.frozen:
         return ""
-    leaves = jax.tree.leaves(trained(config.frozen, config.abstract[1]))
-    return f"train   {sum(leaf.size for leaf in leaves):,} params; others stay\n"
+    params = config.abstract[1]
+    own, num = (
+        sum(leaf.size for leaf in jax.tree.leaves(tree))
+        for tree in (trained(config.frozen, params), params)
+    )
+    return f"train   {own:,} of {num:,} params ({100 * own / num:.3g} %); others stay\n"
 
 
 def _compression_line(config: TrainConfig) -> str:

@@ -23,9 +23,9 @@ _LOADER = "grain"
 # Settings that decide batches, shapes or numbers: a run may not change them.
 _FIXED = ("seed", "batch_size", "seq_len", "model", "preset", "dtype", "param_dtype")
 _FIXED += ("task", "num_labels", "mask_rate", "optimizer", "compress", "freeze")
-_FIXED += ("lora",)
+_FIXED += ("lora", "lora_alpha")
 # Of runs that do not say it.
-_BEFORE: Mapping[str, JsonValue] = {"freeze": [], "lora": None}
+_BEFORE: Mapping[str, JsonValue] = {"freeze": [], "lora": None, "lora_alpha": ALPHA}
 # Settings that a user may change in a run; a change is reported.
 _FREE = ("learning_rate", "weight_decay", "schedule", "warmup_steps")
 _FREE += ("clip_norm", "nonfinite", "optimizer_args")
@@ -33,12 +33,20 @@ _FREE += ("clip_norm", "nonfinite", "optimizer_args")
 
 def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
     """Returns the payload of a new store's step 0: its model."""
-    return {"made_by": _MADE_BY, "step": 0, "architecture": _architecture(config)}
+    model = {"architecture": _architecture(config), "base": _base(config)}
+    return {"made_by": _MADE_BY, "step": 0, **model}
+
+
+def _base(config: TrainConfig) -> str | None:
+    """Returns the checkpoint that the run began with, for exported adapters."""
+    return None if config.source is None else str(config.source.expanduser().absolute())
 
 
 def _architecture(config: TrainConfig) -> dict[str, JsonValue]:
     document = architecture_of(config.model_config, config.files)
-    return document if config.lora is None else {**document, "lora_alpha": ALPHA}
+    if config.lora is None:
+        return document
+    return {**document, "lora_alpha": config.lora_alpha}
 
 
 class Identity:
@@ -49,7 +57,7 @@ class Identity:
         self._model_flag = "--model and --preset"
         if config.source or config.model_file:
             self._model_flag = "--from" if config.source else "--model-config"
-        self._architecture = _architecture(config)
+        self._architecture, self._base = _architecture(config), _base(config)
         self._batch_size = config.batch_size
         settings = config.to_json() | resolved_settings(config)
         self._settings = {name: settings[name] for name in (*_FIXED, *_FREE, "steps")}
@@ -71,6 +79,7 @@ class Identity:
             "made_by": _MADE_BY,
             "step": step,
             "architecture": self._architecture,
+            "base": self._base,
             "examples": step * self._batch_size,
             "loader": loader,
             "data": self._data,

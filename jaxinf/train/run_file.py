@@ -25,7 +25,7 @@ from jaxinf.terminal import exact_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.typing import JsonValue
 
-NOT_IN_FILES = ("config", "restore", "trace")
+NOT_IN_FILES = ("config", "restore", "trace", "eval-only")
 """Flags of one start of a run, not of the run."""
 
 _MOST_BYTES = 1 << 20

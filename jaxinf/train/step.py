@@ -20,10 +20,10 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
-from jaxinf_models import TaskName, score
+from jaxinf_models import score
 
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.freezing import Frozen, trained, without_gradients
+from jaxinf.train.freezing import trained, without_gradients
 from jaxinf.train.lora import model_of
 from jaxinf.typing import PyTree
 
@@ -34,25 +34,16 @@ TrainStep: TypeAlias = Callable[..., tuple[PyTree, Any, tuple[jax.Array, Any]]]
 
 The norm is that of all gradients, float32; None where a step does not have it."""
 
-_NOTHING = Frozen()
 
-
-def loss_of(
-    graphdef: Any,
-    task: TaskName = "causal-lm",
-    frozen: Frozen = _NOTHING,
-    *,
-    is_part: bool = False,
-) -> Callable[[PyTree, Any], jax.Array]:
-    """Returns the loss of params and a batch.
-
-    Args:
-      is_part: Whether it is of a part of a batch: 0 if no token of it is learned.
-    """
+def loss_of(config: TrainConfig, graphdef: Any) -> Callable[[PyTree, Any], jax.Array]:
+    """Returns the loss of a batch, or of a part, which is 0 if no token is learned."""
+    frozen, is_part = config.frozen, config.micro_batches > 1
+    remat = jax.checkpoint if config.remat else None
 
     def loss_fn(params: PyTree, batch: Any) -> jax.Array:
         params = without_gradients(frozen, params)
-        sums = score(model_of(graphdef, params), task, batch)
+        model = model_of(graphdef, params, config.lora_alpha)
+        sums = score(model, config.task_name, batch, remat=remat)
         weight = sums.weight
         return sums.loss / (jnp.where(weight > 0, weight, 1) if is_part else weight)
 
@@ -60,16 +51,15 @@ def loss_of(
 
 
 def gradients_of(
-    graphdef: Any, task: TaskName, frozen: Frozen = _NOTHING, micro_batches: int = 1
+    config: TrainConfig, graphdef: Any
 ) -> Callable[[PyTree, Any], tuple[jax.Array, PyTree]]:
     """Returns the loss and its gradients; None for the gradients of frozen leaves.
 
-    Args:
-      micro_batches: Parts of a batch that run one after another. Their gradients, in
-        float32, are weighed by the learned tokens.
+    Micro-batches run one after another. Their gradients, in float32, are weighed by the
+    learned tokens.
     """
-    has_parts = micro_batches > 1
-    both = jax.value_and_grad(loss_of(graphdef, task, frozen, is_part=has_parts))
+    frozen, micro_batches = config.frozen, config.micro_batches
+    both = jax.value_and_grad(loss_of(config, graphdef))
 
     def of_part(params: PyTree, batch: Any) -> tuple[jax.Array, PyTree]:
         value, gradients = both(params, batch)
@@ -92,7 +82,7 @@ def gradients_of(
         sums, _ = jax.lax.scan(add, zeros, (parts, weights / weights.sum()))
         return jax.tree.map(lambda s, x: s.astype(x.dtype), sums, like)
 
-    return of_all if has_parts else of_part
+    return of_all if micro_batches > 1 else of_part
 
 
 def weight_of_part(part: Any) -> Any:
@@ -101,24 +91,20 @@ def weight_of_part(part: Any) -> Any:
 
 
 def compile_train_step(
+    config: TrainConfig,
     graphdef: Any,
     tx: optax.GradientTransformation,
     boundaries: Boundaries,
     *example: Any,
-    task: TaskName = "causal-lm",
-    is_clipped: bool = True,
-    frozen: Frozen = _NOTHING,
-    micro_batches: int = 1,
 ) -> TrainStep:
-    """Compiles the step.
+    """Compiles the step of a run.
 
     Args:
       tx: The optimizer, in memory or near storage.
       example: Params, state and a batch; only their shapes count.
-      is_clipped: Whether the optimizer computes the norm of the gradients.
-      frozen, micro_batches: As in `gradients_of`.
     """
-    value_and_gradients = gradients_of(graphdef, task, frozen, micro_batches)
+    frozen, is_clipped = config.frozen, config.clip_norm > 0
+    value_and_gradients = gradients_of(config, graphdef)
 
     def update(gradients: PyTree, state: Any, params: PyTree) -> Any:
         norm = _norm(gradients, is_clipped=is_clipped)
@@ -153,23 +139,6 @@ def compile_train_step(
         return params, state, (value, norm)
 
     return run
-
-
-def compile_step_of(
-    config: TrainConfig,
-    graphdef: Any,
-    tx: optax.GradientTransformation,
-    boundaries: Boundaries,
-    *example: Any,
-) -> TrainStep:
-    """Compiles the step of a run."""
-    return compile_train_step(
-        *(graphdef, tx, boundaries, *example),
-        task=config.task_name,
-        is_clipped=config.clip_norm > 0,
-        frozen=config.frozen,
-        micro_batches=config.micro_batches,
-    )
 
 
 def updated(params: PyTree, updates: PyTree) -> PyTree:

@@ -165,7 +165,7 @@ def _streamed_step(
         optimizer = behind_clipping(config, optimizer)
     has_parts = config.micro_batches > 1
     return stream(
-        loss_of(graphdef, config.task_name, config.frozen, is_part=has_parts),
+        loss_of(config, graphdef),
         optimizer,
         store,
         memory_bytes=config.memory,

@@ -153,6 +153,11 @@ def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
         ),
         (("--store", "s", "--lora", "17"), "--lora 17: expected a rank of at most 16"),
         (("--store", "s", "--lora", "0"), "--lora '0': expected a rank from 1 on"),
+        (("--store", "s", "--lora-alpha", "8"), "--lora-alpha: expected with --lora"),
+        (
+            ("--store", "s", "--remat", "--mode", "stream", "--memory", "1GiB"),
+            "--remat: --policy recompute",
+        ),
         (("--store", "s", "--lora", "2", "--freeze", "wte"), "leave --freeze out"),
     ],
 )

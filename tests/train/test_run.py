@@ -125,7 +125,8 @@ def test_adapters_are_resumed_and_exported(run, tmp_path):
     export = ("checkpoint", "export")
     words = (*export, tmp_path / "base", tmp_path / "first", "--format", "huggingface")
     assert jaxinf_main([*map(str, words)]) == 0
-    start = ("--from", tmp_path / "first", *LORA, "--learning-rate", 0.1)
+    start = ("--from", tmp_path / "first", *LORA, "--lora-alpha", 8)
+    start = (*start, "--learning-rate", 0.1)
     for name, steps in (("whole", (4,)), ("resumed", (2, 4))):
         for last in steps:
             assert run(*start, "--store", tmp_path / name, "--steps", last) == 0
@@ -147,7 +148,7 @@ def test_adapters_are_resumed_and_exported(run, tmp_path):
     merged = held_params(deferred_params(files, files.config, 0))
     tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
     found = nnx.merge(graphdef, merged)(tokens)
-    expected = model_of(graphdef, held[0])(tokens)
+    expected = model_of(graphdef, held[0], 8)(tokens)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     before = model_of(graphdef, _without_lora(held[0]))(tokens)
     assert np.abs(before - expected).max() > 1e-3
@@ -161,7 +162,8 @@ def test_adapters_are_resumed_and_exported(run, tmp_path):
     )
     assert len(tensors) == 4
     said = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
-    assert (said["r"], said["lora_alpha"], said["fan_in_fan_out"]) == (2, 16, True)
+    assert (said["r"], said["lora_alpha"], said["fan_in_fan_out"]) == (2, 8, True)
+    assert said["base_model_name_or_path"] == str(tmp_path / "first")
 
 
 def _without_lora(params):
