@@ -1,4 +1,4 @@
-"""Evaluation on held-out data, entropies of its bytes, and a sample.
+"""Evaluation on held-out data, and a sample.
 
 Invariant: without --eval-batches the cost is bounded for any model size, and the result
 is a pure function of params, data and seed.
@@ -16,7 +16,6 @@ from jaxinf_models import Scores, generate_by, next_token, num_params, score
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, one_epoch
 from jaxinf.train.data.rows import TrainingData
-from jaxinf.train.entropy import bigram_entropy, unigram_entropy
 from jaxinf.train.lora import model_of
 from jaxinf.train.opening import Backend
 from jaxinf.typing import PyTree
@@ -88,18 +87,6 @@ class Evaluator:
         size = num_params(self._config.model_config) * num_tokens(self._batches[0])
         fitting = min(max(_LOSS_BUDGET / size, _MIN_BATCHES), _MAX_BATCHES)
         return min(int(fitting), most)
-
-    def text_entropy(self) -> tuple[float, float] | None:
-        """Returns losses that byte statistics alone can reach, in nats per byte.
-
-        They are the entropies of held-out bytes, alone and given the byte before; None
-        if tokens are not bytes.
-        """
-        text = self._data.held_out_tokens
-        is_bytes = self._data.tokenizer and self._data.tokenizer.name == "bytes"
-        if text is None or not is_bytes or text.size < 2:
-            return None
-        return unigram_entropy(text), bigram_entropy(text)
 
     def sample(self, params: PyTree) -> tuple[bytes, bytes]:
         """Returns a prompt from the held-out text and the model's continuation."""

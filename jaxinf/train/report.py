@@ -3,12 +3,8 @@
 Invariant: they name things the user can act on: paths, sizes, commands.
 """
 
-import os
 import statistics
-import sys
 from collections.abc import Sequence
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,9 +27,7 @@ from jaxinf.train.schedules import (
 )
 from jaxinf.typing import PyTree
 
-_WIDTH = 48
 _NUM_FIRST = 2  # steps that read and compile anew
-_LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def say_config(console: Console, config: TrainConfig, data: TrainingData) -> None:
@@ -107,11 +101,8 @@ def say_evaluation(
     evaluator: Evaluator,
     params: PyTree,
 ) -> None:
-    """Prints the final losses and a sample."""
+    """Prints the final loss and a sample."""
     console.print(describe(config, found))
-    entropy = evaluator.text_entropy()
-    if entropy is not None:
-        console.print(_judgement(found, *entropy))
     prompt, text = map(_shown, evaluator.sample(params))
     if prompt:
         text = text or "(the end, at once)"
@@ -122,19 +113,11 @@ def say_results(console: Console, config: TrainConfig, store: Store | None) -> N
     """Prints what was found, and the paths of the results."""
     lines = [*read_lines(config.logs / "metrics.jsonl")]
     console.print("\n".join(_costs(lines)), markup=False, highlight=False)
-    console.print(_picture(lines))
     jaxinf, logs = installed("jaxinf"), near(config.logs)
     if store is not None:
-        path = store.path
-        array = min(path.glob("current/*/zarr.json")).parent.name
-        url = f"{path.as_uri()}/current/{array}/|zarr3:"
-        opened = f"ts.open('{url}').result()"
-        code = f"import tensorstore as ts; print({opened}.read().result())"
         console.print(
-            f"store   {path}: step {store.step}, "
-            f"{format_bytes(_store_bytes(store))} on disk; to look inside:\n"
-            f"  {jaxinf} inspect {near(path)}\n"
-            f'  {installed(Path(sys.executable).name)} -c "{code}"'
+            f"store   {store.path}: step {store.step}; to look inside:\n"
+            f"  {jaxinf} inspect {near(store.path)}"
         )
     console.print(
         f"logs    {config.logs / 'metrics.jsonl'}; to make a page of them:\n"
@@ -161,41 +144,6 @@ def _costs(lines: Sequence[Any]) -> list[str]:
     return [*said, f"memory  at most {format_bytes(peak_rss_bytes())} resident"]
 
 
-def _picture(lines: Sequence[Any]) -> str:
-    """Draws the losses of a run, and the bytes that it moved, from its metrics."""
-    losses = [line["loss"] for line in lines if line["loss"] is not None]
-    drawn = []
-    if losses:
-        drawn.append(f"loss    {losses[0]:.3f} {_curve(losses)} {losses[-1]:.3f}")
-    moved = {
-        what: sum(line[name] or 0 for line in lines)
-        for what, name in (
-            ("read from drives", "drive_read_bytes"),
-            ("written to drives", "drive_write_bytes"),
-            ("sent to the CSDs", "link_down_bytes"),
-            ("sent back by them", "link_up_bytes"),
-        )
-    }
-    most = max(moved.values())
-    for what, num_bytes in moved.items():
-        if num_bytes:
-            bar = "█" * max(1, round(_WIDTH / 2 * num_bytes / most))
-            title = "" if len(drawn) > 1 else "moved"
-            drawn.append(f"{title:8}{what:18} {bar} {format_bytes(num_bytes)}")
-    return "\n".join(drawn)
-
-
-def _curve(values: Sequence[float]) -> str:
-    """Draws values in a line, as means of parts of equal length."""
-    count = min(len(values), _WIDTH)
-    ends = [len(values) * n // count for n in range(count + 1)]
-    parts = [values[a:b] for a, b in pairwise(ends)]
-    means = [sum(part) / len(part) for part in parts]
-    least = min(means)
-    scale = (len(_LEVELS) - 1) / ((max(means) - least) or 1)
-    return "".join(_LEVELS[round((mean - least) * scale)] for mean in means)
-
-
 def say_stopped(console: Console, config: TrainConfig, step: int, command: str) -> None:
     """Says at which step a signal stopped the run, and how to resume it."""
     if config.store is None:
@@ -220,33 +168,3 @@ def describe(config: TrainConfig, found: Evaluation) -> str:
 
 def _shown(text: bytes) -> str:
     return printable(text.decode("utf-8", errors="replace"), keep="\n\t")
-
-
-def _judgement(found: Evaluation, unigram: float, bigram: float) -> str:
-    margin = bigram - found.loss
-    if margin > 0:
-        outcome = (
-            f"{margin:.3f} better than the bigram: the model has learned more than "
-            "which byte follows which"
-        )
-    else:
-        outcome = f"{-margin:.3f} worse than the bigram: train for more steps"
-    return (
-        f"in nats a byte; the same text has entropy {unigram:.3f} by single "
-        f"bytes (unigram) and {bigram:.3f} given the byte before (bigram)\n"
-        f"{outcome}"
-    )
-
-
-def _store_bytes(store: Store) -> int:
-    """Returns the space of the store on its drives, without holes."""
-    roots = {store.path, *(csd.root for csd in store.csds())}
-    outermost = [r for r in roots if not any(p in roots for p in r.parents)]
-    files = (
-        Path(folder, name).lstat()
-        for root in outermost
-        for folder, _, names in os.walk(root)
-        for name in names
-    )
-    unique = {(entry.st_dev, entry.st_ino): entry.st_blocks * 512 for entry in files}
-    return sum(unique.values())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxinf.command_line import UsageError, flags_of
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.options import Launch
 from jaxinf.train.run_file import NOT_IN_FILES, read_run, text_of_run
 
 FULL = TrainConfig(
@@ -27,7 +28,8 @@ FULL = TrainConfig(
     device_updates=3,
     eval_batches=12,
     replan=True,
-    deterministic=False,
+    remat=True,
+    distributed=Launch("a:1", 2, 0),
     csd_root=(Path("/d0"), Path("/d{process}")),
     csd="emulated:buffers=2",
     durability=1024,

@@ -105,7 +105,6 @@ def load_images(options: DataOptions, shape: ImageShape) -> TrainingData:
             "sha256": digest_of(_fingerprint(part, shape) for part in (train, held)),
         },
         notes=(f"classes: {shown_names(names)}",) if names else (),
-        held_out_tokens=None,
     )
 
 

@@ -56,10 +56,8 @@ class TrainingData:
       tokenizer: the texts' tokenizer; None for images.
       identity: data that must be the same in a resumed run.
       notes: remarks about the data for the user.
-      held_out_tokens: ids of the held-out text, for statistics and prompts; empty if
-        the task is not to continue text.
       seq_len: tokens in a row; 0 for images.
-      prompt: ids for the model to continue, held out; None as above.
+      prompt: ids for the model to continue, held out; None if the task is another.
       example: the first example, decoded, what is learned in guillemets, and the
         fields of its record; empty for images.
     """
@@ -72,7 +70,6 @@ class TrainingData:
     description: str
     identity: dict[str, JsonValue]
     notes: tuple[str, ...]
-    held_out_tokens: Array | None
     seq_len: int = 0
     prompt: Array | None = None
     example: str = ""

@@ -334,7 +334,6 @@ def _loaded(
             "sha256": digest_of(part.fingerprint() for part in (*parts, *held)),
         },
         notes=tuple(notes),
-        held_out_tokens=held[0].tokens if is_causal else None,
         seq_len=texts.seq_len,
         prompt=_prompt(held[0], texts.seq_len) if is_causal else None,
         example=texts.example,

@@ -4,13 +4,11 @@ import bz2
 import gzip
 import lzma
 
-import numpy as np
 import pytest
 
 from jaxinf.train.data import files as files_module
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.files import find_files, standard_library_files
-from jaxinf.train.entropy import bigram_entropy, unigram_entropy
 
 
 @pytest.fixture
@@ -97,11 +95,7 @@ def test_standard_library():
     assert {"argparse.py", "ast.py", "dataclasses.py"} <= {file.name for file in files}
     parts = {part for file in files for part in file.parts}
     assert not parts & {"site-packages", "idle_test", "__pycache__"}
-    text = np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
-    assert text.size >= 5_000_000
-    # The entropy of Python source, in any version.
-    assert 2.8 < unigram_entropy(text) < 3.5
-    assert 2.1 < bigram_entropy(text) < 2.7
+    assert sum(f.stat().st_size for f in files) >= 5_000_000
 
 
 def test_standard_library_that_is_missing(monkeypatch, tmp_path):
