@@ -57,7 +57,6 @@ def _load_texts(config: TrainConfig) -> TrainingData:
         task=config.task_name,
         seq_len=seq_len,
         most_tokens=limit,
-        is_pretrained=config.source is not None,
         num_token_types=getattr(config.model_config, "num_token_types", 0),
     )
 

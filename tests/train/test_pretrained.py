@@ -239,7 +239,7 @@ def link_outside(folder):
     [
         (only_sentencepiece, "expected a tokenizer of transformers: "),
         (no_tokenizer, "found no tokenizer, and a model of 300 ids, more than bytes"),
-        (no_template, "chat.jsonl:1: expected a chat template beside"),
+        (no_template, "chat.jsonl:1: expected prompt and response, found messages"),
         (link_outside, "generation_config.json: expected a file in this folder"),
     ],
 )

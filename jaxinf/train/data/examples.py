@@ -243,42 +243,6 @@ def _messages(where: str, messages: Any) -> list[Message]:
     return messages
 
 
-def plain_parts(example: Example) -> Iterator[tuple[str, bool]]:
-    """Yields a conversation without a chat template, and what of it is an answer.
-
-    Joins ``<|role|>``, newline, content, newline; an end follows each answer.
-
-    Raises:
-      DataError: it has what this form does not show, such as calls of tools.
-    """
-    remedy = "; give --tokenizer a folder with a chat template, or leave it out"
-    if example.tools is not None:
-        raise DataError(
-            f"{example.where}: expected no field 'tools', which only a chat template "
-            f"can show{remedy}"
-        )
-    for number, message in enumerate(example.messages, 1):
-        where = f"{example.where}: message {number}"
-        role, content = message["role"], message.get("content")
-        others = {name for name, value in message.items() if value is not None}
-        if others := others - {"role", "content"}:
-            raise DataError(
-                f"{where}: expected a role and its content, found "
-                f"{shown_names(others)}, which only a chat template can show{remedy}"
-            )
-        if role not in _ROLES:
-            raise DataError(
-                f"{where}: expected a role of {_ROLES}, found {shown(role)}"
-            )
-        if not isinstance(content, str) or not content:
-            raise DataError(
-                f"{where}: expected text as content, found {shown(content)}"
-            )
-        yield f"<|{role}|>\n", False
-        yield content, role == "assistant"
-        yield "\n", False
-
-
 # --- classes -------------------------------------------------------------------------
 
 

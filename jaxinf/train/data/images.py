@@ -32,15 +32,12 @@ from jaxinf.train.data.rows import Row, Rows, TrainingData, digest_of
 from jaxinf.typing import Array
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
-_FORMATS = ("PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""Formats beside JPEG; some of Pillow's others run programs."""
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""Some of Pillow's others run programs."""
 
 MOST_PIXELS = 1 << 26
-"""Limit of a decoded image. A JPEG of up to four times that is decoded at a half."""
+"""Limit of a decoded image."""
 
-_MOST_JPEG_PIXELS = 1 << 28  # the decoder may keep 2 bytes for each channel of a pixel
-_JPEG_MARK = b"\xff\xd8\xff"
-_MOST_NAMES = 8
 
 ImageShape: TypeAlias = tuple[int, int, int]
 """Height, width, channels."""
@@ -158,8 +155,8 @@ def _pictures(
             )
         if names is not None and names != own:
             raise DataError(
-                f"{root}: expected folders of the classes {_listed(names)}, found "
-                f"{_listed(own or [])}"
+                f"{root}: expected folders of the classes {shown_names(names)}, found "
+                f"{shown_names(own or [])}"
             )
         names = own
     return found, names
@@ -185,11 +182,6 @@ def _of_record(record: Record, label: int) -> _Picture:
         )
     identity = hashlib.sha256(f"{label} ".encode() + content).digest()
     return _Picture(record.where, content, label, identity)
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return f"{names[:_MOST_NAMES]}{f' and {more} more' if more > 0 else ''}"
 
 
 def _fingerprint(pictures: Sequence[_Picture], shape: ImageShape) -> str:
@@ -226,28 +218,17 @@ def _decoded(picture: _Picture, num_channels: int) -> Array:
         refusing(what, "mend or remove it"),
         io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file,
     ):
-        image = _opened(module, file, mode, where).convert(mode)
+        image = _opened(module, file, where).convert(mode)
         return np.asarray(image).reshape(image.height, image.width, num_channels)
 
 
-def _opened(module: Any, file: IO[bytes], mode: str, where: str) -> Any:
+def _opened(module: Any, file: IO[bytes], where: str) -> Any:
     """Opens an image with at most `MOST_PIXELS`; its pixels are not decoded yet."""
-    is_jpeg = file.read(len(_JPEG_MARK)) == _JPEG_MARK
-    file.seek(0)
-    if is_jpeg:  # opened by its class, because Pillow's own limit is without `draft`
-        plugin = optional_import("PIL.JpegImagePlugin", what=where)
-        image = plugin.JpegImageFile(file)
-        is_large = MOST_PIXELS < math.prod(image.size) <= _MOST_JPEG_PIXELS
-        if is_large and "progressive" not in image.info:
-            width, height = image.size
-            image.draft(mode, (width // 2, height // 2))
-    else:
-        image = module.open(file, formats=_FORMATS)
+    image = module.open(file, formats=_FORMATS)
     if math.prod(image.size) > MOST_PIXELS:
         raise DataError(
-            f"{where}: expected an image of at most {MOST_PIXELS:,} pixels (a JPEG "
-            f"that is not progressive: {_MOST_JPEG_PIXELS:,}), found {image.size[0]} x "
-            f"{image.size[1]}; scale it down"
+            f"{where}: expected an image of at most {MOST_PIXELS:,} pixels, found "
+            f"{image.size[0]} x {image.size[1]}; scale it down"
         )
     return image
 

@@ -100,7 +100,7 @@ def windows(sequences: Sequences, seq_len: int, *, is_causal: bool) -> Rows:
         segments = np.cumsum(begins, dtype=np.int32) + 1
         if not is_causal:
             return {"tokens": tokens, "segments": segments}
-        is_learned = sequences.learned(part)[1:] & (segments[1:] == segments[:-1])
+        is_learned = sequences.is_learned[part][1:] & (segments[1:] == segments[:-1])
         return {
             "tokens": tokens[:-1],
             "targets": tokens[1:],
@@ -173,15 +173,16 @@ def single(sequences: Sequences, seq_len: int, pad: int) -> Rows:
     """
 
     def row(number: int) -> Row:
-        ids, types = sequences[number][0], sequences.types(number)
+        ids, types = sequences[number][0], sequences.token_types
         found = {
             "tokens": _padded(ids, seq_len, pad),
             "segments": _segments(ids, seq_len),
             "labels": np.array(sequences.labels[number], np.int32),
         }
-        return found | (
-            {} if types is None else {"token_types": _padded(types, seq_len, 0)}
-        )
+        if types is not None:
+            own = types[sequences.part(number)]
+            found["token_types"] = _padded(own, seq_len, 0)
+        return found
 
     return Rows(len(sequences), row)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.examples import Example, plain_parts
+from jaxinf.train.data.examples import Example
 from jaxinf.train.data.tokenizer import FolderTokenizer, Tokenizer
 from jaxinf.typing import Array
 
@@ -38,6 +38,10 @@ class Encoded:
     token_types: Array | None = None
     num_uncut: int = 0
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_uncut or self.tokens.size
+
     def digest(self) -> bytes:
         """SHA-256 of its content, without `where`."""
         digest = hashlib.sha256(f"{self.tokens.dtype} {self.label} ".encode())
@@ -48,36 +52,19 @@ class Encoded:
         return digest.digest()
 
 
-@dataclasses.dataclass(frozen=True)
-class Encoding:
-    """How a run encodes its examples.
-
-    Attributes:
-      most: most tokens of a labelled text or a source; more are cut.
-      num_types: types of tokens that the model tells apart; 0 for none.
-      learn_all: whether prompts are learned, too.
-      is_apart: whether sources and answers are apart, as for T5.
-    """
-
-    most: int
-    num_types: int
-    learn_all: bool
-    is_apart: bool
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sequences:
     """Concatenated sequences. Immutable and safe to share between threads.
 
     Attributes:
-      is_learned: bool [all]; None if every token is learned.
+      is_learned: bool [all]; if every token is learned it takes no memory.
       ends: int64 [num], the end of each sequence.
       labels: int32 [num]; -1 for none.
       token_types: uint8 [all], as of `Encoded`; None where no sequence has them.
     """
 
     tokens: Array
-    is_learned: Array | None
+    is_learned: Array
     ends: Array
     labels: Array
     token_types: Array | None = None
@@ -85,12 +72,13 @@ class Sequences:
     @classmethod
     def of(cls, ordered: Sequence[Encoded]) -> "Sequences":
         """Concatenates examples in their order."""
-        tokens = [example.tokens for example in ordered] or [np.zeros(0, np.uint8)]
+        tokens = np.concatenate([e.tokens for e in ordered] or [np.zeros(0, np.uint8)])
         learned = [example.is_learned for example in ordered]
         types = [e.token_types for e in ordered if e.token_types is not None]
+        is_all = all(map(np.all, learned))
         return cls(
-            tokens=np.concatenate(tokens),
-            is_learned=None if all(map(np.all, learned)) else np.concatenate(learned),
+            tokens=tokens,
+            is_learned=_all(tokens) if is_all else np.concatenate(learned),
             ends=np.cumsum([len(e.tokens) for e in ordered], dtype=np.int64),
             labels=np.array([example.label for example in ordered], np.int32),
             token_types=np.concatenate(types) if types else None,
@@ -99,35 +87,30 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.ends)
 
+    def part(self, number: int) -> slice:
+        """Returns the place of a sequence's tokens."""
+        return slice(
+            int(self.ends[number - 1]) if number else 0, int(self.ends[number])
+        )
+
     def __getitem__(self, number: int) -> tuple[Array, Array]:
         """Returns views of a sequence's tokens and of its `is_learned`."""
-        part = self._place(number)
-        return self.tokens[part], self.learned(part)
+        part = self.part(number)
+        return self.tokens[part], self.is_learned[part]
 
-    def types(self, number: int) -> Array | None:
-        """Returns a view of a sequence's token types; None if there are none."""
-        types = self.token_types
-        return None if types is None else types[self._place(number)]
+    def split(
+        self, fraction: float, *, by_tokens: bool = False
+    ) -> tuple["Sequences", "Sequences"]:
+        """Splits off a tail of whole sequences, at least one of several.
 
-    def learned(self, part: slice) -> Array:
-        """Returns whether each token of a range is learned: bool."""
-        if self.is_learned is None:
-            return np.ones(self.tokens[part].size, np.bool_)
-        return self.is_learned[part]
-
-    def _place(self, number: int) -> slice:
-        start = int(self.ends[number - 1]) if number else 0
-        return slice(start, int(self.ends[number]))
-
-    def split(self, fraction: float) -> tuple["Sequences", "Sequences"]:
-        """Splits off a tail of whole sequences, at least one of several."""
-        num_held = int(len(self) * fraction)
-        if fraction and len(self) > 1:
-            num_held = max(1, num_held)
-        return self._cut(len(self) - num_held)
-
-    def split_tokens(self, fraction: float) -> tuple["Sequences", "Sequences"]:
-        """Splits off a tail by tokens; this may cut a sequence."""
+        Args:
+          by_tokens: whether to count tokens, which may cut a sequence.
+        """
+        if not by_tokens:
+            num_held = int(len(self) * fraction)
+            if fraction and len(self) > 1:
+                num_held = max(1, num_held)
+            return self._cut(len(self) - num_held)
         cut = self.tokens.size - int(self.tokens.size * fraction)
         number = int(np.searchsorted(self.ends, cut))  # the sequence to cut
         if number == len(self) or self.ends[number] == cut:
@@ -141,21 +124,23 @@ class Sequences:
         at = int(self.ends[num - 1]) if num else 0
 
         def part(tokens: slice, numbers: slice, start: int) -> Sequences:
-            arrays = (self.tokens, self.is_learned, self.token_types)
-            own, learned, types = (x if x is None else x[tokens] for x in arrays)
-            assert own is not None
-            ends, labels = self.ends[numbers] - start, self.labels[numbers]
-            return Sequences(own, learned, ends, labels, types)
+            types = self.token_types
+            return Sequences(
+                self.tokens[tokens],
+                self.is_learned[tokens],
+                self.ends[numbers] - start,
+                self.labels[numbers],
+                None if types is None else types[tokens],
+            )
 
-        return part(slice(at), slice(num), 0), part(
-            slice(at, None), slice(num, None), at
-        )
+        first = part(slice(at), slice(num), 0)
+        return first, part(slice(at, None), slice(num, None), at)
 
     def fingerprint(self) -> str:
         """SHA-256 of everything, in hexadecimal."""
         digest = hashlib.sha256()
         for array in (self.tokens, self.is_learned, self.ends, self.labels):
-            if array is None:
+            if array.strides == (0,):  # all are learned
                 digest.update(b"all;")
                 continue
             digest.update(f"{array.dtype} {array.size};".encode())
@@ -166,12 +151,24 @@ class Sequences:
 
 
 def encode_examples(
-    examples: Iterable[Example], tokenizer: Tokenizer, how: Encoding
+    examples: Iterable[Example],
+    tokenizer: Tokenizer,
+    *,
+    most: int,
+    num_types: int = 0,
+    learn_all: bool = False,
+    is_apart: bool = False,
 ) -> Iterator[tuple[Encoded, ...]]:
     """Encodes examples, many in each call of the tokenizer.
 
+    Args:
+      most: most tokens of a labelled text or a source; more are cut.
+      num_types: types of tokens that the model tells apart; 0 for none.
+      learn_all: whether prompts are learned, too.
+      is_apart: whether sources and answers are apart, as for T5.
+
     Yields:
-      The tokens of an example; of a source and its answer both apart, if `how` says so.
+      The tokens of an example; of a source and its answer both, if `is_apart`.
 
     Raises:
       DataError: the tokenizer cannot read a text, or there is none.
@@ -180,72 +177,60 @@ def encode_examples(
     while group := list(itertools.islice(coming, _EXAMPLES_AT_ONCE)):
         if group[0].kind == "text":
             texts = [(e.where, e.texts[0]) for e in group]
-            for example, ids in zip(
-                group, tokenizer.encode(texts, is_whole=True), strict=True
-            ):
+            found = tokenizer.encode(texts, is_whole=True)
+            for example, ids in zip(group, found, strict=True):
                 ids = ids if tokenizer.adds_end else _ended(ids, tokenizer)
                 yield (_encoded(example.where, [(ids, True)]),)
         elif group[0].kind == "labelled":
-            yield from ((_classified(example, tokenizer, how),) for example in group)
+            for example in group:
+                yield (_classified(example, tokenizer, most, num_types),)
         else:
-            yield from _dialogues(group, tokenizer, how)
+            most_of_source = most if is_apart else None
+            yield from _dialogues(group, tokenizer, most_of_source, learn_all, is_apart)
 
 
 def _dialogues(
-    group: Sequence[Example], tokenizer: Tokenizer, how: Encoding
+    group: Sequence[Example],
+    tokenizer: Tokenizer,
+    most: int | None,
+    learn_all: bool,
+    is_apart: bool,
 ) -> Iterator[tuple[Encoded, ...]]:
     pairs = [(e.where, *e.texts) for e in group if not e.messages]
-    sources = tokenizer.encode(
-        [(where, prompt) for where, prompt, _ in pairs],
-        is_whole=True,
-        most=how.most if how.is_apart else None,
-    )
-    answers = tokenizer.encode(
-        [(where, answer) for where, _, answer in pairs], is_whole=how.is_apart
-    )
+    sources = tokenizer.encode([one[:2] for one in pairs], is_whole=True, most=most)
+    answers = tokenizer.encode([one[::2] for one in pairs], is_whole=is_apart)
     both = zip(sources, answers, strict=True)
     for example in group:
         where = example.where
-        if not example.messages:
-            source, answer = next(both)
-            if not (how.is_apart and tokenizer.adds_end):
-                answer = _ended(answer, tokenizer)
-            parts = [(source, how.learn_all), (answer, True)]
-            apart = [[part] for part in parts] if how.is_apart else [parts]
-            yield tuple(_encoded(where, some) for some in apart)
-        elif isinstance(tokenizer, FolderTokenizer) and tokenizer.has_template:
-            ids, is_learned = tokenizer.conversation(example, learn_all=how.learn_all)
+        if example.messages:
+            assert isinstance(tokenizer, FolderTokenizer)
+            ids, is_learned = tokenizer.conversation(example, learn_all=learn_all)
             yield (Encoded(where, ids, is_learned, -1),)
-        else:
-            yield (_plain(example, tokenizer, how.learn_all),)
+            continue
+        source, answer = next(both)
+        if not (is_apart and tokenizer.adds_end):
+            answer = _ended(answer, tokenizer)
+        parts = [(source, learn_all), (answer, True)]
+        apart = [[part] for part in parts] if is_apart else [parts]
+        yield tuple(_encoded(where, some) for some in apart)
 
 
-def _plain(example: Example, tokenizer: Tokenizer, learn_all: bool) -> Encoded:
-    """Encodes a conversation without a chat template; it begins as a prompt does."""
-    texts, learned = zip(*plain_parts(example), strict=True)
-    first, *others = [(example.where, text) for text in texts]
-    ids = tokenizer.encode([first], is_whole=True)
-    ids += tokenizer.encode(others, is_whole=False)
-    return _encoded(
-        example.where,
-        [
-            (_ended(part, tokenizer) if is_answer else part, is_answer or learn_all)
-            for part, is_answer in zip(ids, learned, strict=True)
-        ],
-    )
-
-
-def _classified(example: Example, tokenizer: Tokenizer, how: Encoding) -> Encoded:
+def _classified(
+    example: Example, tokenizer: Tokenizer, most: int, num_types: int
+) -> Encoded:
     ids, types, num = tokenizer.classified(
-        example.where, example.texts, most=how.most, has_types=how.num_types > 0
+        example.where, example.texts, most=most, has_types=num_types > 0
     )
-    if types is not None and types.max() >= how.num_types:
+    if types is not None and types.max() >= num_types:
         raise DataError(
-            f"--tokenizer {tokenizer.name}: expected token types below "
-            f"{how.num_types}, as the model has, found {types.max()} in pairs of texts"
+            f"--tokenizer {tokenizer.name}: expected token types below {num_types}, as "
+            f"the model has, found {types.max()} in pairs of texts"
         )
-    is_learned = np.broadcast_to(np.True_, ids.shape)
-    return Encoded(example.where, ids, is_learned, example.label, types, num)
+    return Encoded(example.where, ids, _all(ids), example.label, types, num)
+
+
+def _all(tokens: Array) -> Array:
+    return np.broadcast_to(np.True_, tokens.shape)
 
 
 def _ended(ids: Array, tokenizer: Tokenizer) -> Array:
@@ -258,7 +243,7 @@ def _encoded(where: str, parts: Sequence[tuple[Array, bool]]) -> Encoded:
     tokens = np.concatenate([ids for ids, _ in parts])
     if not tokens.size:
         raise DataError(f"{where}: expected text, found none")
-    if all(is_learned for _, is_learned in parts):  # takes no memory
-        return Encoded(where, tokens, np.broadcast_to(np.True_, tokens.shape), -1)
+    if all(is_learned for _, is_learned in parts):
+        return Encoded(where, tokens, _all(tokens), -1)
     learned = [np.full(ids.size, is_learned) for ids, is_learned in parts]
     return Encoded(where, tokens, np.concatenate(learned), -1)

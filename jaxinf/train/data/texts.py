@@ -5,6 +5,7 @@ Invariant: all texts of a run are of one kind, which suits its task.
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ from jaxinf.train.data.rows import (
     single,
     windows,
 )
-from jaxinf.train.data.sequences import Encoded, Encoding, Sequences, encode_examples
+from jaxinf.train.data.sequences import Encoded, Sequences, encode_examples
 from jaxinf.train.data.tokenizer import Tokenizer, open_tokenizer
 from jaxinf.typing import Array
 
@@ -74,7 +75,6 @@ class _Texts:
     tokenizer: Tokenizer
     seq_len: int
     most_usual_tokens: int
-    is_pretrained: bool
     num_token_types: int
     first: Example | None = None
     example: str = ""
@@ -103,7 +103,6 @@ def load_texts(
     task: TaskName,
     seq_len: int | None,
     most_tokens: int | None = None,
-    is_pretrained: bool = False,
     num_token_types: int = 0,
 ) -> TrainingData:
     """Reads texts (blocks), in the steps that all tasks share.
@@ -111,7 +110,6 @@ def load_texts(
     Args:
       seq_len: tokens in a row; None for those of the longest example.
       most_tokens: most tokens in a row for the model; None for no limit.
-      is_pretrained: whether messages must have the model's own form.
       num_token_types: types of tokens that the model tells apart; 0 for none.
 
     Raises:
@@ -119,9 +117,8 @@ def load_texts(
       OSError: a file cannot be read.
     """
     most = min(_MOST_USUAL_TOKENS, most_tokens or _MOST_USUAL_TOKENS)
-    tokenizer = open_tokenizer(options.tokenizer)
-    given = (tokenizer, seq_len or 0, most, is_pretrained, num_token_types)
-    texts, data = _Texts(options, task, *given), options.data
+    tokenizer, data = open_tokenizer(options.tokenizer), options.data
+    texts = _Texts(options, task, tokenizer, seq_len or 0, most, num_token_types)
     files, left_out = find_files(data) if data else (standard_library_files(), [])
     train_files, held_files = by_split(files)
     if options.validation:
@@ -132,9 +129,9 @@ def load_texts(
     if held_files:
         held = _read(texts, held_files, "--validation")
     else:
-        cut = Sequences.split_tokens if texts.kind == "text" else Sequences.split
-        halves = [cut(part, options.held_out_share) for part in parts]
-        parts, held = ([half[n] for half in halves] for n in (0, 1))
+        share, by_tokens = options.held_out_share, texts.kind == "text"
+        halves = [part.split(share, by_tokens=by_tokens) for part in parts]
+        parts, held = map(list, zip(*halves, strict=True))
     if left_out:
         texts.notes.append(
             f"{len(left_out):,} files of folders are neither text nor tables and are "
@@ -155,10 +152,16 @@ def _read(texts: _Texts, files: Sequence[Path], flag: str) -> list[Sequences]:
         has_template=tokenizer.has_template and not texts.is_apart,
         first=texts.first,
     )
-    how = Encoding(
-        texts.most, texts.num_token_types, options.loss_on == "all", texts.is_apart
-    )
-    encoded = [*encode_examples(_checked(texts, examples, flag), tokenizer, how)]
+    encoded = [
+        *encode_examples(
+            _checked(texts, examples, flag),
+            tokenizer,
+            most=texts.most,
+            num_types=texts.num_token_types,
+            learn_all=options.loss_on == "all",
+            is_apart=texts.is_apart,
+        )
+    ]
     if not encoded or texts.first is None:
         raise DataError(
             f"{flag}: expected {_MEANT[_EXPECTED[texts.task][0]]}, found "
@@ -200,25 +203,18 @@ def _checked(
                 "--loss-on all: texts have no prompts and are learned whole; leave it "
                 "out"
             )
-        if example.messages:
-            _check_template(texts, example.where)
+        if example.messages and not texts.tokenizer.has_template:
+            raise DataError(
+                f"{example.where}: expected prompt and response, found messages, whose "
+                f"form is a chat template's, which {texts.tokenizer.name} lacks: give "
+                "--tokenizer a folder with chat_template.jinja, or copy that of the "
+                "model's chat variant beside its tokenizer.json"
+            )
         texts.first = texts.first or example
         if example is texts.first and example.kind == "labelled":
             _check_room(texts, len(example.texts))
         texts.num_json += example.where.endswith(".json")
         yield example
-
-
-def _check_template(texts: _Texts, where: str) -> None:
-    tokenizer = texts.tokenizer
-    if tokenizer.has_template or not texts.is_pretrained or tokenizer.name == "bytes":
-        return
-    raise DataError(
-        f"{where}: expected a chat template beside {tokenizer.name}, in "
-        "chat_template.jinja or tokenizer_config.json, which says in what form the "
-        "model of --from knows messages; found none: copy the template of its chat "
-        "model, or give prompt and response in place of messages"
-    )
 
 
 def _check_room(texts: _Texts, num_texts: int) -> None:
@@ -234,7 +230,7 @@ def _check_room(texts: _Texts, num_texts: int) -> None:
 
 def _usual_length(texts: _Texts, encoded: Sequence[tuple[Encoded, ...]]) -> int:
     """Returns the tokens of the longest example, within limits."""
-    sizes = [part.num_uncut or part.tokens.size for parts in encoded for part in parts]
+    sizes = [part.num_tokens for parts in encoded for part in parts]
     longest = -(-max(sizes) // _ROUNDED_TO) * _ROUNDED_TO
     if texts.kind == "text":  # the part that is held out must have rows, too
         held = int(sum(sizes) * texts.options.held_out_share)
@@ -271,10 +267,7 @@ def _fitting(
     is_dialogue = texts.kind == "dialogue" and not texts.is_apart
     seq_len, kept = texts.seq_len, encoded
     limit = seq_len + is_dialogue
-    num_cut = sum(
-        any((part.num_uncut or part.tokens.size) > limit for part in parts)
-        for parts in encoded
-    )
+    num_cut = sum(any(part.num_tokens > limit for part in parts) for parts in encoded)
     if is_dialogue:
         kept = [p for p in encoded if p[0].is_learned[1:limit].any()]
     if not kept:
@@ -389,24 +382,20 @@ def _shown_example(
     tokenizer: Tokenizer, first: Example, parts: tuple[Encoded, ...]
 ) -> str:
     """Decodes an example; what is learned is in guillemets, what is long is cut."""
-    runs: list[tuple[Array, bool]] = []
+    shown = []
     for part in parts:
-        changes = np.flatnonzero(np.diff(part.is_learned)) + 1
-        learned = np.split(part.is_learned, changes)
-        runs += [
-            (ids, bool(mask[0]) and first.label == -1)
-            for ids, mask in zip(np.split(part.tokens, changes), learned, strict=True)
-        ]
-    found = []
-    for ids, is_learned in runs[:_SHOWN_RUNS]:
-        text = tokenizer.decode(ids[: 4 * _SHOWN_CHARS]).decode(errors="replace")
-        cut = "…" if len(text) > _SHOWN_CHARS or ids.size > 4 * _SHOWN_CHARS else ""
-        text = _printable(text[:_SHOWN_CHARS]) + cut
-        found.append(f"«{text}»" if is_learned else text)
-    more = " …" if len(runs) > _SHOWN_RUNS else ""
+        places = np.flatnonzero(np.diff(part.is_learned)) + 1
+        for start, end in pairwise([0, *places, part.tokens.size]):
+            ids = part.tokens[start:end]
+            text = tokenizer.decode(ids[: 4 * _SHOWN_CHARS]).decode(errors="replace")
+            cut = "…" if len(text) > _SHOWN_CHARS else ""
+            text = _printable(text[:_SHOWN_CHARS]) + cut
+            is_learned = part.is_learned[start] and first.label == -1
+            shown.append(f"«{text}»" if is_learned else text)
+    more = " …" if len(shown) > _SHOWN_RUNS else ""
     label = f" → «{_printable(str(first.label))}»" if first.label != -1 else ""
     fields = f" ({_printable(first.fields)})" if first.fields else ""
-    return f"{''.join(found)}{more}{label}{fields}"
+    return f"{''.join(shown[:_SHOWN_RUNS])}{more}{label}{fields}"
 
 
 def _printable(text: str) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.examples import field_map, plain_parts, read_examples
+from jaxinf.train.data.examples import field_map, read_examples
 from jaxinf.train.data.records import Record
 
 
@@ -31,21 +31,6 @@ def test_prompt_and_response():
     (example,) = read({"prompt": "1+1=", "response": "2"})
     assert (example.kind, example.texts) == ("dialogue", ("1+1=", "2"))
     assert example.fields == "prompt,response"
-
-
-def test_only_what_the_assistant_says_is_learned():
-    messages = [
-        {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "sure?"},
-        {"role": "assistant", "content": "yes", "name": None},
-    ]
-    (example,) = read({"messages": messages, "text": None})
-    parts = list(plain_parts(example))
-    assert "".join(text for text, _ in parts) == (
-        "<|user|>\n1+1?\n<|assistant|>\n2\n<|user|>\nsure?\n<|assistant|>\nyes\n"
-    )
-    assert [text for text, is_answer in parts if is_answer] == ["2", "yes"]
 
 
 ALPACA = {"instruction": "Add", "input": "1, 2", "output": "3"}
@@ -100,28 +85,6 @@ def test_field_maps_that_are_none(given):
         field_map(given)
 
 
-def test_calls_of_tools_need_a_template():
-    messages = [{"role": "assistant", "content": "a", "reasoning_content": "b"}]
-    (example,) = read({"messages": messages})
-    with pytest.raises(DataError, match=r"f.jsonl:1: message 1: .*'reasoning_cont"):
-        list(plain_parts(example))
-    messages = [{"role": "assistant", "content": "a"}]
-    (example,) = read({"messages": messages, "tools": [{}]})
-    with pytest.raises(DataError, match=r"f.jsonl:1: expected no field 'tools'"):
-        list(plain_parts(example))
-
-
-def test_labelled_text():
-    (example,) = read({"text": "good", "label": 1})
-    assert (example.kind, example.label) == ("labelled", 1)
-
-
-def test_pair_of_texts():
-    (example,) = read({"text": "a", "text_pair": "b", "label": 1})
-    assert (example.kind, example.label) == ("labelled", 1)
-    assert example.texts == ("a", "b")
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_pairs_in_some_records_only(order):
     records = [{"text": "a", "text_pair": "b", "label": 1}, {"text": "a", "label": 1}]
@@ -162,20 +125,6 @@ def test_pairs_in_some_records_only(order):
 def test_records_that_are_none(fields, message):
     with pytest.raises(DataError, match=r"f.jsonl:1.*" + message):
         read(fields)
-
-
-@pytest.mark.parametrize(
-    ("message", "found"),
-    [
-        ({"role": "assistant", "content": None}, "text as content, found None"),
-        ({"role": "assistant", "content": [1]}, "text as content, found a list"),
-        ({"role": "me", "content": "a"}, "expected a role of"),
-    ],
-)
-def test_messages_without_a_template(message, found):
-    (example,) = read({"messages": [message, {"role": "assistant", "content": "a"}]})
-    with pytest.raises(DataError, match=f"f.jsonl:1: message 1: .*{found}"):
-        list(plain_parts(example))
 
 
 def test_kinds_do_not_mix():

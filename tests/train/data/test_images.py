@@ -10,7 +10,6 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from jaxinf.train.data import images
 from jaxinf.train.data.errors import DataError
 
 
@@ -185,22 +184,6 @@ def with_bomb(folder, suffix, content):
         path.with_suffix(suffix).write_bytes(content)
 
 
-def test_large_jpeg_is_decoded_at_a_half(classify, folder, monkeypatch):
-    monkeypatch.setattr(images, "MOST_PIXELS", 32 * 32)
-    shades = np.repeat(np.arange(0, 256, 4, dtype=np.uint8)[None], 64, axis=0)
-    with_bomb(folder, ".jpg", jpeg(shades))
-    decoded = []
-    resized = images._resized
-    monkeypatch.setattr(
-        images,
-        "_resized",
-        lambda i, *rest: decoded.append(i.shape) or resized(i, *rest),
-    )
-    row = classify(folder, shape=(4, 4, 1)).train[0]["images"][0, :, 0]
-    assert decoded == [(32, 32, 1)]
-    np.testing.assert_allclose(row, [-0.75, -0.25, 0.25, 0.75], atol=0.1)
-
-
 @pytest.mark.parametrize(
     ("suffix", "content"),
     [
@@ -225,7 +208,7 @@ def test_decompression_bombs_are_refused(classify, folder, suffix, content):
         head = content[12:29]
         content = content[:29] + struct.pack(">I", zlib.crc32(head)) + content[33:]
     with_bomb(folder, suffix, content)
-    # Pillow has a limit of its own for larger ones that are no JPEG.
+    # Pillow has a limit of its own for larger ones.
     with pytest.raises(DataError, match=r"at most 67,108,864 pixels|Decompression"):
         classify(folder).train[0]
 

@@ -170,9 +170,9 @@ def test_labels_are_names_or_digits(load, write):
         (PAIRS, {"task": "seq2seq"}, "0+1=«1\\x00» (prompt,response)"),
         (PAIRS * 9, {"fields": "text=prompt"}, "«0+1=\\x00» (text=prompt)"),
         (
-            [{"conversations": [{"from": "gpt", "value": "\x1b[2Jü\u202e"}]}] * 40,
+            [{"prompt": "\x1b[2J", "response": "ü\u202e"}] * 40,
             {"seq_len": 50},
-            "<|assistant|>\\n«\\x1b[2Jü\\u202e\\x00»\\n (messages=conversations)",
+            "\\x1b[2J«ü\\u202e\\x00» (prompt,response)",
         ),
         (
             [{"text": "a" * 300}] * 40,
@@ -204,7 +204,7 @@ def test_conversations_by_a_template(load, write, tmp_path):
                         chat_template=template)  # fmt: skip
     talk = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
     path = write("a.jsonl", [{"messages": talk}] * 4)
-    how = {"tokenizer": folder, "seq_len": 40, "is_pretrained": True}
+    how = {"tokenizer": folder, "seq_len": 40}
     data = load(path, **how)
     row = data.train[0]
     learned = row["targets"][row["weights"] > 0]
@@ -212,9 +212,11 @@ def test_conversations_by_a_template(load, write, tmp_path):
     assert data.tokenizer.decode(data.prompt) == b"user:u<|im_end|>assistant:"
     assert data.example == "user:u<|im_end|>assistant:«a<|im_end|>» (messages)"
     (folder / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(DataError, match=r"a.jsonl:1: expected a chat template beside"):
-        load(path, **how)
-    assert len(load(path, **{**how, "is_pretrained": False}).train)
+    for options in (how, {}):
+        with pytest.raises(
+            DataError, match=r"a.jsonl:1: .* found messages, whose form"
+        ):
+            load(path, **options)
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -245,9 +247,6 @@ def test_documents_begin_and_end_as_their_tokenizer_has_it(
     source = [*start, 1, 4, *end]
     assert row["tokens"][row["segments"] > 0].tolist() == source
     assert row["targets"][row["weights"] > 0].tolist() == [*start, 5, 44]
-    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    row = first([{"messages": talk}], seq_len=20)
-    assert (row["tokens"] == 43).sum() == row["segments"].max() * begins
 
 
 def test_validation_of_its_own(load, write):
