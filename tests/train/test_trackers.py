@@ -63,7 +63,7 @@ def test_tensorboard_has_the_numbers_of_the_metrics(run, lines, tmp_path):
     found = read_tensorboard(tmp_path / "board")
     written = lines(tmp_path / "store-log")
     assert found["loss"] == near((line["step"], line["loss"]) for line in written)
-    assert [step for step, _ in found["held_out/loss"]] == [2, 3, 4, 5]
+    assert [step for step, _ in found["held_out/loss"]] == [0, 2, 3, 4, 5]
     for name, part in (("phases", "program"), ("memory", "host")):
         values = [(line["step"], line[name][part]) for line in written]
         assert found[f"{name}/{part}"] == near(values)

@@ -13,7 +13,7 @@ class has the same number in all parts of the data.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from jaxinf.documents import shown
@@ -81,49 +81,23 @@ def used_fields(mapping: Mapping[str, str]) -> set[str]:
     return {*_OWN, *_ALPACA, "conversations", *mapping.values()}
 
 
-def read_examples(
-    records: Iterable[Record],
-    *,
+def example_of(
+    record: Record,
     mapping: Mapping[str, str],
     unused: set[str],
+    *,
     has_template: bool = False,
-    first: Example | None = None,
-) -> Iterator[Example]:
-    """Yields the examples of records.
+) -> Example:
+    """Returns the example of a record.
 
     Args:
-      records: records of one or more files.
       mapping: fields of records by our names.
       unused: names of other fields, which are added.
       has_template: whether Alpaca's records become messages for a chat template.
-      first: an example of the kind that all must have; by default the first.
 
     Raises:
-      DataError: a record has no known form, or another one than the record before.
+      DataError: the record has no known form.
     """
-    for record in records:
-        example = _example_of(record, mapping, unused, has_template)
-        first = first or example
-        if example.kind != first.kind:
-            raise DataError(
-                f"{example.where}: expected records of one kind, found one with "
-                f"fields {record.names} after those of {first.where}, which "
-                f"are {first.kind}; train on them one after the other"
-            )
-        if example.kind == "labelled" and len(example.texts) != len(first.texts):
-            has, lacks = first, example
-            if len(first.texts) < len(example.texts):
-                has, lacks = example, first
-            raise DataError(
-                f"{lacks.where}: expected a field 'text_pair', as {has.where} has, "
-                "found none; give it in all records, or in none"
-            )
-        yield example
-
-
-def _example_of(
-    record: Record, mapping: Mapping[str, str], unused: set[str], has_template: bool
-) -> Example:
     where, raw = record.where, record.fields
     if isinstance(raw.get(PLAIN_TEXT), bytes):  # JSON has no bytes
         return Example(where, "text", (raw[PLAIN_TEXT],))

@@ -4,8 +4,8 @@ Invariant: all texts of a run are of one kind, which suits its task.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,10 @@ from jaxinf.train.data.examples import (
     ExampleKind,
     Label,
     classes_of,
+    example_of,
     field_map,
     num_classes,
     numbered,
-    read_examples,
     used_fields,
 )
 from jaxinf.train.data.files import by_split, find_files, standard_library_files
@@ -143,31 +143,21 @@ def load_texts(
 def _read(texts: _Texts, files: Sequence[Path], flag: str) -> list[Sequences]:
     """Returns one list of sequences, or sources and answers in the same order."""
     options, tokenizer = texts.options, texts.tokenizer
-    mapping = field_map(options.fields)
-    used = used_fields(mapping)
-    examples = read_examples(
-        (record for path in files for record in read_records(path, used)),
-        mapping=mapping,
-        unused=texts.unused,
-        has_template=tokenizer.has_template and not texts.is_apart,
-        first=texts.first,
+    examples = encode_examples(
+        _examples(texts, files, flag),
+        tokenizer,
+        most=texts.most,
+        num_types=texts.num_token_types,
+        learn_all=options.loss_on == "all",
+        is_apart=texts.is_apart,
     )
-    encoded = [
-        *encode_examples(
-            _checked(texts, examples, flag),
-            tokenizer,
-            most=texts.most,
-            num_types=texts.num_token_types,
-            learn_all=options.loss_on == "all",
-            is_apart=texts.is_apart,
-        )
-    ]
+    encoded = list(examples)
     if not encoded or texts.first is None:
         raise DataError(
             f"{flag}: expected {_MEANT[_EXPECTED[texts.task][0]]}, found "
             f"{len(files)} file(s) without a record"
         )
-    if mapping and not texts.first.fields:
+    if options.fields and not texts.first.fields:
         raise DataError(
             f"--fields {options.fields}: the data has no records, but text; leave "
             "it out"
@@ -181,40 +171,51 @@ def _read(texts: _Texts, files: Sequence[Path], flag: str) -> list[Sequences]:
     return [Sequences.of(side) for side in zip(*encoded, strict=True)]
 
 
-def _checked(
-    texts: _Texts, examples: Iterable[Example], flag: str
-) -> Iterator[Example]:
-    """Refuses examples that do not suit the run, before any is encoded."""
-    expected = _EXPECTED[texts.task]
-    for example in examples:
-        if example.kind not in expected:
-            meant = " or ".join(_MEANT[kind] for kind in expected)
-            raise DataError(
-                f"{example.where}: --task {texts.task} expects {meant}, {flag} has "
-                f"{_MEANT[example.kind]}"
-            )
-        if texts.is_apart and example.messages:
-            raise DataError(
-                f"{example.where}: --task seq2seq expects a prompt and a response, "
-                "found messages"
-            )
-        if example.kind == "text" and texts.options.loss_on == "all":
-            raise DataError(
-                "--loss-on all: texts have no prompts and are learned whole; leave it "
-                "out"
-            )
-        if example.messages and not texts.tokenizer.has_template:
-            raise DataError(
-                f"{example.where}: expected prompt and response, found messages, whose "
-                f"form is a chat template's, which {texts.tokenizer.name} lacks: give "
-                "--tokenizer a folder with chat_template.jinja, or copy that of the "
-                "model's chat variant beside its tokenizer.json"
-            )
-        texts.first = texts.first or example
-        if example is texts.first and example.kind == "labelled":
-            _check_room(texts, len(example.texts))
+def _examples(texts: _Texts, files: Sequence[Path], flag: str) -> Iterator[Example]:
+    """Yields the examples of files, and refuses those that do not suit the run."""
+    mapping = field_map(texts.options.fields)
+    used = used_fields(mapping)
+    has_template = texts.tokenizer.has_template and not texts.is_apart
+    for record in chain.from_iterable(read_records(path, used) for path in files):
+        example = example_of(record, mapping, texts.unused, has_template=has_template)
+        if problem := _problem(texts, example, flag):
+            raise DataError(f"{example.where}: {problem}")
+        if texts.first is None:
+            texts.first = example
+            if example.kind == "labelled":
+                _check_room(texts, len(example.texts))
         texts.num_json += example.where.endswith(".json")
         yield example
+
+
+def _problem(texts: _Texts, example: Example, flag: str) -> str:
+    """Returns why an example does not suit the run; nothing if it does."""
+    expected, first = _EXPECTED[texts.task], texts.first or example
+    if example.kind != first.kind:
+        return (
+            f"expected records of one kind, found {_MEANT[example.kind]} after those "
+            f"of {first.where}, which are {first.kind}; train on them one after the "
+            "other"
+        )
+    if example.kind not in expected:
+        meant = " or ".join(_MEANT[kind] for kind in expected)
+        return f"--task {texts.task} expects {meant}, {flag} has {_MEANT[example.kind]}"
+    if example.kind == "labelled" and len(example.texts) != len(first.texts):
+        return (
+            f"expected a field 'text_pair' in all records, or in none, as {first.where}"
+        )
+    if texts.is_apart and example.messages:
+        return "--task seq2seq expects a prompt and a response, found messages"
+    if example.kind == "text" and texts.options.loss_on == "all":
+        return "--loss-on all: texts are learned whole; leave it out"
+    if example.messages and not texts.tokenizer.has_template:
+        return (
+            "expected prompt and response, found messages, whose form is a chat "
+            f"template's, which {texts.tokenizer.name} lacks: give --tokenizer a "
+            "folder with chat_template.jinja, or copy that of the model's chat "
+            "variant beside its tokenizer.json"
+        )
+    return ""
 
 
 def _check_room(texts: _Texts, num_texts: int) -> None:

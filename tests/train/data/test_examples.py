@@ -3,20 +3,18 @@
 import pytest
 
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.examples import field_map, read_examples
+from jaxinf.train.data.examples import example_of, field_map
 from jaxinf.train.data.records import Record
 
 
 def read(*records, fields="", unused=None, has_template=False):
-    records = [Record(f"f.jsonl:{n}", f) for n, f in enumerate(records, 1)]
-    return list(
-        read_examples(
-            records,
-            mapping=field_map(fields),
-            unused=set() if unused is None else unused,
-            has_template=has_template,
+    mapping, unused = field_map(fields), set() if unused is None else unused
+    return [
+        example_of(
+            Record(f"f.jsonl:{n}", record), mapping, unused, has_template=has_template
         )
-    )
+        for n, record in enumerate(records, 1)
+    ]
 
 
 def test_text_and_its_field():
@@ -86,10 +84,11 @@ def test_field_maps_that_are_none(given):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_pairs_in_some_records_only(order):
+def test_pairs_in_some_records_only(order, load, write):
     records = [{"text": "a", "text_pair": "b", "label": 1}, {"text": "a", "label": 1}]
-    with pytest.raises(DataError, match="expected a field 'text_pair', as"):
-        read(*records[::order])
+    path = write("f.jsonl", records[::order])
+    with pytest.raises(DataError, match=r":2: expected a field 'text_pair' in all.*:1"):
+        load(path, task="classification")
 
 
 @pytest.mark.parametrize(
@@ -127,9 +126,10 @@ def test_records_that_are_none(fields, message):
         read(fields)
 
 
-def test_kinds_do_not_mix():
+def test_kinds_do_not_mix(load, write):
+    path = write("f.jsonl", [{"text": "a"}, {"prompt": "a", "response": "b"}])
     with pytest.raises(DataError, match=r"f.jsonl:2: .*one kind.*f.jsonl:1"):
-        read({"text": "a"}, {"prompt": "a", "response": "b"})
+        load(path)
 
 
 def test_names_that_a_terminal_would_obey(load, write):

@@ -471,7 +471,7 @@ def test_pairs_are_as_their_tokenizer_has_them(load, write, tmp_path, sizes):
     [
         (
             {"text": "a", "label": 1},
-            r"b.jsonl:1: expected a field 'text_pair', as .*a.jso",
+            r"b.jsonl:1: expected a field 'text_pair' in all .*a.jso",
         ),
         (
             {"text": "a", "text_pair": "b", "label": 3},
