@@ -12,7 +12,6 @@ from jaxinf.command_line import UsageError
 from jaxinf.native import toolchain
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.freezing import Frozen
 from jaxinf.train.optimizers import check_optimizer, make_optimizer, optax_optimizers
 from jaxinf.train.schedules import learning_rates
 from jaxinf.train.step import compile_train_step, gradients_of
@@ -103,9 +102,8 @@ def test_norm_of_a_steps_gradients(boundaries, is_clipped):
     tx = optax.sgd(0.5)
     tx = optax.chain(optax.clip_by_global_norm(0.1), tx) if is_clipped else tx
     example = (params, tx.init(params), batch)
-    step = compile_train_step(
-        *(graphdef, tx, boundaries, *example), is_clipped=is_clipped
-    )
+    config = TrainConfig(clip_norm=float(is_clipped))
+    step = compile_train_step(config, graphdef, tx, boundaries, *example)
 
     def loss_of(params):
         return task_loss(nnx.merge(graphdef, params), "causal-lm", batch)
@@ -122,10 +120,9 @@ def test_gradients_of_parts_are_those_of_the_whole():
     weights = rng.integers(0, 2, (6, 8)) * np.arange(6)[:, None].astype(bool)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     batch |= {"weights": weights.astype(np.float32)}  # a row has none
-    frozen = Frozen(("wte/*", "wpe*"))
+    given = (TrainConfig(freeze=("wte/*", "wpe*"), micro_batches=n) for n in (1, 3))
     whole, parts = (
-        jax.jit(gradients_of(graphdef, "causal-lm", frozen, num))(params, batch)
-        for num in (1, 3)
+        jax.jit(gradients_of(config, graphdef))(params, batch) for config in given
     )
     assert jax.tree.structure(whole) == jax.tree.structure(parts)
     for one, other in zip(*map(jax.tree.leaves, (whole, parts)), strict=True):
