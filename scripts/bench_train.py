@@ -30,6 +30,7 @@ from jaxinf_models import GPT2, PRESETS, abstract_params, split
 
 import jaxinf
 from jaxinf.io import ByteCounts
+from jaxinf.train.config import TrainConfig
 from jaxinf.train.step import compile_train_step
 
 IDLE_S = 1.0
@@ -56,8 +57,8 @@ class Trainer:
         self.seconds: list[float] = []
         example = batch(arguments, 0)
         self.compiled: Any = compile_train_step(
+            TrainConfig(clip_norm=arguments.clip_norm),
             *(graphdef, tx, boundaries, self.params, self.state, example),
-            is_clipped=arguments.clip_norm > 0,
         )
 
     def turn(self, arguments: argparse.Namespace, first: int) -> None:

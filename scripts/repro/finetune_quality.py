@@ -168,7 +168,7 @@ def config_of(place: Path, run: Run) -> TrainConfig:
         batch_size=BATCH_SIZE,
         steps=run.steps,
         learning_rate=RATE * run.factor,
-        weight_decay=0.0,
+        optimizer_args=("weight_decay=0",),
         warmup_steps=min(30, run.steps // 10),
         schedule="linear",
         seed=run.seed,
@@ -231,7 +231,7 @@ class Task:
         if key not in self._steps:
             made = (params, state, batches[0])
             self._steps[key] = compile_train_step(
-                self._graphdef, tx, "halves", *made, task="classification"
+                config, self._graphdef, tx, "halves", *made
             )
         step = self._steps[key]
         coming = batches.starting_at(batches.position_of(0))

@@ -173,7 +173,7 @@ def measure(arguments: argparse.Namespace) -> None:
             batch_size=arguments.batch_size,
             steps=arguments.steps or 3 * num_examples // arguments.batch_size,
             learning_rate=2e-5,
-            weight_decay=0.0,
+            optimizer_args=("weight_decay=0",),
             schedule="linear",
             seed=arguments.seed,
         )

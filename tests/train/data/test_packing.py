@@ -157,7 +157,7 @@ def test_single():
 @given(documents, st.floats(0, 0.99))
 def test_split_by_tokens_keeps_them_all(lists, fraction):
     whole = sequences(lists)
-    first, last = whole.split_tokens(fraction)
+    first, last = whole.split(fraction, by_tokens=True)
     assert last.tokens.size == int(whole.tokens.size * fraction)
     for part in (first, last):
         assert lengths_of(part).sum() == part.tokens.size
