@@ -110,7 +110,7 @@ def train(
     with contextlib.ExitStack() as stack:
         if config.eval_only:  # it writes nothing of the run's
             place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            config = dataclasses.replace(config, log_dir=place, **_LEFT_OUT)
+            config = dataclasses.replace(config, log_dir=place / "log", **_LEFT_OUT)
         backend = stack.enter_context(
             contextlib.closing(open_backend(config, make_optimizer(config), processes))
         )
