@@ -255,8 +255,8 @@ class StreamOptions:
     # next segment, so params are read once for all of them.
     micro_batches: int = 1
 
-    # Compute a layer's activations again in the backward pass, and do not keep them. In
-    # --mode stream --policy says that.
+    # Compute a layer's activations again in the backward pass, and do not keep them,
+    # which saves memory of an accelerator. In --mode stream --policy says that.
     remat: bool = False
 
     # For --mode stream: the JAX device computes the updates of every so many parts of

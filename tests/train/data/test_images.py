@@ -78,7 +78,7 @@ def test_validation_folder_is_held_out(classify, folder, tmp_path):
 def test_classes_of_the_parts_have_to_agree(classify, folder, tmp_path):
     (tmp_path / "other" / "bird").mkdir(parents=True)
     (tmp_path / "other" / "bird" / "x.png").write_bytes(png(pixels_of(9, 4, 4, 3)))
-    with pytest.raises(DataError, match=r"classes \['cat', 'dog'\], found \['bird'\]"):
+    with pytest.raises(DataError, match="classes 'cat', 'dog', found 'bird'"):
         classify(folder, validation=(str(tmp_path / "other"),))
 
 
