@@ -169,7 +169,7 @@ def _check_ranges(config: TrainConfig) -> None:
         )
     if config.learning_rate is not None and not 0 < config.learning_rate < math.inf:
         raise UsageError(
-            f"--learning-rate: expected a finite number above 0, got "
+            f"--learning-rate: expected more than 0, and finite, got "
             f"{config.learning_rate}"
         )
 
