@@ -319,7 +319,8 @@ CASES = (
 
 
 def main(place, arguments):
-    address, count, number = arguments[1], int(arguments[3]), int(arguments[5])
+    address, *numbers = arguments[1].split(",")  # behind --distributed
+    count, number = map(int, numbers)
     EARLY.append(jaxinf.open_store(place / "early"))
     jax.distributed.initialize(address, count, number)
     mesh = Mesh(np.array(jax.devices()), ("d",))
