@@ -138,7 +138,10 @@ def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
         (("--store", "s", "--log-dir", "/dev/full"), "--log-dir /dev/full: expected"),
         (("--store", "s", "--csd-root", "/nowhere"), "CSD root /nowhere"),
         (("--store", "s", "--learning-rate", "nan"), "--learning-rate: expected more"),
-        (("--store", "s", "--learning-rate", "inf"), "--learning-rate: expected a fin"),
+        (
+            ("--store", "s", "--learning-rate", "inf"),
+            "--learning-rate: expected more than 0, and fin",
+        ),
         (("--store", "~nobody-here/s"), "--store ~nobody-here/s: expected the home of"),
         (
             ("--store", "s", "--csd-root", "~nobody-here"),
