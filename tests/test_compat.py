@@ -31,7 +31,7 @@ NAMES = frozenset(
 )
 TEXTS = re.compile(
     r"\b(PJRT_NPROC|_src|branches|call_jaxpr|closed_call|custom_[jv][vj]p_call|"
-    r"exponent_bits|fun_jaxpr|pjit|remat|rounding_method)\b"
+    r"exponent_bits|fun_jaxpr|pjit|rounding_method)\b"
 )
 
 
