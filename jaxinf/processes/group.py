@@ -49,6 +49,7 @@ class Group:
       where: the path of the run, for messages.
       service: the service; None in a program of one process, or for a store of its own.
       session: id of the group, the same in all processes.
+      limit_s: the longest silence of a process; by default `LIMIT_S`.
 
     Attributes:
       number: number of this process, 0 if it is alone.
@@ -63,6 +64,8 @@ class Group:
         where: Path | str,
         service: compat.Coordination | None = None,
         session: str = "",
+        *,
+        limit_s: float | None = None,
     ) -> None:
         self.where, self.service, self.session = where, service, session
         self.is_alone = service is None
@@ -70,7 +73,7 @@ class Group:
         self.count = 1 if service is None else service.num_processes
         self.may_hang = True
         self.num_barriers = 0
-        self._limit_s: float | None = None
+        self._limit_s = limit_s
         self._run: Group | None = None  # of which this is a part
         self._stop: threading.Event | None = None
         self._guard = threading.Lock()
@@ -93,10 +96,11 @@ class Group:
         Args:
           name: a name that is used once.
           stop: ends its waits.
-          limit_s: the longest silence of a process; by default `LIMIT_S`.
+          limit_s: as of a group.
         """
-        part = Group(self.where, self.service, f"{self.session}/{name}")
-        part._run, part._stop, part._limit_s = self, stop, limit_s
+        place = f"{self.session}/{name}"
+        part = Group(self.where, self.service, place, limit_s=limit_s)
+        part._run, part._stop = self, stop
         return part
 
     # --- calls of all --------------------------------------------------------------
@@ -117,7 +121,7 @@ class Group:
         topic = self._next()
         self._say_made(topic, what, make)
         found = self._values(topic, what, range(self.count))
-        self._forget(topic)
+        self._forget_read(topic)
         return found
 
     def agree(self, what: str, make: Callable[[], JsonValue], remedy: str) -> None:
@@ -200,7 +204,7 @@ class Group:
         if failed:
             raise self._failed_error(failed, what, step)
         if self.number == 0:
-            self._remove(f"barrier/{self.num_barriers - 1}")
+            self.forget(f"barrier/{self.num_barriers - 1}")
 
     def _next(self) -> str:
         with self._guard:
@@ -232,11 +236,11 @@ class Group:
             raise self._absent_error(missing, what)
         return [told[number]["value"] for number in numbers]
 
-    def _forget(self, topic: str) -> None:
+    def _forget_read(self, topic: str) -> None:
         """Removes what all have read, since they have come to this topic."""
         read, self._read = self._read, [topic]
         for one in read if self.number == 0 else ():
-            self._remove(one)
+            self.forget(one)
 
     # --- words ---------------------------------------------------------------------
 
@@ -271,9 +275,10 @@ class Group:
                 key = f"{self._key(topic)}/{self.number}"
                 self.service.put(key, text, again=again)
 
-    def _remove(self, topic: str) -> None:
-        assert self.service is not None
-        self.service.remove(self._key(topic))
+    def forget(self, topic: str) -> None:
+        """Removes what all have said of a topic."""
+        if self.service is not None:
+            self.service.remove(self._key(topic))
 
     @contextlib.contextmanager
     def _serving(self, what: str) -> Iterator[None]:

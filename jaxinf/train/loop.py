@@ -230,6 +230,7 @@ class _Run:
         self._config, self._batches = config, batches
         self._backend, self._console = backend, console
         self._identity = Identity(config, data)
+        self._identity.check_same(processes.group)
         self._graphdef, like = config.abstract
         self.step = self._first_step()
         _check_log_dir(config.logs)  # before the store is made
@@ -266,7 +267,7 @@ class _Run:
         logs.mkdir(parents=True, exist_ok=True)
         self._validation = JsonLines(logs / "validation.jsonl", self.step, first=0)
         trackers, self._sums = Trackers(self._config), None
-        if not self._processes.is_alone:
+        if not self._processes.group.is_alone:
             self._metrics = MetricsLog(logs, self.step)
             self._sums = SumLog(self._processes, logs.parent, self.step, trackers)
         else:
@@ -392,8 +393,9 @@ class _Run:
             found = self.evaluator.evaluate(params)
         else:
             found = Evaluation(
-                *self._processes.from_first(
-                    lambda: dataclasses.astuple(self.evaluator.evaluate(params))
+                *self._processes.group.first(
+                    "the evaluation",
+                    lambda: dataclasses.astuple(self.evaluator.evaluate(params)),
                 )
             )
         if self.step > self._validation.last_step:

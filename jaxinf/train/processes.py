@@ -1,4 +1,4 @@
-"""A run in several processes: its mesh, arrays on it, what processes tell each other.
+"""A run in several processes: their group, its mesh, and arrays on it.
 
      batch of a process ─┐
      batch of a process ─┴─► one global array, sharded over the mesh ─► the same step
@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,16 @@ from rich.console import Console
 
 from jaxinf import compat
 from jaxinf.command_line import UsageError
-from jaxinf.errors import ProcessError
+from jaxinf.processes import Group
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.metrics import JsonLines, StepLine
 from jaxinf.train.options import Launch
 from jaxinf.train.trackers import Trackers
-from jaxinf.typing import JsonValue, PyTree
+from jaxinf.typing import PyTree
 
 _AXIS = "data"
-_TIMEOUT_S = 600.0  # for an evaluation by the first process
+_TIMEOUT_S = 600.0  # for a process that is behind the others
 _PATIENCE_S = 300.0  # for the coordinator, as JAX's own
 _SUMMED = ("tokens", "drive_read_bytes", "drive_write_bytes")
 _SUMMED += ("link_down_bytes", "link_up_bytes", "rss_bytes")
@@ -45,32 +45,26 @@ class Processes:
     """The processes of the run, as this one sees them.
 
     Args:
-      service: JAX's coordination service; None for a run of one process.
+      group: these processes; by default this one alone.
       is_on_mesh: whether the run is on all devices, along one axis of a mesh.
       is_sharded: whether params are sharded over the mesh, not replicated.
     """
 
     def __init__(
         self,
-        service: compat.Coordination | None = None,
+        group: Group | None = None,
         *,
         is_on_mesh: bool = False,
         is_sharded: bool = False,
     ) -> None:
-        self._service = service
+        self.group = group or Group("the trainer")
         self._is_on_mesh = is_on_mesh
         self._is_sharded = is_sharded
-        self._num_told = 0
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this is the only process of the run."""
-        return self._service is None
 
     @property
     def is_first(self) -> bool:
         """Whether this process prints, evaluates, and writes for all."""
-        return self._service is None or self._service.process == 0
+        return self.group.number == 0
 
     def console(self, console: Console) -> Console:
         """Returns the console, which prints in the first process alone."""
@@ -80,10 +74,10 @@ class Processes:
 
     def own(self, config: TrainConfig) -> TrainConfig:
         """Returns the config with a log directory of this process's own."""
-        if self._service is None:
+        if self.group.is_alone:
             return config
-        name = f"process-{self._service.process:05d}"
-        return dataclasses.replace(config, log_dir=config.logs / name)
+        log_dir = config.logs / f"process-{self.group.number:05d}"
+        return dataclasses.replace(config, log_dir=log_dir)
 
     # --- arrays --------------------------------------------------------------------
 
@@ -148,26 +142,6 @@ class Processes:
         whole = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(lambda tree: tree, out_shardings=whole)
 
-    # --- words ---------------------------------------------------------------------
-
-    def from_first(self, make: Callable[[], JsonValue]) -> Any:
-        if self._service is None:
-            return make()
-        self._num_told += 1
-        key = f"jaxinf/train/{self._num_told}"
-        if self._service.process == 0:
-            value = make()
-            self._service.put(key, json.dumps(value))
-            return value
-        text = self._service.get(key, _TIMEOUT_S)
-        if text is None:
-            raise ProcessError(
-                f"expected process 0 to evaluate within {_TIMEOUT_S:g} s, found "
-                "nothing from it; look at its output",
-                [0],
-            )
-        return json.loads(text)
-
     def stop_number(self, step: int, number: int) -> int:
         """Returns the number of the signal after which all stop now; 0 to go on.
 
@@ -179,30 +153,14 @@ class Processes:
           step: the number of the step that would begin.
           number: the signal that this process has got; 0 for none.
         """
-        if self._service is None:
-            return number
-        found = self._service.below("jaxinf/train-stop")
-        told = {tuple(map(int, text.split())) for text in found.values()}
-        if due := [one for first, one in told if first < step]:
+        said = self.group.said("stop")
+        if due := [one for first, one in said.values() if first < step]:
             return due[0]
-        own = f"jaxinf/train-stop/{self._service.process}"
-        if number and own not in found:
-            self._service.put(own, f"{step} {number}")
+        if self.group.is_alone:
+            return number
+        if number and self.group.number not in said:
+            self.group.say("stop", [step, number])
         return 0
-
-    def lines_of(self, line: StepLine) -> list[Mapping[str, Any]]:
-        """Returns the lines of all processes, in the first one; none in the others."""
-        assert self._service is not None
-        service, folder = self._service, f"jaxinf/train-lines/{line.step}"
-        service.put(f"{folder}/{service.process}", line.to_json())
-        if service.process:
-            return []
-        texts = [
-            service.get(f"{folder}/{number}", _TIMEOUT_S)
-            for number in range(service.num_processes)
-        ]
-        service.remove(folder)
-        return [json.loads(text) for text in texts if text is not None]
 
 
 class SumLog:
@@ -211,7 +169,7 @@ class SumLog:
     def __init__(
         self, processes: Processes, place: Path, step: int, trackers: Trackers
     ) -> None:
-        self._processes, self._trackers = processes, trackers
+        self._group, self._trackers = processes.group, trackers
         path = place / "metrics.jsonl"
         self._lines = JsonLines(path, step) if processes.is_first else None
         if self._lines is not None:
@@ -219,9 +177,12 @@ class SumLog:
 
     def write(self, line: StepLine) -> None:
         """Takes this process's line of a step; all processes call it."""
-        found = self._processes.lines_of(line)
+        topic, group = f"line-{line.step}", self._group
+        group.say(topic, line.to_json())
         if self._lines is None:
             return
+        found = [json.loads(group.hear(topic, n)) for n in range(group.count)]
+        group.forget(topic)
         values = {name: [one[name] for one in found] for name in _SUMMED}
         sums = {name: None if None in v else sum(v) for name, v in values.items()}
         line = dataclasses.replace(line, stream=None, **sums)
@@ -264,9 +225,8 @@ def start(config: TrainConfig) -> Processes:
         return Processes()
     connect(config.distributed)
     is_on_mesh = jax.device_count() > 1
-    return Processes(
-        compat.coordination(), is_on_mesh=is_on_mesh, is_sharded=config.fsdp
-    )
+    group = Group("the trainer", compat.coordination(), "train", limit_s=_TIMEOUT_S)
+    return Processes(group, is_on_mesh=is_on_mesh, is_sharded=config.fsdp)
 
 
 def connect(given: Launch, timeout_s: float | None = None) -> None:

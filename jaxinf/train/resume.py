@@ -8,7 +8,9 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
+from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreMismatchError
+from jaxinf.processes import Group
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches, batch_checksum
 from jaxinf.train.data.rows import TrainingData
@@ -63,6 +65,29 @@ class Identity:
         self._settings = {name: settings[name] for name in (*_FIXED, *_FREE, "steps")}
         self._data = data.identity
         self._version = importlib.metadata.version(_LOADER)
+
+    def check_same(self, group: Group) -> None:
+        """Refuses processes of one run that have other settings or data.
+
+        Raises:
+          UsageError: names flags, processes and values.
+        """
+        own: JsonValue = {"settings": self._settings, "data": self._data}
+        found = group.gather("the settings of the run", lambda: own)
+        for number, one in enumerate(found):
+            pairs = [
+                (name, value, found[0]["settings"][name])
+                for name, value in one["settings"].items()
+            ]
+            pairs.append(("data", _describe(one["data"]), _describe(found[0]["data"])))
+            differing = [
+                f"--{name.replace('_', '-')}: expected the same in all processes, "
+                f"found {value} in process {number}, and {other} in process 0"
+                for name, value, other in pairs
+                if value != other
+            ]
+            if differing:
+                raise UsageError("; ".join(differing))
 
     def position(
         self, step: int, batch: Batch, shard: tuple[int, int]

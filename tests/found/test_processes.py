@@ -25,7 +25,6 @@ def words(place):
 
 @pytest.mark.long
 @pytest.mark.parametrize("field", [*OWN, "data"])
-@wrong("processes of one run may differ in a setting; both exit with 0")
 def test_processes_that_differ_are_refused_before_the_first_step(place, field):
     own = OWN.get(field, str(place / "other.txt"))
     options = {"program": TRAINER, "own": {1: [f"--{field}", own]}}
