@@ -20,7 +20,7 @@ from jaxinf.errors import JaxinfError
 from jaxinf.terminal import format_bytes, format_count
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.count import Count, count
+from jaxinf.train.count import RunNeeds, count
 from jaxinf.train.run_file import read_run
 
 RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
@@ -39,7 +39,7 @@ def run_of(path: Path) -> TrainConfig:
     return replace(run, source=None, model=model, preset=preset)
 
 
-def counted(run: TrainConfig) -> Count:
+def counted(run: TrainConfig) -> RunNeeds:
     """Counts a run, without the values of its batch if it is not streamed."""
     tokens = np.zeros((run.batch_size, run.seq_len or 64), np.int32)
     batch = {"tokens": tokens, "targets": tokens} if run.mode == "stream" else None
@@ -60,8 +60,8 @@ def table(paths: Sequence[Path]) -> str:
             format_count(sizes.num_params),
             format_bytes(sizes.host_bytes),
             format_bytes(sizes.disk_bytes),
-            format_bytes(sizes.read_bytes),
-            format_bytes(sizes.written_bytes),
+            format_bytes(sizes.drive_read_bytes),
+            format_bytes(sizes.drive_write_bytes),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -8,10 +8,11 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import tyro
 
 from jaxinf.cli.options import FLAGS, option
@@ -20,18 +21,13 @@ from jaxinf.terminal import make_console, printable
 from jaxinf.train.__main__ import config_of
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.count import num_processes
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.help import check_names, help_of
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.optimizers import check_optimizer
-from jaxinf.train.options import ProcessOptions
-from jaxinf.train.plan import (
-    fit,
-    fit_table,
-    plan_run,
-    plan_text,
-)
+from jaxinf.train.plan import fit, fit_table, plan_run, plan_text
 from jaxinf.train.progress import planning
 from jaxinf.train.report import say_config
 
@@ -56,14 +52,6 @@ class Plan:
             "Needs --machine."
         ),
     ] = False
-    processes: Annotated[
-        int,
-        option(
-            "Plan a run of --mode update in N processes, one on each host: what the "
-            "one takes that takes the most.",
-            "N",
-        ),
-    ] = 1
     machine: Annotated[
         Path | None,
         option(
@@ -90,13 +78,10 @@ def main(words: Sequence[str]) -> int:
     own, rest = tyro.cli(
         Plan, prog=_PROG, args=words, return_unknown_args=True, config=FLAGS
     )
-    if own.fit and own.processes > 1:
-        raise UsageError("--fit: not supported with --processes; leave one out")
     if rest and not rest[0].startswith("-"):
         rest = [_FILES.get(Path(rest[0]).suffix, "--from"), *rest]
-    given = config_of(rest, _PROG)
-    given = replace(given, machine=own.machine)
-    config, data, batch = _loaded(given, own.processes)
+    given = replace(config_of(rest, _PROG), machine=own.machine)
+    config, data, batch = _loaded(given)
     console = make_console(soft_wrap=True)
     if not own.fit and not own.json:
         say_config(console, config, data)
@@ -115,9 +100,9 @@ def main(words: Sequence[str]) -> int:
             for plan in plans
         ]
     else:
-        plan = plan_run(config, batch, num_processes=own.processes)
+        plan = plan_run(config, batch)
         fits, document = not plan.misfits, dict(plan.to_json())
-        text = plan_text(plan, batch, num_processes=own.processes)
+        text = plan_text(plan, batch)
     if own.json:
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
@@ -126,31 +111,21 @@ def main(words: Sequence[str]) -> int:
     return int(not fits)
 
 
-def _loaded(
-    config: TrainConfig, num_processes: int
-) -> tuple[TrainConfig, TrainingData, Batch]:
-    """Returns a run with what its data decides, and a batch, both of one process."""
+def _loaded(config: TrainConfig) -> tuple[TrainConfig, TrainingData, Batch]:
+    """Returns a run with what its data decides, and a batch of one process."""
     if config.store is None and config.mode != "memory":
         config = replace(config, store=Path("STORE"))
-    is_sharded = config.fsdp
-    if num_processes < 1:
-        raise UsageError(f"--processes: expected at least 1, got {num_processes}")
-    if num_processes > 1:
-        if config.mode != "update":
-            raise UsageError(
-                f"--processes: expected --mode update, got {config.mode}, whose "
-                "processes share params and values; plan it without --processes"
-            )
-        if config.batch_size % num_processes:
-            raise UsageError(
-                f"--batch-size: expected a multiple of the {num_processes} processes, "
-                f"got {config.batch_size}"
-            )
-        alone = {one.name: one.default for one in fields(ProcessOptions)}
-        share = config.batch_size // num_processes
-        config = replace(config, **alone, batch_size=share)
+    if config.distributed and config.num_processes is None:
+        raise UsageError("--distributed: give --num-processes N to plan a run of N")
     config = check(config)
     check_optimizer(config)
     config, data = load(config)
-    batch = make_batches(config, data)[0]
-    return replace(config, fsdp=is_sharded), data, batch
+    num, parts = num_processes(config), config.micro_batches
+    rows = config.batch_size // num
+    if config.batch_size % num or rows % parts:
+        raise UsageError(
+            f"--batch-size: expected a multiple of {num} processes x {parts} "
+            f"micro-batches, got {config.batch_size}"
+        )
+    batch = jax.tree.map(lambda rows_of: rows_of[:rows], make_batches(config, data)[0])
+    return config, data, batch

@@ -21,34 +21,44 @@ from jaxinf.streaming.program.programs import Program
 from jaxinf.streaming.run import compiled_temp_bytes
 
 
-@dataclass(frozen=True)
-class Count:
-    """What a step takes and moves.
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a step takes at its peak, and what it moves and computes.
 
     Attributes:
-      plan: The calls; as a string, a table of them.
-      host_bytes: Memory of the host at a step's peak: programs, values, gradients that
-        wait, params, and buffers for the optimizer's state.
+      host_bytes: Memory of the host: programs, values, gradients that wait, params, and
+        buffers for the optimizer's state.
       device_bytes: The same of a JAX device with memory of its own; else 0.
       disk_bytes: Bytes on drives at most: the store with both slots, and values and
         gradients that wait there.
-      now_bytes: Bytes on drives now.
-      drive_read_bytes, drive_write_bytes: Bytes that a step moves on drives.
+      drive_read_bytes, drive_write_bytes: Bytes that a step moves on drives, on
+        average.
       link_up_bytes, link_down_bytes: Bytes that a step copies to a JAX device with
         memory of its own, and from it; else 0.
-      operations: Floating-point operations of a step.
+      operations: Floating-point operations of a step's programs.
+    """
+
+    host_bytes: int = 0
+    device_bytes: int = 0
+    disk_bytes: int = 0
+    drive_read_bytes: int = 0
+    drive_write_bytes: int = 0
+    link_up_bytes: int = 0
+    link_down_bytes: int = 0
+    operations: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count(Needs):
+    """What a streamed step takes and moves.
+
+    Attributes:
+      plan: The calls; as a string, a table of them.
+      now_bytes: Bytes on drives now.
     """
 
     plan: Plan = field(repr=False)
-    host_bytes: int
-    device_bytes: int
-    disk_bytes: int
     now_bytes: int
-    drive_read_bytes: int
-    drive_write_bytes: int
-    link_up_bytes: int
-    link_down_bytes: int
-    operations: float
     _ready: Prepared = field(repr=False, compare=False)
     _update: UpdateProgram | None = field(repr=False, compare=False)
 

@@ -1,7 +1,7 @@
 """What a run takes, counted before it, and the time of its step by one formula.
 
     layout of the store ──┐
-    programs, traced ─────┼─► Count ─► needed, beside what there is
+    programs, traced ─────┼─► needs ─► needed, beside what there is
     a machine's numbers ──┘       └──► seconds of a step
 
 Invariant: nothing is compiled or written, and no param is made.
@@ -10,7 +10,7 @@ Invariant: nothing is compiled or written, and no param is made.
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jaxinf_models import num_params
 
+from jaxinf.command_line import UsageError
 from jaxinf.engine import (
     StoreDescription,
     StoreShape,
@@ -32,7 +33,7 @@ from jaxinf.program import averaged, trace_init
 from jaxinf.store import Member, required_bytes
 from jaxinf.streaming import Count as StepCount
 from jaxinf.streaming import DeviceLimit, trace_optimizer
-from jaxinf.streaming.count import num_operations
+from jaxinf.streaming.count import Needs, num_operations
 from jaxinf.streaming.program.peak import peak_memory
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
@@ -46,32 +47,18 @@ from jaxinf.train.streamed import Streamed
 from jaxinf.typing import FLOAT32, PyTree
 
 
-@dataclass(frozen=True)
-class Count:
-    """What one process of a run takes, and what a step moves and computes.
+@dataclass(frozen=True, kw_only=True)
+class RunNeeds(Needs):
+    """What one process of a run takes, beside some 400 MB of the process itself.
 
     Attributes:
       num_params: Of the whole model.
       num_drives: Drives that share the store's bytes.
-      host_bytes: Memory of the host at its peak, beside some 400 MB of the process.
-      device_bytes: The same of a JAX device with memory of its own; else 0.
-      disk_bytes: Both slots of the store, and values and gradients that wait there.
-      read_bytes, written_bytes: Of the drives, in the mean of steps.
-      up_bytes, down_bytes: To a device with memory of its own, and from it.
-      operations: Of all programs; of the optimizer none.
-      updated: Params that the host's processor updates.
+      updated: Params that the host's processor updates in a step.
     """
 
     num_params: int
     num_drives: int
-    host_bytes: int = 0
-    device_bytes: int = 0
-    disk_bytes: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    up_bytes: int = 0
-    down_bytes: int = 0
-    operations: float = 0.0
     updated: int = 0
 
 
@@ -79,76 +66,84 @@ def count(
     config: TrainConfig,
     batch: Batch | None,
     device_bytes: int | None,
-    *,
-    num_processes: int = 1,
     like: StepCount | None = None,
-) -> tuple[Count, StepCount | None]:
+) -> tuple[RunNeeds, StepCount | None]:
     """Counts what a run takes; traces it, for some seconds.
 
     Args:
-      config: A run that `check` has returned; of several processes, that of one.
-      batch: A batch of it; only its shapes count. None leaves programs out, which a
-        streamed run cannot.
+      config: A run that `check` has returned. Of several processes, the one is counted
+        that takes the most.
+      batch: A batch of one process; only its shapes count. None leaves programs out,
+        which a streamed run cannot.
       device_bytes: Memory of the JAX device; None if it computes in the host's.
-      num_processes: In ``--mode update``; the one is counted that takes the most.
       like: What this returned for a run with the same model, task and precision.
 
     Returns:
       The count, and what another need not trace again.
 
     Raises:
+      UsageError: Several processes stream.
       JaxinfError: As `jaxinf.open_store`, `jaxinf.smart_update`, `jaxinf.stream`.
     """
-    made = Count(num_params(config.model_config), _num_drives(config))
+    needs = RunNeeds(
+        num_params=num_params(config.model_config), num_drives=_num_drives(config)
+    )
     if config.mode == "stream":
         assert batch is not None
-        return _streamed(made, config, batch, device_bytes, like)
+        return _streamed(needs, config, batch, device_bytes, like)
     if config.mode == "update":
-        made = _moved(made, config, num_processes)
-    return _whole(made, config, batch, device_bytes, num_processes), None
+        needs = _moved(needs, config)
+    return _whole(needs, config, batch, device_bytes), None
+
+
+def num_processes(config: TrainConfig) -> int:
+    """Returns the number of processes of a run."""
+    return (config.num_processes or 1) if config.distributed else 1
 
 
 def _streamed(
-    made: Count,
+    needs: RunNeeds,
     config: TrainConfig,
     batch: Batch,
     device_bytes: int | None,
     like: StepCount | None,
-) -> tuple[Count, StepCount]:
+) -> tuple[RunNeeds, StepCount]:
+    if num_processes(config) > 1:
+        raise UsageError(
+            "--num-processes: expected --mode update, got stream, whose processes "
+            "share params and values; count it without --distributed"
+        )
     limit, on_device = None, 0
-    updated, every = _num_trained(config), config.device_updates
+    every = config.device_updates
     if device_bytes is not None:
         limit = DeviceLimit(config.device_memory or device_bytes, is_host=False)
-        on_device = updated // every if isinstance(every, int) and every else 0
+        if isinstance(every, int) and every:
+            on_device = _num_trained(config) // every
     with _planned_store(config) as backend:
         assert isinstance(backend, Streamed)
         found = backend.count(batch, config.abstract[1], limit, like)
-    state_bytes = 2 * FLOAT32.itemsize * on_device
-    made = replace(
-        made,
-        host_bytes=found.host_bytes,
-        device_bytes=found.device_bytes,
-        disk_bytes=found.disk_bytes,
-        read_bytes=found.drive_read_bytes,
-        written_bytes=found.drive_write_bytes,
-        up_bytes=found.link_up_bytes + state_bytes,
-        down_bytes=found.link_down_bytes + state_bytes,
-        operations=found.operations,
-        updated=updated - on_device,
+    needs = replace(
+        needs, **{one.name: getattr(found, one.name) for one in fields(Needs)}
     )
-    return made, found
+    state_bytes = 2 * FLOAT32.itemsize * on_device
+    needs = replace(
+        needs,
+        link_up_bytes=needs.link_up_bytes + state_bytes,
+        link_down_bytes=needs.link_down_bytes + state_bytes,
+        updated=_num_trained(config) - on_device,
+    )
+    return needs, found
 
 
 # --- a step whose loss and gradient are one program ----------------------------------
 
 
 def _whole(
-    made: Count,
+    needs: RunNeeds,
     config: TrainConfig,
     batch: Batch | None,
     device_bytes: int | None,
-    num_processes: int,
-) -> Count:
+) -> RunNeeds:
     """Adds programs, and what crosses the link, to what a store takes."""
     params = jax.tree.leaves(config.abstract[1])
     gradients = FLOAT32.itemsize * _num_trained(config)
@@ -159,21 +154,24 @@ def _whole(
         peak_bytes, operations = _program(config, batch)
         programs = max(programs, peak_bytes)
     if config.fsdp:
-        divided = [
-            x for x in params if sharded_dimension(x.shape, num_processes) is not None
-        ]
-        elsewhere = _num_bytes(divided) - _num_bytes(divided) // num_processes
+        parts = num_processes(config)
+        divided = [x for x in params if sharded_dimension(x.shape, parts) is not None]
+        elsewhere = _num_bytes(divided) - _num_bytes(divided) // parts
         programs -= 2 * elsewhere  # params and gradients
-    is_apart = device_bytes is not None
-    crosses = FLOAT32.itemsize * made.updated if is_apart else 0
+    if device_bytes is None:
+        updated = needs.updated or _num_trained(config)
+        host_bytes = needs.host_bytes + programs
+        return replace(
+            needs, host_bytes=host_bytes, operations=operations, updated=updated
+        )
+    crosses = FLOAT32.itemsize * needs.updated
     return replace(
-        made,
-        host_bytes=made.host_bytes + (2 * crosses if is_apart else programs),
-        device_bytes=programs if is_apart else 0,
-        up_bytes=crosses,
-        down_bytes=crosses,
+        needs,
+        host_bytes=needs.host_bytes + 2 * crosses,
+        device_bytes=programs,
+        link_up_bytes=crosses,
+        link_down_bytes=crosses,
         operations=operations,
-        updated=made.updated if is_apart else made.updated or _num_trained(config),
     )
 
 
@@ -202,19 +200,25 @@ def _program(config: TrainConfig, batch: Batch) -> tuple[int, float]:
     return peak_memory(closed, donated).total, num_operations(closed)
 
 
-def _moved(made: Count, config: TrainConfig, num_processes: int) -> Count:
+def _moved(needs: RunNeeds, config: TrainConfig) -> RunNeeds:
     """Adds what updates take of disk and buffers, read and write."""
-    description = _described(config, num_processes)
-    members = [Member("0" * 32, n, num_processes) for n in range(num_processes)]
+    description, count = _described(config), num_processes(config)
+    members = [Member("0" * 32, n, count) for n in range(count)]
     with _planned_store(config) as backend:
         training = backend.store._training
         of_each = [
             _moved_by(config, description, training.shape(description, member))
-            for member in (members if num_processes > 1 else [None])
+            for member in (members if count > 1 else [None])
         ]
     disk, read, written, host, updated = map(max, zip(*of_each, strict=True))
-    made = replace(made, disk_bytes=disk, read_bytes=read, written_bytes=written)
-    return replace(made, host_bytes=host, updated=updated)
+    return replace(
+        needs,
+        host_bytes=host,
+        disk_bytes=disk,
+        drive_read_bytes=read,
+        drive_write_bytes=written,
+        updated=updated,
+    )
 
 
 def _moved_by(
@@ -251,6 +255,7 @@ def _planned_store(config: TrainConfig) -> Iterator[KeptInStore]:
             root.mkdir()
         place = Path(folder, "store")
         elsewhere = replace(config, store=place, csd_root=roots, restore=None)
+        elsewhere = replace(elsewhere, distributed=False)
         elsewhere = replace(elsewhere, device_updates=None)  # would try the device
         backend = open_backend(elsewhere, make_optimizer(config))
         assert isinstance(backend, KeptInStore)
@@ -258,17 +263,17 @@ def _planned_store(config: TrainConfig) -> Iterator[KeptInStore]:
             yield backend
 
 
-def _described(config: TrainConfig, num_processes: int) -> StoreDescription:
+def _described(config: TrainConfig) -> StoreDescription:
     """Describes the store of a run; traces its optimizer, which takes seconds."""
-    params = config.abstract[1]
+    params, count = config.abstract[1], num_processes(config)
     shards, holders = [], []
     for leaf in jax.tree.leaves(params):
-        along = sharded_dimension(leaf.shape, num_processes) if config.fsdp else None
-        parts = (num_processes if n == along else 1 for n in range(leaf.ndim))
+        along = sharded_dimension(leaf.shape, count) if config.fsdp else None
+        parts = (count if n == along else 1 for n in range(leaf.ndim))
         shards.append(tuple(parts))
-        everyone = tuple(range(num_processes))
+        everyone = tuple(range(count))
         own = tuple((n,) for n in everyone) if along is not None else (everyone,)
-        holders.append(own if num_processes > 1 else ())
+        holders.append(own if count > 1 else ())
     compress, tx = config.compression, averaged(make_optimizer(config), config.average)
     update = trace_optimizer(tx, params)
     check_compressed(compress, update)

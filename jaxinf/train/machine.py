@@ -18,7 +18,7 @@ import msgspec
 from jaxinf.command_line import UsageError
 from jaxinf.documents import Document, decode, encode
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.count import Count, waits
+from jaxinf.train.count import RunNeeds, waits
 
 _Number: TypeAlias = Annotated[float, msgspec.Meta(gt=0, lt=1e30)] | None
 
@@ -98,7 +98,7 @@ class StepTime:
     life_s: float | None
 
 
-def step_time(config: TrainConfig, count: Count, machine: Machine) -> StepTime:
+def step_time(config: TrainConfig, needs: RunNeeds, machine: Machine) -> StepTime:
     """Computes the time of a step.
 
     With clipping or compression programs end before updates begin; on one processor
@@ -107,37 +107,32 @@ def step_time(config: TrainConfig, count: Count, machine: Machine) -> StepTime:
     Raises:
       ValueError: Names the numbers of the machine that are missing.
     """
+    moved_bytes = needs.drive_read_bytes + needs.drive_write_bytes
     work = {  # and its rate
-        "drives": (count.read_bytes + count.written_bytes, "drive_bytes_per_s"),
-        "link": (max(count.up_bytes, count.down_bytes), "link_bytes_per_s"),
-        "programs": (count.operations, "operations_per_s"),
-        "updates": (count.updated, "params_per_s"),
-        "commit": (_commits(config), "commit_s"),
+        "drives": (moved_bytes / needs.num_drives, "drive_bytes_per_s"),
+        "link": (max(needs.link_up_bytes, needs.link_down_bytes), "link_bytes_per_s"),
+        "programs": (needs.operations, "operations_per_s"),
+        "updates": (needs.updated, "params_per_s"),
     }
-    terms, missing = dict[str, float](), list[str]()
-    for name, (amount, rate) in work.items():
-        value = getattr(machine, rate)
-        if amount and value is None:
-            missing.append(rate)
-        elif amount:
-            terms[name] = amount * value if name == "commit" else amount / value
-    if missing:
-        raise ValueError(", ".join(sorted(missing)))
-    if "drives" in terms:
-        terms["drives"] /= count.num_drives
-    commit = {"commit": terms.pop("commit")} if "commit" in terms else {}
-    beside, alone = dict(terms), commit
+    work, commits = {k: pair for k, pair in work.items() if pair[0]}, _commits(config)
+    asked = {rate for _, rate in work.values()} | ({"commit_s"} if commits else set())
+    if missing := sorted(name for name in asked if getattr(machine, name) is None):
+        raise ValueError(", ".join(missing))
+    terms = {k: amount / getattr(machine, rate) for k, (amount, rate) in work.items()}
+    beside, alone = dict(terms), dict[str, float]()
     if waits(config):
-        alone = {"programs": beside.pop("programs", 0.0), **commit}
+        alone["programs"] = beside.pop("programs", 0.0)
     elif machine.device_bytes is None:
         own = beside.pop("programs", 0.0), beside.pop("updates", 0.0)
         beside["programs and updates"] = sum(own)
+    if commits:
+        alone["commit"] = commits * (machine.commit_s or 0.0)
     longest = max(beside, key=lambda name: beside[name], default="drives")
     most = {longest: beside.get(longest, 0.0), **alone}
     step_s, limit = sum(most.values()), max(most, key=lambda name: most[name])
     rated, life_s = machine.drive_rated_write_bytes, None
-    if rated is not None and count.written_bytes:
-        life_s = rated * count.num_drives / count.written_bytes * step_s
+    if rated is not None and needs.drive_write_bytes:
+        life_s = rated * needs.num_drives / needs.drive_write_bytes * step_s
     return StepTime(step_s, limit, terms, beside, alone, life_s)
 
 

@@ -10,8 +10,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
@@ -19,7 +20,7 @@ from jaxinf.streaming import Count as StepCount
 from jaxinf.terminal import exact_bytes, format_bytes
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.count import Count, count
+from jaxinf.train.count import RunNeeds, count
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.machine import (
     Machine,
@@ -31,6 +32,7 @@ from jaxinf.train.machine import (
 from jaxinf.train.progress import Say, unsaid
 from jaxinf.typing import JsonValue
 
+_Changes: TypeAlias = dict[str, Any]
 _DAY_S = 86_400.0
 _MOST_S = 1e6 * _DAY_S
 _SHARE = 0.9  # of memory, where no limit is given
@@ -53,8 +55,8 @@ class Plan:
     """
 
     config: TrainConfig
-    changes: Mapping[str, Any]
-    needs: Count
+    changes: _Changes
+    needs: RunNeeds
     tiers: Mapping[str, tuple[int, float | None]]
     time: StepTime | None = None
     missing: str = ""
@@ -97,19 +99,15 @@ def machine_of(config: TrainConfig) -> Machine:
 def plan_run(
     config: TrainConfig,
     batch: Batch,
-    *,
-    changes: Mapping[str, Any] | None = None,
-    num_processes: int = 1,
+    changes: _Changes | None = None,
     like: StepCount | None = None,
 ) -> Plan:
     """Plans a run; takes some seconds.
 
     Args:
       config: A run that `check` has returned, and whose data is loaded.
-      batch: A batch of it; only its shapes count.
+      batch: A batch of one process; only its shapes count.
       changes: Of the run, by field.
-      num_processes: Of a run with so many, of which `config` and `batch` are one's, the
-        one is planned that takes the most.
       like: That of the plan of another way of the same run.
 
     Raises:
@@ -120,13 +118,7 @@ def plan_run(
         config = check(replace(config, **changes))
     machine = machine_of(config)
     apart = machine.device_bytes
-    needs, made = count(
-        config,
-        batch,
-        None if apart is None else int(apart),
-        num_processes=num_processes,
-        like=like,
-    )
+    needs, made = count(config, batch, None if apart is None else int(apart), like)
     needed = needs.host_bytes, needs.device_bytes, needs.disk_bytes
     there = machine.host_bytes, machine.device_bytes, _free_bytes(config)
     pairs = zip(_TIERS, zip(needed, there, strict=True), strict=True)
@@ -152,14 +144,14 @@ def _free_bytes(config: TrainConfig) -> float | None:
     return float(sum(free.values()))
 
 
-def plan_text(plan: Plan, batch: Batch, *, num_processes: int = 1) -> str:
+def plan_text(plan: Plan, batch: Batch) -> str:
     """Returns a plan for a terminal, with what helps most if it does not fit."""
     lines = _table([*_rows(plan)])
     for name in plan.misfits:
         needed, there = plan.tiers[name]
         has = format_bytes(int(there or 0))
         lines += [f"does not fit: the {name} needs {format_bytes(needed)}, has {has}"]
-    if plan.misfits and num_processes == 1:
+    if plan.misfits:
         lines.append(_advice(plan, batch))
     return "\n".join([*lines, "nothing was trained or written"])
 
@@ -169,8 +161,9 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     for name, (needed, there) in plan.tiers.items():
         has = "" if there is None else f", there is {format_bytes(int(there))}"
         yield name, f"needed {format_bytes(needed)}{has}"
-    if needs.read_bytes or needs.written_bytes:
-        read, written = map(format_bytes, (needs.read_bytes, needs.written_bytes))
+    if needs.drive_read_bytes or needs.drive_write_bytes:
+        moved = needs.drive_read_bytes, needs.drive_write_bytes
+        read, written = map(format_bytes, moved)
         yield "drives", f"{read} read and {written} written a step"
     if time is None:
         how = "'jaxinf doctor --json FILE' measures it, and --machine FILE takes it"
@@ -197,7 +190,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 # --- other settings ------------------------------------------------------------------
 
 
-def _words(changes: Mapping[str, Any]) -> list[str]:
+def _words(changes: _Changes) -> list[str]:
     words = []
     for name, value in changes.items():
         text = exact_bytes(value) if name == "memory" else f"{value}"
@@ -210,9 +203,10 @@ def _words(changes: Mapping[str, Any]) -> list[str]:
 def _advice(plan: Plan, batch: Batch) -> str:
     """Names the setting after which the tightest tier is the least tight."""
     best = plan
-    for changes in _helps(plan.config):
+    state: list[_Changes] = [] if plan.config.state else [{"state": "int8"}]
+    for changes in chain(*_kinds(plan), state):
         with contextlib.suppress(JaxinfError, UsageError):
-            one = plan_run(plan.config, batch, changes=changes, like=plan.like)
+            one = plan_run(plan.config, batch, changes, plan.like)
             best = min(best, one, key=lambda plan: plan.excess)
     if best is plan:
         return "no setting helps: take a smaller model, or a larger machine"
@@ -222,29 +216,25 @@ def _advice(plan: Plan, batch: Batch) -> str:
     return f"what helps most: {shlex.join(best.words)}, which {fits}: {found}"
 
 
-def _helps(config: TrainConfig) -> Iterator[dict[str, Any]]:
-    """Yields changes that make memory or disk smaller."""
-    if config.mode != "stream":
-        yield _streamed(config)
-    elif config.policy != "recompute":
-        yield {"policy": "recompute"}
-    elif config.batch_size % (4 * config.micro_batches) == 0:
-        yield {"micro_batches": 4 * config.micro_batches}
-    if config.state is None and config.mode != "memory":
-        yield {"state": "int8"}
-
-
-def _streamed(config: TrainConfig) -> dict[str, Any]:
-    changes: dict[str, Any] = {"mode": "stream"}
+def _kinds(plan: Plan) -> tuple[list[_Changes], ...]:
+    """Returns changes to try that cost no bits: of mode, of what stays, of parts."""
+    config, host_bytes = plan.config, machine_of(plan.config).host_bytes or 0
+    memory = int(host_bytes * _SHARE) // _MIB * _MIB
+    parts, num_rows = 4 * config.micro_batches, config.batch_size
+    smaller: list[_Changes] = [] if num_rows % parts else [{"micro_batches": parts}]
+    if config.mode == "stream":
+        policies = {"recompute", "keep", "offload"} - {config.policy}
+        return [], [{"policy": policy} for policy in sorted(policies)], smaller
+    stream: _Changes = {"mode": "stream"}
     if not config.memory:
-        changes["memory"] = _memory(config)
+        stream["memory"] = memory
     if config.store is None:
-        changes["store"] = Path("STORE")
-    return changes
-
-
-def _memory(config: TrainConfig) -> int:
-    return int((machine_of(config).host_bytes or 0) * _SHARE) // _MIB * _MIB
+        stream["store"] = Path("STORE")
+    left = (memory - plan.needs.host_bytes) // _MIB * _MIB
+    if config.mode != "update" or config.memory or left < _LEAST_KEPT_BYTES:
+        return [stream], [], smaller
+    kept = {"state_tier": left, "memory": config.buffer_bytes + left}
+    return [stream], [kept], smaller
 
 
 def fit(
@@ -263,15 +253,14 @@ def fit(
     """
     default, found, refused = TrainConfig(), list[Plan](), list[str]()
 
-    def is_free(name: str) -> bool:
-        return getattr(config, name) == getattr(default, name)
-
-    def add(changes: Mapping[str, Any], cost: str = "") -> None:
+    def add(changes: _Changes, cost: str = "") -> None:
+        if any(getattr(config, name) != getattr(default, name) for name in changes):
+            return
         words = " ".join(_words(changes)) or "the run as it is"
         say(f"counting {words}")
         like = None if "clip_norm" in changes else found[0].like if found else None
         try:
-            plan = plan_run(config, batch, changes=changes, like=like)
+            plan = plan_run(config, batch, changes, like)
         except (JaxinfError, UsageError) as error:
             refused.append(f"refused: {words}: {str(error).partition(';')[0]}")
             return
@@ -283,18 +272,15 @@ def fit(
         found.append(replace(plan, cost=cost))
 
     add({})
-    if is_free("mode"):
-        add(_streamed(config))
-    for stage in (0, 1):
+    for kind in range(3):
         for best in sorted(found, key=_order)[:1]:
-            for changes in _stages(best)[stage]:
-                if all(is_free(name) for name in changes if name != "memory"):
-                    add({**best.changes, **changes})
+            for changes in _kinds(best)[kind]:
+                add({**best.changes, **changes})
     found.sort(key=_order)
     for best in found[:1]:
-        for state in ("bf16", "int8") if is_free("state") else ():
+        for state in "bf16", "int8":
             add({**best.changes, "state": state}, "rounds state")
-        if config.clip_norm and is_free("clip_norm") and not config.compress:
+        if config.clip_norm and not config.compress:
             add({**best.changes, "clip_norm": 0.0}, "no clipping")
     return found, refused
 
@@ -302,19 +288,6 @@ def fit(
 def _order(plan: Plan) -> tuple[float, float]:
     """Sorts what fits before what does not, the faster first."""
     return max(1.0, plan.excess), plan.time.step_s if plan.time else math.inf
-
-
-def _stages(plan: Plan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns changes to try on a plan, and those to try on the best of these."""
-    config = plan.config
-    if config.mode == "stream":
-        parts = [{"micro_batches": 4}] if config.batch_size % 4 == 0 else []
-        return [{"policy": "keep"}, {"policy": "offload"}], parts
-    left = (_memory(config) - plan.needs.host_bytes) // _MIB * _MIB
-    if config.mode != "update" or config.memory or left < _LEAST_KEPT_BYTES:
-        return [], []
-    memory = config.buffer_bytes + left  # state stays in what the host has left
-    return [{"state_tier": left, "memory": memory}], []
 
 
 def fit_table(plans: Sequence[Plan]) -> list[str]:

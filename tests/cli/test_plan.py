@@ -52,6 +52,7 @@ def place(monkeypatch):
 
 
 SMALL = ("tiny.json", "--data", "text.txt", "--seq-len", 8)
+TWO = ("--distributed", "--num-processes", 2)
 
 
 def machine(place, **changes):
@@ -77,19 +78,19 @@ def test_a_run_file_and_flags_that_win(place, run_json):
     for words in (("--config", "run.toml"), SMALL):
         assert run_json("plan", *words)["step"] == plain["step"]
     coded = run_json("plan", "run.toml", "--state", "int8")
-    assert coded["step"]["written_bytes"] < plain["step"]["written_bytes"]
+    assert coded["step"]["drive_write_bytes"] < plain["step"]["written_bytes"]
 
 
 def test_time_and_its_terms(place, run_json):
     found = run_json("plan", *SMALL, *machine(place, drive_bytes_per_s=1e4))
     step, time = found["step"], found["time"]
-    moved = step["read_bytes"] + step["written_bytes"]
+    moved = step["drive_read_bytes"] + step["drive_write_bytes"]
     assert time["terms_s"]["drives"] == pytest.approx(moved / 1e4)
     assert time["limit"] == "drives"
     alone = {"programs": step["operations"] / 5e13, "commit": 0.01}
     assert time["alone_s"] == pytest.approx(alone)
     assert time["step_s"] == pytest.approx(moved / 1e4 + sum(alone.values()))
-    life = 1.2e15 / step["written_bytes"] * time["step_s"]
+    life = 1.2e15 / step["drive_write_bytes"] * time["step_s"]
     assert time["life_s"] == pytest.approx(life)
 
 
@@ -116,7 +117,7 @@ def test_drives_share_what_a_step_moves(place, run_json):
     [
         ((), "what helps most: --state int8, which still does not fit"),
         (("--mode", "memory"), "no setting helps"),
-        (("--processes", 2), ""),
+        (TWO, "what helps most"),
     ],
 )
 def test_memory_that_is_too_small(place, run, run_json, words, advice):
@@ -214,20 +215,19 @@ def test_nothing_fits(place, run):
 
 def test_processes_take_a_share(place, run_json):
     whole = run_json("plan", *SMALL)["step"]
-    share = run_json("plan", *SMALL, "--processes", 2)["step"]
+    share = run_json("plan", *SMALL, *TWO)["step"]
     for name in ("disk_bytes", "updated"):
         assert 0.4 * whole[name] < share[name] < 0.7 * whole[name]
-    sharded = run_json("plan", *SMALL, "--processes", 2, "--fsdp")["step"]
+    sharded = run_json("plan", *SMALL, *TWO, "--fsdp")["step"]
     assert sharded["host_bytes"] < share["host_bytes"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--processes", 0), "expected at least 1"),
-        (("--processes", 3), "a multiple of the 3 processes"),
-        (("--processes", 2, "--mode", "stream", "--memory", "1GiB"), "expected --mode"),
-        (("--processes", 2, "--fit"), "not supported with --processes"),
+        (("--distributed",), "give --num-processes N"),
+        (("--num-processes", 3, "--distributed"), "a multiple of 3 processes"),
+        ((*TWO, "--mode", "stream", "--memory", "1GiB"), "expected --mode update"),
         (("--fit",), "expected commit_s, drive_bytes_per_s"),
         (("--machine", "gone"), "No such file"),
         (("--lr", 1), "write --learning-rate"),
@@ -279,8 +279,8 @@ def test_a_broken_config(place, run, text, message):
 
 def test_help_is_short(run):
     short = re.findall(r"(?m)^  (--[\w-]+)", run("plan", "--help").out)
-    assert short[:4] == ["--fit", "--processes", "--machine", "--json"]
-    assert len(short) == 4 + 12
+    assert short[:4] == ["--fit", "--machine", "--json"]
+    assert len(short) == 3 + 12
     long = re.findall(r"(?m)^  (--[\w-]+)", run("plan", "--help-all").out)
     assert {*short} < {*long}
 

@@ -91,7 +91,7 @@ def test_a_recipe_starts_and_takes_what_is_planned(name, small, tmp_path, lines)
     files = [f for d in drives for f in d.rglob("c/**/*") if f.is_file()]
     held = sum(file.lstat().st_blocks * 512 for file in files)
     moved = found[1]["drive_read_bytes"], found[1]["drive_write_bytes"]
-    planned = sizes.read_bytes, sizes.written_bytes
+    planned = sizes.drive_read_bytes, sizes.drive_write_bytes
     if run.mode == "stream":  # its chunks follow the program: more ends of files
         more = 4096 * len(files)
         assert 0 < moved[0] <= planned[0] + more
