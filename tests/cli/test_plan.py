@@ -153,16 +153,15 @@ def test_a_disk_that_is_too_small(place, run, monkeypatch):
 
 
 @pytest.mark.long
-def test_an_8b_model_does_not_fit_a_device_of_24_gb(place, run, run_json):
-    words = ("plan", "8b.json", "--data", "text.txt", "--machine", "gpu.machine")
-    found = run(*words)
+@pytest.mark.long
+def test_an_8b_model_does_not_fit_a_device_of_24_gb(place, run):
+    found = run("plan", "8b.json", "--data", "text.txt", "--machine", "gpu.machine")
     assert found.status == 1
-    assert "does not fit: the device needs" in found.out
+    [needed] = re.findall(r"does not fit: the device needs (\d+) GiB", found.out)
+    assert int(needed) > 3 * 4 * 8e9 / 2**30
     assert re.search(
         r"what helps most: --mode stream --memory \d+MiB, which fits", found.out
     )
-    tiers = run_json(*words, status=1)["tiers"]
-    assert tiers["device"]["needed_bytes"] > 3 * 4 * 8e9
 
 
 @pytest.mark.long
@@ -177,6 +176,7 @@ def test_the_fastest_of_an_8b_model_starts_with_what_was_given(place, capfd):
     assert "the fastest that fits:" in out
 
 
+@pytest.mark.long
 def test_fit_prints_a_table_and_a_command(place, run, run_json):
     words = ("plan", *SMALL, "--machine", "cpu.machine", "--fit", "--store", "new")
     found = run(*words)
