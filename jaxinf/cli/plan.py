@@ -115,8 +115,8 @@ def _loaded(config: TrainConfig) -> tuple[TrainConfig, TrainingData, Batch]:
     """Returns a run with what its data decides, and a batch of one process."""
     if config.store is None and config.mode != "memory":
         config = replace(config, store=Path("STORE"))
-    if config.distributed and config.num_processes is None:
-        raise UsageError("--distributed: give --num-processes N to plan a run of N")
+    if config.distributed and config.distributed.num_processes is None:
+        raise UsageError("--distributed: to plan a run of N, write HOST:PORT,N,0")
     config = check(config)
     check_optimizer(config)
     config, data = load(config)

@@ -98,7 +98,7 @@ def count(
 
 def num_processes(config: TrainConfig) -> int:
     """Returns the number of processes of a run."""
-    return (config.num_processes or 1) if config.distributed else 1
+    return (config.distributed and config.distributed.num_processes) or 1
 
 
 def _streamed(
@@ -110,8 +110,8 @@ def _streamed(
 ) -> tuple[RunNeeds, StepCount]:
     if num_processes(config) > 1:
         raise UsageError(
-            "--num-processes: expected --mode update, got stream, whose processes "
-            "share params and values; count it without --distributed"
+            "--distributed: expected --mode update, got stream, whose processes share "
+            "params and values; count it without --distributed"
         )
     limit, on_device = None, 0
     every = config.device_updates
@@ -255,7 +255,7 @@ def _planned_store(config: TrainConfig) -> Iterator[KeptInStore]:
             root.mkdir()
         place = Path(folder, "store")
         elsewhere = replace(config, store=place, csd_root=roots, restore=None)
-        elsewhere = replace(elsewhere, distributed=False)
+        elsewhere = replace(elsewhere, distributed=None)
         elsewhere = replace(elsewhere, device_updates=None)  # would try the device
         backend = open_backend(elsewhere, make_optimizer(config))
         assert isinstance(backend, KeptInStore)

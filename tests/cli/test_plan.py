@@ -52,7 +52,7 @@ def place(monkeypatch):
 
 
 SMALL = ("tiny.json", "--data", "text.txt", "--seq-len", 8)
-TWO = ("--distributed", "--num-processes", 2)
+TWO = ("--distributed", "host:1,2,0")
 
 
 def machine(place, **changes):
@@ -225,8 +225,8 @@ def test_processes_take_a_share(place, run_json):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--distributed",), "give --num-processes N"),
-        (("--num-processes", 3, "--distributed"), "a multiple of 3 processes"),
+        (("--distributed",), "to plan a run of N, write HOST:PORT,N,0"),
+        (("--distributed", "host:1,3,0"), "a multiple of 3 processes"),
         ((*TWO, "--mode", "stream", "--memory", "1GiB"), "expected --mode update"),
         (("--fit",), "expected commit_s, drive_bytes_per_s"),
         (("--machine", "gone"), "No such file"),
