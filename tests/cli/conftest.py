@@ -23,7 +23,7 @@ def _params():
     return {
         "h": {
             "0": {
-                "kernel": jnp.asarray(rng.normal(size=(300, 129)), jnp.float32),
+                "kernel": jnp.asarray(rng.normal(size=(300, 128)), jnp.float32),
                 "bias": jnp.asarray(rng.normal(size=129), jnp.float16),
             }
         },

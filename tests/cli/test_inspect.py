@@ -41,7 +41,7 @@ STORE_KEYS = [
 def test_document_of_a_store(trained, run_json):
     found = run_json("inspect", trained.path)
     assert list(found) == STORE_KEYS
-    num_params = 300 * 129 + 129 + 1
+    num_params = 300 * 128 + 129 + 1
     assert found["store"] == str(trained.path)
     assert (found["step"], found["skipped_steps"]) == (3, 0)
     assert found["num_params"] == num_params
@@ -59,9 +59,9 @@ def test_document_of_leaves(trained, run_json):
     }
     assert list(leaves) == ["h/0/bias", "h/0/kernel", "scale"]
     kernel = leaves["h/0/kernel"]
-    assert kernel["shape"] == [300, 129]
-    assert kernel["num_elements"] == 300 * 129
-    assert kernel["num_bytes"] == 12 * 300 * 129
+    assert kernel["shape"] == [300, 128]
+    assert kernel["num_elements"] == 300 * 128
+    assert kernel["num_bytes"] == 12 * 300 * 128
     assert leaves["h/0/bias"]["dtype"] == "float16"
     assert leaves["scale"]["shape"] == []
     for leaf in leaves.values():
@@ -170,9 +170,9 @@ def test_text_has_it_all_and_nothing_stays(trained, run):
     assert result.err == ""
     for part in (
         str(trained.path),
-        "38,830 in 3 leaves",
+        "38,530 in 3 leaves",
         "h/0/kernel",
-        "(300, 129)",
+        "(300, 128)",
         "float16",
         "params mu nu float32",
         f"{trained.path}/current/params.h.0.bias",
@@ -186,7 +186,7 @@ def test_text_has_it_all_and_nothing_stays(trained, run):
 def test_text_of_a_leaf(trained, run):
     result = run("inspect", trained.path, "--leaf", "h/0/kernel")
     assert result.status == 0
-    assert "(300, 129): 38,700 elements of float32" in result.out
+    assert "(300, 128): 38,400 elements of float32" in result.out
     assert re.search(r"nu +float32( +[-0-9.e]+){4} +[0-9.]+% +0\n", result.out)
 
 
