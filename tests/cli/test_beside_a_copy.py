@@ -17,7 +17,7 @@ from jaxinf.store import (
 )
 from jaxinf.store.lock import LockFile
 
-LEAVES = {"half": ((33, 257), "bfloat16"), "w": ((3, 4096), "float32")}
+LEAVES = {"half": ((33, 256), "bfloat16"), "w": ((3, 4096), "float32")}
 
 
 @pytest.fixture(

@@ -31,7 +31,7 @@ def bytes_below(*roots):
     return found
 
 
-LEAVES = {"half": ((33, 257), "bfloat16"), "w": ((3, 4096), "float32")}
+LEAVES = {"half": ((33, 256), "bfloat16"), "w": ((3, 4096), "float32")}
 
 
 @pytest.fixture

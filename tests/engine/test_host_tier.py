@@ -11,7 +11,7 @@ from jaxinf.io.pages import page_ceil
 
 LEAVES = {
     "bias": ((129,), "float32"),
-    "embed": ((40, 1025), "float32"),
+    "embed": ((40, 1024), "float32"),
     "half": ((64, 1024), "bfloat16"),
     "kernel": ((512, 128), "float32"),
 }

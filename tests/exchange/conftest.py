@@ -29,7 +29,7 @@ STATES = (
 # Name: shape and shards. More than one chunk, odd rows, long rows, one row, one
 # element, none, and grids that are divided at shard boundaries.
 LEAVES = {
-    ("h0", "attn", "kernel"): ((97, 129), (1, 1)),
+    ("h0", "attn", "kernel"): ((13, 129), (1, 1)),
     ("h0", "attn", "bias"): ((129,), (1,)),
     ("embed/%", "0"): ((3, 9001), (1, 1)),
     ("scale",): ((), ()),
