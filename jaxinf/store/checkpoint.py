@@ -237,11 +237,21 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
 def prune_leftovers(directory: StoreDirectory) -> None:
     """Removes checkpoints whose creation or removal was interrupted by a crash.
 
-    The caller is the store's writer, and holds the lock of the checkpoints.
+    The caller holds the lock of the checkpoints.
     """
     root = directory.path / "checkpoints"
-    if root.is_dir():
-        _prune(directory)
+    if not root.is_dir():
+        return
+    for entry in root.iterdir():
+        if entry.name.startswith((".new-", ".gone-")):
+            with translated("removal", entry):
+                shutil.rmtree(entry)
+    names = set(os.listdir(root))  # also of what is no checkpoint any more
+    for csd in range(len(directory.manifest.csds)):
+        data = directory.csd_directory(csd) / "checkpoints"
+        for entry in data.iterdir() if data.is_dir() else ():
+            if entry.name not in names:
+                shutil.rmtree(entry)
 
 
 # --- inside ------------------------------------------------------------------------
@@ -257,22 +267,8 @@ def _managed(directory: StoreDirectory) -> Iterator[StoreDirectory]:
     ):
         directory = current_store(directory)
         root.mkdir(exist_ok=True)
-        _prune(directory)
+        prune_leftovers(directory)
         yield directory
-
-
-def _prune(directory: StoreDirectory) -> None:
-    root = directory.path / "checkpoints"
-    for entry in root.iterdir():
-        if entry.name.startswith((".new-", ".gone-")):
-            with translated("removal", entry):
-                shutil.rmtree(entry)
-    names = set(os.listdir(root))  # also of what is no checkpoint any more
-    for csd in range(len(directory.manifest.csds)):
-        data = directory.csd_directory(csd) / "checkpoints"
-        for entry in data.iterdir() if data.is_dir() else ():
-            if entry.name not in names:
-                shutil.rmtree(entry)
 
 
 def checkpoint_names(directory: StoreDirectory) -> list[str]:

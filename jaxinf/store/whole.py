@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
 from jaxinf.io import fsync_directory
@@ -34,9 +33,9 @@ from jaxinf.store.checkpoint import (
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory, next_slot
 from jaxinf.store.owned import hold_store, look_at_store
+from jaxinf.store.snapshot import PinnedStep
 from jaxinf.store.stock_documents import create_documents
 
-_T = TypeVar("_T")
 _MEMBER = re.compile(r"process-\d{5,}")
 _NUM_ATTEMPTS = 20
 _PAUSE_S = 0.2
@@ -254,43 +253,34 @@ def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:
             one.flip(next_slot(one.committed_slot()))
 
 
-def not_at_one_step(path: Path, steps: str) -> ProcessError:
-    return ProcessError(
-        f"{path}: expected all members at one step, found {steps}; a run that was "
-        "killed gets there when it is started again"
-    )
-
-
 def _kept_in_all(
     path: Path, members: Sequence[StoreDirectory], name: str | None
 ) -> str:
     """Makes checkpoints of one commit in all members, also while the run goes on."""
 
-    def keep(
-        one: StoreDirectory, undo: contextlib.ExitStack
-    ) -> tuple[str, CommitRecord]:
+    def keep(one: StoreDirectory, undo: contextlib.ExitStack) -> PinnedStep:
         kept = save_checkpoint(one, name)
         undo.callback(remove_checkpoint, one, kept)
-        return kept, find_checkpoint(one, kept)
+        return PinnedStep(one, one.step_path(f"checkpoints/{kept}"))
 
     made, undo = of_one_commit(path, members, keep)
     undo.pop_all()
-    return made[0]
+    return made[0].path.name
 
 
 def of_one_commit(
     path: Path,
     members: Sequence[StoreDirectory],
-    take: Callable[[StoreDirectory, contextlib.ExitStack], tuple[_T, CommitRecord]],
-) -> tuple[list[_T], contextlib.ExitStack]:
+    take: Callable[[StoreDirectory, contextlib.ExitStack], PinnedStep],
+) -> tuple[list[PinnedStep], contextlib.ExitStack]:
     """Takes a step of one commit from all members, also while the run goes on; blocks.
 
     Args:
-      take: takes a member's step; returns it and its record. What it gives the stack
-        is undone if the steps are not of one commit.
+      take: takes a member's step. What it gives the stack is undone if the steps are
+        not of one commit.
 
     Returns:
-      What was taken, and the stack of all, which the caller closes.
+      The steps, and the stack of all, which the caller closes.
 
     Raises:
       ProcessError: the members stay at different steps.
@@ -298,16 +288,17 @@ def of_one_commit(
     steps = ""
     for _ in range(_NUM_ATTEMPTS):
         with contextlib.ExitStack() as undo:
-            pairs = [take(one, undo) for one in members]
-            records = [record for _, record in pairs]
+            parts = [take(one, undo) for one in members]
+            records = [CommitRecord.read(one.path / "commit.json") for one in parts]
             if len({record.commit for record in records}) == 1:
-                return [taken for taken, _ in pairs], undo.pop_all()
-        steps = ", ".join(
-            f"{one.path.name}: {record.step}"
-            for one, record in zip(members, records, strict=True)
-        )
+                return parts, undo.pop_all()
+        pairs = zip(members, records, strict=True)
+        steps = ", ".join(f"{one.path.name}: {record.step}" for one, record in pairs)
         time.sleep(_PAUSE_S)
-    raise not_at_one_step(path, steps)
+    raise ProcessError(
+        f"{path}: expected all members at one step, found {steps}; a run that was "
+        "killed gets there when it is started again"
+    )
 
 
 def _unlink(place: Path) -> None:

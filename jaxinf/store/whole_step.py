@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxinf.errors import StoreMismatchError
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest
 from jaxinf.store.snapshot import PinnedStep, pinned_step
 from jaxinf.store.whole import all_members, find_whole, of_one_commit
@@ -58,14 +57,9 @@ def whole_step(path: Path, checkpoint: str | None = None) -> Iterator[WholeStep]
         steps = [one.step_path(f"checkpoints/{checkpoint}") for one in members]
         yield joined_step([*map(PinnedStep, members, steps)])
         return
-
-    def pin(
-        one: StoreDirectory, undo: contextlib.ExitStack
-    ) -> tuple[PinnedStep, CommitRecord]:
-        pinned = undo.enter_context(pinned_step(one))
-        return pinned, CommitRecord.read(pinned.path / "commit.json")
-
-    parts, undo = of_one_commit(path, members, pin)
+    parts, undo = of_one_commit(
+        path, members, lambda one, held: held.enter_context(pinned_step(one))
+    )
     with undo:
         yield joined_step(parts)
 
