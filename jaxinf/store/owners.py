@@ -68,6 +68,7 @@ def check_owners(
       StoreFormatError: a CSD is missing; or its owner is not known; or it belongs to an
         existing store, of which this one is a copy without CSDs.
     """
+    check_places(directory)
     for csd in range(len(directory.manifest.csds)):
         _check(directory, csd, named, unmade=unmade)
 
@@ -78,6 +79,7 @@ def claim_csds(directory: StoreDirectory, named: Sequence[Path] = ()) -> None:
     Raises:
       StoreFormatError: as for `check_owners`; nothing is written.
     """
+    check_places(directory)
     num_csds = len(directory.manifest.csds)
     notes = [_check(directory, csd, named) for csd in range(num_csds)]
     for csd, note in enumerate(notes):
@@ -108,8 +110,19 @@ def check_places(directory: StoreDirectory) -> None:
     Raises:
       StoreFormatError: one is below ``/proc``, inside the store, or relative.
     """
-    for csd in range(len(directory.manifest.csds)):
-        _check_place(directory, csd)
+    for csd, root in enumerate(directory.manifest.csds):
+        why = ""
+        if not os.path.isabs(root) or "\0" in root:
+            why = "which is no absolute path"
+        elif any(_is_below(step, "/proc") for step in _steps_to(root)):
+            why = "below /proc"
+        elif _is_below(os.path.realpath(root), os.path.realpath(directory.path)):
+            why = "inside the store"
+        if why:
+            raise StoreFormatError(
+                f"{directory.path}: expected CSD {csd} on a drive of its own, found it "
+                f"at {root}, {why}; give another root"
+            )
 
 
 def check_present(directory: StoreDirectory) -> None:
@@ -155,7 +168,6 @@ def _check(
     *,
     unmade: bool = False,
 ) -> _Note:
-    _check_place(directory, csd)
     folder = directory.csd_directory(csd)
     if unmade and not os.path.lexists(folder):
         return _Note(None)
@@ -171,23 +183,6 @@ def _check(
     if note.problem and not is_vouched and not (unmade and note.is_unmade):
         raise _unknown(directory, csd, note.problem)
     return note
-
-
-def _check_place(directory: StoreDirectory, csd: int) -> None:
-    """Refuses a root that depends on the process, or is inside the store."""
-    root = directory.manifest.csds[csd]
-    why = ""
-    if not os.path.isabs(root) or "\0" in root:
-        why = "which is no absolute path"
-    elif any(_is_below(step, "/proc") for step in _steps_to(root)):
-        why = "below /proc"
-    elif _is_below(os.path.realpath(root), os.path.realpath(directory.path)):
-        why = "inside the store"
-    if why:
-        raise StoreFormatError(
-            f"{directory.path}: expected CSD {csd} on a drive of its own, found it at "
-            f"{root}, {why}; give another root"
-        )
 
 
 def _is_below(path: str, folder: str) -> bool:
