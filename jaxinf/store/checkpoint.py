@@ -344,8 +344,8 @@ def _rename(
     """Renames a checkpoint, on CSDs too; one that appears is complete before."""
     csds = range(len(directory.manifest.csds))
     pairs = [(directory.data_path(old, n), directory.data_path(new, n)) for n in csds]
-    pairs.insert(len(pairs) * appears, tuple(map(directory.step_path, (old, new))))
-    for source, target in pairs:
+    own = [(directory.step_path(old), directory.step_path(new))]
+    for source, target in pairs + own if appears else own + pairs:
         if source.exists():
             source.rename(target)
             fsync_directory(source.parent)
