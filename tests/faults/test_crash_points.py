@@ -190,7 +190,7 @@ OPTIONS = {
 }
 NAMES = ("jaxinf.json", "slots", "current", "commit.json")
 # One of so many names that a snapshot makes and removes is visited.
-ONE_IN = dict.fromkeys(("pinned", "kept", "carried"), 10 if LONG else 1000)
+ONE_IN = dict.fromkeys(("pinned", "kept", "replaced", "carried"), 10 if LONG else 1000)
 
 
 # Each script on one drive or on three CSDs; `JAXINF_FAULTS=long` has both of all.
@@ -258,7 +258,7 @@ def test_every_boundary_of_a_commit(run):
         marks = marks[1:2]
     for mark in marks:
         enumerate_states(run, mark, one_in=ONE_IN.get(run.name, 1))
-    assert run.num_states > (30 if run.name == "rolled back" else 300)
+    assert run.num_states > (30 if run.name in ("rolled back", "replaced") else 300)
     assert run.num_mixed_spares or run.name != "plain"
 
 
