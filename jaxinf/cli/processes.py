@@ -17,12 +17,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxinf import compat
 from jaxinf.cli.members import is_run, lost_chunks, over_members, title_of
 from jaxinf.command_line import UsageError
 from jaxinf.engine.member_opening import join_run
 from jaxinf.errors import JaxinfError, ProcessError, StoreFormatError
-from jaxinf.processes import LIMIT_S, Group, end_process
+from jaxinf.processes import LIMIT_S, Group, all_processes, end_process
 from jaxinf.store import (
     HeldSteps,
     StepId,
@@ -79,7 +78,7 @@ def over_processes(
     connect(launch.distributed or Launch(), timeout_s)
     group = join_run(path)
     if group.is_alone:
-        if compat.coordination() is not None:
+        if not all_processes("program").is_alone:
             raise UsageError(
                 f"{path}: expected one path in all processes, found others"
             )

@@ -12,9 +12,8 @@ from pathlib import Path
 import jax
 from jax.sharding import NamedSharding
 
-from jaxinf import compat
 from jaxinf.engine.sharding import shard_counts, shard_holders
-from jaxinf.processes import join_group
+from jaxinf.processes import all_processes, join_group
 from jaxinf.program import leaf_path
 from jaxinf.store import (
     CopyLayout,
@@ -53,7 +52,7 @@ def divide_for(
     roots = [str(Path(root).expanduser().absolute()) for root in csd_roots]
     if not group.is_alone:
         group.first("division", lambda: _divide(path, group.count, shardings, roots))
-    elif compat.coordination() is None:
+    elif all_processes("program").is_alone:
         _divide(path, 1, shardings, roots)
 
 

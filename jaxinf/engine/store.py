@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from jaxinf import compat
 from jaxinf.csd import CsdSpec
 from jaxinf.engine.committed_state import CommittedState
 from jaxinf.engine.dispatched import check_thread, wait_for_dispatched
@@ -35,7 +34,7 @@ from jaxinf.engine.steps import LAST_STEP
 from jaxinf.engine.training import Training
 from jaxinf.errors import ProcessError
 from jaxinf.interrupts import raise_kept
-from jaxinf.processes import Group
+from jaxinf.processes import Group, all_processes
 from jaxinf.program import trained
 from jaxinf.store import (
     CheckpointInfo,
@@ -447,17 +446,15 @@ def _joined(path: Path) -> tuple[Path, Group | None]:
 
 def _of_process(root: PathLikeStr) -> Path:
     """Returns a CSD root of this process; see `open_store`."""
-    service = compat.coordination()
-    number = 0 if service is None else service.process
-    return _absolute(os.fspath(root).replace("{process}", str(number)))
+    number = str(all_processes("program").number)
+    return _absolute(os.fspath(root).replace("{process}", number))
 
 
 def _open_at(path: Path) -> Opened | None:
     """Returns the open store of a path, or this process's member of a run there."""
-    service = compat.coordination()
-    held = _OPEN.get(path)
-    if held is None and service is not None:
-        held = _OPEN.get(path / member_name(service.process))
+    program, held = all_processes("program"), _OPEN.get(path)
+    if held is None and not program.is_alone:
+        held = _OPEN.get(path / member_name(program.number))
     return held
 
 

@@ -4,6 +4,13 @@ Invariant: no collective of the devices is involved, and a group of one asks nob
 """
 
 from jaxinf.processes.ending import end_process, end_unless
-from jaxinf.processes.group import LIMIT_S, Group, join_group
+from jaxinf.processes.group import LIMIT_S, Group, all_processes, join_group
 
-__all__ = ["LIMIT_S", "Group", "end_process", "end_unless", "join_group"]
+__all__ = [
+    "LIMIT_S",
+    "Group",
+    "all_processes",
+    "end_process",
+    "end_unless",
+    "join_group",
+]

@@ -458,6 +458,16 @@ class Group:
         return self._failed_error(found, f"step {step}", step)
 
 
+def all_processes(name: str, *, limit_s: float | None = None) -> Group:
+    """Returns the group of all processes of the program.
+
+    Args:
+      name: what calls of the group begin with in messages, the same in all processes.
+      limit_s: as of a group.
+    """
+    return Group(name, compat.coordination(), name, limit_s=limit_s)
+
+
 def join_group(path: Path) -> Group:
     """Finds out who has a path; in a program of several processes all call it.
 
@@ -470,11 +480,11 @@ def join_group(path: Path) -> Group:
     Raises:
       ProcessError: some do not come, or some give one path and others another.
     """
-    service = compat.coordination()
-    if service is None:
+    program = all_processes("program")
+    if program.is_alone:
         return Group(path)
     own = {"path": str(path), "session": uuid.uuid4().hex}
-    meeting = Group(path, service, f"open/{next(_numbers)}")
+    meeting = Group(path, program.service, f"open/{next(_numbers)}")
     found = meeting.gather("open_store", lambda: own)
     paths = [one["path"] for one in found]
     if len(set(paths)) == len(paths):
@@ -486,7 +496,7 @@ def join_group(path: Path) -> Group:
             f"mesh of all, or a path of its own in each, found {listed}",
             range(len(paths)),
         )
-    return Group(path, service, found[0]["session"])
+    return Group(path, program.service, found[0]["session"])
 
 
 def _text(error: BaseException) -> str:

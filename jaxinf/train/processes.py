@@ -24,9 +24,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from jaxinf import compat
 from jaxinf.command_line import UsageError
-from jaxinf.processes import Group
+from jaxinf.processes import Group, all_processes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.metrics import JsonLines, StepLine
@@ -57,7 +56,7 @@ class Processes:
         is_on_mesh: bool = False,
         is_sharded: bool = False,
     ) -> None:
-        self.group = group or Group("the trainer")
+        self.group = group or Group("train")
         self._is_on_mesh = is_on_mesh
         self._is_sharded = is_sharded
 
@@ -225,7 +224,7 @@ def start(config: TrainConfig) -> Processes:
         return Processes()
     connect(config.distributed)
     is_on_mesh = jax.device_count() > 1
-    group = Group("the trainer", compat.coordination(), "train", limit_s=_TIMEOUT_S)
+    group = all_processes("train", limit_s=_TIMEOUT_S)
     return Processes(group, is_on_mesh=is_on_mesh, is_sharded=config.fsdp)
 
 
