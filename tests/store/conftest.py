@@ -24,7 +24,7 @@ STATES = (
 )
 # More than one chunk, odd rows, one row, one element, none.
 SHAPES: dict[tuple[str, ...], tuple[int, ...]] = {
-    ("h0", "attn", "kernel"): (97, 129),
+    ("h0", "attn", "kernel"): (13, 129),
     ("h0", "attn", "bias"): (129,),
     ("embed/%", "0"): (3, 4096),
     ("scale",): (),

@@ -195,9 +195,9 @@ def test_refuses_a_damaged_document(read_changed, key, value, message):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("shape", [97, 130, 1], "shard counts"),
-        ("shape", [9700, 129], "9700 chunks, 97 CSDs"),
-        ("chunk_shape", [97], "chunk shape"),
+        ("shape", [13, 130, 1], "shard counts"),
+        ("shape", [9700, 129], "9700 chunks, 13 CSDs"),
+        ("chunk_shape", [13], "chunk shape"),
         ("chunk_shape", [0, 129], "a whole number >= 1"),
         ("csds", [], "chunks, 0 CSDs"),
         ("kernel", "k9", "no kernel 'k9'"),
@@ -222,7 +222,7 @@ def test_tree_difference_says_what_differs(manifest_of):
     theirs = dataclasses.replace(
         ours,
         leaves=(
-            dataclasses.replace(kernel, shape=(97, 128), dtype="bfloat16"),
+            dataclasses.replace(kernel, shape=(13, 128), dtype="bfloat16"),
             dataclasses.replace(bias, states=bias.states[:2]),
             *rest[1:],
             dataclasses.replace(rest[0], path=("new", "one")),
@@ -231,7 +231,7 @@ def test_tree_difference_says_what_differs(manifest_of):
     assert ours.tree_difference(theirs) == [
         "- leaf embed%2F%25/0: in the store only",
         "+ leaf new/one: not in the store",
-        "leaf h0/attn/kernel: shape (97, 129) in the store, (97, 128) given",
+        "leaf h0/attn/kernel: shape (13, 129) in the store, (13, 128) given",
         "leaf h0/attn/kernel: params float32 in the store, bfloat16 given",
         "leaf h0/attn/bias: states (params float32, mu bfloat16, count int32) in the "
         "store, (params float32, mu bfloat16) given",
@@ -268,7 +268,7 @@ def test_kernel_difference_shows_the_equations(manifest_of):
 
 def test_counts_and_names(manifest_of):
     manifest = manifest_of()
-    assert manifest.num_params == 97 * 129 + 129 + 3 * 4096 + 1
+    assert manifest.num_params == 13 * 129 + 129 + 3 * 4096 + 1
     assert manifest.state_names == ("params", "mu", "count")
     assert manifest_of(shapes={}).num_params == 0
     assert manifest_of(shapes={}).state_names == ("params",)
