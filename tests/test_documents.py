@@ -197,7 +197,10 @@ pair = {"prompt": "one", "response": "two"}
 said = [{"role": r, "content": c} for r, c in (("user", "one"), ("assistant", "two"))]
 for name, record in (("pairs.jsonl", pair), ("chat.jsonl", {"messages": said})):
     Path(name).write_text((json.dumps(record) + "\\n") * 50)
-word_level(Path("tokenizer"), ["one", "two"], "</s>", eos_token="</s>")
+form = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
+word_level(
+    Path("tokenizer"), ["one", "two"], "</s>", eos_token="</s>", chat_template=form
+)
 texts = pyarrow.table({"text": ["one two three"] * 50})
 pyarrow.parquet.write_table(texts, "wiki.parquet")
 for number in range(40):

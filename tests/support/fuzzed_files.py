@@ -371,11 +371,9 @@ def _weight_folder(config, num_files):
     task = getattr(config, "head", family.tasks[0])
     tensors = {}
     for path, leaf in _flat(abstract_params(config)[1]):
-        name = found.family.find(path)
-        shape = (
-            [leaf.shape[a] for a in np.argsort(name.axes)] if name.axes else leaf.shape
-        )
-        tensors[name.name] = np.ones(shape, np.float16)
+        name, axes = found.family.find(path)
+        shape = [leaf.shape[a] for a in np.argsort(axes)] if axes else leaf.shape
+        tensors[name] = np.ones(shape, np.float16)
     files = {"config.json": json.dumps(write_config(found, task, "float16")).encode()}
     if num_files == 1:
         return {**files, _FILE: save(tensors)}

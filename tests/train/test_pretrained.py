@@ -50,11 +50,11 @@ def write_folder(folder, config, dtype=ml_dtypes.bfloat16, num_files=2):
     task = getattr(config, "head", family.tasks[0])
     tensors = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = found.family.find(jax.tree_util.keystr(keys, simple=True, separator="/"))
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        name, axes = found.family.find(path)
         values = np.asarray(leaf).astype(dtype)
-        if name.axes:
-            values = values.transpose(np.argsort(name.axes))
-        tensors[name.name] = np.ascontiguousarray(values)
+        values = values.transpose(np.argsort(axes)) if axes else values
+        tensors[name] = np.ascontiguousarray(values)
     folder.mkdir()
     document = write_config(found, task, np.dtype(dtype).name) | {"eos_token_id": 3}
     (folder / "config.json").write_text(json.dumps(document))
