@@ -10,7 +10,7 @@ import numpy as np
 from jaxinf.csd.base import Csd, CsdBuffer, Extent, Rounding, ScalarInputs
 from jaxinf.kernels import initialise
 from jaxinf.layout import CodedSlot
-from jaxinf.program import InitKernel
+from jaxinf.program import Kernel
 from jaxinf.typing import Array
 
 _PIECE_ELEMENTS = 1 << 16
@@ -20,7 +20,7 @@ def initialise_states(
     csd: Csd,
     buffer: CsdBuffer,
     extents: Sequence[Extent],
-    kernel: InitKernel,
+    kernel: Kernel,
     params: Array,
     inputs: ScalarInputs,
     rounding: Rounding,

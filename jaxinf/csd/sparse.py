@@ -13,7 +13,7 @@ from jaxinf.compress import SparseGradient
 from jaxinf.csd.initial import slot_part
 from jaxinf.io import crc32c_combine
 from jaxinf.kernels import Passage
-from jaxinf.kernels.passage import stored_arrays
+from jaxinf.kernels.calls import stored_arrays
 from jaxinf.layout import CodedSlot
 from jaxinf.typing import Array
 

@@ -16,7 +16,6 @@ from jaxinf.errors import DeviceConfigurationError
 from jaxinf.layout import choose_grid
 from jaxinf.program import (
     Average,
-    InitKernel,
     InitProgram,
     Kernel,
     StateLayout,
@@ -62,7 +61,7 @@ class LeafDescription:
     dtype: str
     states: tuple[StateRecord, ...]
     kernel: Kernel
-    init_kernel: InitKernel
+    init_kernel: Kernel
     shard_counts: tuple[int, ...]
     gradients: tuple[GradientForm, ...] = ()
     holders: tuple[tuple[int, ...], ...] = ()

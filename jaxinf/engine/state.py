@@ -20,7 +20,7 @@ from jaxinf.engine.update_tasks import AT_ONCE
 from jaxinf.errors import StoreError
 from jaxinf.io import crc32c
 from jaxinf.layout import Chunk, gather, scatter, target_view
-from jaxinf.program import InitKernel
+from jaxinf.program import Kernel
 from jaxinf.store import (
     CommitRecord,
     Piece,
@@ -51,7 +51,7 @@ class FirstParams(NamedTuple):
 
 
 def initialise(
-    opened: OpenStore, kernels: Sequence[InitKernel], given: Sequence[FirstParams]
+    opened: OpenStore, kernels: Sequence[Kernel], given: Sequence[FirstParams]
 ) -> None:
     """Makes master params and initial states, which workers write; blocks.
 
@@ -67,7 +67,7 @@ def initialise(
 
 
 def _first_tasks(
-    opened: OpenStore, kernel: InitKernel, held: Sequence[FirstParams], place: int
+    opened: OpenStore, kernel: Kernel, held: Sequence[FirstParams], place: int
 ) -> Iterator[Task]:
     leaf, params, origin, _ = held[place]
     for layout in opened.layouts(leaf, origin, params.shape):

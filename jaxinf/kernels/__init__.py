@@ -4,7 +4,7 @@ Invariant: nothing here imports JAX or optax; a kernel is data that `jaxinf.prog
 extracted from an optimizer.
 """
 
-from jaxinf.kernels.calls import Call
+from jaxinf.kernels.calls import Call, Passage
 from jaxinf.kernels.card import (
     CardArgument,
     CardKernel,
@@ -15,7 +15,6 @@ from jaxinf.kernels.card import (
 from jaxinf.kernels.card_library import card_function, card_library
 from jaxinf.kernels.card_source import card_source
 from jaxinf.kernels.compiled import CompiledKernel, compiled, initialise
-from jaxinf.kernels.passage import Passage
 
 __all__ = [
     "Call",

@@ -1,6 +1,7 @@
 """A call of a kernel's machine code: its arguments in one piece of memory.
 
-Invariant: the layout is that of ``cpp/shell.hpp``.
+Invariant: the layout is that of ``cpp/shell.hpp``. What a passage asks for beside the
+update has the results of separate passes over the arrays, and is done in the same one.
 """
 
 import ctypes
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxinf.kernels.passage import Passage
 from jaxinf.layout import CodedSlot
 from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32, Array
 
@@ -36,6 +36,47 @@ _ARRAY = "PPiII4x"
 
 _PASSAGE = "PPPi4x"
 """``jaxinf::Passage``: given, sums, wanted, wants_params."""
+
+
+@dataclass(eq=False)
+class Passage:
+    """Requests to a kernel's run beside the update, and their results.
+
+    The stored arrays are the params, then the slots. A coded state has its codes, then
+    their scales or remainders.
+
+    Attributes:
+      given: ``(n,)`` params that replace the stored ones before the update, in their
+        dtype: float32, or the codes' dtype.
+      wants_params: whether float32 `out` receives the new params, not the update.
+      reads: for each stored array, whether its checksum before the update is requested;
+        empty for none.
+      writes: the same for the checksum after the update.
+      read: the CRC-32C of each array before the update, 0 if not requested; filled by
+        the run.
+      written: the same after the update.
+    """
+
+    given: Array | None = None
+    wants_params: bool = False
+    reads: Sequence[bool] = ()
+    writes: Sequence[bool] = ()
+    read: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+
+
+def stored_arrays(
+    params: Array | CodedSlot, slots: Sequence[Array | CodedSlot]
+) -> list[Array]:
+    result = []
+    for state in (params, *slots):
+        if not isinstance(state, CodedSlot):
+            result.append(state)
+            continue
+        result.append(state.codes)
+        if state.beside is not None:
+            result.append(state.beside)
+    return result
 
 
 class EntryPoint:

@@ -12,7 +12,7 @@ are arguments, so that one kernel serves all hyperparameters.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -234,14 +234,9 @@ def card_kernel(
     body, constants = _body_of(kernel)
     gradient, state = GRADIENTS[gradient_dtype.name], STATES[codec]
     parts = ["jaxinf", body, gradient, out, state, *(["topk"] if compressed else [])]
-    arguments = [
-        *_gradient(gradient_dtype.name, compressed),
-        *_states(kernel.slots, state),
-        *_estimates(kernel),
-        CardArgument("out", "pointer", RESULTS[out], True, "elements"),
-        CardArgument("status", "pointer", "uint32", True, "status"),
-        *_scalars(kernel, len(constants), compressed),
-    ]
+    arguments = _arguments(
+        kernel, gradient_dtype.name, out, state, len(constants), compressed
+    )
     return CardKernel(
         "_".join(parts), body, gradient, out, state, compressed, kernel.slots,
         tuple(arguments), constants,
@@ -272,50 +267,38 @@ def named_card_kernel(name: str) -> CardKernel:
     )
 
 
-def _gradient(dtype: str, compressed: bool) -> list[CardArgument]:
-    if not compressed:
-        return [CardArgument("gradient", "pointer", dtype, count="elements")]
-    return [
-        CardArgument("gradient", "pointer", dtype, count="selected"),
-        CardArgument("indices", "pointer", "int32", count="selected"),
-    ]
-
-
-def _states(slots: Sequence[str], state: str) -> list[CardArgument]:
-    arguments = _read_and_written("params", "float32", "elements")
-    for slot in slots:
-        arguments += _read_and_written(slot, _STATE_DTYPES[state], "elements")
+def _arguments(
+    kernel: Kernel,
+    gradient: str,
+    out: str,
+    state: str,
+    num_constants: int,
+    compressed: bool,
+) -> Iterator[CardArgument]:
+    """Yields pointers, then scalars."""
+    number: Count = "selected" if compressed else "elements"
+    yield CardArgument("gradient", "pointer", gradient, count=number)
+    if compressed:
+        yield CardArgument("indices", "pointer", "int32", count="selected")
+    states: list[tuple[str, str, Count]] = [("params", "float32", "elements")]
+    for slot in kernel.slots:
+        states.append((slot, _STATE_DTYPES[state], "elements"))
         if state == "int8":
-            arguments += _read_and_written(f"{slot}_scales", "float32", "blocks")
-    return arguments
-
-
-def _estimates(kernel: Kernel) -> list[CardArgument]:
-    if all(equation.op != "rsqrt" for equation in lower(kernel).equations):
-        return []
-    return [CardArgument("rsqrt_estimates", "pointer", "uint32", count="estimates")]
-
-
-def _read_and_written(name: str, dtype: str, count: Count) -> list[CardArgument]:
-    return [
-        CardArgument(f"{name}_in", "pointer", dtype, False, count),
-        CardArgument(f"{name}_out", "pointer", dtype, True, count),
-    ]
-
-
-def _scalars(
-    kernel: Kernel, num_constants: int, compressed: bool
-) -> list[CardArgument]:
+            states.append((f"{slot}_scales", "float32", "blocks"))
+    for name, dtype, count in states:
+        yield CardArgument(f"{name}_in", "pointer", dtype, False, count)
+        yield CardArgument(f"{name}_out", "pointer", dtype, True, count)
+    if any(equation.op == "rsqrt" for equation in lower(kernel).equations):
+        yield CardArgument("rsqrt_estimates", "pointer", "uint32", count="estimates")
+    yield CardArgument("out", "pointer", RESULTS[out], True, "elements")
+    yield CardArgument("status", "pointer", "uint32", True, "status")
     names = ["num_elements", *(["num_selected"] if compressed else [])]
-    names += ["rounding_key", "rounding_first"]
-    arguments = [CardArgument(name, "scalar", "uint32") for name in names]
-    arguments += [
-        CardArgument(f"c{i}", "scalar", "float32") for i in range(num_constants)
-    ]
+    words = [(name, "uint32") for name in (*names, "rounding_key", "rounding_first")]
+    words += [(f"c{i}", "float32") for i in range(num_constants)]
     for i, dtype in enumerate(kernel.scalar_dtypes):
-        type_ = "uint32" if dtype == np.bool_ else dtype.name
-        arguments.append(CardArgument(f"s{i}", "scalar", type_))
-    return arguments
+        words.append((f"s{i}", "uint32" if dtype == np.bool_ else dtype.name))
+    for name, dtype in words:
+        yield CardArgument(name, "scalar", dtype)
 
 
 def _body_of(kernel: Kernel) -> tuple[str, tuple[int, ...]]:

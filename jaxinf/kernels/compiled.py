@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxinf.errors import CsdError, UnsupportedTransformError
-from jaxinf.kernels.calls import Call, EntryPoint
+from jaxinf.kernels.calls import Call, EntryPoint, Passage
 from jaxinf.kernels.checking import check_arguments
 from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
 from jaxinf.kernels.lowering import lower
-from jaxinf.kernels.passage import Passage
 from jaxinf.layout import CodedSlot
 from jaxinf.native import libraries, toolchain
 from jaxinf.program.ir import Constant, Result
-from jaxinf.program.kernel import InitKernel, Kernel
+from jaxinf.program.kernel import Kernel
 from jaxinf.typing import Array
 
 
@@ -128,7 +127,7 @@ def compiled(kernel: Kernel) -> CompiledKernel:
 
 
 def initialise(
-    kernel: InitKernel,
+    kernel: Kernel,
     *,
     params: Array,
     slots: Sequence[Array],
@@ -149,7 +148,7 @@ def initialise(
         arithmetic, and not of literals, params and results of the prologue.
     """
     if kernel.equations:
-        compiled(kernel.as_update()).run(
+        compiled(kernel).run(
             gradient=np.zeros_like(params),
             params=params,
             slots=slots,

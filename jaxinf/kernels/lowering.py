@@ -58,7 +58,6 @@ class LoweredBody:
     """
 
     slots: tuple[str, ...]
-    num_scalars: int
     num_arrays: int
     equations: tuple[Equation, ...]
     update: Operand | None
@@ -87,7 +86,6 @@ def lower(kernel: Kernel) -> LoweredBody:
     final = None if update is None else fuser.output(update)
     return LoweredBody(
         slots=kernel.slots,
-        num_scalars=kernel.num_scalars,
         num_arrays=kernel.num_arrays,
         equations=tuple(fuser.equations),
         update=final,

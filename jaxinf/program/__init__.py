@@ -14,8 +14,8 @@ from jaxinf.program.average import (
     ema,
     parse_ema,
 )
-from jaxinf.program.init import InitProgram, LeafInit, trace_init
-from jaxinf.program.kernel import InitKernel, Kernel
+from jaxinf.program.init import InitProgram, trace_init
+from jaxinf.program.kernel import Kernel
 from jaxinf.program.on_device import (
     is_computable,
     joined_params,
@@ -26,7 +26,13 @@ from jaxinf.program.parts import LeafPart
 from jaxinf.program.passes import Passes
 from jaxinf.program.prologue import LeafInputs, key_data
 from jaxinf.program.recall import Recall
-from jaxinf.program.state import StateLayout, StateSlot, state_keys, state_layout
+from jaxinf.program.state import (
+    LeafKernel,
+    StateLayout,
+    StateSlot,
+    state_keys,
+    state_layout,
+)
 from jaxinf.program.tree import (
     LeafInfo,
     is_trained,
@@ -35,7 +41,7 @@ from jaxinf.program.tree import (
     path_name,
     trained,
 )
-from jaxinf.program.update import LeafUpdate, UpdateProgram, trace_update
+from jaxinf.program.update import UpdateProgram, trace_update
 from jaxinf.program.wrappers import (
     NonFinitePolicy,
     check_nonfinite,
@@ -46,14 +52,12 @@ from jaxinf.program.wrappers import (
 __all__ = [
     "Average",
     "AverageFormat",
-    "InitKernel",
     "InitProgram",
     "Kernel",
     "LeafInfo",
-    "LeafInit",
     "LeafInputs",
+    "LeafKernel",
     "LeafPart",
-    "LeafUpdate",
     "NonFinitePolicy",
     "Passes",
     "Recall",

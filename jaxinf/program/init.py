@@ -11,27 +11,18 @@ import optax
 
 from jaxinf.program.graph import build_graph
 from jaxinf.program.ir import Input
-from jaxinf.program.kernel import InitKernel
+from jaxinf.program.kernel import Kernel
 from jaxinf.program.prologue import LeafInputs, Prologue
 from jaxinf.program.split import BodyBuilder
 from jaxinf.program.state import (
+    LeafKernel,
     StateLayout,
-    StateSlot,
     as_transform,
     float32_avals,
     layout_of,
 )
-from jaxinf.program.tree import LeafInfo, leaf_infos
+from jaxinf.program.tree import leaf_infos
 from jaxinf.typing import FLOAT32, PyTree
-
-
-@dataclass(frozen=True)
-class LeafInit:
-    """The first state of one leaf."""
-
-    info: LeafInfo
-    slots: tuple[StateSlot, ...]
-    kernel: InitKernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +35,7 @@ class InitProgram:
     """
 
     layout: StateLayout
-    leaves: tuple[LeafInit, ...]
+    leaves: tuple[LeafKernel, ...]
     _prologue: Prologue = field(repr=False)
     _scalar_prologue: Prologue = field(repr=False)
 
@@ -84,21 +75,22 @@ def trace_init(
     layout = layout_of(state, avals)
     graph = build_graph(closed, [False] * len(infos))
     scalar_state = [graph.outputs[index] for index in layout.scalar_indices]
-    kernels: dict[InitKernel, InitKernel] = {}
+    kernels: dict[Kernel, Kernel] = {}
     leaves, builders = [], []
     for index, info in enumerate(infos):
         slots = layout.slots[index]
         builder = BodyBuilder(info, {graph.inputs[index]: Input("params", 0, FLOAT32)})
         values = [builder.operand(graph.outputs[slot.state_index]) for slot in slots]
-        kernel = InitKernel(
+        kernel = Kernel(
             slots=tuple(slot.name for slot in slots),
             slot_dtypes=tuple(slot.dtype for slot in slots),
             scalar_dtypes=builder.scalar_dtypes,
             array_dtypes=builder.array_dtypes,
             equations=tuple(builder.equations),
+            update=None,
             new_slots=tuple(values),
         )
-        leaves.append(LeafInit(info, slots, kernels.setdefault(kernel, kernel)))
+        leaves.append(LeafKernel(info, slots, kernels.setdefault(kernel, kernel)))
         builders.append(builder)
     return InitProgram(
         layout=layout,

@@ -15,14 +15,13 @@ from jaxinf.program.ir import (
     Operand,
     Result,
     describe_body,
-    inputs_of,
 )
 from jaxinf.typing import AVERAGE
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One leaf's update as straight-line code.
+    """One leaf's update, or its first state, as straight-line code.
 
     Attributes:
       slots: Names of the stored state, in order.
@@ -30,7 +29,8 @@ class Kernel:
       scalar_dtypes: Dtypes in which prologue scalars come (32-bit or bool).
       array_dtypes: Dtypes of the prologue's arrays, one element per leaf element.
       equations: The body.
-      update: optax's update `u` (float32); None where it is the literal zero.
+      update: optax's update `u` (float32); None where it is the literal zero,
+        and for a first state, which does not depend on the old one.
       new_slots: The slots' new values.
       reciprocals: For each scalar, whether XLA multiplies by its reciprocal instead of
         dividing by it. It does if the scalar is broadcast and has no other use in the
@@ -58,19 +58,9 @@ class Kernel:
         return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
     @property
-    def num_scalars(self) -> int:
-        """Number of prologue scalars that it reads."""
-        return len(self.scalar_dtypes)
-
-    @property
     def num_arrays(self) -> int:
         """Number of prologue arrays that it reads."""
         return len(self.array_dtypes)
-
-    @property
-    def reads_params(self) -> bool:
-        """Whether the body reads the master params (beside adding `u` to them)."""
-        return ("params", 0) in self._inputs
 
     @cached_property
     def unchanged(self) -> frozenset[str]:
@@ -99,40 +89,3 @@ class Kernel:
         # The average's equations come after all that the optimizer needs.
         last = max((v.index for _, v in outputs if isinstance(v, Result)), default=-1)
         return tuple(describe_body(self.equations[: last + 1], outputs))
-
-    @cached_property
-    def _inputs(self) -> set[tuple[str, int]]:
-        return inputs_of(self.equations, [self.update, *self.new_slots])
-
-
-@dataclass(frozen=True)
-class InitKernel:
-    """One leaf's first state, elementwise in its params; attributes as in `Kernel`."""
-
-    slots: tuple[str, ...]
-    slot_dtypes: tuple[np.dtype, ...]
-    scalar_dtypes: tuple[np.dtype, ...]
-    array_dtypes: tuple[np.dtype, ...]
-    equations: tuple[Equation, ...]
-    new_slots: tuple[Operand, ...]
-
-    def as_update(self) -> Kernel:
-        """The kernel that writes this state, whatever the old one, and no update."""
-        return Kernel(
-            slots=self.slots,
-            slot_dtypes=self.slot_dtypes,
-            scalar_dtypes=self.scalar_dtypes,
-            array_dtypes=self.array_dtypes,
-            equations=self.equations,
-            update=None,
-            new_slots=self.new_slots,
-        )
-
-    @property
-    def reads_params(self) -> bool:
-        """Whether the state depends on the params."""
-        return ("params", 0) in inputs_of(self.equations, self.new_slots)
-
-    def describe(self) -> list[str]:
-        """The program line by line, with every literal shown as ``#``."""
-        return describe_body(self.equations, list(zip(self.slots, self.new_slots)))  # noqa: B905

@@ -79,7 +79,7 @@ def kernel_function(
     update = None
     if kernel.update is not None:
         update = jnp.broadcast_to(value(kernel.update), shape)
-    flags = kernel.reciprocals or (False,) * kernel.num_scalars
+    flags = kernel.reciprocals or (False,) * len(scalars)
     kept = [s for s, flag in zip(scalars, flags, strict=True) if not flag]
     return update, new, kept
 

@@ -11,7 +11,7 @@ axes if its parts only take sums, maxima or minima of the gradient.
 """
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,7 +76,7 @@ class Passes:
     def num_passes(self) -> int:
         """Number of passes; with one no gradient waits."""
         stages = [self._known_at(value, leaf) for value, leaf in self._wanted]
-        ends = [self._as_number(value) - 1 for value in self._new_state]
+        ends = [self._flow.numbers[value] - 1 for value in self._new_state]
         return 1 + max([0, *stages, *ends])
 
     @cached_property
@@ -109,15 +109,6 @@ class Passes:
         """Returns the computation of the new scalar state, after the last pass."""
         known = self._known_before(self.num_passes)
         return self._combine(known, tuple(dict.fromkeys(self._new_state)), ())
-
-    @property
-    def scalars(self) -> Sequence[Sequence[Value]]:
-        """The scalars that each leaf's kernel takes, in order."""
-        return [leaf.scalars for leaf in self.prologue.leaves]
-
-    def arrays(self, leaf: int) -> Sequence[Value]:
-        """The arrays that a leaf's kernel takes, in order."""
-        return self.prologue.leaves[leaf].arrays
 
     # --- the flow ------------------------------------------------------------------
 
@@ -159,17 +150,13 @@ class Passes:
         """The first pass in which a leaf's part can have a value."""
         if self._owners.get(value, leaf) == leaf:
             return self._stages[value]
-        return self._as_number(value)
-
-    def _as_number(self, value: Value) -> int:
-        """The first pass in which all parts can have a value, as a number."""
         return self._flow.numbers[value]
 
     def _is_own(self, value: Value, leaf: int, number: int) -> bool:
         """Whether a leaf's part in a pass computes a value by itself."""
         if self._owners.get(value) != leaf:
             return False
-        return not is_one(value) or self._as_number(value) > number
+        return not is_one(value) or self._flow.numbers[value] > number
 
     @cached_property
     def _exports(self) -> Mapping[Value, tuple[int, int]]:
@@ -242,9 +229,39 @@ class Passes:
         scalars: Sequence[Value],
         arrays: Sequence[Value],
     ) -> LeafPart:
+        def is_own(value: Value) -> bool:
+            return value.node is None and value in self.owners
+
+        def is_given(value: Value) -> bool:
+            is_export = value in exports
+            return is_own(value) or (
+                not is_export and self._is_number(value, number, leaf)
+            )
+
+        given, nodes = self._needed((*exports, *scalars, *arrays), is_given)
+        own = tuple(value for value in given if is_own(value))
         outputs = [v for v in (*exports, *scalars, *arrays) if v.constant is None]
-        own: dict[Value, None] = {}
-        numbers: dict[Value, None] = {}
+        # Slices of the gradient, with leading axes kept, may be enough.
+        takes_slices = own == (self.gradients[leaf],) and all(
+            value in self._flow.gathered for value in outputs
+        )
+        return LeafPart(
+            leaf,
+            self.prologue.leaves[leaf].shape,
+            own,
+            tuple(value for value in given if not is_own(value)),
+            nodes,
+            tuple(exports),
+            tuple(dict.fromkeys(scalars)),
+            tuple(dict.fromkeys(arrays)),
+            leaf in self.sliced and takes_slices,
+        )
+
+    def _needed(
+        self, outputs: Sequence[Value], is_given: Callable[[Value], bool]
+    ) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
+        """Returns the given values that outputs follow from, and the computation."""
+        given: set[Value] = set()
         nodes: set[Node] = set()
         stack, seen = list(outputs), set[Value]()
         while stack:
@@ -252,25 +269,16 @@ class Passes:
             if value.constant is not None or value in seen:
                 continue
             seen.add(value)
-            if value.node is None and value in self.owners:
-                own[value] = None
-            elif value not in exports and self._is_number(value, number, leaf):
-                numbers[value] = None
+            if is_given(value):
+                given.add(value)
             else:
-                assert value.node is not None, "an input is a leaf's own or a number"
+                assert value.node is not None, "an input is given"
                 nodes.add(value.node)
                 stack += value.node.inputs
-        order = sorted(own, key=self._places.__getitem__)
-        return LeafPart(
-            leaf,
-            self.prologue.leaves[leaf].shape,
-            tuple(order),
-            tuple(sorted(numbers, key=self._places.__getitem__)),
-            tuple(sorted(nodes, key=lambda node: self._places[node.outputs[0]])),
-            tuple(exports),
-            tuple(dict.fromkeys(scalars)),
-            tuple(dict.fromkeys(arrays)),
-            leaf in self.sliced and self._takes_slices(leaf, order, outputs),
+        places = self._places
+        return (
+            tuple(sorted(given, key=places.__getitem__)),
+            tuple(sorted(nodes, key=lambda node: places[node.outputs[0]])),
         )
 
     @cached_property
@@ -289,14 +297,6 @@ class Passes:
         if value.node is None or value in self._flow.mixed:
             return True
         return value not in self._flow.spread and math.prod(value.shape) <= _FEW
-
-    def _takes_slices(
-        self, leaf: int, own: Sequence[Value], outputs: Sequence[Value]
-    ) -> bool:
-        """Whether slices of the gradient, with leading axes kept, are enough."""
-        return own == [self.gradients[leaf]] and all(
-            value in self._flow.gathered for value in outputs
-        )
 
     # --- combinations --------------------------------------------------------------
 
@@ -336,24 +336,8 @@ class Passes:
     def _combine(
         self, known: Set[Value], numbers: tuple[Value, ...], scalars: tuple[Value, ...]
     ) -> Combination:
-        outputs = [v for v in (*numbers, *scalars) if v.constant is None]
-        nodes: set[Node] = set()
-        inputs: dict[Value, None] = {}
-        stack, seen = list(outputs), set[Value]()
-        while stack:
-            value = stack.pop()
-            if value.constant is not None or value in seen:
-                continue
-            seen.add(value)
-            if value in known:
-                inputs[value] = None
-            else:
-                assert value.node is not None, "known before"
-                nodes.add(value.node)
-                stack += value.node.inputs
-        ordered = tuple(node for node in self.prologue.nodes if node in nodes)
-        order = sorted(inputs, key=self._places.__getitem__)
-        return Combination(tuple(order), ordered, numbers, scalars)
+        inputs, nodes = self._needed((*numbers, *scalars), known.__contains__)
+        return Combination(inputs, nodes, numbers, scalars)
 
     @property
     def _culprit(self) -> str:

@@ -17,6 +17,7 @@ import optax
 from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.average import AveragedState
+from jaxinf.program.kernel import Kernel
 from jaxinf.program.tree import LeafInfo, leaf_infos
 from jaxinf.program.wrappers import is_guarded, refuse_lookahead
 from jaxinf.typing import AVERAGE, FLOAT32, FLOAT_DTYPES, KeyPath, PyTree
@@ -38,6 +39,15 @@ class StateSlot:
     name: str
     dtype: np.dtype
     state_index: int
+
+
+@dataclass(frozen=True)
+class LeafKernel:
+    """One leaf: its description, its stored state, and its update or first state."""
+
+    info: LeafInfo
+    slots: tuple[StateSlot, ...]
+    kernel: Kernel
 
 
 @dataclass(frozen=True)

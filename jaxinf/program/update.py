@@ -34,23 +34,14 @@ from jaxinf.program.prologue import LeafInputs, Prologue
 from jaxinf.program.recall import Recall, find_recall, recall_all
 from jaxinf.program.split import BodyBuilder, is_elementwise, refusal, stored_culprit
 from jaxinf.program.state import (
+    LeafKernel,
     StateLayout,
-    StateSlot,
     as_transform,
     float32_avals,
     layout_of,
 )
 from jaxinf.program.tree import LeafInfo, leaf_infos
 from jaxinf.typing import AVERAGE, FLOAT32, PyTree
-
-
-@dataclass(frozen=True)
-class LeafUpdate:
-    """The update of one leaf: its description, its slots and its kernel."""
-
-    info: LeafInfo
-    slots: tuple[StateSlot, ...]
-    kernel: Kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +55,7 @@ class UpdateProgram:
       is_guarded: Whether the optimizer has a rule of its own for NaN; see `is_guarded`.
     """
 
-    leaves: tuple[LeafUpdate, ...]
+    leaves: tuple[LeafKernel, ...]
     num_scalar_state: int
     _extra_args: ExtraArgs = field(repr=False)
     _prologue: Prologue = field(repr=False)
@@ -233,7 +224,7 @@ def _divided(
     for index, info in enumerate(infos):
         kernel, builder = _leaf_kernel(parts, layout, index, info)
         kernel = kernels.setdefault(kernel, kernel)
-        leaves.append(LeafUpdate(info, layout.slots[index], kernel))
+        leaves.append(LeafKernel(info, layout.slots[index], kernel))
         builders.append(builder)
     return UpdateProgram(
         leaves=tuple(leaves),

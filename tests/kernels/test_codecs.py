@@ -260,6 +260,6 @@ def test_codes_are_for_float32():
             params=arrays[1],
             out=arrays[2],
             slots=[int8_slot(8), int8_slot(8)],
-            scalars=[np.float32(1)] * kernel.num_scalars,
+            scalars=[np.float32(1)] * len(kernel.scalar_dtypes),
             arrays=[],
         )

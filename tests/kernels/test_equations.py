@@ -98,7 +98,6 @@ def probe(body):
     results = [Result(i, e.dtype) for i, e in enumerate(body.equations)]
     return LoweredBody(
         slots=(*body.slots, *(f"result{i}" for i in range(len(results)))),
-        num_scalars=body.num_scalars,
         num_arrays=body.num_arrays,
         equations=body.equations,
         update=None,

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinf.io import crc32c
 from jaxinf.kernels import Passage, compiled
-from jaxinf.kernels.passage import stored_arrays
+from jaxinf.kernels.calls import stored_arrays
 from jaxinf.layout import CodedSlot
 from jaxinf.program import trace_update
 

@@ -19,11 +19,10 @@ import numpy as np
 import pytest
 
 from jaxinf.kernels import Passage
-from jaxinf.kernels.calls import EntryPoint, array_fields, scalar_word
+from jaxinf.kernels.calls import EntryPoint, array_fields, scalar_word, stored_arrays
 from jaxinf.kernels.compiled import CompiledKernel
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
-from jaxinf.kernels.passage import stored_arrays
 from jaxinf.kernels.standard import standard_kernels
 from jaxinf.layout import CodedSlot
 from jaxinf.native import libraries, toolchain

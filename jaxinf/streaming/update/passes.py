@@ -140,6 +140,7 @@ class PassRunner:
         """
         part, own = self.passes.part(self._number, leaf), dict[Value, Array]()
         arrays: tuple[Array, ...] = ()
+        wanted = self.passes.prologue.leaves[leaf]
         if part is not None:
             outputs = self._run(part, gradient, params)
             first, last = len(part.exports), len(part.exports) + len(part.scalars)
@@ -147,10 +148,10 @@ class PassRunner:
             found = [np.asarray(one) for one in outputs[first:]]
             own = dict(zip(part.scalars, found, strict=False))
             made = dict(zip(part.arrays, found[last - first :], strict=True))
-            arrays = tuple(made[value] for value in self.passes.arrays(leaf))
+            arrays = tuple(made[value] for value in wanted.arrays)
         scalars = [
             own[value] if value in own else self._kernel_scalars[value]
-            for value in self.passes.scalars[leaf]
+            for value in wanted.scalars
         ]
         if part is not None:
             return ScalarInputs(tuple(scalars), arrays)
