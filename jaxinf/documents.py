@@ -35,7 +35,11 @@ class DocumentError(ValueError):
 
 
 class Document(
-    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    gc=False,  # it is in no cycle, and a large store has thousands
 ):
     """A document of jaxinf's own, or an object in one; other keys are refused."""
 

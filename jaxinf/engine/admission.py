@@ -82,8 +82,9 @@ def check_format(options: StoreOptions, manifest: Manifest) -> None:
     path, wanted = options.path, options.state
     found = store_codecs(manifest)
     asked = replace(found, state=wanted if wanted in CODECS else "")
-    is_other = any(leaf != coded_leaf(leaf, asked) for leaf in manifest.leaves)
-    if wanted is not None and is_other:
+    if wanted is not None and any(
+        leaf != coded_leaf(leaf, asked) for leaf in manifest.leaves
+    ):
         raise StoreMismatchError(
             f"{path}: the store holds its state as {found.state or 'fp32'}, asked for "
             f"was state={wanted!r}; leave it out, or make a store of the other kind "
