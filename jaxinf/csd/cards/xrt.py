@@ -8,7 +8,7 @@ to 2025.2 (`jaxinf.csd.cards.releases`).
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ class XrtCard:
     def __init__(self, module: Any, device: str | int, xclbin: Path) -> None:
         self.name = str(device)
         self._module = module
-        self._xclbin_path = xclbin
+        self.xclbin = xclbin
         self._kernels: dict[str, XrtKernel] = {}
         self._lock = threading.Lock()
         try:
@@ -193,7 +193,7 @@ class XrtCard:
                 kernel = module.kernel(self._device, self._uuid, name)
         except (RuntimeError, ValueError) as error:
             raise CsdError(
-                f"card {self.name}: {self._xclbin_path} has no kernel {name}, only "
+                f"card {self.name}: {self.xclbin} has no kernel {name}, only "
                 f"{', '.join(self.kernel_names) or 'none'} ({error}); build one that "
                 f"has it: make -C hls hw KERNELS={name}"
             ) from error
@@ -229,21 +229,6 @@ class XrtCard:
 
     def part(self, buffer: XrtBuffer, offset_bytes: int, num_bytes: int) -> Any:
         return self._module.bo(buffer.bo, num_bytes, offset_bytes)
-
-    @property
-    def xclbin(self) -> Path:
-        return self._xclbin_path
-
-    def describe(self) -> Mapping[str, str]:
-        """Returns name and address for people to read, as the runtime gives them."""
-        found: dict[str, str] = {}
-        for key in ("name", "bdf"):
-            try:
-                info = getattr(self._module.xrt_info_device, key)
-                found[key] = str(self._device.get_info(info))
-            except (AttributeError, RuntimeError):  # older releases lack it
-                continue
-        return found
 
 
 _OPEN: dict[str | int, XrtCard] = {}
