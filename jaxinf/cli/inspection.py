@@ -50,9 +50,9 @@ from jaxinf.store import (
     StateRecord,
     StepReader,
     StoreDirectory,
+    csd_bytes,
     find_leaf,
     list_checkpoints,
-    stored_bytes,
 )
 from jaxinf.terminal import format_bytes, make_console, printable
 
@@ -144,19 +144,15 @@ def _describe_leaf(directory: StoreDirectory, leaf: LeafRecord) -> dict[str, Any
 
 
 def _describe_drives(directory: StoreDirectory) -> list[dict[str, Any]]:
-    num_chunks, chunk_bytes = Counter[int](), Counter[int]()
-    for leaf, chunks in zip(directory.manifest.leaves, directory.chunks, strict=True):
-        for csd, chunk in zip(leaf.csds, chunks, strict=True):
-            num_chunks[csd] += len(leaf.states)
-            chunk_bytes[csd] += sum(stored_bytes(chunk, one) for one in leaf.states)
+    num_chunks = Counter(leaf.csds[chunk] for _, leaf, _, chunk in directory.held())
     drives = []
-    for csd in range(directory.num_csds):
+    for csd, chunk_bytes in enumerate(csd_bytes(directory.manifest)):
         usage = shutil.disk_usage(directory.csd_directory(csd))
         drives.append(
             {
                 "root": (directory.manifest.csds or (str(directory.path),))[csd],
                 "num_chunks": num_chunks[csd],
-                "chunk_bytes": chunk_bytes[csd],
+                "chunk_bytes": chunk_bytes,
                 "free_bytes": usage.free,
                 "total_bytes": usage.total,
             }
@@ -205,15 +201,13 @@ def _find_writer(store: Path) -> Holder | None:
 
 def _is_held(locks: str, file: os.stat_result, pid: int) -> bool:
     device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
-    for line in locks.splitlines():
-        words = line.split()
+    for words in map(str.split, locks.splitlines()):
         if len(words) < 6 or words[1] != "FLOCK":
             continue
         lock_device, _, inode = words[5].rpartition(":")
-        if inode != str(file.st_ino):
-            continue
         # On some file systems (btrfs) this device differs from that of stat.
-        if lock_device == device or words[4] == str(pid):
+        is_of_it = lock_device == device or words[4] == str(pid)
+        if is_of_it and inode == str(file.st_ino):
             return True
     return False
 

@@ -39,10 +39,15 @@ def over_members(path: Path, action: Callable[[str], bool], *, as_json: bool) ->
     """
     path = path.expanduser().absolute()
     console = make_console(sys.stderr if as_json else sys.stdout)
-    found = [_look_at(place) for place in find_members(path)]
-    members = [one for one in found if isinstance(one, StoreDirectory)]
+    members: list[StoreDirectory] = []
+    refused: list[StoreFormatError] = []  # a drive is gone
+    for place in find_members(path):
+        try:
+            members.append(look_at_store(place))
+        except StoreFormatError as error:
+            refused.append(error)
     if not members:
-        raise next(one for one in found if isinstance(one, StoreFormatError))
+        raise refused[0]
     missing = missing_members(members)
     console.print(title_of(agreed_of(members), len(members) + len(missing)))
     are_well = []
@@ -53,20 +58,11 @@ def over_members(path: Path, action: Callable[[str], bool], *, as_json: bool) ->
         console.print(f"process {number}: cannot be seen from here")
         for line in lost_chunks(members[0].manifest, number):
             console.print(printable(f"  {line}"))
-    for one in found:
-        if isinstance(one, StoreFormatError):
-            console.print(printable(f"  {one}"))
+    for error in refused:
+        console.print(printable(f"  {error}"))
     if missing:
         return 2
     return 0 if all(are_well) else 1
-
-
-def _look_at(place: Path) -> StoreDirectory | StoreFormatError:
-    """Opens a member for reading; returns the error of one that a drive is gone of."""
-    try:
-        return look_at_store(place)
-    except StoreFormatError as error:
-        return error
 
 
 def title_of(step: StepId | None, count: int) -> str:

@@ -120,14 +120,11 @@ class _Copy:
                 source = export_source(url, self.memory)
             else:
                 named = [Path(root) for root in layout.csd_roots]
-                source = stack.enter_context(
-                    store_source(
-                        old,
-                        holds=is_same,
-                        named=named,
-                        checkpoints=is_same or self.checkpoints,
-                    )
+                along = is_same or self.checkpoints
+                opened = store_source(
+                    old, holds=is_same, named=named, checkpoints=along
                 )
+                source = stack.enter_context(opened)
             progress = stack.enter_context(show_progress(f"copying to {new}"))
             done = copy_step(source, new, layout, progress)
         _print_copied(new, done)
