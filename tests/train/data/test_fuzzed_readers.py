@@ -3,7 +3,7 @@
 import pytest
 from reader_fuzzing import READERS, Readers
 
-CASES, LONG = range(60), range(60, 2000)
+CASES, LONG = range(30), range(30, 2000)
 
 
 @pytest.fixture(scope="module")
