@@ -271,13 +271,16 @@ def _update_graph(
 
 def _update_leaves(updates: PyTree, treedef: Any, avals: Sequence[Any]) -> list[Any]:
     """Returns the updates as float32 in the leaves' shapes; zero if there is none."""
+
+    def of(leaf: Any, aval: Any) -> Any:
+        if leaf is None:
+            return jnp.zeros(aval.shape, FLOAT32)
+        if (jnp.shape(leaf), jnp.result_type(leaf)) == (aval.shape, FLOAT32):
+            return leaf
+        return jnp.broadcast_to(jnp.asarray(leaf).astype(FLOAT32), aval.shape)
+
     flat = treedef.flatten_up_to(updates)
-    return [
-        jnp.zeros(aval.shape, FLOAT32)
-        if leaf is None
-        else jnp.broadcast_to(jnp.asarray(leaf).astype(FLOAT32), aval.shape)
-        for leaf, aval in zip(flat, avals, strict=True)
-    ]
+    return [of(leaf, aval) for leaf, aval in zip(flat, avals, strict=True)]
 
 
 def _state_leaves(state: PyTree, layout: StateLayout) -> list[jax.Array]:

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxinf.documents import MOST_BYTES
@@ -23,10 +24,14 @@ from jaxinf.io.failures import translated
 from jaxinf.layout import Chunk
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
-from jaxinf.store.directory import SLOTS, StoreDirectory, other_slot
+from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
 from jaxinf.store.owners import check_owners, check_places, make_csds
 from jaxinf.store.space import check_free_space, stored_bytes
-from jaxinf.store.stock_documents import create_documents, document_names
+from jaxinf.store.stock_documents import (
+    create_documents,
+    document_names,
+    make_folder,
+)
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -88,11 +93,14 @@ def create_store(directory: StoreDirectory) -> None:
         directory.manifest.write(directory.path / "jaxinf.json")
         make_csds(directory)
         timestamp_ns = time.time_ns()
-        for slot in SLOTS:
-            create_documents(
-                directory.step_path(slot), directory.manifest, timestamp_ns
-            )
+
+        def make(slot: Slot) -> None:
+            step = directory.step_path(slot)
+            create_documents(step, directory.manifest, timestamp_ns)
             make_chunks(directory, slot)
+
+        with ThreadPoolExecutor(len(SLOTS)) as threads:  # their calls of the system
+            list(threads.map(make, SLOTS))
     directory.sync()
     fsync_directory(directory.path)
 
@@ -198,9 +206,8 @@ def make_chunks(directory: StoreDirectory, place: str) -> None:
     """Makes chunk files of a step, with room, and their names, where there are none."""
     made: set[str] = set()
     for layout, state, paths in _chunks(directory, place):
-        for folder in {os.path.dirname(path) for path in paths} - made:
-            os.makedirs(folder, exist_ok=True)
-            made.add(folder)
+        for path in paths:
+            make_folder(os.path.dirname(path), made)
         file, *links = paths
         if not os.path.lexists(file):
             directory.allocate(file, layout, state)

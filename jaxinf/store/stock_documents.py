@@ -138,12 +138,26 @@ def create_documents(
     is_item: bool = False,
 ) -> None:
     """Writes `step_documents` into a directory, with links to an item if it is one."""
+    made: set[str] = set()
     for name, content in step_documents(manifest, timestamp_ns, carry, is_item=is_item):
-        os.makedirs(os.path.dirname(f"{step}/{name}"), exist_ok=True)
+        make_folder(os.path.dirname(f"{step}/{name}"), made)
         with open(f"{step}/{name}", "wb", buffering=0) as document:
             document.write(content)
     if is_item:
         make_orbax_item(step, manifest, carry)
+
+
+def make_folder(folder: str, made: set[str]) -> None:
+    """Makes a directory and those above it, but for those that are `made`."""
+    if folder not in made:
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            pass
+        except FileNotFoundError:
+            make_folder(os.path.dirname(folder), made)
+            os.mkdir(folder)
+        made.add(folder)
 
 
 @cache
