@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from jaxinf.csd import Extent
 from jaxinf.io import page_ceil
 from jaxinf.layout import Subgroup
-from jaxinf.store import ERROR_FEEDBACK, LeafRecord, dtype_of
+from jaxinf.store import ERROR_FEEDBACK, LeafRecord, StateRecord, dtype_of
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,30 @@ class SubgroupLayout:
     @classmethod
     def of(cls, subgroup: Subgroup, leaf: LeafRecord) -> "SubgroupLayout":
         """Places the states one after another, each on a new page."""
-        extents, offset_bytes = [], 0
-        for state in leaf.states:
-            dtype = dtype_of(state.dtype)
-            extents.append(
-                Extent(
-                    dtype=dtype,
-                    num_elements=state.num_elements(subgroup.num_elements),
-                    file_offset_bytes=state.num_elements(subgroup.offset_elements)
-                    * dtype.itemsize,
-                    buffer_offset_bytes=offset_bytes,
-                    codec=state.codec,
-                )
+        own = subgroup.offset_elements, subgroup.num_elements
+        return cls(subgroup, *_placed(leaf.states, *own))
+
+
+@lru_cache(maxsize=1 << 14)  # most leaves of a large store are alike
+def _placed(
+    states: tuple[StateRecord, ...], offset_elements: int, num_elements: int
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Extent, ...]]:
+    """Returns names, slots and extents of a subgroup."""
+    extents, offset_bytes = [], 0
+    for state in states:
+        dtype = dtype_of(state.dtype)
+        extents.append(
+            Extent(
+                dtype=dtype,
+                num_elements=state.num_elements(num_elements),
+                file_offset_bytes=state.num_elements(offset_elements) * dtype.itemsize,
+                buffer_offset_bytes=offset_bytes,
+                codec=state.codec,
             )
-            offset_bytes += page_ceil(extents[-1].num_bytes)
-        names = tuple(s.name for s in leaf.states)
-        return cls(subgroup, names, tuple(s.slot for s in leaf.states), tuple(extents))
+        )
+        offset_bytes += page_ceil(extents[-1].num_bytes)
+    names = tuple(state.name for state in states)
+    return names, tuple(state.slot for state in states), tuple(extents)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -19,6 +19,7 @@ from jaxinf.layout.grid import (
     Chunk,
     LeafGrid,
     covers,
+    shared_grid,
 )
 from jaxinf.layout.portions import Portion, box_runs, portion_shape, portions
 from jaxinf.layout.runs import gather, scatter, target_view
@@ -53,6 +54,7 @@ __all__ = [
     "scale_chunks",
     "scales_length",
     "scatter",
+    "shared_grid",
     "subgroups",
     "target_view",
 ]

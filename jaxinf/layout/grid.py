@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 CHUNK_ALIGNMENT_ELEMENTS = 4096
 """A chunk of this many elements is page-aligned in every dtype down to 8 bits."""
@@ -117,7 +118,12 @@ class LeafGrid:
 
     def chunks(self) -> list[Chunk]:
         """Returns all chunks, in C order of their grid index."""
-        return [self.chunk(i) for i in itertools.product(*map(range, self.grid_shape))]
+        return list(self._chunks)
+
+    @cached_property
+    def _chunks(self) -> tuple[Chunk, ...]:
+        places = itertools.product(*map(range, self.grid_shape))
+        return tuple(map(self.chunk, places))
 
     def chunk(self, index: tuple[int, ...]) -> Chunk:
         """Returns the chunk at an index inside the grid."""
@@ -130,6 +136,10 @@ class LeafGrid:
         )
         stored_elements = math.prod(self.chunk_shape)
         return Chunk(index, start, extent, math.prod(extent), stored_elements)
+
+
+shared_grid = lru_cache(maxsize=1 << 12)(LeafGrid)
+"""Makes a `LeafGrid`; most leaves of a large store have the same one."""
 
 
 def covers(

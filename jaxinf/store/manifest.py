@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from jaxinf.documents import Document, one_of, shown
 from jaxinf.errors import StoreFormatError
-from jaxinf.layout import LeafGrid, scales_length
+from jaxinf.layout import LeafGrid, scales_length, shared_grid
 from jaxinf.store.contents import (
     BESIDE,
     CODECS,
@@ -160,7 +160,7 @@ class LeafRecord(LeafContents):
     @cached_property
     def grid(self) -> LeafGrid:
         """The chunk grid."""
-        return LeafGrid(shape=self.shape, chunk_shape=self.chunk_shape)
+        return shared_grid(self.shape, self.chunk_shape)
 
     def array_grid(self, state: StateRecord) -> tuple[Sequence[int], Sequence[int]]:
         """Returns shape and chunk shape of a state's array."""
