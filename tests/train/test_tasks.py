@@ -22,6 +22,7 @@ from small_pictures import write_pictures
 import jaxinf
 from jaxinf.store.documents import seal
 from jaxinf.train.__main__ import main
+from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batches
 from jaxinf.train.step import loss_of, weight_of_part
 
@@ -262,7 +263,7 @@ def test_a_part_of_which_no_token_is_learned_weighs_nothing():
     graphdef, params = split(make_model(config, rngs=nnx.Rngs(0)))
     tokens = jnp.ones((2, 8), jnp.int32)
     part = {"tokens": tokens, "targets": tokens, "weights": jnp.zeros((2, 8))}
-    step = jax.jit(jax.value_and_grad(loss_of(graphdef, is_part=True)))
+    step = jax.jit(jax.value_and_grad(loss_of(TrainConfig(micro_batches=2), graphdef)))
     loss, gradients = step(params, part)
     assert loss == weight_of_part(part) == 0
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))
