@@ -196,9 +196,10 @@ def _dialogues(
     learn_all: bool,
     is_apart: bool,
 ) -> Iterator[tuple[Encoded, ...]]:
-    pairs = [(e.where, *e.texts) for e in group if not e.messages]
-    sources = tokenizer.encode([one[:2] for one in pairs], is_whole=True, most=most)
-    answers = tokenizer.encode([one[::2] for one in pairs], is_whole=is_apart)
+    prompts = [(e.where, e.texts[0]) for e in group if not e.messages]
+    responses = [(e.where, e.texts[1]) for e in group if not e.messages]
+    sources = tokenizer.encode(prompts, is_whole=True, most=most)
+    answers = tokenizer.encode(responses, is_whole=is_apart)
     both = zip(sources, answers, strict=True)
     for example in group:
         where = example.where
