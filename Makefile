@@ -59,8 +59,9 @@ train: $(if $(wildcard $(VENV)/installed),$(VENV)/installed,$(VENV)/package)  ##
 big: $(VENV)/installed  ## GPT-2 XL under a limit of 2 GiB: trained, killed, resumed (44 GB)
 	$(BIN)/python scripts/big.py --store runs/big
 
+# Workers wait for drives and other processes a quarter of the time.
 test: $(VENV)/installed  ## the test suite, on the installed package
-	$(BIN)/pytest -n auto --dist loadfile -m 'not faults and not hls and not cards and not long' \
+	$(BIN)/pytest -n $(shell expr $$(nproc) \* 3 / 2) --dist loadfile -m 'not faults and not hls and not cards and not long' \
 	  --ignore tests/models --ignore tests/faults --ignore tests/distributed --ignore tests/object_store --ignore tests/accelerators tests
 
 test-long: $(VENV)/installed  ## tests that take over a second, more members of families
