@@ -8,6 +8,7 @@ digests: plotly's, and the one that draws.
 import base64
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import cycle
@@ -16,13 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxinf.cli.run_logs import Columns, Logs, read_logs
+from jaxinf.cli.run_logs import Columns, Logs, Span, phase_rows, read_logs
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.io import write_bytes_atomically
 from jaxinf.terminal import format_bytes
 
 _MOST_RUNS = 16
+_MOST_SPANS = 6000
+_MOST_TRACKS = 40
 _MIB = float(1 << 20)
 _INK = "#777777"  # 4.5:1 on white, and on black
 _GRID = "rgba(128,128,128,0.25)"
@@ -94,6 +97,10 @@ def _page(runs: Mapping[str, Logs], figures: Sequence[_Figure], plotly_js: str) 
             f'<p>The figure needs a script.</p></noscript><div id="figure-{number}" '
             f'class="plotly-graph-div"></div></section>'
         )
+    head = ["phase", "of a step", "programs busy", "drives read", "drives write"]
+    head += ["link", "memory: least / mean / most"]
+    for name, logs in runs.items():
+        parts.append(_table(f"Phases of traced steps: {name}", head, phase_rows(logs)))
     names = dict.fromkeys(key for logs in runs.values() for key in logs.settings)
     settings = [[k, *(r.settings.get(k, "") for r in runs.values())] for k in names]
     settings.sort(key=lambda row: len(set(row[1:])) == 1)  # first where runs differ
@@ -222,6 +229,66 @@ def _figures_of_run(logs: Logs) -> Iterator[_Figure]:
         if traces and group == "phases":
             traces += _line(logs.columns, "step_s", "step", _INK, unit, "dot")
         yield _Figure(title, text, traces, _layout("step", unit))
+    text = "By thread, drive and device; drag to zoom in, click twice to see all."
+    if len(logs.spans) > _MOST_SPANS:
+        text += f" The {_MOST_SPANS:,} longest of {len(logs.spans):,} are drawn."
+    spans = sorted(logs.spans, key=lambda span: -span.took_ms)[:_MOST_SPANS]
+    yield _Figure("Timeline", text, *_timeline(spans))
+    for title, prefix in (
+        ("Bytes on their way to and from drives", "bytes on their way"),
+        ("Memory in these steps", "memory"),
+    ):
+        traces = []
+        for name, points in logs.counters.items():
+            if not name.startswith(prefix):
+                continue
+            thinned = points[:: max(1, len(points) // _MOST_SPANS)]
+            times = np.array([at for at, _ in thinned])
+            for part in [*dict.fromkeys(key for _, v in thinned for key in v)][:8]:
+                values = np.array([v.get(part, np.nan) for _, v in thinned])
+                label = f"{name.partition(': ')[2]} {part}".strip()
+                columns = {"step": times, label: values}
+                colour = _RUNS[len(traces) % len(_RUNS)]
+                traces += _line(columns, label, label, colour, "MiB")
+        for trace in traces:
+            trace["line"]["shape"] = "hv"
+        yield _Figure(title, "Of the traced steps.", traces[:40], _layout("ms", "MiB"))
+
+
+def _timeline(spans: Sequence[Span]) -> tuple[list[Any], dict[str, Any]]:
+    tracks = sorted({span.track for span in spans})[:_MOST_TRACKS]
+    rows = {track: row for row, track in enumerate(tracks)}
+    by_phase: defaultdict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.track in rows:
+            by_phase[span.phase].append(span)
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": escape(phase),
+            "y": [rows[span.track] for span in found],
+            "base": [span.began_ms for span in found],
+            "x": [span.took_ms for span in found],
+            "text": [escape(span.name) for span in found],
+            "textposition": "none",
+            "hovertemplate": "%{text}<br>%{base:.6g} ms, %{x:.4g} ms<extra></extra>",
+            "marker": {"color": _PHASES.get(phase, _INK), "line": {"width": 0}},
+            "width": 0.8,
+        }
+        for phase, found in sorted(by_phase.items())
+    ]
+    layout = _layout("ms", "")
+    layout |= {"barmode": "overlay", "bargap": 0, "height": 200 + 22 * len(rows)}
+    layout["hovermode"] = "closest"
+    shown = (track.partition(": ")[2] for track in rows)
+    layout["yaxis"] |= {
+        "tickvals": [*rows.values()],
+        "ticktext": [escape(t if len(t) < 26 else "…" + t[-25:]) for t in shown],
+        "autorange": "reversed",
+        "tickfont": {"size": 10},
+    }
+    return traces, layout
 
 
 def _line(
