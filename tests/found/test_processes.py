@@ -10,7 +10,7 @@ from processes import running
 TRAINER = ("-m", "jaxinf.train")
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16}
 GPT2 |= {"n_positions": 16, "vocab_size": 256}
-OWN = {"learning-rate": "0.5", "seed": "1", "weight-decay": "0.5"}
+OWN = {"learning-rate": "0.5", "seed": "1"}
 
 
 def words(place):
