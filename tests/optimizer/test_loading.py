@@ -14,7 +14,7 @@ import jaxinf
 from jaxinf.errors import StaleStateError, StoreMismatchError
 from jaxinf.typing import DeferredArray
 
-pytestmark = pytest.mark.optimized("long")
+pytestmark = pytest.mark.optimized
 
 PARAMS = {
     "w": jnp.linspace(-1.0, 1.0, 96 * 64).reshape(96, 64),

@@ -24,7 +24,7 @@ from jaxinf.errors import (
 )
 from jaxinf.store import StoreDirectory, verify_step
 
-pytestmark = pytest.mark.optimized("long")
+pytestmark = pytest.mark.optimized
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = {"a": (300, 1025), "b": (), "c": (5,), "d": (4096, 3), "e": (40, 3, 77)}

@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 
 import jaxinf
 
-pytestmark = pytest.mark.optimized("long")
+pytestmark = pytest.mark.optimized
 
 OPTIMIZERS = {
     "adam": lambda: optax.adam(1e-2),

@@ -10,7 +10,7 @@ import pytest
 
 import jaxinf
 
-pytestmark = pytest.mark.optimized("long")
+pytestmark = pytest.mark.optimized
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 5000), "b": jnp.ones(3)}
 GRADIENTS = jax.tree.map(jnp.sin, PARAMS)
