@@ -22,6 +22,8 @@ used here                   where it may break, and the effect
 ``global_state``            of ``jax._src.distributed``: the client of the coordination
                             service, its barriers and keys, the text of a time-out. Not
                             there: stores of several processes are refused when opened
+``runtime_tokens``          of ``jax._src``. Not there: a program that a store's error
+                            ends prints it once more for each of JAX's exit functions
 ``trace_state_clean``       of ``jax._src``. Not there: a streamed step in an eager
                             ``jax.grad`` or ``jax.vmap`` runs if its batch is known
 logger of callbacks         moves with JAX's modules. Moved: JAX's traceback is printed
@@ -124,6 +126,7 @@ from jaxinf.compat.meshes import (
 from jaxinf.compat.processes import (
     Coordination,
     coordination,
+    forget_failed_tokens,
     has_backend,
 )
 from jaxinf.compat.tracing import (
@@ -178,6 +181,7 @@ __all__ = [
     "coordination",
     "cpu_client_threads",
     "deterministic_options",
+    "forget_failed_tokens",
     "has_backend",
     "has_buffer_callback",
     "has_explicit_axes_only",

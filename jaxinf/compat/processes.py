@@ -15,6 +15,11 @@ except ImportError:
     backends_are_initialized = None
 
 try:
+    from jax._src.dispatch import runtime_tokens as _tokens
+except ImportError:
+    _tokens = None
+
+try:
     from jax._src.distributed import global_state as _distributed
 except ImportError:
     _distributed = None
@@ -92,3 +97,12 @@ def coordination() -> Coordination | None:
 def has_backend() -> bool:
     """Whether this process has used JAX; True if JAX does not tell."""
     return backends_are_initialized is None or backends_are_initialized()
+
+
+def forget_failed_tokens() -> None:
+    """Keeps JAX from raising once more at the exit what a computation has raised."""
+    if _tokens is not None and has_backend():
+        try:
+            jax.effects_barrier()
+        except jax.errors.JaxRuntimeError:
+            _tokens.clear()

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jaxinf import compat
 from jaxinf.csd import CsdSpec
 from jaxinf.engine.committed_state import CommittedState
 from jaxinf.engine.dispatched import check_thread, wait_for_dispatched
@@ -512,6 +513,8 @@ def _close_all() -> None:
             path = held.training.options.path
             _LOG.error("%s: stopped by %s: %s", path, type(error).__name__, error)
             fail_at_exit()
+        if held.training.failure is not None:
+            compat.forget_failed_tokens()
 
 
 def _forget_all() -> None:
