@@ -48,11 +48,11 @@ def emulate(host: float, device: float, link: float) -> None:
       link: Bytes a second of each way.
     """
     cores, up, kernels, down = (Server() for _ in range(4))
-    update = HostCsd.update
+    compute = HostCsd.update
 
-    def on_host(self: HostCsd, buffer: Any, given: Any) -> Any:
-        outcome = update(self, buffer, given)
-        wait(cores, given.extents[0].num_elements, host)
+    def on_host(self: HostCsd, buffer: Any, update: Any) -> Any:
+        outcome = compute(self, buffer, update)
+        wait(cores, update.extents[0].num_elements, host)
         return outcome
 
     class Emulated(DeviceUpdater):
