@@ -1,6 +1,7 @@
 """Runs in several processes, each program once."""
 
 import functools
+import os
 
 import pytest
 from processes import PROGRAM, run_alone
@@ -8,12 +9,15 @@ from processes import PROGRAM, run_alone
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory):
-    """Runs a program in one process; the same arguments run once."""
+    """Runs a program in one process; the same arguments run once, compiled as now."""
 
     @functools.cache
-    def run(*arguments, num_devices=2, program=PROGRAM):
+    def run_once(flags, *arguments, num_devices=2, program=PROGRAM):
         store = tmp_path_factory.mktemp("alone") / "store"
         options = {"num_devices": num_devices, "program": program}
         return run_alone(store, *arguments, **options)
+
+    def run(*arguments, **options):
+        return run_once(os.environ.get("XLA_FLAGS"), *arguments, **options)
 
     return run

@@ -71,7 +71,8 @@ def test_all_stop_after_the_step_in_which_one_gets_a_signal(small, tmp_path, mod
     assert sums[-1]["loss"] == own[1][-1]["loss"]
     for number in (0, 1):
         held = read_run(logs / f"process-0000{number}" / "config.toml")
-        assert (held.process_id, held.num_processes) == (number, 2)
+        launch = held.distributed
+        assert (launch.process_id, launch.num_processes) == (number, 2)
         assert (held.store, held.log_dir) == (tmp_path / "store", logs)
     run_file = logs / "process-00000" / "config.toml"
     again = trained(tmp_path, "again", "--config", run_file, "--steps", last + 2)
@@ -179,12 +180,15 @@ def test_elastic_runs_have_the_losses_of_one(small, tmp_path, mode):
 @pytest.mark.parametrize("layout", [(), ("--fsdp",)], ids=["replicated", "fsdp"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_bytes_are_those_that_were_planned(small, tmp_path, layout, count, capsys):
-    words = ("plan", *small, *layout, "--processes", count, "--json")
+    run = f"host:1,{count},0"
+    words = ("plan", *small, *layout, "--distributed", run, "--json")
     assert cli([str(word) for word in words]) == 0
     planned = json.loads(capsys.readouterr().out)["step"]
     store = ("--store", tmp_path / "store", "--steps", 4)
     trained(tmp_path, "run", *small, *layout, *store, count=count)
     logs = [tmp_path / "run" / "logs" / f"process-0000{n}" for n in range(count)]
     found = [lines(one / "metrics.jsonl")[-1] for one in logs]
-    assert planned["read_bytes"] == max(one["drive_read_bytes"] for one in found)
-    assert planned["written_bytes"] == max(one["drive_write_bytes"] for one in found)
+    assert planned["drive_read_bytes"] == max(one["drive_read_bytes"] for one in found)
+    assert planned["drive_write_bytes"] == max(
+        one["drive_write_bytes"] for one in found
+    )

@@ -190,9 +190,9 @@ OPTIONS = {
 }
 NAMES = ("jaxinf.json", "slots", "current", "commit.json")
 # One of so many names that a snapshot makes and removes is visited.
-ONE_IN = {
-    name: 10 if LONG else 1000 for name in ("pinned", "kept", "replaced", "carried")
-}
+ONE_IN: dict[str, int] = dict.fromkeys(
+    ["pinned", "kept", "replaced", "carried"], 10 if LONG else 1000
+)
 
 
 # Each script on one drive or on three CSDs; `JAXINF_FAULTS=long` has both of all.
