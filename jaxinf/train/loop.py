@@ -242,6 +242,7 @@ class _Run:
         )
         self._num_skipped = backend.num_skipped(self._state)
         self._num_updates = backend.committed_step(self._state)
+        self._num_kept_updates = -1  # at the last checkpoint
         self._learning_rate = learning_rates(config)
         self._data = data
         self._open_logs()
@@ -368,9 +369,12 @@ class _Run:
 
     def _keep(self) -> None:
         assert self._backend.store is not None, "check refuses it in memory"
+        if self._num_updates == self._num_kept_updates:
+            return  # all batches since then were skipped
         self._timer.forget()
         name = self._backend.store.checkpoint(state=self._state)
         self._console.print(f"step {self.step}: checkpoint {name}")
+        self._num_kept_updates = self._num_updates
 
     def _keep_best(self, loss: float) -> None:
         if self._backend.store is not None:
