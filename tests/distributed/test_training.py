@@ -83,6 +83,29 @@ def test_another_run_goes_on_also_with_clocks_days_apart(alone, tmp_path):
                 assert late - early > 170_000
 
 
+def test_what_a_step_carries_is_that_of_one_run_after_kills(alone, tmp_path):
+    words = ("--layout", "mixed", "--carry")
+    expected = alone("--steps", 6, *words)
+    arguments = (tmp_path / "store", *words, "--steps", 6)
+    for victim, kill in ((1, "flip:2:before"), (0, "record:2:after")):
+        own = {victim: ["--kill", kill]}
+        with running(tmp_path, *arguments, own=own) as processes:
+            assert processes.all[victim].wait(120) == -9, processes
+            processes.kill()
+    with running(tmp_path, *arguments) as processes:
+        assert processes.wait() == [0, 0], processes
+        for output in processes.outputs():
+            assert _carried(output) == _carried(expected)
+            assert _state(output) == _state(expected)
+
+
+def _carried(output):
+    words = r"^carried (\S+) (\S+) in memory (\S+)"
+    stored, row, memory = re.search(words, output, re.M).groups()
+    assert stored == memory
+    return stored, row
+
+
 def _state(output):
     return re.search(r"^state (\w+)", output, re.M).group(1)
 

@@ -214,3 +214,11 @@ def test_the_refusal_of_lamb_names_stream(open_store):
     with pytest.raises(jaxinf.UnsupportedTransformError) as found:
         tx.init(PARAMS)
     assert "jaxinf.stream" in str(found.value)
+
+
+@pytest.mark.xfail(strict=True, reason="both slots are made before the first step")
+def test_init_of_many_leaves_makes_files_of_one_slot_alone(open_store, place):
+    params = {f"leaf{number}": jnp.ones(3) for number in range(40)}
+    jaxinf.smart_update(optax.adam(1e-2), open_store()).init(params)
+    chunks = [path for path in place.rglob("c/*") if path.is_file()]
+    assert len(chunks) == 3 * len(params)

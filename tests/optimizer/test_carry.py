@@ -75,6 +75,16 @@ def damages(path):
     return [damage for step in steps for damage in verify_step(directory, step)]
 
 
+def test_a_store_on_several_drives_has_it_once(place):
+    drives = [place / "one", place / "two"]
+    for drive in drives:
+        drive.mkdir()
+    train(place / "s", [1, 2, 3], csds=drives)
+    assert not [file for drive in drives for file in drive.rglob("carry*")]
+    same(carried(place / "s", csds=drives), 3)
+    assert not damages(place / "s")
+
+
 @pytest.mark.parametrize("durability", ["step", 3])
 def test_it_is_that_of_the_last_step(place, durability):
     train(place / "s", [1, 2, 3, 4], durability=durability)

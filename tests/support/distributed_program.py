@@ -71,6 +71,7 @@ def parsed(arguments):
     parser.add_argument("--limit", type=float, default=group.LIMIT_S)
     parser.add_argument("--checkpoint-at", type=int)
     parser.add_argument("--print-sums", action="store_true")
+    parser.add_argument("--carry", action="store_true", help="a mean of the losses")
     parser.add_argument("--kill", help="POINT:NUMBER:before or after")
     parser.add_argument("--hang", help="POINT:NUMBER")
     parser.add_argument("--fail", help="STEP:CALL:PATH: EIO from then on")
@@ -210,12 +211,23 @@ def main(arguments):
         params = store.params(like=params)
     init = tx.init if given.init == "eager" else jax.jit(tx.init)
     state = init(params)
+    seen = None
+    if given.carry:
+        rows = on(mesh, P("d"), np.zeros(mesh.size, np.float32))
+        seen = {"mean": jnp.zeros(()), "key": jax.random.key(0), "rows": rows}
+    if given.carry and int(state.step):
+        seen = store.carried(like=seen)
 
     @jax.jit
-    def step(params, state, batch):
+    def step(params, state, batch, seen):
         loss, grads = jax.value_and_grad(loss_of)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        if seen is not None:
+            key = jax.random.split(seen["key"])[0]
+            share = jax.random.uniform(key)
+            mean = share * seen["mean"] + (1 - share) * loss
+            seen = {"mean": mean, "key": key, "rows": seen["rows"] + mean}
+        updates, state = tx.update(grads, state, params, carry=seen)
+        return optax.apply_updates(params, updates), state, loss, seen
 
     first = int(state.step)
     print(f"at {first}", flush=True)
@@ -229,7 +241,7 @@ def main(arguments):
         if given.fail and number == int(given.fail.split(":")[0]):
             break_drive(*given.fail.split(":")[1:])
         batch = batch_of(mesh, number, dtype)
-        params, state, loss = step(params, state, batch)
+        params, state, loss, seen = step(params, state, batch, seen)
         if given.fail:
             jax.block_until_ready(state)
         bits = np.asarray(loss, np.float32).view(np.uint32)
@@ -241,6 +253,11 @@ def main(arguments):
         took_s = (time.monotonic() - began_s) / (last - first - 2)
         print(f"step_s {took_s:.4f}", flush=True)
     print(f"state {digest(store)}", flush=True)
+    if given.carry:
+        found = store.carried(like=seen)
+        row = float(found["rows"].addressable_shards[0].data[0])
+        words = [float(x["mean"]).hex() for x in (found, seen)]
+        print(f"carried {words[0]} {row.hex()} in memory {words[1]}", flush=True)
     for leaf in store._manifest.leaves if given.print_sums else ():
         for one in leaf.states:
             whole = store.read(one.name, leaf.name).astype(np.float64)
