@@ -12,9 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from jaxinf.cli.committed import open_directory
 from jaxinf.cli.exchange import Export, Import
-from jaxinf.cli.members import is_run
 from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.terminal import make_table
 from jaxinf.command_line import UsageError
@@ -25,8 +23,10 @@ from jaxinf.store import (
     find_checkpoint,
     hold_members,
     hold_store,
+    is_run,
     list_checkpoints,
     list_whole,
+    look_at_store,
     remove_checkpoint,
     remove_whole,
     restore_checkpoint,
@@ -51,7 +51,7 @@ class _Save:
         if is_run(store):
             print(save_whole(store, self.name))
             return
-        directory = open_directory(store)
+        directory = look_at_store(store)
         made = save_checkpoint(directory, self.name)
         print(directory.path / "checkpoints" / made)
 
@@ -67,7 +67,7 @@ class _List:
         if is_run(store):
             found = list_whole(store)
         else:
-            found = list_checkpoints(open_directory(store))
+            found = list_checkpoints(look_at_store(store))
         if self.json:
             print(json.dumps([asdict(info) for info in found], indent=1))
             return
@@ -98,7 +98,7 @@ class _Remove:
         if is_run(store):
             remove_whole(store, self.names)
         else:
-            directory = open_directory(store)
+            directory = look_at_store(store)
             for name in self.names:  # none is removed if one does not exist
                 check_checkpoint(directory, name)
             for name in self.names:

@@ -27,7 +27,7 @@ from jaxinf.cli.processes import TogetherOptions, over_processes
 from jaxinf.cli.stores import Store
 from jaxinf.command_line import UsageError, parse
 from jaxinf.errors import JaxinfError
-from jaxinf.store import left_by_copy
+from jaxinf.store import is_run, left_by_copy
 from jaxinf.terminal import make_console, printable
 from jaxinf.train.__main__ import main as train
 
@@ -46,7 +46,7 @@ class _OfProcesses(TogetherOptions):
             return over_processes(
                 Path(store), action, self, as_json=as_json, timeout_s=limit_s
             )
-        if members.is_run(Path(store)):
+        if is_run(Path(store)):
             return members.over_members(Path(store), action, as_json=as_json)
         return _SUCCESS if action(store) else _FAILURE
 

@@ -4,17 +4,14 @@ Invariant: a store keeps its committed step until an import is checked and compl
 export appears only when it is complete.
 """
 
-import contextlib
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from jaxinf.cli.committed import open_committed, open_directory
-from jaxinf.cli.members import is_run
+from jaxinf.cli.committed import say_warning
 from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
@@ -24,7 +21,6 @@ from jaxinf.exchange import (
     DEFAULT_MEMORY_BYTES,
     ImportReport,
     ObjectStore,
-    StepFiles,
     Transit,
     export_adapters,
     export_huggingface,
@@ -36,7 +32,7 @@ from jaxinf.exchange import (
     kept_tokenizer,
     tokenizer_files,
 )
-from jaxinf.store import Manifest, find_checkpoint, find_members, whole_step
+from jaxinf.store import WholeStep, find_members, is_run, store_source
 from jaxinf.terminal import format_bytes, make_console
 
 _MAX_SHOWN = 8
@@ -105,13 +101,14 @@ class Export:
     def run(self, store: Path) -> None:
         """Exports, and prints the path and content of the export."""
         where = self._checked()
-        with _step_of(store, self.checkpoint) as found:
-            if steps := found.commit.steps_without_params:
+        with store_source(store, self.checkpoint) as source:
+            step, number = source.step, source.step.commit.step
+            say_warning(store, step)
+            if steps := step.commit.steps_without_params:
                 make_console(sys.stderr).print(
                     f"warning: {store}: the last {steps} updates were given no params, "
                     "so the exported ones were not compared with the program's"
                 )
-            step, number = replace(found, average=self.average), found.commit.step
             owner = next(iter(find_members(store)), store)
             with show_progress(f"step {number} to {where}") as progress:
                 transit = Transit(self.memory, progress, max_file_bytes=self.max_file)
@@ -139,9 +136,9 @@ class Export:
             )
         return str(path)
 
-    def _write(self, step: StepFiles, where: str, owner: Path, transit: Transit) -> str:
+    def _write(self, step: WholeStep, where: str, owner: Path, transit: Transit) -> str:
         """Writes the export; returns what it has."""
-        destination, dtype = Path(where), self.dtype
+        destination, given = Path(where), {"average": self.average, "transit": transit}
         like = self.like and self.like.expanduser().absolute()
         if self.format == "zarr":
             done = export_url(step, where, beside=files_beside(owner), transit=transit)
@@ -150,13 +147,13 @@ class Export:
                 f"{done.num_kept} chunks were there already"
             )
         if self.adapters:
-            export_adapters(step, destination, dtype=dtype, transit=transit)
+            export_adapters(step, destination, dtype=self.dtype, **given)
         elif self.format == "huggingface":
-            given = {"dtype": dtype, "like": like, "transit": transit}
             kept = tokenizer_files(weights=like) if like else kept_tokenizer(owner)
-            export_huggingface(step, destination, beside=kept, **given)
+            given |= {"dtype": self.dtype, "like": like, "beside": kept}
+            export_huggingface(step, destination, **given)
         else:
-            export_safetensors(step, destination, transit)
+            export_safetensors(step, destination, **given)
         files = [file for file in destination.rglob("*") if file.is_file()]
         return format_bytes(sum(file.stat().st_size for file in files))
 
@@ -199,26 +196,6 @@ class Import:
         with show_progress(f"{source} to {store}") as progress:
             report = import_params(source, store, progress=progress, **given)
         _print_report(store, report)
-
-
-@contextlib.contextmanager
-def _step_of(store: Path, checkpoint: str | None) -> Iterator[StepFiles]:
-    """Yields a checkpoint's files, or those of the committed step, pinned."""
-    if is_run(store):
-        with whole_step(store, checkpoint) as whole:
-            step = StepFiles(whole.path, whole.manifest, places=whole.places)
-            yield replace(step, record=whole.commit)
-        return
-    if checkpoint is not None:
-        directory = open_directory(store)
-        find_checkpoint(directory, checkpoint)
-        path = directory.step_path(f"checkpoints/{checkpoint}")
-        held = Manifest.read(path / "jaxinf.json")
-        # A checkpoint's own manifest may list earlier CSDs; its chunks are on today's.
-        yield StepFiles(path, replace(held, csds=directory.manifest.csds))
-        return
-    with open_committed(store) as committed:
-        yield StepFiles(committed.path, committed.manifest)
 
 
 def _print_report(store: Path, report: ImportReport) -> None:

@@ -37,7 +37,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from jaxinf.cli.committed import CommittedStep, open_committed
+from jaxinf.cli.committed import open_committed
 from jaxinf.cli.terminal import facts_table, heading, make_table
 from jaxinf.documents import DocumentError, decode
 from jaxinf.errors import StoreError
@@ -50,6 +50,7 @@ from jaxinf.store import (
     StateRecord,
     StepReader,
     StoreDirectory,
+    WholeStep,
     csd_bytes,
     find_leaf,
     list_checkpoints,
@@ -62,8 +63,15 @@ _LOCK_BYTES = 1 << 20
 def run(store: str, *, leaf: str | None, as_json: bool) -> bool:
     """Prints what a store has, or a summary of one leaf; True, as it is well."""
     path = Path(store).expanduser().absolute()
-    with open_committed(path) as step:
-        document = _describe_store(step) if leaf is None else _describe_one(step, leaf)
+    with open_committed(path) as (directory, step):
+        document = {
+            **_describe_step(directory, step),
+            **(
+                _describe_store(directory)
+                if leaf is None
+                else _describe_one(directory, step, leaf)
+            ),
+        }
     if as_json:
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
@@ -75,17 +83,15 @@ def run(store: str, *, leaf: str | None, as_json: bool) -> bool:
 # --- the document --------------------------------------------------------------------
 
 
-def _describe_store(step: CommittedStep) -> dict[str, Any]:
-    directory, manifest = step.directory, step.manifest
-    leaves = [_describe_leaf(directory, leaf) for leaf in manifest.leaves]
+def _describe_store(directory: StoreDirectory) -> dict[str, Any]:
+    leaves = [_describe_leaf(directory, leaf) for leaf in directory.manifest.leaves]
     state_bytes: Counter[str] = Counter()
     for leaf in leaves:
         for state in leaf["states"]:
             state_bytes[state["name"]] += state["num_bytes"]
     writer = _find_writer(directory.path)
     return {
-        **_describe_step(step),
-        "num_params": manifest.num_params,
+        "num_params": directory.manifest.num_params,
         "leaves": leaves,
         "state_bytes": state_bytes,
         "disk_bytes": _disk_bytes(directory),
@@ -95,24 +101,22 @@ def _describe_store(step: CommittedStep) -> dict[str, Any]:
     }
 
 
-def _describe_one(step: CommittedStep, name: str) -> dict[str, Any]:
+def _describe_one(
+    directory: StoreDirectory, step: WholeStep, name: str
+) -> dict[str, Any]:
     leaf = find_leaf(step.manifest, MASTER_PARAMS, name)
-    with StepReader(step.path, step.commit, directory=step.directory) as reader:
+    with step.reader() as reader:
         found = {s.name: summary_of(reader, leaf, s) for s in leaf.states}
-    return {
-        **_describe_step(step),
-        "leaf": _describe_leaf(step.directory, leaf),
-        "statistics": found,
-    }
+    return {"leaf": _describe_leaf(directory, leaf), "statistics": found}
 
 
-def _describe_step(step: CommittedStep) -> dict[str, Any]:
+def _describe_step(directory: StoreDirectory, step: WholeStep) -> dict[str, Any]:
     return {
-        "store": str(step.directory.path),
+        "store": str(directory.path),
         "store_id": step.manifest.store_id,
         "created_by": dict(step.manifest.created_by),
-        "pinned": not step.warnings,
-        "warnings": step.warnings,
+        "pinned": not step.warning,
+        "warnings": [step.warning] if step.warning else [],
         "step": step.commit.step,
         "committed_at": step.commit.committed_at,
         "skipped_steps": step.commit.skipped_steps,

@@ -20,12 +20,6 @@ from jaxinf.store import (
 from jaxinf.terminal import make_console, printable
 
 
-def is_run(path: Path) -> bool:
-    """Whether a path has the members of a run, and is not a store itself."""
-    path = path.expanduser()
-    return not (path / "jaxinf.json").exists() and bool(find_members(path))
-
-
 def over_members(path: Path, action: Callable[[str], bool], *, as_json: bool) -> int:
     """Does something for each member that can be seen; returns the exit status.
 

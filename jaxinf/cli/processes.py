@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxinf.cli.members import is_run, lost_chunks, over_members, title_of
+from jaxinf.cli.members import lost_chunks, over_members, title_of
 from jaxinf.command_line import UsageError
 from jaxinf.engine.member_opening import join_run
 from jaxinf.errors import JaxinfError, ProcessError, StoreFormatError
@@ -28,6 +28,7 @@ from jaxinf.store import (
     StoreDirectory,
     agreed_step,
     held_steps,
+    is_run,
     look_at_store,
     member_name,
 )

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from jaxinf.cli.committed import CommittedStep, open_committed
+from jaxinf.cli.committed import open_committed
 from jaxinf.cli.terminal import show_progress
 from jaxinf.store import (
     SLOTS,
     Damage,
+    StoreDirectory,
+    WholeStep,
     checkpoint_names,
     find_checkpoint,
     link_damages,
@@ -43,23 +45,23 @@ def run(store: str, *, name: str | None, as_json: bool) -> bool:
     """
     path = Path(store).expanduser().absolute()
     reports: _Reports = []
-    with open_committed(path) as step:
+    with open_committed(path) as (directory, step):
         seen: dict[tuple[int, int], int] = {}
-        for title, place in _steps(step, name):
+        for title, place in _steps(directory, step, name):
             with show_progress(title) as progress:
-                damages = verify_step(step.directory, place, progress, seen=seen)
+                damages = verify_step(directory, place, progress, seen=seen)
             if place.exists():  # a run may have removed a checkpoint meanwhile
                 reports.append((title, damages))
             elif name is not None:
-                find_checkpoint(step.directory, name)
+                find_checkpoint(directory, name)
         if name is None:
             add = [
-                *_slot_links(step),
-                *stray_checkpoints(step.directory),
-                *plan_damages(step.directory.path),
+                *_slot_links(directory),
+                *stray_checkpoints(directory),
+                *plan_damages(directory.path),
             ]
             reports[0][1].extend(d for d in add if d not in reports[0][1])
-        num_bytes = step_bytes(step.directory)
+        num_bytes = step_bytes(directory)
     if as_json:
         print(json.dumps(_document(path, reports, num_bytes), indent=1))
     else:
@@ -67,26 +69,28 @@ def run(store: str, *, name: str | None, as_json: bool) -> bool:
     return not any(damages for _, damages in reports)
 
 
-def _steps(step: CommittedStep, name: str | None) -> Sequence[tuple[str, Path]]:
-    root = step.directory.path / "checkpoints"
+def _steps(
+    directory: StoreDirectory, step: WholeStep, name: str | None
+) -> Sequence[tuple[str, Path]]:
+    root = directory.path / "checkpoints"
     if name is not None:
-        find_checkpoint(step.directory, name)
+        find_checkpoint(directory, name)
         return [(f"checkpoint {name}", root / name)]
-    names = checkpoint_names(step.directory)
+    names = checkpoint_names(directory)
     kept = [(f"checkpoint {kept}", root / kept) for kept in names]
     return [(f"step {step.commit.step}, committed", step.path), *kept]
 
 
-def _slot_links(step: CommittedStep) -> Sequence[Damage]:
+def _slot_links(directory: StoreDirectory) -> Sequence[Damage]:
     """Returns damaged links of the slots, since a snapshot has links of its own.
 
     What is gone of the spare slot is made again when the store is opened.
     """
-    committed = step.directory.committed_slot()
+    committed = directory.committed_slot()
     return [
         damage
         for slot in SLOTS
-        for damage in link_damages(step.directory, slot)
+        for damage in link_damages(directory, slot)
         if slot == committed or os.path.lexists(damage.file)
     ]
 

@@ -14,15 +14,14 @@ from jaxinf.exchange.huggingface_config import (
 from jaxinf.exchange.huggingface_export import export_adapters, export_huggingface
 from jaxinf.exchange.huggingface_source import HuggingFaceFolder
 from jaxinf.exchange.object_store import ObjectStore, is_url
-from jaxinf.exchange.safetensors_files import export_safetensors
-from jaxinf.exchange.step_files import (
+from jaxinf.exchange.params import (
     DEFAULT_FILE_BYTES,
     DEFAULT_MEMORY_BYTES,
     LORA_A,
     LORA_B,
-    StepFiles,
     Transit,
 )
+from jaxinf.exchange.safetensors_files import export_safetensors
 from jaxinf.exchange.store_import import ImportReport, import_params
 from jaxinf.exchange.tokenizer_files import (
     keep_tokenizer,
@@ -30,10 +29,7 @@ from jaxinf.exchange.tokenizer_files import (
     tokenizer_files,
 )
 from jaxinf.exchange.url_export import (
-    UrlExport,
-    carried_files,
     check_exports,
-    copy_chunks,
     export_url,
     export_url_at,
     files_beside,
@@ -50,12 +46,8 @@ __all__ = [
     "HuggingFaceFolder",
     "ImportReport",
     "ObjectStore",
-    "StepFiles",
     "Transit",
-    "UrlExport",
-    "carried_files",
     "check_exports",
-    "copy_chunks",
     "export_adapters",
     "export_huggingface",
     "export_safetensors",

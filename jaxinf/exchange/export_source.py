@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxinf.errors import ExchangeError, StoreCorruptError
 from jaxinf.exchange.object_store import ObjectStore
-from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES
+from jaxinf.exchange.params import DEFAULT_MEMORY_BYTES
 from jaxinf.exchange.url_export import (
     BEGUN,
     MANIFEST,

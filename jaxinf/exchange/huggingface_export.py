@@ -4,7 +4,7 @@ Invariant: import and export use the same table of names and axes, so that an im
   checkpoint is exported to the bit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,20 +14,27 @@ from jaxinf.errors import ExchangeError
 from jaxinf.exchange.huggingface_config import Architecture, write_config
 from jaxinf.exchange.huggingface_families import FAMILIES
 from jaxinf.exchange.huggingface_source import HuggingFaceFolder
+from jaxinf.exchange.params import (
+    ParamArray,
+    Transit,
+    adapter_alpha,
+    adapters,
+    param_arrays,
+    said_architecture,
+)
 from jaxinf.exchange.safetensors_files import Tensor, write_tensors
-from jaxinf.exchange.step_files import StepFiles, Transit, adapters, param_arrays
-from jaxinf.store import dtype_of
+from jaxinf.store import WholeStep, dtype_of
 
-_ADAPTERS_NAME = "adapter_model.safetensors"
 _CLASS_HEADS = ("score/kernel", "classifier/kernel", "head/classifier/kernel")
 _PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 _PEFT_TASKS |= {"classification": "SEQ_CLS"}
 
 
 def export_huggingface(
-    step: StepFiles,
+    step: WholeStep,
     destination: Path,
     *,
+    average: bool = False,
     dtype: str | None = None,
     like: Path | None = None,
     beside: Mapping[str, bytes] | None = None,
@@ -44,6 +51,7 @@ def export_huggingface(
     Args:
       step: the step to export.
       destination: a directory that does not exist yet.
+      average: whether the params' average is written in their place.
       dtype: dtype of the tensors: float32, bfloat16 or float16, rounded to nearest
         even; by default that of the params on the JAX device.
       like: a folder of a model with these params, by default the commit says it.
@@ -55,17 +63,19 @@ def export_huggingface(
         than that model.
       FileExistsError, ValueError, StoreError: as for `export_safetensors`.
     """
+    params = param_arrays(step, average=average)
     architecture, task = (
-        _architecture(step) if like is None else _architecture_like(step, like)
+        _architecture(step) if like is None else _architecture_like(params, like)
     )
-    tensors = _tensors(step, architecture, dtype)
+    tensors = _tensors(params, architecture, dtype)
     config = write_config(architecture, task, tensors[0].dtype.name)
     files = {**(beside or {}), "config.json": config}
     write_tensors(destination, tensors, {"format": "pt"}, files, transit)
 
 
-def _architecture(step: StepFiles) -> tuple[Architecture, str]:
-    said = step.architecture
+def _architecture(step: WholeStep) -> tuple[Architecture, str]:
+    """Returns the model that the commit says, and its head's task."""
+    said = said_architecture(step)
     if said.get("model") not in FAMILIES:
         raise ExchangeError(
             f"{step.path}: expected a step of jaxinf.train, whose commit says which "
@@ -80,31 +90,33 @@ def _architecture(step: StepFiles) -> tuple[Architecture, str]:
     return Architecture(model, fields, kind, extra), str(said.get("task"))
 
 
-def _architecture_like(step: StepFiles, folder: Path) -> tuple[Architecture, str]:
-    """Returns the model of a folder, if a step has its params, and its head's task."""
+def _architecture_like(
+    params: Sequence[ParamArray], folder: Path
+) -> tuple[Architecture, str]:
+    """Returns the model of a folder, if these are its params, and its head's task."""
     found = HuggingFaceFolder.read(folder)
-    architecture, family = found.architecture, found.architecture.family
-    params = param_arrays(step)
-    shapes = {"/".join(param.leaf.path): tuple(param.leaf.shape) for param in params}
-    _tensors(step, architecture, None)  # refuses other leaves
+    architecture = found.architecture
+    _tensors(params, architecture, None)  # refuses other leaves
+    shapes = {param.path: tuple(param.leaf.shape) for param in params}
     found.leaves(shapes, np.dtype(np.float32), compares=False)
     heads = [shapes[head] for head in _CLASS_HEADS if head in shapes]
     if not heads:
-        return architecture, next(t for t in family.classes if t != "classification")
+        classes = architecture.family.classes
+        return architecture, next(task for task in classes if task != "classification")
     fields = {**architecture.fields, "num_labels": heads[0][1]}
     return replace(architecture, fields=fields), "classification"
 
 
 def _tensors(
-    step: StepFiles, architecture: Architecture, dtype: str | None
+    params: Sequence[ParamArray], architecture: Architecture, dtype: str | None
 ) -> list[Tensor]:
     tensors = []
-    for param in param_arrays(step):
+    for param in params:
         try:
-            name, axes = architecture.family.find("/".join(param.leaf.path))
+            name, axes = architecture.family.find(param.path)
         except KeyError as error:
             raise ExchangeError(
-                f"{step.path}: leaf {param.leaf.name} is none of a "
+                f"{param.step.path}: leaf {param.leaf.name} is none of a "
                 f"{architecture.model}'s, which the commit says this is"
             ) from error
         held = dtype_of(dtype or param.leaf.dtype)
@@ -114,9 +126,10 @@ def _tensors(
 
 
 def export_adapters(
-    step: StepFiles,
+    step: WholeStep,
     destination: Path,
     *,
+    average: bool = False,
     dtype: str | None = None,
     transit: Transit | None = None,
 ) -> None:
@@ -128,14 +141,14 @@ def export_adapters(
     Args:
       step: the step to export, of ``jaxinf.train --lora``.
       destination: a directory that does not exist yet.
-      dtype, transit: as for `export_huggingface`.
+      average, dtype, transit: as for `export_huggingface`.
 
     Raises:
       ExchangeError: the step has no adapters, or as for `export_huggingface`.
       FileExistsError, ValueError, StoreError: as for `export_huggingface`.
     """
     architecture, task = _architecture(step)
-    parts = adapters(step)
+    parts = adapters(step, average=average)
     if not parts:
         raise ExchangeError(
             f"{step.path}: expected a step of jaxinf.train --lora, found no adapters "
@@ -150,11 +163,9 @@ def export_adapters(
             held = dtype_of(dtype or param.leaf.dtype)
             tensors.append(Tensor(f"{layers[-1]}.{theirs}.weight", param, held, (1, 0)))
     heads = family.heads if task == "classification" else ()
-    whole = [
-        tensor
-        for tensor in _tensors(step, architecture, dtype)
-        if "/".join(tensor.param.leaf.path).startswith(heads)
-    ]
+    params = param_arrays(step, average=average)
+    heads_params = [param for param in params if param.path.startswith(heads)]
+    whole = _tensors(heads_params, architecture, dtype)
     payload = step.commit.payload
     base = payload.get("base") if isinstance(payload, Mapping) else None
     config = {
@@ -163,7 +174,7 @@ def export_adapters(
         "task_type": None if architecture.model == "vit" else _PEFT_TASKS.get(task),
         "base_model_name_or_path": base if isinstance(base, str) else None,
         "r": rank,
-        "lora_alpha": step.adapter_alpha,
+        "lora_alpha": adapter_alpha(step),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": not family.transposed,
@@ -174,11 +185,13 @@ def export_adapters(
     tensors = [
         replace(t, name=f"base_model.model.{t.name}") for t in (*tensors, *whole)
     ]
-    whole_file = replace(transit or Transit(), max_file_bytes=1 << 62)
-    beside = {"adapter_config.json": config}
-    metadata = {"format": "pt"}
     write_tensors(
-        destination, tensors, metadata, beside, whole_file, file_name=_ADAPTERS_NAME
+        destination,
+        tensors,
+        {"format": "pt"},
+        {"adapter_config.json": config},
+        replace(transit or Transit(), max_file_bytes=1 << 62),
+        file_name="adapter_model.safetensors",
     )
 
 

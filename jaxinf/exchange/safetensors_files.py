@@ -24,8 +24,8 @@ import safetensors
 
 from jaxinf.documents import encode, pattern, shown
 from jaxinf.errors import ExchangeError, StoreError
+from jaxinf.exchange.params import ParamArray, Transit, param_arrays
 from jaxinf.exchange.sources import Blocks, SourceArray, within
-from jaxinf.exchange.step_files import ParamArray, StepFiles, Transit, param_arrays
 from jaxinf.io import (
     check_regular,
     fsync_directory,
@@ -34,7 +34,7 @@ from jaxinf.io import (
 )
 from jaxinf.io.failures import translated
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid, box_runs, portions
-from jaxinf.store import check_free_space, dtype_of, read_foreign
+from jaxinf.store import WholeStep, check_free_space, dtype_of, read_foreign
 from jaxinf.typing import JsonValue
 
 WEIGHTS_NAME = "model.safetensors"
@@ -183,7 +183,11 @@ class Tensor:
 
 
 def export_safetensors(
-    step: StepFiles, destination: Path, transit: Transit | None = None
+    step: WholeStep,
+    destination: Path,
+    transit: Transit | None = None,
+    *,
+    average: bool = False,
 ) -> None:
     """Writes the params of a step as safetensors; blocks until it is durable.
 
@@ -194,15 +198,18 @@ def export_safetensors(
       step: the step to export.
       destination: a directory that does not exist yet.
       transit: how it moves; by default in 256 MiB.
+      average: whether the params' average is written in their place.
 
     Raises:
       FileExistsError: the destination exists.
+      ExchangeError: the step has no average.
       ValueError: a limit is too small.
       StoreSpaceError: there is no room; nothing was written.
       StoreCorruptError: a chunk is damaged.
       StoreError: the step cannot be read, or the destination not written.
     """
-    tensors = [Tensor(param.name, param, param.dtype) for param in param_arrays(step)]
+    params = param_arrays(step, average=average)
+    tensors = [Tensor(param.name, param, param.dtype) for param in params]
     metadata = {"format": "flax", "step": str(step.commit.step)}
     write_tensors(destination, tensors, metadata, {}, transit)
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxinf.errors import ExchangeError, StoreMismatchError
 from jaxinf.exchange.orbax_source import is_orbax, read_orbax
+from jaxinf.exchange.params import DEFAULT_MEMORY_BYTES, stream
 from jaxinf.exchange.safetensors_files import is_safetensors, read_safetensors
 from jaxinf.exchange.sources import SourceArray, listed
-from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
 from jaxinf.store import (
     MASTER_PARAMS,
     ChunkWriter,
@@ -24,10 +24,12 @@ from jaxinf.store import (
     Slot,
     StateRecord,
     StoreDirectory,
+    WholeStep,
     dtype_of,
     hold_store,
     make_carry,
     other_slot,
+    step_of,
 )
 from jaxinf.store.names import encode_key
 from jaxinf.typing import ProgressCallback
@@ -170,11 +172,11 @@ def _untrained(directory: StoreDirectory) -> tuple[Slot, CommitRecord]:
 
 def _check_fresh(directory: StoreDirectory, slot: Slot) -> None:
     """Refuses to keep a state that `init` computed from params now replaced."""
-    files = StepFiles(directory.step_path(slot), directory.manifest)
+    step = step_of(directory, directory.step_path(slot))
     for leaf in directory.manifest.leaves:
         for state in leaf.states:
             is_own = state.name != MASTER_PARAMS and not state.is_beside
-            if is_own and not _is_constant(files, leaf, state):
+            if is_own and not _is_constant(step, leaf, state):
                 raise ExchangeError(
                     f"{directory.path}: {state.name} of {leaf.name} begins with other "
                     "values than zeros or a constant, so init computed it from the "
@@ -183,11 +185,11 @@ def _check_fresh(directory: StoreDirectory, slot: Slot) -> None:
                 )
 
 
-def _is_constant(files: StepFiles, leaf: LeafRecord, state: StateRecord) -> bool:
+def _is_constant(step: WholeStep, leaf: LeafRecord, state: StateRecord) -> bool:
     first: bytes | None = None
     is_same = True
     # Read to the end: a chunk is verified before its last portion.
-    for _, values in files.stream(leaf, state, _CHECKED_ELEMENTS):
+    for _, values in stream(step, leaf, state, _CHECKED_ELEMENTS):
         first = first or values.reshape(-1)[:1].tobytes()
         raw = values.reshape(-1).view(np.uint8).reshape(values.size, -1)
         is_same &= bool((raw == np.frombuffer(first, np.uint8)).all())

@@ -9,7 +9,7 @@ Invariant: memory stays within the budget. An object that is there and right is 
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from jaxinf.documents import (
 )
 from jaxinf.errors import ExchangeError, StoreFormatError
 from jaxinf.exchange.object_store import ObjectStore, checksum_of, is_url
-from jaxinf.exchange.step_files import StepFiles, Transit
+from jaxinf.exchange.params import Transit
 from jaxinf.exchange.tokenizer_files import kept_tokenizer
 from jaxinf.io import crc32c, crc32c_combine, read_beneath
 from jaxinf.layout import scale_chunks
@@ -41,6 +41,7 @@ from jaxinf.store import (
     StateRecord,
     StepReader,
     Sum,
+    WholeStep,
     carry_files,
     check_plans_folder,
     check_seal,
@@ -86,11 +87,6 @@ class ExportManifest(Document, frozen=True):
     step: _Count
     commit: Sum
     objects: dict[Annotated[str, Meta(max_length=4096)], tuple[_Count, Sum]]
-
-    def listing(self, objects: Mapping[str, tuple[int, int]]) -> "ExportManifest":
-        """Returns the same with objects; their CRC-32C are numbers."""
-        listed = {n: (b, f"{crc:08x}") for n, (b, crc) in objects.items()}
-        return msgspec.structs.replace(self, objects=listed)
 
     @classmethod
     def read(cls, place: ObjectStore, name: str) -> "ExportManifest | None":
@@ -210,14 +206,8 @@ def files_beside(store: Path) -> dict[str, bytes]:
     return found
 
 
-def carried_files(step: StepFiles) -> Mapping[str, bytes]:
-    """Returns the files of the arrays that a step carries, by name."""
-    carry = step.commit.carry
-    return carry_files(carry, read_carry(step.path, carry))
-
-
 def export_url(
-    step: StepFiles,
+    step: WholeStep,
     url: str,
     *,
     beside: Mapping[str, bytes] | None = None,
@@ -232,7 +222,7 @@ def export_url(
     Args:
       step: the step to export, with all chunks.
       url: a place with nothing else; see `ObjectStore`.
-      beside: further files by name, which an import puts into the store.
+      beside: further files by name, which a copy from there puts into the store.
       transit: how it moves; by default in 256 MiB.
 
     Raises:
@@ -242,8 +232,6 @@ def export_url(
       StoreCorruptError: a chunk is damaged.
       StoreError: the step cannot be read.
     """
-    if step.average:
-        raise ValueError("expected the whole step for a URL, found the average alone")
     if step.manifest.member is not None:
         raise StoreFormatError(
             f"{step.path}: expected a whole step, found a member's part; give the path "
@@ -251,106 +239,53 @@ def export_url(
         )
     transit = transit or Transit()
     place = ObjectStore(url, transit.stop)
-    beside = {**(beside or {}), **carried_files(step)}
-    whole = UrlExport(place, step.manifest, step.commit, beside)
-    check_memory(whole.chunks, transit.memory_bytes)
-    whole.begin()
-    return whole.complete(copy_chunks(place, step, transit))
-
-
-class UrlExport:
-    """The beginning and the end of an export; `copy_chunks` comes between.
-
-    In a run of several processes one process begins and ends it, and each copies the
-    chunks that it holds.
-
-    Args:
-      place: where it goes.
-      manifest: the manifest of the store, without members.
-      commit: the step's record.
-      beside: further files by name.
-
-    Attributes:
-      chunks: all chunks of the step.
-    """
-
-    def __init__(
-        self,
-        place: ObjectStore,
-        manifest: Manifest,
-        commit: CommitRecord,
-        beside: Mapping[str, bytes],
-    ) -> None:
-        self._place = place
-        self.chunks = list(chunk_objects(manifest, commit))
-        self._documents = _documents(manifest, commit, beside)
-        checksum = checksum_of(self._documents["commit.json"])
-        own = (manifest.store_id, commit.step, f"{checksum:08x}")
-        self._own = ExportManifest("jaxinf export", _VERSION, *own, objects={})
-
-    def begin(self) -> None:
-        """Takes the place for this step, if nothing else is there; blocks.
-
-        Raises:
-          StoreSpaceError: there is no room.
-        """
-        there = self._place.names()
-        _check_free(self._place, there, self._own)
-        self._place.check_room(
-            sum(chunk.num_bytes for chunk in self.chunks if chunk.name not in there)
-        )
-        self._place.put(BEGUN, seal(self._own))
-
-    def complete(self, num_kept: int = 0) -> UrlReport:
-        """Writes the documents when all chunks are there, the manifest last; blocks."""
-        place, documents = self._place, self._documents
-        there = place.names()
-        for name, value in documents.items():
-            if not (name in there and place.has(name, len(value), checksum_of(value))):
-                place.put(name, value)
-        objects = {c.name: (c.num_bytes, c.checksum) for c in self.chunks}
-        objects |= {
-            n: (len(value), checksum_of(value)) for n, value in documents.items()
-        }
-        place.check_all(
-            objects,
-            "they were written, or another process of the run sees another place "
-            "there: try again, with a URL that is one place for all",
-        )
-        place.put(MANIFEST, seal(self._own.listing(objects)))
-        num_bytes = sum(length for length, _ in objects.values())
-        return UrlReport(self._own.step, len(objects) + 2, num_bytes, num_kept)
-
-
-def copy_chunks(place: ObjectStore, step: StepFiles, transit: Transit) -> int:
-    """Writes the chunks of a step, or of a member's part, that are not there; blocks.
-
-    Returns:
-      The number of those that were there.
-
-    Raises:
-      ValueError: too little memory.
-      StoreError: a chunk is damaged, or cannot be read.
-    """
     chunks = list(chunk_objects(step.manifest, step.commit))
     num_threads = check_memory(chunks, transit.memory_bytes)
-    total_bytes = sum(chunk.num_bytes for chunk in chunks)
-    there, done_bytes, num_kept = place.names(), 0, 0
+    documents = _documents(step, beside or {})
+    commit = f"{checksum_of(documents['commit.json']):08x}"
+    own = ExportManifest(
+        "jaxinf export", _VERSION, step.manifest.store_id, step.commit.step, commit, {}
+    )
+    there = place.names()
+    _check_free(place, there, own)
+    place.check_room(sum(one.num_bytes for one in chunks if one.name not in there))
+    place.put(BEGUN, seal(own))
+    objects = {one.name: (one.num_bytes, one.checksum) for one in chunks}
+    total_bytes, done_bytes, num_kept = sum(n for n, _ in objects.values()), 0, 0
     with step.reader(transit.memory_bytes // _COPIES) as reader:
 
         def bring(chunk: ChunkObject) -> bool:
-            is_there = chunk.name in there
-            if is_there and place.has(chunk.name, chunk.num_bytes, chunk.checksum):
-                return True
-            place.put(chunk.name, _content(reader, chunk))
-            return False
+            return _bring(
+                place, there, chunk.name, objects, lambda: _content(reader, chunk)
+            )
 
         for chunk, was_there in over(chunks, bring, num_threads):
             num_kept += was_there
             done_bytes += chunk.num_bytes
             if transit.progress is not None:
                 transit.progress(done_bytes, total_bytes)
-    return num_kept
+    objects |= {n: (len(value), checksum_of(value)) for n, value in documents.items()}
+    for name, value in documents.items():
+        _bring(place, there, name, objects, lambda value=value: value)
+    place.check_all(objects, "they were written: try again")
+    listed = {n: (num, f"{crc:08x}") for n, (num, crc) in objects.items()}
+    place.put(MANIFEST, seal(msgspec.structs.replace(own, objects=listed)))
+    num_bytes = sum(length for length, _ in objects.values())
+    return UrlReport(own.step, len(objects) + 2, num_bytes, num_kept)
+
+
+def _bring(
+    place: ObjectStore,
+    there: set[str],
+    name: str,
+    objects: Mapping[str, tuple[int, int]],
+    make: Callable[[], bytes],
+) -> bool:
+    """Writes an object, unless it is there and right; returns whether it was."""
+    if name in there and place.has(name, *objects[name]):
+        return True
+    place.put(name, make())
+    return False
 
 
 def least_memory(manifest: Manifest) -> int:
@@ -384,15 +319,17 @@ def check_memory(chunks: Iterable[ChunkObject], memory_bytes: int) -> int:
     return min(_MOST_THREADS, memory_bytes // least)
 
 
-def _documents(
-    manifest: Manifest, commit: CommitRecord, beside: Mapping[str, bytes]
-) -> dict[str, bytes]:
-    leaves = [replace(n, csds=(0,) * len(n.csds)) for n in manifest.leaves]
-    manifest = replace(manifest, csds=(), leaves=tuple(leaves))
-    found = dict(step_documents(manifest, time.time_ns(), commit.carry))
-    found["jaxinf.json"] = seal(manifest.to_json())
-    found["commit.json"] = seal(replace(commit, documents={}).to_json())
-    return found | dict(beside)
+def _documents(step: WholeStep, beside: Mapping[str, bytes]) -> dict[str, bytes]:
+    leaves = [replace(n, csds=(0,) * len(n.csds)) for n in step.manifest.leaves]
+    manifest = replace(step.manifest, csds=(), leaves=tuple(leaves))
+    carry = step.commit.carry
+    return {
+        **step_documents(manifest, time.time_ns(), carry),
+        "jaxinf.json": seal(manifest.to_json()),
+        "commit.json": seal(replace(step.commit, documents={}).to_json()),
+        **beside,
+        **carry_files(carry, read_carry(step.path, carry)),
+    }
 
 
 def _check_free(place: ObjectStore, there: set[str], own: ExportManifest) -> None:
@@ -400,7 +337,7 @@ def _check_free(place: ObjectStore, there: set[str], own: ExportManifest) -> Non
     found = None
     for name in {MANIFEST, BEGUN} & there if there != {BEGUN} else ():
         found = ExportManifest.read(place, name)
-        if found is not None and found.listing({}) != own:
+        if found is not None and msgspec.structs.replace(found, objects={}) != own:
             raise ExchangeError(
                 f"{place.where}: expected nothing, or the same export, interrupted; "
                 f"found step {found.step} of store {found.store_id}, exporting step "

@@ -75,32 +75,24 @@ class Group:
         self.num_barriers = 0
         self._limit_s = limit_s
         self._run: Group | None = None  # of which this is a part
-        self._stop: threading.Event | None = None
         self._guard = threading.Lock()
         self._num_calls = 0
         self._read: list[str] = []  # topics that all have read before they meet next
         self._has_told = False
         self._has_left = threading.Event()
 
-    def part(
-        self,
-        name: str,
-        *,
-        stop: threading.Event | None = None,
-        limit_s: float | None = None,
-    ) -> "Group":
+    def part(self, name: str, *, limit_s: float | None = None) -> "Group":
         """Returns the same processes for the calls of another thread.
 
         Its failures are its own; it ends with those of this group.
 
         Args:
           name: a name that is used once.
-          stop: ends its waits.
           limit_s: as of a group.
         """
         place = f"{self.session}/{name}"
         part = Group(self.where, self.service, place, limit_s=limit_s)
-        part._run, part._stop = self, stop
+        part._run = self
         return part
 
     # --- calls of all --------------------------------------------------------------
@@ -329,8 +321,6 @@ class Group:
 
     def _is_over(self, number: int) -> bool:
         """Whether a process says nothing more; a part ends with the first failure."""
-        if self._stop is not None and self._stop.is_set():
-            return True
         failed = self._failed()
         is_part_over = self._run is not None and bool(failed)
         return is_part_over or number in failed or number in self.said("closed")
@@ -348,12 +338,6 @@ class Group:
         failed, closed = self._failed(), self.said("closed")
         if failed := failed or {n: closed[n] for n in missing if n in closed}:
             return self._failed_error(failed, what)
-        if self._stop is not None and self._stop.is_set():
-            return ProcessError(
-                f"{self.where}: {what}: the run ends before process "
-                f"{_listed(missing)} has done its part",
-                missing,
-            )
         return ProcessError(
             f"{self.where}: {what}: expected all {self.count} processes to make this "
             f"call within {self.limit_s:g} s, found none of process "

@@ -138,6 +138,7 @@ from jaxinf.store.whole import (
     find_members,
     held_steps,
     hold_members,
+    is_run,
     list_whole,
     member_name,
     missing_members,
@@ -145,12 +146,7 @@ from jaxinf.store.whole import (
     restore_whole,
     save_whole,
 )
-from jaxinf.store.whole_step import (
-    WholeStep,
-    whole_manifest,
-    whole_record,
-    whole_step,
-)
+from jaxinf.store.whole_step import WholeStep, readable_step, step_of
 
 __all__ = [
     "CARRY",
@@ -240,6 +236,7 @@ __all__ = [
     "in_line",
     "is_dealt_by",
     "is_divided_for",
+    "is_run",
     "is_unfinished",
     "lay_out",
     "leaf_name",
@@ -266,6 +263,7 @@ __all__ = [
     "read_foreign",
     "read_owned",
     "read_plan",
+    "readable_step",
     "remove_checkpoint",
     "remove_whole",
     "required_bytes",
@@ -278,6 +276,7 @@ __all__ = [
     "snapshot",
     "step_bytes",
     "step_documents",
+    "step_of",
     "stock_documents",
     "store_codecs",
     "store_source",
@@ -286,9 +285,6 @@ __all__ = [
     "tree_checksum",
     "trim_store",
     "verify_step",
-    "whole_manifest",
-    "whole_record",
-    "whole_step",
     "write_carry",
     "write_document",
 ]

@@ -21,9 +21,16 @@ from jaxinf.store.manifest import Manifest
 from jaxinf.store.owned import hold_store, look_at_store
 from jaxinf.store.reader import StepReader
 from jaxinf.store.snapshot import PinnedStep, pinned_step, prune_snapshots
-from jaxinf.store.whole import agreed_of, all_members, find_members, hold_members
+from jaxinf.store.whole import (
+    agreed_of,
+    all_members,
+    find_whole,
+    hold_members,
+    is_run,
+    of_one_commit,
+)
 from jaxinf.store.whole import to_step as bring_to_step
-from jaxinf.store.whole_step import WholeStep, joined_step, whole_step
+from jaxinf.store.whole_step import WholeStep, joined_step, readable_step
 
 
 def _read_carry(step: WholeStep) -> list[bytes]:
@@ -62,6 +69,11 @@ class CopySource:
     held: Sequence[StoreDirectory] = ()
 
     @property
+    def step(self) -> WholeStep:
+        """The step that all copies have."""
+        return self.steps["a"]
+
+    @property
     def whole(self) -> Manifest:
         """The manifest of a store of one process; CSDs are places of the step."""
         return self.steps["a"].manifest
@@ -77,6 +89,7 @@ class CopySource:
 @contextlib.contextmanager
 def store_source(
     path: Path,
+    checkpoint: str | None = None,
     *,
     holds: bool = False,
     named: Sequence[Path] = (),
@@ -86,6 +99,7 @@ def store_source(
 
     Args:
       path: where it is; of a run, all members can be seen there.
+      checkpoint: a checkpoint that it has, in place of its committed step.
       holds: whether this process becomes its only writer. Otherwise it may be in use.
       named: CSD roots that the user has named, with `holds`.
       checkpoints: whether those that all members have come along.
@@ -94,25 +108,27 @@ def store_source(
       StoreLockedError: a run, or a reader of a step, has it open, with `holds`.
       ProcessError: a member cannot be seen, or they have no step in common.
       StoreFormatError: there is no store, or none with a committed step.
-      StoreMismatchError: a checkpoint has other arrays than the store.
+      StoreMismatchError: a checkpoint has other arrays than the store, or is not of
+        one commit in all members.
+      ValueError: there is no such checkpoint; lists the others.
     """
+    has_members = is_run(path)
+    if checkpoint is not None and not has_members:
+        find_checkpoint(look_at_store(path), checkpoint)
+        path = path / "checkpoints" / checkpoint
     if (path / "commit.json").is_file():
         yield _of_directory(path)
         return
-    is_run = not (path / "jaxinf.json").exists() and bool(find_members(path))
     with contextlib.ExitStack() as stack:
         if holds:
-            parts = _hold(path, named, stack, is_run)
+            parts = _hold(path, named, stack)
             held = [PinnedStep(one, one.step_path(one.need_slot())) for one in parts]
             step = joined_step(held)
-        elif is_run:
-            with contextlib.suppress(StoreLockedError), hold_members(path) as members:
-                bring_to_step(members, agreed_of(members))
-            parts = all_members(path)
-            step = stack.enter_context(whole_step(path))
+        elif has_members:
+            parts, step = _of_run(path, checkpoint, stack)
         else:
-            pinned = stack.enter_context(pinned_step(look_at_store(path)))
-            parts, step = [pinned.directory], joined_step([pinned])
+            step = stack.enter_context(readable_step(look_at_store(path)))
+            parts = [StoreDirectory(path, step.manifest)]
         steps, dropped = {"a": step}, set[str]()
         if checkpoints:
             dropped = {name for one in parts for name in checkpoint_names(one)}
@@ -126,17 +142,36 @@ def store_source(
             [one.manifest for one in parts],
             steps,
             lambda place: copy_beside(parts[0].path, place),
-            lambda one: StepReader(one.path, one.commit, places=one.places),
+            WholeStep.reader,
             spares=_spares(parts) if holds else (),
             dropped=tuple(sorted(dropped)),
             held=parts if holds else (),
         )
 
 
+def _of_run(
+    path: Path, checkpoint: str | None, stack: contextlib.ExitStack
+) -> tuple[list[StoreDirectory], WholeStep]:
+    """Returns all members, and their common step, which is pinned, or a checkpoint."""
+    if checkpoint is not None:
+        parts = all_members(path)
+        find_whole(parts, checkpoint)
+        place = f"checkpoints/{checkpoint}"
+        return parts, joined_step([PinnedStep(d, d.step_path(place)) for d in parts])
+    with contextlib.suppress(StoreLockedError), hold_members(path) as members:
+        bring_to_step(members, agreed_of(members))
+    parts = all_members(path)
+    pinned, undo = of_one_commit(
+        path, parts, lambda one, held: held.enter_context(pinned_step(one))
+    )
+    stack.enter_context(undo)
+    return parts, joined_step(pinned)
+
+
 def _hold(
-    path: Path, named: Sequence[Path], stack: contextlib.ExitStack, is_run: bool
+    path: Path, named: Sequence[Path], stack: contextlib.ExitStack
 ) -> list[StoreDirectory]:
-    if is_run:
+    if is_run(path):
         parts = stack.enter_context(hold_members(path))
         bring_to_step(parts, agreed_of(parts))
     else:
@@ -186,7 +221,7 @@ def _of_directory(path: Path) -> CopySource:
         [manifest],
         {"a": step},
         lambda place: copy_beside(path, place),
-        lambda one: StepReader(one.path, one.commit, places=one.places),
+        WholeStep.reader,
         has_links=False,
     )
 

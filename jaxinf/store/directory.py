@@ -67,6 +67,12 @@ def check_there(path: Path) -> None:
     Raises:
       StoreFormatError: says which path to give.
     """
+    if not path.is_dir():
+        found = "a file" if path.exists() else "nothing"
+        raise StoreFormatError(
+            f"{path}: expected the directory of a jaxinf store, found {found}; check "
+            "the path, or mount the drive it is on"
+        )
     if not os.path.lexists(path / "jaxinf.json"):
         raise StoreFormatError(
             f"{path}: expected a jaxinf store, found no jaxinf.json in it; give "

@@ -47,6 +47,11 @@ def find_members(path: Path) -> list[Path]:
     return sorted(place for place in found if _MEMBER.fullmatch(place.name))
 
 
+def is_run(path: Path) -> bool:
+    """Whether a path has the members of a run, and is not a store itself."""
+    return not (path / "jaxinf.json").exists() and bool(find_members(path))
+
+
 def member_name(number: int) -> str:
     """Returns the name of a member's directory below the path of a run."""
     return f"process-{number:05d}"

@@ -1,4 +1,4 @@
-"""A step of a run in several processes as one step, whose chunks its members have.
+"""A step that is read: of a store, or of a run, whose members have the chunks.
 
      member 0:  a b . .  ─┐
      member 1:  . . c d  ─┴─► manifest of a b c d, checksums of all, their directories
@@ -7,61 +7,110 @@ Invariant: a step is of one commit in all members, and its files are only read.
 """
 
 import contextlib
+import errno
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from jaxinf.errors import StoreMismatchError
+from jaxinf.errors import (
+    StoreFormatError,
+    StoreIOError,
+    StoreMismatchError,
+    StoreSpaceError,
+)
 from jaxinf.store.commit import CommitRecord
+from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest
+from jaxinf.store.reader import StepReader
 from jaxinf.store.snapshot import PinnedStep, pinned_step
-from jaxinf.store.whole import all_members, find_whole, of_one_commit
+
+_CANNOT_PIN = {
+    *(errno.EACCES, errno.EDQUOT, errno.EMLINK, errno.ENOENT, errno.ENOSPC),
+    *(errno.EOPNOTSUPP, errno.EPERM, errno.EROFS),
+}
+_LIVE_ATTEMPTS = 20
+_LIVE_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
 class WholeStep:
-    """A step of all members, ready to be read.
+    """A committed step with all chunks, which does not change while it is read.
 
     Attributes:
-      path: the first member's step: a snapshot, or a checkpoint.
+      path: a directory with a slot's layout, of a run the first member's.
       manifest: that of a store of one process; the CSDs of its chunks are `places`.
-      commit: the first member's record, with the checksums of all.
+      commit: the step's record, of a run with the checksums of all members.
       places: directories that have chunks in a slot's layout.
+      warning: why chunks may change nevertheless; else empty.
     """
 
     path: Path
     manifest: Manifest
     commit: CommitRecord
     places: tuple[Path, ...]
+    warning: str = ""
+
+    def reader(self, memory_bytes: int = 32 << 20) -> StepReader:
+        """Makes a reader of its chunks, with so much memory for pieces."""
+        options = {"places": self.places, "memory_bytes": memory_bytes}
+        return StepReader(self.path, self.commit, **options)
+
+
+def step_of(directory: StoreDirectory, path: Path) -> WholeStep:
+    """Returns a step of a store: a slot, a checkpoint or a snapshot.
+
+    Raises:
+      StoreFormatError: there is no record of it, or it is not of the store's arrays.
+    """
+    record = CommitRecord.read(path / "commit.json")
+    record.check_fits(path / "commit.json", directory.manifest)
+    places = tuple(directory.data_paths(path))
+    return WholeStep(path, directory.manifest, record, places)
 
 
 @contextlib.contextmanager
-def whole_step(path: Path, checkpoint: str | None = None) -> Iterator[WholeStep]:
-    """Yields a step of a run; it stays as it is while the context lasts.
+def readable_step(directory: StoreDirectory) -> Iterator[WholeStep]:
+    """Pins a store's committed step while the context lasts.
 
-    Args:
-      path: the run's path.
-      checkpoint: a checkpoint of all members; by default their committed step, which is
-        pinned, also beside the run.
+    One that lacks a chunk, or whose store this user cannot write to, is read as it is,
+    with a warning.
 
     Raises:
-      ProcessError: a member cannot be seen, or they stay at different steps.
-      ValueError, StoreMismatchError: as `find_whole`.
-      StoreError: as `pinned_step`.
+      StoreFormatError: the store is damaged, or no step is committed yet.
+      StoreIOError: a CSD's directory is missing, or a drive failed.
     """
-    members = all_members(path)
-    if checkpoint is not None:
-        find_whole(members, checkpoint)
-        steps = [one.step_path(f"checkpoints/{checkpoint}") for one in members]
-        yield joined_step([*map(PinnedStep, members, steps)])
-        return
-    parts, undo = of_one_commit(
-        path, members, lambda one, held: held.enter_context(pinned_step(one))
-    )
-    with undo:
-        yield joined_step(parts)
+    with contextlib.ExitStack() as stack:
+        try:
+            pinned = stack.enter_context(pinned_step(directory))
+        except (StoreIOError, StoreSpaceError) as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno not in _CANNOT_PIN:
+                raise
+            warning = (
+                f"the committed step cannot be pinned ({cause.strerror}); if a run is "
+                "writing to the store, chunks may be of different steps"
+            )
+            step = replace(_live_step(directory), warning=warning)
+        else:
+            step = step_of(pinned.directory, pinned.path)
+        yield step
+
+
+def _live_step(directory: StoreDirectory) -> WholeStep:
+    for attempt in range(1, _LIVE_ATTEMPTS + 1):
+        path = directory.step_path(directory.need_slot())
+        try:
+            return step_of(directory, path)
+        except StoreFormatError as error:
+            # A writer has removed the record for its next step: `current` has changed.
+            is_taken = isinstance(error.__cause__, FileNotFoundError)
+            if not is_taken or attempt == _LIVE_ATTEMPTS:
+                raise
+            time.sleep(_LIVE_PAUSE_S)
+    raise AssertionError("the last attempt raises")
 
 
 def joined_step(parts: Sequence[PinnedStep]) -> WholeStep:
@@ -71,52 +120,38 @@ def joined_step(parts: Sequence[PinnedStep]) -> WholeStep:
       StoreMismatchError: they have other leaves or owners.
       StoreFormatError: a record is not of its part.
     """
-    manifests = [part.directory.manifest for part in parts]
-    records = [CommitRecord.read(part.path / "commit.json") for part in parts]
-    first, places, starts = manifests[0], [], []
-    for part, manifest, record in zip(parts, manifests, records, strict=True):
-        if manifest.common != first.common:
+    first = parts[0].directory
+    for part in parts:
+        if part.directory.manifest.common != first.manifest.common:
             raise StoreMismatchError(
                 f"{part.directory.path}: expected the leaves and owners of "
-                f"{parts[0].directory.path}, found others; restore its jaxinf.json"
+                f"{first.path}, found others; restore its jaxinf.json"
             )
-        record.check_fits(part.path / "commit.json", manifest)
+    steps = [step_of(part.directory, part.path) for part in parts]
+    if first.manifest.member is None:
+        return steps[0]
+    manifests, places, starts = [one.manifest for one in steps], [], []
+    for one in steps:
         starts.append(len(places))
-        places += part.directory.data_paths(part.path)
-    if first.member is None:
-        return WholeStep(parts[0].path, first, records[0], tuple(places))
+        places += one.places
     leaves = []
     for leaf, *others in zip(*(one.leaves for one in manifests), strict=True):
         held = (leaf, *others)
         csds = [starts[own] + held[own].csds[n] for n, own in enumerate(leaf.owners)]
         leaves.append(replace(leaf, csds=tuple(csds), owners=(), member=0))
-    manifest = replace(whole_manifest(first), leaves=tuple(leaves))
-    commit = whole_record(first, records)
-    return WholeStep(parts[0].path, manifest, commit, tuple(places))
-
-
-def whole_manifest(manifest: Manifest) -> Manifest:
-    """Returns a member's manifest as one of a store that has all chunks, anywhere."""
-    leaves = [
-        replace(n, csds=(0,) * len(n.csds), owners=(), member=0)
-        for n in manifest.leaves
-    ]
-    return replace(
-        manifest,
+    manifest = replace(
+        first.manifest,
         leaves=tuple(leaves),
         csds=(),
         member=None,
         format_version=FORMAT_VERSION,
     )
+    commit = _whole_record(first.manifest, [one.commit for one in steps])
+    return WholeStep(steps[0].path, manifest, commit, tuple(places))
 
 
-def whole_record(manifest: Manifest, records: Sequence[CommitRecord]) -> CommitRecord:
-    """Returns the record of a step with the checksums of all members.
-
-    Args:
-      manifest: that of any member.
-      records: those of all members, by number.
-    """
+def _whole_record(manifest: Manifest, records: Sequence[CommitRecord]) -> CommitRecord:
+    """Returns a step's record with the checksums of all members, given by number."""
     sums = {}
     for leaf in manifest.leaves:
         held = [replace(leaf, member=number) for number in range(len(records))]

@@ -123,39 +123,20 @@ def test_the_losses_are_those_in_memory(small, tmp_path, layout):
         np.testing.assert_allclose([line["loss"] for line in near], expected, rtol=1e-6)
 
 
-def objects_of(folder):
-    """The files of an export, but for those that have a time."""
-    timed = ("_CHECKPOINT_METADATA", "export.json")
-    return {
-        str(file.relative_to(folder)): file.read_bytes()
-        for file in folder.rglob("*")
-        if file.is_file() and file.name not in timed
-    }
-
-
-def test_all_processes_export_their_chunks(small, tmp_path):
-    """The export is that which one process makes of all members."""
-    store, out = tmp_path / "store", tmp_path / "out"
-    arguments = (*small, *STREAM, "--fsdp", "--store", store, "--steps", 4)
-    arguments += ("--checkpoint-every", 4, "--export-to", f"file://{out}")
+def test_an_export_beside_several_processes_is_refused(small, tmp_path):
+    """One of a checkpoint of all members can be made beside the run."""
+    store = tmp_path / "store"
+    arguments = (*small, "--store", store, "--steps", 4, "--checkpoint-every", 4)
+    export = ("--export-to", f"file://{tmp_path}/out")
+    with running(tmp_path, *arguments, *export, program=TRAINER) as processes:
+        assert set(processes.wait()) == {1}, processes
+        assert "jaxinf checkpoint export" in processes.output(0), processes
+    assert not [*store.glob("process-*/jaxinf.json")]
     trained(tmp_path, "run", *arguments)
-    words = ["checkpoint", "export", str(store), f"file://{tmp_path}/whole"]
+    url = f"file://{tmp_path}/whole"
+    words = ["checkpoint", "export", str(store), url, "--checkpoint", "4"]
     assert cli(words) == 0
-    assert objects_of(out / "4") == objects_of(tmp_path / "whole")
-    assert not [*store.glob("process-*/snapshots/*")]
-
-
-@pytest.mark.skipif(not LONG, reason="a run more; JAXINF_FAULTS=long")
-def test_an_export_fails_in_all_processes(small, tmp_path):
-    (tmp_path / "out/3").mkdir(parents=True)
-    (tmp_path / "out/3/other").touch()
-    arguments = (*small, "--store", tmp_path / "store", "--steps", 4)
-    arguments += ("--checkpoint-every", 3, "--export-to", f"file://{tmp_path}/out")
-    with running(tmp_path, *arguments, program=TRAINER) as processes:
-        assert processes.wait() == [3, 3], processes
-        assert "found other objects, such as other" in processes.output(0), processes
-        assert "another process of the run failed" in processes.output(1), processes
-    assert not [*tmp_path.glob("store/process-*/snapshots/*")]
+    assert cli(["store", "copy", url, str(tmp_path / "made")]) == 0
 
 
 @pytest.mark.long

@@ -12,12 +12,11 @@ from flipped_bits import flip
 from jaxinf.cli import main
 from jaxinf.errors import StoreCorruptError
 from jaxinf.exchange import (
-    StepFiles,
     export_safetensors,
     export_url,
     import_params,
 )
-from jaxinf.store import StepReader, StoreDirectory, snapshot, verify_step
+from jaxinf.store import StepReader, StoreDirectory, snapshot, step_of, verify_step
 
 LEAVES = {"h": ((70, 257), "bfloat16"), "w": ((1100, 1025), "float32")}
 """The second leaf is read in more than one piece."""
@@ -62,13 +61,13 @@ def export(driver, leaf, state):
     files = driver.opened.directory
     with snapshot(files) as path:
         url = f"file://{files.path.with_name('out')}"
-        export_url(StepFiles(path, files.manifest), url)
+        export_url(step_of(files, path), url)
 
 
 def to_safetensors(driver, leaf, state):
     files = driver.opened.directory
     with snapshot(files) as path:
-        export_safetensors(StepFiles(path, files.manifest), files.path.with_name("new"))
+        export_safetensors(step_of(files, path), files.path.with_name("new"))
 
 
 def imports(driver, leaf, state):

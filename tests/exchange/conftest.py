@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import raw_stores
 
-from jaxinf.exchange import StepFiles
 from jaxinf.store import (
     CommitRecord,
     ScalarState,
     StateRecord,
     StoreDirectory,
+    WholeStep,
     create_store,
+    step_of,
 )
 
 STATES = (
@@ -50,12 +51,12 @@ def any_bits(rng: np.random.Generator, shape: tuple, dtype: np.dtype) -> np.ndar
 
 
 @pytest.fixture
-def make_step(place: Path) -> Callable[..., tuple[StepFiles, dict]]:
+def make_step(place: Path) -> Callable[..., tuple[WholeStep, dict]]:
     """Makes a store with one committed step; returns it and its arrays by name."""
 
     def make(
         num_csds: int = 0, leaves: dict | None = None, chunk_elements: int = 4096
-    ) -> tuple[StepFiles, dict]:
+    ) -> tuple[WholeStep, dict]:
         name = uuid.uuid4().hex[:8]
         roots = raw_stores.make_roots(place, name, num_csds)
         manifest = raw_stores.make_manifest(
@@ -72,7 +73,7 @@ def make_step(place: Path) -> Callable[..., tuple[StepFiles, dict]]:
         )
         record = CommitRecord(7, scalars, 2, {"seed": 3}, checksums)
         directory.publish("a", record)
-        return StepFiles(directory.path / "current", manifest), arrays
+        return step_of(directory, directory.path / "current"), arrays
 
     return make
 

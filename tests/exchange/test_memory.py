@@ -13,10 +13,10 @@ PROGRAM = """
 import resource, sys
 from pathlib import Path
 import jaxinf.exchange as exchange
-from jaxinf.store import CopyLayout, Manifest, copy_step
+from jaxinf.store import CopyLayout, StoreDirectory, copy_step, step_of
 way, store, export, again = sys.argv[1], *map(Path, sys.argv[2:])
 url = f"file://{export}"
-step = exchange.StepFiles(store / "current", Manifest.read(store / "jaxinf.json"))
+step = step_of(StoreDirectory.open(store), store / "current")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 if way == "import_params":
     exchange.import_params(export, again, memory_bytes=8 << 20)

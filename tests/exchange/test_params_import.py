@@ -18,6 +18,7 @@ from orbax.checkpoint.experimental import v1
 import jaxinf
 from jaxinf.errors import ExchangeError, StoreLockedError, StoreMismatchError
 from jaxinf.exchange import export_safetensors, import_params
+from jaxinf.store import StoreDirectory, step_of
 
 NUM_STEPS = 6
 
@@ -174,7 +175,7 @@ def test_training_begins_with_the_params(tmp_path, kind, state):
     else:
         make_store(tmp_path / "other", tx, params)
         with jaxinf.open_store(tmp_path / "other") as store, store.snapshot() as path:
-            step = jaxinf.exchange.StepFiles(path, store._manifest)
+            step = step_of(StoreDirectory(tmp_path / "other", store._manifest), path)
             export_safetensors(step, tmp_path / "saved")
     zeros = jax.tree.map(jnp.zeros_like, params)
     for name, first in (("store", zeros), ("expected", params)):

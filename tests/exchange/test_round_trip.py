@@ -9,8 +9,8 @@ import pytest
 from copies import copied
 
 from jaxinf.errors import StoreCorruptError, StoreFormatError, StoreSpaceError
-from jaxinf.exchange import StepFiles
-from jaxinf.store import StoreDirectory, dtype_of, save_checkpoint, seal
+from jaxinf.exchange.params import stream
+from jaxinf.store import StoreDirectory, dtype_of, save_checkpoint, seal, step_of
 
 
 def export(step):
@@ -21,12 +21,12 @@ def export(step):
 
 
 def read_step(directory):
-    step = StepFiles(directory.path / "current", directory.manifest)
+    step = step_of(directory, directory.path / "current")
     arrays = {}
     for leaf in directory.manifest.leaves:
         for state in leaf.states:
             whole = np.empty(leaf.shape, dtype_of(state.dtype))
-            for portion, values in step.stream(leaf, state, 1000):
+            for portion, values in stream(step, leaf, state, 1000):
                 whole[(*portion.slices, ...)] = values
             arrays[leaf.array_name(state.name)] = whole
     return step, arrays

@@ -16,7 +16,7 @@ from families import family
 
 from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError, StoreFormatError
-from jaxinf.exchange import StepFiles, Transit, export_url
+from jaxinf.exchange import Transit, export_url
 from jaxinf.io import crc32c
 from jaxinf.store import CommitRecord, StoreDirectory, open_array, seal, verify_step
 
@@ -194,14 +194,13 @@ def test_places_that_are_refused_before_anything_is_written(make_step, place):
     (place / "other/file").write_text("a user's")
     refused(f"file://{place}/other", "found other objects, such as file")
     export_url(step, f"file://{place}/out")
-    later = replace(step, record=replace(step.commit, step=9))
+    later = replace(step, commit=replace(step.commit, step=9))
     refused(f"file://{place}/out", "found step 7 of store", step=later)
     (place / "out/export.json").unlink()
     refused(f"file://{place}/out", "exporting step 9", step=later)
-    member = replace(step.manifest, member=object())
-    path = step.path
+    member = replace(step, manifest=replace(step.manifest, member=object()))
     with pytest.raises(StoreFormatError, match="give the path of the run"):
-        export_url(StepFiles(path, member), f"file://{place}/part")
+        export_url(member, f"file://{place}/part")
 
 
 def test_commands(make_step, place, capsys):

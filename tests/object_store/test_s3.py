@@ -11,8 +11,8 @@ from store_driver import Driver
 
 from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange import ObjectStore, StepFiles, export_url
-from jaxinf.store import StoreDirectory
+from jaxinf.exchange import ObjectStore, export_url
+from jaxinf.store import StoreDirectory, step_of
 
 LEAVES = {"w": ((6, 4096), "float32"), "half": ((33, 257), "bfloat16")}
 KILLED = Path(__file__).parents[1] / "support/killed_export.py"
@@ -28,7 +28,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture
 def step(store):
-    return StepFiles(store / "current", StoreDirectory.open(store).manifest)
+    return step_of(StoreDirectory.open(store), store / "current")
 
 
 def chunks_of(path):

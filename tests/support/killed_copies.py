@@ -27,8 +27,8 @@ from jaxinf.store import (
     num_processes,
     save_checkpoint,
     stock_documents,
+    store_source,
     verify_step,
-    whole_step,
 )
 
 MU = StateRecord("mu", "bfloat16", "bf16")
@@ -80,9 +80,10 @@ CALLS += ("pwrite", "ftruncate")
 def contents(path, checkpoint=None):
     """Reads all arrays of a step of a store or of a run, to the bit."""
     if find_members(path):
-        with whole_step(path, checkpoint) as whole:
-            places = {"places": whole.places, "record": whole.commit}
-            return _arrays(whole.path, whole.manifest, **places)
+        with store_source(path, checkpoint) as source:
+            step = source.step
+            places = {"places": step.places, "record": step.commit}
+            return _arrays(step.path, step.manifest, **places)
     directory = StoreDirectory.open(path)
     place = path / ("current" if checkpoint is None else f"checkpoints/{checkpoint}")
     return _arrays(place, directory.manifest, directory=directory)

@@ -13,8 +13,8 @@ import pytest
 from copies import copied
 
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange import StepFiles, Transit, export_url
-from jaxinf.store import StoreDirectory
+from jaxinf.exchange import Transit, export_url
+from jaxinf.store import StoreDirectory, step_of
 
 
 def in_child(action):
@@ -35,7 +35,7 @@ def export(store, url, after=None):
         if after is not None and done >= after * total:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    step = StepFiles(store / "current", StoreDirectory.open(store).manifest)
+    step = step_of(StoreDirectory.open(store), store / "current")
     export_url(step, url, transit=Transit(1 << 20, progress=stop))
 
 
