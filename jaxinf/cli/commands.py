@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -17,42 +17,25 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxinf.cli import inspection, members, report, verification
+from jaxinf.cli import inspection, report, verification
 from jaxinf.cli.checkpoints import Checkpoint
 from jaxinf.cli.doctor import Doctor
+from jaxinf.cli.members import OverMembers
 from jaxinf.cli.options import FLAGS, StorePath, option
 from jaxinf.cli.plan import Plan
 from jaxinf.cli.plan import main as plan
-from jaxinf.cli.processes import TogetherOptions, over_processes
 from jaxinf.cli.stores import Store
 from jaxinf.command_line import UsageError, parse
 from jaxinf.errors import JaxinfError
-from jaxinf.store import is_run, left_by_copy
+from jaxinf.store import left_by_copy
 from jaxinf.terminal import make_console, printable
 from jaxinf.train.__main__ import main as train
 
 _SUCCESS, _FAILURE, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 
-@dataclass(frozen=True)
-class _OfProcesses(TogetherOptions):
-    """A command that processes make together where each sees its own member alone."""
-
-    def over(self, store: str, action: Callable[[str], bool], *, as_json: bool) -> int:
-        """Does something for a store, or for each member; returns the exit status."""
-        self.check_together()
-        if self.distributed:
-            limit_s = self.timeout
-            return over_processes(
-                Path(store), action, self, as_json=as_json, timeout_s=limit_s
-            )
-        if is_run(Path(store)):
-            return members.over_members(Path(store), action, as_json=as_json)
-        return _SUCCESS if action(store) else _FAILURE
-
-
 @dataclass(frozen=True, kw_only=True)
-class Inspect(_OfProcesses):
+class Inspect(OverMembers):
     """Show a store's committed step, leaves, bytes, drives and checkpoints.
 
     This works during a run. The committed step is pinned with hard links while it is
@@ -112,7 +95,7 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify(_OfProcesses):
+class Verify(OverMembers):
     """Read the whole store and compare it with its checksums.
 
     Includes the committed step and every checkpoint, and works during a run. Names each

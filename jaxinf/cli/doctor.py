@@ -5,27 +5,21 @@ Invariant: no file made for a measurement is left behind.
 ``--json FILE`` also writes the numbers that ``jaxinf plan --machine FILE`` takes.
 """
 
-import contextlib
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
-from rich.console import Console
 from rich.text import Text
 
-from jaxinf.cli.host import Problem, look_at_host
+from jaxinf.cli.host import Finding, look_at_cards, look_at_host
 from jaxinf.cli.options import option
-from jaxinf.cli.place import Place, look_at_place
-from jaxinf.cli.probe import measure_machine
+from jaxinf.cli.place import look_at_place
+from jaxinf.cli.probe import Bandwidth, measure_machine
 from jaxinf.cli.terminal import facts_table, heading, show_progress
 from jaxinf.command_line import ByteSize, UsageError, expand_home
-from jaxinf.csd.cards.runtime import has_runtime
-from jaxinf.csd.cards.sysfs import card_of, list_cards
-from jaxinf.errors import CsdError
 from jaxinf.terminal import make_console, printable
 from jaxinf.train.machine import write_machine
 
@@ -72,31 +66,25 @@ class Doctor:
         file = self.json and expand_home(self.json, "--json")
         if file is not None:
             _check_parent(file)
-        given, places = map(Path, self.paths or (".",)), []
-        for path in [expand_home(one, "doctor").absolute() for one in given]:
+        given = [Path(path) for path in self.paths or (".",)]
+        paths = [expand_home(path, "doctor").absolute() for path in given]
+        places, drives = [], dict[Path, Bandwidth]()
+        for path in paths:
             with show_progress(f"measuring {printable(str(path))}") as progress:
                 places.append(look_at_place(path, self.size, progress))
-        rows, problems = look_at_host()
-        cards = _look_at_cards([place.path for place in places])
-        bad = ", ".join(str(place.path) for place in places if not place.is_usable)
+            if (speed := places[-1].bandwidth) is not None:
+                drives[path] = speed
+        host = look_at_host()
+        for one in (*places, host, *look_at_cards(paths)):
+            _print(one)
+        bad = ", ".join(place.title for place in places if not place.is_usable)
         verdict = f"cannot hold a store: {printable(bad)}" if bad else ""
-        if not bad and any(problem.is_fatal for problem in problems):
+        if not bad and not host.is_usable:
             verdict = "JAX cannot run here"
-        console = make_console()
-        for place in places:
-            _print(console, str(place.path), place.to_rows(), place.problems)
-        _print(console, "this machine", rows, problems)
-        for card in cards:
-            rows = {
-                "firmware": card["firmware"] or "unknown",
-                "P2P": card["p2p"],
-                "beside": ", ".join(card["paths"]) or "none of these directories",
-            }
-            _print(console, f"card {card['address']}", rows, card["problems"])
         style = "bold red" if verdict else "bold green"
-        console.print(Text(f"\n{verdict or 'ready'}", style=style))
+        make_console().print(Text(f"\n{verdict or 'ready'}", style=style))
         if file is not None and not verdict:
-            _write_machine(file, places)
+            _write_machine(file, drives)
         return 1 if verdict else 0
 
 
@@ -113,8 +101,7 @@ def _check_parent(file: Path) -> None:
         )
 
 
-def _write_machine(file: Path, places: Sequence[Place]) -> None:
-    drives = {p.path: p.bandwidth for p in places if p.bandwidth is not None}
+def _write_machine(file: Path, drives: Mapping[Path, Bandwidth]) -> None:
     if not drives:
         raise UsageError(
             f"--json {file}: expected a directory whose bandwidth was measured, found "
@@ -127,38 +114,13 @@ def _write_machine(file: Path, places: Sequence[Place]) -> None:
     make_console(sys.stderr).print(f"wrote {printable(str(file))}")
 
 
-def _look_at_cards(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Finds this machine's cards without opening them."""
-    infos, beside = list_cards(), defaultdict(list)
-    for path in paths:
-        # Without a card beside it, or missing: the directory's own rows say so.
-        with contextlib.suppress(CsdError, OSError):
-            beside[card_of(path, infos).address].append(str(path))
-    cards = []
-    for info in infos:
-        problems = []
-        if info.p2p_remedy and info.p2p != "unknown":
-            problems.append(Problem(f"P2P is {info.p2p}", info.p2p_remedy))
-        if not has_runtime():
-            what = "XILINX_XRT is not set, or names no directory of XRT's"
-            remedy = "install XRT, and `source /opt/xilinx/xrt/setup.sh` before Python"
-            problems.append(Problem(what, remedy))
-        card = {"address": info.address, "firmware": info.firmware, "p2p": info.p2p}
-        cards.append({**card, "paths": beside[info.address], "problems": problems})
-    return cards
-
-
-# --- on the terminal -----------------------------------------------------------------
-
-
-def _print(
-    console: Console, title: str, facts: dict[str, str], problems: Sequence[Problem]
-) -> None:
-    console.print(heading(printable(title)), soft_wrap=True)
-    rows: list[tuple[str, str | Text]] = [(k, printable(v)) for k, v in facts.items()]
-    for problem in problems:
-        style = "red" if problem.is_fatal else "yellow"
-        what = Text(printable(problem.what), style=style)
+def _print(found: Finding) -> None:
+    rows: list[tuple[str, str | Text]] = []
+    rows += [(name, printable(fact)) for name, fact in found.facts.items()]
+    for problem in found.problems:
+        what = Text(printable(problem.what), "red" if problem.is_fatal else "yellow")
         what.append(f"\nremedy: {printable(problem.remedy)}", style="default")
         rows.append(("error" if problem.is_fatal else "note", what))
+    console = make_console()
+    console.print(heading(printable(found.title)), soft_wrap=True)
     console.print(facts_table(rows))

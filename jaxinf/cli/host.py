@@ -1,4 +1,4 @@
-"""Describes the machine: processor, memory, compiler, JAX.
+"""What `jaxinf doctor` says of the machine: processor, memory, compiler, JAX, cards.
 
 Invariant: nothing is changed; each problem has a remedy.
 """
@@ -8,22 +8,26 @@ import ctypes
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
+from jaxinf.csd.cards.runtime import has_runtime
+from jaxinf.csd.cards.sysfs import card_of, list_cards
+from jaxinf.errors import CsdError, DeviceConfigurationError
 from jaxinf.native import toolchain
+from jaxinf.optimizer import callback
 from jaxinf.terminal import format_bytes
 
-_V2 = {"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"}
 _CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _CUDA_DRIVER = "libcuda.so.1"
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _PACKAGES = ("jaxinf", "jax", "jaxlib", "optax", "flax", "tensorstore", "numpy")
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A missing part or feature."""
 
     what: str
@@ -31,91 +35,52 @@ class Problem:
     is_fatal: bool = False
 
 
-def look_at_host(*, proc: Path = Path("/proc")) -> tuple[dict[str, str], list[Problem]]:
-    """Examines the machine; starts JAX's clients, which may take seconds.
+@dataclass
+class Finding:
+    """What was found of the machine, a directory or a card, and what is missing."""
 
-    Returns:
-      What it has, by name, and what is missing.
-    """
-    cpu, memory = _facts(proc / "cpuinfo"), _facts(proc / "meminfo")
-    isa = isa_level(cpu.get("flags", "").split())
-    problems = _cpu_problems(isa)
-    if foreign := toolchain.foreign_package():
-        problems.append(Problem(*foreign))
+    title: str
+    facts: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether no problem is fatal."""
+        return not any(problem.is_fatal for problem in self.problems)
+
+
+def look_at_host(*, proc: Path = Path("/proc")) -> Finding:
+    """Examines the machine; starts JAX's clients, which may take seconds."""
+    cpu, memory = _first_entry(proc / "cpuinfo"), _first_entry(proc / "meminfo")
+    isa = platform.machine()
+    if isa == "x86_64":
+        isa = toolchain.levels_of(cpu.get("flags", "").split())[0]
     compiler = toolchain.find_compiler()
+    found = Finding("this machine", problems=_cpu_problems(isa))
+    if foreign := toolchain.foreign_package():
+        found.problems.append(Problem(*foreign))
     if compiler is None:
-        problems.append(_no_compiler())
+        found.problems.append(_no_compiler())
+    found.problems += _missing_driver()
     total, left = (
         format_bytes(int(memory.get(name, "0 kB").removesuffix("kB")) * 1024)
         for name in ("MemTotal", "MemAvailable")
     )
     model = cpu.get("model name", platform.processor() or "unknown")
     versions = {name: _version(name) for name in _PACKAGES}
-    devices = Counter(_jax_devices(problems))
-    rows = {
+    devices = Counter(_jax_devices(found.problems))
+    found.facts = {
         "processor": f"{model}, cores: {len(os.sched_getaffinity(0))}, {isa}",
         "memory": f"{total}, {left} available",
         "packages": ", ".join(f"{name} {n}" for name, n in versions.items() if n),
-        "JAX devices": ", ".join(f"{num} x {name}" for name, num in devices.items()),
+        "JAX devices": ", ".join(f"{num} x {name}" for name, num in devices.items())
+        or "none",
         "compiler": compiler or "none",
     }
-    return {name: text or "none" for name, text in rows.items()}, problems
+    return found
 
 
-def _no_compiler() -> Problem:
-    levels = toolchain.levels_of_machine(platform.machine())
-    chosen = os.environ.get("CXX", "").strip()
-    where = f"CXX={chosen}" if chosen else f"{', '.join(toolchain.COMPILERS)} in PATH"
-    without = (
-        "optimizers other than the common ones cannot run"
-        if any(toolchain.prebuilt_library(one).exists() for one in levels)
-        else "jaxinf was built without kernels, and no optimizer can run"
-    )
-    remedy = (
-        "set CXX to one, or unset it"
-        if chosen
-        else "install one (apt install g++, or pip install 'jaxinf[compiler]')"
-    )
-    return Problem(f"no C++ compiler was found (looked for {where}): {without}", remedy)
-
-
-_COMPARE = "compare a short run with plain optax"
-
-
-def _cpu_problems(isa: str) -> list[Problem]:
-    if isa in ("x86-64-v3", "x86-64-v4"):
-        return []
-    what, remedy = f"the processor is {isa}: ", _COMPARE
-    if isa.startswith("x86-64"):
-        what += (
-            "it has no AVX2 and no fused multiply-add. Kernels compute these in "
-            "another way, more slowly. Their bits are those of newer processors, and "
-            "not of jitted optax on this one"
-        )
-        remedy += ", or use an x86-64-v3 processor (2013 or later)"
-    elif toolchain.levels_of_machine(platform.machine()):
-        what += (
-            "updates have the bits of jitted optax on an x86-64 of Intel's, and not "
-            "of jitted optax here. They have been tested under emulation only"
-        )
-    else:
-        what += "jaxinf's C++ is for x86-64 and aarch64. No store can be trained here"
-        remedy = "train on an x86-64 or aarch64 machine"
-    return [Problem(what, remedy)]
-
-
-def isa_level(flags: list[str]) -> str:
-    """Returns the highest x86-64 level whose flags the processor has."""
-    machine = platform.machine()
-    if machine != "x86_64":
-        return machine
-    levels = toolchain.levels_of(flags)
-    if levels[0] != "x86-64":
-        return levels[0]
-    return "x86-64-v2" if set(flags) >= _V2 else "x86-64-v1"
-
-
-def _facts(file: Path) -> dict[str, str]:
+def _first_entry(file: Path) -> Mapping[str, str]:
     """Returns the first entry of a file of ``name: value``; none if it is missing."""
     try:
         lines = file.read_text().split("\n\n")[0].splitlines()
@@ -126,10 +91,45 @@ def _facts(file: Path) -> dict[str, str]:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
+
+
+def _cpu_problems(isa: str) -> list[Problem]:
+    compare = "compare a short run with plain optax"
+    if isa in ("x86-64-v3", "x86-64-v4"):
+        return []
+    if isa == "x86-64":
+        what = (
+            "it has no AVX2 and no fused multiply-add. Kernels compute these in "
+            "another way, more slowly. Their bits are those of newer processors, and "
+            "not of jitted optax on this one"
+        )
+        remedy = f"{compare}, or use an x86-64-v3 processor (2013 or later)"
+    elif toolchain.levels_of_machine(isa):
+        what = (
+            "updates have the bits of jitted optax on an x86-64 of Intel's, and not "
+            "of jitted optax here. They have been tested under emulation only"
+        )
+        remedy = compare
+    else:
+        what = "jaxinf's C++ is for x86-64 and aarch64. No store can be trained here"
+        remedy = "train on an x86-64 or aarch64 machine"
+    return [Problem(f"the processor is {isa}: {what}", remedy)]
+
+
+def _no_compiler() -> Problem:
+    chosen = os.environ.get("CXX", "").strip()
+    where = f"CXX={chosen}" if chosen else f"{', '.join(toolchain.COMPILERS)} in PATH"
+    levels = toolchain.levels_of_machine(platform.machine())
+    without = "jaxinf was built without kernels, and no optimizer can run"
+    if any(toolchain.prebuilt_library(level).exists() for level in levels):
+        without = "optimizers other than the common ones cannot run"
+    remedy = "install one (apt install g++, or pip install 'jaxinf[compiler]')"
+    if chosen:
+        remedy = "set CXX to one, or unset it"
+    return Problem(f"no C++ compiler was found (looked for {where}): {without}", remedy)
 
 
 def _missing_driver() -> list[Problem]:
@@ -150,15 +150,12 @@ def _missing_driver() -> list[Problem]:
 def _jax_devices(problems: list[Problem]) -> list[str]:
     import jax
 
-    from jaxinf.errors import DeviceConfigurationError
-    from jaxinf.optimizer.callback import check_device_configuration
-
+    is_set = _PREALLOCATE in os.environ
+    os.environ.setdefault(_PREALLOCATE, "false")  # not all of an accelerator's memory
     devices: list[str] = []
-    problems += _missing_driver()
     try:
-        with _without_preallocation():
-            devices = [f"{d.platform}: {d.device_kind}" for d in jax.devices()]
-            check_device_configuration()
+        devices = [f"{d.platform}: {d.device_kind}" for d in jax.devices()]
+        callback.check_device_configuration()
     except DeviceConfigurationError as error:
         what, _, remedy = str(error).partition(". ")
         problems.append(Problem(what, remedy))
@@ -169,18 +166,32 @@ def _jax_devices(problems: list[Problem]) -> list[str]:
         what = f"JAX found no device{where}: {first_line}"
         remedy = "set JAX_PLATFORMS=cpu, or install the jax build of your accelerator"
         problems.append(Problem(what, remedy, is_fatal=True))
+    finally:
+        if not is_set:
+            del os.environ[_PREALLOCATE]
     return devices
 
 
-@contextlib.contextmanager
-def _without_preallocation() -> Iterator[None]:
-    """Keeps JAX's client from reserving an accelerator's memory in advance."""
-    name = "XLA_PYTHON_CLIENT_PREALLOCATE"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        del os.environ[name]
+def look_at_cards(paths: Sequence[Path]) -> list[Finding]:
+    """Examines the cards of the machine, and says which are beside the directories."""
+    cards, beside = list_cards(), dict[str, list[str]]()
+    for path in paths if cards else ():
+        with contextlib.suppress(CsdError, OSError):
+            beside.setdefault(card_of(path, cards).address, []).append(str(path))
+    found = []
+    for card in cards:
+        one = Finding(f"card {card.address}")
+        one.facts = {
+            "firmware": card.firmware or "unknown",
+            "P2P": card.p2p,
+            "beside": ", ".join(beside.get(card.address, ()))
+            or "none of these directories",
+        }
+        if card.p2p_remedy and card.p2p != "unknown":
+            one.problems.append(Problem(f"P2P is {card.p2p}", card.p2p_remedy))
+        if not has_runtime():
+            what = "XILINX_XRT is not set, or names no directory of XRT's"
+            remedy = "install XRT, and `source /opt/xilinx/xrt/setup.sh` before Python"
+            one.problems.append(Problem(what, remedy))
+        found.append(one)
+    return found

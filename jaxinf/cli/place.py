@@ -1,4 +1,4 @@
-"""Examines one directory for `jaxinf doctor`: its file system and bandwidth.
+"""What `jaxinf doctor` says of one directory: its file system and bandwidth.
 
 Invariant: a failure becomes a `Problem` of that directory and does not affect others;
 tests run in a temporary directory that is removed at the end.
@@ -10,11 +10,11 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxinf.cli.host import Problem
+from jaxinf.cli.host import Finding, Problem
 from jaxinf.cli.probe import Bandwidth, measure_bandwidth
 from jaxinf.errors import StoreError
 from jaxinf.io import supports_direct
@@ -42,52 +42,17 @@ class Mount(NamedTuple):
 
 
 @dataclass
-class Place:
-    """A directory that could hold a store; None stands for what is not known."""
+class Place(Finding):
+    """A directory that could hold a store, and its bandwidth if that was measured."""
 
-    path: Path
-    mount: Mount | None = None
-    free_bytes: int = 0
-    total_bytes: int = 0
-    abilities: dict[str, bool] = field(default_factory=dict)
     bandwidth: Bandwidth | None = None
-    problems: list[Problem] = field(default_factory=list)
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether a store can be made here."""
-        return not any(problem.is_fatal for problem in self.problems)
-
-    def to_rows(self) -> dict[str, str]:
-        """For the terminal."""
-        rows = {}
-        if self.mount:
-            rows["file system"] = f"{self.mount.filesystem} on {self.mount.source}"
-        if self.total_bytes:
-            free, total = format_bytes(self.free_bytes), format_bytes(self.total_bytes)
-            params = format_count(self.free_bytes // _ADAM_STORED_BYTES)
-            rows["free"] = f"{free} of {total}: {params} params with Adam in fp32"
-        if speed := self.bandwidth:
-            is_direct, size = (
-                self.abilities["direct_io"],
-                format_bytes(speed.moved_bytes),
-            )
-            how = "direct" if is_direct else "buffered, so partly memory's"
-            read, write, mixed = map(
-                format_rate, (speed.read, speed.write, speed.mixed)
-            )
-            rows["bandwidth"] = f"read {read}, write {write}, mixed {mixed} ("
-            rows["bandwidth"] += f"{how}, {size} moved)"
-            params = format_count(speed.mixed / _ADAM_STEP_BYTES)
-            rows["means"] = f"{params} params/s with Adam in fp32"
-        return rows
 
 
 def look_at_place(path: Path, file_bytes: int, progress: ProgressCallback) -> Place:
     """Examines a directory; measures it with a file of that length, if any; blocks."""
-    place = Place(path)
+    place = Place(str(path))
     try:
-        _examine(place, file_bytes, progress)
+        _examine(path, place, file_bytes, progress)
     except OSError as error:
         what = f"making a file here failed: {error.strerror}"
         remedy = "give a directory that this user can write, on a drive with free space"
@@ -98,33 +63,52 @@ def look_at_place(path: Path, file_bytes: int, progress: ProgressCallback) -> Pl
     return place
 
 
-def _examine(place: Place, file_bytes: int, progress: ProgressCallback) -> None:
-    path, problems = place.path, place.problems
+def _examine(
+    path: Path, place: Place, file_bytes: int, progress: ProgressCallback
+) -> None:
+    facts, problems = place.facts, place.problems
+    speed, lacking = None, set[str]()
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
         remedy = "check the name" if path.exists() else f"mkdir -p {path}, or mount it"
         raise StoreError(f"{path}: expected a directory, found {found}; {remedy}")
-    place.mount = find_mount(path)
-    if place.mount and place.mount.filesystem in ("tmpfs", "ramfs"):
-        what = f"{place.mount.filesystem} is memory: state here is gone after a reboot"
-        problems.append(Problem(what, "use a drive's file system"))
-    place.total_bytes, _, place.free_bytes = shutil.disk_usage(path)
+    if mount := find_mount(path):
+        facts["file system"] = f"{mount.filesystem} on {mount.source}"
+        if mount.filesystem in ("tmpfs", "ramfs"):
+            what = f"{mount.filesystem} is memory: state here is gone after a reboot"
+            problems.append(Problem(what, "use a drive's file system"))
+    total, _, free = shutil.disk_usage(path)
+    params = format_count(free // _ADAM_STORED_BYTES)
+    facts["free"] = f"{format_bytes(free)} of {format_bytes(total)}: {params} params "
+    facts["free"] += "with Adam in fp32"
     with tempfile.TemporaryDirectory(prefix=".jaxinf-doctor-", dir=path) as name:
-        for key, (is_there, what, is_needed) in _ABILITIES.items():
-            why = "the file system refuses it"
-            try:
-                place.abilities[key] = is_there(Path(name))
-            except OSError as error:
-                place.abilities[key], why = False, error.strerror
-            if not place.abilities[key]:
+        for key, (has, what, is_needed) in _ABILITIES.items():
+            if why := _refusal(has, Path(name)):
                 remedy = "use a local file system such as ext4 or xfs"
                 problems.append(Problem(f"no {what} ({why})", remedy, is_needed))
-        num_bytes = min(file_bytes, place.free_bytes // _SHARE_OF_FREE)
+                lacking.add(key)
+        num_bytes = min(file_bytes, free // _SHARE_OF_FREE)
         try:
             if file_bytes:
-                place.bandwidth = measure_bandwidth(Path(name), num_bytes, progress)
+                speed = measure_bandwidth(Path(name), num_bytes, progress)
         except ValueError as error:
             problems.append(Problem(str(error), "free space, or give a larger --size"))
+    if speed is not None:
+        how = "buffered, so partly memory's" if "direct_io" in lacking else "direct"
+        rates = map(format_rate, (speed.read, speed.write, speed.mixed))
+        facts["bandwidth"] = "read {}, write {}, mixed {}".format(*rates)
+        facts["bandwidth"] += f" ({how}, {format_bytes(speed.moved_bytes)} moved)"
+        params = format_count(speed.mixed / _ADAM_STEP_BYTES)
+        facts["means"] = f"{params} params/s with Adam in fp32"
+        place.bandwidth = speed
+
+
+def _refusal(has: Callable[[Path], bool], scratch: Path) -> str | None:
+    """Returns why a file system lacks something; None if it has it."""
+    try:
+        return None if has(scratch) else "the file system refuses it"
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def find_mount(path: Path, *, mounts: Path = Path("/proc/self/mounts")) -> Mount | None:

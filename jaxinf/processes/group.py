@@ -43,7 +43,7 @@ class Group:
     """Processes that make the same calls in one order; one alone without a service.
 
     Thread-safe, but the calls that all make are of one thread each: `gather`, `agree`,
-    `in_all` and `first` of one, `barrier` of one; further threads have a `part`.
+    `in_all` and `first` of one, `barrier` of one.
 
     Args:
       where: the path of the run, for messages.
@@ -74,26 +74,11 @@ class Group:
         self.may_hang = True
         self.num_barriers = 0
         self._limit_s = limit_s
-        self._run: Group | None = None  # of which this is a part
         self._guard = threading.Lock()
         self._num_calls = 0
         self._read: list[str] = []  # topics that all have read before they meet next
         self._has_told = False
         self._has_left = threading.Event()
-
-    def part(self, name: str, *, limit_s: float | None = None) -> "Group":
-        """Returns the same processes for the calls of another thread.
-
-        Its failures are its own; it ends with those of this group.
-
-        Args:
-          name: a name that is used once.
-          limit_s: as of a group.
-        """
-        place = f"{self.session}/{name}"
-        part = Group(self.where, self.service, place, limit_s=limit_s)
-        part._run = self
-        return part
 
     # --- calls of all --------------------------------------------------------------
 
@@ -320,19 +305,15 @@ class Group:
         return found
 
     def _is_over(self, number: int) -> bool:
-        """Whether a process says nothing more; a part ends with the first failure."""
-        failed = self._failed()
-        is_part_over = self._run is not None and bool(failed)
-        return is_part_over or number in failed or number in self.said("closed")
+        """Whether a process says nothing more."""
+        return number in self._failed() or number in self.said("closed")
 
     def _failed(self) -> dict[int, str]:
-        return ({} if self._run is None else self._run._failed()) | self.said("failed")
+        return self.said("failed")
 
     def _signs(self) -> dict[int, str]:
         """What the processes have reported of their progress, by number."""
-        own = {n: str(sign) for n, sign in self.said("progress").items()}
-        above = {} if self._run is None else self._run._signs()
-        return {n: own.get(n, "") + above.get(n, "") for n in own.keys() | above}
+        return {n: str(sign) for n, sign in self.said("progress").items()}
 
     def _absent_error(self, missing: Sequence[int], what: str) -> ProcessError:
         failed, closed = self._failed(), self.said("closed")

@@ -201,15 +201,3 @@ def test_one_that_failed_or_left_is_not_waited_for(groups, monkeypatch):
     mine = processes.Group("run", groups[0].service, "other")
     with pytest.raises(ProcessError, match="process 1: it closed the store"):
         mine.hear("x", 1)
-
-
-def test_a_part_fails_by_itself_and_ends_with_its_group(groups, monkeypatch):
-    monkeypatch.setattr(processes.group, "LIMIT_S", 600)
-    parts = [group.part("a") for group in groups]
-    parts[2].say("failed", "no place")
-    with pytest.raises(ProcessError, match="process 2: no place"):
-        parts[0].hear("x", 1)
-    assert not groups[0].has_failed
-    groups[2].say("failed", "no drive")
-    with pytest.raises(ProcessError, match="process 2: no drive"):
-        groups[0].part("c").hear("x", 1)
