@@ -20,9 +20,11 @@ With ``--leaf`` the keys to ``skipped_steps``, ``leaf`` (as in ``leaves``) and
 finite elements ``mean``, ``std`` (of the population), ``min``, ``max``, or null.
 """
 
+import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -64,14 +66,11 @@ def run(store: str, *, leaf: str | None, as_json: bool) -> bool:
     """Prints what a store has, or a summary of one leaf; True, as it is well."""
     path = Path(store).expanduser().absolute()
     with open_committed(path) as (directory, step):
-        document = {
-            **_describe_step(directory, step),
-            **(
-                _describe_store(directory)
-                if leaf is None
-                else _describe_one(directory, step, leaf)
-            ),
-        }
+        document = _describe_step(directory, step)
+        if leaf is None:
+            document |= _describe_store(directory)
+        else:
+            document |= _describe_one(directory, step, leaf)
     if as_json:
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
@@ -166,18 +165,16 @@ def _describe_drives(directory: StoreDirectory) -> list[dict[str, Any]]:
 
 def _disk_bytes(directory: StoreDirectory) -> int:
     """Counts the blocks of both slots in bytes; a file in both counts once."""
-    csds = range(directory.num_csds)
-    roots = {directory.step_path(slot) for slot in SLOTS}
-    roots |= {directory.data_path(slot, csd) for slot in SLOTS for csd in csds}
     seen: dict[tuple[int, int], int] = {}
-    for root in roots:
-        for folder, _, files in os.walk(root):
-            for file in files:
-                try:
-                    found = os.lstat(os.path.join(folder, file))
-                except FileNotFoundError:
-                    continue  # a writer may have renamed the file
-                seen[found.st_dev, found.st_ino] = found.st_blocks * 512
+    for slot in SLOTS:
+        step = directory.step_path(slot)
+        for root in {step, *directory.data_paths(step)}:
+            for folder, _, files in os.walk(root):
+                for file in files:
+                    # A writer may have renamed the file.
+                    with contextlib.suppress(FileNotFoundError):
+                        found = os.lstat(os.path.join(folder, file))
+                        seen[found.st_dev, found.st_ino] = found.st_blocks * 512
     return sum(seen.values())
 
 
@@ -190,30 +187,19 @@ def _find_writer(store: Path) -> Holder | None:
     """
     path = store / "lock"
     try:
-        found = os.stat(path)
+        inode = os.stat(path).st_ino
         writer = decode(read_beneath(store, path.name, _LOCK_BYTES), Holder)
     except (OSError, StoreError, DocumentError):
         return None
     if writer.host != socket.gethostname():
         return None
     try:
-        held = _is_held(Path("/proc/locks").read_text(), found, writer.pid)
+        locks = Path("/proc/locks").read_text()
+        # The device is left out: on some file systems (btrfs) it is not that of stat.
+        is_held = re.search(rf"FLOCK .*:{inode} ", locks) is not None
     except OSError:
-        held = Path(f"/proc/{writer.pid}").exists()
-    return writer if held else None
-
-
-def _is_held(locks: str, file: os.stat_result, pid: int) -> bool:
-    device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
-    for words in map(str.split, locks.splitlines()):
-        if len(words) < 6 or words[1] != "FLOCK":
-            continue
-        lock_device, _, inode = words[5].rpartition(":")
-        # On some file systems (btrfs) this device differs from that of stat.
-        is_of_it = lock_device == device or words[4] == str(pid)
-        if is_of_it and inode == str(file.st_ino):
-            return True
-    return False
+        is_held = Path(f"/proc/{writer.pid}").exists()
+    return writer if is_held else None
 
 
 def summary_of(
@@ -322,7 +308,7 @@ def _print_leaf(console: Console, document: Mapping[str, Any]) -> None:
 
 def _states_text(states: Sequence[Mapping[str, Any]]) -> str:
     """Groups names by dtype: ``params mu nu float32``."""
-    names: dict[str, list[str]] = {}
+    names: dict[str, str] = {}
     for state in states:
-        names.setdefault(state["dtype"], []).append(state["name"])
-    return ", ".join(" ".join([*found, dtype]) for dtype, found in names.items())
+        names[state["dtype"]] = names.get(state["dtype"], "") + state["name"] + " "
+    return ", ".join(f"{found}{dtype}" for dtype, found in names.items())

@@ -11,9 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -34,6 +32,7 @@ from jaxinf.io import (
 )
 from jaxinf.kernels import Passage, compiled
 from jaxinf.program import trace_update
+from jaxinf.store import over
 from jaxinf.streaming.count import num_operations
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.machine import Machine, this_machine
@@ -47,8 +46,6 @@ _LONG_ENOUGH_S = 1.0
 _NUM_PARAMS = 1 << 22
 _NUM_COMMITS = 8
 _COPIED_BYTES = 256 << 20
-
-_Transfer = Callable[[int, Array], int]
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def measure_bandwidth(
             f"{2 * NUM_THREADS * PAGE_BYTES} bytes"
         )
     half = file_bytes // (2 * block_bytes)
-    file_bytes, moved_bytes, rates = 2 * half * block_bytes, 0, list[float]()
+    file_bytes, moved_bytes, rates = 2 * half * block_bytes, 0, dict[str, float]()
     arrays, path = _random_arrays(block_bytes), scratch / "data"
     allocate_file(path, file_bytes, file_bytes)
     with path.open("rb") as nameless:
@@ -102,18 +99,19 @@ def measure_bandwidth(
             write_from(file, array, block * block_bytes, block_bytes)
             return block_bytes
 
-        def update(block: int, array: Array) -> int:
+        def mixed(block: int, array: Array) -> int:
             return read(block, array) + write(half + block, array)
 
-        for transfer, num_blocks in (write, 2 * half), (read, 2 * half), (update, half):
+        for transfer, num_blocks in (write, 2 * half), (read, 2 * half), (mixed, half):
             began_s, before = time.perf_counter(), moved_bytes
             for done in _moved(transfer, num_blocks, arrays):
                 moved_bytes += done
                 progress(moved_bytes, 3 * file_bytes)
             if transfer is not read:
                 fsync_file(file)
-            rates.append((moved_bytes - before) / (time.perf_counter() - began_s))
-    return Bandwidth(moved_bytes, rates[1], rates[0], rates[2])
+            took_s = time.perf_counter() - began_s
+            rates[transfer.__name__] = (moved_bytes - before) / took_s
+    return Bandwidth(moved_bytes, **rates)
 
 
 def _random_arrays(block_bytes: int) -> list[Array]:
@@ -121,13 +119,12 @@ def _random_arrays(block_bytes: int) -> list[Array]:
     pool, rng = BufferPool(NUM_THREADS * block_bytes), np.random.default_rng()
     arrays = [pool.acquire(block_bytes).array for _ in range(NUM_THREADS)]
     for array in arrays:
-        words = array.view(np.uint64)
-        words[:] = rng.integers(0, 2**64, words.size, np.uint64)
+        array[:] = np.frombuffer(rng.bytes(block_bytes), np.uint8)
     return arrays
 
 
 def _moved(
-    transfer: _Transfer, num_blocks: int, arrays: Sequence[Array]
+    transfer: Callable[[int, Array], int], num_blocks: int, arrays: Sequence[Array]
 ) -> Iterator[int]:
     """Yields the bytes of each block that threads have moved, for seconds at most."""
     until_s, idle = time.perf_counter() + _MOST_S / 3, [*arrays]
@@ -140,11 +137,7 @@ def _moved(
         idle.append(array)
         return num_bytes
 
-    executor = ThreadPoolExecutor(NUM_THREADS)
-    try:
-        yield from executor.map(one, range(num_blocks))
-    finally:
-        executor.shutdown(cancel_futures=True)
+    yield from (done for _, done in over(range(num_blocks), one, NUM_THREADS))
 
 
 # --- the rest of a machine -----------------------------------------------------------
@@ -159,19 +152,18 @@ def measure_machine(path: Path, drives: Sequence[Bandwidth]) -> Machine:
     """
     found = this_machine()
     is_apart = found.device_bytes is not None
-    dtype = "bfloat16" if is_apart else "float32"
-    return msgspec.structs.replace(
-        found,
-        drive_bytes_per_s=_rounded(min(one.mixed for one in drives)),
-        link_bytes_per_s=_rounded(_COPIED_BYTES / _copy_s()) if is_apart else None,
-        operations_per_s=_rounded(_operations_per_s(dtype)),
-        params_per_s=_rounded(_params_per_s()),
-        commit_s=_rounded(_commit_s(path)),
-    )
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
+    rates = {
+        "drive_bytes_per_s": min(one.mixed for one in drives),
+        "operations_per_s": _operations_per_s("bfloat16" if is_apart else "float32"),
+        "params_per_s": _params_per_s(),
+        "commit_s": _commit_s(path),
+    }
+    if is_apart:
+        host = np.ones(_COPIED_BYTES // 4, np.float32)
+        copy_s = usual_s(lambda: jax.block_until_ready(jax.device_put(host)))
+        rates["link_bytes_per_s"] = _COPIED_BYTES / copy_s
+    rounded = {name: float(f"{rate:.4g}") for name, rate in rates.items()}
+    return msgspec.structs.replace(found, **rounded)
 
 
 def usual_s(run: Callable[[], object], num_runs: int = 8) -> float:
@@ -183,11 +175,6 @@ def usual_s(run: Callable[[], object], num_runs: int = 8) -> float:
         run()
         times.append(time.perf_counter() - began_s)
     return statistics.median(times)
-
-
-def _copy_s() -> float:
-    host = np.ones(_COPIED_BYTES // 4, np.float32)
-    return usual_s(lambda: jax.block_until_ready(jax.device_put(host)))
 
 
 def _operations_per_s(dtype: str) -> float:
@@ -228,24 +215,24 @@ def _params_per_s() -> float:
     The kernel makes the checksums that a store asks for.
     """
     kernel = compiled(trace_update(optax.adamw(1e-3), jnp.zeros(8)).leaves[0].kernel)
-    rng, wanted, runs = (
-        np.random.default_rng(0),
-        [True] * 3,
-        list[Callable[[], object]](),
-    )
-    for _ in os.sched_getaffinity(0):
+    rng, count = np.random.default_rng(0), len(os.sched_getaffinity(0))
+    passage, given = Passage(reads=[True] * 3, writes=[True] * 3), []
+    for _ in range(count):
         gradient, params, mu = rng.standard_normal((3, _NUM_PARAMS), np.float32)
-        run = partial(
-            kernel.run,
+        given.append((gradient, params, [mu, mu * mu], np.empty_like(gradient)))
+
+    def run(arrays: tuple[Array, Array, list[Array], Array]) -> None:
+        gradient, params, slots, out = arrays
+        scalars = [np.float32(0.1), np.float32(0.001)]
+        kernel.run(
             gradient=gradient,
             params=params,
-            slots=[mu, mu * mu],
+            slots=slots,
             arrays=[],
-            out=np.empty_like(gradient),
-            scalars=[np.float32(0.1), np.float32(0.001)],
-            passage=Passage(reads=wanted, writes=wanted),
+            out=out,
+            scalars=scalars,
+            passage=passage,
         )
-        runs.append(run)
-    with ThreadPoolExecutor(len(runs)) as executor:
-        run_s = usual_s(lambda: [*executor.map(lambda run: run(), runs)])
-    return len(runs) * _NUM_PARAMS / run_s
+
+    run_s = usual_s(lambda: [*over(given, run, count)])
+    return count * _NUM_PARAMS / run_s

@@ -19,8 +19,8 @@ from jaxinf.exchange.url_export import (
     BEGUN,
     MANIFEST,
     ExportManifest,
-    check_memory,
     chunk_objects,
+    num_at_once,
 )
 from jaxinf.io import BufferPool, crc32c, write_bytes_atomically
 from jaxinf.store import (
@@ -93,7 +93,7 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
         lambda step: StepReader(step.path, step.commit, read_pieces=read_pieces),
         has_links=False,
         read_carry=read_carried,
-        num_threads=check_memory(chunks, memory_bytes),
+        num_threads=num_at_once(manifest, memory_bytes),
     )
 
 

@@ -9,7 +9,7 @@ Invariant: memory stays within the budget. An object that is there and right is 
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -240,7 +240,7 @@ def export_url(
     transit = transit or Transit()
     place = ObjectStore(url, transit.stop)
     chunks = list(chunk_objects(step.manifest, step.commit))
-    num_threads = check_memory(chunks, transit.memory_bytes)
+    num_threads = num_at_once(step.manifest, transit.memory_bytes)
     documents = _documents(step, beside or {})
     commit = f"{checksum_of(documents['commit.json']):08x}"
     own = ExportManifest(
@@ -288,27 +288,28 @@ def _bring(
     return False
 
 
-def least_memory(manifest: Manifest) -> int:
-    """Returns the least memory in which a store's chunks can be exported."""
-    largest = max(
-        (
-            math.prod(leaf.chunk_shape) * state.itemsize
-            for leaf in manifest.leaves
-            for state in leaf.states
-            if leaf.csds  # it has chunks
-        ),
-        default=1,
+def _largest_object(manifest: Manifest) -> int:
+    sizes = (
+        math.prod(leaf.chunk_shape) * state.itemsize
+        for leaf in manifest.leaves
+        for state in leaf.states
+        if leaf.csds  # it has chunks
     )
-    return max(_LEAST_BYTES, _COPIES * largest)
+    return max(sizes, default=1)
 
 
-def check_memory(chunks: Iterable[ChunkObject], memory_bytes: int) -> int:
+def least_memory(manifest: Manifest) -> int:
+    """Returns memory in which a store's chunks can be exported."""
+    return max(_LEAST_BYTES, _COPIES * _largest_object(manifest))
+
+
+def num_at_once(manifest: Manifest, memory_bytes: int) -> int:
     """Returns the number of threads that may have an object each.
 
     Raises:
       ValueError: there is too little memory for one.
     """
-    largest = max((chunk.num_bytes for chunk in chunks), default=1)
+    largest = _largest_object(manifest)
     least = _COPIES * largest
     if memory_bytes < least:
         raise ValueError(
