@@ -11,7 +11,7 @@ silent for the time limit is named, and no process waits for it any longer.
 import contextlib
 import io
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from jaxinf.errors import JaxinfError, ProcessError, StoreFormatError
 from jaxinf.processes import LIMIT_S, all_processes, end_process
 from jaxinf.store import (
     HeldSteps,
-    Manifest,
     StepId,
     StoreDirectory,
     agreed_step,
@@ -69,7 +68,7 @@ class OverMembers(LaunchOptions):
             connect(self.distributed, self.timeout)
             return _in_all(path, action, as_json=as_json, limit_s=self.timeout)
         if is_run(path):
-            return _report(*_seen_here(path, action), as_json=as_json)
+            return _report(_seen_here(path, action), as_json=as_json)
         return 0 if action(store) else 1
 
 
@@ -88,9 +87,7 @@ class _Seen:
     problem: str = "cannot be seen from here"
 
 
-def _report(
-    members: Mapping[int, _Seen], manifest: Manifest | None, *, as_json: bool
-) -> int:
+def _report(members: Mapping[int, _Seen], *, as_json: bool) -> int:
     """Prints what was seen of all members, by number; returns the exit status."""
     console = make_console(sys.stderr if as_json else sys.stdout)
     held = [one.steps for one in members.values() if one.steps is not None]
@@ -111,15 +108,11 @@ def _report(
             continue
         status = _UNSEEN
         console.print(printable(f"\nprocess {number}: {one.problem}"))
-        for line in _lost_chunks(manifest, number) if manifest is not None else ():
-            console.print(printable(f"  {line}"))
     return status
 
 
-def _seen_here(
-    path: Path, action: Callable[[str], bool]
-) -> tuple[dict[int, _Seen], Manifest]:
-    """Returns the members, also those that one process cannot see, and one's manifest.
+def _seen_here(path: Path, action: Callable[[str], bool]) -> dict[int, _Seen]:
+    """Returns all members, also those that this process cannot see.
 
     Raises:
       StoreFormatError: no member can be opened.
@@ -137,8 +130,7 @@ def _seen_here(
             refused = error
     if not opened:
         raise refused
-    found |= {n: _Seen() for n in missing_members(opened) if n not in found}
-    return found, opened[0].manifest
+    return dict.fromkeys(missing_members(opened), _Seen()) | found
 
 
 def _in_all(
@@ -149,11 +141,8 @@ def _in_all(
     place = path / member_name(group.number)
 
     def report() -> JsonValue:
-        manifest = None
-        with contextlib.suppress(JaxinfError):
-            manifest = StoreDirectory.open(place).manifest
         members = {n: _as_seen(one) for n, one in enumerate(found)}
-        return _report(members, manifest, as_json=as_json)
+        return _report(members, as_json=as_json)
 
     try:
         group.agree("the path of the run", lambda: str(path), "give all the same")
@@ -195,24 +184,3 @@ def _as_seen(told: Mapping[str, Any]) -> _Seen:
         return told["is_well"]
 
     return _Seen(HeldSteps(*(one and StepId(*one) for one in told["steps"])), show)
-
-
-def _lost_chunks(manifest: Manifest, number: int) -> Iterator[str]:
-    """Says which chunks of which leaves a member has, as all the others know."""
-    for leaf in manifest.leaves:
-        held = [chunk for chunk, owner in enumerate(leaf.owners) if owner == number]
-        if held:
-            states = ", ".join(state.name for state in leaf.states)
-            chunks = f"chunks {_runs(held)} of {len(leaf.csds)}"
-            yield f"leaf {leaf.name}: it has {chunks}, of {states}"
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """Returns ascending numbers as text, such as ``0-3, 7``."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)
