@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from jaxinf.cli.committed import say_warning
 from jaxinf.cli.exchange import Export
 from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.terminal import show_progress
@@ -125,6 +126,7 @@ class _Copy:
                     old, holds=is_same, named=named, checkpoints=along
                 )
                 source = stack.enter_context(opened)
+                say_warning(old, source.step)
             progress = stack.enter_context(show_progress(f"copying to {new}"))
             done = copy_step(source, new, layout, progress)
         _print_copied(new, done)

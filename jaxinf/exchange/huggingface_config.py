@@ -77,6 +77,10 @@ def read_config(document: Any, *, where: str) -> Architecture:
         try:
             fields = {ours: known[theirs] for ours, theirs in family.names.items()}
             fields |= family.own | family.read(known)
+            if "classification" in family.classes:
+                labels = document.get("id2label")
+                num = len(labels) if labels else document.get("num_labels", 2)
+                fields["num_labels"] = num
             extra = {k: document[k] for k in (*_EXTRA, *LABELS) if k in document}
             return Architecture(family.model, fields, str(kind), extra)
         except _UNREADABLE as error:
@@ -144,9 +148,13 @@ def write_config(
     kind = _model_type(architecture)
     if task == "classification" and architecture.model in _READ_LAST:
         extra |= _padding(extra)
-    if len(extra.get("id2label") or ()) != fields.get("num_labels"):
+    family, num_labels = FAMILIES[kind], fields.get("num_labels")
+    if len(extra.get("id2label") or ()) != num_labels:
         extra = {k: v for k, v in extra.items() if k not in LABELS}
-    family = FAMILIES[kind]
+        if num_labels is not None:  # no language model
+            names = {str(n): f"LABEL_{n}" for n in range(num_labels)}
+            extra["id2label"] = names
+            extra["label2id"] = {name: int(n) for n, name in names.items()}
     return {
         "architectures": [family.classes[task]],
         "model_type": kind,

@@ -30,18 +30,6 @@ def _layers(others: str, **stacks: tuple[str, str]) -> dict[str, str]:
     }
 
 
-def _read_labels(document: Document) -> Fields:
-    labels = document.get("id2label")
-    return {"num_labels": len(labels) if labels else document.get("num_labels", 2)}
-
-
-def _write_labels(fields: Document) -> Fields:
-    if "num_labels" not in fields:  # a language model
-        return {}
-    names = {str(n): f"LABEL_{n}" for n in range(fields["num_labels"])}
-    return {"id2label": names, "label2id": {v: int(k) for k, v in names.items()}}
-
-
 def _expect(name: str, expected: Any, found: Any) -> None:
     if found is not None and found != expected:
         raise ValueError(f"{name}: expected {expected!r}, found {found!r}")
@@ -49,7 +37,7 @@ def _expect(name: str, expected: Any, found: Any) -> None:
 
 def _read_gpt2(document: Document) -> Fields:
     _expect("n_inner", 4 * document["n_embd"], document.get("n_inner"))
-    return _read_labels(document)
+    return {}
 
 
 _GPT2 = Family(
@@ -92,7 +80,6 @@ _GPT2 = Family(
         "num_attention_heads=n_head num_hidden_layers=n_layer"
     ),
     read=_read_gpt2,
-    write=_write_labels,
 )
 
 _BLOOM = Family(
@@ -180,7 +167,6 @@ def _read_llama(document: Document) -> Fields:
         _expect("layer_types", "full_attention", kind)
     return {
         **_read_rope(document),
-        **_read_labels(document),
         "num_kv_heads": document.get("num_key_value_heads") or heads,
         "head_features": None if head_features == features else head_features,
     }
@@ -190,7 +176,6 @@ def _write_llama(fields: Document) -> Fields:
     features = fields["num_features"] // fields["num_heads"]
     return {
         **_write_rope(fields),
-        **_write_labels(fields),
         "num_key_value_heads": fields["num_kv_heads"],
         "head_dim": fields["head_features"] or features,
     }
@@ -309,8 +294,6 @@ _BERT = Family(
     | {"add_cross_attention": False, "tie_word_embeddings": True},
     ignored="directionality pooler_fc_size pooler_num_attention_heads "
     "pooler_num_fc_layers pooler_size_per_head pooler_type",
-    read=_read_labels,
-    write=_write_labels,
 )
 
 _VIT = Family(
@@ -338,8 +321,6 @@ _VIT = Family(
     | {"image_size": 224, "patch_size": 16},
     fixed=_ENCODER_FIXED | {"qkv_bias": True},
     ignored="encoder_stride pooler_output_size pooler_act",
-    read=_read_labels,
-    write=_write_labels,
 )
 
 

@@ -143,6 +143,7 @@ def store_source(
             steps,
             lambda place: copy_beside(parts[0].path, place),
             WholeStep.reader,
+            has_links=not step.warning,
             spares=_spares(parts) if holds else (),
             dropped=tuple(sorted(dropped)),
             held=parts if holds else (),
