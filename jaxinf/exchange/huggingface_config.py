@@ -7,19 +7,20 @@ Invariant: a field that affects the model's results is read, or refused by its n
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
+
+from msgspec import Meta
 
 from jaxinf.documents import DocumentError, convert, shown
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.huggingface_families import FAMILIES, T5_GATED
-from jaxinf.exchange.huggingface_family import (
-    KINDS,
-    LABELS,
-    PLAIN,
-    Count,
+from jaxinf.exchange.huggingface_families import (
+    FAMILIES,
+    T5_GATED,
     Document,
     Family,
     Fields,
+    Rope,
+    RopeBase,
 )
 from jaxinf.store import read_foreign
 from jaxinf.typing import JsonValue
@@ -28,6 +29,56 @@ _EXTRA = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_i
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 _READ_LAST = ("gpt2", "llama")
 _SAME = {"activation_function": ("gelu_pytorch_tanh",)}
+
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**31)]
+_Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+_Epsilon: TypeAlias = Annotated[float, Meta(ge=1e-30, le=0.1)]
+
+_LABELS = ("id2label", "label2id")
+
+_KINDS: Mapping[str, Any] = {
+    **dict.fromkeys(("resid_pdrop", "hidden_dropout", "dropout_rate"), _Share),
+    "hidden_dropout_prob": _Share,
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), _Epsilon),
+    **dict.fromkeys(("tie_word_embeddings", "scale_decoder_outputs"), bool),
+    "is_gated_act": bool,
+    **dict.fromkeys(("feed_forward_proj", "dense_act_fn"), str),
+    "layer_types": list[str],
+    "rope_theta": RopeBase,
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), Rope),
+    **dict.fromkeys(_LABELS, dict[str, Any]),
+}
+"""Types of fields that are read; all others are counts."""
+
+_PLAIN: Fields = {
+    **dict.fromkeys(
+        ("is_decoder", "add_cross_attention", "tie_encoder_decoder"), False
+    ),
+    "problem_type": "single_label_classification",
+    "pruned_heads": {},
+    "partial_rotary_factor": 1,
+    **dict.fromkeys(("rope_interleaved", "use_mrope"), False),
+}
+"""Fields of any family → the value that our models have; an export leaves them out."""
+
+_HARMLESS = frozenset(
+    """
+    architectures dtype torch_dtype transformers_version tokenizer_class model_type
+    use_cache initializer_range gradient_checkpointing chunk_size_feed_forward
+    return_dict return_dict_in_generate output_hidden_states output_attentions
+    output_scores output_past torchscript use_bfloat16 tf_legacy_loss finetuning_task
+    task_specific_params prefix is_encoder_decoder is_llama_config max_sequence_length
+    attention_dropout attention_probs_dropout_prob attn_pdrop embd_pdrop
+    classifier_dropout max_length min_length max_new_tokens do_sample early_stopping
+    num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
+    repetition_penalty length_penalty no_repeat_ngram_size num_return_sequences
+    encoder_no_repeat_ngram_size bad_words_ids remove_invalid_values suppress_tokens
+    begin_suppress_tokens exponential_decay_length_penalty unsloth_fixed
+    unsloth_version transformers.js_config
+    """.split()
+)
+"""Fields of any family on which no logits and no loss depend, besides those that begin
+with ``_`` and those that end with ``_token_id``."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +132,7 @@ def read_config(document: Any, *, where: str) -> Architecture:
                 labels = document.get("id2label")
                 num = len(labels) if labels else document.get("num_labels", 2)
                 fields["num_labels"] = num
-            extra = {k: document[k] for k in (*_EXTRA, *LABELS) if k in document}
+            extra = {k: document[k] for k in (*_EXTRA, *_LABELS) if k in document}
             return Architecture(family.model, fields, str(kind), extra)
         except _UNREADABLE as error:
             problems = [f"{type(error).__name__}: {error}"]
@@ -107,20 +158,21 @@ def _with_first_names(document: Document, family: Family) -> tuple[Fields, list[
 
 def _problem(family: Family, name: str, value: Any) -> str | None:
     """Describes a value that cannot be read, or a field that is not known."""
-    ours = PLAIN | family.fixed
+    ours = _PLAIN | family.fixed
     if value is None or (name in ours and value in (ours[name], *_SAME.get(name, ()))):
         return None
     if name in ours:
         found = shown(value)
         return f"{name}: expected {ours[name]!r}, as this model has it, found {found}"
     optional = family.optional.split()
-    if name in (*family.names.values(), *optional, *LABELS, "num_labels"):
+    if name in (*family.names.values(), *optional, *_LABELS, "num_labels"):
         try:
-            convert(value, KINDS.get(name, Count), name)
+            convert(value, _KINDS.get(name, _Count), name)
         except DocumentError as error:
             return str(error)
         return None
-    if family.is_harmless(name):
+    is_any = name in _HARMLESS or name.startswith("_") or name.endswith("_token_id")
+    if is_any or name in family.ignored.split():
         return None
     if name == "quantization_config":
         found = value.get("quant_method") if isinstance(value, dict) else value
@@ -150,7 +202,7 @@ def write_config(
         extra |= _padding(extra)
     family, num_labels = FAMILIES[kind], fields.get("num_labels")
     if len(extra.get("id2label") or ()) != num_labels:
-        extra = {k: v for k, v in extra.items() if k not in LABELS}
+        extra = {k: v for k, v in extra.items() if k not in _LABELS}
         if num_labels is not None:  # no language model
             names = {str(n): f"LABEL_{n}" for n in range(num_labels)}
             extra["id2label"] = names

@@ -1,18 +1,112 @@
-"""Hugging Face's families of models: one table each of tensors and of config fields."""
+"""Hugging Face's families of models: one table each of tensors and of config fields.
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+Invariant: reading and writing use the same table. A tensor is changed by a permutation
+  of its axes alone; a field that affects a model's results has its place in the table.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from jaxinf.documents import convert
-from jaxinf.exchange.huggingface_family import (
-    Document,
-    Family,
-    Fields,
-    Rope,
-)
+
+Fields = dict[str, Any]
+Document = Mapping[str, Any]
+
+# Of a base below 2, all frequencies are alike, or none is finite.
+RopeBase: TypeAlias = Annotated[float, Meta(ge=2, le=2.0**62)]
+_Positive: TypeAlias = Annotated[float, Meta(gt=0, le=2.0**62)]
+
+
+class Rope(msgspec.Struct):
+    """Rotary positions: ``rope_parameters``, or ``rope_scaling`` of older files."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: RopeBase | None = None
+    factor: _Positive | None = None
+    low_freq_factor: _Positive | None = None
+    high_freq_factor: _Positive | None = None
+    original_max_position_embeddings: Annotated[int, Meta(ge=1, le=2**62)] | None = None
+    partial_rotary_factor: float | None = None
+
+
+_SUFFIXES = {"kernel": ".weight", "scale": ".weight", "table": ".weight"}
+_SUFFIXES |= {"bias": ".bias"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One ``model_type``: its tensors, and the fields of its config.json.
+
+    In names ``{}`` is a layer's number.
+
+    Attributes:
+      model: our name of the model.
+      classes: Hugging Face's class for each task.
+      layers: our layer → theirs. A kernel is [out, in] there, [in, out] here.
+      arrays: our leaf → their tensor, for those whose name does not end in ``.weight``.
+      transposed: whether kernels are; those of GPT-2 are [in, out] there, too.
+      prefix: prefix of the base model's names, which a bare base model lacks.
+      tied: other names that a file may have for a tensor with shared values.
+      heads: beginnings of our paths that a checkpoint of another task lacks. Below
+        each, all leaves exist or none; missing ones are initialised anew.
+      unused: pattern of tensors that are not params: buffers, other tasks' heads.
+      names: our field → theirs, which must have a value or a default.
+      defaults: their field → its value if it is missing.
+      fixed: their field → the value that our model has.
+      own: our fields that this ``model_type`` says.
+      optional: their fields that `read` looks at; they may be null or missing.
+      ignored: their fields on which nothing depends, besides those of any family.
+      aliases: their second name of a field → the first.
+      read: makes further fields of ours from a document with the defaults in it.
+      write: the reverse.
+    """
+
+    model: str
+    classes: Mapping[str, str]
+    layers: Mapping[str, str]
+    names: Mapping[str, str]
+    arrays: Mapping[str, str] = field(default_factory=dict)
+    transposed: bool = True
+    prefix: str = ""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    heads: tuple[str, ...] = ()
+    unused: str = ""
+    defaults: Fields = field(default_factory=dict)
+    fixed: Fields = field(default_factory=dict)
+    own: Fields = field(default_factory=dict)
+    optional: str = ""
+    ignored: str = ""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    read: Callable[[Document], Fields] = lambda document: {}
+    write: Callable[[Document], Fields] = lambda fields: {}
+
+    def find(self, path: str) -> tuple[str, tuple[int, ...]]:
+        """Returns the name of a leaf's tensor, and the order of its axes in the leaf.
+
+        No axes stand for no change. Raises KeyError for a leaf that the family lacks.
+        """
+        number = "".join(re.findall(r"^[a-z](\d+)/", path))
+        path = re.sub(r"^([a-z])\d+/", r"\1{}/", path)
+        if path in self.arrays:
+            return self.arrays[path].format(number), ()
+        layer, _, kind = path.rpartition("/")
+        if path in self.layers:
+            layer, kind = path, "table"
+        name = self.layers[layer].format(number) + _SUFFIXES[kind]
+        axes = (1, 0) if self.transposed or layer == "score" else ()
+        if layer == "patches":  # [features, channels, height, width] there
+            axes = (2, 3, 1, 0)
+        return name, axes if kind == "kernel" else ()
+
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor of a file is not a param of a model."""
+        return re.fullmatch(self.unused, name) is not None
 
 
 def _pairs(text: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange.huggingface_config import Architecture, read_config_file
-from jaxinf.exchange.huggingface_family import Family
+from jaxinf.exchange.huggingface_families import Family
 from jaxinf.exchange.safetensors_files import is_safetensors, read_safetensors
 from jaxinf.exchange.sources import SourceArray, listed, within
 from jaxinf.io.buffers import aligned_array
