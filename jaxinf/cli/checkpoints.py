@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from jaxinf.cli.exchange import Export, Import
+from jaxinf.cli.exchange import Export
 from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.terminal import make_table
 from jaxinf.command_line import UsageError
@@ -159,7 +159,7 @@ def _check_kept(parts: Sequence[StoreDirectory], name: str, store: Path) -> None
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Keep, list, remove and restore committed steps; export them, import params."""
+    """Keep, list, remove and restore committed steps; export them."""
 
     action: (
         Annotated[_Save, tyro.conf.subcommand("save")]
@@ -167,7 +167,6 @@ class Checkpoint:
         | Annotated[_Remove, tyro.conf.subcommand("remove")]
         | Annotated[_Restore, tyro.conf.subcommand("restore")]
         | Annotated[Export, tyro.conf.subcommand("export")]
-        | Annotated[Import, tyro.conf.subcommand("import")]
     )
 
     def run(self) -> int:

@@ -1,7 +1,6 @@
-"""``jaxinf checkpoint export STORE`` and ``import``: steps and params.
+"""``jaxinf checkpoint export STORE``: a step, or its params.
 
-Invariant: a store keeps its committed step until an import is checked and complete; an
-export appears only when it is complete.
+Invariant: an export appears only when it is complete.
 """
 
 import sys
@@ -15,11 +14,9 @@ from jaxinf.cli.committed import say_warning
 from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
-from jaxinf.errors import ExchangeError
 from jaxinf.exchange import (
     DEFAULT_FILE_BYTES,
     DEFAULT_MEMORY_BYTES,
-    ImportReport,
     ObjectStore,
     Transit,
     export_adapters,
@@ -27,12 +24,11 @@ from jaxinf.exchange import (
     export_safetensors,
     export_url,
     files_beside,
-    import_params,
     is_url,
     kept_tokenizer,
     tokenizer_files,
 )
-from jaxinf.store import WholeStep, find_members, is_run, store_source
+from jaxinf.store import WholeStep, find_members, store_source
 from jaxinf.terminal import format_bytes, make_console
 
 _MAX_SHOWN = 8
@@ -156,59 +152,3 @@ class Export:
             export_safetensors(step, destination, **given)
         files = [file for file in destination.rglob("*") if file.is_file()]
         return format_bytes(sum(file.stat().st_size for file in files))
-
-
-@dataclass(frozen=True)
-class Import:
-    """Import params into STORE, by their names.
-
-    From an Orbax checkpoint or safetensors, into a store at step 0 that tx.init(params)
-    has made; the optimizer begins anew. See docs/checkpoints.md. An export becomes a
-    store by jaxinf store copy.
-    """
-
-    store: StorePath
-    source: Annotated[
-        tyro.conf.Positional[str],
-        option("An Orbax checkpoint, or safetensors.", "SOURCE"),
-    ]
-    params: Annotated[
-        str, option("The params' tree in the source, by default all of it.", "NAME")
-    ] = ""
-    memory: Memory = DEFAULT_MEMORY_BYTES
-
-    def run(self, store: Path) -> None:
-        """Imports, and prints the store's new step."""
-        if is_url(self.source):
-            raise UsageError(
-                f"{ObjectStore(self.source).where}: expected a directory or a file of "
-                "params, found a URL; an export becomes a store by: jaxinf store copy "
-                "URL NEW"
-            )
-        source = Path(self.source).expanduser().absolute()
-        if not ((store / "jaxinf.json").exists() or is_run(store)):
-            raise ExchangeError(
-                f"{store}: expected a store to import {source} into, found none; make "
-                "it first: tx.init(params) with params of the same shapes; or, of an "
-                f"export of jaxinf: jaxinf store copy {source} {store}"
-            )
-        given = {"place": self.params, "memory_bytes": self.memory}
-        with show_progress(f"{source} to {store}") as progress:
-            report = import_params(source, store, progress=progress, **given)
-        _print_report(store, report)
-
-
-def _print_report(store: Path, report: ImportReport) -> None:
-    errors = make_console(sys.stderr)
-    if report.fresh_states:
-        errors.print(
-            f"note: {', '.join(report.fresh_states)} keep their initial values; the "
-            "optimizer begins anew"
-        )
-    if report.unused:
-        shown = ", ".join(report.unused[:_MAX_SHOWN])
-        more = len(report.unused) - _MAX_SHOWN
-        errors.print(
-            f"note: not imported: {shown}" + (f" and {more} more" if more > 0 else "")
-        )
-    print(f"{store}: step {report.step}, {report.num_arrays} arrays imported")

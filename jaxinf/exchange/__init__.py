@@ -21,8 +21,8 @@ from jaxinf.exchange.params import (
     LORA_B,
     Transit,
 )
+from jaxinf.exchange.read_params import read_params
 from jaxinf.exchange.safetensors_files import export_safetensors
-from jaxinf.exchange.store_import import ImportReport, import_params
 from jaxinf.exchange.tokenizer_files import (
     keep_tokenizer,
     kept_tokenizer,
@@ -44,7 +44,6 @@ __all__ = [
     "LORA_B",
     "Architecture",
     "HuggingFaceFolder",
-    "ImportReport",
     "ObjectStore",
     "Transit",
     "check_exports",
@@ -55,12 +54,12 @@ __all__ = [
     "export_url",
     "export_url_at",
     "files_beside",
-    "import_params",
     "is_url",
     "keep_tokenizer",
     "kept_tokenizer",
     "least_memory",
     "read_config_file",
+    "read_params",
     "tokenizer_files",
     "url_of_step",
     "write_config",

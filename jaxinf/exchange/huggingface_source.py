@@ -16,11 +16,15 @@ from jaxinf.errors import ExchangeError
 from jaxinf.exchange.huggingface_config import Architecture, read_config_file
 from jaxinf.exchange.huggingface_families import Family
 from jaxinf.exchange.safetensors_files import is_safetensors, read_safetensors
-from jaxinf.exchange.sources import SourceArray, listed, within
-from jaxinf.io.buffers import aligned_array
-from jaxinf.typing import FLOAT_DTYPES, Array, DeferredArray
+from jaxinf.exchange.sources import (
+    PIECE_BYTES,
+    SourceArray,
+    TensorLeaf,
+    listed,
+    within,
+)
+from jaxinf.typing import FLOAT_DTYPES
 
-_PIECE_BYTES = 1 << 18
 _MAX_LINES = 20
 _LAYERS = ("num_layers", "num_decoder_layers")
 # Counts that shape no tensor, or not in every checkpoint, and their limits.
@@ -28,35 +32,6 @@ _FREE = {"num_positions": 1 << 31, "window": 1 << 31, "max_distance": 1 << 31}
 _FREE |= {"num_labels": 1 << 16}
 
 _OF_CLASSES = ("classifier.", "score.")
-
-
-class TensorLeaf(DeferredArray):
-    """A leaf of our model, read from a tensor.
-
-    Attributes:
-      source: the tensor.
-      axes: order of the tensor's axes in the leaf; empty for no change.
-    """
-
-    def __init__(
-        self, source: SourceArray, axes: tuple[int, ...], dtype: np.dtype[Any]
-    ) -> None:
-        shape = source.shape
-        super().__init__(tuple(shape[a] for a in axes) if axes else shape, dtype)
-        self.source = source
-        self.axes = axes
-
-    def read(self) -> Array:
-        """See `DeferredArray`; needs 256 KiB of memory beside the result."""
-        # The allocator may keep freed memory, which would add up for large leaves.
-        result = aligned_array(self.shape, self.dtype)
-        theirs = result.transpose(np.argsort(self.axes)) if self.axes else result
-        for start, values in self.source.blocks(_PIECE_BYTES):
-            box = tuple(
-                slice(s, s + n) for s, n in zip(start, values.shape, strict=True)
-            )
-            theirs[(*box, ...)] = values
-        return result
 
 
 @dataclass(frozen=True)
@@ -226,5 +201,5 @@ def _problem(array: SourceArray | None, shape: tuple[int, ...]) -> str | None:
 def _same(a: SourceArray, b: SourceArray) -> bool:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    pairs = zip(a.blocks(_PIECE_BYTES), b.blocks(_PIECE_BYTES), strict=True)
+    pairs = zip(a.blocks(PIECE_BYTES), b.blocks(PIECE_BYTES), strict=True)
     return all(x.tobytes() == y.tobytes() for (_, x), (_, y) in pairs)

@@ -13,7 +13,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxinf.errors import ExchangeError
-from jaxinf.typing import Array
+from jaxinf.io.buffers import aligned_array
+from jaxinf.typing import Array, DeferredArray
+
+PIECE_BYTES = 1 << 18
 
 Blocks: TypeAlias = Iterator[tuple[tuple[int, ...], Array]]
 
@@ -38,6 +41,35 @@ class SourceArray:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorLeaf(DeferredArray):
+    """A leaf of params, read from a tensor when it is used.
+
+    Attributes:
+      source: the tensor.
+      axes: order of the tensor's axes in the leaf; empty for no change.
+    """
+
+    def __init__(
+        self, source: SourceArray, axes: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        shape = source.shape
+        super().__init__(tuple(shape[a] for a in axes) if axes else shape, dtype)
+        self.source = source
+        self.axes = axes
+
+    def read(self) -> Array:
+        """See `DeferredArray`; needs 256 KiB of memory beside the result."""
+        # The allocator may keep freed memory, which would add up for large leaves.
+        result = aligned_array(self.shape, self.dtype)
+        theirs = result.transpose(np.argsort(self.axes)) if self.axes else result
+        for start, values in self.source.blocks(PIECE_BYTES):
+            box = tuple(
+                slice(s, s + n) for s, n in zip(start, values.shape, strict=True)
+            )
+            theirs[(*box, ...)] = values
+        return result
 
 
 def listed(problems: Sequence[str], most: int) -> str:

@@ -40,6 +40,7 @@ from jaxinf.program.tree import (
     leaf_path,
     path_name,
     trained,
+    with_leaves,
 )
 from jaxinf.program.update import UpdateProgram, trace_update
 from jaxinf.program.wrappers import (
@@ -85,4 +86,5 @@ __all__ = [
     "trace_init",
     "trace_update",
     "trained",
+    "with_leaves",
 ]

@@ -4,6 +4,7 @@ Invariant: every leaf has a unique path, one string per level, which is the same
 arrays, tracers and avals.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,11 @@ def leaf_infos(params: PyTree) -> tuple[LeafInfo, ...]:
             )
         seen.add(info.path)
     return infos
+
+
+def with_leaves(params: PyTree, leaves: Iterable[Any]) -> PyTree:
+    """Returns a tree like the params, of other leaves in flattening order."""
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
 def leaf_path(keys: tuple[Any, ...]) -> tuple[str, ...]:

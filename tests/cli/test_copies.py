@@ -93,16 +93,6 @@ def test_a_command_on_a_copy_leaves_the_original_alone(
     assert run("verify", original.path).status == 0
 
 
-def test_an_import_into_a_copy(original, copy, tmp_path, run):
-    """An import refuses a copy by its owner, before it reads the step."""
-    source = tmp_path / "export"
-    arguments = ["checkpoint", "export", original.path, source]
-    assert run(*arguments, "--format", "safetensors").status == 0
-    before = bytes_below(original.path, *original.csds)
-    assert run("checkpoint", "import", copy, source).status == 1
-    assert bytes_below(original.path, *original.csds) == before
-
-
 def test_the_original_goes_on_beside_a_copy(original, copy, run):
     del copy
     for words in (

@@ -1,4 +1,4 @@
-"""``jaxinf checkpoint export STORE`` and ``import``."""
+"""``jaxinf checkpoint export STORE``."""
 
 import jax
 import jax.numpy as jnp
@@ -77,31 +77,6 @@ def test_params_for_others(store, tmp_path, capsys):
     assert main([*words, str(tmp_path / "out"), "--format", "safetensors"]) == 0
     found = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     assert same(found, master(store)[1])
-
-
-def test_params_of_a_plain_run_come_in(tmp_path, capsys):
-    tx, store = optax.adam(0.1), str(tmp_path / "store")
-    updates, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    tree = {"teacher": updates, "student": PARAMS, "opt_state": state, "epoch": 3}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "saved", tree)
-    command = ["checkpoint", "import", store, str(tmp_path / "saved")]
-    assert main(command) == 1
-    assert "expected a store to import" in capsys.readouterr().err
-    with jaxinf.open_store(store) as opened:
-        jaxinf.smart_update(tx, opened).init(jax.tree.map(jnp.zeros_like, PARAMS))
-    assert main(command) == 1
-    err = capsys.readouterr().err
-    assert "w: missing" in err
-    assert "Nothing was written" in err
-    assert main([*command, "--params", "student", "--memory", "1MiB"]) == 0
-    out, err = capsys.readouterr()
-    assert out == f"{store}: step 0, 2 arrays imported\n"
-    assert "mu, nu keep their initial values" in err
-    assert "note: not imported: epoch" in err
-    step, params = master(store)
-    assert step == 0
-    assert same(params, PARAMS)
 
 
 def test_a_new_store_is_as_it_was(store, tmp_path):

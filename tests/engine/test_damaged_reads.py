@@ -2,9 +2,7 @@
 
 from itertools import product
 
-import numpy as np
 import pytest
-import safetensors.numpy
 from copies import copied
 from families import family
 from flipped_bits import flip
@@ -14,7 +12,6 @@ from jaxinf.errors import StoreCorruptError
 from jaxinf.exchange import (
     export_safetensors,
     export_url,
-    import_params,
 )
 from jaxinf.store import StepReader, StoreDirectory, snapshot, step_of, verify_step
 
@@ -70,19 +67,10 @@ def to_safetensors(driver, leaf, state):
         export_safetensors(step_of(files, path), files.path.with_name("new"))
 
 
-def imports(driver, leaf, state):
-    """Imports a checkpoint without a state, which keeps its constant initial value."""
-    driver.close()
-    source = driver.store.path.with_name("model.safetensors")
-    arrays = {name: p.astype(np.float32) for name, p in driver.initial.items()}
-    safetensors.numpy.save_file(arrays, source)
-    import_params(source, driver.store.path)
-
-
 ALL = [read, read_raw, inspect, verify, convert, export]
 CASES = [("params", use) for use in [*ALL, to_safetensors, params, bind]]
 CASES.remove(("params", convert))  # a link, whose readers refuse it
-CASES += [("trace", use) for use in [*ALL, imports]]
+CASES += [("trace", use) for use in ALL]
 
 
 @pytest.mark.parametrize(

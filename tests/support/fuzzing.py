@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from jaxinf.cli import main
 from jaxinf.errors import JaxinfError
-from jaxinf.exchange.store_import import read_source
+from jaxinf.exchange.read_params import read_arrays
 from jaxinf.store import (
     StepReader,
     StoreDirectory,
@@ -166,9 +166,9 @@ class Victim:
             yield lambda: command("verify", str(store))
         elif name.startswith("export"):
             yield lambda: self.imports()
-            yield lambda: read_source(self.place / "export")
+            yield lambda: read_arrays(self.place / "export")
         else:
-            yield lambda: read_source(self.place / name.split("/")[0])
+            yield lambda: read_arrays(self.place / name.split("/")[0])
 
     def imports(self):
         try:

@@ -1,0 +1,76 @@
+"""Params of another tool's checkpoint, by their exact names.
+
+Invariant: everything is checked before an element is read, and a leaf is read when it
+  is used, one at a time.
+"""
+
+from pathlib import Path
+
+from jaxinf.errors import ExchangeError
+from jaxinf.exchange.orbax_source import is_orbax, read_orbax
+from jaxinf.exchange.safetensors_files import is_safetensors, read_safetensors
+from jaxinf.exchange.sources import SourceArray, TensorLeaf, listed
+from jaxinf.program import leaf_infos, with_leaves
+from jaxinf.store.names import encode_key
+from jaxinf.typing import FLOAT_DTYPES, PathLikeStr, PyTree
+
+_MAX_LINES = 40
+
+
+def read_arrays(path: Path) -> dict[str, SourceArray]:
+    """Returns by name the arrays of an Orbax checkpoint or of safetensors files."""
+    if is_safetensors(path):
+        return read_safetensors(path)
+    if path.is_dir() or is_orbax(path):
+        return read_orbax(path)
+    found = "another file" if path.exists() else "nothing"
+    raise ExchangeError(
+        f"{path}: expected an Orbax checkpoint or safetensors, found {found}; check "
+        "the path"
+    )
+
+
+def read_params(path: PathLikeStr, like: PyTree, *, place: str = "") -> PyTree:
+    """Opens params by their names, for the ``tx.init`` of `jaxinf.smart_update`.
+
+    A leaf's array has the leaf's path as its name, keys joined by ``.`` or ``/``. A
+    float of another width is rounded to nearest even.
+
+    Args:
+      path: an Orbax checkpoint, an export, a safetensors file or a directory of such.
+      like: a tree like the params, of arrays or ``jax.ShapeDtypeStruct``.
+      place: name of the tree in the checkpoint that is the params, such as ``params``;
+        by default all of it.
+
+    Returns:
+      A tree like the params, of `jaxinf.typing.DeferredArray`. Each reads its array
+      anew whenever it is converted to NumPy.
+
+    Raises:
+      ExchangeError: the checkpoint cannot be read, or lacks a leaf, or has it in
+        another shape or no floats; names every leaf.
+      TypeError, ValueError: `like` is no tree of params.
+    """
+    source = Path(path).expanduser().absolute()
+    found = read_arrays(source)
+    within = place.strip("/.").replace("/", ".")
+    leaves, problems = [], []
+    for leaf in leaf_infos(like):
+        name = ".".join(filter(None, [within, *map(encode_key, leaf.path)]))
+        array = found.get(name)
+        if array is None:
+            problems.append(f"{name or 'the params'}: missing")
+        elif array.shape != leaf.shape:
+            problems.append(f"{name}: {array.shape}, in the params {leaf.shape}")
+        elif array.dtype not in FLOAT_DTYPES:
+            problems.append(f"{name}: {array.dtype}, in the params {leaf.dtype}")
+        else:
+            leaves.append(TensorLeaf(array, (), leaf.dtype))
+    if problems:
+        raise ExchangeError(
+            f"{source}: expected every leaf of the params by its name, found:"
+            f"{listed(problems, _MAX_LINES)}\nIt has {', '.join(list(found)[:8])}, …. "
+            'Give the name of the params\' tree in it (place="NAME"), or params of '
+            "these names and shapes"
+        )
+    return with_leaves(like, leaves)
