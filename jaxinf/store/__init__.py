@@ -32,7 +32,6 @@ from jaxinf.store.checkpoint import (
     save_checkpoint,
     stray_checkpoints,
 )
-from jaxinf.store.chunk_writer import ChunkWriter
 from jaxinf.store.commit import (
     CARRY,
     SCHEDULE_FREE,
@@ -161,7 +160,6 @@ __all__ = [
     "AverageChoice",
     "CarriedArray",
     "CheckpointInfo",
-    "ChunkWriter",
     "Codecs",
     "CommitAction",
     "CommitRecord",

@@ -7,7 +7,7 @@ Invariant: a file with more than one link is never written; `StoreDirectory` ens
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -15,8 +15,8 @@ import numpy as np
 from jaxinf.errors import ExchangeError
 from jaxinf.io import crc32c, crc32c_combine, opened_to_write
 from jaxinf.io.failures import translated
-from jaxinf.layout import Chunk, CodedSlot, box_runs
-from jaxinf.store.contents import StateRecord, dtype_of
+from jaxinf.layout import Chunk, box_runs
+from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.typing import Array
 
@@ -74,62 +74,24 @@ class ChunkWriter:
         self.place = place
         self._sums: dict[_File, _RunSums] = {}
 
-    def checksums(self, kept: Mapping[str, Array] | None = None) -> dict[str, Array]:
-        """Returns the CRC-32C of every chunk, of the bytes given to `write`.
-
-        Args:
-          kept: checksums of the arrays that were not written.
-
-        Returns:
-          uint32 by array name, of the held chunks: `CommitRecord.checksums`.
-        """
-        sums: dict[str, Array] = {}
-        for number, leaf in enumerate(self.directory.manifest.leaves):
-            for state in leaf.states:
-                name = leaf.array_name(state.name)
-                if kept is not None and (number, 0, state.name) not in self._sums:
-                    sums[name] = kept[name]
-                    continue
-                found = [self.checksum(number, chunk, state) for chunk in leaf.held]
-                sums[name] = np.array(found, np.uint32)
-        return sums
-
     def checksum(self, leaf: int, chunk: int, state: StateRecord) -> int:
         """Returns the CRC-32C of one chunk, all of which was written."""
         num_bytes = self.directory.state_bytes(leaf, chunk, state)
         return self._sums[leaf, chunk, state.name].of(num_bytes)
 
-    def write(self, leaf: int, state: str, start: Sequence[int], values: Array) -> None:
-        """Writes a box of an array; blocks until it is copied.
+    def write_stored(
+        self, leaf: int, state: str, start: Sequence[int], values: Array
+    ) -> None:
+        """Writes a box of an array, as it is stored; blocks until it is copied.
 
-        All of an array must be written before the slot is published.
+        All of an array must be written before the step is published. Scales are written
+        by `write_scales`.
 
         Args:
           leaf: the leaf's number.
           state: name of the state.
           start: leaf index of the box's first element.
-          values: the box, of the state's dtype; float32 for split master params.
-        """
-        record = self.directory.manifest.leaves[leaf]
-        coded = record.state(state)
-        beside = record.beside(coded)
-        if not coded.codec:
-            self.write_stored(leaf, state, start, values)
-            return
-        codes = np.empty(values.size, dtype_of(coded.dtype))
-        rest = None if beside is None else np.empty(values.size, np.int16)
-        CodedSlot.of(codes, rest).encode(np.ascontiguousarray(values).reshape(-1))
-        self.write_stored(leaf, state, start, codes.reshape(values.shape))
-        if rest is not None:
-            assert beside is not None
-            self.write_stored(leaf, beside.name, start, rest.reshape(values.shape))
-
-    def write_stored(
-        self, leaf: int, state: str, start: Sequence[int], values: Array
-    ) -> None:
-        """As `write`, for elements in the form in which they are stored.
-
-        Scales are written by `write_scales`.
+          values: the box, of the dtype in which the state is stored.
         """
         record = self.directory.manifest.leaves[leaf]
         grid = record.grid
