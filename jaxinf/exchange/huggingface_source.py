@@ -17,7 +17,6 @@ from jaxinf.exchange.huggingface_config import Architecture, read_config_file
 from jaxinf.exchange.huggingface_families import Family
 from jaxinf.exchange.safetensors_files import is_safetensors, read_safetensors
 from jaxinf.exchange.sources import (
-    PIECE_BYTES,
     SourceArray,
     TensorLeaf,
     listed,
@@ -201,5 +200,5 @@ def _problem(array: SourceArray | None, shape: tuple[int, ...]) -> str | None:
 def _same(a: SourceArray, b: SourceArray) -> bool:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    pairs = zip(a.blocks(PIECE_BYTES), b.blocks(PIECE_BYTES), strict=True)
+    pairs = zip(a.blocks(), b.blocks(), strict=True)
     return all(x.tobytes() == y.tobytes() for (_, x), (_, y) in pairs)

@@ -7,8 +7,6 @@ Invariant: an array's name has all keys of its path, except a last ``value`` wit
 siblings: Flax adds this key for a variable.
 """
 
-import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,7 +21,6 @@ from msgspec import Meta
 from jaxinf.documents import pattern
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange.sources import Blocks, SourceArray
-from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
 from jaxinf.store import read_foreign
 from jaxinf.store.names import encode_key
 
@@ -103,37 +100,9 @@ def read_orbax(path: Path) -> dict[str, SourceArray]:
     return arrays
 
 
-def _blocks(name: str, array: Any, directory: Path, memory_bytes: int) -> Blocks:
-    # One block is read while the one before is used.
-    most = max(1, memory_bytes // (2 * array.dtype.numpy_dtype.itemsize))
-    extent = _block_shape(array, most)
-
-    def begin(start: tuple[int, ...]) -> tuple[tuple[int, ...], Any]:
-        ends = map(min, map(sum, zip(start, extent, strict=True)), array.shape)
-        return start, array[tuple(map(slice, start, ends))].read()
-
-    starts = itertools.product(*map(range, [0] * array.ndim, array.shape, extent))
-    ahead: tuple[tuple[int, ...], Any] | None = None
-    for begun in itertools.chain(map(begin, starts), [None]):
-        if ahead is not None:
-            yield ahead[0], _or_explain(ahead[1], directory, name)
-        ahead = begun
-
-
-def _block_shape(array: Any, max_elements: int) -> list[int]:
-    """Returns a shape of whole chunks of the file: one, or several small ones."""
-    whole = [max(1, n) for n in array.shape]
-    layout = array.chunk_layout
-    block = whole
-    for chunk in (layout.write_chunk.shape, layout.read_chunk.shape):
-        if chunk is not None and math.prod(block) > max_elements:
-            block = [max(1, min(c, n)) for c, n in zip(chunk, whole, strict=True)]
-    limit = min(max_elements, DEFAULT_CHUNK_ELEMENTS)
-    for dim in reversed(range(len(block))):
-        room = limit // math.prod(block)
-        if room > 1:
-            block[dim] = min(block[dim] * room, whole[dim])
-    return block
+def _blocks(name: str, array: Any, directory: Path) -> Blocks:
+    """Yields all of an array: Orbax may have saved it as a single chunk."""
+    yield (0,) * array.ndim, _or_explain(array.read(), directory, name)
 
 
 def _entries(

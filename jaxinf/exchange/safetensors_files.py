@@ -54,6 +54,7 @@ _DTYPES |= {
 } | {"BOOL": "bool"}
 _NAMES = {name: code for code, name in _DTYPES.items()}
 
+_PIECE_BYTES = 1 << 18
 _HEADER_BYTES_AN_ARRAY = 512
 _SLACK_BYTES = 1 << 20
 # Copies of a portion: as read, cast, and with its axes in the tensor's order.
@@ -140,13 +141,11 @@ def _blocks(
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
     offset_bytes: int,
-    memory_bytes: int,
 ) -> Blocks:
     """Yields a tensor by direct reads: a file that is cut off later is an error."""
     grid = LeafGrid(shape, tuple(max(1, n) for n in shape))
-    max_elements = max(1, memory_bytes // dtype.itemsize)
     with translated("read", path), open(path, "rb") as stream:
-        for portion in portions(grid, min(max_elements, DEFAULT_CHUNK_ELEMENTS)):
+        for portion in portions(grid, _PIECE_BYTES // dtype.itemsize):
             values = np.empty(portion.num_elements, dtype)
             stream.seek(offset_bytes + portion.offset_elements * dtype.itemsize)
             if stream.readinto(values.view(np.uint8).data) < values.nbytes:

@@ -16,8 +16,6 @@ from jaxinf.errors import ExchangeError
 from jaxinf.io.buffers import aligned_array
 from jaxinf.typing import Array, DeferredArray
 
-PIECE_BYTES = 1 << 18
-
 Blocks: TypeAlias = Iterator[tuple[tuple[int, ...], Array]]
 
 
@@ -27,16 +25,15 @@ class SourceArray:
 
     Attributes:
       name: keys joined by ``.``, percent-encoded as in a store.
-      blocks: called with the most memory for blocks read ahead; yields boxes that
-        partition the array, as the index of the first element and the elements. A box
-        may be larger if it is one chunk of the file. Raises ExchangeError if the file
-        is damaged.
+      blocks: yields boxes that partition the array, as the index of the first element
+        and the elements: small ones, or one if the file's chunks may be as large.
+        Raises ExchangeError if the file is damaged.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    blocks: Callable[[int], Blocks]
+    blocks: Callable[[], Blocks]
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +61,7 @@ class TensorLeaf(DeferredArray):
         # The allocator may keep freed memory, which would add up for large leaves.
         result = aligned_array(self.shape, self.dtype)
         theirs = result.transpose(np.argsort(self.axes)) if self.axes else result
-        for start, values in self.source.blocks(PIECE_BYTES):
+        for start, values in self.source.blocks():
             box = tuple(
                 slice(s, s + n) for s, n in zip(start, values.shape, strict=True)
             )
