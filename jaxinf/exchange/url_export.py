@@ -325,7 +325,7 @@ def _documents(step: WholeStep, beside: Mapping[str, bytes]) -> dict[str, bytes]
     manifest = replace(step.manifest, csds=(), leaves=tuple(leaves))
     carry = step.commit.carry
     return {
-        **step_documents(manifest, time.time_ns(), carry),
+        **dict(step_documents(manifest, time.time_ns(), carry)),
         "jaxinf.json": seal(manifest.to_json()),
         "commit.json": seal(replace(step.commit, documents={}).to_json()),
         **beside,
