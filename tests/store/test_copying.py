@@ -243,7 +243,7 @@ def test_refusals(place):
         copied(path, processes=0)
     with pytest.raises(ValueError, match="CSD root /none/1: expected a directory"):
         copied(path, processes=2, roots=["/none/1"])
-    with pytest.raises(StoreFormatError, match=r"found no jaxinf\.json"):
+    with pytest.raises(StoreFormatError, match=r"found nothing; check the path"):
         copied(place / "none", processes=2)
     lock = StoreLock(path)
     with pytest.raises(StoreLockedError):
