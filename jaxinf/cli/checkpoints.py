@@ -19,19 +19,12 @@ from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreFormatError, StoreMismatchError
 from jaxinf.store import (
     StoreDirectory,
-    check_checkpoint,
     find_checkpoint,
     hold_members,
-    hold_store,
-    is_run,
     list_checkpoints,
     list_whole,
-    look_at_store,
-    remove_checkpoint,
     remove_whole,
-    restore_checkpoint,
     restore_whole,
-    save_checkpoint,
     save_whole,
 )
 from jaxinf.terminal import format_bytes, make_console, printable
@@ -48,12 +41,7 @@ class _Save:
     ] = None
 
     def run(self, store: Path) -> None:
-        if is_run(store):
-            print(save_whole(store, self.name))
-            return
-        directory = look_at_store(store)
-        made = save_checkpoint(directory, self.name)
-        print(directory.path / "checkpoints" / made)
+        print(save_whole(store, self.name))
 
 
 @dataclass(frozen=True)
@@ -64,10 +52,7 @@ class _List:
     json: Annotated[bool, option("Print one JSON document instead.")] = False
 
     def run(self, store: Path) -> None:
-        if is_run(store):
-            found = list_whole(store)
-        else:
-            found = list_checkpoints(look_at_store(store))
+        found = list_whole(store)
         if self.json:
             print(json.dumps([asdict(info) for info in found], indent=1))
             return
@@ -95,14 +80,7 @@ class _Remove:
     def run(self, store: Path) -> None:
         if not self.names:
             raise UsageError("remove: name the checkpoints to remove")
-        if is_run(store):
-            remove_whole(store, self.names)
-        else:
-            directory = look_at_store(store)
-            for name in self.names:  # none is removed if one does not exist
-                check_checkpoint(directory, name)
-            for name in self.names:
-                remove_checkpoint(directory, name)
+        remove_whole(store, self.names)
         for name in self.names:
             print(f"removed {printable(name)}", file=sys.stderr)
 
@@ -118,16 +96,10 @@ class _Restore:
     ] = False
 
     def run(self, store: Path) -> None:
-        if is_run(store):
-            with hold_members(store) as members:
-                if not self.discard_current:
-                    _check_kept(members, self.name, store)
-                record = restore_whole(members, self.name)
-        else:
-            with hold_store(store) as directory:
-                if not self.discard_current:
-                    _check_kept([directory], self.name, store)
-                record = restore_checkpoint(directory, self.name)
+        with hold_members(store) as members:
+            if not self.discard_current:
+                _check_kept(members, self.name, store)
+            record = restore_whole(members, self.name)
         print(f"{store}: at step {record.step} again; the next run goes on from there")
 
 

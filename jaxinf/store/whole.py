@@ -97,6 +97,15 @@ def all_members(path: Path) -> list[StoreDirectory]:
     return sorted(members, key=_number)
 
 
+def parts_of(path: Path) -> list[StoreDirectory]:
+    """Opens all members of a run, or a store of one process, for reading.
+
+    Raises:
+      ProcessError, StoreError: as `all_members` and `look_at_store`.
+    """
+    return all_members(path) if is_run(path) else [look_at_store(path)]
+
+
 def agreed_of(members: Sequence[StoreDirectory]) -> StepId | None:
     """Returns the step that a run of these members would go on from.
 
@@ -111,14 +120,14 @@ def agreed_of(members: Sequence[StoreDirectory]) -> StepId | None:
 
 
 def save_whole(path: Path, name: str | None = None) -> Path:
-    """Keeps the committed step of all members, and makes one directory of it; blocks.
+    """Keeps the committed step of a store, or of all members of a run; blocks.
 
-    Any process may do so beside a running run. The directory is a zarr group and an
-    Orbax checkpoint; its chunks are symlinks to those of the members' checkpoints of
-    the same name, so that it holds where all members are visible.
+    Any process may do so beside a running run. The directory of a run's is a zarr group
+    and an Orbax checkpoint; its chunks are symlinks to those of the members'
+    checkpoints of the same name, so that it holds where all members are visible.
 
     Args:
-      path: the run's path.
+      path: the path of the store or the run.
       name: name of the checkpoint; by default the step's number.
 
     Returns:
@@ -128,7 +137,9 @@ def save_whole(path: Path, name: str | None = None) -> Path:
       ProcessError: a member cannot be seen, or they are at different steps.
       StoreMismatchError: there is a checkpoint of that name.
     """
-    members = all_members(path)
+    members = parts_of(path)
+    if not is_run(path):
+        return members[0].path / "checkpoints" / save_checkpoint(members[0], name)
     if name is not None and (path / "checkpoints" / name).exists():
         raise StoreMismatchError(
             f"{path}: there is a checkpoint {name!r} already; give another name"
@@ -153,18 +164,19 @@ def link_whole(path: Path, members: Sequence[StoreDirectory], name: str) -> Path
 
 
 def list_whole(path: Path) -> list[CheckpointInfo]:
-    """Returns the checkpoints that all members have of one commit, by step and name.
+    """Returns the checkpoints that all parts have of one commit, by step and name.
 
-    Their own bytes are those of all members.
+    Their own bytes are those of all parts.
 
     Raises:
-      StoreError: as `all_members`.
+      ProcessError, StoreError: as `parts_of`.
     """
-    members = all_members(path)
-    names = {info.name for info in list_checkpoints(members[0])}
+    members = parts_of(path)
+    if not is_run(path):
+        return list_checkpoints(members[0])
     listed = [{info.name: info for info in list_checkpoints(one)} for one in members]
     found = []
-    for name in names.intersection(*listed):
+    for name in set.intersection(*map(set, listed)):
         infos = [by_name[name] for by_name in listed]
         if len({find_checkpoint(one, name).commit for one in members}) == 1:
             own_bytes = sum(info.own_bytes for info in infos)
@@ -190,33 +202,38 @@ def find_whole(members: Sequence[StoreDirectory], name: str) -> list[CommitRecor
 
 
 def remove_whole(path: Path, names: Sequence[str]) -> None:
-    """Removes checkpoints of all members, or none if one exists nowhere; blocks.
+    """Removes checkpoints of all parts, or none if one exists nowhere; blocks.
 
     What an interrupted removal has left goes, too.
 
     Raises:
-      ValueError: no member has a checkpoint of a name.
-      StoreError: as `all_members`.
+      ValueError: no part has a checkpoint of a name.
+      ProcessError, StoreError: as `parts_of`.
     """
-    members = all_members(path)
+    members = parts_of(path)
     by_name = {n: [m for m in members if n in checkpoint_names(m)] for n in names}
     for name, holders in by_name.items():
         if not holders:
             find_checkpoint(members[0], name)  # raises
     for name, holders in by_name.items():
-        _unlink(path / "checkpoints" / name)
+        if is_run(path):
+            _unlink(path / "checkpoints" / name)
         for one in holders:
             remove_checkpoint(one, name)
 
 
 @contextlib.contextmanager
 def hold_members(path: Path) -> Iterator[list[StoreDirectory]]:
-    """Makes this process the only writer of all members while the context lasts.
+    """Makes this process the only writer of all parts while the context lasts.
 
     Raises:
       StoreLockedError: a run has them open.
-      StoreError: as `all_members`.
+      ProcessError, StoreError: as `parts_of`.
     """
+    if not is_run(path):
+        with hold_store(path) as one:
+            yield [one]
+        return
     members = all_members(path)
     with contextlib.ExitStack() as stack:
         yield [
@@ -225,13 +242,13 @@ def hold_members(path: Path) -> Iterator[list[StoreDirectory]]:
 
 
 def restore_whole(members: Sequence[StoreDirectory], name: str) -> CommitRecord:
-    """Makes a checkpoint the committed step of all members.
+    """Makes a checkpoint the committed step of a store, or of all members of a run.
 
     A crash in between leaves some of them at it, with the step before in their other
     slot: that is the one that all go on from, also if this is called again.
 
     Args:
-      members: all members, held by this process.
+      members: the parts, held by this process.
       name: a checkpoint of all.
 
     Returns:
@@ -241,8 +258,9 @@ def restore_whole(members: Sequence[StoreDirectory], name: str) -> CommitRecord:
       ValueError, StoreMismatchError, StoreSpaceError: as `find_whole` and
         `jaxinf.store.restore_checkpoint`.
     """
-    find_whole(members, name)
-    to_step(members, agreed_of(members))
+    if len(members) > 1:
+        find_whole(members, name)
+        to_step(members, agreed_of(members))
     records = [restore_checkpoint(one, name) for one in members]
     return records[0]
 
