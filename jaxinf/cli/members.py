@@ -35,8 +35,8 @@ from jaxinf.store import (
     missing_members,
 )
 from jaxinf.terminal import make_console, printable
+from jaxinf.train.devices import connect
 from jaxinf.train.options import LaunchOptions
-from jaxinf.train.processes import connect
 from jaxinf.typing import JsonValue
 
 _UNSEEN = 2  # the status where a member is not seen

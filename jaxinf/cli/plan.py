@@ -4,16 +4,19 @@ Invariant: nothing is trained, compiled or written. The exit status is 1 if the 
 with ``--fit`` every setting of it, does not fit.
 """
 
+import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import tyro
+from rich.console import Console
+from rich.text import Text
 
 from jaxinf.cli.options import FLAGS, option
 from jaxinf.command_line import UsageError
@@ -28,7 +31,6 @@ from jaxinf.train.help import check_names, help_of
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.optimizers import check_optimizer
 from jaxinf.train.plan import fit, fit_table, plan_run, plan_text
-from jaxinf.train.progress import planning
 from jaxinf.train.report import say_config
 
 _PROG = "jaxinf plan"
@@ -86,8 +88,8 @@ def main(words: Sequence[str]) -> int:
     if not own.fit and not own.json:
         say_config(console, config, data)
     if own.fit:
-        with planning(make_console(sys.stderr)) as say:
-            plans, refused = fit(config, batch, say=say)
+        with _planning(make_console(sys.stderr)) as say:
+            plans, refused = fit(config, batch, say)
         fits = bool(plans) and not plans[0].misfits
         named = [] if given.store == config.store else ["--store", "STORE"]
         words = ["jaxinf", "train", *rest]
@@ -129,3 +131,13 @@ def _loaded(config: TrainConfig) -> tuple[TrainConfig, TrainingData, Batch]:
         )
     batch = jax.tree.map(lambda rows_of: rows_of[:rows], make_batches(config, data)[0])
     return config, data, batch
+
+
+@contextlib.contextmanager
+def _planning(console: Console) -> Iterator[Callable[[str], object]]:
+    """Shows what is planned now in a transient line; in a pipe each in a line."""
+    if not console.is_terminal:
+        yield lambda text: console.print(printable(text), markup=False)
+        return
+    with console.status("planning", refresh_per_second=4) as status:
+        yield lambda text: status.update(Text(printable(text)))

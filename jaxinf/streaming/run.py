@@ -5,6 +5,7 @@ asynchronous dispatch alone every param would be in memory at once.
 """
 
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from jaxinf.streaming.update.micro_batches import parts_of, together
 from jaxinf.typing import PyTree
 
 MAX_IN_FLIGHT = 2
+_LOG = logging.getLogger("jaxinf.compile")
 
 
 Executables: TypeAlias = dict[tuple[Any, ...], Any]
@@ -54,6 +56,10 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
     """
     found, shardings = [], Shardings(plan)
     is_estimated = isinstance(executables, Estimates) and plan.traced.mesh is None
+    new = {(c.program.key, plan.donated[c.program.key]) for c in plan.calls}
+    new -= {known[:2] for known in executables}
+    if new and not is_estimated:
+        _LOG.info("compiling %d programs", len(new))
     for call in plan.calls:
         program = call.program
         donated = plan.donated[program.key]

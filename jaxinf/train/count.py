@@ -20,6 +20,7 @@ from jaxinf_models import num_params
 
 from jaxinf.command_line import UsageError
 from jaxinf.engine import (
+    Store,
     StoreDescription,
     StoreShape,
     can_take,
@@ -37,13 +38,12 @@ from jaxinf.streaming.count import Needs, num_operations
 from jaxinf.streaming.program.peak import peak_memory
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
+from jaxinf.train.devices import Devices, sharded_dimension
 from jaxinf.train.freezing import trained, with_zeros
-from jaxinf.train.on_store import KeptInStore
-from jaxinf.train.opening import open_backend
+from jaxinf.train.opening import open_run
 from jaxinf.train.optimizers import make_optimizer
-from jaxinf.train.processes import sharded_dimension
 from jaxinf.train.step import gradients_of, updated
-from jaxinf.train.streamed import Streamed
+from jaxinf.train.streamed import named_flags, streamed_step
 from jaxinf.typing import FLOAT32, PyTree
 
 
@@ -119,20 +119,18 @@ def _streamed(
         limit = DeviceLimit(config.device_memory or device_bytes, is_host=False)
         if isinstance(every, int) and every:
             on_device = _num_trained(config) // every
-    with _planned_store(config) as backend:
-        assert isinstance(backend, Streamed)
-        found = backend.count(batch, config.abstract[1], limit, like)
-    needs = replace(
-        needs, **{one.name: getattr(found, one.name) for one in fields(Needs)}
-    )
+    with (
+        _planned_store(config) as (elsewhere, store),
+        named_flags(),
+        streamed_step(elsewhere, store) as step,
+    ):
+        found = step.dry_run(batch, config.abstract[1], device=limit, like=like)
+    counted = {one.name: getattr(found, one.name) for one in fields(Needs)}
     state_bytes = 2 * FLOAT32.itemsize * on_device
-    needs = replace(
-        needs,
-        link_up_bytes=needs.link_up_bytes + state_bytes,
-        link_down_bytes=needs.link_down_bytes + state_bytes,
-        updated=_num_trained(config) - on_device,
-    )
-    return needs, found
+    counted["link_up_bytes"] += state_bytes
+    counted["link_down_bytes"] += state_bytes
+    updated = _num_trained(config) - on_device
+    return replace(needs, **counted, updated=updated), found
 
 
 # --- a step whose loss and gradient are one program ----------------------------------
@@ -204,10 +202,9 @@ def _moved(needs: RunNeeds, config: TrainConfig) -> RunNeeds:
     """Adds what updates take of disk and buffers, read and write."""
     description, count = _described(config), num_processes(config)
     members = [Member("0" * 32, n, count) for n in range(count)]
-    with _planned_store(config) as backend:
-        training = backend.store._training
+    with _planned_store(config) as (_, store):
         of_each = [
-            _moved_by(config, description, training.shape(description, member))
+            _moved_by(config, description, store._training.shape(description, member))
             for member in (members if count > 1 else [None])
         ]
     disk, read, written, host, updated = map(max, zip(*of_each, strict=True))
@@ -247,20 +244,22 @@ def _moved_by(
 
 
 @contextlib.contextmanager
-def _planned_store(config: TrainConfig) -> Iterator[KeptInStore]:
-    """Opens the backend of a run in a temporary directory; nothing is written."""
+def _planned_store(config: TrainConfig) -> Iterator[tuple[TrainConfig, Store]]:
+    """Opens a run's store in a temporary directory; nothing is written."""
     with tempfile.TemporaryDirectory() as folder:
         roots = tuple(Path(folder, f"drive{n}") for n in range(len(config.csd_root)))
         for root in roots:
             root.mkdir()
-        place = Path(folder, "store")
-        elsewhere = replace(config, store=place, csd_root=roots, restore=None)
-        elsewhere = replace(elsewhere, distributed=None)
-        elsewhere = replace(elsewhere, device_updates=None)  # would try the device
-        backend = open_backend(elsewhere, make_optimizer(config))
-        assert isinstance(backend, KeptInStore)
-        with contextlib.closing(backend):
-            yield backend
+        elsewhere = replace(
+            config,
+            store=Path(folder, "store"),
+            csd_root=roots,
+            restore=None,
+            distributed=None,
+            device_updates=None,  # would try the device
+        )
+        with contextlib.closing(open_run(elsewhere, Devices())) as store:
+            yield elsewhere, store
 
 
 def _described(config: TrainConfig) -> StoreDescription:

@@ -1,11 +1,15 @@
-"""Evaluation on held-out data, and a sample.
+"""Evaluation on held-out data, its log, the best step so far, and a sample.
 
 Invariant: without --eval-batches the cost is bounded for any model size, and the result
-is a pure function of params, data and seed.
+is a pure function of params, data and seed. A new loss is compared with the loss of the
+existing checkpoint, so a crash can miss a better step, but never keeps a worse one.
 """
 
 import dataclasses
+import json
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,12 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxinf_models import Scores, generate_by, next_token, num_params, score
 
+from jaxinf.engine import Store
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, one_epoch
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.lora import model_of
-from jaxinf.train.opening import Backend
+from jaxinf.train.metrics import read_lines
 from jaxinf.typing import PyTree
+
+BEST = "best"
 
 # Params x tokens: nano evaluates 64 batches of 512, some 2 s on two cores.
 _LOSS_BUDGET = 3e10
@@ -46,14 +53,50 @@ class Evaluation:
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700.0))
 
+    def line(self, step: int, committed: int) -> str:
+        """Returns a line of `validation.jsonl`.
+
+        Args:
+          committed: number of the commit; less than `step` if batches were skipped.
+        """
+        names = ("loss", "perplexity", "accuracy")
+        means = {name: getattr(self, name) for name in names}
+        return json.dumps({"step": step, "committed": committed, **means})
+
+
+def best_loss(store: Store | None, log: Path) -> float:
+    """Returns the loss of the checkpoint named best, or infinity if it is not known.
+
+    Args:
+      store: the run's; None in memory.
+      log: `validation.jsonl`, with the loss of each evaluated step.
+    """
+    held = store.checkpoints() if store is not None and store.exists else []
+    steps = [one.step for one in held if one.name == BEST]
+    losses = (
+        float(line["loss"])
+        for line in read_lines(log)
+        if [line.get("committed")] == steps
+    )
+    return next(losses, math.inf)
+
 
 class Evaluator:
-    """Evaluates params of one model on the held-out data."""
+    """Evaluates params of one model on the held-out data.
+
+    Args:
+      function: makes a function of params and inputs that is compiled when it is
+        called.
+    """
 
     def __init__(
-        self, config: TrainConfig, data: TrainingData, graphdef: Any, backend: Backend
+        self,
+        config: TrainConfig,
+        data: TrainingData,
+        function: Callable[[Callable[[PyTree, Any], Any]], Callable[..., Any]],
     ) -> None:
-        self._config, self._data, alpha = config, data, config.lora_alpha
+        self._config, self._data = config, data
+        (graphdef, _), alpha = config.abstract, config.lora_alpha
 
         def scores(params: PyTree, batch: Any) -> Scores:
             return score(model_of(graphdef, params, alpha), config.task_name, batch)
@@ -61,9 +104,7 @@ class Evaluator:
         def draw(params: PyTree, inputs: Any) -> Any:
             return next_token(model_of(graphdef, params, alpha), inputs)
 
-        average = config.evaluates_average
-        self._score = backend.function(scores, average=average)
-        self._draw = backend.function(draw, average=average)
+        self._score, self._draw = function(scores), function(draw)
         self._batches = one_epoch(
             data.validation,
             batch_size=config.batch_size,
@@ -92,9 +133,9 @@ class Evaluator:
         """Returns a prompt from the held-out text and the model's continuation."""
         config, prompt = self._config, self._data.prompt
         tokenizer, seq_len = self._data.tokenizer, self._data.seq_len
-        if prompt is None or tokenizer is None or config.sample_bytes == 0:
-            return b"", b""
         num_new = config.sample_bytes
+        if prompt is None or tokenizer is None or num_new == 0:
+            return b"", b""
         if num_new is None:
             cost = num_params(config.model_config) * seq_len
             fitting = max(_SAMPLE_BUDGET / cost, _MIN_SAMPLE_TOKENS)

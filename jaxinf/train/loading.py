@@ -11,7 +11,7 @@ import jax
 from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.images import ImageShape, load_images
+from jaxinf.train.data.images import load_images
 from jaxinf.train.data.loader import Batches
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.data.texts import load_texts
@@ -30,10 +30,17 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
     Raises:
       UsageError: the data is empty, malformed, or unsuitable for this model.
     """
+    model = config.model_config
     try:
-        config = with_tokenizer(config)
-        shape = _image_shape(config)
-        data = load_images(config, shape) if shape else _load_texts(config)
+        num_ids = getattr(model, "vocab_size", None)
+        if config.tokenizer is None and config.source is not None and num_ids:
+            own = tokenizer_in(config.source, num_ids)
+            config = dataclasses.replace(config, tokenizer=own)
+        if size := getattr(model, "image_size", None):
+            shape = size, size, getattr(model, "num_channels", 3)
+            data = load_images(config, shape)
+        else:
+            data = _load_texts(config, getattr(model, "num_positions", None))
         for rows in (data.train, data.validation):
             rows[0]  # decodes the first image, which may not suit the model
     except DataError as error:
@@ -47,8 +54,7 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
     return dataclasses.replace(config, seq_len=data.seq_len or None), data
 
 
-def _load_texts(config: TrainConfig) -> TrainingData:
-    limit = getattr(config.model_config, "num_positions", None)
+def _load_texts(config: TrainConfig, limit: int | None) -> TrainingData:
     seq_len = config.seq_len
     if seq_len is None and config.source is None:
         seq_len = min(_SEQ_LEN, limit or _SEQ_LEN)
@@ -59,18 +65,6 @@ def _load_texts(config: TrainConfig) -> TrainingData:
         most_tokens=limit,
         num_token_types=getattr(config.model_config, "num_token_types", 0),
     )
-
-
-def with_tokenizer(config: TrainConfig) -> TrainConfig:
-    """Returns the config with the tokenizer of the checkpoint's folder, if it has one.
-
-    Raises:
-      DataError: the folder's tokenizer cannot be read here.
-    """
-    num_ids = getattr(config.model_config, "vocab_size", None)
-    if config.tokenizer is not None or config.source is None or num_ids is None:
-        return config
-    return dataclasses.replace(config, tokenizer=tokenizer_in(config.source, num_ids))
 
 
 def make_batches(config: TrainConfig, data: TrainingData) -> Batches:
@@ -99,13 +93,6 @@ def make_batches(config: TrainConfig, data: TrainingData) -> Batches:
         row_map=data.row_map,
         shard=(jax.process_index(), num_processes),
     )
-
-
-def _image_shape(config: TrainConfig) -> ImageShape | None:
-    size = getattr(config.model_config, "image_size", None)
-    if size is None:
-        return None
-    return size, size, getattr(config.model_config, "num_channels", 3)
 
 
 def _check_vocabulary(config: TrainConfig, data: TrainingData) -> None:

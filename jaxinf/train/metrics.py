@@ -18,10 +18,14 @@ from typing import Any, TypeAlias
 
 from jaxinf.io import ByteCounts
 from jaxinf.io.failures import translated
+from jaxinf.processes import Group
 
 Costs: TypeAlias = Callable[[], dict[str, Any]]
 """Blocks until a step is durable, then returns the fields of its `StepLine` that only
 the store knows."""
+
+_SUMMED = ("tokens", "drive_read_bytes", "drive_write_bytes")
+_SUMMED += ("link_down_bytes", "link_up_bytes", "rss_bytes")
 
 NO_TRAFFIC: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(ByteCounts)}
 
@@ -85,12 +89,12 @@ class StepLine:
     stream: Mapping[str, Any] | None = None
 
     def with_costs(self, costs: Mapping[str, Any]) -> "StepLine":
-        """Returns the line with what only the store knows, tiers and phases added."""
-        phases = {**(self.phases or {}), **costs.get("phases", {})}
-        memory = {**(self.memory or {}), **costs.get("memory", {})}
-        return dataclasses.replace(
-            self, **{**costs, "phases": phases, "memory": memory}
-        )
+        """Returns the line with what only the store knows."""
+        parts = {
+            name: {**(getattr(self, name) or {}), **costs.get(name, {})}
+            for name in ("phases", "memory")
+        }
+        return dataclasses.replace(self, **{**costs, **parts})
 
     def to_json(self) -> str:
         """Returns the line without its newline; NaN, which JSON lacks, becomes null."""
@@ -118,11 +122,10 @@ class JsonLines:
         kept: list[str] = []
         if step == 0 and path.exists():
             path.replace(path.with_suffix(".previous.jsonl"))
-        elif path.exists():
-            for line, number in _readable_lines(path):
-                if self.last_step < number <= step:
-                    kept.append(line)
-                    self.last_step = number
+        for number, line in _readable_lines(path):
+            if self.last_step < number <= step:
+                kept.append(line)
+                self.last_step = number
         temporary = path.with_name(path.name + ".new")
         temporary.write_text("".join(kept))
         temporary.replace(path)
@@ -164,21 +167,16 @@ class MetricsLog:
         self._wrote = wrote
         self._held: tuple[StepLine, Costs] | None = None
         log_dir.mkdir(parents=True, exist_ok=True)
-        self._last = log_dir / "metrics.last.json"
-        path = log_dir / "metrics.jsonl"
+        self._last, path = log_dir / "metrics.last.json", log_dir / "metrics.jsonl"
         is_continued = path.exists()
         self._lines = JsonLines(path, step)
         begin(path, self._lines.last_step)
-        if is_continued:
-            self._fill(step)
+        if is_continued:  # lacks the last lines of a killed run
+            waiting = _waiting_line(self._last)
+            for number in range(self._lines.last_step + 1, step + 1):
+                is_waiting = waiting is not None and waiting.step == number
+                self.write(waiting if waiting and is_waiting else StepLine(number))
         self._last.unlink(missing_ok=True)
-
-    def _fill(self, step: int) -> None:
-        """Writes the missing lines of a killed run."""
-        waiting = _waiting_line(self._last)
-        for number in range(self._lines.last_step + 1, step + 1):
-            is_waiting = waiting is not None and waiting.step == number
-            self.write(waiting if waiting and is_waiting else StepLine(number))
 
     @contextlib.contextmanager
     def recording(self, complete: Callable[[StepLine], None]) -> Iterator[None]:
@@ -192,9 +190,9 @@ class MetricsLog:
             yield
         except BaseException:
             with contextlib.suppress(Exception):  # whose cause is the first
-                self._settle()
+                self._write_held()
             raise
-        self._settle()
+        self._write_held()
 
     def add(self, line: StepLine, costs: Costs) -> None:
         """Takes a step with its results; its commit may still be in flight.
@@ -207,15 +205,11 @@ class MetricsLog:
         self.hold(line)
 
     def _write_held(self) -> None:
-        if self._held is None:
-            return
-        (line, costs), self._held = self._held, None
-        line = line.with_costs(costs())
-        self.write(line)
-        self._complete(line)
-
-    def _settle(self) -> None:
-        self._write_held()
+        if self._held is not None:
+            (line, costs), self._held = self._held, None
+            line = line.with_costs(costs())
+            self.write(line)
+            self._complete(line)
         self._last.unlink(missing_ok=True)
 
     def hold(self, line: StepLine) -> None:
@@ -223,6 +217,7 @@ class MetricsLog:
         self._last.write_text(line.to_json())
 
     def write(self, line: StepLine) -> None:
+        """Writes a line that is complete."""
         self._lines.write(line.step, line.to_json())
         self._wrote(dataclasses.asdict(line))
 
@@ -231,18 +226,32 @@ class MetricsLog:
         self._lines.close()
 
 
+def sum_of_processes(group: Group, line: StepLine) -> StepLine | None:
+    """Returns, in process 0, a step's line with the sums of all; all call it."""
+    topic = f"line-{line.step}"
+    group.say(topic, line.to_json())
+    if group.number:
+        return None
+    found = [json.loads(group.hear(topic, n)) for n in range(group.count)]
+    group.forget(topic)
+    values = {name: [one[name] for one in found] for name in _SUMMED}
+    sums = {name: None if None in v else sum(v) for name, v in values.items()}
+    return dataclasses.replace(line, stream=None, **sums)
+
+
 def read_lines(path: Path) -> Iterator[Mapping[str, Any]]:
     """Yields the readable lines of a log; none if there is none."""
-    if path.exists():
-        yield from (json.loads(line) for line, _ in _readable_lines(path))
+    yield from (json.loads(line) for _, line in _readable_lines(path))
 
 
-def _readable_lines(path: Path) -> Iterator[tuple[str, int]]:
-    """Yields lines and their steps, without a line cut off by a kill."""
+def _readable_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields steps and lines, without a line cut off by a kill."""
+    if not path.exists():
+        return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                yield line.rstrip() + "\n", int(json.loads(line)["step"])
+                yield int(json.loads(line)["step"]), line.rstrip() + "\n"
 
 
 def _waiting_line(path: Path) -> StepLine | None:

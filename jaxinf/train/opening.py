@@ -1,63 +1,50 @@
-"""Opens the backend of a config's mode.
+"""The store of a run: opened, begun, and asked what its steps have cost.
 
-Invariant: nothing is written to a store here, unless it is divided anew.
+Invariant: nothing is written to a store when it is opened, unless it is divided anew. A
+new run's params are compared with a store's before its first step.
 """
 
-from typing import TypeAlias
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
-import optax
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf.command_line import UsageError
-from jaxinf.engine import divide_for, open_store
+from jaxinf.engine import Store, divide_for, open_store
+from jaxinf.errors import StoreMismatchError
+from jaxinf.exchange import keep_tokenizer, tokenizer_files
+from jaxinf.store import required_bytes
 from jaxinf.streaming import store_memory_bytes
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.in_memory import InMemory
-from jaxinf.train.on_store import OnStore
-from jaxinf.train.processes import Processes
-from jaxinf.train.streamed import Streamed
+from jaxinf.train.devices import Devices
+from jaxinf.train.resume import describe_architecture, first_payload
 
 _NUM_KEPT = 3  # checkpoints
-
-Backend: TypeAlias = OnStore | Streamed | InMemory
-"""The modes, with the few operations that the training loop needs of each.
-
-Where `needs_all`, a function of the params runs in all processes together. `init`
-returns params and optimizer state of the resumed run or new ones: both None if neither
-is ever in memory as a whole.
-"""
+_Made = TypeVar("_Made")
 
 
-def open_backend(
-    config: TrainConfig,
-    optimizer: optax.GradientTransformation,
-    processes: Processes | None = None,
-) -> Backend:
-    """Makes the backend of the config's mode; opens the store without writing to it.
-
-    Args:
-      processes: those of the run; by default this one.
+def open_run(config: TrainConfig, devices: Devices) -> Store:
+    """Opens a run's store.
 
     Raises:
       UsageError: an argument of the store is out of range.
       JaxinfError: as `jaxinf.open_store`.
     """
-    if config.mode == "memory":
-        return InMemory(config, optimizer)
     assert config.store is not None
     memory_bytes = config.buffer_bytes
     if config.mode == "stream":
         # It decides how chunks are divided; a step's budget has the tier in it.
         memory_bytes = store_memory_bytes(memory_bytes) + (config.state_tier or 0)
-    processes = processes or Processes()
-    try:
+    with refused_as_usage():
         if config.elastic:
-            like = processes.like(config.abstract[1])
             alone = SingleDeviceSharding(jax.devices()[0])
-            shardings = jax.tree.map(lambda leaf: leaf.sharding or alone, like)
+            shapes = devices.shapes(config.abstract[1])
+            shardings = jax.tree.map(lambda leaf: leaf.sharding or alone, shapes)
             divide_for(config.store, shardings, config.csd_root or ())
-        store = open_store(
+        return open_store(
             config.store,
             csds=config.csd_root,
             csd=config.csd,
@@ -70,14 +57,67 @@ def open_backend(
             export_every=config.checkpoint_every if config.export_to else None,
             export_to=config.export_to,
         )
+
+
+def begin(config: TrainConfig, store: Store, make: Callable[[], _Made]) -> _Made:
+    """Makes a new store with `make`, annotates it, and keeps the run's tokenizer there.
+
+    Of a store at step 0, `make` compares the params.
+
+    Raises:
+      UsageError: an argument of the store is out of range.
+      StoreMismatchError: another model than a store of step 0 was made with.
+    """
+    files = tokenizer_files(
+        tokenizer=config.tokenizer and config.tokenizer.expanduser(),
+        weights=config.source and config.source.expanduser(),
+    )
+    first = first_payload(config)
+    held = store.payload if store.exists else None
+    theirs = held.get("architecture") if isinstance(held, Mapping) else None
+    ours = first["architecture"]
+    if not store.exists:
+        store.annotate(0, first)
+    elif theirs not in (None, ours):
+        raise StoreMismatchError(
+            f"{store.path}: the store was made with "
+            f"{describe_architecture(theirs)}, this command has "
+            f"{describe_architecture(ours)}; give the --from, the --model-config, "
+            "or the --model, --preset, --task and --lora that made it, or another "
+            "--store"
+        )
+    with refused_as_usage():
+        made = make()
+    keep_tokenizer(store.path, files)
+    return made
+
+
+@contextlib.contextmanager
+def refused_as_usage() -> Iterator[None]:
+    """Makes an argument that the store refuses an error of usage."""
+    try:
+        yield
     except (ValueError, NotADirectoryError) as error:
         raise UsageError(str(error)) from error
-    is_streamed = config.mode == "stream"
-    try:
-        if is_streamed:
-            return Streamed(config, store, optimizer, processes)
-        return OnStore(config, store, optimizer)
-    except ValueError as error:
-        store.close()
-        flag = "--mode stream" if is_streamed else f"--compress {config.compress}"
-        raise UsageError(f"{flag}: {error}") from error
+
+
+def stored_bytes(store: Store) -> int:
+    """Returns the bytes of a store on its drives, with both slots."""
+    return sum(required_bytes(store._directory).values())
+
+
+def costs_of(store: Store, step: int, drive_bytes: int) -> dict[str, Any]:
+    """Returns fields of a step's line once it is durable; blocks until then.
+
+    Args:
+      drive_bytes: of the store, and of values that waited on drives.
+    """
+    metrics = store.metrics_of(step)
+    if metrics is None:
+        return {}
+    return {
+        "update_s": metrics.update_s,
+        "commit_s": metrics.commit_s if metrics.is_committed else None,
+        **dataclasses.asdict(metrics.traffic),
+        "memory": {"buffers": store.peak_memory_bytes, "drives": drive_bytes},
+    }

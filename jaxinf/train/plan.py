@@ -7,7 +7,7 @@ import contextlib
 import math
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from itertools import chain
@@ -29,7 +29,6 @@ from jaxinf.train.machine import (
     step_time,
     this_machine,
 )
-from jaxinf.train.progress import Say, unsaid
 from jaxinf.typing import JsonValue
 
 _Changes: TypeAlias = dict[str, Any]
@@ -238,12 +237,15 @@ def _kinds(plan: Plan) -> tuple[list[_Changes], ...]:
 
 
 def fit(
-    config: TrainConfig, batch: Batch, *, say: Say = unsaid
+    config: TrainConfig, batch: Batch, say: Callable[[str], object]
 ) -> tuple[list[Plan], list[str]]:
     """Plans a run with a list of settings, for some seconds.
 
     One kind of setting after another is tried on the best so far. Flags with another
     value than the default stay as they are.
+
+    Args:
+      say: takes what is counted now.
 
     Returns:
       Plans, the best first, at the end those that cost something; and what is refused.

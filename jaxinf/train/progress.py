@@ -5,20 +5,17 @@ printed text is never taken for markup.
 """
 
 import contextlib
+import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from jaxinf.terminal import format_bytes, printable
+from jaxinf.terminal import format_bytes
 from jaxinf.train.metrics import StepLine
-
-Say: TypeAlias = Callable[[str], object]
-"""Takes what is done now, for who waits."""
 
 _PLAIN_INTERVAL_S = 5.0
 _NUM_SETTLING = 5  # steps before the estimate of the time left is shown, or
@@ -26,18 +23,27 @@ _SETTLING_S = 60.0  # so long, where steps are slow
 _SMOOTHING = 0.9  # for tokens/s and loss: an average of about 10 steps
 
 
-def unsaid(text: str) -> None:
-    """Says nothing, to no one."""
-
-
 @contextlib.contextmanager
-def planning(console: Console) -> Iterator[Say]:
-    """Shows what is planned now in a transient line; in a pipe each in a line."""
-    if not console.is_terminal:
-        yield lambda text: console.print(printable(text), markup=False)
-        return
-    with console.status("planning", refresh_per_second=4) as status:
-        yield lambda text: status.update(Text(printable(text)))
+def saying_compilation(console: Console) -> Iterator[None]:
+    """Says how many programs the body compiles, before the time that it takes."""
+    log, said = logging.getLogger("jaxinf.compile"), list[float]()
+
+    def say(record: logging.LogRecord) -> bool:
+        if not said:  # variants of a plan are compiled, too
+            said.append(time.monotonic())
+            console.print(f"{record.getMessage()} …")
+        return False
+
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addFilter(say)
+    try:
+        yield
+    finally:
+        log.removeFilter(say)
+        log.setLevel(level)
+    if said:
+        console.print(f"ready after {time.monotonic() - said[0]:.1f} s")
 
 
 class Progress(contextlib.ExitStack):

@@ -1,6 +1,7 @@
-"""The messages at the start and the end of a run.
+"""What a run says at its start and its end, and of its exports.
 
-Invariant: they name things the user can act on: paths, sizes, commands.
+Invariant: it names things the user can act on: paths, sizes, commands. Training never
+waits for an export; a complete run does, until Ctrl-C.
 """
 
 import statistics
@@ -15,19 +16,19 @@ from jaxinf.engine import Store
 from jaxinf.terminal import format_bytes, printable
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.rows import TrainingData
-from jaxinf.train.evaluate import Evaluation, Evaluator
+from jaxinf.train.evaluate import Evaluation
 from jaxinf.train.freezing import trained
 from jaxinf.train.help import installed, near
-from jaxinf.train.memory import peak_rss_bytes
 from jaxinf.train.metrics import read_lines
 from jaxinf.train.schedules import (
     num_warmup_steps,
     peak_learning_rate,
     weight_decay,
 )
-from jaxinf.typing import PyTree
+from jaxinf.train.timing import peak_rss_bytes
 
 _NUM_FIRST = 2  # steps that read and compile anew
+_EXPORT_FAILED = 3  # the exit status of a complete run
 
 
 def say_config(console: Console, config: TrainConfig, data: TrainingData) -> None:
@@ -94,25 +95,24 @@ def _compression_line(config: TrainConfig) -> str:
     )
 
 
-def say_evaluation(
-    console: Console,
-    config: TrainConfig,
-    found: Evaluation,
-    evaluator: Evaluator,
-    params: PyTree,
-) -> None:
-    """Prints the final loss and a sample."""
-    console.print(describe(config, found))
-    prompt, text = map(_shown, evaluator.sample(params))
+def say_sample(console: Console, prompt: bytes, text: bytes) -> None:
+    """Prints what the model goes on with after a prompt, if there is one."""
     if prompt:
-        text = text or "(the end, at once)"
-        console.print(f"\nsample, after {prompt!r}:\n{text}\n")
+        shown = _shown(text) or "(the end, at once)"
+        console.print(f"\nsample, after {_shown(prompt)!r}:\n{shown}\n")
 
 
-def say_results(console: Console, config: TrainConfig, store: Store | None) -> None:
-    """Prints what was found, and the paths of the results."""
+def say_results(
+    console: Console, config: TrainConfig, store: Store | None, idle_bytes: int
+) -> None:
+    """Prints what was found, and the paths of the results.
+
+    Args:
+      idle_bytes: resident memory of the process before it had the run's params.
+    """
     lines = [*read_lines(config.logs / "metrics.jsonl")]
-    console.print("\n".join(_costs(lines)), markup=False, highlight=False)
+    text = "\n".join([*_costs(lines), _memory_line(config, idle_bytes)])
+    console.print(text, markup=False, highlight=False)
     jaxinf, logs = installed("jaxinf"), near(config.logs)
     if store is not None:
         console.print(
@@ -141,7 +141,17 @@ def _costs(lines: Sequence[Any]) -> list[str]:
                 f"drives  {format_bytes(round(read))} read and "
                 f"{format_bytes(round(written))} written a step (mean)"
             )
-    return [*said, f"memory  at most {format_bytes(peak_rss_bytes())} resident"]
+    return said
+
+
+def _memory_line(config: TrainConfig, idle_bytes: int) -> str:
+    """Says what the run took beside the process itself, as --memory means it."""
+    taken = format_bytes(max(0, peak_rss_bytes() - idle_bytes))
+    asked = ""
+    if config.mode == "stream" and config.memory is not None:
+        asked = f" of --memory {format_bytes(config.memory)}"
+    idle = format_bytes(idle_bytes)
+    return f"memory  at most {taken}{asked}, beside {idle} of the process itself"
 
 
 def say_stopped(console: Console, config: TrainConfig, step: int, command: str) -> None:
@@ -168,3 +178,63 @@ def describe(config: TrainConfig, found: Evaluation) -> str:
 
 def _shown(text: bytes) -> str:
     return printable(text.decode("utf-8", errors="replace"), keep="\n\t")
+
+
+# --- exports -------------------------------------------------------------------------
+
+
+class ExportsOfRun:
+    """What a run says of its exports; the store logs those that fail.
+
+    Args:
+      store: None in memory, where there are none.
+    """
+
+    def __init__(self, store: Store | None, console: Console) -> None:
+        self._store, self._console = store, console
+        self._num_said = 0
+
+    def say_new(self) -> None:
+        """Says which steps have been exported since the last call."""
+        infos = [] if self._store is None else self._store.exports()
+        for info in infos[self._num_said :]:
+            if info.outcome == "under way":
+                break
+            self._num_said += 1
+            if info.outcome == "exported":
+                self._console.print(f"step {info.step}: exported to {info.url}")
+
+    def end(self, *, waits: bool = True) -> int:
+        """Waits for the export under way, or gives it up; returns the exit status.
+
+        Ctrl-C ends the wait, and gives it up.
+        """
+        if self._store is None:
+            return 0
+        self._store.wait()  # for the last step, which may be due
+        under_way = [i for i in self._store.exports() if i.outcome == "under way"]
+        try:
+            if under_way and waits:
+                self._wait(self._store, under_way[0].step)
+            self._store.end_export(waits=waits)
+        except KeyboardInterrupt:
+            pass  # the export was given up, which the store has logged
+        self.say_new()
+        failed = [i.step for i in self._store.exports() if i.outcome == "failed"]
+        if failed and waits:  # else the status is that of the signal
+            steps = ", ".join(map(str, failed))
+            text = f"exports of step {steps} failed: exit status {_EXPORT_FAILED}"
+            self._console.print(text)
+        return _EXPORT_FAILED if failed else 0
+
+    def _wait(self, store: Store, step: int) -> None:
+        text = f"waiting for the export of step {step}; Ctrl-C gives it up"
+        if not self._console.is_terminal:
+            self._console.print(text)
+        with self._console.status(text) as status:
+
+            def show(done: int, total: int) -> None:
+                sizes = f"{format_bytes(done)} of {format_bytes(total)}"
+                status.update(f"{text}: {sizes}")
+
+            store.end_export(progress=show)

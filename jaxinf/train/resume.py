@@ -1,4 +1,4 @@
-"""The identity of a run in each commit, and the check before it is resumed.
+"""What each commit says of its run, and the check of it before the run is resumed.
 
 Invariant: a resumed run continues at exactly the next batch of exactly the same data,
 or is refused with a list of what differs.
@@ -8,6 +8,8 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
+from jaxinf_models import config_to_json, family_of
+
 from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreMismatchError
 from jaxinf.processes import Group
@@ -15,12 +17,12 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches, batch_checksum
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.lora import ALPHA
-from jaxinf.train.pretrained import architecture_of
 from jaxinf.train.schedules import resolved_settings
 from jaxinf.typing import JsonValue
 
 _MADE_BY = "jaxinf.train"
 _LOADER = "grain"
+_LOADER_VERSION = importlib.metadata.version(_LOADER)
 
 # Settings that decide batches, shapes or numbers: a run may not change them.
 _FIXED = ("seed", "batch_size", "seq_len", "model", "preset", "dtype", "param_dtype")
@@ -33,190 +35,211 @@ _FREE = ("learning_rate", "weight_decay", "schedule", "warmup_steps")
 _FREE += ("clip_norm", "nonfinite", "optimizer_args")
 
 
+# --- what a commit says --------------------------------------------------------------
+
+
 def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
-    """Returns the payload of a new store's step 0: its model."""
-    model = {"architecture": _architecture(config), "base": _base(config)}
-    return {"made_by": _MADE_BY, "step": 0, **model}
+    """Returns the payload of a new store's step 0: its model, and the weights' folder.
+
+    The model is what an export needs; exported adapters name the folder.
+    """
+    model = config.model_config
+    family = family_of(model)
+    architecture: dict[str, JsonValue] = {
+        "model": family.name,
+        "task": getattr(model, "head", family.tasks[0]),
+        "fields": config_to_json(model),
+    }
+    if config.files is not None and config.files.checkpoint is not None:
+        found = config.files.checkpoint.architecture
+        architecture |= {"model_type": found.model_type, "extra": dict(found.extra)}
+    if config.lora is not None:
+        architecture["lora_alpha"] = config.lora_alpha
+    base = config.source and str(config.source.expanduser().absolute())
+    return {
+        "made_by": _MADE_BY,
+        "step": 0,
+        "architecture": architecture,
+        "base": base,
+    }
 
 
-def _base(config: TrainConfig) -> str | None:
-    """Returns the checkpoint that the run began with, for exported adapters."""
-    return None if config.source is None else str(config.source.expanduser().absolute())
+def identity_of(config: TrainConfig, data: TrainingData) -> dict[str, Any]:
+    """Returns what the payloads of all later steps have in common."""
+    settings = config.to_json() | resolved_settings(config)
+    names = (*_FIXED, *_FREE, "steps")
+    own = {"data": data.identity, "settings": {name: settings[name] for name in names}}
+    return first_payload(config) | own
 
 
-def _architecture(config: TrainConfig) -> dict[str, JsonValue]:
-    document = architecture_of(config.model_config, config.files)
-    if config.lora is None:
-        return document
-    return {**document, "lora_alpha": config.lora_alpha}
+def payload_of(
+    own: Mapping[str, Any], step: int, batch: Batch, shard: tuple[int, int]
+) -> dict[str, JsonValue]:
+    """Returns the payload of the commit of batch `step` (1 is the first)."""
+    loader: dict[str, JsonValue] = {
+        "name": _LOADER,
+        "version": _LOADER_VERSION,
+        "state": Batches.position_of(step),
+        "batch_crc32c": batch_checksum(batch),
+        "shard": list(shard),
+    }
+    examples = step * own["settings"]["batch_size"]
+    return {**own, "step": step, "examples": examples, "loader": loader}
 
 
-class Identity:
-    """A run's settings and data, as each commit keeps them."""
+# --- checks --------------------------------------------------------------------------
 
-    def __init__(self, config: TrainConfig, data: TrainingData) -> None:
-        self._where = config.store
-        self._model_flag = "--model and --preset"
-        if config.source or config.model_file:
-            self._model_flag = "--from" if config.source else "--model-config"
-        self._architecture, self._base = _architecture(config), _base(config)
-        self._batch_size = config.batch_size
-        settings = config.to_json() | resolved_settings(config)
-        self._settings = {name: settings[name] for name in (*_FIXED, *_FREE, "steps")}
-        self._data = data.identity
-        self._version = importlib.metadata.version(_LOADER)
 
-    def check_same(self, group: Group) -> None:
-        """Refuses processes of one run that have other settings or data.
+def check_same(own: Mapping[str, Any], group: Group) -> None:
+    """Refuses processes of one run that have other settings or data.
 
-        Raises:
-          UsageError: names flags, processes and values.
-        """
-        own: JsonValue = {"settings": self._settings, "data": self._data}
-        found = group.gather("the settings of the run", lambda: own)
-        for number, one in enumerate(found):
-            pairs = [
-                (name, value, found[0]["settings"][name])
-                for name, value in one["settings"].items()
-            ]
-            pairs.append(("data", _describe(one["data"]), _describe(found[0]["data"])))
-            differing = [
-                f"--{name.replace('_', '-')}: expected the same in all processes, "
-                f"found {value} in process {number}, and {other} in process 0"
-                for name, value, other in pairs
-                if value != other
-            ]
-            if differing:
-                raise UsageError("; ".join(differing))
-
-    def position(
-        self, step: int, batch: Batch, shard: tuple[int, int]
-    ) -> dict[str, JsonValue]:
-        """Returns the payload of the commit of batch `step` (1 is the first)."""
-        loader: dict[str, JsonValue] = {
-            "name": _LOADER,
-            "version": self._version,
-            "state": Batches.position_of(step),
-            "batch_crc32c": batch_checksum(batch),
-            "shard": list(shard),
-        }
-        return {
-            "made_by": _MADE_BY,
-            "step": step,
-            "architecture": self._architecture,
-            "base": self._base,
-            "examples": step * self._batch_size,
-            "loader": loader,
-            "data": self._data,
-            "settings": self._settings,
-        }
-
-    def resume_step(self, payload: JsonValue, batches: Batches) -> int:
-        """Returns the number of batches that the run of a commit has done.
-
-        Args:
-          batches: this command's batches; the last one of the run is compared.
-
-        Raises:
-          StoreMismatchError: settings or data differ; lists all differences.
-        """
-        held = _read(payload, self._where)
-        self._check_loader(held)
-        differences = [
-            f"--{name.replace('_', '-')}: the run has {held['settings'].get(name)}, "
-            f"this command {self._settings[name]}"
-            for name in _FIXED
-            if held["settings"].get(name) != self._settings[name]
+    Raises:
+      UsageError: names flags, processes and values.
+    """
+    said = {**own["settings"], "data": _data_line(own["data"])}
+    first, *others = group.gather("the settings of the run", lambda: said)
+    for number, one in enumerate(others, 1):
+        differing = [
+            f"--{_hyphens(name)}: expected the same in all processes, found {value} in "
+            f"process {number}, and {first[name]} in process 0"
+            for name, value in one.items()
+            if value != first[name]
         ]
-        if not any(line.startswith(("--model:", "--preset:")) for line in differences):
-            differences += self._other_fields(held.get("architecture"))
-        if held["data"] != self._data:
-            differences.append(
-                f"--data: the run has {_describe(held['data'])}, this command "
-                f"{_describe(self._data)}"
-            )
-        if differences:
-            listed = "\n  ".join(differences)
-            raise StoreMismatchError(
-                f"{self._where}: the run in this store is at step {held['step']} and "
-                f"cannot go on with other settings:\n  {listed}\nGive the run's own "
-                "to go on with it, or another --store to begin a new run"
-            )
-        self._check_batch(held, batches)
-        return held["step"]
+        if differing:
+            raise UsageError("; ".join(differing))
 
-    def _check_loader(self, held: Mapping[str, Any]) -> None:
-        loader = held.get("loader")
-        if isinstance(loader, Mapping) and loader.get("name") == _LOADER:
-            return
-        found = loader.get("name") if isinstance(loader, Mapping) else None
+
+def resume_step(
+    config: TrainConfig, own: Mapping[str, Any], payload: JsonValue, batches: Batches
+) -> int:
+    """Returns the number of batches that the run of a commit has done.
+
+    Args:
+      own: the identity of this command.
+      batches: this command's batches; the last one of the run is compared.
+
+    Raises:
+      StoreMismatchError: settings or data differ; lists all differences.
+    """
+    held, settings = _read(payload, config), own["settings"]
+    step, loader = held["step"], held.get("loader")
+    name = loader.get("name") if isinstance(loader, Mapping) else None
+    if name != _LOADER:
         raise StoreMismatchError(
-            f"{self._where}: the run in this store is at step {held['step']} of "
-            f"{found or 'a loader without a name'}, whose batches this version cannot "
+            f"{config.store}: the run in this store is at step {step} of "
+            f"{name or 'a loader without a name'}, whose batches this version cannot "
             "go on with; finish the run with the version that began it, or give "
             "another --store"
         )
-
-    def _check_batch(self, held: Mapping[str, Any], batches: Batches) -> None:
-        """Checks that the loader makes the same batch from the same data."""
-        step, loader = held["step"], held["loader"]
-        # That part is compared which was kept: processes may be others now.
-        number, count = loader.get("shard", batches.shard)
-        if 0 <= number < count and self._batch_size % count == 0:
-            part = batches.shared(step - 1, (number, count))
-            if batch_checksum(part) == loader["batch_crc32c"]:
-                return
-        raise StoreMismatchError(
-            f"{self._where}: expected the batch of step {step} to be the one that the "
-            f"run saw, found another, of the same data: a package that makes batches "
-            f"has changed. The run had grain {loader['version']}, here is "
-            f"{self._version}; transformers, pillow and numpy may differ too. Install "
-            "the run's own to go on with it"
+    differences = [
+        f"--{_hyphens(name)}: the run has {held['settings'].get(name)}, this command "
+        f"{settings[name]}"
+        for name in _FIXED
+        if held["settings"].get(name) != settings[name]
+    ]
+    if not any(line.startswith(("--model:", "--preset:")) for line in differences):
+        differences += _other_fields(config, held, own)
+    if held["data"] != own["data"]:
+        differences.append(
+            f"--data: the run has {_data_line(held['data'])}, this command "
+            f"{_data_line(own['data'])}"
         )
-
-    def _other_fields(self, held: Any) -> list[str]:
-        """Lists fields of the model that differ; older runs have none to compare.
-
-        Two models with the same tree may compute differently.
-        """
-        if not isinstance(held, Mapping):
-            return []
-        theirs, ours = held["fields"], self._architecture["fields"]
-        assert isinstance(ours, Mapping)
-        return [
-            f"{self._model_flag}: {name} of the run's model is {theirs.get(name)}, of "
-            f"this command's {ours.get(name)}"
-            for name in sorted({*theirs, *ours})
-            if theirs.get(name) != ours.get(name)
-        ]
-
-    def changes(self, payload: JsonValue) -> list[str]:
-        """Lists settings that differ from the run's and apply from here on."""
-        held = _read(payload, self._where)["settings"]
-        names: list[str] = list(_FREE)
-        if self._settings["schedule"] != "constant":
-            names.append("steps")  # the length of the decay
-        return [
-            f"{name} {held.get(name)} -> {self._settings[name]}"
-            for name in names
-            if held.get(name) != self._settings[name]
-        ]
+    if differences:
+        listed = "\n  ".join(differences)
+        raise StoreMismatchError(
+            f"{config.store}: the run in this store is at step {step} and cannot go on "
+            f"with other settings:\n  {listed}\nGive the run's own to go on with it, "
+            "or another --store to begin a new run"
+        )
+    _check_batch(config, step, held["loader"], batches)
+    return step
 
 
-def _read(payload: JsonValue, where: object) -> dict[str, Any]:
+def changes(
+    config: TrainConfig, own: Mapping[str, Any], payload: JsonValue
+) -> list[str]:
+    """Lists settings that differ from the run's and apply from here on."""
+    held, settings = _read(payload, config)["settings"], own["settings"]
+    # A decay has the length of the run.
+    names = _FREE if settings["schedule"] == "constant" else (*_FREE, "steps")
+    return [
+        f"{name} {held.get(name)} -> {settings[name]}"
+        for name in names
+        if held.get(name) != settings[name]
+    ]
+
+
+def _read(payload: JsonValue, config: TrainConfig) -> dict[str, Any]:
     if isinstance(payload, Mapping) and payload.get("made_by") == _MADE_BY:
         held: dict[str, Any] = dict(payload)
         return held | {"settings": {**_BEFORE, **held["settings"]}}
     raise StoreMismatchError(
-        f"{where}: expected a run of jaxinf.train, found a store whose last commit "
-        "does not say where in the data it was (another program made it); go on with "
-        "that program, or give another --store"
+        f"{config.store}: expected a run of jaxinf.train, found a store whose last "
+        "commit does not say where in the data it was (another program made it); go on "
+        "with that program, or give another --store"
     )
 
 
-def _describe(data: Mapping[str, Any]) -> str:
+def _other_fields(
+    config: TrainConfig, held: Mapping[str, Any], own: Mapping[str, Any]
+) -> list[str]:
+    """Lists fields of the model that differ; older runs have none to compare.
+
+    Two models with the same tree may compute differently.
+    """
+    if not isinstance(held.get("architecture"), Mapping):
+        return []
+    flag = "--model and --preset"
+    if config.source or config.model_file:
+        flag = "--from" if config.source else "--model-config"
+    theirs, ours = held["architecture"]["fields"], own["architecture"]["fields"]
+    return [
+        f"{flag}: {name} of the run's model is {theirs.get(name)}, of this command's "
+        f"{ours.get(name)}"
+        for name in sorted({*theirs, *ours})
+        if theirs.get(name) != ours.get(name)
+    ]
+
+
+def _check_batch(
+    config: TrainConfig, step: int, loader: Mapping[str, Any], batches: Batches
+) -> None:
+    """Checks that the loader makes the same batch from the same data."""
+    # That part is compared which was kept: processes may be others now.
+    number, count = loader.get("shard", batches.shard)
+    if 0 <= number < count and config.batch_size % count == 0:
+        part = batches.shared(step - 1, (number, count))
+        if batch_checksum(part) == loader["batch_crc32c"]:
+            return
+    raise StoreMismatchError(
+        f"{config.store}: expected the batch of step {step} to be the one that the run "
+        "saw, found another, of the same data: a package that makes batches has "
+        f"changed. The run had grain {loader['version']}, here is {_LOADER_VERSION}; "
+        "transformers, pillow and numpy may differ too. Install the run's own to go on "
+        "with it"
+    )
+
+
+def describe_architecture(architecture: JsonValue) -> str:
+    """Describes the model of a payload in a line; its fields may be anything."""
+    if not isinstance(architecture, Mapping):
+        return repr(architecture)
+    fields = architecture.get("fields")
+    sizes = fields if isinstance(fields, Mapping) else {}
+    shown = ("num_layers", "num_features", "vocab_size")
+    listed = ", ".join(f"{name} {sizes[name]!r}" for name in shown if name in sizes)
+    adapted = ", with adapters" if "lora_alpha" in architecture else ""
+    task = architecture.get("task")
+    return f"{architecture.get('model')!r} for {task!r} ({listed}){adapted}"
+
+
+def _data_line(data: Mapping[str, Any]) -> str:
     train, validation = data["rows"]
     return (
         f"{train:,} rows and {validation:,} held out, with SHA-256 "
         f"{data['sha256'][:12]}… by {data.get('tokenizer') or 'images'}"
     )
+
+
+def _hyphens(name: str) -> str:
+    return name.replace("_", "-")

@@ -14,6 +14,7 @@ not reduce the gradients.
 Invariant: all divisions compute the same, up to rounding.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -33,6 +34,8 @@ TrainStep: TypeAlias = Callable[..., tuple[PyTree, Any, tuple[jax.Array, Any]]]
 """``(params, state, batch) -> (params, state, (loss, norm))``; donates the first two.
 
 The norm is that of all gradients, float32; None where a step does not have it."""
+
+_LOG = logging.getLogger("jaxinf.compile")
 
 
 def loss_of(config: TrainConfig, graphdef: Any) -> Callable[[PyTree, Any], jax.Array]:
@@ -103,12 +106,17 @@ def compile_train_step(
       tx: The optimizer, in memory or near storage.
       example: Params, state and a batch; only their shapes count.
     """
-    frozen, is_clipped = config.frozen, config.clip_norm > 0
+    num_programs = {"fused": 1, "halves": 2, "split": 3}[boundaries]
+    _LOG.info("compiling %d programs", num_programs)
+    params, state, batch = example
     value_and_gradients = gradients_of(config, graphdef)
 
+    def change(gradients: PyTree, state: Any, params: PyTree) -> Any:
+        norm = _norm(gradients, is_clipped=config.clip_norm > 0)
+        return *tx.update(gradients, state, params), norm
+
     def update(gradients: PyTree, state: Any, params: PyTree) -> Any:
-        norm = _norm(gradients, is_clipped=is_clipped)
-        updates, state = tx.update(gradients, state, params)
+        updates, state, norm = change(gradients, state, params)
         return updated(params, updates), state, norm
 
     def step(params: PyTree, state: Any, batch: Any) -> Any:
@@ -116,22 +124,24 @@ def compile_train_step(
         params, state, norm = update(gradients, state, params)
         return params, state, (value, norm)
 
-    params, state, batch = example
     if boundaries == "fused":
         return _compile(step, example, donated=(0, 1), results=(params, state, None))
-    inputs = (params, batch)
-    first = _compile(
-        value_and_gradients, inputs, results=(None, trained(frozen, params))
-    )
-    _, gradients = jax.eval_shape(value_and_gradients, *inputs)
-    gradients = _sharded_like(gradients, _beside(gradients, params))
+    _, gradients = jax.eval_shape(value_and_gradients, params, batch)
+    own = _beside(gradients, params)
+    first = _compile(value_and_gradients, (params, batch), results=(None, own))
+    inputs = _sharded_like(gradients, own), state, params
     if boundaries == "halves":
         results = (params, state, None)
-        second = _compile(
-            update, (gradients, state, params), donated=(1, 2), results=results
-        )
+        second = _compile(update, inputs, donated=(1, 2), results=results)
     else:
-        second = _compile_apart(tx, gradients, state, params, is_clipped=is_clipped)
+        apart = _compile(change, inputs, donated=(0, 1), results=(own, state, None))
+        updates, _ = jax.eval_shape(tx.update, *inputs)
+        added = params, _sharded_like(updates, own)
+        add = _compile(updated, added, donated=(0,), results=params)
+
+        def second(gradients: PyTree, state: Any, params: PyTree) -> Any:
+            updates, state, norm = apart(gradients, state, params)
+            return add(params, updates), state, norm
 
     def run(params: PyTree, state: Any, batch: Any) -> Any:
         value, gradients = first(params, batch)
@@ -151,11 +161,12 @@ def updated(params: PyTree, updates: PyTree) -> PyTree:
 
 def _beside(gradients: PyTree, params: PyTree) -> PyTree:
     """Returns the params that have a gradient, None for others."""
-
-    def given(gradient: Any, param: Any) -> Any:
-        return None if gradient is None else param
-
-    return jax.tree.map(given, gradients, params, is_leaf=_is_none)
+    return jax.tree.map(
+        lambda gradient, param: None if gradient is None else param,
+        gradients,
+        params,
+        is_leaf=_is_none,
+    )
 
 
 def _is_none(x: Any) -> bool:
@@ -171,36 +182,6 @@ def _norm(gradients: PyTree, *, is_clipped: bool) -> jax.Array:
     if not is_clipped:
         gradients = jax.tree.map(jax.lax.optimization_barrier, gradients)
     return optax.tree.norm(gradients).astype(jnp.float32)
-
-
-def _compile_apart(
-    tx: optax.GradientTransformation,
-    gradients: PyTree,
-    state: Any,
-    params: PyTree,
-    *,
-    is_clipped: bool,
-) -> Callable[..., tuple[PyTree, Any, jax.Array]]:
-    """Compiles `tx.update` and the addition separately."""
-
-    def update_of(gradients: PyTree, state: Any, params: PyTree) -> Any:
-        norm = _norm(gradients, is_clipped=is_clipped)
-        return *tx.update(gradients, state, params), norm
-
-    inputs = (gradients, state, params)
-    like = _beside(gradients, params)
-    update = _compile(update_of, inputs, donated=(0, 1), results=(like, state, None))
-    updates, _ = jax.eval_shape(tx.update, gradients, state, params)
-    updates = _sharded_like(updates, like)
-    add = _compile(updated, (params, updates), donated=(0,), results=params)
-
-    def run(
-        gradients: PyTree, state: Any, params: PyTree
-    ) -> tuple[PyTree, Any, jax.Array]:
-        updates, state, norm = update(gradients, state, params)
-        return add(params, updates), state, norm
-
-    return run
 
 
 def _compile(

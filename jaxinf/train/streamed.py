@@ -1,182 +1,141 @@
 """Training of a model that need not fit in memory, with `jaxinf.stream`.
 
-Invariant: params and optimizer state exist in the store alone, so the loop holds
-  neither.
+Invariant: params and optimizer state exist in the store alone.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
-import optax
 
+from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
 from jaxinf.errors import AssignmentError, BudgetError, StreamError
-from jaxinf.streaming import Count, DeviceLimit, StreamedStep, stream
+from jaxinf.streaming import StreamedStep, stream
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
+from jaxinf.train.devices import Devices
 from jaxinf.train.metrics import NO_TRAFFIC, Costs
-from jaxinf.train.on_store import KeptInStore, refused_as_usage
-from jaxinf.train.optimizers import behind_clipping
-from jaxinf.train.processes import Processes
-from jaxinf.train.step import TrainStep, loss_of, weight_of_part
-from jaxinf.typing import JsonValue, PyTree
+from jaxinf.train.modes import Done, Mode, first_params
+from jaxinf.train.opening import begin, costs_of, refused_as_usage, stored_bytes
+from jaxinf.train.optimizers import behind_clipping, make_optimizer
+from jaxinf.train.step import loss_of, weight_of_part
+from jaxinf.typing import PyTree
 
 _FLAGS = {"memory_bytes": "--memory", "device_memory_bytes": "--device-memory"}
 
 
-class Streamed(KeptInStore):
-    """Params and the optimizer's state are in the store.
+def streamed(config: TrainConfig, store: Store, devices: Devices, first: Batch) -> Mode:
+    """Trains params and state that are in a store.
 
-    Functions of the params are programs of all processes, which read their members.
+    Args:
+      first: a batch; only its shapes count.
     """
-
-    needs_all = True
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        store: Store,
-        optimizer: optax.GradientTransformation,
-        processes: Processes,
-    ) -> None:
-        super().__init__(config, store)
-        self._processes = processes
-        self._step = _streamed_step(config, store, optimizer)
-        self._number = self._num_skipped = 0
-
-    def init(
-        self,
-        new_params: Callable[[], PyTree],
-        like: PyTree,
-        first: Mapping[str, JsonValue],
-        batch: Batch,
-    ) -> tuple[Any, Any]:
-        shardings = _shardings(like)
-        with refused_as_usage(), _named_flags():
-            if self.store.exists and self.store.step > 0:
-                self._step.load(like)  # only compared: the store has them
+    step, like = streamed_step(config, store), devices.shapes(config.abstract[1])
+    with contextlib.ExitStack() as undone:
+        undone.callback(step.close)
+        with refused_as_usage(), named_flags():
+            if store.step > 0:
+                step.load(like)  # only compared: the store has them
             else:
-                with self._beginning(first):
-                    if self._config.source is None:
-                        self._step.init(new_params, batch=batch, shardings=shardings)
-                    else:
-                        self._step.load(new_params(), batch=batch, shardings=shardings)
-        self._num_skipped, self._number = self._step.num_skipped, self.store.step
-        return None, None
+                begin(config, store, partial(_make, config, step, like, first))
+        undone.pop_all()
+    number, skipped = store.step, step.num_skipped
+    drive_bytes = stored_bytes(store)
 
-    def compile_step(
-        self, graphdef: Any, params: PyTree, state: Any, batch: Batch
-    ) -> TrainStep:
-        with _named_flags():
-            self._step.compile(batch)
+    def run(batch: Batch) -> Done:
+        nonlocal number, skipped
+        loss, _ = jax.block_until_ready(step(batch))
+        before, skipped = skipped, step.num_skipped
+        is_skipped = skipped > before
+        number += not is_skipped
+        costs = _costs(step, None if is_skipped else number, drive_bytes)
+        return Done(float(loss), None, is_skipped, costs)
 
-        def run(params: PyTree, state: Any, batch: Batch) -> Any:
-            loss, _ = self._step(batch)
-            if self._step.num_skipped == self._num_skipped:
-                self._number += 1
-            self._num_skipped = self._step.num_skipped
-            return params, state, (loss, None)
-
+    def compile(batch: Batch) -> Callable[[Batch], Done]:
+        with named_flags():
+            step.compile(batch)
         return run
 
-    def count(
-        self,
-        batch: Batch,
-        params: PyTree,
-        device: DeviceLimit | None,
-        like: Count | None,
-    ) -> Count:
-        """Counts what a step takes; see `StreamedStep.dry_run`."""
-        with _named_flags():
-            return self._step.dry_run(batch, params, device=device, like=like)
+    def function(fn: Callable[[PyTree, Any], Any]) -> Callable[[PyTree, Any], Any]:
+        made = step.function(fn, average=config.evaluates_average)
 
-    def function(
-        self, fn: Callable[[PyTree, Any], Any], *, average: bool = False
-    ) -> Callable[[PyTree, Any], Any]:
-        made = self._step.function(fn, average=average)
-
-        def call(params: PyTree, batch: Any) -> Any:
-            with _named_flags():
-                return self._processes.local(made(self._processes.spread(batch)))
+        def call(params: PyTree, inputs: Any) -> Any:
+            with named_flags():
+                return devices.whole(made(devices.spread(inputs)))
 
         return call
 
-    def average(self, params: PyTree, state: Any) -> PyTree:
-        return None
-
-    def costs(self, state: Any, *, is_skipped: bool) -> Costs:
-        metrics = self._step.metrics
-        assert metrics is not None
-        waited_s = metrics.waited_params_s + metrics.waited_values_s
-        streamed: dict[str, Any] = {
-            "stream": dataclasses.asdict(metrics),
-            "phases": {"wait": round(waited_s + metrics.waited_updates_s, 6)},
-        }
-        on_drives = metrics.spilled_drive_bytes + metrics.offloaded_drive_bytes
-        if is_skipped:
-            return lambda: NO_TRAFFIC | streamed
-        number = self._number
-
-        def costs() -> dict[str, Any]:
-            found = self._costs_of(number)
-            if "memory" in found:
-                found["memory"]["drives"] += on_drives
-            return found | streamed
-
-        return costs
-
-    def num_skipped(self, state: Any) -> int:
-        return self._num_skipped
-
-    def committed_step(self, state: Any) -> int:
-        return self._number
-
-    def close(self) -> None:
-        """Finishes work in flight and releases all resources."""
-        self._step.close()
+    return Mode(compile=compile, function=function, is_joint=True, close=step.close)
 
 
-def _shardings(like: PyTree) -> PyTree:
-    """Returns the shardings of params on a mesh, or None."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-    return shardings if jax.tree.leaves(shardings) else None
+def _make(config: TrainConfig, step: StreamedStep, like: PyTree, first: Batch) -> None:
+    """Makes the store of new params, of which no more than a leaf is in memory."""
+    shardings: PyTree = jax.tree.map(lambda leaf: leaf.sharding, like)
+    shardings = shardings if jax.tree.leaves(shardings) else None
+    if config.source is None:
+        new = partial(first_params, config)
+        step.init(new, batch=first, shardings=shardings)
+    else:
+        step.load(first_params(config), batch=first, shardings=shardings)
+
+
+def streamed_step(config: TrainConfig, store: Store) -> StreamedStep:
+    """Returns the step of a run whose params and state are in a store.
+
+    Raises:
+      UsageError: the run cannot be streamed.
+    """
+    graphdef, _ = config.abstract
+    assert config.memory is not None
+    optimizer = make_optimizer(config)
+    if config.compress is not None:
+        optimizer = behind_clipping(config, optimizer)
+    try:
+        return stream(
+            loss_of(config, graphdef),
+            optimizer,
+            store,
+            memory_bytes=config.memory,
+            device_memory_bytes=config.device_memory,
+            policy=config.policy,
+            resident=config.resident,
+            micro_batches=config.micro_batches,
+            weights=weight_of_part if config.micro_batches > 1 else None,
+            replan=config.replan,
+            nonfinite=config.nonfinite,
+            average=config.average,
+            compress=config.compression,
+            device_updates=config.device_updates,
+        )
+    except ValueError as error:
+        raise UsageError(f"--mode stream: {error}") from error
+
+
+def _costs(step: StreamedStep, number: int | None, drive_bytes: int) -> Costs:
+    """Returns the costs of the last step; `number` is None if it was skipped."""
+    metrics = step.metrics
+    assert metrics is not None
+    waited_s = metrics.waited_params_s + metrics.waited_values_s
+    found = {
+        "stream": dataclasses.asdict(metrics),
+        "phases": {"wait": round(waited_s + metrics.waited_updates_s, 6)},
+    }
+    if number is None:
+        return lambda: NO_TRAFFIC | found
+    drive_bytes += metrics.spilled_drive_bytes + metrics.offloaded_drive_bytes
+    return lambda: costs_of(step.store, number, drive_bytes) | found
 
 
 @contextlib.contextmanager
-def _named_flags() -> Iterator[None]:
-    """Makes a refusal name the flags, not the arguments of `stream`."""
+def named_flags() -> Iterator[None]:
+    """Makes a refusal name the flags, not the arguments of `jaxinf.stream`."""
     try:
         yield
     except BudgetError as error:
         raise StreamError(error._text(_FLAGS)) from error
     except AssignmentError as error:
         raise StreamError(error._text("--device-updates ", "--replan")) from error
-
-
-def _streamed_step(
-    config: TrainConfig, store: Store, optimizer: optax.GradientTransformation
-) -> StreamedStep:
-    graphdef, _ = config.abstract
-    assert config.memory is not None
-    if config.compress is not None:
-        optimizer = behind_clipping(config, optimizer)
-    has_parts = config.micro_batches > 1
-    return stream(
-        loss_of(config, graphdef),
-        optimizer,
-        store,
-        memory_bytes=config.memory,
-        device_memory_bytes=config.device_memory,
-        policy=config.policy,
-        resident=config.resident,
-        micro_batches=config.micro_batches,
-        weights=weight_of_part if has_parts else None,
-        replan=config.replan,
-        nonfinite=config.nonfinite,
-        average=config.average,
-        compress=config.compression,
-        device_updates=config.device_updates,
-    )

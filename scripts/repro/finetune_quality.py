@@ -47,9 +47,9 @@ from jaxinf.compress import sparsify
 from jaxinf.train.__main__ import main as train_main
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.in_memory import held_params
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.optimizers import make_clipping, make_optimizer
-from jaxinf.train.pretrained import held_params
 from jaxinf.train.step import compile_train_step
 
 BATCH_SIZE = 16

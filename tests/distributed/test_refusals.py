@@ -9,7 +9,7 @@ from shim import built_shim
 
 import jaxinf
 from jaxinf.errors import StoreFormatError, StoreMismatchError
-from jaxinf.train import processes
+from jaxinf.train import devices
 from jaxinf.train.__main__ import main
 
 pytestmark = pytest.mark.optimized("long")
@@ -79,7 +79,7 @@ def test_one_process_alone_cannot_have_a_run(refused):
 
 
 def test_a_process_that_is_no_coordinator_says_whom_it_waited_for(monkeypatch, capsys):
-    monkeypatch.setattr(processes, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(devices, "_PATIENCE_S", 0.5)
     told = ["--mode", "memory", "--distributed"]
     assert main([*told, f"localhost:{free_port()},2,1"]) == 2
     expected = r"--distributed.*process 0 to listen there, found after \d+ s:"

@@ -35,9 +35,9 @@ def test_a_run_with_an_average(run, tmp_path, mode):
     assert run("--store", store, "--steps", 12, *words) == 0
     assert run(*mode, "--store", tmp_path / "plain", "--steps", 12) == 0
     average, params = (validation(tmp_path / f"{n}-log") for n in ("store", "plain"))
-    assert [line["step"] for line in average] == [4, 8, 12]
+    assert [line["step"] for line in average] == [0, 4, 8, 12]
     assert average[-1]["loss"] != params[-1]["loss"]
-    best = min(average, key=lambda line: line["loss"])["committed"]
+    best = min(average[1:], key=lambda line: line["loss"])["committed"]
     with jaxinf.open_store(store) as opened:
         held = {kept.name: kept.step for kept in opened.checkpoints()}
         assert held["best"] == best

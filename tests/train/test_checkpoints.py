@@ -12,9 +12,8 @@ from flax import nnx
 from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreMismatchError
 from jaxinf.train.__main__ import words_to_resume
-from jaxinf.train.checkpoints import best_loss, evaluation_line
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.evaluate import Evaluation, Evaluator
+from jaxinf.train.evaluate import Evaluation, Evaluator, best_loss
 from jaxinf.train.loop import train
 from jaxinf.train.lora import model_of
 
@@ -123,7 +122,7 @@ def test_the_best_evaluated_step_is_kept(config, tmp_path):
 def test_the_best_loss_is_found_again(tmp_path):
     log = tmp_path / "validation.jsonl"
     found = [Evaluation(2.0, 0.5), Evaluation(3.0, 0.5)]
-    lines = [evaluation_line(n, n, one) for n, one in enumerate(found)]
+    lines = [one.line(n, n) for n, one in enumerate(found)]
     held = SimpleNamespace(name="best", step=0)
     store = SimpleNamespace(exists=True, checkpoints=lambda: [held])
     assert best_loss(store, log) == math.inf

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from jaxinf.terminal import format_bytes, parse_bytes
-from jaxinf.train.memory import peak_rss_bytes, rss_bytes
 from jaxinf.train.metrics import MetricsLog, StepLine
+from jaxinf.train.timing import peak_rss_bytes, rss_bytes
 
 
 def steps_in(path):

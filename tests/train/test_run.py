@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 import jaxinf
 from jaxinf.cli import main as jaxinf_main
+from jaxinf.train.in_memory import held_params
 from jaxinf.train.lora import model_of, parse_lora
-from jaxinf.train.pretrained import held_params
 
 KEYS = ["step", "loss", "tokens", "step_s", "update_s", "commit_s"]
 KEYS += ["drive_read_bytes", "drive_write_bytes", "link_down_bytes", "link_up_bytes"]

@@ -1,0 +1,188 @@
+"""The devices that a run computes on: one, or a mesh of those of all processes.
+
+     batch of a process ─┐
+     batch of a process ─┴─► one global array, sharded over the mesh ─► the same step
+
+Invariant: on one device every method returns its argument.
+"""
+
+import dataclasses
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinf.command_line import UsageError
+from jaxinf.train.config import TrainConfig
+from jaxinf.train.data.loader import Batch
+from jaxinf.train.options import Launch
+from jaxinf.typing import PyTree
+
+_AXIS = "data"
+_PATIENCE_S = 300.0  # for the coordinator, as JAX's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """Where arrays of a run are.
+
+    Attributes:
+      mesh: all devices of all processes, along one axis; None for one device.
+      is_sharded: whether params are sharded over the mesh, not replicated.
+    """
+
+    mesh: Mesh | None = None
+    is_sharded: bool = False
+
+    def shapes(self, params: PyTree) -> PyTree:
+        """Returns shapes and dtypes of params with their shardings on the mesh."""
+        mesh = self.mesh
+        if mesh is None:
+            return params
+
+        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+            spec: list[str | None] = [None] * len(leaf.shape)
+            along = sharded_dimension(leaf.shape, mesh.size)
+            if self.is_sharded and along is not None:
+                spec[along] = _AXIS
+            sharding = NamedSharding(mesh, PartitionSpec(*spec))
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(shape, params)
+
+    def joined(self, batch: Batch) -> Any:
+        """Makes the global batch of which this process has its part."""
+        if self.mesh is None:
+            return batch
+        rows = NamedSharding(self.mesh, PartitionSpec(_AXIS))
+        return {
+            name: jax.make_array_from_process_local_data(rows, np.asarray(array))
+            for name, array in batch.items()
+        }
+
+    def spread(self, batch: Any) -> Any:
+        """Divides a batch that all processes have over the devices, if it divides."""
+        mesh = self.mesh
+        if mesh is None:
+            return batch
+        rows = NamedSharding(mesh, PartitionSpec(_AXIS))
+
+        def put(array: Any) -> Any:
+            is_of_rows = isinstance(array, np.ndarray) and array.ndim > 0
+            if not is_of_rows or len(array) % mesh.size:
+                return array
+            return jax.make_array_from_callback(array.shape, rows, array.__getitem__)
+
+        return jax.tree.map(put, batch)
+
+    def whole(self, tree: PyTree) -> PyTree:
+        """Returns whole arrays on a device of this process; all processes call it."""
+        if self.mesh is None:
+            return tree
+        if self.is_sharded:
+            everywhere = NamedSharding(self.mesh, PartitionSpec())
+            tree = jax.jit(_same, out_shardings=everywhere)(tree)
+        return jax.tree.map(lambda x: x.addressable_data(0), tree)
+
+
+def devices_of(config: TrainConfig) -> Devices:
+    """Returns the devices of a run whose processes are connected."""
+    if not config.distributed or jax.device_count() == 1:
+        return Devices()
+    return Devices(Mesh(np.array(jax.devices()), (_AXIS,)), config.fsdp)
+
+
+def sharded_dimension(shape: tuple[int, ...], count: int) -> int | None:
+    """Returns the longest dimension that `count` devices divide; None if none is."""
+    fitting = [n for n, d in enumerate(shape) if d and d % count == 0]
+    return max(fitting, key=lambda n: shape[n], default=None)
+
+
+def placed(tree: PyTree, like: PyTree) -> PyTree:
+    """Puts arrays that all processes have where `like` has them on a mesh."""
+
+    def put(array: Any, like: Any) -> Any:
+        if like.sharding is None:
+            return array
+        whole = np.asarray(array)
+        return jax.make_array_from_callback(
+            whole.shape, like.sharding, whole.__getitem__
+        )
+
+    return jax.tree.map(put, tree, like)
+
+
+def _same(tree: PyTree) -> PyTree:
+    return tree
+
+
+# --- processes -----------------------------------------------------------------------
+
+
+def connect(given: Launch, timeout_s: float | None = None) -> None:
+    """Connects the processes of a run; blocks until all are there.
+
+    Args:
+      timeout_s: this process ends, with status 1 and a line that says so, if not all
+        are there after so long; by default after JAX's time, as JAX does.
+
+    Raises:
+      UsageError: the coordinator does not answer, or nothing says who it is.
+    """
+    began_s = time.monotonic()
+    where = given.coordinator or "the coordinator that the environment names"
+    ending = threading.Timer(timeout_s or 0, _end, [where, timeout_s])
+    ending.daemon = True
+    if timeout_s is not None:
+        ending.start()
+    try:
+        if given.coordinator is not None and given.process_id:
+            _await(given.coordinator)
+        jax.distributed.initialize(*dataclasses.astuple(given))
+    except (OSError, RuntimeError, ValueError) as error:
+        expected = "a coordinator that all processes reach"
+        if isinstance(error, OSError):
+            expected = "process 0 to listen there"
+        raise UsageError(
+            f"--distributed: {where}: expected {expected}, found after "
+            f"{time.monotonic() - began_s:.0f} s: {str(error).splitlines()[0]}; "
+            "process 0 is the coordinator. Start it, and give --distributed "
+            "HOST:PORT,N,I with its host's name as the others reach it"
+        ) from error
+    finally:
+        ending.cancel()
+
+
+def _end(where: str, timeout_s: float) -> None:
+    """Ends this process, whose call of JAX would abort it without a word."""
+    print(
+        f"jaxinf: --distributed: {where}: expected all processes to be there within "
+        f"{timeout_s:g} s, found that some are not; start the command in all of them",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
+
+
+def _await(address: str) -> None:
+    """Waits until the coordinator listens: JAX would abort the process after a while.
+
+    Raises:
+      OSError: it does not.
+    """
+    host, _, port = address.rpartition(":")
+    until_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), _PATIENCE_S):
+                return
+        except OSError:
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(0.2)
