@@ -173,19 +173,26 @@ class _Run:
         return near_storage(config, store, devices)
 
     def _open_logs(self) -> None:
-        logs, closed = self._config.logs, self._stack.callback
+        logs, trackers = self._config.logs, Trackers(self._config)
+        closed = self._stack.callback
         logs.mkdir(parents=True, exist_ok=True)
-        self._trackers = self._stack.enter_context(Trackers(self._config))
+        self._trackers = self._stack.enter_context(trackers)
         self._validation = JsonLines(logs / "validation.jsonl", self.step, first=0)
         closed(self._validation.close)
-        tracked, self._sums = (self._trackers.begin, self._trackers.send), None
-        if not self._group.is_alone:
-            if not self._group.number:
-                self._sums = MetricsLog(logs.parent, self.step, *tracked)
-                closed(self._sums.close)
-            tracked = ()
-        self._metrics = MetricsLog(logs, self.step, *tracked)
-        closed(self._metrics.close)
+
+        def tracked(log_dir: Path) -> MetricsLog:
+            log = MetricsLog(log_dir, self.step, trackers.begin, trackers.send)
+            closed(log.close)
+            return log
+
+        self._sums = None  # of all processes, which the first one writes
+        if self._group.is_alone:
+            self._metrics = tracked(logs)
+        else:
+            self._metrics = MetricsLog(logs, self.step)
+            closed(self._metrics.close)
+            if self._group.number == 0:
+                self._sums = tracked(logs.parent)
         self._timer = StepTimer(self._config, self.step)
         closed(self._timer.close)
         self._best_loss = best_loss(self._store, logs / "validation.jsonl")
