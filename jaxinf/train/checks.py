@@ -176,7 +176,7 @@ def _of_data(
 ) -> Iterator[str]:
     shares = {"validation": options.held_out_share, "mask-rate": options.mask_rate}
     for name, share in shares.items():
-        if not 0 < share < 1:
+        if share is not None and not 0 < share < 1:
             yield f"--{name}: expected more than 0, less than 1, got {share}"
     try:
         field_map(options.fields)

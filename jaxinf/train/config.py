@@ -25,8 +25,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.compress import TopK, parse_compression
 from jaxinf.engine import DEFAULT_MEMORY_BYTES
 from jaxinf.program import Average, parse_ema
-from jaxinf.train.data.options import DataOptions
-from jaxinf.train.data.options import shown as _shown
+from jaxinf.train.data.options import DataOptions, shown
 from jaxinf.train.freezing import Frozen
 from jaxinf.train.lora import ALPHA, Lora, parse_lora
 from jaxinf.train.options import (
@@ -50,13 +49,6 @@ def _parse_eval_batches(text: str) -> EvalBatches:
     if not text.isdecimal() or not int(text):
         raise ValueError(f"{text!r}: expected all, or a number of batches from 1 on")
     return int(text)
-
-
-_EVAL_BATCHES = spec(
-    "{INT,all}",
-    _parse_eval_batches,
-    lambda value: "none" if value is None else str(value),
-)
 
 
 def _parsed(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
@@ -87,28 +79,20 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # A model of a size of your own: a file in the form of Hugging Face's config.json,
     # which sets architecture and size in place of --model and --preset
     # (docs/models.md).
-    model_file: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            name="model-config", metavar="FILE", help_behavior_hint="(default: none)"
-        ),
-    ] = None
+    model_file: Annotated[Path | None, shown("FILE", "none", name="model-config")] = (
+        None
+    )
 
     # Start from the weights in a Hugging Face checkpoint folder. Its config.json sets
     # architecture and size, so give neither --model nor --preset. With --steps 0 the
     # weights are imported into the store, leaf by leaf, and nothing is trained.
-    source: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            name="from", metavar="DIR", help_behavior_hint="(default: new weights)"
-        ),
-    ] = None
+    source: Annotated[Path | None, shown("DIR", "new weights", name="from")] = None
 
     # The task: predict the next token, masked tokens, an answer to a text, or a class.
     # By default the usual task of the model.
     task: Annotated[
         TaskName | None,
-        _shown("{causal-lm,masked-lm,seq2seq,classification}", "the model's"),
+        shown("{causal-lm,masked-lm,seq2seq,classification}", "the model's"),
     ] = None
 
     # Sequences or images in a step.
@@ -118,7 +102,7 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # cost more; for nano, 64 is nearly as good as more.
     seq_len: Annotated[
         int | None,
-        _shown("INT", "64; with --from the longest example, at most 1024"),
+        shown("INT", "64; with --from the longest example, at most 1024"),
     ] = None
 
     # The name of an optimizer of optax or optax.contrib. Arguments without a flag here
@@ -128,12 +112,12 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
 
     # More arguments of that optimizer, such as: weight_decay=0.01 b2=0.95 nesterov=true
     # mu_dtype=bfloat16. For adamw and lion weight_decay is 0.1, with --from 0.
-    optimizer_args: Annotated[tuple[str, ...], _shown("KEY=VALUE...", "optax's")] = ()
+    optimizer_args: Annotated[tuple[str, ...], shown("KEY=VALUE...", "optax's")] = ()
 
     # Peak learning rate. Required for optimizers other than adam and adamw.
     learning_rate: Annotated[
         float | None,
-        _shown(
+        shown(
             "RATE",
             "by size: 2e-3 nano, 6e-4 at 124 M, 2e-4 at 1.5 B params; with --from a "
             "tenth",
@@ -147,18 +131,18 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     schedule: ScheduleName = "constant"
 
     # Steps in which the learning rate rises linearly to its peak.
-    warmup_steps: Annotated[int | None, _shown("INT", "50; 30 with --from")] = None
+    warmup_steps: Annotated[int | None, shown("INT", "50; 30 with --from")] = None
 
     # Leaves of the model that stay as they are: patterns of their paths, such as wte or
     # 'h[0-5]/*', where * stands for any text. They are stored once, have no state, and
     # no update reads or writes them.
-    freeze: Annotated[tuple[str, ...], _shown("PATTERN...", "none")] = ()
+    freeze: Annotated[tuple[str, ...], shown("PATTERN...", "none")] = ()
 
     # Train adapters of this rank beside matrices (LoRA), and leave all else as it is,
     # but for a head of classes: 8, or with a pattern of the matrices' paths,
     # '8:h*/mlp/*'. By default they are those of attention. The model is stored once, as
     # by --freeze.
-    lora: Annotated[str | None, _shown("RANK[:PATTERN]", "none")] = None
+    lora: Annotated[str | None, shown("RANK[:PATTERN]", "none")] = None
 
     # Adapters are scaled by this over their rank.
     lora_alpha: float = ALPHA
@@ -172,14 +156,14 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # warmup_steps=N, error_feedback=true, values=bfloat16 or float16, selection=exact.
     # Gradients are clipped first. In --mode memory the other elements are set to
     # zero. docs/compression.md shows the cost in quality.
-    compress: Annotated[str | None, _shown("top_k:RATIO", "none")] = None
+    compress: Annotated[str | None, shown("top_k:RATIO", "none")] = None
 
     # Keep a moving average of the params in the store, with this decay: 0.999. Options
     # may follow, separated by commas: start=N (begin at that step), every=N (average
     # every N steps), debias=true, form=bf16 (2 bytes a param, rounded stochastically).
     # The run is evaluated by it, and samples from it. docs/integrations.md, "EMA of
     # params", says how to read it.
-    ema: Annotated[str | None, _shown("DECAY", "none")] = None
+    ema: Annotated[str | None, shown("DECAY", "none")] = None
 
     # Seed of the initial params, the batches and the sample.
     seed: int = 0
@@ -198,7 +182,7 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # Directory for metrics.jsonl (a line for each step), validation.jsonl, config.json,
     # config.toml.
     log_dir: Annotated[
-        Path | None, _shown("DIR", "STORE-log; runs/memory in --mode memory")
+        Path | None, shown("DIR", "STORE-log; runs/memory in --mode memory")
     ] = None
 
     # Steps between evaluations on the held-out data; 0 is at the end only. The step of
@@ -209,13 +193,13 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # Batches of the held-out data in an evaluation, always the same: a number, or all.
     eval_batches: Annotated[
         EvalBatches,
-        _EVAL_BATCHES,
-        _shown("{INT,all}", "at most 64, fewer for a large model"),
+        spec("{INT,all}", _parse_eval_batches),
+        shown("{INT,all}", "at most 64, fewer for a large model"),
     ] = None
 
     # Number of tokens to generate at the end; 0 is none.
     sample_bytes: Annotated[
-        int | None, _shown("INT", "200, fewer where that would take long")
+        int | None, shown("INT", "200, fewer where that would take long")
     ] = None
 
     # What --from or --model-config names, as `check` has read it. No flag.

@@ -40,54 +40,48 @@ _GROUPS = {
 }
 
 _OTHER_NAMES = {
-    "lr base-lr": "write --learning-rate",
+    "lr": "write --learning-rate",
     "num-epochs num-train-epochs max-epochs": "write --epochs",
-    "max-steps num-steps num-train-steps max-iters iterations": "write --steps",
-    "gradient-accumulation-steps grad-accum accumulate-grad-batches": "write "
-    "--micro-batches N, the parts of a --batch-size",
-    "per-device-train-batch-size per-device-batch-size train-batch-size": "write "
-    "--batch-size, that of all devices together",
+    "max-steps num-steps num-train-steps max-iters": "write --steps",
+    "gradient-accumulation-steps grad-accum": "write --micro-batches N, the parts of a "
+    "--batch-size",
+    "per-device-train-batch-size train-batch-size": "write --batch-size, that of all "
+    "devices together",
     "output-dir out-dir output": "write --store for the state, --log-dir for logs",
-    "model-name-or-path model-name pretrained-model pretrained": "write --from DIR, "
-    "or for new weights --model and --preset",
-    "config-name": "write --model-config FILE",
+    "model-name-or-path model-name": "write --from DIR, or for new weights --model and "
+    "--preset",
     "tokenizer-name": "write --tokenizer DIR",
-    "dataset dataset-name train-file train-data data-path": "write --data PATH",
-    "validation-file eval-file eval-data val-data": "write --validation PATH",
-    "validation-fraction validation-split-percentage": "write --validation 0.1",
-    "max-seq-length max-seq-len max-length block-size context-length": "write "
-    "--seq-len",
+    "dataset dataset-name train-file": "write --data PATH",
+    "validation-file eval-file": "write --validation PATH",
+    "validation-split-percentage": "write --validation 0.1",
+    "max-seq-length max-seq-len max-length block-size": "write --seq-len",
     "optim": "write --optimizer",
-    "momentum": "write --optimizer-args momentum=0.9",
     "weight-decay": "write --optimizer-args weight_decay=0.1",
-    "dry-run": "write jaxinf plan with the other flags",
-    "num-labels": "leave it out: the classes of the data are counted",
-    "adam-beta1 adam-beta2 adam-epsilon": "write --optimizer-args b1=0.9 b2=0.999 "
-    "eps=1e-8",
+    "adam-beta1 adam-beta2 adam-epsilon momentum": "write --optimizer-args b1=0.9 "
+    "b2=0.999 eps=1e-8, or momentum=0.9",
     "lr-scheduler-type lr-scheduler scheduler": "write --schedule",
     "warmup warmup-ratio num-warmup-steps": "write --warmup-steps N",
-    "max-grad-norm grad-clip gradient-clipping": "write --clip-norm",
+    "max-grad-norm grad-clip": "write --clip-norm",
     "bf16 fp16 mixed-precision precision": "write --dtype bfloat16, or --param-dtype "
     "bfloat16 for params, too",
-    "gradient-checkpointing activation-checkpointing": "write --remat",
+    "gradient-checkpointing": "write --remat",
     "eval-steps eval-interval": "write --eval-every",
     "save-steps save-interval": "write --checkpoint-every; each step is committed",
-    "save-total-limit keep-last": "leave it out: the last three of --checkpoint-every "
-    "are kept",
-    "export-every": "write --checkpoint-every; --export-to takes these steps",
     "resume resume-from-checkpoint": "leave it out: the same command resumes; "
     "--restore NAME goes back to a checkpoint",
     "logging-steps log-interval": "leave it out: LOG_DIR/metrics.jsonl has each step",
     "logging-dir": "write --log-dir",
     "report-to": "write --tensorboard DIR or --wandb PROJECT",
     "lora-r lora-rank": "write --lora RANK",
-    "deepspeed offload-optimizer": "leave it out: --mode update has the optimizer's "
-    "state on drives, --mode stream params, too",
+    "deepspeed": "leave it out: --mode update has the optimizer's state on drives, "
+    "--mode stream params, too",
     "coordinator num-processes process-id": "write --distributed HOST:PORT,N,I",
     "num-gpus nproc-per-node num-nodes": "leave it out: all devices are used; "
     "--distributed joins processes",
-    "do-train do-eval evaluate": "leave it out: a run trains, and evaluates at "
-    "its end; --eval-only evaluates alone",
+    "dry-run": "write jaxinf plan with the other flags",
+    "num-labels": "leave it out: the classes of the data are counted",
+    "do-train do-eval": "leave it out: a run trains, and evaluates at its end; "
+    "--eval-only evaluates alone",
 }
 
 
@@ -126,39 +120,36 @@ def near(path: Path) -> str:
     return shlex.quote(str(path.relative_to(here) if here in path.parents else path))
 
 
-def make_parser(
-    prog: str = PROGRAM, own: type[Any] | None = None
-) -> argparse.ArgumentParser:
-    """Returns a parser that has the flags in groups, for help alone.
+def make_parser(prog: str = PROGRAM, own: type[Any] | None = None) -> Any:
+    """Returns an `ArgumentParser` that has the flags in groups, for help alone.
 
     Args:
       own: flags of a command beside the trainer's, which are its first group.
     """
+    parser, flags = _parser_of(TrainConfig, prog)
+    parser._action_groups = []
+    groups = {title: names.split() for title, names in _GROUPS.items()}
+    if own is not None:
+        of_command, own_flags = _parser_of(own, prog, tyro.conf.FlagCreatePairsOff)
+        parser.description = of_command.description
+        groups, flags = {prog.split()[-1]: [*own_flags], **groups}, flags | own_flags
+    for title, names in groups.items():
+        group = parser.add_argument_group(title)
+        group._group_actions = [flags.pop(name) for name in names]
+    assert not flags, f"without a group: {flags}"
+    return parser
+
+
+def _parser_of(command: type[Any], prog: str, *how: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns tyro's parser of a command, and the command's flags by name."""
     with warnings.catch_warnings():
         # tyro has no other way to the flags; pyproject.toml bounds its version.
         warnings.simplefilter("ignore", DeprecationWarning)
-        parser: Any = tyro.extras.get_parser(TrainConfig, prog=prog)
-        of_command: Any = own and tyro.extras.get_parser(
-            own, config=(tyro.conf.FlagCreatePairsOff,)
-        )
-    flags = {
-        action.option_strings[0].removeprefix("--"): action
-        for action in parser._actions
-        if action.dest != "help"
-    }
-    for action in flags.values():  # a metavar says itself that values repeat
+        parser: Any = tyro.extras.get_parser(command, prog=prog, config=how)
+    actions = [action for action in parser._actions if action.dest != "help"]
+    for action in actions:  # a metavar says itself that values repeat
         action.nargs = action.nargs and None
-    parser._action_groups = []
-    if own is not None:
-        parser.description = of_command.description
-        group = parser.add_argument_group(prog.split()[-1])
-        own_flags = of_command._action_groups[-1]._group_actions
-        group._group_actions = [x for x in own_flags if x.dest != "help"]
-    for title, names in _GROUPS.items():
-        group = parser.add_argument_group(title)
-        group._group_actions = [flags.pop(name) for name in names.split()]
-    assert not flags, f"without a group: {flags}"
-    return parser
+    return parser, {one.option_strings[0].removeprefix("--"): one for one in actions}
 
 
 def help_of(
@@ -168,7 +159,7 @@ def help_of(
     is_all = "--help-all" in words
     if not is_all and not {"-h", "--help"} & {*words}:
         return ""
-    parser: Any = make_parser(prog, own)
+    parser = make_parser(prog, own)
     lines = argparse.HelpFormatter(parser.prog, max_help_position=26)
     lines.add_text(f"usage: {parser.prog} [FLAGS]")
     for text in re.split(r"\n\s*\n", parser.description):

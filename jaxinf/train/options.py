@@ -10,49 +10,47 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from jaxinf.command_line import ByteSize
 from jaxinf.engine import Durability
 from jaxinf.store import StateFormat
 from jaxinf.streaming import DeviceUpdates, Policy
-from jaxinf.terminal import parse_bytes
-from jaxinf.train.data.options import shown as _shown
+from jaxinf.terminal import exact_bytes, parse_bytes
+from jaxinf.train.data.options import shown
+
+MOST_TRACED = 100
+"""Steps in a trace, whose spans are kept in memory."""
 
 
 def spec(
     metavar: str,
     parse: Callable[[str], Any],
     say: Callable[[Any], str] = str,
-    **more: Any,
+    nargs: Any = 1,
 ) -> Any:
-    """Returns how tyro reads and writes a value that is one word."""
+    """Returns how tyro reads and writes a value that is one word; ``none`` is None."""
     return tyro.constructors.PrimitiveConstructorSpec(
         metavar=metavar,
         instance_from_str=lambda words: parse(words[0] if words else ""),
         is_instance=lambda value: True,
-        str_from_instance=lambda value: [say(value)],
-        **{"nargs": 1, **more},
+        str_from_instance=lambda value: ["none" if value is None else say(value)],
+        nargs=nargs,
     )
 
 
-def _parse_durability(text: str) -> Durability:
-    if text in ("step", "checkpoint"):
-        return "step" if text == "step" else "checkpoint"
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"{text!r}: expected step, checkpoint, or a number of steps")
-    return int(text)
+def _parse_memory(text: str) -> int | None:
+    return None if text.lower() == "none" else parse_bytes(text)
 
 
 def _parse_state_tier(text: str) -> int | None:
-    if text.lower() == "none":
-        return None
     tier, _, num_bytes = text.partition("=")
-    if tier != "host" or not num_bytes:
+    if text.lower() != "none" and (tier != "host" or not num_bytes):
         raise ValueError(f"{text!r}: expected host=BYTES, such as host=2GiB")
-    return parse_bytes(num_bytes)
+    return _parse_memory(num_bytes or text)
 
 
-def _shown_tier(num_bytes: int | None) -> str:
-    return "none" if num_bytes is None else f"host={num_bytes}"
+def _parse_durability(text: str) -> Durability:
+    if text not in ("step", "checkpoint") and not (text.isdecimal() and int(text)):
+        raise ValueError(f"{text!r}: expected step, checkpoint, or a number of steps")
+    return int(text) if text.isdecimal() else text  # pyright: ignore[reportReturnType]
 
 
 def _parse_device_updates(text: str) -> DeviceUpdates:
@@ -102,34 +100,17 @@ def _parse_launch(text: str) -> Launch | None:
     return Launch(address, *map(int, numbers))
 
 
-MOST_TRACED = 100
-"""Steps in a trace, whose spans are kept in memory."""
-
-# None takes back what a run's file says.
-_MEMORY = dataclasses.replace(
-    ByteSize,
-    instance_from_str=lambda words: (
-        None if words[0].lower() == "none" else parse_bytes(words[0])
-    ),
-)
+_MEMORY = spec("BYTES", _parse_memory, exact_bytes)
+_STATE_TIER = spec("host=BYTES", _parse_state_tier, lambda value: f"host={value}")
 _DURABILITY = spec("{step,INT,checkpoint}", _parse_durability)
 _DEVICE_UPDATES = spec(
     "{INT,auto,none,kept}",
     _parse_device_updates,
     lambda value: "kept" if value is None else str(value),
 )
-_STATE_TIER = spec("host=BYTES", _parse_state_tier, _shown_tier)
-_LAUNCH = spec(
-    "[HOST:PORT,N,I]",
-    _parse_launch,
-    lambda value: "none" if value is None else str(value),
-    nargs=(0, 1),
-)
+_LAUNCH = spec("[HOST:PORT,N,I]", _parse_launch, nargs=(0, 1))
 _TRACE = spec(
-    "[FIRST:LAST]",
-    _parse_trace,
-    lambda value: f"{value[0]}:{value[1]}" if value else "none",
-    nargs=(0, 1),
+    "[FIRST:LAST]", _parse_trace, lambda value: "{}:{}".format(*value), nargs=(0, 1)
 )
 
 
@@ -139,34 +120,29 @@ class RunOptions:
 
     # A file in TOML with flags of the run, without --: batch-size = 16. Flags win.
     # The log directory has a config.toml that starts the same run again.
-    run_file: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            name="config", metavar="FILE", help_behavior_hint="(default: none)"
-        ),
-    ] = None
+    run_file: Annotated[Path | None, shown("FILE", "none", name="config")] = None
 
     # Record what each thread, drive and JAX device does in steps FIRST to LAST, by
     # default three early ones, as LOG_DIR/trace.json, which ui.perfetto.dev opens.
-    trace: Annotated[tuple[int, int] | None, _TRACE, _shown("[FIRST:LAST]", "none")] = (
+    trace: Annotated[tuple[int, int] | None, _TRACE, shown("[FIRST:LAST]", "none")] = (
         None
     )
 
     # Also write the numbers of each step, and those of evaluations, for TensorBoard.
-    tensorboard: Annotated[Path | None, _shown("DIR", "none")] = None
+    tensorboard: Annotated[Path | None, shown("DIR", "none")] = None
 
     # Send them to this project of Weights & Biases; WANDB_MODE=offline keeps them in
     # the log directory.
-    wandb: Annotated[str | None, _shown("PROJECT", "none")] = None
+    wandb: Annotated[str | None, shown("PROJECT", "none")] = None
 
     # Directory of the store: a new one, or the store of a run to resume.
-    store: Annotated[Path | None, _shown("DIR", "none; --mode update needs it")] = None
+    store: Annotated[Path | None, shown("DIR", "none; --mode update needs it")] = None
 
     # Train up to this number of batches in all, including those of earlier runs.
     steps: int = 1000
 
     # Train on each row of the data so many times, in place of --steps.
-    epochs: Annotated[float | None, _shown("NUMBER", "by --steps")] = None
+    epochs: Annotated[float | None, shown("NUMBER", "by --steps")] = None
 
     # Evaluate what is in the store, or in --mode memory what --from names, and stop.
     eval_only: bool = False
@@ -181,7 +157,7 @@ class RunOptions:
     # store's state passes; with cards, of each card. In --mode stream: all of a step's,
     # in addition to some 400 MB of the process itself.
     memory: Annotated[
-        int | None, _MEMORY, _shown("BYTES", "512MiB; --mode stream needs it")
+        int | None, _MEMORY, shown("BYTES", "512MiB; --mode stream needs it")
     ] = None
 
 
@@ -191,13 +167,13 @@ class StoreOptions:
 
     # A mounted drive to spread a new store's chunks over; repeat it for more drives.
     csd_root: Annotated[
-        tyro.conf.UseAppendAction[tuple[Path, ...]], _shown("DIR", "the store itself")
+        tyro.conf.UseAppendAction[tuple[Path, ...]], shown("DIR", "the store itself")
     ] = ()
 
     # The processor that updates the chunks: host, the CPU; smartssd, the card beside
     # the drive; emulated, an emulated card. Options may follow, such as
     # smartssd:xclbin=FILE. See docs/cards.md.
-    csd: Annotated[str, _shown("host|smartssd|emulated", "host")] = "host"
+    csd: Annotated[str, shown("host|smartssd|emulated", "host")] = "host"
 
     # Steps to commit: every step (step), every n-th one (a number), or checkpoints
     # alone (checkpoint). A crash loses the steps since the last commit.
@@ -206,13 +182,13 @@ class StoreOptions:
     # Memory of the host in which state stays from step to step, a part of --memory:
     # host=2GiB. It is not read again, and steps that commit alone write it (see
     # durability); of a streamed step, all write its params.
-    state_tier: Annotated[int | None, _STATE_TIER, _shown("host=BYTES", "none")] = None
+    state_tier: Annotated[int | None, _STATE_TIER, shown("host=BYTES", "none")] = None
 
     # Format of the optimizer's float32 state in a new store: fp32, bfloat16 with
     # stochastic rounding, or 8 bits with a scale for each 256 elements. The update
     # computes in float32 in any case.
     state: Annotated[
-        StateFormat | None, _shown("{fp32,bf16,int8}", "fp32, or what the store has")
+        StateFormat | None, shown("{fp32,bf16,int8}", "fp32, or what the store has")
     ] = None
 
     # Steps between checkpoints in STORE/checkpoints, and one at the end; 0 is none.
@@ -223,12 +199,10 @@ class StoreOptions:
     # Export these steps, too, beside training: a URL of file://, gs:// or s3://, with a
     # folder for each step. A step that is due while an earlier one is under way is
     # skipped. If an export fails, training goes on, and the exit status is 3.
-    export_to: Annotated[str | None, _shown("URL", "none")] = None
+    export_to: Annotated[str | None, shown("URL", "none")] = None
 
     # Continue from this checkpoint of the store, given by name.
-    restore: Annotated[str | None, _shown("NAME", "none: go on where the run is")] = (
-        None
-    )
+    restore: Annotated[str | None, shown("NAME", "none: go on where the run is")] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +212,7 @@ class StreamOptions:
     # For --mode stream: memory of the JAX device for params, activations and
     # temporaries; by default most of what is free. On a CPU it limits that part of
     # --memory.
-    device_memory: Annotated[int | None, _MEMORY, _shown("BYTES", "none")] = None
+    device_memory: Annotated[int | None, _MEMORY, shown("BYTES", "none")] = None
 
     # For --mode stream. recompute: activations are computed again for the backward
     # pass. keep: they stay in memory. offload: those that --memory has no room for are
@@ -247,7 +221,7 @@ class StreamOptions:
 
     # For --mode stream: params that stay in memory between steps: all (params), or so
     # many bytes of them, such as 2GiB, which are a part of --memory.
-    resident: Annotated[str | None, _shown("{params,BYTES}", "none")] = None
+    resident: Annotated[str | None, shown("{params,BYTES}", "none")] = None
 
     # Gradient accumulation: parts of a batch that run one after another, so that
     # activations take the memory of a part; their gradients are averaged, each learned
@@ -265,7 +239,7 @@ class StreamOptions:
     device_updates: Annotated[
         DeviceUpdates,
         _DEVICE_UPDATES,
-        _shown("{INT,auto,none}", "as in the store's last step, or none"),
+        shown("{INT,auto,none}", "as in the store's last step, or none"),
     ] = None
 
     # For --mode stream: replace a plan kept in the store that does not fit --memory, or
@@ -282,7 +256,7 @@ class LaunchOptions:
     # say who they are; elsewhere give the address of process 0, which coordinates, the
     # number of processes, and that of this one, from 0: 10.0.0.1:1234,4,0.
     distributed: Annotated[
-        Launch | None, _LAUNCH, _shown("[HOST:PORT,N,I]", "one process")
+        Launch | None, _LAUNCH, shown("[HOST:PORT,N,I]", "one process")
     ] = None
 
 

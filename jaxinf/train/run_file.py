@@ -12,7 +12,6 @@ import dataclasses
 import glob
 import json
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from importlib import metadata
@@ -20,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinf.command_line import Flag, UsageError, did_you_mean, flags_of
-from jaxinf.documents import DocumentError, convert, shown
-from jaxinf.terminal import exact_bytes
+from jaxinf.documents import convert, shown
 from jaxinf.train.config import TrainConfig
 from jaxinf.typing import JsonValue
 
@@ -29,18 +27,25 @@ NOT_IN_FILES = ("config", "restore", "trace", "eval-only")
 """Flags of one start of a run, not of the run."""
 
 _MOST_BYTES = 1 << 20
+_OF_THE_RUN = ("data", "validation", "tokenizer", "model", "preset", "model_file")
+_OF_THE_RUN += (
+    "source",
+    "task",
+    "batch_size",
+    "seq_len",
+    "optimizer",
+    "lora",
+    "freeze",
+)
 
 
 def kept_run(config: TrainConfig) -> Path | None:
     """Returns the file that a store's run has kept, unless `config` says what it is."""
     default = TrainConfig()
-    names = ("data", "validation", "tokenizer", "model", "preset", "model_file")
-    names += ("source", "task", "batch_size", "seq_len", "optimizer", "lora", "freeze")
-    if any(getattr(config, name) != getattr(default, name) for name in names):
+    if any(getattr(config, name) != getattr(default, name) for name in _OF_THE_RUN):
         return None
-    if config.store is None:
-        return None
-    if not os.path.exists(os.path.join(os.path.expanduser(config.store), "current")):
+    store = os.path.expanduser(config.store or os.devnull)
+    if not os.path.exists(os.path.join(store, "current")):
         return None
     path = config.logs / "config.toml"
     return path if path.is_file() else None
@@ -55,100 +60,79 @@ def read_run(path: Path, *, given: TrainConfig | None = None) -> TrainConfig:
     Raises:
       UsageError: names the file, and each key that is unknown or has a wrong value.
     """
-    flags = {flag.name: flag for flag in flags_of(TrainConfig)}
+    flags = {f.name: f for f in flags_of(TrainConfig) if f.name not in NOT_IN_FILES}
     values: dict[str, Any] = {}
     problems = []
     for key, value in _document(path).items():
-        where = key if re.fullmatch(r"[\w-]{1,60}", key, re.ASCII) else shown(key)
+        name = key.replace("_", "-")
         try:
-            flag = _flag(flags, key, value)
-            if flag.field.name in values:
-                raise ValueError("set twice, once with - and once with _")
-            values[flag.field.name] = _read(flag, value, where)
-        except DocumentError as error:
-            problems.append(str(error))
+            if name not in flags:
+                near = did_you_mean(name, [*flags]) or "--help-all lists them"
+                raise ValueError(f"{shown(key)}: no setting of a run's file; {near}")
+            if flags[name].field.name in values:
+                raise ValueError(f"{key}: set twice, once with - and once with _")
+            values[flags[name].field.name] = _read(flags[name], value)
         except ValueError as error:
-            problems.append(f"{where}: {error}")
+            problems.append(str(error))
     if problems:
         listed = "\n  ".join(problems)
         raise UsageError(
             f"--config {path}: expected a run's settings, found\n  {listed}"
         )
-    if given is not None:
-        for one, other in (("steps", "epochs"), ("epochs", "steps")):
-            if getattr(given, one) != getattr(TrainConfig(), one):
-                values.pop(other, None)
-        # A repeated flag would be added to the default's list.
-        values = {
-            name: value
-            for name, value in values.items()
-            if not (isinstance(value, tuple) and getattr(given, name))
-        }
-    return TrainConfig(**values)
+    if given is None:
+        return TrainConfig(**values)
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if getattr(given, one) != getattr(TrainConfig(), one):
+            values.pop(other, None)
+    # A repeated flag would be added to the default's list.
+    lists = {name for name, value in values.items() if isinstance(value, tuple)}
+    replaced = {name for name in lists if getattr(given, name)}
+    return TrainConfig(**{n: v for n, v in values.items() if n not in replaced})
 
 
 def _document(path: Path) -> Mapping[str, Any]:
     try:
         with open(os.path.expanduser(path), "rb") as file:
             content = file.read(_MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
-        found = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(
-            f"--config {path}: expected a file with a run's settings, found: {found}"
-        ) from error
-    if len(content) > _MOST_BYTES:
-        raise UsageError(f"--config {path}: expected at most 1 MiB; is it the file?")
-    try:
+        if len(content) > _MOST_BYTES:
+            raise UsageError(
+                f"--config {path}: expected at most 1 MiB; is it the file?"
+            )
         return tomllib.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"--config {path}: expected TOML, such as steps = 100 in a line, found: "
-            f"{error}"
+            f"--config {path}: expected a file with a run's settings in TOML, such as "
+            f"steps = 100 in a line, found: {error}"
         ) from error
 
 
-def _flag(flags: Mapping[str, Flag], key: str, value: Any) -> Flag:
-    """Returns the flag of a key.
-
-    Raises:
-      ValueError: no run has it.
-    """
-    name = key.replace("_", "-")
-    if name in NOT_IN_FILES:
-        raise ValueError(f"belongs to one start, not to the run; give --{name} instead")
-    if name not in flags:
-        if isinstance(value, dict):
-            raise ValueError("a table; settings of a run are not in tables")
-        near = did_you_mean(name, [*flags]) or "--help lists them"
-        raise ValueError(f"no setting of a run; {near}")
-    return flags[name]
-
-
-def _read(flag: Flag, value: Any, where: str) -> Any:
+def _read(flag: Flag, value: Any) -> Any:
     """Returns a value of TOML as the flag's.
 
     Raises:
       ValueError: says what was expected, and what was found.
     """
     if type(value) is int and not -(1 << 63) <= value < 1 << 63:
-        raise ValueError("expected a number of at most 64 bits, found a larger one")
-    texts = value if isinstance(value, list) else [value]
-    if any(isinstance(text, str) and "\0" in text for text in texts):
-        raise ValueError("expected a text without NUL, found one with it")
+        raise ValueError(f"{flag.name}: expected a number of at most 64 bits")
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and "\0" in text:
+            raise ValueError(f"{flag.name}: expected a text without NUL")
     if flag.choices and value not in flag.choices:
-        near = did_you_mean(str(value), flag.choices)
         raise ValueError(
-            f"expected one of {', '.join(flag.choices)}, found {shown(value)}"
-            f"{near and '; '}{near}"
+            f"{flag.name}: expected one of {', '.join(flag.choices)}, found "
+            f"{shown(value)} {did_you_mean(str(value), flag.choices)}".rstrip()
         )
     if flag.constructor is None:
-        return convert(value, flag.type, where, dec_hook=_path)
+        return convert(value, flag.type, flag.name, dec_hook=_path)
     if type(value) not in (str, int):
         form = flag.constructor.metavar
         raise ValueError(
-            f"expected {form} in quotes, or a number, found {shown(value)}"
+            f"{flag.name}: expected {form} in quotes, or a number, found {shown(value)}"
         )
-    return flag.constructor.instance_from_str([str(value)])
+    try:
+        return flag.constructor.instance_from_str([str(value)])
+    except ValueError as error:
+        raise ValueError(f"{flag.name}: {error}") from error
 
 
 def _path(kind: type, value: Any) -> Any:
@@ -179,7 +163,7 @@ def text_of_run(config: TrainConfig) -> str:
             continue
         mark = "# " if value == flag.field.default else ""
         plain = _plain(flag, value)
-        if flag.name == "validation" and not config.validation_paths:
+        if flag.name == "validation" and config.held_out_share is not None:
             plain = [*value]  # a share
         text = "" if value is None else _toml(plain)
         try:
@@ -202,8 +186,6 @@ def _plain(flag: Flag, value: Any) -> JsonValue:
         return os.path.join(here, name)
     if value is None or flag.constructor is None or isinstance(value, str):
         return value
-    if flag.constructor.metavar == "BYTES":
-        return exact_bytes(value)
     return flag.constructor.str_from_instance(value)[0]
 
 

@@ -44,39 +44,36 @@ class Trackers(contextlib.ExitStack):
 
     def begin(self, path: Path, step: int) -> None:
         """Opens them after the last step in `path`, ``metrics.jsonl``; blocks."""
-        logs, place = self._config.logs, self._config.tensorboard
-        if self._config.wandb is not None:
+        config, logs = self._config, self._config.logs
+        begun = []
+        if config.wandb is not None:
             import wandb  # pyright: ignore[reportMissingImports]
 
             if not (kept := logs / "wandb.id").exists():
                 kept.write_text(uuid.uuid4().hex)
-            one = {"project": self._config.wandb, "id": kept.read_text()}
-            settings = {"config": self._config.to_json(), "dir": str(logs)}
-            run = self.enter_context(wandb.init(**one, **settings, resume="allow"))
-            self._sends.append(lambda step, values: run.log(values, step=step))
-            self._send_since(step, path)
-        if place is not None:
+            one = {"project": config.wandb, "id": kept.read_text(), "dir": str(logs)}
+            made = wandb.init(**one, config=config.to_json(), resume="allow")
+            log = self.enter_context(made).log
+            begun.append((step, lambda n, values: log(values, step=n)))
+        if config.tensorboard is not None:
             import tensorboardX
 
             # Readers leave out what a file has of the steps that a later one begins at.
-            step = max(0, step - _NUM_AGAIN)
+            since = max(0, step - _NUM_AGAIN)
             made = tensorboardX.SummaryWriter(
-                str(place.expanduser()),
-                purge_step=step + 1,
+                str(config.tensorboard.expanduser()),
+                purge_step=since + 1,
                 flush_secs=1,
-                filename_suffix=f".{step}.{os.getpid()}",
+                filename_suffix=f".{since}.{os.getpid()}",
             )
             add = self.enter_context(made).add_scalar
-            self._sends.append(lambda n, values: [add(k, values[k], n) for k in values])
-            self._send_since(step, path)
-
-    def _send_since(self, step: int, path: Path) -> None:
-        """Sends what is there to the tracker that was opened last."""
-        held = self._config.logs / "validation.jsonl"
-        for file, before in ((path, ""), (held, "held_out/")):
-            for line in read_lines(file):
-                if line["step"] > step:
-                    self._sends[-1](line["step"], _scalars(line, before))
+            begun.append((since, lambda n, v: [add(name, v[name], n) for name in v]))
+        self._sends = [send for _, send in begun]
+        for file, before in ((path, ""), (logs / "validation.jsonl", "held_out/")):
+            for line in read_lines(file) if begun else ():
+                for since, send in begun:
+                    if line["step"] > since:
+                        send(line["step"], _scalars(line, before))
 
     def send(self, line: Mapping[str, Any], before: str = "") -> None:
         """Takes a line of ``metrics.jsonl``, or ``held_out/`` one of an evaluation."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxinf.errors import JaxinfError
 
-# Names that a message shows, and characters of each.
 _MOST_NAMES, _MOST_CHARS = 20, 60
 
 
@@ -19,9 +18,6 @@ class DataError(JaxinfError):
 def refusing(what: str, remedy: str = "") -> Iterator[None]:
     """Makes every failure of a package that parses a stranger's data a `DataError`.
 
-    Packages document few of the exceptions that damaged data leads to, and a panic of
-    Rust is no `Exception`.
-
     Args:
       what: place and expectation, the beginning of the error.
     """
@@ -29,7 +25,7 @@ def refusing(what: str, remedy: str = "") -> Iterator[None]:
         yield
     except (JaxinfError, GeneratorExit, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:
+    except BaseException as error:  # a panic of Rust is no Exception
         why = f"{what}: {type(error).__name__}: {error}"
         raise DataError(f"{why}; {remedy}" if remedy else why) from error
 
@@ -40,20 +36,13 @@ def shown_names(names: Collection[str]) -> str:
     return ", ".join(first) + (", …" if len(first) < len(names) else "")
 
 
-def optional_import(module: str, *, what: str, extra: str = "data") -> Any:
-    """Imports a module of an extra.
-
-    Args:
-      what: the feature that needs it, for the beginning of the error.
-
-    Raises:
-      DataError: it is not installed; gives the command that installs it.
-    """
+def optional_import(module: str, *, what: str) -> Any:
+    """Imports a module of the extra `data`, or refuses the feature that needs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
         raise DataError(
-            f"{what}: needs {package}, which is not installed ({error}); install it "
-            f"in a checkout of jaxinf, with: pip install '.[{extra}]'"
+            f"{what}: needs {module.partition('.')[0]}, which is not installed "
+            f"({error}); install it in a checkout of jaxinf, with: pip install "
+            "'.[data]'"
         ) from error

@@ -12,9 +12,8 @@ Invariant: a record has exactly one of these forms, or is refused with file and 
 class has the same number in all parts of the data.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxinf.documents import shown
 from jaxinf.train.data.errors import DataError, shown_names
@@ -25,21 +24,21 @@ Text: TypeAlias = str | bytes
 Message: TypeAlias = Mapping[str, Any]
 Label: TypeAlias = int | str
 
-_ALPACA = ("instruction", "input", "output")
-_FORMS = {  # by the fields that a record must have
+_FORMS = {  # by the fields that a record must have; Alpaca's `text` is all of it
+    ("instruction", "output"): ("instruction", "input", "output"),
     ("text",): ("text", "text_pair", "label"),
     ("messages",): ("messages", "tools"),
     ("conversations",): ("conversations",),
     ("prompt", "response"): ("prompt", "response"),
 }
-_OWN = ("text", "text_pair", "label", "prompt", "response", "messages", "tools")
+_NAMES = [name for form in _FORMS.values() for name in form]
+_MAPPED = ("text", "text_pair", "label", "prompt", "response", "messages", "tools")
 _SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _ROLES = ("system", "user", "assistant", "tool")
 _MOST_LABELS = 1 << 31  # that an int32 can tell apart
 
 
-@dataclasses.dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """One example, as text.
 
     Attributes:
@@ -69,16 +68,17 @@ def field_map(given: str) -> dict[str, str]:
     """
     pairs = [word.partition("=") for word in given.split(",") if given]
     found = {name.strip(): source.strip() for name, _, source in pairs}
-    if len(found) < len(pairs) or not all(found.values()) or {*found} - {*_OWN}:
+    if len(found) < len(pairs) or not all(found.values()) or {*found} - {*_MAPPED}:
         raise DataError(
             f"--fields {given}: expected our names, each once, with yours: "
-            f"prompt=instruction,response=output; ours are {', '.join(_OWN)}"
+            f"prompt=instruction,response=output; ours are {', '.join(_MAPPED)}"
         )
     return found
 
 
 def used_fields(mapping: Mapping[str, str]) -> set[str]:
-    return {*_OWN, *_ALPACA, "conversations", *mapping.values()}
+    """Returns the names of all fields that a record may have a use for."""
+    return {*_NAMES, *mapping.values()}
 
 
 def example_of(
@@ -91,7 +91,7 @@ def example_of(
     """Returns the example of a record.
 
     Args:
-      mapping: fields of records by our names.
+      mapping: fields of records by our names; a form with one of them comes first.
       unused: names of other fields, which are added.
       has_template: whether Alpaca's records become messages for a chat template.
 
@@ -101,41 +101,32 @@ def example_of(
     where, raw = record.where, record.fields
     if isinstance(raw.get(PLAIN_TEXT), bytes):  # JSON has no bytes
         return Example(where, "text", (raw[PLAIN_TEXT],))
-    own = {name for name, value in raw.items() if value is not None}
-    sources = {name: name for name in (*_ALPACA, "conversations")}
-    taken = {*mapping.values()}
-    sources |= {n: mapping.get(n, n) for n in _OWN if n in mapping or n not in taken}
-    found = {name: source for name, source in sources.items() if source in own}
-    form = _form_of({*found}, {*mapping})
+    given = {name for name, value in raw.items() if value is not None}
+    free = {*_NAMES} - {*mapping.values()}
+    sources = {n: mapping.get(n, n) for n in _NAMES if n in mapping or n in free}
+    found = {name: source for name, source in sources.items() if source in given}
+    fitting = [form for needed, form in _FORMS.items() if {*needed} <= {*found}]
+    form = next((f for f in fitting if not mapping or {*mapping} & {*f}), None)
+    all_fields = given | {*record.unread}
     if form is None:
-        asked = [source for source in mapping.values() if source not in own]
-        wanted = "a field 'text', the fields 'prompt' and 'response', or 'messages'"
-        if "text_pair" in found:
-            wanted = f"a field 'text' beside {found['text_pair']!r}"
-        if asked:
-            wanted = f"a field {asked[0]!r}, as --fields names it"
         raise DataError(
-            f"{where}: expected {wanted} (--fields gives them other names); found "
-            f"{shown_names({*own, *record.unread}) or 'no fields'}"
+            f"{where}: expected {_wanted(mapping, found)} (--fields gives them other "
+            f"names); found {shown_names(all_fields) or 'no fields'}"
         )
     used = {name: found[name] for name in form if name in found}
-    unused |= {*own, *record.unread} - {*used.values()}
+    unused |= all_fields - {*used.values()}
     values = {name: raw[source] for name, source in used.items()}
     said = ",".join(n if n == source else f"{n}={source}" for n, source in used.items())
-    if "output" in form:
-        return _alpaca(where, values, has_template, said)
-    if "conversations" in form:
-        said = "messages=conversations"
-        values = {"messages": _share_gpt(where, values["conversations"])}
+    if "output" in values:
+        values = _alpaca(where, values, has_template)
+    if "conversations" in values:
+        values, said = {"messages": values["conversations"]}, f"messages={said}"
     if "messages" in values:
         messages, tools = _messages(where, values["messages"]), values.get("tools")
         return Example(where, "dialogue", (), messages, tools, fields=said)
-    texts = tuple(
-        _text(where, used[name], value)
-        for name, value in values.items()
-        if name != "label"
-    )
-    if "prompt" in form:
+    own = {name: value for name, value in values.items() if name != "label"}
+    texts = tuple(_text(where, used.get(n, n), value) for n, value in own.items())
+    if "prompt" in values:
         return Example(where, "dialogue", texts, fields=said)
     if "label" not in values and len(texts) == 1:
         return Example(where, "text", texts, fields=said)
@@ -143,50 +134,13 @@ def example_of(
     return Example(where, "labelled", texts, label=label, fields=said)
 
 
-def _form_of(found: set[str], mapped: set[str]) -> tuple[str, ...] | None:
-    """Returns the names that a record's form may use: one with mapped names first."""
-    fitting = [form for needed, form in _FORMS.items() if {*needed} <= found]
-    if mapped:
-        return next((form for form in fitting if mapped & {*form}), None)
-    if {"instruction", "output"} <= found:  # their `text`, if any, is all of it
-        return _ALPACA
-    return next(iter(fitting), None)
-
-
-def _alpaca(
-    where: str, fields: Mapping[str, Any], has_template: bool, said: str
-) -> Example:
-    task = _text(where, "instruction", fields["instruction"])
-    answer = _text(where, "output", fields["output"])
-    given = fields.get("input") or ""
-    if not isinstance(task, str) or not isinstance(given, str):
-        raise DataError(f"{where}: expected text in 'instruction' and 'input'")
-    if has_template:
-        user = f"{task}\n\n{given}" if given else task
-        roles = (("user", user), ("assistant", answer))
-        messages = [{"role": role, "content": text} for role, text in roles]
-        return Example(where, "dialogue", (), messages, fields=said)
-    # The headings of Stanford's own training.
-    given = f"### Input:\n{given}\n\n" if given else ""
-    prompt = f"### Instruction:\n{task}\n\n{given}### Response:\n"
-    return Example(where, "dialogue", (prompt, answer), fields=said)
-
-
-def _share_gpt(where: str, turns: Any) -> Any:
-    if not isinstance(turns, list):
-        return turns
-    found = []
-    for number, turn in enumerate(turns, 1):
-        if isinstance(turn, dict) and turn.get("role") is None:
-            said = turn.get("from")
-            if not isinstance(said, str) or "value" not in turn:
-                raise DataError(
-                    f"{where}: turn {number}: expected 'from' and 'value' in "
-                    f"'conversations', found {shown_names(set(turn)) or 'neither'}"
-                )
-            turn = {"role": _SPEAKERS.get(said, said), "content": turn["value"]}
-        found.append(turn)
-    return found
+def _wanted(mapping: Mapping[str, str], found: Mapping[str, str]) -> str:
+    wanted = "a field 'text', the fields 'prompt' and 'response', or 'messages'"
+    if "text_pair" in found:
+        wanted = f"a field 'text' beside {found['text_pair']!r}"
+    if asked := [source for name, source in mapping.items() if name not in found]:
+        wanted = f"a field {asked[0]!r}, as --fields names it"
+    return wanted
 
 
 def _text(where: str, name: str, value: Any) -> Text:
@@ -196,23 +150,44 @@ def _text(where: str, name: str, value: Any) -> Text:
     return value
 
 
-def _messages(where: str, messages: Any) -> list[Message]:
-    if not isinstance(messages, list) or not messages:
-        raise DataError(
-            f"{where}: expected a list of messages, found {shown(messages)}"
-        )
-    roles = []
-    for number, message in enumerate(messages, 1):
-        roles.append(message.get("role") if isinstance(message, dict) else None)
-        if not isinstance(roles[-1], str):
+def _alpaca(where: str, fields: Mapping[str, Any], has_template: bool) -> Any:
+    """Returns Alpaca's fields as messages, or as a prompt and its response."""
+    task = _text(where, "instruction", fields["instruction"])
+    answer = _text(where, "output", fields["output"])
+    given = fields.get("input") or ""
+    if not isinstance(task, str) or not isinstance(given, str):
+        raise DataError(f"{where}: expected text in 'instruction' and 'input'")
+    if has_template:
+        user = f"{task}\n\n{given}" if given else task
+        said = (("user", user), ("assistant", answer))
+        return {"messages": [{"role": role, "content": text} for role, text in said]}
+    # The headings of Stanford's own training.
+    given = f"### Input:\n{given}\n\n" if given else ""
+    prompt = f"### Instruction:\n{task}\n\n{given}### Response:\n"
+    return {"prompt": prompt, "response": answer}
+
+
+def _messages(where: str, turns: Any) -> list[Message]:
+    """Returns turns as messages, where those of ShareGPT have a speaker for a role."""
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{where}: expected a list of messages, found {shown(turns)}")
+    messages: list[Message] = []
+    for number, turn in enumerate(turns, 1):
+        fields = turn if isinstance(turn, dict) else {}
+        said = fields.get("from")
+        if fields.get("role") is None and isinstance(said, str) and "value" in fields:
+            fields = {"role": _SPEAKERS.get(said, said), "content": fields["value"]}
+        if not isinstance(fields.get("role"), str):
             raise DataError(
-                f"{where}: message {number}: expected a role of {_ROLES}, found "
-                f"{shown(roles[-1])}"
+                f"{where}: message {number}: expected a role of {_ROLES}, or "
+                f"ShareGPT's 'from' and 'value', found {shown(turn)}"
             )
+        messages.append(fields)
+    roles = {message["role"] for message in messages}
     if "assistant" not in roles:
         raise DataError(
             f"{where}: expected a message of the assistant, from which the model "
-            f"learns; found roles {shown_names(set(roles))}"
+            f"learns; found roles {shown_names(roles)}"
         )
     return messages
 
@@ -221,11 +196,7 @@ def _messages(where: str, messages: Any) -> list[Message]:
 
 
 def checked_label(label: Any, where: str) -> Label:
-    """Returns a label that is a number or a name.
-
-    Raises:
-      DataError: it is something else.
-    """
+    """Returns a label that is a number or a name, or refuses it."""
     is_number = type(label) is int and 0 <= label < _MOST_LABELS
     if not is_number and not (isinstance(label, str) and label):
         raise DataError(
@@ -235,11 +206,17 @@ def checked_label(label: Any, where: str) -> Label:
     return label
 
 
-def classes_of(labels: Sequence[Label], where: str) -> dict[Label, int]:
-    """Returns the numbers of classes: their own, or of names their places in order.
+def numbered(
+    labels: Sequence[Label], classes: dict[Label, int], where: str
+) -> list[int]:
+    """Returns the numbers of labels: their own, or of names their places in order.
+
+    Args:
+      classes: numbers of the training data's classes; set if it is empty.
 
     Raises:
-      DataError: some labels are names, some are numbers.
+      DataError: some labels are names, some are numbers, or the training data lacks
+        one.
     """
     names = sorted({label for label in labels if isinstance(label, str)})
     numbers = sorted({label for label in labels if isinstance(label, int)})
@@ -248,19 +225,10 @@ def classes_of(labels: Sequence[Label], where: str) -> dict[Label, int]:
             f"{where}: expected labels that are all names or all numbers, found "
             f"{shown_names(names)} and {numbers[0]}"
         )
-    if all(name.isdecimal() and len(name) < 10 for name in names):  # as CSV has them
-        return {label: int(label) for label in (*names, *numbers)}
-    return {name: number for number, name in enumerate(names)}
-
-
-def numbered(
-    labels: Sequence[Label], classes: Mapping[Label, int], where: str
-) -> list[int]:
-    """Returns the numbers of labels.
-
-    Raises:
-      DataError: a label is none of the training data.
-    """
+    if not classes:
+        is_digits = all(n.isdecimal() and len(n) < 10 for n in names)  # as CSV has them
+        both = [(name, int(name) if is_digits else n) for n, name in enumerate(names)]
+        classes |= {**dict(both), **{number: number for number in numbers}}
     if wrong := {str(label) for label in labels if label not in classes}:
         known = shown_names({str(label) for label in classes})
         raise DataError(
@@ -271,16 +239,12 @@ def numbered(
     return [classes[label] for label in labels]
 
 
-def num_classes(labels: Sequence[int], where: str, num_named: int = 0) -> int:
-    """Returns the number of classes: those with names, or up to the largest label.
-
-    Raises:
-      DataError: a label is too large.
-    """
+def num_classes(labels: Sequence[int]) -> int:
+    """Returns the number of classes, up to the largest label; refuses far ones."""
     most, limit = max(labels), max(2, len(labels))
-    if not num_named and most >= limit:
+    if most >= limit:
         raise DataError(
-            f"{where}: expected labels of 0 to {limit - 1} ({len(labels)} examples), "
+            f"labels: expected labels of 0 to {limit - 1} ({len(labels)} examples), "
             f"found {most}; number the classes from 0"
         )
-    return num_named or max(2, most + 1)
+    return max(2, most + 1)

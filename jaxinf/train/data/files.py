@@ -6,57 +6,45 @@ ever taken for data.
 """
 
 import bz2
-import codecs
 import glob
 import gzip
 import io
 import lzma
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from jaxinf.io import MACHINE_MEMORY_BYTES
 from jaxinf.train.data.errors import DataError, optional_import
 
-_MIN_LIBRARY_BYTES = 5_000_000
-# Tests and generated tables, which are neither prose nor programs.
-_SKIPPED_LIBRARY_DIRS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    | {"encodings", "pydoc_data"}
-)
 _HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test")
 _SAVED_MARKS = ("dataset_dict.json", "dataset_info.json")
+# Tests and generated tables, which are neither prose nor programs.
+_SKIPPED_LIBRARY_DIRS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_SKIPPED_LIBRARY_DIRS |= {"encodings", "pydoc_data"}
 
 _SNIFFED_BYTES = 8192
-_PACKED = {
+_TABLES = ("parquet", "arrow")
+_BEGINNINGS = {
     b"\x1f\x8b": "gzip",
     **{b"BZh%d1AY" % level: "bz2" for level in range(1, 10)},
     b"\xfd7zXZ\0": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\x04\x22\x4d\x18": "lz4",
+    b"PAR1\x15": "parquet",
+    b"ARROW1\0": "arrow",
+    b"\xef\xbb\xbf": "utf-8-sig",
+    b"\xff\xfe\0\0": "utf-32",  # before utf-16, with which it begins
+    b"\0\0\xfe\xff": "utf-32",
+    b"\xff\xfe": "utf-16",
+    b"\xfe\xff": "utf-16",
 }
 _PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".lz4")
-_OTHERS = {
-    b"PK\3\4": "a zip archive, or arrays of NumPy",
-    b"7z\xbc\xaf": "a 7z archive",
-    b"Rar!\x1a": "a RAR archive",
-    b"\x93NUMPY": "an array of NumPy",
-}
-_TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz")
-_TABLES = {b"PAR1\x15": "parquet", b"ARROW1\0": "arrow"}
-_TABLE_SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
-_SUFFIXES = {".jsonl": "lines", ".ndjson": "lines", ".json": "json"}
-_SUFFIXES |= {".csv": "csv", ".tsv": "tsv", **_TABLE_SUFFIXES}
-# UTF-32 first: its mark begins with that of UTF-16.
-_MARKS = {
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
+_SUFFIXES = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".csv": "csv"}
+_SUFFIXES |= {".tsv": "tsv", ".parquet": "parquet"}
+_SUFFIXES |= {".arrow": "arrow", ".feather": "arrow"}
 
 
 def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
@@ -82,12 +70,9 @@ def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
         if path.is_dir():
             below = {file.resolve() for file in _walk(path)}
             matched = {f for f in below if is_saved_dataset(f) or _is_data(f)}
-            others = (f for f in below - matched if f.is_file())
-            left_out |= {f for f in others if f.stat().st_size}
+            left_out |= {f for f in below - matched if f.is_file() and f.stat().st_size}
         else:
-            names = (
-                [str(path)] if path.is_file() else glob.iglob(str(path), recursive=True)
-            )
+            names = [path] if path.is_file() else glob.iglob(str(path), recursive=True)
             matched = {Path(name).resolve() for name in names if os.path.isfile(name)}
         if not matched:
             raise DataError(
@@ -104,7 +89,48 @@ def is_saved_dataset(path: Path) -> bool:
     return any((path / name).is_file() for name in _SAVED_MARKS)
 
 
-def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+def by_split(
+    paths: Sequence[Path], *, is_validation: bool = False
+) -> tuple[list[Path], list[Path]]:
+    """Returns the paths to read, and those to hold out: a split of each with splits.
+
+    Splits are those of a saved `DatasetDict`, or of a folder with a folder `train`.
+
+    Raises:
+      DataError: there are splits, but none for training, or for validation.
+    """
+    found: list[Path] = []
+    held: list[Path] = []
+    wanted = _HELD_OUT_SPLITS if is_validation else ("train",)
+    for path in paths:
+        has_train = (path / "train").is_dir() and not is_saved_dataset(path)
+        if not has_train and not (path / "dataset_dict.json").is_file():
+            found.append(path)
+            continue
+        splits = {folder.name: folder for folder in path.iterdir() if folder.is_dir()}
+        own = [splits[name] for name in wanted if name in splits]
+        if not own:
+            raise DataError(
+                f"{path}: expected a split named {' or '.join(wanted)}, found "
+                f"{sorted(splits)}; name the folder of one of them"
+            )
+        found.append(own[0])
+        held += [splits[name] for name in _HELD_OUT_SPLITS if name in splits][:1]
+    return found, held
+
+
+def standard_library_files() -> list[Path]:
+    """Finds the sources of Python's standard library, some 10 MB on every machine.
+
+    Returns:
+      Its `*.py` files, sorted, without installed packages, tests and tables.
+    """
+    root = Path(sysconfig.get_path("stdlib")).resolve()
+    walked = _walk(root, _SKIPPED_LIBRARY_DIRS)
+    return sorted(path for path in walked if path.suffix == ".py" and path.is_file())
+
+
+def _walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
         if is_saved_dataset(Path(folder)):
             subfolders.clear()
@@ -115,83 +141,16 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-def by_split(
-    paths: Sequence[Path], *, is_validation: bool = False
-) -> tuple[list[Path], list[Path]]:
-    """Returns the paths to read, and those to hold out: a split of each with splits.
-
-    Raises:
-      DataError: there are splits, but none for training, or for validation.
-    """
-    found: list[Path] = []
-    held: list[Path] = []
-    wanted = _HELD_OUT_SPLITS if is_validation else ("train",)
-    for path in paths:
-        splits = _splits(path)
-        own = [splits[name] for name in wanted if name in splits]
-        if splits and not own:
-            raise DataError(
-                f"{path}: expected a split named {' or '.join(wanted)}, found "
-                f"{sorted(splits)}; name the folder of one of them"
-            )
-        found += own[:1] or [path]
-        held += [splits[name] for name in _HELD_OUT_SPLITS if name in splits][:1]
-    return found, held
-
-
-def _splits(path: Path) -> dict[str, Path]:
-    """Returns the splits of a saved `DatasetDict`, or of a folder with `train`."""
-    is_dict = (path / "dataset_dict.json").is_file()
-    if not is_dict and (is_saved_dataset(path) or not (path / "train").is_dir()):
-        return {}
-    return {folder.name: folder for folder in path.iterdir() if folder.is_dir()}
-
-
-def standard_library_files() -> list[Path]:
-    """Finds the sources of Python's standard library, some 10 MB on every machine.
-
-    Returns:
-        Its `*.py` files, sorted, without installed packages, tests, and the tables in
-        `encodings` and `pydoc_data`.
-
-    Raises:
-        DataError: this Python ships less than 5 MB of library source.
-    """
-    root = Path(sysconfig.get_path("stdlib")).resolve()
-    walked = _walk(root, _SKIPPED_LIBRARY_DIRS)
-    files = sorted(path for path in walked if path.suffix == ".py" and path.is_file())
-    found_bytes = sum(path.stat().st_size for path in files)
-    if found_bytes < _MIN_LIBRARY_BYTES:
-        raise DataError(
-            f"standard library at {root}: expected at least {_MIN_LIBRARY_BYTES} bytes "
-            f"of *.py to train on, found {found_bytes}; name other text with --data"
-        )
-    return files
-
-
 # --- what a file is ------------------------------------------------------------------
 
 
 def format_of(path: Path) -> str:
-    """Returns the format: ``lines`` of JSON, ``json``, ``csv``, ``text`` and others.
-
-    Raises:
-      DataError: the file is of a kind that is not read, such as an archive.
-    """
+    """Returns the format: ``lines`` of JSON, ``json``, ``csv``, ``text`` and others."""
     name = Path(path.name.lower())
     if name.suffix in _PACKED_SUFFIXES:
         name = name.with_suffix("")
-    head = _head(path)
-    found = _SUFFIXES.get(name.suffix) or _begun(_TABLES, head) or "text"
-    other = "a tar archive" if name.suffix in _TAR_SUFFIXES else _begun(_OTHERS, head)
-    if other is None and found in _TABLES.values() and _begun(_PACKED, head):
-        other = "a packed table"
-    if other:
-        raise DataError(
-            f"{path}: expected text, JSON, CSV, Parquet or Arrow, found {other}; "
-            "unpack it, or leave it out"
-        )
-    return found
+    kind = _kind(_head(path))
+    return _SUFFIXES.get(name.suffix) or (kind if kind in _TABLES else "text")
 
 
 def _is_data(path: Path) -> bool:
@@ -199,35 +158,41 @@ def _is_data(path: Path) -> bool:
     if not path.is_file():  # a socket, a pipe, a dangling link
         return False
     head = _head(path)
-    if _begun({**_PACKED, **_TABLES, **_MARKS}, head):
+    if _SUFFIXES.get(path.suffix.lower()) in _TABLES or _kind(head):
         return True
-    return path.suffix.lower() in _TABLE_SUFFIXES or (bool(head) and b"\0" not in head)
+    return bool(head) and b"\0" not in head
 
 
 def open_file(path: Path) -> IO[bytes]:
     """Opens a file: unpacked, in UTF-8, without a byte order mark.
 
     Raises:
-      DataError: a package that unpacks it is missing.
+      DataError: it is no text, or a package that unpacks it is missing.
       UnicodeError: it has the mark of an encoding that it is not in.
     """
-    file = io.BufferedReader(_unpacked(path, _begun(_PACKED, _head(path))))
-    encoding = _begun(_MARKS, file.peek(4)[:4])
-    if encoding == "utf-8-sig":
-        file.read(len(codecs.BOM_UTF8))
-    elif encoding is not None:
+    file = io.BufferedReader(_unpacked(path, _kind(_head(path))))
+    head = file.peek()
+    encoding = _kind(head)
+    if encoding in ("utf-16", "utf-32"):
         with file:
             return io.BytesIO(read_whole(path, file).decode(encoding).encode())
+    if b"\0" in head:
+        file.close()
+        raise DataError(
+            f"{path}: expected text, JSON, CSV, Parquet or Arrow, found a NUL byte, as "
+            "in archives and other binary files; unpack it, or leave it out"
+        )
+    if encoding == "utf-8-sig":
+        file.read(3)
     return file
 
 
 def _unpacked(path: Path, packing: str | None) -> Any:
-    if packing is None:
-        return open(path, "rb", buffering=0)
     if packing in ("zstd", "lz4"):
         arrow = optional_import("pyarrow", what=str(path))
         return arrow.input_stream(str(path), compression=packing)
-    return {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}[packing](path)
+    opening = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}.get(packing or "")
+    return opening(path) if opening else open(path, "rb", buffering=0)
 
 
 def read_whole(path: Path, file: IO[bytes]) -> bytes:
@@ -252,5 +217,6 @@ def _head(path: Path) -> bytes:
         return file.read(_SNIFFED_BYTES)
 
 
-def _begun(kinds: Mapping[bytes, str], head: bytes) -> str | None:
-    return next((kind for mark, kind in kinds.items() if head.startswith(mark)), None)
+def _kind(head: bytes) -> str | None:
+    found = (kind for mark, kind in _BEGINNINGS.items() if head.startswith(mark))
+    return next(found, None)

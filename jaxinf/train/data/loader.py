@@ -49,12 +49,11 @@ class Batches:
                 f"{num_shards} processes; got {len(rows)} rows and {batch_size}"
             )
         self._batch_size = batch_size
-        self._shuffled = _mapped(_shuffled(rows, seed).repeat(), row_map)
-        self._batches = self._share(shard)
+        self._rows = _mapped(_shuffled(rows, seed).repeat(), row_map)
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, from 0."""
-        return self._batches[number]
+        return self.shared(number, self.shard)
 
     def shared(self, number: int, shard: tuple[int, int]) -> Batch:
         """Returns the part of batch `number` that a process among others would have."""
@@ -68,7 +67,7 @@ class Batches:
         Returns:
           An endless iterator. Close it to end the thread.
         """
-        iterator: Any = iter(self._batches.to_iter_dataset(_READ_AHEAD))
+        iterator: Any = iter(self._share(self.shard).to_iter_dataset(_READ_AHEAD))
         iterator.set_state(dict(position))
         return iterator
 
@@ -79,8 +78,7 @@ class Batches:
 
     def _share(self, shard: tuple[int, int]) -> Any:
         number, num_shards = shard
-        num_rows = self._batch_size // num_shards
-        shares = self._shuffled.batch(num_rows, drop_remainder=True)
+        shares = self._rows.batch(self._batch_size // num_shards, drop_remainder=True)
         # Together they are the batch of one process, in its order.
         return shares[number::num_shards] if num_shards > 1 else shares
 

@@ -9,12 +9,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-_HELD_OUT_SHARE = 0.05
+HELD_OUT_SHARE = 0.05
 
 
-def shown(metavar: str, default: str) -> Any:
-    """Sets the text that `--help` shows in place of a default."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+def shown(metavar: str, default: str, *, name: str | None = None) -> Any:
+    """Sets texts that `--help` shows, and a flag's name if it is not the field's."""
+    hint = f"(default: {default})"
+    return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=hint)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,17 +50,11 @@ class DataOptions:
     mask_rate: float = 0.15
 
     @property
-    def held_out_share(self) -> float:
-        """The share of `data` to hold out where no other data is named."""
-        return _HELD_OUT_SHARE if self._given_share is None else self._given_share
-
-    @property
-    def validation_paths(self) -> tuple[str, ...]:
-        return self.validation if self._given_share is None else ()
-
-    @property
-    def _given_share(self) -> float | None:
+    def held_out_share(self) -> float | None:
+        """The share of `data` to hold out; None if `validation` names files."""
+        if not self.validation:
+            return HELD_OUT_SHARE
         try:
-            return float(*self.validation) if self.validation else None
+            return float(*self.validation)
         except (TypeError, ValueError):
             return None

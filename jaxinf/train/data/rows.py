@@ -13,8 +13,7 @@ Invariant: row number n is a function of the sequences and the length alone.
 
 import bisect
 import dataclasses
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -31,11 +30,7 @@ _MASKED, _RANDOM = 0.8, 0.9  # the last tenth stays
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows that are read by number; immutable, safe to share between threads.
-
-    Attributes:
-      row: returns arrays by name, of the same shapes for all numbers.
-    """
+    """Rows of the same shapes, read by number; safe to share between threads."""
 
     num: int
     row: Callable[[int], Row]
@@ -57,9 +52,8 @@ class TrainingData:
       identity: data that must be the same in a resumed run.
       notes: remarks about the data for the user.
       seq_len: tokens in a row; 0 for images.
-      prompt: ids for the model to continue, held out; None if the task is another.
-      example: the first example, decoded, what is learned in guillemets, and the
-        fields of its record; empty for images.
+      prompt: held-out ids for the model to continue; None if the task is another.
+      example: the first example, decoded, what is learned in guillemets.
     """
 
     train: Rows
@@ -73,11 +67,6 @@ class TrainingData:
     seq_len: int = 0
     prompt: Array | None = None
     example: str = ""
-
-
-def digest_of(parts: Iterable[str]) -> str:
-    """SHA-256 of several fingerprints, in hexadecimal."""
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
 def windows(sequences: Sequences, seq_len: int, *, is_causal: bool) -> Rows:
@@ -119,22 +108,19 @@ def packed(sequences: Sequences, seq_len: int, pad: int) -> Rows:
     """
     # Every token but the last is an input, and every one but the first a target.
     lengths = np.diff(sequences.ends, prepend=0) - 1
-    plan = plan_rows(np.minimum(lengths, seq_len), seq_len)
+    starts, sizes = sequences.ends - lengths - 1, np.minimum(lengths, seq_len)
+    plan = plan_rows(sizes, seq_len)
 
     def row(number: int) -> Row:
-        members = [sequences[member] for member in plan[number]]
-        sizes = [min(tokens.size - 1, seq_len) for tokens, _ in members]
-        pieces = [*zip(members, sizes, strict=True)]
-        tokens = [tokens[:num] for (tokens, _), num in pieces]
-        targets = [tokens[1 : num + 1] for (tokens, _), num in pieces]
-        weights = [learned[1 : num + 1] for (_, learned), num in pieces]
+        members = plan[number]
+        places = np.concatenate([starts[m] + np.arange(sizes[m]) for m in members])
+        weights = sequences.is_learned[places + 1]
+        segments = np.repeat(np.arange(1, len(members) + 1), sizes[members])
         return {
-            "tokens": _padded(np.concatenate(tokens), seq_len, pad),
-            "targets": _padded(np.concatenate(targets), seq_len, pad),
-            "weights": _padded(np.concatenate(weights), seq_len, 0, np.float32),
-            "segments": _padded(
-                np.repeat(np.arange(1, len(sizes) + 1), sizes), seq_len, 0
-            ),
+            "tokens": _padded(sequences.tokens[places], seq_len, pad),
+            "targets": _padded(sequences.tokens[places + 1], seq_len, pad),
+            "weights": _padded(weights, seq_len, 0, np.float32),
+            "segments": _padded(segments, seq_len, 0),
         }
 
     return Rows(len(plan), row)
@@ -166,11 +152,7 @@ def pairs(
 
 
 def single(sequences: Sequences, seq_len: int, pad: int) -> Rows:
-    """Returns one sequence a row, cut at its end, with its label.
-
-    Rows have tokens, segments, and token_types of pairs, int32 [seq_len], and labels
-    int32 [].
-    """
+    """Returns one sequence a row, cut at its end, with its label, int32 []."""
 
     def row(number: int) -> Row:
         ids, types = sequences[number][0], sequences.token_types
@@ -229,7 +211,7 @@ def masking(
     def masked(row: Row, rng: np.random.Generator) -> Row:
         tokens = row["tokens"]
         allowed = np.flatnonzero(~np.isin(tokens, special) & (row["segments"] > 0))
-        if not allowed.size:  # a row of special ones; at least one token must count
+        if not allowed.size:  # a row of special ones; at least one must count
             allowed = np.arange(tokens.size)
         num = max(1, round(rate * allowed.size))
         chosen = rng.permutation(allowed)[:num]

@@ -4,12 +4,11 @@ Invariant: ids are those of `tokenizer(text).input_ids`, of `tokenizer(a, b)` an
 `apply_chat_template`; special tokens are where those functions put them.
 """
 
-import contextlib
-import functools
 import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -37,16 +36,11 @@ class ByteTokenizer:
     """Every byte is its own id; NUL ends a document. Id 256 is no byte: it masks a byte
     for a masked language model, and begins a decoder's answer."""
 
-    name = "bytes"
-    vocab_size = 256
-    end: int | None = 0
-    mask: int | None = 256
-    start = 256
-    pad = 0
+    name = fingerprint = "bytes"
+    vocab_size = mask = start = 256
+    end = pad = 0
     special: tuple[int, ...] = (0,)
-    adds_end = False
-    fingerprint = "bytes"
-    has_template = False
+    adds_end = has_template = False
 
     def encode(
         self, texts: Sequence[Place], *, is_whole: bool, most: int | None = None
@@ -63,13 +57,12 @@ class ByteTokenizer:
         num_special = self.num_special(len(parts), has_types=has_types)
         sizes = [part.size for part in parts]
         num, room = sum(sizes) + num_special, most - num_special
-        if len(sizes) == 2 and sum(sizes) > room:
-            short = min(sizes)
-            short = short if 2 * short <= room else room // 2
-            is_second_short = sizes[1] < sizes[0]
-            sizes = [room - short, short] if is_second_short else [short, room - short]
+        short = min(min(sizes), room // 2)
+        rooms = [short, room - short] if len(parts) == 2 else [room]
+        if sizes[0] > sizes[-1]:
+            rooms.reverse()
+        parts = [part[:size] for part, size in zip(parts, rooms, strict=True)]
         end = np.zeros(1, np.uint8)
-        parts = [part[: min(n, room)] for part, n in zip(parts, sizes, strict=True)]
         if len(parts) == 1 or not has_types:
             return np.concatenate([*parts, end]), None, num
         types = np.repeat(np.array([0, 1], np.uint8), [part.size + 1 for part in parts])
@@ -148,16 +141,16 @@ class FolderTokenizer:
         """
         if not texts:
             return []
-        strings = [_as_str(where, _as_bytes(where, text)) for where, text in texts]
-        with self._reading(texts[0][0]):
+        strings = [_as_str(*text) for text in texts]
+        with refusing(f"--tokenizer {self.name}: expected ids of {texts[0][0]}"):
             found = self._call(strings, add_special_tokens=is_whole).input_ids
-            if most is not None:
-                long = [n for n, ids in enumerate(found) if len(ids) > most]
-                for n in long:
+            for n, ids in enumerate(found):
+                if most is not None and len(ids) > most:
                     found[n] = self._call(strings[n], most=most).input_ids
         return [self._ids(ids) for ids in found]
 
     def num_special(self, num_texts: int, *, has_types: bool) -> int:
+        """Returns the number of special tokens around a text, or a pair of texts."""
         return self._tokenizer.num_special_tokens_to_add(pair=num_texts == 2)
 
     def classified(
@@ -172,9 +165,9 @@ class FolderTokenizer:
           Ids, their types (uint8) for a pair if the model has them, and the number of
           tokens before the cut.
         """
-        strings = [_as_str(where, _as_bytes(where, text)) for text in texts]
+        strings = [_as_str(where, text) for text in texts]
         is_typed = has_types and len(strings) == 2
-        with self._reading(where):
+        with refusing(f"--tokenizer {self.name}: expected ids of {where}"):
             found = self._call(*strings, return_token_type_ids=is_typed)
             num = len(found.input_ids)
             if num > most:
@@ -182,8 +175,7 @@ class FolderTokenizer:
         ids = self._ids(found.input_ids)
         if not has_types and self._has_pad:  # transformers reads before the padding
             ids = ids[: 1 + max(np.flatnonzero(ids != self.pad), default=0)]
-        types = np.array(found.token_type_ids, np.uint8) if is_typed else None
-        return ids, types, num
+        return ids, np.array(found.token_type_ids, np.uint8) if is_typed else None, num
 
     def conversation(self, example: Example, *, learn_all: bool) -> tuple[Array, Array]:
         """Returns the ids of messages by the chat template, and which are learned.
@@ -191,17 +183,16 @@ class FolderTokenizer:
         Raises:
           DataError: the template refuses them, or its answers cannot be told.
         """
-        messages, tools, where = [*example.messages], example.tools, example.where
-        what = f"{where}: expected messages that the chat template of --tokenizer "
-        with refusing(f"{what}{self.name} can write"):
-            template = self._tokenizer.get_chat_template(tools=tools)
+        what = f"{example.where}: expected messages that the chat template of "
+        with refusing(f"{what}--tokenizer {self.name} can write"):
+            template = self._tokenizer.get_chat_template(tools=example.tools)
             if _MARKS_ANSWERS.search(template) and not learn_all:
                 found = self._rendered(
-                    messages, tools, tokenize=True, return_assistant_tokens_mask=True
+                    example, tokenize=True, return_assistant_tokens_mask=True
                 )
                 is_learned = np.array(found["assistant_masks"], np.bool_)
                 return self._ids(found["input_ids"]), is_learned
-            text = self._rendered(messages, tools)
+            text = self._rendered(example)
             found = self._call(
                 text, add_special_tokens=False, return_offsets_mapping=True
             )
@@ -221,18 +212,17 @@ class FolderTokenizer:
         """
         at = 0
         for number, message in enumerate(example.messages):
-            before = [*example.messages[:number]]
-            if message["role"] != "assistant" or not before:  # answers nothing
+            if message["role"] != "assistant" or not number:  # answers nothing
                 continue
-            prompt = self._rendered(before, example.tools, add_generation_prompt=True)
-            through = self._rendered([*before, message], example.tools)
-            differ = (n for n, one in enumerate(prompt) if through[n : n + 1] != one)
-            start = len(prompt) if through.startswith(prompt) else next(differ)
+            prompt = self._rendered(example, number, add_generation_prompt=True)
+            through = self._rendered(example, number + 1)
+            both = zip(prompt, through, strict=False)
+            start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
             rest = prompt[start:]
             stop = len(through) - len(rest)
             is_added = through.endswith(rest) and at <= start < stop
             if rest and is_added:
-                is_added = prompt == self._rendered(before, example.tools)
+                is_added = prompt == self._rendered(example, number)
             if not is_added or text[:stop] != through[:stop]:
                 raise DataError(
                     f"{example.where}: expected the chat template of --tokenizer "
@@ -246,12 +236,19 @@ class FolderTokenizer:
             at = stop
 
     def _rendered(
-        self, messages: list[Message], tools: Any, *, tokenize: bool = False, **how: Any
+        self,
+        example: Example,
+        num: int | None = None,
+        *,
+        tokenize: bool = False,
+        **how: Any,
     ) -> Any:
-        template = self._tokenizer.get_chat_template(tools=tools)
+        """Returns the first messages, or all, as the template writes them."""
+        messages: list[Message] = [*example.messages[:num]]
+        template = self._tokenizer.get_chat_template(tools=example.tools)
         return self._tokenizer.apply_chat_template(
             messages,
-            tools=tools,
+            tools=example.tools,
             chat_template=_FIXED_DATE + template,
             tokenize=tokenize,
             return_dict=tokenize,
@@ -278,14 +275,12 @@ class FolderTokenizer:
             )
         return found.astype(self._dtype)
 
-    def _reading(self, where: str) -> contextlib.AbstractContextManager[None]:
-        return refusing(f"--tokenizer {self.name}: expected ids of {where}")
-
     def decode(self, ids: Array) -> bytes:
         known = [int(i) for i in np.asarray(ids) if i < self.vocab_size]
-        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
         with refusing(f"--tokenizer {self.name}: expected a text for ids"):
-            return decode(known, clean_up_tokenization_spaces=False).encode()
+            return self._tokenizer.decode(
+                known, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ).encode()
 
 
 Tokenizer: TypeAlias = ByteTokenizer | FolderTokenizer
@@ -319,15 +314,14 @@ def tokenizer_in(folder: Path, num_ids: int) -> Path | None:
 
 
 def _as_bytes(where: str, text: Text) -> bytes:
-    if isinstance(text, bytes):
-        return text
     try:
-        return text.encode()
+        return text if isinstance(text, bytes) else text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: expected text, found {error.reason}") from error
 
 
-def _as_str(where: str, text: bytes) -> str:
+def _as_str(where: str, text: Text) -> str:
+    text = _as_bytes(where, text)
     try:
         return text.decode()
     except UnicodeDecodeError as error:

@@ -114,7 +114,12 @@ def test_pairs_in_some_records_only(order, load, write):
         ({"messages": []}, "expected a list of messages"),
         ({"messages": [{"role": "user", "content": "a"}]}, "a message of the assist"),
         ({"messages": [{"role": 1, "content": "a"}]}, "message 1: expected a role"),
-        ({"conversations": [{"value": "a"}]}, "turn 1: expected 'from' and 'value'"),
+        (
+            {"conversations": [{"value": "a"}]},
+            "message 1: expected .* 'from' and 'value'",
+        ),
+        ({"conversations": [{"from": "gpt"}]}, "message 1: expected a role"),
+        ({"conversations": [{"from": [], "value": 1}]}, "message 1: expected a role"),
         ({"conversations": "a"}, "expected a list of messages, found 'a'"),
         ({"instruction": "a", "output": ""}, "field 'output', found an empty one"),
         ({"instruction": "a", "output": "b", "input": 3}, "text in 'instruction' and"),

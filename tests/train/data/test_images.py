@@ -1,12 +1,10 @@
-"""Images from folders and tables: pixels, classes, refusals."""
+"""Images from folders: pixels, classes, refusals."""
 
 import io
 import struct
 import zlib
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -82,17 +80,6 @@ def test_classes_of_the_parts_have_to_agree(classify, folder, tmp_path):
         classify(folder, validation=(str(tmp_path / "other"),))
 
 
-def test_rows_of_a_table(classify, tmp_path):
-    rows = [
-        {"image": {"bytes": png(pixels_of(n, 4, 4, 3)), "path": None}, "label": n % 2}
-        for n in range(4)
-    ]
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    data = classify(tmp_path / "a.parquet")
-    assert data.train[0]["images"].shape == (4, 4, 3)
-    assert data.num_labels == 2
-
-
 def test_resized(classify, folder):
     for path in folder.glob("*/*.png"):
         path.write_bytes(png(np.full((9, 5), 51, np.uint8)))
@@ -102,21 +89,6 @@ def test_resized(classify, folder):
     np.testing.assert_allclose(row, np.full((9, 5, 1), -0.6), atol=1e-6)
     with pytest.raises(DataError, match="expected a model of 1, 3 or 4 channels"):
         classify(folder, shape=(4, 4, 2)).train[0]
-
-
-def test_classes_of_a_table_by_name(classify, tmp_path):
-    rows = [
-        {"image": png(pixels_of(n, 4, 4, 3)), "label": ("dog", "cat")[n % 2]}
-        for n in range(6)
-    ]
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.PARQUET")
-    data = classify(tmp_path / "a.PARQUET")
-    assert data.num_labels == 2
-    assert data.notes == ("classes: 'cat', 'dog'",)
-    table = pa.table({"image": [r["image"] for r in rows], "label": [-1] * 6})
-    pyarrow.parquet.write_table(table, tmp_path / "a.PARQUET")
-    with pytest.raises(DataError, match=r"an integer label from 0 .* found -1"):
-        classify(tmp_path / "a.PARQUET")
 
 
 def test_identity_tells_data_apart(classify, folder):
@@ -155,15 +127,8 @@ def test_folders_that_are_none(classify, folder, tmp_path):
         classify()
     text = tmp_path / "a.txt"
     text.write_text("text")
-    with pytest.raises(DataError, match="expected images: a folder for each class"):
+    with pytest.raises(DataError, match="with a folder for each class, found another"):
         classify(text)
-
-
-def test_table_without_images(classify, tmp_path):
-    table = pa.table({"image": ["a", "b"], "label": [0, 1]})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="row 1: expected the bytes of an image"):
-        classify(tmp_path / "a.parquet")
 
 
 def jpeg(pixels, **options):
@@ -211,10 +176,3 @@ def test_decompression_bombs_are_refused(classify, folder, suffix, content):
     # Pillow has a limit of its own for larger ones.
     with pytest.raises(DataError, match=r"at most 67,108,864 pixels|Decompression"):
         classify(folder).train[0]
-
-
-def test_labels_beyond_int32(classify, tmp_path):
-    rows = [{"image": png(pixels_of(n, 4, 4, 3)), "label": 2**31 + n} for n in range(4)]
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="row 1: expected an integer label"):
-        classify(tmp_path / "a.parquet")

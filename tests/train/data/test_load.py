@@ -274,7 +274,7 @@ def digest_of_text(text):
     from jaxinf.train.data.sequences import Encoded
 
     ids = np.frombuffer(text + b"\0", np.uint8)
-    return Encoded("", ids, np.ones(ids.size, np.bool_), -1).digest()
+    return Encoded(ids, np.ones(ids.size, np.bool_)).digest()
 
 
 def test_only_answers_are_learned(load, write):
@@ -423,7 +423,7 @@ def test_pairs_of_bytes(load, write, cut_first):
     assert bytes(row["tokens"].astype(np.uint8)) == f"{first}\0{second}\0".encode()
     types = [0] * (len(first) + 1) + [1] * (len(second) + 1)
     assert row["token_types"].tolist() == types
-    assert notes[0].startswith("2 pairs of texts are longer than --seq-len 8; the long")
+    assert notes[0] == "2 examples are longer than --seq-len 8 and are cut there"
     row, notes = pair(load, path, seq_len=12)
     assert bytes(row["tokens"].astype(np.uint8)) == "".join(texts).encode() + bytes(4)
     assert row["segments"].sum() == 9

@@ -23,7 +23,7 @@ def sequences(lists, learned=None, labels=None):
     labels = labels or [-1] * len(lists)
     return Sequences.of(
         [
-            Encoded("", np.array(ids, np.uint8), np.array(mask, np.bool_), label)
+            Encoded(np.array(ids, np.uint8), np.array(mask, np.bool_), label)
             for ids, mask, label in zip(lists, learned, labels, strict=True)
         ]
     )
@@ -181,7 +181,7 @@ def test_order_and_fingerprint_depend_on_content_only():
 
     def made(order):
         encoded = [
-            Encoded(str(order), np.array(lists[n], np.uint8), np.array(learned[n]), n)
+            Encoded(np.array(lists[n], np.uint8), np.array(learned[n]), n)
             for n in order
         ]
         return Sequences.of(sorted(encoded, key=Encoded.digest))
