@@ -65,7 +65,6 @@ class Streamed:
             store,
             memory_bytes=arguments.memory,
             policy=policy,
-            resident=arguments.resident,
             micro_batches=arguments.micro_batches,
         )
         self.step.init(
@@ -116,7 +115,6 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         "micro_batches": arguments.micro_batches,
         "clip_norm": arguments.clip_norm,
         "memory_bytes": arguments.memory,
-        "resident": arguments.resident,
         "load_average": round(os.getloadavg()[0], 2),
         "pairs": arguments.reps,
         "update_step_s": round(statistics.median(update.seconds), 4),
@@ -185,9 +183,6 @@ def main() -> None:
     )
     parser.add_argument(
         "--policy", nargs="+", choices=POLICIES, default=POLICIES, help="by default all"
-    )
-    parser.add_argument(
-        "--resident", metavar="{params,BYTES}", help="params that stay between steps"
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="parts of a batch")
     parser.add_argument("--clip-norm", type=float, default=0.0, help="0: none")

@@ -19,7 +19,6 @@ LAYERS = [
         "native",
         "io",
         "layout",
-        "schedule",
         "command_line",
         "interrupts",
         "processes",
@@ -211,9 +210,8 @@ def length(body):
     return body[-1].end_lineno - body[0].lineno + 1 if body else 0
 
 
-@pytest.mark.parametrize("part", ["streaming", "schedule"])
-def test_parts_are_small(part):
-    for path in files_of(part):
+def test_parts_are_small():
+    for path in files_of("streaming"):
         text = path.read_bytes()
         assert len(text.splitlines()) <= 400, path
         for node in ast.walk(ast.parse(text)):

@@ -10,7 +10,6 @@ from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import Plan, Policy
 from jaxinf.streaming.plan.memory import DeviceLimit, store_memory_bytes
-from jaxinf.streaming.plan.resident import check_resident
 from jaxinf.streaming.program.initial import check_init
 from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.assigning import DeviceUpdates
@@ -26,7 +25,6 @@ __all__ = [
     "StreamedFunction",
     "StreamedStep",
     "check_init",
-    "check_resident",
     "passes_for",
     "store_memory_bytes",
     "stream",

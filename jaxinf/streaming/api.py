@@ -6,7 +6,7 @@ Invariant: an option that has no effect is refused by name.
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import optax
 
@@ -19,7 +19,6 @@ from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import POLICIES, Policy
 from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.plan.memory import store_memory_bytes
-from jaxinf.streaming.plan.resident import check_resident
 from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.assigning import DeviceUpdates, check_device_updates
 from jaxinf.terminal import given_bytes
@@ -35,7 +34,6 @@ def stream(
     device_memory_bytes: int | str | None = None,
     has_aux: bool = False,
     policy: Policy = "recompute",
-    resident: Literal["params"] | int | str | None = None,
     micro_batches: int = 1,
     weights: Callable[[PyTree], Any] | None = None,
     replan: bool = False,
@@ -76,10 +74,6 @@ def stream(
         `memory_bytes` allows, and the others on the drive (those of a device with its
         own memory on the host, and on the drive what has no room there); ``"plan"``
         is the same as ``"offload"`` for now. The bits are the same.
-      resident: Params that stay on the JAX device between steps: ``"params"`` for all,
-        or the most bytes, such as ``"2GiB"``; of the params those that save most
-        traffic. They are a part of `memory_bytes`, or of the device's memory if it has
-        its own.
       micro_batches: Number of equal parts of a batch. A program runs for each part
         before the next program, so params are read once for all of them; values of all
         parts wait meanwhile. Gradients are averaged, so losses are those of the whole
@@ -118,7 +112,6 @@ def stream(
     options = _options(
         memory_bytes,
         device_memory_bytes,
-        check_resident(resident),
         has_aux=has_aux,
         policy=policy,
         replan=replan,
@@ -193,7 +186,6 @@ def stream_function(
     *,
     memory_bytes: int | str,
     device_memory_bytes: int | str | None = None,
-    resident: Literal["params"] | int | str | None = None,
     average: bool = False,
     deterministic: bool = True,
 ) -> StreamedFunction:
@@ -201,7 +193,7 @@ def stream_function(
 
     Args:
       fn: ``fn(params, batch)`` returns any pytree. Traced by JAX: no side effects.
-      store, memory_bytes, device_memory_bytes, resident: As for `jaxinf.stream`.
+      store, memory_bytes, device_memory_bytes: As for `jaxinf.stream`.
       deterministic: As there, too.
       average: Whether it is a function of the params' average instead.
 
@@ -214,7 +206,6 @@ def stream_function(
     options = _options(
         memory_bytes,
         device_memory_bytes,
-        check_resident(resident),
         has_aux=True,
         policy="keep",
         deterministic=deterministic,
@@ -246,7 +237,6 @@ def _opened(
 def _options(
     memory_bytes: int | str,
     device_memory_bytes: int | str | None,
-    resident: Literal["params"] | int | None = None,
     **given: Any,
 ) -> Options:
     """Returns the options of a step; raises ValueError for one out of range."""
@@ -254,7 +244,7 @@ def _options(
     device_bytes = None
     if device_memory_bytes is not None:
         device_bytes = given_bytes("device_memory_bytes", device_memory_bytes)
-    options = Options(host_bytes, device_bytes, resident, **given)
+    options = Options(host_bytes, device_bytes, **given)
     if options.policy not in POLICIES:
         raise ValueError(
             f"policy={options.policy!r}: expected one of {', '.join(POLICIES)}"

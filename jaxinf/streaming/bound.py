@@ -1,37 +1,43 @@
-"""A step bound to batches of one shape: params source, calls, gradient sink.
+"""A step for batches of one shape: planned within its memory, and made ready to run.
 
     Ends ─ fitted ─► Fitted(plan, memory) ─ bind ─► Bound(params, runner, sink)
 
 A step of a store, one in memory and a function differ in their `Ends` alone.
 
-Invariant: what a bound step takes stays within the memory of the options.
+Invariant: what a bound step takes stays within the memory of the options. A refused
+budget is refused with one that works.
 """
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeVar
 
-from jaxinf.errors import StreamError
+from jaxinf.errors import BudgetError, StreamError
 from jaxinf.io import ByteCounts, ByteMeters
-from jaxinf.schedule.placement import Tiers, Waiting
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import Folders
+from jaxinf.streaming.move.spill import Waiting
+from jaxinf.streaming.move.values import make_values
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.device import check_pinned
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import Division
-from jaxinf.streaming.plan.offload import check_leaving, plan_tiers
+from jaxinf.streaming.plan.offload import (
+    Tiers,
+    check_leaving,
+    check_tiers,
+    plan_tiers,
+)
 from jaxinf.streaming.plan.reads import Reading
-from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.plan.saved import saved_cuts, saved_plan
-from jaxinf.streaming.program.units import Unit
 from jaxinf.streaming.run import (
     Runner,
     compiled_bytes,
@@ -39,10 +45,14 @@ from jaxinf.streaming.run import (
     offloaded,
 )
 from jaxinf.streaming.update.sink import Sink
+from jaxinf.terminal import exact_bytes
 from jaxinf.typing import JsonValue
 
-Reads: TypeAlias = Callable[[Plan, Division, Set[Unit]], Reading]
-"""Returns the reads of a plan with given memory, beside units that stay."""
+_Plan = TypeVar("_Plan")
+
+# Of what is added to a budget, so much at least goes where bytes are missing: buffers
+# take at most three eighths. The last of three tries is generous.
+_SHARES = 5 / 8, 5 / 8, 1 / 8
 
 
 @dataclass(frozen=True)
@@ -50,50 +60,17 @@ class Fitted:
     """A plan that fits, and what follows from it.
 
     Attributes:
-      host_bytes: Memory of the host for values that leave a device with memory of its
-        own, without what a pool takes beside it.
-      reads: Returns the reads of params; None if all are in memory.
+      division: The memory, without that of values that wait on the host.
+      tiers: Where values wait; None if the device's memory is the host's.
+      reading: The reads of params; none if all are in memory.
+      is_saved: Whether this process keeps its cuts already.
     """
 
     plan: Plan
-    units: ResidentUnits
     division: Division
-    host_bytes: int
-    reads: Reads | None
+    tiers: Tiers | None
+    reading: Reading
     is_saved: bool
-
-    @property
-    def digest(self) -> JsonValue:
-        """What processes that run its programs together must have in common."""
-        units = sorted(unit.place for unit in self.units.units)
-        fetches = [
-            (*fetch.unit.place, fetch.first, fetch.last)
-            for fetch in self.reading.fetches
-        ]
-        text = repr((self.plan.traced.mesh, self.plan.cuts, units, fetches))
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    @cached_property
-    def tiers(self) -> Tiers | None:
-        """Where values wait; None if the device's memory is the host's."""
-        if not self.division.staged:
-            return None
-        return plan_tiers(self.plan, self.host_bytes)
-
-    @cached_property
-    def beside_values(self) -> Division:
-        """The memory beside values that wait on the host."""
-        if self.reads is None or self.tiers is None or not self.tiers.host_bytes:
-            return self.division
-        pool_bytes = self.division.pool_factor * self.tiers.host_bytes
-        return self.division.without(pool_bytes, "keeping values")
-
-    @cached_property
-    def reading(self) -> Reading:
-        """The reads of a run."""
-        if self.reads is None:
-            return Reading((), 0)
-        return self.reads(self.plan, self.beside_values, self.units.units)
 
 
 class Moved(NamedTuple):
@@ -112,19 +89,22 @@ class Moved(NamedTuple):
     waiting_bytes: int = 0
 
 
-class _Kept(NamedTuple):
-    """The cuts of a plan that a store keeps, this process's or another's."""
-
-    cuts: Sequence[int]
-    is_own: bool
-
-
 class Ends(ABC):
-    """Where params of batches of one shape come from, and where gradients go."""
+    """Where params of batches of one shape come from, and where gradients go.
 
-    reads: Reads | None = None
+    Attributes:
+      num_drives: Number of drives that values may wait on.
+      saved_in: The store that may keep cuts; None if none is used.
+      reads_params: Whether params are read from a store.
+      held_bytes: Memory for what stays beside the programs.
+      apart_bytes: Memory of programs that reads ahead leave alone.
+    """
+
     num_drives = 1
     saved_in: Path | None = None
+    reads_params = False
+    held_bytes = 0
+    apart_bytes = 0
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -137,15 +117,17 @@ class Ends(ABC):
           BudgetError: A budget does not suffice.
         """
 
-    @abstractmethod
-    def residents(
-        self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
-    ) -> Callable[[Plan], ResidentUnits]:
-        """Returns what chooses the params that stay beside a plan."""
+    def staying(self, plan: Plan) -> Plan:
+        """Returns the plan with the params that stay in memory."""
+        return plan
 
-    def passing_bytes(self, plan: Plan, stays: Set[Unit]) -> int:
+    def passing_bytes(self, plan: Plan) -> int:
         """Memory of the host that params take on their way to a device with its own."""
         return 0
+
+    def reading(self, plan: Plan, division: Division) -> Reading:
+        """Plans the reads of params; raises BudgetError."""
+        return Reading()
 
     def fitted(self, ready: Prepared, budgets: Mapping[str, int]) -> Fitted:
         """Divides the memory, and cuts the program to fit its part; compiles it.
@@ -156,20 +138,21 @@ class Ends(ABC):
           BudgetError: A budget does not suffice.
           StreamError: The program cannot be cut, or the saved plan is another's.
         """
-        division, kept = self._agreed(ready, budgets)
+        group = self.options.together.group
+        division, cuts, is_saved = self._agreed(ready, budgets)
         found: list[Fitted] = []
 
         def plan() -> JsonValue:
-            found.append(self._fitted(ready, division, kept))
-            return None if self.options.together.group.is_alone else found[0].digest
+            found.append(self._fitted(ready, division, cuts, is_saved=is_saved))
+            return None if group.is_alone else _digest(found[0])
 
         remedy = "give all the same options, and the same versions of packages"
-        self.options.together.group.agree("the plan of a step", plan, remedy)
+        group.agree("the plan of a step", plan, remedy)
         return found[0]
 
     def _agreed(
         self, ready: Prepared, budgets: Mapping[str, int]
-    ) -> tuple[Division, _Kept | None]:
+    ) -> tuple[Division, Sequence[int] | None, bool]:
         """Returns the memory that all processes have, and the cuts that one has kept.
 
         Raises:
@@ -207,45 +190,51 @@ class Ends(ABC):
                 "differ from here on)"
             )
         division = replace(own[0], programs=programs, staged=staged, spare=spare)
-        return division, _Kept(kept.pop(), is_own=read is not None) if kept else None
+        return division, kept.pop() if kept else None, read is not None
 
     def _fitted(
-        self, ready: Prepared, division: Division, kept: _Kept | None
+        self,
+        ready: Prepared,
+        division: Division,
+        cuts: Sequence[int] | None,
+        *,
+        is_saved: bool,
     ) -> Fitted:
-        options, executables = self.options, self.options.executables
-        programs_bytes = partial(compiled_bytes, executables=executables)
-        residents = self.residents(ready, division, programs_bytes)
+        policy, executables = self.options.policy, self.options.executables
+        limit = division.limit
 
         def measure(plan: Plan) -> int:
-            units = residents(plan)
-            return units.all_bytes + programs_bytes(units.applied(plan))
+            return self.held_bytes + compiled_bytes(self.staying(plan), executables)
 
-        budget_bytes, limit, policy = division.programs, division.limit, options.policy
-        if kept is None:
-            plan = ready.plan(budget_bytes, policy, measure, limit)
+        if cuts is None:
+            plan = ready.plan(division.programs, policy, measure, limit)
         else:
-            folder, most = self.saved_in, budget_bytes + division.spare
-            plan = saved_plan(folder, ready, kept.cuts, most, policy, measure, limit)
+            most = division.programs + division.spare
+            plan = saved_plan(self.saved_in, ready, cuts, most, policy, measure, limit)
             programs = max(division.programs, plan.peak_bytes)  # with what is spare
             division = replace(division, programs=programs)
-        units = residents(plan)
-        rest_bytes = plan.peak_bytes - units.all_bytes
-        plan = units.applied(plan).varied(peak_bytes=rest_bytes)
-        division, host_bytes = units.left(division), 0
+        division = replace(division, programs=division.programs - self.held_bytes)
+        peak_bytes, host_bytes = plan.peak_bytes - self.held_bytes, division.staged
+        plan = self.staying(plan).varied(peak_bytes=peak_bytes)
         if division.staged:
-            host_bytes = division.staged
             if plan.is_offloaded:
-                host_bytes -= self.passing_bytes(plan, units.units)
+                host_bytes -= self.passing_bytes(plan)
                 host_bytes //= division.pool_factor
                 temps = compiled_temp_bytes(plan, executables)
                 check_leaving(plan, division.programs, temps, host_bytes)
-            if self.reads is not None:
-                self.reads(plan, division, units.units)  # or it refuses
+            self.reading(plan, division)  # or it refuses
         if plan.is_offloaded:
-            room_bytes = division.programs
-            plan = offloaded(plan, executables, room_bytes)
-        is_saved = kept is not None and kept.is_own
-        return Fitted(plan, units, division, host_bytes, self.reads, is_saved)
+            plan = offloaded(plan, executables, division.programs)
+        tiers = plan_tiers(plan, host_bytes) if division.staged else None
+        if tiers is not None:
+            check_tiers(tiers, host_bytes)
+            if self.reads_params:
+                pool_bytes = division.pool_factor * tiers.host_bytes
+                division = division.without(pool_bytes, "keeping values")
+        if self.apart_bytes:
+            programs = max(plan.peak_bytes, division.programs - self.apart_bytes)
+            division = replace(division, programs=programs)
+        return Fitted(plan, division, tiers, self.reading(plan, division), is_saved)
 
     @property
     def folders(self) -> Folders:
@@ -273,29 +262,79 @@ class Ends(ABC):
         """Makes what takes gradients; takes room on drives."""
 
     @abstractmethod
-    def source(self, fitted: Fitted) -> tuple[Params, int]:
-        """Makes what gives params, and returns the memory for a store's buffers."""
+    def source(self, fitted: Fitted) -> Params:
+        """Makes what gives params."""
 
     def reused_bytes(self, fitted: Fitted) -> int:
         """Bytes of params that calls find in memory, as a call before used them."""
         return 0
 
 
+def _digest(fitted: Fitted) -> str:
+    """What processes that run its programs together must have in common."""
+    plan = fitted.plan
+    fetches = [(*x.unit.place, x.first, x.last) for x in fitted.reading.fetches]
+    text = repr((plan.traced.mesh, plan.cuts, fetches))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def within(options: Options, plan: Callable[[Mapping[str, int]], _Plan]) -> _Plan:
+    """Returns what `plan` makes of the budgets.
+
+    Raises:
+      BudgetError: A budget is too small; names one with which `plan` works, unless
+        several processes plan, which do so once.
+    """
+    try:
+        return plan(options.budgets)
+    except BudgetError as error:
+        if not options.together.group.is_alone:
+            raise
+        raise _advised(error, options.budgets, plan) from None
+
+
+def _advised(
+    error: BudgetError,
+    budgets: Mapping[str, int],
+    plan: Callable[[Mapping[str, int]], object],
+) -> BudgetError:
+    """Returns the refusal with budgets that work; blocks while it plans."""
+    tried, last = dict(budgets), error
+    for share in _SHARES:
+        if last.limit not in tried:
+            break
+        more = max(1, int(last.missing_bytes / share))
+        tried[last.limit] = _rounded(tried[last.limit] + more)
+        try:
+            plan(tried)
+        except BudgetError as other:
+            last = other
+            continue
+        raised = {name: n for name, n in tried.items() if n != budgets[name]}
+        return error._advising({name: exact_bytes(n) for name, n in raised.items()})
+    return error
+
+
+def _rounded(num_bytes: int) -> int:
+    """Returns whole MiB that are easily read: at most 1/32 more."""
+    unit = max(1 << 20, 1 << max(0, num_bytes.bit_length() - 6))
+    return -(-num_bytes // unit) * unit
+
+
 @dataclass(frozen=True)
 class Bound:
-    """Programs for batches of one shape, and what they run with.
-
-    Attributes:
-      fitted: The plan and the memory that they were fitted to.
-      store_bytes: Memory for the store's buffers.
-    """
+    """Programs for batches of one shape, and what they run with."""
 
     ends: Ends
     fitted: Fitted
     runner: Runner
     params: Params
     sink: Sink
-    store_bytes: int
+
+    @property
+    def store_bytes(self) -> int:
+        """Memory for the store's buffers."""
+        return self.fitted.division.ring + self.fitted.reading.unused_bytes
 
     @property
     def traffic(self) -> ByteCounts:
@@ -314,3 +353,37 @@ class Bound:
         self.runner.values.close()
         self.params.close()
         self.sink.close()
+
+
+def bind(ends: Ends, ready: Prepared) -> Bound:
+    """Plans, compiles and divides the memory; blocks.
+
+    What one process is refused, by its device or its drive, all are: none goes on to a
+    step, where it would wait for the others.
+
+    Raises:
+      StreamError: The program cannot be cut to fit, or the saved plan is another's.
+      ProcessError: Another process is refused.
+    """
+    fitted = within(ends.options, partial(ends.fitted, ready))
+    with ExitStack() as undone:
+        made = ends.options.together.group.in_all(
+            "the room for a step", lambda: _made(ends, ready, fitted, undone)
+        )
+        undone.pop_all()
+    return made
+
+
+def _made(ends: Ends, ready: Prepared, fitted: Fitted, undone: ExitStack) -> Bound:
+    """Saves a new plan, and takes the room of its step, which `undone` frees."""
+    if not fitted.is_saved:
+        ends.save(ready, fitted.plan)
+    sink = ends.sink(fitted)
+    undone.callback(sink.close)
+    values = make_values(fitted.plan, fitted.tiers, ends.folders, ends.meters)
+    undone.callback(values.close)
+    runner = Runner(fitted.plan, ends.options.executables, values)
+    fitted = replace(fitted, plan=runner.plan)
+    params = ends.source(fitted)
+    undone.callback(params.close)
+    return Bound(ends, fitted, runner, params, sink)

@@ -11,8 +11,7 @@ from typing import Any
 
 from jaxinf import compat
 from jaxinf.program import UpdateProgram
-from jaxinf.streaming.binding import within
-from jaxinf.streaming.bound import Ends, Fitted
+from jaxinf.streaming.bound import Ends, Fitted, within
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import NUM_STAGED
@@ -111,16 +110,15 @@ def count(
 
 def _memory(ends: Ends, fitted: Fitted) -> tuple[int, int]:
     """Returns the memory of the host at a step's peak, and of a device with its own."""
-    plan, reading, division = fitted.plan, fitted.reading, fitted.beside_values
+    plan, reading, division = fitted.plan, fitted.reading, fitted.division
     programs = plan.peak_bytes + plan.resident_bytes
-    host_bytes, _ = reading.memory(division)
     if ends.options.limit.is_host:  # where gradients wait in the programs' memory
         last = ends.waiting(fitted)
         if last is not None:
             most = _most_bytes(ends, plan, last.on_drive)
             programs = max(programs, most + plan.resident_bytes)
         spare = max(0, division.programs - plan.peak_bytes)
-        ahead = max(0, host_bytes - (reading.room_bytes - spare))
+        ahead = max(0, spare - reading.unused_bytes)
         return programs + ahead + division.ring, 0
     tiers = fitted.tiers
     pinned = division.gradients + (0 if tiers is None else tiers.host_bytes)

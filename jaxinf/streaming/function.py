@@ -8,7 +8,6 @@ Invariant: a call reads one finished step of the store, and writes nothing.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,9 +15,7 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
-from jaxinf.streaming.bound import Bound, Fitted
-from jaxinf.streaming.move.params import Params
-from jaxinf.streaming.move.resident import Resident
+from jaxinf.streaming.bound import Fitted
 from jaxinf.streaming.near_storage import StoreParamsEnds
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.fit import Prepared, prepare_function
@@ -39,8 +36,8 @@ class FunctionEnds(StoreParamsEnds):
 
     Args:
       ready: The function, traced for the batch.
-      beside: The options of the step whose memory it has, and what that has run last;
-        None if it has its own.
+      beside_bytes: Memory of the store's buffers for the step whose memory it has, 0 if
+        none has run; None if it has its own.
     """
 
     def __init__(
@@ -48,8 +45,7 @@ class FunctionEnds(StoreParamsEnds):
         store: Store,
         ready: Prepared,
         options: Options,
-        resident: Resident,
-        beside: tuple[Options, Bound | None] | None,
+        beside_bytes: int | None,
         *,
         average: bool,
     ) -> None:
@@ -57,57 +53,29 @@ class FunctionEnds(StoreParamsEnds):
         if average:
             training.opened.averaged(0)  # or refuses
         store_units = StoreUnits(ready.traced.params, training.can_move)
-        units = {store_units.unit(piece) for piece in ready.lifetimes.sizes}
-        super().__init__(store, store_units, units, options, resident)
-        self._beside, self._average = beside, average
+        super().__init__(store, store_units, options, average=average)
+        self._units = {store_units.unit(piece) for piece in ready.lifetimes.sizes}
+        self._beside_bytes = beside_bytes
+        if beside_bytes is not None and options.limit.is_host:
+            # A step's own programs stay in memory beside those of its functions.
+            self.apart_bytes = options.memory_bytes // _OWN_SHARE
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
-        left = budgets if self._beside is None else _left(*self._beside, budgets)
-        limit = self.options.limit_within(left, ready.traced.mesh)
-        memory_bytes = left["memory_bytes"] - self._training.opened.export_bytes
-        division = divide_rest(memory_bytes - reader_bytes(memory_bytes), limit)
+        memory_bytes = budgets["memory_bytes"]
+        if (beside_bytes := self._beside_bytes) is not None:
+            if not beside_bytes or memory_bytes != self.options.memory_bytes:
+                beside_bytes = max(beside_bytes, memory_bytes // BUFFERS_SHARE)
+            memory_bytes -= beside_bytes
+        limit = self.options.limit_within(budgets, ready.traced.mesh)
+        own_bytes = memory_bytes - self._training.opened.export_bytes
+        division = divide_rest(own_bytes - reader_bytes(own_bytes), limit)
         return division.without(
             max((u.whole_bytes for u in self._units if not u.is_divided), default=0),
             "reading shards of params that are not stored alone",
         ).without(shared_bytes(self._units), SHARED)
 
-    def fitted(self, ready: Prepared, budgets: Mapping[str, int]) -> Fitted:
-        fitted = super().fitted(ready, budgets)
-        if self._beside is None:
-            return fitted
-        (_, last), units, division = self._beside, fitted.units, fitted.division
-        if last is not None and not self._average:
-            units = replace(units, units=units.units | last.fitted.units.units)
-        if self.options.limit.is_host:
-            # A step's own programs stay in memory beside those of its functions.
-            less = division.programs - self.options.memory_bytes // _OWN_SHARE
-            peak_bytes = fitted.plan.peak_bytes
-            division = replace(division, programs=max(peak_bytes, less))
-        return replace(fitted, division=division, units=units)
-
     def sink(self, fitted: Fitted) -> Sink:
         return NoGradients(self.options.together)
-
-    def source(self, fitted: Fitted) -> tuple[Params, int]:
-        is_shared = self._beside is not None
-        params, _ = self._source(fitted, average=self._average, is_shared=is_shared)
-        return params, 0
-
-
-def _left(
-    options: Options, last: Bound | None, budgets: Mapping[str, int]
-) -> Mapping[str, int]:
-    """Returns what a step leaves of its budgets to a function."""
-    resident_bytes = 0 if last is None else last.runner.plan.resident_bytes
-    store_bytes = 0 if last is None else last.store_bytes
-    whole, left = budgets["memory_bytes"], dict(budgets)
-    if last is None or whole != options.memory_bytes:
-        store_bytes = max(store_bytes, whole // BUFFERS_SHARE)
-    left["memory_bytes"] -= store_bytes
-    name = "memory_bytes" if options.limit.is_host else "device_memory_bytes"
-    if name in left:
-        left[name] -= resident_bytes
-    return left
 
 
 class StreamedFunction(Step):
@@ -207,16 +175,12 @@ class StreamedFunction(Step):
         return ready.to_run(is_deterministic=self._options.deterministic)
 
     def _ends(self, ready: Prepared) -> FunctionEnds:
-        step, resident = self._step_beside, self._resident
-        if step is not None and not self._average:  # of which nothing stays for a step
-            resident = step._resident
+        beside_bytes = None
+        if self._step_beside is not None:
+            last = self._step_beside._last
+            beside_bytes = 0 if last is None else last.store_bytes
         return FunctionEnds(
-            self.store,
-            ready,
-            self._options,
-            resident,
-            None if step is None else (step._options, step._last),
-            average=self._average,
+            self.store, ready, self._options, beside_bytes, average=self._average
         )
 
     @property

@@ -8,7 +8,6 @@ Invariant: updates have the bits of jitted optax on the same gradients. A step t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,23 +16,21 @@ import jax.numpy as jnp
 import optax
 
 from jaxinf.errors import BudgetError, StreamError
-from jaxinf.streaming.binding import within
-from jaxinf.streaming.bound import Ends, Fitted, Moved
+from jaxinf.streaming.bound import Ends, Fitted, Moved, within
 from jaxinf.streaming.count import Count
-from jaxinf.streaming.move.params import MemoryParams, Params
+from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.move.values import value_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared, prepare
 from jaxinf.streaming.plan.memory import Division, divide_rest
-from jaxinf.streaming.plan.resident import ResidentUnits
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.trace import Traced, abstract, check_params
 from jaxinf.streaming.step import TrainingStep
 from jaxinf.streaming.update.micro_batches import first_part
-from jaxinf.streaming.update.optax_sink import OptaxSink, PlainOptax
+from jaxinf.streaming.update.optax_sink import OptaxSink
 from jaxinf.typing import PathLikeStr, PyTree
 
 
@@ -45,15 +42,15 @@ class MemoryEnds(Ends):
     """
 
     def __init__(
-        self,
-        optimizer: PlainOptax,
-        traced: Traced,
-        options: Options,
-        scratch: PathLikeStr,
+        self, sink: OptaxSink, tx: Any, traced: Traced, options: Options, scratch: Any
     ) -> None:
         super().__init__(options)
-        self._optimizer, self._scratch = optimizer, scratch
-        self._traced = replace(traced, closed=None)
+        self._sink, self._scratch = sink, scratch
+        self._params_bytes = sum(map(aval_bytes, traced.params))
+        params = traced.params_tree.unflatten(traced.params)
+        state = jax.tree.leaves(jax.eval_shape(tx.init, params))
+        # Params, gradients and the state.
+        self.held_bytes = 2 * self._params_bytes + sum(map(aval_bytes, state))
 
     @property
     def folders(self) -> Sequence[PathLikeStr]:
@@ -61,45 +58,32 @@ class MemoryEnds(Ends):
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
         limit = self.options.limit_within(budgets)
-        return divide_rest(budgets["memory_bytes"], limit)
-
-    def residents(
-        self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
-    ) -> Callable[[Plan], ResidentUnits]:
-        traced = ready.traced
-        params_bytes = sum(map(aval_bytes, traced.params))
-        params = traced.params_tree.unflatten(traced.params)
-        other_bytes = params_bytes + self._optimizer.state_bytes(params)
-        held = params_bytes + other_bytes
-        if held > division.programs:
+        division = divide_rest(budgets["memory_bytes"], limit)
+        if self.held_bytes > division.programs:
             raise BudgetError(
                 division.limit,
-                f"expected room for params, gradients and optax's state, {held} bytes, "
-                f"found {division.programs}",
-                held - division.programs + 1,
+                "expected room for params, gradients and optax's state, "
+                f"{self.held_bytes} bytes, found {division.programs}",
+                self.held_bytes - division.programs + 1,
                 ", or give a store, which keeps the state on drives",
             )
+        return division
 
-        def all_stay(plan: Plan) -> ResidentUnits:
-            pieces = {piece for call in plan.calls for piece in call.reads}
-            # A part of a leaf is copied for its calls.
-            whole = frozenset(p for p in pieces if not p.index and not p.rows)
-            return ResidentUnits(
-                num_bytes=params_bytes, pieces=whole, other_bytes=other_bytes
-            )
-
-        return all_stay
+    def staying(self, plan: Plan) -> Plan:
+        pieces = {piece for call in plan.calls for piece in call.reads}
+        # A part of a leaf is copied for its calls.
+        whole = frozenset(p for p in pieces if not p.index and not p.rows)
+        return plan.varied(resident=whole, resident_bytes=self._params_bytes)
 
     def moved(self, fitted: Fitted) -> Moved:
         waits = value_bytes(fitted.plan, fitted.tiers)
         return Moved(waits, waits, waits)
 
     def sink(self, fitted: Fitted) -> OptaxSink:
-        return OptaxSink(self._optimizer, self._traced, self.options.nonfinite)
+        return self._sink
 
-    def source(self, fitted: Fitted) -> tuple[Params, int]:
-        optimizer = self._optimizer
-        return MemoryParams(lambda: jax.tree.leaves(optimizer.params)), 0
+    def source(self, fitted: Fitted) -> MemoryParams:
+        return MemoryParams(lambda: jax.tree.leaves(self._sink.params))
 
 
 class InMemoryStep(TrainingStep):
@@ -125,7 +109,10 @@ class InMemoryStep(TrainingStep):
         super().__init__(options)
         self._loss_fn = loss_fn
         self._scratch = scratch
-        self._optimizer = PlainOptax(tx, is_deterministic=options.deterministic)
+        self._tx = tx
+        self._sink = OptaxSink(
+            tx, options.nonfinite, is_deterministic=options.deterministic
+        )
 
     def init(
         self, init_fn: Callable[..., PyTree], *args: Any, batch: PyTree = None
@@ -144,7 +131,7 @@ class InMemoryStep(TrainingStep):
         """
         check_init_fn(init_fn)
         self._check(jax.eval_shape(init_fn, *args), batch)
-        self._optimizer.begin(jax.jit(init_fn)(*args), None)
+        self._sink.load(jax.jit(init_fn)(*args), None)
         if batch is not None:
             self.compile(batch)
 
@@ -164,7 +151,7 @@ class InMemoryStep(TrainingStep):
         """
         self._check(params, batch)
         own = partial(jax.tree.map, lambda leaf: jnp.array(leaf, copy=True))
-        self._optimizer.begin(own(params), None if state is None else own(state))
+        self._sink.load(own(params), None if state is None else own(state))
         if batch is not None:
             self.compile(batch)
 
@@ -179,13 +166,13 @@ class InMemoryStep(TrainingStep):
           ValueError: `like` has other leaves or shapes than the params.
         """
         self._turns.settle()
-        params = self._optimizer.lend().params
+        params = self._sink.lend()[0]
         return params if like is None else _formed(params, like)
 
     def state(self) -> PyTree:
         """Returns optax's state, which later steps leave alone."""
         self._turns.settle()
-        return self._optimizer.lend().state
+        return self._sink.lend()[1]
 
     def __call__(self, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Runs one step.
@@ -212,7 +199,7 @@ class InMemoryStep(TrainingStep):
             within(self._options, partial(self._ends(ready).fitted, ready))
 
     def _prepare(self, batch: PyTree) -> Prepared:
-        return self._traced(abstract(self._optimizer.params), batch)
+        return self._traced(abstract(self._sink.params), batch)
 
     def _traced(self, params: PyTree, batch: PyTree) -> Prepared:
         part = first_part(batch, self._options.micro_batches)
@@ -231,13 +218,14 @@ class InMemoryStep(TrainingStep):
     def _dry(
         self, batch: PyTree, params: PyTree, options: Options, like: Count | None
     ) -> tuple[Any, ...]:
-        params = abstract(self._optimizer.params) if params is None else params
+        params = abstract(self._sink.params) if params is None else params
         ready = self._traced(params, batch)
         return self._ends(ready, options), ready
 
     def _ends(self, ready: Prepared, options: Options | None = None) -> MemoryEnds:
         options = options or self._options
-        return MemoryEnds(self._optimizer, ready.traced, options, self._scratch)
+        what = self._sink, self._tx, ready.traced
+        return MemoryEnds(*what, options, self._scratch)
 
 
 def _formed(params: PyTree, like: PyTree) -> PyTree:

@@ -5,31 +5,22 @@ chunks alone, so a step can be planned before its store is made.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 from jaxinf.engine import Store, StoreShape, SubgroupLayout, can_take, moved_states
 from jaxinf.io import ByteMeters
 from jaxinf.program import UpdateProgram, effect_of_nonfinite
-from jaxinf.schedule.placement import Waiting, waiting
 from jaxinf.store import MASTER_PARAMS, csd_shares, plans_folder
 from jaxinf.streaming.bound import Ends, Fitted, Moved
-from jaxinf.streaming.move.params import Params, StoreParams
-from jaxinf.streaming.move.reader import StoreReader
-from jaxinf.streaming.move.resident import Resident
+from jaxinf.streaming.move.params import StoreParams, StoreReader
 from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Folders
-from jaxinf.streaming.move.spill import Spill, file_bytes
+from jaxinf.streaming.move.spill import Spill, Waiting, file_bytes, waiting
 from jaxinf.streaming.move.values import value_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide
-from jaxinf.streaming.plan.reads import (
-    Reading,
-    planned_fetches,
-    reused_bytes,
-    staged_bytes,
-)
-from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits
+from jaxinf.streaming.plan.reads import Reading, plan_reads, reused_bytes, staged_bytes
 from jaxinf.streaming.plan.saved import save_plan
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
@@ -46,78 +37,36 @@ _PARAMS = 0  # the first of a leaf's states
 class StoreParamsEnds(Ends):
     """A store as params source."""
 
+    reads_params = True
+
     def __init__(
-        self,
-        store: Store,
-        store_units: StoreUnits,
-        units: Set[Unit],
-        options: Options,
-        resident: Resident,
+        self, store: Store, store_units: StoreUnits, options: Options, *, average: bool
     ) -> None:
         super().__init__(options)
         self._store, self._training = store, store._training
-        self._store_units, self._units, self._resident = store_units, units, resident
-        self.reads = self._reads
+        self._store_units, self._average = store_units, average
 
-    def residents(
-        self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
-    ) -> Callable[[Plan], ResidentUnits]:
-        return ResidentChooser(
-            self.options.resident,
-            self._store_units,
-            self._units,
-            division,
-            lambda plan, part: self._reads(plan, part, frozenset()).fetches,
-            self._rereads,
-            measure,
-        ).choose
+    def passing_bytes(self, plan: Plan) -> int:
+        return staged_bytes(self._store_units, plan)
 
-    def passing_bytes(self, plan: Plan, stays: Set[Unit]) -> int:
-        return staged_bytes(self._store_units, plan, stays)
-
-    def _reads(self, plan: Plan, division: Division, stays: Set[Unit]) -> Reading:
-        return planned_fetches(
-            plan, self._store_units, division, self._takes_read, stays
-        )
-
-    def _rereads(self, unit: Unit) -> bool:
-        """Whether a unit's update reads params that could be given to it."""
-        return False
+    def reading(self, plan: Plan, division: Division) -> Reading:
+        return plan_reads(plan, self._store_units, division, self._takes_read)
 
     def _takes_read(self, unit: Unit) -> bool:
         """Whether a unit's update can take what was read for a program."""
         return False
 
-    def _source(
-        self,
-        fitted: Fitted,
-        gives: frozenset[Unit] = frozenset(),
-        *,
-        average: bool = False,
-        is_shared: bool = False,
-    ) -> tuple[StoreParams, int]:
-        """Returns the params source, and the memory that no read needs."""
+    def source(self, fitted: Fitted) -> StoreParams:
         reading = fitted.reading
-        host_bytes, device_bytes = reading.memory(fitted.beside_values)
-        is_staged = device_bytes is not None
-        params = StoreParams(
+        return StoreParams(
             self._store_units,
             StoreReader(
-                self._training, READER_BYTES, reading.num_first, average=average
+                self._training, READER_BYTES, reading.num_first, average=self._average
             ),
-            reading.fetches,
-            self._resident,
+            reading,
             self.options.device,
-            room_bytes=device_bytes if device_bytes is not None else host_bytes,
-            host_bytes=host_bytes if is_staged else None,
-            stays=fitted.units.units,
-            in_place=fitted.units.in_place,
-            gives=gives,
-            is_shared=is_shared,
-            together=self.options.together,
+            self.options.together,
         )
-        unused_bytes = 0 if is_staged else reading.room_bytes - host_bytes
-        return params, unused_bytes
 
 
 class StoreEnds(StoreParamsEnds):
@@ -134,7 +83,6 @@ class StoreEnds(StoreParamsEnds):
     def __init__(
         self,
         store: Store,
-        resident: Resident,
         ready: Prepared,
         program: UpdateProgram,
         shape: StoreShape,
@@ -148,8 +96,8 @@ class StoreEnds(StoreParamsEnds):
 
         undivided = range(len(params)) if options.compress else passes.computed
         store_units = StoreUnits(params, can_move, undivided)
-        units = {store_units.unit(piece) for piece in pieces}
-        super().__init__(store, store_units, units, options, resident)
+        super().__init__(store, store_units, options, average=False)
+        self._units = {store_units.unit(piece) for piece in pieces}
         self._program, self._passes, self._shape = program, passes, shape
         self.num_drives = max(1, shape.directory.num_csds)
         self.saved_in = None if options.replan else store.path
@@ -214,7 +162,9 @@ class StoreEnds(StoreParamsEnds):
         updated = waits if self._is_deferred else undivided
         return max(undivided, default=0) + 2 * max(updated, default=0)
 
-    def _rereads(self, unit: Unit) -> bool:
+    def _takes_read(self, unit: Unit) -> bool:
+        if not unit.is_divided or self._is_deferred:
+            return False
         shape, passes, leaf = self._shape, self._passes, unit.leaf
         if not can_take(shape, leaf, unit.dtype):
             return False  # they are not what is stored
@@ -224,21 +174,6 @@ class StoreEnds(StoreParamsEnds):
         kernel = self._program.leaves[leaf].kernel
         loads = (moved_states(kernel, layout)[0] for layout in self._layouts(unit))
         return any(_PARAMS in own for own in loads)
-
-    def _takes_read(self, unit: Unit) -> bool:
-        return unit.is_divided and not self._is_deferred and self._rereads(unit)
-
-    def _takes_resident(self, unit: Unit) -> bool:
-        """Whether a unit's update can take what stays between steps.
-
-        A chunk that a step overwrites in parts cannot be compared with its checksum.
-        """
-        chunks = self._shape.directory.chunks[unit.leaf]
-        is_hidden = self._shape.options.rewrites_steps and any(
-            one.subgroup.num_elements < chunks[one.subgroup.chunk].num_elements
-            for one in self._layouts(unit)
-        )
-        return unit.is_divided and not is_hidden and self._rereads(unit)
 
     # --- bound ---------------------------------------------------------------------
 
@@ -285,11 +220,6 @@ class StoreEnds(StoreParamsEnds):
         room_bytes = fitted.division.gradients // 2
         return waiting(sizes, room_bytes, max(1, passes.num_passes - 1))
 
-    def source(self, fitted: Fitted) -> tuple[Params, int]:
-        given = frozenset(filter(self._takes_resident, fitted.units.units))
-        params, unused_bytes = self._source(fitted, given)
-        return params, fitted.division.ring + unused_bytes
-
     # --- counted -------------------------------------------------------------------
 
     def reused_bytes(self, fitted: Fitted) -> int:
@@ -305,7 +235,6 @@ class StoreEnds(StoreParamsEnds):
             written += file_bytes(last)
             read += last.num_reads * file_bytes(last)
         given = {one.unit for one in fetches if one.gradient is not None}
-        given.update(filter(self._takes_resident, fitted.units.units))
         for unit in self._units:
             own = self._moved_by_update(unit, has_params=unit in given)
             read, written = read + own[0], written + own[1]

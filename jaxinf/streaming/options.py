@@ -16,7 +16,6 @@ from jaxinf.streaming.plan.calls import Policy, may_leave
 from jaxinf.streaming.plan.device import device_limit, mesh_limit
 from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.plan.memory import DeviceLimit
-from jaxinf.streaming.plan.resident import Resident
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.run import Executables
 from jaxinf.streaming.update.assigning import DeviceUpdates
@@ -35,7 +34,6 @@ class Options:
 
     memory_bytes: int
     device_memory_bytes: int | None = None
-    resident: Resident = None
     has_aux: bool = False
     policy: Policy = "recompute"
     replan: bool = False
@@ -74,7 +72,7 @@ class Options:
         return replace(limit, num_bytes=num_bytes)
 
     def of_function(self) -> "Options":
-        """Returns those of a function in a step's memory; what stays is the step's."""
+        """Returns those of a function in a step's memory."""
         return Options(
             self.memory_bytes,
             self.device_memory_bytes,

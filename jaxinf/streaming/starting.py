@@ -23,7 +23,7 @@ from jaxinf.engine import (
     part_holders,
 )
 from jaxinf.program import UpdateProgram, trace_init
-from jaxinf.streaming.binding import within
+from jaxinf.streaming.bound import within
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.initial import BUFFERS_SHARE, Shard

@@ -11,7 +11,7 @@ leaves nothing under way.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -20,11 +20,9 @@ import numpy as np
 from jax.dtypes import result_type
 
 from jaxinf.io import ByteCounts
-from jaxinf.streaming.binding import bind
-from jaxinf.streaming.bound import Bound, Ends
+from jaxinf.streaming.bound import Bound, Ends, bind
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.move.mover import MoverCounts
-from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
@@ -38,6 +36,61 @@ from jaxinf.typing import PyTree
 
 Results: TypeAlias = tuple[Any, PyTree]
 """The loss, None for a function, and aux."""
+
+
+@dataclass(frozen=True)
+class StreamMetrics:
+    """Traffic and waiting times of a step.
+
+    Attributes:
+      fetched_memory_bytes: Bytes of params that a program found in memory, because a
+        program before it had used them.
+      spilled_memory_bytes, spilled_drive_bytes: Bytes of gradients that waited for the
+        last one, in memory and in a file.
+      offloaded_drive_bytes: Bytes of activations that were on a drive meanwhile,
+        written once and read once.
+      offloaded_host_bytes: Bytes of activations that left a device with memory of its
+        own for the host, those on drives included.
+      prefetch_hit_rate: Share of the reads that had ended when a program asked.
+      waited_params_s: Time that programs waited for params.
+      waited_values_s: Time that the host waited for activations to be written or read.
+      waited_device_s: Time that the host waited for programs.
+      waited_updates_s: Time that the step waited for the store: for the commit of the
+        step before, for room for gradients, and for updates after the last gradient.
+      dispatched_s: Time that the host took to hand programs to the device.
+    """
+
+    fetched_drive_bytes: int
+    fetched_memory_bytes: int
+    spilled_memory_bytes: int
+    spilled_drive_bytes: int
+    offloaded_drive_bytes: int
+    offloaded_host_bytes: int
+    prefetch_hit_rate: float
+    waited_params_s: float
+    waited_values_s: float
+    waited_device_s: float
+    waited_updates_s: float
+    dispatched_s: float
+
+    @classmethod
+    def of(cls, bound: Bound, values: MoverCounts, waited_updates_s: float) -> Self:
+        """Returns the metrics of a step from the counts of its parts."""
+        params, spilled_bytes = bound.params.counts, bound.sink.spilled_bytes
+        return cls(
+            fetched_drive_bytes=params.num_read_bytes,
+            fetched_memory_bytes=bound.ends.reused_bytes(bound.fitted),
+            spilled_memory_bytes=spilled_bytes[0],
+            spilled_drive_bytes=spilled_bytes[1],
+            offloaded_drive_bytes=values.num_written_bytes,
+            offloaded_host_bytes=values.num_out_bytes,
+            prefetch_hit_rate=params.hit_rate,
+            waited_params_s=params.waited_s,
+            waited_values_s=values.waited_s,
+            waited_device_s=bound.runner.waited_s,
+            waited_updates_s=waited_updates_s,
+            dispatched_s=bound.runner.dispatched_s,
+        )
 
 
 class Step(ABC):
@@ -54,7 +107,6 @@ class Step(ABC):
         self._turns = Turns() if step is None else step._turns
         self._in_turn: list[Step] = [] if step is None else step._in_turn
         self._in_turn.append(self)
-        self._staying: Resident | None = None
         self._bound: dict[Any, Bound] = {}
         self._last: Bound | None = None
         self._num_skipped = 0
@@ -143,14 +195,6 @@ class Step(ABC):
         self._last = bound
         return bound
 
-    @property
-    def _resident(self) -> Resident:
-        """Params that stay between steps; those of all shapes of batches."""
-        if self._staying is None:
-            is_host = self._options.limit.is_host
-            self._staying = Resident(self._options.device, is_host=is_host)
-        return self._staying
-
     def _call(self, batch: PyTree, extra_args: Mapping[str, Any] | None) -> Results:
         check_not_traced(batch, extra_args)
         self._turns.settle()
@@ -185,15 +229,10 @@ class Step(ABC):
             began_s = time.perf_counter()
             if "value" in given and "value" not in own_args:
                 given["value"] = on_this_process(loss)
-            if sink.finish(given, (loss, aux), check):
-                bound.params.end()
-            else:
-                bound.params.give_up()
-                self._num_skipped += 1
+            self._num_skipped += not sink.finish(given, (loss, aux), check)
             self._waited_s += time.perf_counter() - began_s
         except BaseException:
             sink.abandon()
-            bound.params.give_up()
             raise
         return loss, aux if self._options.has_aux else None
 
@@ -201,8 +240,6 @@ class Step(ABC):
         self._turns.settle()
         for bound in self._bound.values():
             bound.close()
-        if self._staying is not None:
-            self._staying.drop()
 
 
 def _form(batch: PyTree) -> str:
@@ -215,7 +252,7 @@ def _run(bound: Bound, batch: PyTree, check: Check, shares: Sequence[float]) -> 
     """Runs the programs; nothing is in flight when it ends."""
     params, runner = bound.params, bound.runner
     try:
-        params.begin(check)
+        params.begin()
         return runner(batch, params, bound.sink.put, check, shares)
     finally:
         runner.settle()  # before the memory that they read is freed

@@ -28,7 +28,6 @@ from jaxinf.store import required_bytes
 from jaxinf.streaming.bound import Bound
 from jaxinf.streaming.count import Count
 from jaxinf.streaming.function import StreamedFunction
-from jaxinf.streaming.metrics import StreamMetrics
 from jaxinf.streaming.near_storage import StoreEnds
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.fit import Prepared, prepare
@@ -51,7 +50,7 @@ from jaxinf.streaming.starting import (
     planned_leaves,
     write_leaf,
 )
-from jaxinf.streaming.step import TrainingStep
+from jaxinf.streaming.step import StreamMetrics, TrainingStep
 from jaxinf.streaming.update.micro_batches import first_part
 from jaxinf.streaming.update.optimizer import trace_optimizer
 from jaxinf.typing import JsonValue, PyTree
@@ -259,7 +258,7 @@ class StreamedStep(TrainingStep):
         return ends, ready, update, num_bytes, now_bytes
 
     def _ends_of(self, *made: Any) -> StoreEnds:
-        return StoreEnds(self.store, self._resident, *made)
+        return StoreEnds(self.store, *made)
 
     def _traced_optimizer(self, params: PyTree) -> UpdateProgram:
         if self._update is None or self._update[0] is not params:

@@ -14,7 +14,6 @@ from jaxinf.command_line import UsageError, expand_home, flags_of
 from jaxinf.csd import parse_csd
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore
-from jaxinf.streaming import check_resident
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.examples import field_map
@@ -31,7 +30,7 @@ _AT_LEAST = {
 _OF_THE_STORE = ("store", "elastic", "csd_root", "csd", "memory", "durability")
 _OF_THE_STORE += ("state_tier", "state", "ema", "checkpoint_every", "export_to")
 _OF_THE_STORE += ("restore",)
-_OF_STREAMING = ("device_memory", "policy", "resident", "replan", "device_updates")
+_OF_STREAMING = ("device_memory", "policy", "replan", "device_updates")
 
 
 def check(config: TrainConfig) -> TrainConfig:
@@ -274,10 +273,6 @@ def _of_streaming(config: TrainConfig) -> Iterator[str]:
             "--memory: expected the bytes of host memory that a step may take, such as "
             "4GiB, got nothing; --mode stream needs it"
         )
-    try:
-        check_resident(config.resident)
-    except ValueError as error:
-        yield f"--{error}"
     if not config.steps:
         yield (
             "--steps 0: imports in --mode update; go on with --mode stream and the "

@@ -32,7 +32,7 @@ _GROUPS = {
     "optimizer": "optimizer optimizer-args learning-rate schedule "
     "warmup-steps clip-norm compress ema",
     "memory and drives": "memory device-memory csd-root csd state "
-    "state-tier resident policy micro-batches remat device-updates replan",
+    "state-tier policy micro-batches remat device-updates replan",
     "commits and checkpoints": "durability checkpoint-every restore export-to",
     "several processes": "distributed elastic fsdp",
     "output": "log-dir eval-every eval-batches eval-only sample-bytes tensorboard "

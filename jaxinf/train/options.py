@@ -219,10 +219,6 @@ class StreamOptions:
     # on the drive meanwhile. plan: the same as offload. The bits are the same.
     policy: Policy = "recompute"
 
-    # For --mode stream: params that stay in memory between steps: all (params), or so
-    # many bytes of them, such as 2GiB, which are a part of --memory.
-    resident: Annotated[str | None, shown("{params,BYTES}", "none")] = None
-
     # Gradient accumulation: parts of a batch that run one after another, so that
     # activations take the memory of a part; their gradients are averaged, each learned
     # token alike. In --mode stream a segment of the model runs for each part before the

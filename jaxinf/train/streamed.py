@@ -102,7 +102,6 @@ def streamed_step(config: TrainConfig, store: Store) -> StreamedStep:
             memory_bytes=config.memory,
             device_memory_bytes=config.device_memory,
             policy=config.policy,
-            resident=config.resident,
             micro_batches=config.micro_batches,
             weights=weight_of_part if config.micro_batches > 1 else None,
             replan=config.replan,

@@ -27,7 +27,7 @@ from jaxinf.streaming.plan.fit import prepare, prepare_function
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.run import compile_plan, compiled_bytes
 from jaxinf.streaming.update.on_device import UpdatePrograms
-from jaxinf.streaming.update.optax_sink import PlainOptax
+from jaxinf.streaming.update.optax_sink import OptaxSink
 
 every = pytest.mark.every
 DEVICES = ["h100", "v5e"]
@@ -165,7 +165,7 @@ def test_an_update_in_memory(note, device):
     params = shapes_of(program_of("gpt2").params)
     state = jax.eval_shape(CLIPPED.init, params)
     with compiling_for(target) as built, jax.default_device(target.devices[0]):
-        update, add = PlainOptax(CLIPPED).functions(donates=True)
+        update, add = OptaxSink(CLIPPED).functions(donates=True)
         update.lower(params, state, params).compile()
         add.lower(params, params).compile()
     note("gpt2 in memory", device, built)

@@ -18,7 +18,7 @@ FORMS = {
     "plain": [],
     "clipped": ["--optimizer", "clip"],
     "int8": ["--dtype", "bfloat16", "--options", '{"state": "int8"}'],
-    "parts": ["--micro-batches", 2, "--optimizer", "clip", "--resident", "params"],
+    "parts": ["--micro-batches", 2, "--optimizer", "clip"],
     "compressed": ["--compress", 0.05, "--init", "traced"],
     "every third": ["--options", '{"durability": 3}', "--memory", "30MiB"],
 }

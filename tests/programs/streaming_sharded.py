@@ -17,12 +17,12 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
-from jaxinf.schedule.reads import Fetch
 from jaxinf.streaming import options as step_options
 from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.plan import device, memory
 from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.plan.memory import DeviceLimit
+from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program import units
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.run import Runner
@@ -146,15 +146,12 @@ def training(place, kind):
 
 
 OPTIONS = {
-    "resident": (ADAM, {}, {"resident": "params"}),
-    "resident_some": (CLIPPED, {}, {"resident": 40_000}),
     "clipped": (CLIPPED, {}, {}),
     "ratios": (optax.lamb(1e-2), {}, {}),
-    "resident_ratios": (optax.lamb(1e-2), {}, {"resident": "params"}),
     "weighed": (ADAM, {}, {"micro_batches": 2, "weights": loudness}),
     "parts": (CLIPPED, {}, {"micro_batches": 2}),
     "typed_parts": (ADAM, {}, {"micro_batches": 2}),
-    "rewritten": (ADAM, {"durability": 4}, {"resident": "params"}),
+    "rewritten": (ADAM, {"durability": 4}, {}),
     "compressed": (ADAM, {}, {"compress": jaxinf.top_k(0.5)}),
     "bf16": (ADAM, {"state": "bf16"}, {}),
 }
@@ -170,12 +167,8 @@ def options(place, name):
         losses = trained(step, one, 3)
         assert_moves_as_planned(step)
         found = store.params(like=one.params)
-        if "resident" in options:
-            assert step.plan.resident_bytes
-        if options.get("resident") == "params":
-            assert step.metrics.fetched_drive_bytes == 0
     with opened(place, name + "_one", **of_store) as store:
-        alone = {**options, "resident": None, "memory_bytes": MEMORY_BYTES}
+        alone = {**options, "memory_bytes": MEMORY_BYTES}
         step = jaxinf.stream(one.plain_loss, tx, store, **alone)
         params, batch = one.on_host
         step.load(params, batch=batch)
@@ -194,7 +187,6 @@ def own_memory(place):
     for name, options in [
         ("host", {}),
         ("device", {"device_memory_bytes": 32 << 20}),
-        ("resident", {"device_memory_bytes": 32 << 20, "resident": "params"}),
     ]:
         is_host = memory.device_is_host if name == "host" else lambda device: False
         with (
@@ -242,8 +234,6 @@ def replicas(place):
     expected = np.arange(16 * 50, dtype=np.float32).reshape(shape)
 
     class Expected:
-        version = (None, 0)
-
         def begin(self):
             pass
 
@@ -255,7 +245,7 @@ def replicas(place):
             pass
 
     params = read_ahead(Expected(), [Fetch(unit, 0, 0, gradient=0)], 4 * 4096)
-    params.begin(lambda: None)
+    params.begin()
     on_device, shards = params.get(0, Piece(0)), params.take(unit)
     np.testing.assert_array_equal(on_device, expected)
     assert shards is not None
@@ -276,12 +266,12 @@ def function(place):
         return {"loss": one.loss(params, batch), "first": batch["x"] @ params["first"]}
 
     with opened(place, "function") as store:
-        step = streamed(one, store, resident="params")
+        step = streamed(one, store)
         step.load(one.params, batch=one.batch)
         trained(step, one, 1)
         shared = step.function(outputs)
         found = shared(one.batch)
-        assert shared.fetched_bytes == 0
+        assert shared.fetched_bytes > 0
         params = store.params(like=one.params)
         expected = jax.jit(outputs)(params, one.batch)
         np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-6)

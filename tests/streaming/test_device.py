@@ -14,8 +14,8 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
-from jaxinf.schedule.reads import Fetch
 from jaxinf.streaming.plan.memory import DeviceLimit, divide
+from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program import shards
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import Unit
@@ -33,8 +33,6 @@ def unit(leaf):
 
 class Numbers:
     """Units filled with their leaf's number."""
-
-    version = (None, 0)
 
     def __init__(self):
         self.read_leaves = []
@@ -60,7 +58,7 @@ def gets_its_own_bits():
     fetches = [Fetch(unit(leaf), leaf, leaf) for leaf in range(12)]
     _, params = params_of(fetches, device_pages=12, host_pages=2)
     with contextlib.closing(params):
-        params.begin(lambda: None)
+        params.begin()
         for leaf in range(12):
             params.get(leaf, Piece(leaf))
         for leaf in range(12):
@@ -84,7 +82,7 @@ def test_units_that_wait_are_copied_by_one_call(late):
     fetches = [Fetch(unit(leaf), leaf, leaf) for leaf in range(12)]
     source, params = params_of(fetches, device_pages=12, host_pages=12)
     late.goes_on.clear()
-    params.begin(lambda: None)
+    params.begin()
     while len(source.read_leaves) < 12:
         time.sleep(1e-3)
     late.goes_on.set()
@@ -119,7 +117,7 @@ def test_a_wait_that_is_left_out_is_noticed(late, registers, monkeypatch):
 def test_no_more_is_read_ahead_than_the_device_holds():
     fetches = [Fetch(unit(leaf), leaf, leaf) for leaf in range(6)]
     source, params = params_of(fetches, device_pages=2, host_pages=2)
-    params.begin(lambda: None)
+    params.begin()
     for leaf in range(6):
         np.testing.assert_array_equal(params.get(leaf, Piece(leaf))[0], leaf)
         assert len(source.read_leaves) <= leaf + 4  # two there, two read
@@ -132,7 +130,7 @@ def test_a_step_is_given_up_while_a_read_waits_for_the_device():
     fetches = [Fetch(unit(0), 0, 0), Fetch(unit(1), 1, 1)]
     _, params = params_of(fetches, device_pages=1, host_pages=2)
     for _ in range(2):
-        params.begin(lambda: None)
+        params.begin()
         params.get(0, Piece(0))
         params.stop()
     params.close()
@@ -141,7 +139,7 @@ def test_a_step_is_given_up_while_a_read_waits_for_the_device():
 def test_units_for_updates_stay_on_the_host():
     fetches = [Fetch(unit(leaf), leaf, leaf, gradient=leaf) for leaf in range(3)]
     _, params = params_of(fetches, device_pages=3, host_pages=3)
-    params.begin(lambda: None)
+    params.begin()
     for leaf in range(3):
         params.get(leaf, Piece(leaf))
         params.done(leaf)

@@ -117,8 +117,8 @@ def test_a_device_with_memory_of_its_own_gets_and_gives_pinned_memory(
 
 
 @pytest.mark.long
-def test_params_that_stay_and_parts_of_a_batch(opened):
-    options = {"tx": TX, "resident": "params", "micro_batches": 2}
+def test_parts_of_a_batch(opened):
+    options = {"tx": TX, "micro_batches": 2}
     plain = opened(None, "plain", **options)
     losses, expected = train(plain), states(plain.store)
     step = opened(2, "store", **options)

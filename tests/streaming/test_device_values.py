@@ -21,11 +21,10 @@ from zoo import ZOO, normal
 import jaxinf
 from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
 from jaxinf.io.pages import page_ceil
-from jaxinf.schedule.placement import NUM_COPIES
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
-from jaxinf.streaming.plan.offload import evicted, least_bytes, plan_tiers
+from jaxinf.streaming.plan.offload import NUM_COPIES, evicted, least_bytes, plan_tiers
 from jaxinf.streaming.run import compiled_temp_bytes
 
 pytestmark = pytest.mark.optimized("long")
@@ -252,10 +251,8 @@ def assert_same_params(step, other):
     ("tier", "options"),
     [
         ("host", {}),
-        ("drives", {"resident": "params"}),
-        pytest.param("drives", {}, marks=pytest.mark.long),
+        ("drives", {}),
         pytest.param("drives", {"micro_batches": 2}, marks=pytest.mark.long),
-        pytest.param("host", {"resident": "params"}, marks=pytest.mark.long),
         pytest.param("host", {"micro_batches": 2}, marks=pytest.mark.long),
     ],
     ids=str,
@@ -380,7 +377,7 @@ def test_a_step_that_is_interrupted(open_store, monkeypatch):
     def stop(self, number):
         real(self, number)
         hits.append(number)
-        if len(hits) == len(self._lives):
+        if len(hits) == len(step.plan.lives):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import family
 from streaming import bytes_held
 from zoo import ZOO, normal
 
@@ -97,37 +96,18 @@ def test_params_larger_than_memory_in_a_store_given_by_its_path(open_store):
     jaxinf.open_store(path).close()  # the lock is free
 
 
-def test_what_stays_is_read_again_after_a_step(open_store):
+def test_a_function_reads_the_last_finished_step(open_store):
     program = ZOO["l2_penalty"](depth=2)
     step = started(program, open_store(**CHUNKS))
-    f = jaxinf.stream_function(
-        program.loss, step.store, memory_bytes=MEMORY_BYTES, resident="params"
-    )
-    f.load(program.params)
-    found, fetched, losses = [], [], []
-    for num_steps in (0, 0, 2):
-        losses += [float(step(program.batch)[0]) for _ in range(num_steps)]
-        found.append(float(f(program.batch)))
-        fetched.append(f.fetched_bytes)
-    losses.append(float(step(program.batch)[0]))
-    np.testing.assert_allclose(found, [losses[0], losses[0], losses[2]], rtol=1e-6)
-    assert fetched[0] > 0
-    assert fetched == [fetched[0], 0, fetched[0]]
-
-
-@pytest.mark.parametrize("resident", family([None, "params"], short=["params"]))
-def test_a_function_of_a_step_reads_what_stays(resident, open_store):
-    program = ZOO["l2_penalty"](depth=2)
-    plain = started(program, open_store("plain", **CHUNKS))
-    expected = [float(plain(program.batch)[0]) for _ in range(3)]
-    step = started(program, open_store("store", **CHUNKS), resident=resident)
-    losses = [float(step(program.batch)[0])]
-    f = step.function(program.loss)
-    found = f(program.batch)
-    assert (f.fetched_bytes == 0) == (resident == "params")
-    losses += [float(step(program.batch)[0]) for _ in range(2)]
-    assert losses == expected
-    np.testing.assert_allclose(found, losses[1], rtol=1e-6)
+    alone = jaxinf.stream_function(program.loss, step.store, memory_bytes=MEMORY_BYTES)
+    alone.load(program.params)
+    shared = step.function(program.loss)
+    for f in (alone, shared):
+        losses = [float(step(program.batch)[0])]
+        found = float(f(program.batch))
+        assert f.fetched_bytes > 0
+        losses.append(float(step(program.batch)[0]))
+        np.testing.assert_allclose(found, losses[1], rtol=1e-6)
 
 
 def test_functions_of_a_step_read_in_its_memory_in_turn(open_store):
@@ -201,7 +181,6 @@ def test_on_a_device_with_memory_of_its_own(open_store, monkeypatch):
         open_store(**CHUNKS),
         memory_bytes=MEMORY_BYTES,
         device_memory_bytes=64 << 20,
-        resident="64KiB",
     )
     f.load(program.params)
     found = [float(f(program.batch)) for _ in range(2)]

@@ -87,7 +87,7 @@ def assert_near(one, other, **tolerance):
 )
 def test_losses_are_those_of_the_whole_batch(tx, count, started):
     whole = started("whole", tx)
-    parts = started("parts", tx, micro_batches=count, resident="params")
+    parts = started("parts", tx, micro_batches=count)
     np.testing.assert_allclose(run(parts), run(whole), rtol=1e-5)
     assert_near(parts, whole, rtol=0, atol=1e-4)
     _, means = parts(BATCH)

@@ -124,14 +124,13 @@ def everything_leaves(monkeypatch):
     monkeypatch.setattr(run, "evicted", lambda plan, _, temps: evicted(plan, 0, temps))
 
 
-def opened(open_store, name, policy, program, tx=TX, resident=None, **options):
+def opened(open_store, name, policy, program, tx=TX, **options):
     step = jaxinf.stream(
         program.loss,
         tx,
         open_store(name, **CHUNKS, **options),
         memory_bytes=256 << 20,
         policy=policy,
-        resident=resident,
     )
     step.load(program.params, batch=program.batch)
     return step
@@ -166,13 +165,12 @@ def test_training_is_that_of_keep(open_store, everything_leaves, place, num_csds
     ]
 
 
-@pytest.mark.parametrize("resident", family([None, "params"], short=["params"]))
-def test_the_meters_show_the_planned_traffic(open_store, everything_leaves, resident):
+def test_the_meters_show_the_planned_traffic(open_store, everything_leaves):
     program = ZOO["scan_remat_reverse"]()
-    step = opened(open_store, "store", "offload", program, resident=resident)
+    step = opened(open_store, "store", "offload", program)
     losses(step, program, 3)
     assert step.metrics.offloaded_drive_bytes > 0
-    assert (step.metrics.fetched_drive_bytes > 0) == (resident is None)
+    assert step.metrics.fetched_drive_bytes > 0
     step.store.wait()
     found, planned = step.store.metrics.traffic, step.traffic
     assert found.drive_read_bytes == planned.drive_read_bytes
@@ -206,12 +204,11 @@ def test_a_drive_that_fails_in_mid_step(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("resident", [None, "params"])
 def test_a_value_that_cannot_be_read_ends_the_step(
-    open_store, everything_leaves, monkeypatch, resident
+    open_store, everything_leaves, monkeypatch
 ):
     program = ZOO["l2_penalty"]()
-    step = opened(open_store, "store", "offload", program, resident=resident)
+    step = opened(open_store, "store", "offload", program)
     kept = opened(open_store, "keep", "keep", program)
     found, expected = losses(step, program, 1), losses(kept, program, 3)
     step.store.wait()

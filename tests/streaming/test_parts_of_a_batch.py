@@ -21,10 +21,10 @@ from zoo import ZOO, Program, normal
 
 import jaxinf
 from jaxinf.errors import BudgetError
-from jaxinf.schedule.reads import fetches_of
 from jaxinf.streaming import run as running
 from jaxinf.streaming.plan import offload
 from jaxinf.streaming.plan.fit import prepare
+from jaxinf.streaming.plan.reads import fetches_of
 from jaxinf.streaming.program.programs import make_programs
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update.micro_batches import first_part, parts_of, together
@@ -203,10 +203,9 @@ def trained_by(streamed):
     [
         (ADAM, {}),
         (CLIPPED, {"policy": "keep"}),
-        (CLIPPED, {"resident": "8KiB"}),
         (ADAM, {"policy": "offload"}),
     ],
-    ids=["adam", "clipped", "resident", "offload"],
+    ids=["adam", "clipped", "offload"],
 )
 def test_a_step_moves_the_bytes_of_one_part(
     tx, options, trained_by, streamed, monkeypatch

@@ -9,8 +9,8 @@ from streaming import read_ahead, states
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.schedule.reads import Fetch, hand_over, held_bytes, keep_between
 from jaxinf.streaming.plan import reads
+from jaxinf.streaming.plan.reads import Fetch, hand_over, held_bytes, keep_between
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import Unit
 
@@ -104,8 +104,6 @@ def test_staged_units_are_in_memory_only_for_their_update():
 class Ones:
     """Units of ones."""
 
-    version = (None, 0)
-
     def begin(self):
         pass
 
@@ -119,12 +117,12 @@ class Ones:
 def test_a_step_is_given_up_while_a_read_waits_for_an_update():
     fetches = [Fetch(unit(0), 0, 0, gradient=3), Fetch(unit(1), 1, 1)]
     params = read_ahead(Ones(), fetches, PAGE_BYTES)
-    params.begin(lambda: None)
+    params.begin()
     np.testing.assert_array_equal(params.get(0, Piece(0)), np.ones(1024))
     params.done(0)
     params.stop()  # there is no room for the second unit
     assert params.counts.num_read_bytes == PAGE_BYTES
-    params.begin(lambda: None)
+    params.begin()
     np.testing.assert_array_equal(params.get(0, Piece(0)), np.ones(1024))
     params.done(0)
     np.testing.assert_array_equal(params.take(unit(0)), np.ones((1, 1024)))

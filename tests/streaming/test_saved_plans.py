@@ -24,7 +24,7 @@ from jaxinf.errors import (
     StreamError,
 )
 from jaxinf.store import plan_damages, seal
-from jaxinf.streaming.binding import within
+from jaxinf.streaming.bound import within
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.plan.memory import divide

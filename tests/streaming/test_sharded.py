@@ -56,11 +56,8 @@ def test_params_are_made_by_an_init_function(on_four):
 @pytest.mark.parametrize(
     "name",
     [
-        "resident",
-        "resident_some",
         "clipped",
         "ratios",
-        "resident_ratios",
         "parts",
         "typed_parts",
         "weighed",

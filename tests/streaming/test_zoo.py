@@ -10,8 +10,7 @@ from families import family
 from streaming import assert_same_bits, numbers, prepared, smallest_bytes, streamed
 from zoo import ZOO
 
-from jaxinf.schedule.placement import waiting
-from jaxinf.streaming.move.spill import Spill
+from jaxinf.streaming.move.spill import Spill, waiting
 
 pytestmark = pytest.mark.optimized("long")
 

@@ -124,7 +124,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
 
     import jaxinf
 
-    arguments.steps, arguments.resident, arguments.micro_batches = 1, None, 1
+    arguments.steps, arguments.micro_batches = 1, 1
     arguments.order = "parts"
     _, avals = abstract_params(PRESETS[arguments.preset])
     leaves = jax.tree_util.tree_leaves_with_path(avals)

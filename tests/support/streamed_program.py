@@ -73,7 +73,6 @@ def loss_of(params, batch):
 def main(arguments):
     own = argparse.ArgumentParser()
     own.add_argument("--optimizer", default="adam")
-    own.add_argument("--resident")
     own.add_argument("--micro-batches", type=int, default=1)
     own.add_argument("--interrupt", type=int, help="Ctrl-C at this gradient")
     own.add_argument("--memory", default="256MiB")
@@ -95,7 +94,6 @@ def main(arguments):
         optimizer(stream.optimizer),
         store,
         memory_bytes=stream.memory,
-        resident=stream.resident,
         micro_batches=stream.micro_batches,
         compress=compress,
     )

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinf.schedule.placement import waiting
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming import near_storage
 from jaxinf.streaming.move.params import MemoryParams, StoreParams
-from jaxinf.streaming.move.resident import Resident
+from jaxinf.streaming.move.spill import waiting
 from jaxinf.streaming.plan.fit import prepare
+from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.program.units import StoreUnits
 from jaxinf.streaming.run import Runner
 
@@ -57,7 +57,7 @@ def smallest_bytes(ready, policy="recompute"):
 def in_memory(leaves):
     """Returns the params source of a run whose params are these."""
     params = MemoryParams(lambda: leaves)
-    params.begin(lambda: None)
+    params.begin()
     return params
 
 
@@ -74,15 +74,11 @@ def read_ahead(reader, fetches, room_bytes, host_bytes=None):
         jax.ShapeDtypeStruct(unit.shape, unit.dtype, sharding=unit.sharding)
         for unit in units
     ]
-    device = jax.devices()[0]
     return StoreParams(
         StoreUnits(leaves, lambda *_: True),
         reader,
-        fetches,
-        Resident(device, is_host=host_bytes is None),
-        device,
-        room_bytes=room_bytes,
-        host_bytes=host_bytes,
+        Reading(tuple(fetches), room_bytes, host_bytes),
+        jax.devices()[0],
     )
 
 

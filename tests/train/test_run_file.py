@@ -24,7 +24,6 @@ FULL = TrainConfig(
     data=("/a/*.txt", '/b/"q"\\ é\n\t\x7f.jsonl'),
     tokenizer=Path("/a/tokenizer.json"),
     device_memory=12345,
-    resident="2GiB",
     device_updates=3,
     eval_batches=12,
     replan=True,

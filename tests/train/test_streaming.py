@@ -96,7 +96,7 @@ def test_micro_batches_have_the_losses_of_the_whole(
 def test_evaluation_and_sample_are_those_of_mode_update(run, tmp_path, capsys):
     words = ("--steps", 4, "--eval-every", 2, "--sample-bytes", 6)
     found = []
-    for mode in ((), STREAM, (*STREAM, "--resident", "params")):
+    for mode in ((), STREAM):
         where = tmp_path / f"store{len(found)}"
         assert run("--store", where, *words, *mode) == 0
         log = (tmp_path / f"store{len(found)}-log/validation.jsonl").read_text()
@@ -173,11 +173,6 @@ def test_every_model_streams(run, losses, tmp_path, model):
     [
         (STREAM[:2], "--memory: expected the bytes"),
         (("--policy", "keep"), "--policy: --mode update does not have it"),
-        (("--resident", "params"), "--resident: --mode update does not have it"),
-        (
-            (*STREAM, "--resident", "some"),
-            "--resident='some': expected \"params\"",
-        ),
         (("--device-memory", "1GiB"), "--device-memory: --mode update does not have"),
         (
             (*STREAM, "--optimizer", "dog", "--learning-rate", 1),

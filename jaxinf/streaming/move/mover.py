@@ -1,7 +1,7 @@
 """Moves tensors between the device, the host and drives, on threads.
 
 Each hop has a queue: the copies out, those back, and one for each drive. What is next
-is what `schedule.moves` says, under one lock.
+is what `move.moves` says, under one lock.
 
 Invariant: the host's memory stays within what the caller gives, however fast the
 drives are. A tensor comes back with the bits that it left with, but for the low ones if
@@ -9,7 +9,7 @@ it was coded.
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ import jax
 
 from jaxinf.io import PAGE_BYTES, BufferPool, span
 from jaxinf.io.buffers import Buffer, Registry, aligned
-from jaxinf.schedule.moves import Kind, Moves, Tensor
 from jaxinf.streaming.move.link import Link
+from jaxinf.streaming.move.moves import Kind, Moves, Tensor
 from jaxinf.streaming.move.tensors import Moved
 from jaxinf.streaming.move.workers import THREADS_PER_DRIVE, Job, Workers
 from jaxinf.typing import Array
@@ -57,6 +57,15 @@ class MoverCounts:
             setattr(self, name, getattr(self, name) + value)
 
 
+class _NewBuffer(NamedTuple):
+    """Memory that is not used again."""
+
+    array: Array
+
+    def release(self) -> None:
+        pass
+
+
 class Mover:
     """Moves tensors, of one kind or several. Thread-safe, but for `reset`.
 
@@ -90,20 +99,26 @@ class Mover:
         self._name = name
         drives = list(threads)
         capacity_bytes = max(read_bytes, PAGE_BYTES)
-        pool = BufferPool(capacity_bytes, registry=registry) if reuses else None
-        is_registered = pool is not None and registry is not None
-        link = Link(pinned_bytes, is_registered=is_registered) if has_link else None
-        self._threads = _Threads(drives, name, pool, link)
-        self._workers = self._threads.workers
+        self._pool = pool = None
+        if reuses:
+            self._pool = pool = BufferPool(capacity_bytes, registry=registry)
+        self._link: Link | None = None
+        if has_link:
+            is_registered = pool is not None and registry is not None
+            self._link = Link(pinned_bytes, is_registered=is_registered)
+        self._hops = {"out": len(drives), "back": len(drives) + 1}
+        hops = [] if self._link is None else [1, self._link.num_calls]
+        self._workers = Workers([*drives, *hops], name)
         self._changed = self._workers.changed
+        self._counts = MoverCounts()
         self._moves = Moves(
-            self._threads,
+            self._start,
+            self._allocate,
             has_link=has_link,
             way_bytes=way_bytes,
             read_bytes=read_bytes if pool is None else pool.capacity_bytes,
             device_bytes=device_bytes,
         )
-        self._threads.ended = self._moves.ended
 
     def evict(self, tensor: Any) -> None:
         """Starts moving a value out, which may still be computed.
@@ -153,7 +168,7 @@ class Mover:
           StoreIOError: The drive failed. Other tensors still come back.
         """
         tensor = self._moves.tensors[key]
-        counts = self._threads.counts
+        counts = self._counts
         counts.num_got += 1
         counts.num_ready += tensor.is_ready
         self._await(lambda: tensor.is_ready)
@@ -200,31 +215,31 @@ class Mover:
           order: Keys of values that may be read ahead of `prefetch`, in order.
         """
         self._workers.reset()
-        if self._threads.link is not None:
-            self._threads.link.waiting.clear()
+        if self._link is not None:
+            self._link.waiting.clear()
         self._moves.clear(order)
 
     def rest(self) -> None:
         """Gives memory that is not used back to the system."""
-        if self._threads.pool is not None:
-            self._threads.pool.free_idle()
+        if self._pool is not None:
+            self._pool.free_idle()
 
     @property
     def held_bytes(self) -> int:
-        pool = self._threads.pool
+        pool = self._pool
         return 0 if pool is None else pool.held_bytes
 
     def close(self) -> None:
         """Drops everything and ends the threads; idempotent."""
         self.reset()
         self._workers.close()
-        if self._threads.pool is not None:
-            self._threads.pool.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def take_counts(self) -> MoverCounts:
         """Returns the counts since the last call."""
         with self._changed:
-            counts, self._threads.counts = self._threads.counts, MoverCounts()
+            counts, self._counts = self._counts, MoverCounts()
             counts.num_forwarded = self._moves.num_forwarded
             self._moves.num_forwarded = 0
         return counts
@@ -233,65 +248,35 @@ class Mover:
         began_s = time.perf_counter()
         with span("wait", self._name), self._changed:
             self._changed.wait_for(lambda: is_done() or self._moves.error is not None)
-            self._threads.counts.waited_s += time.perf_counter() - began_s
+            self._counts.waited_s += time.perf_counter() - began_s
             if self._moves.error is not None:
                 raise self._moves.error
 
-
-class _NewBuffer(NamedTuple):
-    """Memory that is not used again."""
-
-    array: Array
-
-    def release(self) -> None:
-        pass
-
-
-class _Threads:
-    """Runs moves on threads, for `Moves`; all but `_move` under the lock."""
-
-    def __init__(
-        self,
-        drives: Sequence[int],
-        name: str,
-        pool: BufferPool | None,
-        link: Link | None,
-    ) -> None:
-        self.pool, self.link = pool, link
-        self._hops = {"out": len(drives), "back": len(drives) + 1}
-        queues = [*drives, *([] if link is None else [1, link.num_calls])]
-        self.workers = Workers(queues, name)
-        self.counts = MoverCounts()
-        self.ended: Callable[[Any, Kind, Any, BaseException | None], None]
-
-    def allocate(self, tensor: Tensor) -> Buffer | _NewBuffer:
-        if self.pool is None:
+    def _allocate(self, tensor: Tensor) -> Buffer | _NewBuffer:
+        if self._pool is None:
             return _NewBuffer(aligned(tensor.host_bytes))
-        buffer = self.pool.acquire(tensor.host_bytes, block=False)
+        buffer = self._pool.acquire(tensor.host_bytes, block=False)
         assert buffer is not None, "there is room for what comes back"
         return buffer
 
-    def free_memory(self, memory: Buffer | _NewBuffer) -> None:
-        memory.release()
-
-    def start(self, tensor: Moved, kind: Kind, part: int) -> None:
+    def _start(self, tensor: Any, kind: Kind, part: int) -> None:
         is_hop = kind in self._hops
         queue = self._hops[kind] if is_hop else tensor.queue(part)
         if kind == "back":
-            assert self.link is not None, "it has memory of its own"
-            self.link.waiting.append(tensor)
-            self.workers.submit(queue, Job(self._cross, lambda *_: None))
+            assert self._link is not None, "it has memory of its own"
+            self._link.waiting.append(tensor)
+            self._workers.submit(queue, Job(self._cross, lambda *_: None))
             return
 
         def ended(found: Any, error: BaseException | None) -> None:
             if error is None:
                 self._count(tensor, kind, found)
-            self.ended(tensor, kind, found, error)
+            self._moves.ended(tensor, kind, found, error)
 
-        self.workers.submit(queue, Job(partial(self._move, tensor, kind, part), ended))
+        self._workers.submit(queue, Job(partial(self._move, tensor, kind, part), ended))
 
     def _count(self, tensor: Any, kind: Kind, found: Any) -> None:
-        counts = self.counts
+        counts = self._counts
         match kind:
             case "out":
                 counts.num_out_bytes += found.nbytes
@@ -317,19 +302,19 @@ class _Threads:
     def _cross(self, bounce: Array) -> None:
         """Copies what waits to the device, if another call has not; on a thread."""
         del bounce
-        assert self.link is not None
-        with self.workers.changed:
-            batch = self.link.take()
+        assert self._link is not None
+        with self._changed:
+            batch = self._link.take()
         if not batch:
             return
         num_bytes = sum(tensor.host_bytes for tensor in batch)
         with span("back", batch[0].key, num_bytes=num_bytes):
-            for tensor, found, error in self.link.cross(batch):
-                with self.workers.changed:
+            for tensor, found, error in self._link.cross(batch):
+                with self._changed:
                     if error is None:
                         self._count(tensor, "back", found)
-                    self.ended(tensor, "back", found, error)
-                    self.workers.changed.notify_all()
+                    self._moves.ended(tensor, "back", found, error)
+                    self._changed.notify_all()
                 del tensor, found, error
 
 

@@ -4,29 +4,31 @@
     drive ─► registered buffer ─► device                     … with memory of its own
     drive ─► buffer ─► pinned_host ─► device                 … that registers none
 
-Invariant: a unit is read ahead or stays, in all calls of a step and in its update.
+Invariant: reads are of the store's last finished step. A buffer is read into only when
+no program, no copy and no update can still read it.
 """
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf import compat
-from jaxinf.engine import put_together
+from jaxinf.engine import ParamsReader, Training, put_together
+from jaxinf.io import span
 from jaxinf.io.buffers import aligned
-from jaxinf.schedule.reads import Fetch
 from jaxinf.streaming.move.link import Crossing
 from jaxinf.streaming.move.mover import Mover, MoverCounts
-from jaxinf.streaming.move.reader import StoreReader
-from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.tensors import Moved
 from jaxinf.streaming.plan.group_step import GroupStep
+from jaxinf.streaming.plan.reads import Fetch, Reading
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.units import StoreUnits, Unit
@@ -39,12 +41,8 @@ class Params(ABC):
     counts: MoverCounts
 
     @abstractmethod
-    def begin(self, check: Callable[[], None]) -> None:
-        """Gets ready for a run of programs; blocks.
-
-        Args:
-          check: Called before long reads; may raise.
-        """
+    def begin(self) -> None:
+        """Gets ready for a run of programs."""
 
     @abstractmethod
     def get(self, number: int, piece: Piece) -> jax.Array:
@@ -64,27 +62,80 @@ class Params(ABC):
         """
         return None
 
-    def target(self, unit: Unit) -> Sequence[Array] | None:
-        """Returns memory for a unit's new shards until `free`; None if not needed."""
-        return None
-
     def free(self, unit: Unit) -> None:
         """Notes that a unit is updated."""
 
     def done(self, number: int) -> None:
         """Notes that a call has run; frees what no later call needs."""
 
-    def end(self) -> None:
-        """Notes that a step has updated the params."""
-
-    def give_up(self) -> None:
-        """Notes that a step has ended early, or was skipped."""
-
     def rest(self) -> None:
         """Frees the memory for reading until the next run."""
 
     def close(self) -> None:
         """Stops, and frees the memory for reading; idempotent."""
+
+
+class StoreReader:
+    """Reads units of the store's current step.
+
+    Until the first of them are read, the store prefetches no state for updates, since
+    programs wait for params first.
+
+    Args:
+      memory_bytes: Memory for reads, beside the units.
+      num_first: Number of units that have room when a step begins.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        memory_bytes: int,
+        num_first: int,
+        *,
+        average: bool = False,
+    ) -> None:
+        self._training = training
+        self._open = partial(training.params_reader, memory_bytes, average=average)
+        self._num_first = num_first
+        self._num_read = 0
+        self._reader: ParamsReader | None = None
+
+    def begin(self) -> None:
+        """Begins a step; there is no commit before it ends."""
+        self.close()
+        self._reader = self._open()
+        self._num_read = 0
+        self._training.opened.handler.hold_prefetches(self._num_first > 0)
+
+    def read(self, unit: Unit, shards: Sequence[Array]) -> None:
+        """Fills arrays with a unit's shards; blocks."""
+        assert self._reader is not None
+        opened = self._training.opened
+        name = opened.directory.manifest.leaves[unit.leaf].name
+        with span("fetch", (name, *unit.place[1:]), num_bytes=unit.num_bytes):
+            _read(self._reader, unit, shards)
+        self._num_read += 1
+        if self._num_read == self._num_first:
+            opened.handler.hold_prefetches(False)
+
+    def close(self) -> None:
+        """Frees its memory."""
+        self._training.opened.handler.hold_prefetches(False)
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+def _read(reader: ParamsReader, unit: Unit, shards: Sequence[Array]) -> None:
+    """Reads a unit; chunks that another process holds are zeros."""
+    parts = shards if unit.is_divided else [np.zeros(unit.shape, unit.dtype)]
+    for box, part in zip(unit.boxes, parts, strict=True):
+        if unit.is_shared:
+            part[...] = 0
+        reader.read(unit.leaf, part.reshape(unit.extent_of(box)), unit.origin_of(box))
+    if not unit.is_divided:
+        for box, shard in zip(unit.shards, shards, strict=True):
+            shard[...] = parts[0][box.slices]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -123,7 +174,7 @@ class _Fetched(Moved):
 def on_host_devices(unit: Unit, shards: Sequence[Array]) -> jax.Array:
     """Puts shards on devices that read them in place; see `Unit.put_together`."""
     if unit.is_shared:
-        return unit.put_together(shards, in_place=True)
+        return unit.put_together(shards)
     return unit.on_devices(shards)
 
 
@@ -131,84 +182,54 @@ class StoreParams(Params):
     """Params of a store, for programs and for updates.
 
     Units are read in the order in which calls need them, so those that a call waits for
-    always get room. A buffer is read into only when no program, no copy and no update
-    can still read it.
+    always get room.
 
     Args:
-      fetches: The reads of each run, in order.
-      room_bytes: Memory for units on the device; at least `window_bytes`.
-      host_bytes: Of a device with memory of its own, memory for buffers on the host:
-        two of the largest unit, and room for the units that wait for their update. A
-        third one is taken beside it, pinned. None if its memory is the host's.
-      stays: The units of these programs that stay.
-      in_place: Those of them that no program reads after their update.
-      is_shared: Whether other units stay, too, for someone else.
+      reading: The reads of each run. Of a device with memory of its own, its host's
+        memory is for buffers: two of the largest unit, and room for the units that wait
+        for their update. A third one is taken beside it, pinned.
     """
 
     def __init__(
         self,
         store_units: StoreUnits,
         reader: StoreReader,
-        fetches: Sequence[Fetch],
-        resident: Resident,
+        reading: Reading,
         device: Any,
-        *,
-        room_bytes: int,
-        host_bytes: int | None = None,
-        stays: Collection[Unit] = (),
-        in_place: Collection[Unit] = (),
-        gives: Collection[Unit] = (),
-        is_shared: bool = False,
         together: GroupStep | None = None,
     ) -> None:
         self.counts = MoverCounts()
         self._together = together or GroupStep()
-        self._store_units, self._reader, self._resident = store_units, reader, resident
-        self._stays, self._in_place, self._gives = stays, in_place, gives
-        self._is_shared, self._device = is_shared, device
-        self._has_link = host_bytes is not None
+        self._store_units, self._reader, self._device = store_units, reader, device
+        self._has_link = has_link = reading.host_bytes is not None
         self._mover = Mover(
             [1],
-            has_link=self._has_link,
-            read_bytes=room_bytes if host_bytes is None else host_bytes,
-            device_bytes=room_bytes,
-            pinned_bytes=max((one.unit.page_bytes for one in fetches), default=0),
-            registry=compat.memory_registry(device) if self._has_link else None,
+            has_link=has_link,
+            read_bytes=reading.host_bytes if has_link else reading.room_bytes,
+            device_bytes=reading.room_bytes,
+            pinned_bytes=reading.largest_bytes,
+            registry=compat.memory_registry(device) if has_link else None,
             name="jaxinf-fetch",
         )
-        self._fetches = fetches
+        self._fetches = reading.fetches
         self._lasts: dict[Unit, list[int]] = {}  # of its fetches, in order
         self._ends: dict[int, list[tuple[Unit, int]]] = {}  # by their last call
-        for fetch in fetches:
+        for fetch in self._fetches:
             self._lasts.setdefault(fetch.unit, []).append(fetch.last)
             self._ends.setdefault(fetch.last, []).append((fetch.unit, fetch.last))
         self._updates = {
             one.unit: (one.unit, one.last)
-            for one in fetches
+            for one in self._fetches
             if one.gradient is not None
         }
 
-    def begin(self, check: Callable[[], None]) -> None:
-        """Starts to read; blocks until all that stays is there."""
+    def begin(self) -> None:
+        """Starts to read."""
         self._free_updates()
-        version = self._reader.version
-        missing = self._resident.begin(
-            version, self._stays, self._in_place, is_shared=self._is_shared
-        )
-        if missing:
-            self._reader.begin()
-        for unit in missing:
-            check()
-            self._resident.bring(unit, self._bring)
-            self.counts.num_read_bytes += unit.num_bytes
         self.stop()
         if self._fetches:
             self._reader.begin()
             self._mover.load(map(self._fetched, self._fetches))
-
-    def _bring(self, unit: Unit, shards: Sequence[Array]) -> None:
-        with self._together.holding():
-            self._reader.read(unit, shards)
 
     def _fetched(self, fetch: Fetch) -> _Fetched:
         unit = fetch.unit
@@ -225,8 +246,6 @@ class StoreParams(Params):
 
     def get(self, number: int, piece: Piece) -> jax.Array:
         unit = self._store_units.unit(piece)
-        if unit in self._stays:
-            return self._part(unit, piece, self._resident.get(unit))
         lasts = self._lasts[unit]
         key = (unit, lasts[bisect_left(lasts, number)])
         with self._together.holding():
@@ -257,32 +276,18 @@ class StoreParams(Params):
         self._reader.close()
 
     def take(self, unit: Unit) -> Sequence[Array] | None:
-        if unit in self._stays:
-            return self._resident.take(unit) if unit in self._gives else None
         key = self._updates.get(unit)
         memory = None if key is None else self._mover.held(key)
         return None if memory is None else unit.views(memory)
 
-    def target(self, unit: Unit) -> Sequence[Array] | None:
-        return self._resident.target(unit) if unit in self._stays else None
-
     def free(self, unit: Unit) -> None:
-        if unit in self._stays:
-            self._resident.free(unit)
-        elif unit in self._updates:
+        if unit in self._updates:
             self._mover.free(self._updates[unit])
 
     def _free_updates(self) -> None:
         """Frees units that updates of a step have left, which was given up."""
         for key in self._updates.values():
             self._mover.free(key)
-
-    def end(self) -> None:
-        self._resident.end()
-
-    def give_up(self) -> None:
-        if not self._together.group.is_alone:  # all bring the same units again
-            self._resident.drop()
 
     @property
     def held_bytes(self) -> int:
@@ -294,7 +299,6 @@ class StoreParams(Params):
         self._mover.rest()
 
     def close(self) -> None:
-        """As `Params.close`; what stays may be another's, too."""
         self.stop()
         self._free_updates()
         self._mover.close()
@@ -308,7 +312,7 @@ class MemoryParams(Params):
         self._held: Sequence[Any] = ()
         self.counts = MoverCounts()
 
-    def begin(self, check: Callable[[], None]) -> None:
+    def begin(self) -> None:
         self._held = self._leaves()
 
     def get(self, number: int, piece: Piece) -> jax.Array:

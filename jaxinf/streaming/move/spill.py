@@ -6,19 +6,46 @@ Invariant: a gradient comes back with the same bits. The file has no name, so it
 disappears with the process, however that ends.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxinf.io import ByteMeters
 from jaxinf.io.pages import page_ceil
-from jaxinf.schedule.placement import Waiting
 from jaxinf.streaming.move.mover import Mover
 from jaxinf.streaming.move.scratch import Folders, Place, Scratch
 from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import Array
+
+
+class Waiting(NamedTuple):
+    """Gradients that wait for the last one of a step.
+
+    Attributes:
+      capacity_bytes: Memory for those that stay there.
+      on_drive: The others, which go to a drive, and their bytes.
+      num_reads: Number of times that each is read again.
+    """
+
+    capacity_bytes: int
+    on_drive: Mapping[Piece, int]
+    num_reads: int = 1
+
+
+def waiting(
+    sizes: Mapping[Piece, int], capacity_bytes: int, num_reads: int = 1
+) -> Waiting:
+    """Chooses the gradients that wait in memory: in their order, as there is room."""
+    left_bytes, on_drive = capacity_bytes, dict[Piece, int]()
+    for piece, num_bytes in sizes.items():
+        if num_bytes > left_bytes:
+            on_drive[piece] = num_bytes
+        else:
+            left_bytes -= num_bytes
+    return Waiting(capacity_bytes, on_drive, num_reads)
 
 
 def file_bytes(planned: Waiting) -> int:

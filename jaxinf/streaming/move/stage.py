@@ -8,6 +8,13 @@ Invariant: what waits is bounded in bytes; one gradient is always accepted.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import (
+    ALL_COMPLETED,
+    FIRST_COMPLETED,
+    Future,
+    ThreadPoolExecutor,
+    wait,
+)
 from typing import TypeAlias
 
 from jaxinf.streaming.move.workers import Job, Workers
@@ -112,3 +119,45 @@ class Stage:
         self._used_bytes -= num_bytes or 0
         if error is not None:
             self._error, self._action = self._error or error, None
+
+
+class UnderWay:
+    """Updates of several units at a time, so that a device's hide behind the host's.
+
+    They begin in their order, and one that takes long holds up none behind it. Its
+    calls come one after another.
+    """
+
+    def __init__(self, num_at_once: int) -> None:
+        self._num_at_once = num_at_once
+        self._threads = ThreadPoolExecutor(num_at_once, "jaxinf-update")
+        self._running: set[Future[None]] = set()
+
+    def start(self, action: Callable[[], None]) -> None:
+        """Starts an action; blocks while too many are under way.
+
+        Raises:
+          BaseException: An earlier action's.
+        """
+        if len(self._running) == self._num_at_once:
+            self._await(FIRST_COMPLETED)
+        self._running.add(self._threads.submit(action))
+
+    def end(self) -> None:
+        """Waits for all; raises what one has raised."""
+        self._await(ALL_COMPLETED)
+
+    def abandon(self) -> None:
+        """Waits for all; what they raise does not count, as the step is given up."""
+        wait(self._running)
+        self._running.clear()
+
+    def close(self) -> None:
+        """Waits for all, and ends the threads; idempotent."""
+        self.abandon()
+        self._threads.shutdown()
+
+    def _await(self, until: str) -> None:
+        done, self._running = wait(self._running, return_when=until)
+        for one in done:
+            one.result()

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinf.schedule.moves import Tensor
 from jaxinf.streaming.move.link import Crossing
+from jaxinf.streaming.move.moves import Tensor
 from jaxinf.streaming.move.scratch import Place, Scratch, raw_bytes
 from jaxinf.streaming.program.shards import PINNED
 from jaxinf.typing import Array

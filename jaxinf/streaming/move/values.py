@@ -14,11 +14,12 @@ import jax
 
 from jaxinf import compat
 from jaxinf.io import ByteMeters
-from jaxinf.schedule.placement import NUM_COPIES, Stay, Tiers, occupancy
 from jaxinf.streaming.move.mover import Mover, MoverCounts, drive_threads
 from jaxinf.streaming.move.scratch import Folders, Place, Scratch
 from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.plan.calls import Plan, Slot
+from jaxinf.streaming.plan.offload import NUM_COPIES, Tiers
+from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.meshes import default_device
 
 
@@ -56,7 +57,9 @@ class Values:
         self._mover = Mover(
             drive_threads(self._scratch.num_drives),
             has_link=tiers is not None,
-            read_bytes=tiers.buffer_bytes if tiers else _most_back(plan, self._places),
+            read_bytes=max(tiers.room, default=0)
+            if tiers
+            else _most_back(plan, self._places),
             way_bytes=tiers.leaving_bytes if tiers else 0,
             registry=compat.memory_registry(default_device()) if tiers else None,
         )

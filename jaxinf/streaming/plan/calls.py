@@ -11,7 +11,6 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from jaxinf.schedule.placement import Eviction
 from jaxinf.streaming.plan.report import plan_text
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program
@@ -34,6 +33,21 @@ class Slot(NamedTuple):
     """A place for a value, from the call that makes it to the last that takes it."""
 
     number: int
+
+
+class Eviction(NamedTuple):
+    """The calls between which a tensor leaves the device's memory and is back.
+
+    Attributes:
+      written: The call that makes it, after which it leaves.
+      gone: The first call before which its memory must be free.
+      back: The first call before which its memory is taken again, to read it.
+    """
+
+    written: int
+    gone: int
+    back: int
+    needed: int
 
 
 @dataclass(frozen=True)

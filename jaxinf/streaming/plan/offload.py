@@ -1,13 +1,20 @@
 """Chooses the values that are away for a part of a step, and where they wait.
 
-See `schedule.placement` for the rules.
+    device   who leaves, by next use; each comes back as early as there is room
+    host     values that stay: those that are needed soonest
+             values on their way to drives, in turns
+             values that are read ahead, as far as the others leave room
+    drives   the rest
 
 Invariant: a step's memory is as planned at every call, however fast the drive is: a
-value's memory is free from one given call to another.
+value's memory is free from one given call to another, and no choice raises the bytes of
+a call above its capacity. What stays on the host never reaches a drive.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +22,40 @@ import numpy as np
 
 from jaxinf.errors import BudgetError
 from jaxinf.io import PAGE_BYTES, page_ceil
-from jaxinf.schedule.placement import (
-    NUM_COPIES,
-    Stay,
-    Tiers,
-    evictions,
-    host_tier,
-    occupancy,
-)
-from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.calls import Eviction, Plan
+from jaxinf.streaming.program.lifetimes import Stay, occupancy
 
 SMALL_BYTES = 64 << 10
 """Smaller values stay in memory."""
 
+NUM_COPIES = 2
+"""Times that a value is on the host on its way to a drive, or back: pinned for the
+device, and pageable for the drive. JAX may read pinned memory in place, or copy it."""
+
 # Calls from the one after which a value is written to the first that has its memory:
 # the value is computed, then written beside another call.
 _WRITING = 2
+# Of the memory beyond the least, so much at most is for what is on its way: a value may
+# be copied while the one before it is written.
+_WAY_SHARE = 4
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """The host's memory for values that are not on the device.
+
+    Attributes:
+      on_drive: Values that go on to drives, in the order in which they are needed.
+      leaving_bytes: The part for values on their way to drives.
+      room: Before each call, bytes for values that are read ahead; empty if none are.
+      least_bytes: The smallest memory that would do, if this does not; else 0.
+    """
+
+    on_drive: tuple[Any, ...]
+    host_bytes: int
+    leaving_bytes: int = 0
+    room: Sequence[int] = ()
+    least_bytes: int = 0
 
 
 def least_bytes(plan: Plan, temp_bytes: Mapping[str, int] | None = None) -> int:
@@ -46,16 +71,24 @@ def fitted(
 ) -> Plan:
     """Returns the plan with as few evictions as the budget needs.
 
-    See `schedule.placement.evictions`.
+    Of the values in memory the one that is needed last leaves. They come back in the
+    order of their use, as early as there is room. If all leave, the rest may still
+    exceed the budget.
 
     Args:
-      memory: Returns the memory during each call, such as `Plan.call_bytes`.
+      memory: Returns the memory during each call, such as `Plan.call_bytes`. While a
+        call runs, the one after it waits: what it needs is there.
     """
     plan = plan.varied(evictions={})
-    made = {slot: life.made for slot, life in plan.lives.items()}
     used = np.array(memory(plan), np.int64)
-    found = evictions(used, candidates(plan), made, budget_bytes)
-    return plan.varied(evictions=found)
+    left = evict(used, candidates(plan), budget_bytes)
+    evictions = {
+        stay.tensor: Eviction(
+            plan.lives[stay.tensor].made, left[stay] + 1, call + 1, stay.stop + 1
+        )
+        for stay, call in prefetch(used, left, budget_bytes).items()
+    }
+    return plan.varied(evictions=evictions)
 
 
 def evicted(plan: Plan, budget_bytes: int, temp_bytes: Mapping[str, int]) -> Plan:
@@ -99,13 +132,90 @@ def candidates(plan: Plan) -> list[Stay]:
     return found
 
 
+def evict(
+    occupied: np.ndarray, stays: Iterable[Stay], capacity: int
+) -> dict[Stay, int]:
+    """Ends stays where the bytes exceed the capacity.
+
+    The value that is needed last leaves first (Belady's rule), of several the largest,
+    of equal ones the one given first. If all leave, the rest may still exceed.
+
+    Returns:
+      For each of `stays` that ends early, the first call without its value.
+    """
+    left: dict[Stay, int] = {}
+    by_use = sorted(stays, key=lambda stay: (stay.stop, stay.num_bytes), reverse=True)
+    for call in np.flatnonzero(occupied > capacity).tolist():
+        for stay in by_use:
+            if occupied[call] <= capacity:
+                break
+            if stay.start <= call < stay.stop and stay not in left:
+                occupied[call : stay.stop] -= stay.num_bytes
+                left[stay] = call
+    return left
+
+
+def prefetch(
+    occupied: np.ndarray, left: Mapping[Stay, int], capacity: int
+) -> dict[Stay, int]:
+    """Lets values come back in the order of their use, as early as there is room.
+
+    Each is away for one call at least, and none comes back before one used earlier.
+
+    Args:
+      left: The first call without each value, as from `evict`.
+
+    Returns:
+      For each, in that order, the first call with it again: at the latest its `stop`.
+    """
+    returned: dict[Stay, int] = {}
+    back = 0
+    for stay in sorted(left, key=lambda stay: stay.stop):
+        earliest = max(back, left[stay] + 1)
+        back = stay.stop
+        while back > earliest and occupied[back - 1] + stay.num_bytes <= capacity:
+            back -= 1
+        occupied[back : stay.stop] += stay.num_bytes
+        returned[stay] = back
+    return returned
+
+
 def plan_tiers(plan: Plan, host_bytes: int) -> Tiers:
-    """Divides the host's memory for values that leave a device with its own."""
-    away = {
-        slot: (one, page_ceil(plan.lives[slot].num_bytes))
+    """Chooses the values that stay on the host of a device with memory of its own.
+
+    While too many bytes wait, the value that is needed last goes to a drive, as soon as
+    it is made.
+
+    Args:
+      host_bytes: The most memory of the host for values.
+    """
+    stays = [
+        Stay(one.written, one.needed, page_ceil(plan.lives[slot].num_bytes), slot)
         for slot, one in sorted(plan.evictions.items())
-    }
-    return host_tier(len(plan.calls), away, host_bytes, PAGE_BYTES)
+    ]
+    held = occupancy(len(plan.calls), stays)
+    everything = int(held.max(initial=0))
+    if everything <= host_bytes:
+        return Tiers((), everything)
+    largest = max(stay.num_bytes for stay in stays)
+    passing = 2 * NUM_COPIES * largest
+    if host_bytes < passing:
+        return Tiers((), 0, least_bytes=min(passing, everything))
+    more = min(largest, _whole_pages((host_bytes - passing) // _WAY_SHARE))
+    leaving = NUM_COPIES * largest + more
+    left = evict(held, stays, host_bytes - 2 * leaving)
+    held = occupancy(len(plan.calls), (stay for stay in stays if stay not in left))
+    # One value at a time is pinned for its copy back.
+    ahead = host_bytes - leaving - (NUM_COPIES - 1) * largest
+    most = sum(stay.num_bytes for stay in left)
+    later = np.maximum.accumulate(held[::-1])[::-1].tolist()
+    room = [_whole_pages(min(most, ahead - num_bytes)) for num_bytes in later]
+    on_drive = tuple(stay.tensor for stay in sorted(left, key=lambda stay: stay.stop))
+    return Tiers(on_drive, host_bytes, leaving, [room[0], *room[:-1]])
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return num_bytes - num_bytes % PAGE_BYTES
 
 
 def check_tiers(tiers: Tiers, host_bytes: int) -> None:

@@ -1,13 +1,14 @@
-"""Plans the reads of params, in the memory that a plan leaves.
+"""Plans the reads of params: which units are read for which calls, and what stays.
 
-See `schedule.reads` for what is chosen.
+A read may serve the calls of a later one. The last read of a unit before its gradient
+is complete may serve its update, too; the unit then stays until it is updated.
 
 Invariant: the memory of params is what the plan leaves for them, on the host and on the
-JAX device; beyond it a unit is read again.
+JAX device, at least the most of `held_bytes`; beyond it a unit is read again.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,16 +16,30 @@ import numpy as np
 
 from jaxinf.errors import BudgetError
 from jaxinf.io import PAGE_BYTES
-from jaxinf.schedule.reads import (
-    Fetch,
-    fetches_of,
-    hand_over,
-    held_bytes,
-    keep_between,
-)
 from jaxinf.streaming.plan.calls import Call, Plan
 from jaxinf.streaming.plan.memory import NUM_STAGED, Division
+from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 from jaxinf.streaming.program.units import StoreUnits, Unit
+
+
+class Fetch(NamedTuple):
+    """One read of a unit, and the calls that it serves.
+
+    Attributes:
+      first, last: Numbers of the first and the last call that use it.
+      gradient: Number of the call that completes its gradient, if the update takes the
+        params from this read; None if it reads them again.
+    """
+
+    unit: Unit
+    first: int
+    last: int
+    gradient: int | None = None
+
+    @property
+    def end(self) -> int:
+        """The number of the last call during which it must be in memory."""
+        return self.last if self.gradient is None else max(self.last, self.gradient)
 
 
 class Reading(NamedTuple):
@@ -32,66 +47,52 @@ class Reading(NamedTuple):
 
     Attributes:
       fetches: The reads of a step, in order.
-      room_bytes: Memory for their units on the device.
+      room_bytes: Memory on the device for their units.
+      host_bytes: Memory on the host of a device with memory of its own; else None.
+      unused_bytes: Memory that the plan leaves for units, and no read needs.
     """
 
-    fetches: tuple[Fetch, ...]
-    room_bytes: int
+    fetches: tuple[Fetch, ...] = ()
+    room_bytes: int = 0
+    host_bytes: int | None = None
+    unused_bytes: int = 0
 
     @property
     def num_first(self) -> int:
         """Number of units that have room when a step begins."""
-        return bisect_right(self._sums, self.room_bytes)
-
-    @property
-    def needed_bytes(self) -> int:
-        """Memory on the device that units can use."""
-        return min(self.room_bytes, max(self._sums, default=0))
+        sizes = (fetch.unit.page_bytes for fetch in self.fetches)
+        return bisect_right([*accumulate(sizes)], self.room_bytes)
 
     @property
     def largest_bytes(self) -> int:
         return max((fetch.unit.page_bytes for fetch in self.fetches), default=0)
 
-    def memory(self, division: Division) -> tuple[int, int | None]:
-        """Returns memory of the host for reading, and of a device with its own."""
-        if not division.staged:
-            return self.needed_bytes, None
-        return division.staged - self.largest_bytes, self.room_bytes
 
-    @property
-    def _sums(self) -> list[int]:
-        return list(accumulate(fetch.unit.page_bytes for fetch in self.fetches))
-
-
-def planned_fetches(
+def plan_reads(
     plan: Plan,
     store_units: StoreUnits,
     division: Division,
     can_take: Callable[[Unit], bool],
-    stays: Container[Unit] = (),
 ) -> Reading:
     """Plans the reads of a step.
 
     Args:
       can_take: Whether the update of a unit can take params that were read for a
         program.
-      stays: Units that are in memory and not read.
 
     Raises:
       BudgetError: The host has no room for params on their way to the device.
     """
     calls = plan.calls
-    uses = [map(store_units.unit, call.reads) for call in calls]
-    fetches = tuple(fetch for fetch in fetches_of(uses) if fetch.unit not in stays)
+    fetches = fetches_of(map(store_units.unit, call.reads) for call in calls)
     spare = max(0, division.programs - plan.peak_bytes)
     held = held_bytes(fetches, len(calls))
     room = int(held.max(initial=0)) + spare
     is_staged = division.staged > 0
     # The rest is for reading ahead.
     fetches = keep_between(fetches, held, room - spare // 2)
-    limit = room - spare // 4
+    limit, largest = room - spare // 4, Reading(fetches).largest_bytes
     if is_staged:
-        largest = Reading(fetches, room).largest_bytes
         limit = division.staged - NUM_STAGED * largest
         if limit < 0:
             raise BudgetError(
@@ -102,20 +103,26 @@ def planned_fetches(
             )
     fetches = hand_over(
         fetches,
-        completions(calls, store_units),
+        {
+            store_units.unit(p): n
+            for n, one in enumerate(calls)
+            for p, _ in one.gradients
+        },
         can_take,
         held=np.zeros_like(held) if is_staged else held,
         limit_bytes=limit,
         is_staged=is_staged,
     )
-    return Reading(fetches, room)
+    if is_staged:
+        return Reading(fetches, room, division.staged - largest)
+    used = min(room, sum(fetch.unit.page_bytes for fetch in fetches))
+    return Reading(fetches, used, unused_bytes=room - used)
 
 
-def staged_bytes(store_units: StoreUnits, plan: Plan, stays: Container[Unit]) -> int:
+def staged_bytes(store_units: StoreUnits, plan: Plan) -> int:
     """Returns the host's memory that params take on their way to the device."""
     pieces = {piece for call in plan.calls for piece in call.reads}
-    units = (store_units.unit(piece) for piece in pieces)
-    sizes = [unit.page_bytes for unit in units if unit not in stays]
+    sizes = (store_units.unit(piece).page_bytes for piece in pieces)
     return NUM_STAGED * max(sizes, default=PAGE_BYTES)
 
 
@@ -131,9 +138,96 @@ def reused_bytes(
     return used - sum(fetch.unit.num_bytes for fetch in fetches)
 
 
-def completions(calls: Sequence[Call], store_units: StoreUnits) -> Mapping[Unit, int]:
-    return {
-        store_units.unit(piece): number
-        for number, call in enumerate(calls)
-        for piece, _ in call.gradients
+def fetches_of(uses: Iterable[Iterable[Unit]]) -> tuple[Fetch, ...]:
+    """Returns the reads of one step, in order.
+
+    A unit stays if the next call needs it, too; one needed later is read again.
+
+    Args:
+      uses: The units that each call uses.
+    """
+    open_ones: dict[Unit, list[int]] = {}
+    found: list[tuple[Unit, list[int]]] = []
+    for number, units in enumerate(uses):
+        for unit in units:
+            calls = open_ones.get(unit)
+            if calls is None or calls[1] < number - 1:
+                calls = open_ones[unit] = [number, number]
+                found.append((unit, calls))
+            calls[1] = number
+    return tuple(Fetch(unit, first, last) for unit, (first, last) in found)
+
+
+def held_bytes(fetches: Sequence[Fetch], num_calls: int) -> np.ndarray:
+    """Returns the least memory for units during each call.
+
+    Two calls are in flight; with less than the most of it a step would deadlock.
+    """
+    stays = (Stay(one.first, one.end + 2, one.unit.page_bytes) for one in fetches)
+    return occupancy(num_calls + 2, stays)
+
+
+def keep_between(
+    fetches: Sequence[Fetch], held: np.ndarray, limit_bytes: int
+) -> tuple[Fetch, ...]:
+    """Joins reads of the same unit, those that are nearest to each other first.
+
+    Args:
+      fetches: The reads of a step, in order.
+      limit_bytes: Memory for units; at least the most of `held`.
+    """
+    between = sorted(_between(fetches), key=lambda stay: stay.stop - stay.start)
+    # By read, the one that serves its calls.
+    before = dict(stay.tensor for stay in fill(held, between, limit_bytes))
+    joined = list(fetches)
+    for other in sorted(before, reverse=True):
+        one = before[other]
+        joined[one] = joined[one]._replace(last=joined[other].last)
+    return tuple(fetch for i, fetch in enumerate(joined) if i not in before)
+
+
+def _between(fetches: Sequence[Fetch]) -> Iterator[Stay]:
+    """Yields the time between two reads of a unit, with their numbers, later first."""
+    last: dict[Unit, int] = {}
+    for number, fetch in enumerate(fetches):
+        if fetch.unit in last:
+            one = last[fetch.unit]
+            begin = fetches[one].end + 2
+            yield Stay(begin, fetch.first, fetch.unit.page_bytes, (number, one))
+        last[fetch.unit] = number
+
+
+def hand_over(
+    fetches: Sequence[Fetch],
+    gradients: Mapping[Unit, int],
+    can_take: Callable[[Unit], bool],
+    held: np.ndarray,
+    limit_bytes: int,
+    is_staged: bool = False,
+) -> tuple[Fetch, ...]:
+    """Chooses the reads that serve an update, those that wait least first.
+
+    Args:
+      fetches: The reads of a step, in order.
+      can_take: Whether the update of a unit can take its params from a read.
+      held: Memory for units during each call, at least; updated.
+      limit_bytes: Memory for units; at least the most of `held`.
+      is_staged: Whether units only pass through this memory on their way to the device.
+
+    Returns:
+      The reads; those that serve an update have a `gradient`.
+    """
+    last = {
+        one.unit: number
+        for number, one in enumerate(fetches)
+        if one.first <= gradients.get(one.unit, -1)
     }
+    waits = []
+    for unit, number in last.items():
+        if can_take(unit):
+            one = fetches[number]._replace(gradient=gradients[unit])
+            start = one.first if is_staged else one.last + 2
+            waits.append(Stay(start, one.end + 2, unit.page_bytes, (number, one)))
+    waits.sort(key=lambda stay: stay.tensor[1].gradient - stay.tensor[1].last)
+    chosen = dict(stay.tensor for stay in fill(held, waits, limit_bytes))
+    return tuple(chosen.get(number, fetch) for number, fetch in enumerate(fetches))

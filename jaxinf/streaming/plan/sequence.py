@@ -15,16 +15,13 @@ inputs, so its bits are the same.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from jaxinf.program.graph import Value
 from jaxinf.streaming.plan.calls import Call, Policy, Slot
 from jaxinf.streaming.program.graph import Graph, Origin, Piece
 from jaxinf.streaming.program.programs import Program, Programs
-
-_NEVER = -1
 
 
 def sequence(
@@ -98,17 +95,6 @@ class _Part:
         return self.repeated.get(value) or self.slots[value]
 
 
-class _Made(NamedTuple):
-    """A call whose last reads are not known yet: the fields of `Call` without them."""
-
-    program: Program
-    takes: tuple[Origin | Slot, ...]
-    makes: tuple[Slot, ...]
-    gradients: tuple[tuple[Piece, int], ...]
-    is_repeat: bool
-    part: int
-
-
 class _Builder:
     def __init__(
         self,
@@ -123,7 +109,7 @@ class _Builder:
         self._sums = sums
         self._parts = [_Part(number) for number in range(num_parts)]
         self._totals: dict[Program, Sequence[Slot]] = {}
-        self._calls: list[_Made] = []
+        self._calls: list[Call] = []  # whose last reads are not known yet
         self._starts: list[int] = []  # of blocks
         self._num_slots = 0
 
@@ -189,31 +175,35 @@ class _Builder:
         self._num_slots += len(program.outputs)
         slots = tuple(map(Slot, range(start, self._num_slots)))
         gradients = tuple((piece, i) for i, own in targets.items() for piece in own)
-        made = _Made(program, tuple(inputs), slots, gradients, is_repeat, part.number)
-        self._calls.append(made)
+        self._calls.append(
+            Call(program, tuple(inputs), slots, (), gradients, is_repeat, part.number)
+        )
         return slots
 
     def finish(self) -> tuple[tuple[Call, ...], tuple[Slot, ...]]:
         results = tuple(
             part.slots[value] for part in self._parts for value in self.results
         )
-        last = [_NEVER] * self._num_slots  # the calls that read slots last
+        last: dict[Slot, int] = {}  # the calls that read slots last
         for number, call in enumerate(self._calls):
-            for ref in call.takes:
-                if type(ref) is Slot:
-                    last[ref.number] = number
-        for slot in results:
-            last[slot.number] = len(self._calls)
+            last.update((ref, number) for ref in call.takes if type(ref) is Slot)
+        last.update(dict.fromkeys(results, len(self._calls)))
         held = self._held() if len(self._parts) > 1 else {}
-        calls = []
-        for number, call in enumerate(self._calls):
-            program, takes, makes, gradients, is_repeat, part = call
-            taken = (ref for ref in takes if type(ref) is Slot)
-            frees = dict.fromkeys(slot for slot in taken if last[slot.number] == number)
-            kept = (slot if last[slot.number] != _NEVER else None for slot in makes)
-            own = tuple(held[number].items()) if number in held else ()
-            slots = tuple(kept), tuple(frees)
-            calls.append(Call(program, takes, *slots, gradients, is_repeat, part, own))
+        calls = [
+            replace(
+                call,
+                makes=tuple(slot if slot in last else None for slot in call.makes),
+                frees=tuple(
+                    dict.fromkeys(
+                        ref
+                        for ref in call.takes
+                        if type(ref) is Slot and last[ref] == number
+                    )
+                ),
+                held=tuple(held[number].items()) if number in held else (),
+            )
+            for number, call in enumerate(self._calls)
+        ]
         return tuple(calls), results
 
     def _held(self) -> Mapping[int, dict[Piece, int]]:

@@ -11,13 +11,48 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxinf.program.graph import Node, Value
-from jaxinf.schedule.placement import Stay, occupancy
 from jaxinf.streaming.program.classify import TINY_BYTES, Classes, classify
 from jaxinf.streaming.program.graph import Graph, Piece, aval_bytes, num_bytes
+
+
+class Stay(NamedTuple):
+    """Successive calls during which a tensor is in memory, or may be.
+
+    Attributes:
+      stop: The call after the last.
+      num_bytes: The tensor's bytes; negative ones count as freed.
+      tensor: The tensor, as the caller knows it; hashable.
+    """
+
+    start: int
+    stop: int
+    num_bytes: int
+    tensor: Any = None
+
+
+def occupancy(num_calls: int, stays: Iterable[Stay]) -> np.ndarray:
+    """Returns the bytes of all stays during each call; int64, of shape (num_calls,)."""
+    change = [0] * (num_calls + 1)
+    for stay in stays:
+        change[stay.start] += stay.num_bytes
+        change[stay.stop] -= stay.num_bytes
+    return np.cumsum(change[:-1], dtype=np.int64)
+
+
+def fill(occupied: np.ndarray, stays: Iterable[Stay], capacity: int) -> list[Stay]:
+    """Adds stays, in the order given, if there is room; returns those added."""
+    added = []
+    for stay in stays:
+        during = occupied[stay.start : stay.stop]
+        if during.max(initial=0) + stay.num_bytes <= capacity:
+            during += stay.num_bytes
+            added.append(stay)
+    return added
 
 
 @dataclass(frozen=True)

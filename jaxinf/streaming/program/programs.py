@@ -15,11 +15,10 @@ import jax
 
 from jaxinf import compat
 from jaxinf.program.graph import Node, Value, evaluate
-from jaxinf.schedule.placement import Stay, occupancy
 from jaxinf.streaming.program.classify import LIGHT
 from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes, struct
 from jaxinf.streaming.program.keys import Keys
-from jaxinf.streaming.program.lifetimes import Lifetimes
+from jaxinf.streaming.program.lifetimes import Lifetimes, Stay, occupancy
 from jaxinf.streaming.program.peak import peak_memory
 
 # glibc keeps smaller blocks anyway, so a plan is not exact to within their size.

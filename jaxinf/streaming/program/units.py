@@ -99,14 +99,9 @@ class Unit:
             first = _aligned(end)
         return tuple(found)
 
-    def on_devices(
-        self, shards: Sequence[Array | jax.Array], device: Any = None
-    ) -> jax.Array:
-        """Puts its shards on their devices, or on the one given; blocks.
-
-        Those that have the host's memory read the shards in place.
-        """
-        places = self.places(shards, device)
+    def on_devices(self, shards: Sequence[Array]) -> jax.Array:
+        """Puts its shards on their devices, which read them in place; blocks."""
+        places = self.places(shards)
         return self.of_parts([jax.device_put(shard, place) for shard, place in places])
 
     def places(
@@ -129,18 +124,15 @@ class Unit:
             self.shape, self.sharding, list(parts)
         )
 
-    def put_together(self, shards: Sequence[Array], *, in_place: bool) -> jax.Array:
+    def put_together(self, shards: Sequence[Array]) -> jax.Array:
         """As `on_devices`, of shards of which each process has some chunks; blocks.
 
-        All processes call it alike.
+        All processes call it alike. Devices read the shards in place, which are filled.
 
         Args:
           shards: Of this process, with zeros where others hold the chunks.
-          in_place: Whether devices read the shards in place, which are filled then.
         """
         array = jax.block_until_ready(put_together(self.on_devices(shards)))
-        if not in_place:
-            return array
         found = {
             Box.of(shard.index, self.shape): shard.data
             for shard in array.addressable_shards

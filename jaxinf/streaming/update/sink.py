@@ -28,7 +28,7 @@ class Sink(ABC):
         """Gets ready for a step.
 
         Args:
-          params: The source of the step's params, which updates may take and change.
+          params: The source of the step's params, which updates may take.
         """
 
     @abstractmethod

@@ -21,7 +21,6 @@ from jaxinf.engine import (
     Training,
     UpdateRequest,
     carried_leaves,
-    changes_params,
     check_carried,
 )
 from jaxinf.errors import NonFiniteGradientError
@@ -29,7 +28,7 @@ from jaxinf.program import NonFinitePolicy, Passes, UpdateProgram
 from jaxinf.store import ScalarState
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.spill import Spill
-from jaxinf.streaming.move.stage import Handed, Stage
+from jaxinf.streaming.move.stage import Handed, Stage, UnderWay
 from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.program.graph import Piece
@@ -41,11 +40,9 @@ from jaxinf.streaming.program.shards import (
     whole,
 )
 from jaxinf.streaming.program.units import StoreUnits, Unit
-from jaxinf.streaming.update.asked import Asked, Gathered
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink, is_finite, on_host
-from jaxinf.streaming.update.under_way import UnderWay
 from jaxinf.typing import Array, PyTree
 
 _NO_PARAMS = np.empty(0, np.float32)
@@ -107,7 +104,7 @@ class StoreSink(Sink):
         # Passes look at whole gradients, in every process.
         self._is_gathered = not together.group.is_alone
         self._compressor = compressor
-        self._gathering: dict[Unit, Gathered] = {}
+        self._gathering: dict[Unit, _Gathered] = {}
         self._bad: list[str] = []
         self._step = 0
         self._num_skipped = 0
@@ -275,7 +272,7 @@ class StoreSink(Sink):
                 self.spill.put(piece, array)
 
     def _update(self, taken: Sequence[Handed]) -> None:
-        asked: dict[Unit, Asked] = {}
+        asked: dict[Unit, list[UpdateRequest]] = {}
         for piece, gradient in taken:
             unit = self._store_units.unit(piece)
             gathered = self._gathered(unit, piece, gradient)
@@ -285,21 +282,18 @@ class StoreSink(Sink):
                 self._bad.append(self._program.leaves[unit.leaf].info.name)
                 self._fetched.free(unit)
             else:
-                asked[unit] = self._ask(unit, gathered)
-        requests = [request for one in asked.values() for request in one.requests]
-        if not requests:
+                asked[unit] = self._requests(unit, gathered)
+        if not asked:
             return
         if self._assignment.updater is None:
-            self._run(asked, requests)
+            self._run(asked)
         else:
-            self._under_way.start(partial(self._run, asked, requests))
+            self._under_way.start(partial(self._run, asked))
 
-    def _run(
-        self, asked: Mapping[Unit, Asked], requests: Sequence[UpdateRequest]
-    ) -> None:
+    def _run(self, asked: Mapping[Unit, Sequence[UpdateRequest]]) -> None:
+        requests = [request for own in asked.values() for request in own]
         finite = self._training.steps.update(self._step, *requests)
-        for unit, one in asked.items():
-            one.end()
+        for unit in asked:
             self._fetched.free(unit)
         self._bad += [
             self._program.leaves[request.leaf].info.name
@@ -314,7 +308,7 @@ class StoreSink(Sink):
         part = self._store_units.part(unit, piece)
         if not part.index:
             return gradient
-        gathered = self._gathering.setdefault(unit, Gathered(unit))
+        gathered = self._gathering.setdefault(unit, _Gathered(unit))
         if not gathered.add(part, np.asarray(gradient)):
             return None
         return self._gathering.pop(unit).array
@@ -324,11 +318,10 @@ class StoreSink(Sink):
         is_checked = self._compressor.is_on and self._nonfinite != "allow"
         return is_checked and not is_finite(np.asarray(gradient))
 
-    def _ask(self, unit: Unit, gradient: Gradient) -> Asked:
-        """Makes the requests for a unit's update; blocks while inputs are computed."""
+    def _requests(self, unit: Unit, gradient: Gradient) -> list[UpdateRequest]:
+        """Returns what a unit's update asks for; blocks while inputs are computed."""
         params = self._fetched.take(unit)
         assert params is None or unit.is_divided, "the update takes parts that it moves"
-        kernel = self._program.leaves[unit.leaf].kernel
         parts = shards_of(gradient, unit.boxes)
         inputs, requests = ScalarInputs(()), []
         for number, (box, part) in enumerate(zip(unit.boxes, parts, strict=True)):
@@ -340,7 +333,7 @@ class StoreSink(Sink):
             requests.append(
                 UpdateRequest(
                     leaf=unit.leaf,
-                    kernel=kernel,
+                    kernel=self._program.leaves[unit.leaf].kernel,
                     origin=unit.origin_of(box),
                     gradient=sent,
                     inputs=inputs,
@@ -350,10 +343,21 @@ class StoreSink(Sink):
                     feedback=feedback,
                 )
             )
-        asked = Asked(unit, requests)
-        if changes_params(kernel, inputs):
-            asked.fill(self._fetched.target(unit))
-        return asked
+        return requests
+
+
+class _Gathered:
+    """Gradients of the parts of a unit that is stored as a whole."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.array = np.empty(unit.shape, unit.dtype)
+        self._num_missing = self.array.size
+
+    def add(self, part: Piece, gradient: Array) -> bool:
+        """Keeps a part's gradient; returns whether it was the last."""
+        self.array[part.index] = gradient
+        self._num_missing -= gradient.size
+        return not self._num_missing
 
 
 def idle_leaves(program: UpdateProgram, passes: Passes) -> frozenset[int]:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from jaxinf.io.pages import page_ceil
-from jaxinf.schedule.placement import waiting
 from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Scratch
-from jaxinf.streaming.move.spill import Spill, file_bytes
+from jaxinf.streaming.move.spill import Spill, file_bytes, waiting
 from jaxinf.streaming.program.graph import Piece
 
 SIZES = [4, 70_000, PART_BYTES + 4, 4096]

@@ -7,15 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinf.schedule.placement import (
-    Candidate,
-    Stay,
-    evict,
-    fill,
-    occupancy,
-    prefetch,
-    reside,
-)
+from jaxinf.streaming.plan.offload import evict, prefetch
+from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 
 NUM_CALLS = 7
 
@@ -165,28 +158,3 @@ def test_tensors_come_back_as_early_as_there_is_room(away, stays, capacity, rand
 
     choices = [range(left[stay] + 1, stay.stop + 1) for stay in in_order]
     assert tuple(returned.values()) == next(filter(fits, product(*choices)))
-
-
-@given(st.lists(st.tuples(SMALL, st.integers(0, 9)), max_size=6), CAPACITY)
-def test_residents_save_most(sizes, capacity):
-    tensors = [Candidate(i, size, saved, 0) for i, (size, saved) in enumerate(sizes)]
-    chosen = reside(tensors, capacity)
-    assert sum(tensors[i].num_bytes for i in chosen) <= capacity
-    saved = sum(tensors[i].saved_bytes for i in chosen)
-    best = max(
-        sum(one.saved_bytes for one in some)
-        for count in range(len(tensors) + 1)
-        for some in combinations(tensors, count)
-        if sum(one.num_bytes for one in some) <= capacity
-    )
-    # It misses less than the one that did not fit, at the best rate that was left.
-    rest = [one for one in tensors if one.tensor not in chosen]
-    left = max((one.saved_bytes for one in rest), default=0)
-    assert best - saved <= left
-    if len({one.num_bytes for one in tensors}) < 2:
-        assert saved == best
-
-
-def test_of_equal_residents_those_used_far_apart_stay():
-    tensors = [Candidate(i, 2, 4, apart) for i, apart in enumerate((1, 5, 3))]
-    assert reside(tensors, 5) == [1, 2]

@@ -3,7 +3,7 @@
     evict ─► out ─► write ─► away: their memory is free   … read ahead if there is room
     value ◄─ back ◄─ read ◄──┘ or from the host           … to `prefetch` or `load`
 
-Whoever has the `Moves` runs what they start, on threads (`streaming.move.mover`).
+Whoever has the `Moves` runs what they start, on threads (`move.mover`).
 Where the device's memory is the host's, the hop between them is left out: no tensor
 goes `"out"`, and what has been read is there.
 
@@ -11,7 +11,7 @@ Invariant: the memory of each tier stays within its room, however slow the moves
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -73,9 +73,9 @@ class Moves:
     """The tensors that move, and the memory that they may take. Has no threads.
 
     Args:
-      executor: Puts a move into its queue by ``start(tensor, kind, part)``, and calls
-        `ended` for it, later. Has memory of the host by ``allocate(tensor)``, where
-        there is room, and frees it by ``free_memory(memory)``.
+      start: Puts a move of a tensor's part into its queue, and later calls `ended`.
+      allocate: Returns memory of the host for a tensor, of which there is room; its
+        `release` frees it.
       has_link: Whether the device has memory of its own.
       way_bytes: Memory of the host for tensors on their way to drives.
       read_bytes: Memory of the host for those read ahead.
@@ -90,14 +90,15 @@ class Moves:
 
     def __init__(
         self,
-        executor: Any,
+        start: Callable[[Any, Kind, int], None],
+        allocate: Callable[[Any], Any],
         *,
         has_link: bool,
         way_bytes: int = 0,
         read_bytes: int = 0,
         device_bytes: int = 0,
     ) -> None:
-        self._executor = executor
+        self._begin, self._allocate = start, allocate
         self._has_link = has_link
         self._way_bytes, self._device_bytes = way_bytes, device_bytes
         self.tensors: dict[Hashable, Any] = {}
@@ -226,7 +227,7 @@ class Moves:
 
     def _start(self, tensor: Any, kind: Kind, part: int = 0) -> None:
         tensor.num_moves += 1
-        self._executor.start(tensor, kind, part)
+        self._begin(tensor, kind, part)
 
     def _is_out(self, tensor: Any, host: Any) -> None:
         tensor.value, tensor.host = None, host
@@ -234,7 +235,7 @@ class Moves:
             self._start(tensor, "write", part)
 
     def _read(self, tensor: Any) -> None:
-        tensor.memory = self._executor.allocate(tensor)
+        tensor.memory = self._allocate(tensor)
         self._read_used += tensor.host_bytes
         for part in range(tensor.num_parts):
             self._start(tensor, "read", part)
@@ -259,7 +260,7 @@ class Moves:
 
     def _free_memory(self, tensor: Any) -> None:
         if tensor.memory is not None and not tensor.is_held:
-            self._executor.free_memory(tensor.memory)
+            tensor.memory.release()
             tensor.memory = None
             self._read_used -= tensor.host_bytes
 

@@ -3,10 +3,19 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinf.schedule.moves import Moves, Tensor
+from jaxinf.streaming.move.moves import Moves, Tensor
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=8)
 LARGEST = 5
+
+
+class Memory:
+    def __init__(self, world, num_bytes):
+        self._world, self._num_bytes = world, num_bytes
+        world.read_bytes += num_bytes
+
+    def release(self):
+        self._world.read_bytes -= self._num_bytes
 
 
 class World:
@@ -15,18 +24,14 @@ class World:
     def __init__(self, **options):
         self.under_way, self.started = [], []
         self.read_bytes = 0
-        self.moves = Moves(self, **options)
+        self.moves = Moves(self.start, self.allocate, **options)
 
     def start(self, tensor, kind, part):
         self.under_way.append((tensor, kind))
         self.started.append((tensor.key, kind))
 
     def allocate(self, tensor):
-        self.read_bytes += tensor.host_bytes
-        return tensor.host_bytes
-
-    def free_memory(self, memory):
-        self.read_bytes -= memory
+        return Memory(self, tensor.host_bytes)
 
     def end(self, choose, error=None):
         tensor, kind = self.under_way.pop(choose(len(self.under_way)))
