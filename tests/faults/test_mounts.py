@@ -60,7 +60,7 @@ def test_an_export_to_a_read_only_or_full_place(mount_tmpfs, drive, place):
 
 
 def test_a_step_that_has_no_room_to_be_pinned(mount_tmpfs, drive, place):
-    path = mount_tmpfs("fs", size="1100k")
+    path = mount_tmpfs("fs", size="1150k")
     options = {"export_every": 2, "export_to": f"file://{place}/out"}
     options["memory_bytes"] = 128 << 20
     driver = drive(path / "store", **options).init().steps(2)
