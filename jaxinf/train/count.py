@@ -9,7 +9,7 @@ Invariant: nothing is compiled or written, and no param is made.
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -85,15 +85,16 @@ def count(
       UsageError: Several processes stream.
       JaxinfError: As `jaxinf.open_store`, `jaxinf.smart_update`, `jaxinf.stream`.
     """
-    needs = RunNeeds(
-        num_params=num_params(config.model_config), num_drives=_num_drives(config)
-    )
+    shared = {
+        "num_params": num_params(config.model_config),
+        "num_drives": _num_drives(config),
+    }
     if config.mode == "stream":
         assert batch is not None
-        return _streamed(needs, config, batch, device_bytes, like)
-    if config.mode == "update":
-        needs = _moved(needs, config)
-    return _whole(needs, config, batch, device_bytes), None
+        found = _dry_run(config, batch, device_bytes, like)
+        return RunNeeds(**shared, **_streamed(config, found, device_bytes)), found
+    moved = _moved(config) if config.mode == "update" else {}
+    return RunNeeds(**shared, **_whole(config, batch, device_bytes, moved)), None
 
 
 def num_processes(config: TrainConfig) -> int:
@@ -101,48 +102,51 @@ def num_processes(config: TrainConfig) -> int:
     return (config.distributed and config.distributed.num_processes) or 1
 
 
-def _streamed(
-    needs: RunNeeds,
+def _dry_run(
     config: TrainConfig,
     batch: Batch,
     device_bytes: int | None,
     like: StepCount | None,
-) -> tuple[RunNeeds, StepCount]:
+) -> StepCount:
     if num_processes(config) > 1:
         raise UsageError(
             "--distributed: expected --mode update, got stream, whose processes share "
             "params and values; count it without --distributed"
         )
-    limit, on_device = None, 0
-    every = config.device_updates
+    limit = None
     if device_bytes is not None:
         limit = DeviceLimit(config.device_memory or device_bytes, is_host=False)
-        if isinstance(every, int) and every:
-            on_device = _num_trained(config) // every
     with (
         _planned_store(config) as (elsewhere, store),
         named_flags(),
         streamed_step(elsewhere, store) as step,
     ):
-        found = step.dry_run(batch, config.abstract[1], device=limit, like=like)
-    counted = {one.name: getattr(found, one.name) for one in fields(Needs)}
-    state_bytes = 2 * FLOAT32.itemsize * on_device
-    counted["link_up_bytes"] += state_bytes
-    counted["link_down_bytes"] += state_bytes
-    updated = _num_trained(config) - on_device
-    return replace(needs, **counted, updated=updated), found
+        return step.dry_run(batch, config.abstract[1], device=limit, like=like)
+
+
+def _streamed(
+    config: TrainConfig, found: StepCount, device_bytes: int | None
+) -> dict[str, Any]:
+    """Adds the updates of the JAX device to what a streamed step takes."""
+    needs = {one.name: getattr(found, one.name) for one in fields(Needs)}
+    every, num_trained, on_device = config.device_updates, _num_trained(config), 0
+    if device_bytes is not None and isinstance(every, int) and every:
+        on_device = num_trained // every
+    for way in ("link_up_bytes", "link_down_bytes"):
+        needs[way] += 2 * FLOAT32.itemsize * on_device
+    return needs | {"updated": num_trained - on_device}
 
 
 # --- a step whose loss and gradient are one program ----------------------------------
 
 
 def _whole(
-    needs: RunNeeds,
     config: TrainConfig,
     batch: Batch | None,
     device_bytes: int | None,
-) -> RunNeeds:
-    """Adds programs, and what crosses the link, to what a store takes."""
+    moved: Mapping[str, int],
+) -> dict[str, Any]:
+    """Adds programs, and what crosses the link, to what updates move."""
     params = jax.tree.leaves(config.abstract[1])
     gradients = FLOAT32.itemsize * _num_trained(config)
     # Gradients, clipped gradients, updates; without clipping they are soon gone.
@@ -156,21 +160,14 @@ def _whole(
         divided = [x for x in params if sharded_dimension(x.shape, parts) is not None]
         elsewhere = _num_bytes(divided) - _num_bytes(divided) // parts
         programs -= 2 * elsewhere  # params and gradients
+    needs = {"host_bytes": 0, "operations": operations, **moved}
     if device_bytes is None:
-        updated = needs.updated or _num_trained(config)
-        host_bytes = needs.host_bytes + programs
-        return replace(
-            needs, host_bytes=host_bytes, operations=operations, updated=updated
-        )
-    crosses = FLOAT32.itemsize * needs.updated
-    return replace(
-        needs,
-        host_bytes=needs.host_bytes + 2 * crosses,
-        device_bytes=programs,
-        link_up_bytes=crosses,
-        link_down_bytes=crosses,
-        operations=operations,
-    )
+        needs["host_bytes"] += programs
+        return {"updated": _num_trained(config), **needs}
+    crosses = FLOAT32.itemsize * moved.get("updated", 0)
+    needs["host_bytes"] += 2 * crosses
+    link = {"link_up_bytes": crosses, "link_down_bytes": crosses}
+    return {**needs, **link, "device_bytes": programs}
 
 
 def _program(config: TrainConfig, batch: Batch) -> tuple[int, float]:
@@ -198,8 +195,8 @@ def _program(config: TrainConfig, batch: Batch) -> tuple[int, float]:
     return peak_memory(closed, donated).total, num_operations(closed)
 
 
-def _moved(needs: RunNeeds, config: TrainConfig) -> RunNeeds:
-    """Adds what updates take of disk and buffers, read and write."""
+def _moved(config: TrainConfig) -> dict[str, int]:
+    """Returns what updates take of disk and buffers, read and write."""
     description, count = _described(config), num_processes(config)
     members = [Member("0" * 32, n, count) for n in range(count)]
     with _planned_store(config) as (_, store):
@@ -207,20 +204,12 @@ def _moved(needs: RunNeeds, config: TrainConfig) -> RunNeeds:
             _moved_by(config, description, store._training.shape(description, member))
             for member in (members if count > 1 else [None])
         ]
-    disk, read, written, host, updated = map(max, zip(*of_each, strict=True))
-    return replace(
-        needs,
-        host_bytes=host,
-        disk_bytes=disk,
-        drive_read_bytes=read,
-        drive_write_bytes=written,
-        updated=updated,
-    )
+    return {name: max(one[name] for one in of_each) for name in of_each[0]}
 
 
 def _moved_by(
     config: TrainConfig, description: StoreDescription, shape: StoreShape
-) -> tuple[int, int, int, int, int]:
+) -> dict[str, int]:
     """Returns bytes on disk, read, written, and of buffers; and updated params."""
     read = memory = updated = 0
     written = 0.0
@@ -230,17 +219,20 @@ def _moved_by(
             loads, stores = moved_states(description.leaves[number].kernel, layout)
             memory += layout.num_bytes
             updated += layout.extents[0].num_elements if stores else 0
-            if layout.subgroup in shape.host_tier:
-                every = 1.0
-                if shape.options.rewrites_steps:  # commits alone write them
-                    every = shape.options.mean_steps_per_commit(config.checkpoint_every)
-                written += shape.file_bytes(layout, stores) / (every or config.steps)
-                continue
-            read += shape.file_bytes(layout, loads - ({0} if has_params else set()))
-            written += shape.file_bytes(layout, stores)
-    disk = sum(required_bytes(shape.directory).values())
-    buffers = min(config.buffer_bytes, memory)
-    return disk, read, round(written), buffers, updated
+            every = 1.0
+            if layout.subgroup not in shape.host_tier:
+                loads -= {0} if has_params else set()
+                read += shape.file_bytes(layout, loads)
+            elif shape.options.rewrites_steps:  # commits alone write them
+                every = shape.options.mean_steps_per_commit(config.checkpoint_every)
+            written += shape.file_bytes(layout, stores) / (every or config.steps)
+    return {
+        "host_bytes": min(config.buffer_bytes, memory),
+        "disk_bytes": sum(required_bytes(shape.directory).values()),
+        "drive_read_bytes": read,
+        "drive_write_bytes": round(written),
+        "updated": updated,
+    }
 
 
 @contextlib.contextmanager

@@ -33,15 +33,14 @@ from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches
 from jaxinf.train.data.rows import TrainingData
-from jaxinf.train.devices import Devices, connect, devices_of
+from jaxinf.train.devices import connect, devices_of
 from jaxinf.train.evaluate import BEST, Evaluation, Evaluator, best_loss, num_tokens
 from jaxinf.train.in_memory import in_memory
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, sum_of_processes
-from jaxinf.train.modes import Done, Mode, first_params, near_storage, store_optimizer
-from jaxinf.train.opening import begin, open_run
+from jaxinf.train.modes import Done, Mode, import_weights, near_storage
+from jaxinf.train.opening import open_run
 from jaxinf.train.optimizers import check_optimizer
-from jaxinf.train.progress import Progress, saying_compilation
 from jaxinf.train.run_file import text_of_run
 from jaxinf.train.schedules import learning_rates, resolved_settings
 from jaxinf.train.signals import stop_number, stop_requests
@@ -50,8 +49,6 @@ from jaxinf.train.timing import StepTimer, rss_bytes
 from jaxinf.train.trackers import Trackers, check_trackers
 
 _TIMEOUT_S = 600.0  # for a process that is behind the others
-# Share of the budget for pieces read and traced programs during an import.
-_IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
 # What --eval-only does not write.
 _LEFT_OUT: Mapping[str, Any] = {
     **dict.fromkeys(("tensorboard", "wandb", "trace", "export_to")),
@@ -90,7 +87,11 @@ def train(
         log_dir = config.logs / f"process-{group.number:05d}"
         config = dataclasses.replace(config, log_dir=log_dir)
     if not config.steps and not config.eval_only:
-        _import(config, console)
+        step = import_weights(config)
+        console.print(
+            f"imported {num_params(config.model_config):,} params from {config.source} "
+            f"to {config.store}, which is at step {step}"
+        )
         return 0
     with console.status("reading the data"):
         config, data = load(config)
@@ -144,7 +145,7 @@ class _Run:
         resume.check_same(self._identity, group)
         self.step = self._first_step(self._store)
         _check_log_dir(config.logs)  # before the store is made
-        with saying_compilation(console):
+        with report.saying_compilation(console):
             self._mode = self._begin()
         stack.callback(self._mode.close)
         self._num_updates = self._store.step if self._store else 0
@@ -206,7 +207,7 @@ class _Run:
                 f"already at step {first}, nothing to train: --steps is {last}"
             )
             return 0
-        with saying_compilation(self._console):  # so that no step's time has it
+        with report.saying_compilation(self._console):  # so that no step's time has it
             first_batch = self._devices.joined(self._batches[0])
             train_step, stopped = self._mode.compile(first_batch), 0
         if config.eval_every and not first:
@@ -215,7 +216,9 @@ class _Run:
         coming = self._batches.starting_at(Batches.position_of(first))
         with (
             contextlib.closing(coming),
-            Progress(self._console, first=first, last=last, unit=unit) as progress,
+            report.Progress(
+                self._console, first=first, last=last, unit=unit
+            ) as progress,
             self._metrics.recording(functools.partial(self._complete, progress)),
             stop_requests(
                 lambda name: self._console.print(
@@ -265,7 +268,7 @@ class _Run:
         self._timer.ended(done.costs)
         return line
 
-    def _complete(self, progress: Progress, line: StepLine) -> None:
+    def _complete(self, progress: report.Progress, line: StepLine) -> None:
         if not self._group.is_alone:
             total = sum_of_processes(self._group, line)
             if self._sums is not None and total is not None:
@@ -322,26 +325,6 @@ class _Run:
             report.say_results(
                 self._console, self._config, self._store, self._idle_bytes
             )
-
-
-def _import(config: TrainConfig, console: Console) -> None:
-    """Makes the store from a checkpoint's weights, one leaf at a time, and stops."""
-    params = first_params(config)
-    aside_bytes = _IMPORT_BYTES + _IMPORT_LEAF_BYTES * len(jax.tree.leaves(params))
-    aside_bytes = min(aside_bytes, config.buffer_bytes // 4)
-    config = dataclasses.replace(config, memory=config.buffer_bytes - aside_bytes)
-    with contextlib.closing(open_run(config, Devices())) as store:
-        tx = store_optimizer(config, store)
-        if store.step:
-            raise UsageError(
-                f"--steps 0: {config.store} is at step {store.step} already; give a "
-                "--store that is new"
-            )
-        begin(config, store, functools.partial(tx.init, params))
-        console.print(
-            f"imported {num_params(config.model_config):,} params from {config.source} "
-            f"to {config.store}, which is at step {store.step}"
-        )
 
 
 def _check_log_dir(logs: Path) -> None:

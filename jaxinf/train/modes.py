@@ -8,6 +8,7 @@
 Invariant: a step has the same effect in each; `step` says which have the same bits.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -27,10 +28,13 @@ from jaxinf.train.devices import Devices, placed
 from jaxinf.train.freezing import check_source
 from jaxinf.train.lora import Lora, with_new
 from jaxinf.train.metrics import NO_TRAFFIC, Costs
-from jaxinf.train.opening import begin, costs_of, stored_bytes
+from jaxinf.train.opening import begin, costs_of, open_run, stored_bytes
 from jaxinf.train.optimizers import behind_clipping, make_optimizer
 from jaxinf.train.step import Boundaries, compile_train_step
 from jaxinf.typing import DeferredArray, PyTree
+
+# Share of the budget for pieces read and traced programs during an import.
+_IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
 
 
 class Done(NamedTuple):
@@ -164,6 +168,30 @@ def store_optimizer(
     except ValueError as error:
         raise UsageError(f"--compress {config.compress}: {error}") from error
     return tx if config.compress is None else behind_clipping(config, tx)
+
+
+def import_weights(config: TrainConfig) -> int:
+    """Makes the store from a checkpoint's weights, one leaf at a time.
+
+    Returns:
+      The step of the store.
+
+    Raises:
+      UsageError: the store has a run already.
+    """
+    params = first_params(config)
+    aside_bytes = _IMPORT_BYTES + _IMPORT_LEAF_BYTES * len(jax.tree.leaves(params))
+    aside_bytes = min(aside_bytes, config.buffer_bytes // 4)
+    config = dataclasses.replace(config, memory=config.buffer_bytes - aside_bytes)
+    with contextlib.closing(open_run(config, Devices())) as store:
+        tx = store_optimizer(config, store)
+        if store.step:
+            raise UsageError(
+                f"--steps 0: {config.store} is at step {store.step} already; give a "
+                "--store that is new"
+            )
+        begin(config, store, functools.partial(tx.init, params))
+        return store.step
 
 
 def first_params(config: TrainConfig) -> PyTree:

@@ -17,7 +17,7 @@ from jaxinf import compat
 from jaxinf.terminal import make_console
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.metrics import StepLine
-from jaxinf.train.progress import Progress
+from jaxinf.train.report import Progress
 
 STREAM = ("--mode", "stream", "--memory", "256MiB")
 FIELDS = ["fetched_drive_bytes", "fetched_memory_bytes", "spilled_memory_bytes"]
