@@ -76,20 +76,17 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # 0.9 M params, small 124 M, medium 355 M, large 774 M and xl 1558 M.
     preset: Annotated[str, tyro.conf.arg(metavar="NAME")] = "nano"
 
-    # A model of a size of your own: a file in the form of Hugging Face's config.json,
-    # which sets architecture and size in place of --model and --preset
-    # (docs/models.md).
+    # A model of your own size, in place of --model and --preset: a file in the form of
+    # Hugging Face's config.json (docs/models.md).
     model_file: Annotated[Path | None, shown("FILE", "none", name="model-config")] = (
         None
     )
 
-    # Start from the weights in a Hugging Face checkpoint folder. Its config.json sets
-    # architecture and size, so give neither --model nor --preset. With --steps 0 the
-    # weights are imported into the store, leaf by leaf, and nothing is trained.
+    # Start from the weights in a Hugging Face checkpoint folder, in place of --model
+    # and --preset. With --steps 0 they are imported, and nothing is trained.
     source: Annotated[Path | None, shown("DIR", "new weights", name="from")] = None
 
     # The task: predict the next token, masked tokens, an answer to a text, or a class.
-    # By default the usual task of the model.
     task: Annotated[
         TaskName | None,
         shown("{causal-lm,masked-lm,seq2seq,classification}", "the model's"),
@@ -98,20 +95,18 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # Sequences or images in a step.
     batch_size: int = 8
 
-    # Tokens in a sequence; without a --tokenizer a token is a byte. Longer sequences
-    # cost more; for nano, 64 is nearly as good as more.
+    # Tokens in a sequence; without a --tokenizer a token is a byte.
     seq_len: Annotated[
         int | None,
         shown("INT", "64; with --from the longest example, at most 1024"),
     ] = None
 
-    # The name of an optimizer of optax or optax.contrib. Arguments without a flag here
-    # have optax's defaults. docs/optimizers.md lists the optimizers that can run near
-    # storage; --mode memory takes the others, too.
+    # The name of an optimizer of optax or optax.contrib that can run near storage
+    # (docs/optimizers.md); --mode memory takes the others, too.
     optimizer: Annotated[str, tyro.conf.arg(metavar="NAME")] = "adamw"
 
-    # More arguments of that optimizer, such as: weight_decay=0.01 b2=0.95 nesterov=true
-    # mu_dtype=bfloat16. For adamw and lion weight_decay is 0.1, with --from 0.
+    # Arguments of that optimizer, such as weight_decay=0.01 b2=0.95 mu_dtype=bfloat16.
+    # For adamw and lion weight_decay is 0.1, with --from 0.
     optimizer_args: Annotated[tuple[str, ...], shown("KEY=VALUE...", "optax's")] = ()
 
     # Peak learning rate. Required for optimizers other than adam and adamw.
@@ -125,44 +120,38 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     ] = None
 
     # The learning rate after the warm-up: constant; falling as a cosine to a tenth at
-    # --steps; falling linearly to 0 there; or wsd, constant until the last fifth of
-    # --steps, in which it falls linearly to 0. Use constant if you may extend the run
-    # later: it can end with wsd.
+    # --steps; falling linearly to 0 there; or wsd, falling so in the last fifth of
+    # --steps alone. A constant run may be extended later, and end with wsd.
     schedule: ScheduleName = "constant"
 
     # Steps in which the learning rate rises linearly to its peak.
     warmup_steps: Annotated[int | None, shown("INT", "50; 30 with --from")] = None
 
-    # Leaves of the model that stay as they are: patterns of their paths, such as wte or
-    # 'h[0-5]/*', where * stands for any text. They are stored once, have no state, and
-    # no update reads or writes them.
+    # Leaves of the model that stay as they are, and have no state: patterns of their
+    # paths, such as wte or 'h[0-5]/*', where * stands for any text.
     freeze: Annotated[tuple[str, ...], shown("PATTERN...", "none")] = ()
 
     # Train adapters of this rank beside matrices (LoRA), and leave all else as it is,
-    # but for a head of classes: 8, or with a pattern of the matrices' paths,
-    # '8:h*/mlp/*'. By default they are those of attention. The model is stored once, as
-    # by --freeze.
+    # but for a head of classes: 8 for those of attention, or with a pattern of the
+    # matrices' paths, '8:h*/mlp/*'.
     lora: Annotated[str | None, shown("RANK[:PATTERN]", "none")] = None
 
     # Adapters are scaled by this over their rank.
     lora_alpha: float = ALPHA
 
-    # Clip gradients to this global norm; 0 is off. With clipping, updates start only
-    # when all gradients are known.
+    # Clip gradients to this global norm, for which updates wait; 0 is off.
     clip_norm: float = 1.0
 
     # Send only a part of each gradient to the drives: top_k:0.02 sends its largest
     # elements, in 2 % of the dense bytes. Options may follow, separated by commas:
     # warmup_steps=N, error_feedback=true, values=bfloat16 or float16, selection=exact.
-    # Gradients are clipped first. In --mode memory the other elements are set to
-    # zero. docs/compression.md shows the cost in quality.
+    # docs/compression.md shows the cost in quality.
     compress: Annotated[str | None, shown("top_k:RATIO", "none")] = None
 
-    # Keep a moving average of the params in the store, with this decay: 0.999. Options
-    # may follow, separated by commas: start=N (begin at that step), every=N (average
-    # every N steps), debias=true, form=bf16 (2 bytes a param, rounded stochastically).
-    # The run is evaluated by it, and samples from it. docs/integrations.md, "EMA of
-    # params", says how to read it.
+    # Keep a moving average of the params in the store, with this decay: 0.999, by which
+    # the run is evaluated. Options may follow, separated by commas: start=N (the first
+    # step), every=N (steps), debias=true, form=bf16 (2 bytes a param, rounded
+    # stochastically). docs/integrations.md, "EMA of params", says how to read it.
     ema: Annotated[str | None, shown("DECAY", "none")] = None
 
     # Seed of the initial params, the batches and the sample.
@@ -171,9 +160,8 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # Dtype of activations and matrix products.
     dtype: DTypeName = "float32"
 
-    # Dtype of the params on the JAX device. With bfloat16 a new store has the other 16
-    # bits of their float32 master, too (on cards all 32), so that no bit is lost; in
-    # --mode memory they have no master.
+    # Dtype of the params on the JAX device. With bfloat16 the store has what is missing
+    # to their float32 master; in --mode memory they have no master.
     param_dtype: DTypeName = "float32"
 
     # A gradient with NaN or Inf: end the run before that step, or skip the batch.
@@ -186,8 +174,7 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     ] = None
 
     # Steps between evaluations on the held-out data; 0 is at the end only. The step of
-    # the lowest loss is kept as a checkpoint named best, which takes the space of one
-    # more copy of the state.
+    # the lowest loss is kept as a checkpoint named best, one more copy of the state.
     eval_every: int = 0
 
     # Batches of the held-out data in an evaluation, always the same: a number, or all.

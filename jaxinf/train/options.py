@@ -119,7 +119,6 @@ class RunOptions:
     """Where a run is, how long it is, and where its state and params are."""
 
     # A file in TOML with flags of the run, without --: batch-size = 16. Flags win.
-    # The log directory has a config.toml that starts the same run again.
     run_file: Annotated[Path | None, shown("FILE", "none", name="config")] = None
 
     # Record what each thread, drive and JAX device does in steps FIRST to LAST, by
@@ -148,14 +147,12 @@ class RunOptions:
     eval_only: bool = False
 
     # update: the optimizer's state is in the store and is updated beside the drive.
-    # stream: params, too, are in the store, and pass through --memory bytes; for models
-    # larger than memory. memory: plain optax with all state in memory, and nothing is
-    # kept; the baseline.
+    # stream: params are in the store, too, and pass through --memory bytes. memory:
+    # plain optax with all state in memory, the baseline; nothing is kept.
     mode: Literal["update", "stream", "memory"] = "update"
 
-    # Host memory, such as 4GiB. In --mode update: of the buffers through which the
-    # store's state passes; with cards, of each card. In --mode stream: all of a step's,
-    # in addition to some 400 MB of the process itself.
+    # Host memory, such as 4GiB. In --mode update: of the buffers through which state
+    # passes, with cards of each card. In --mode stream: of all but the process itself.
     memory: Annotated[
         int | None, _MEMORY, shown("BYTES", "512MiB; --mode stream needs it")
     ] = None
@@ -171,34 +168,30 @@ class StoreOptions:
     ] = ()
 
     # The processor that updates the chunks: host, the CPU; smartssd, the card beside
-    # the drive; emulated, an emulated card. Options may follow, such as
-    # smartssd:xclbin=FILE. See docs/cards.md.
+    # the drive; emulated, an emulated card; with options (docs/cards.md).
     csd: Annotated[str, shown("host|smartssd|emulated", "host")] = "host"
 
     # Steps to commit: every step (step), every n-th one (a number), or checkpoints
     # alone (checkpoint). A crash loses the steps since the last commit.
     durability: Annotated[Durability, _DURABILITY] = "step"
 
-    # Memory of the host in which state stays from step to step, a part of --memory:
-    # host=2GiB. It is not read again, and steps that commit alone write it (see
-    # durability); of a streamed step, all write its params.
+    # A part of --memory in which state stays from step to step, so that it is not read
+    # again, and is written by steps that commit alone (--durability).
     state_tier: Annotated[int | None, _STATE_TIER, shown("host=BYTES", "none")] = None
 
     # Format of the optimizer's float32 state in a new store: fp32, bfloat16 with
-    # stochastic rounding, or 8 bits with a scale for each 256 elements. The update
-    # computes in float32 in any case.
+    # stochastic rounding, or 8 bits with a scale for each 256 elements.
     state: Annotated[
         StateFormat | None, shown("{fp32,bf16,int8}", "fp32, or what the store has")
     ] = None
 
-    # Steps between checkpoints in STORE/checkpoints, and one at the end; 0 is none.
-    # Each takes the space of one more copy of the state on the drives; the last three
-    # are kept, and a new store is made only if there is room for them.
+    # Steps between checkpoints in STORE/checkpoints, and one at the end; 0 is none. The
+    # last three are kept, each in the space of one more copy of the state.
     checkpoint_every: int = 0
 
-    # Export these steps, too, beside training: a URL of file://, gs:// or s3://, with a
-    # folder for each step. A step that is due while an earlier one is under way is
-    # skipped. If an export fails, training goes on, and the exit status is 3.
+    # Export these steps beside training: a URL of file://, gs:// or s3://, with a
+    # folder for each. One that is due while another is under way is skipped. If an
+    # export fails, training goes on, and the exit status is 3.
     export_to: Annotated[str | None, shown("URL", "none")] = None
 
     # Continue from this checkpoint of the store, given by name.
@@ -210,9 +203,8 @@ class StreamOptions:
     """How ``--mode stream`` divides a step and the memory."""
 
     # For --mode stream: memory of the JAX device for params, activations and
-    # temporaries; by default most of what is free. On a CPU it limits that part of
-    # --memory.
-    device_memory: Annotated[int | None, _MEMORY, shown("BYTES", "none")] = None
+    # temporaries; on a CPU the part of --memory for them.
+    device_memory: Annotated[int | None, _MEMORY, shown("BYTES", "what is free")] = None
 
     # For --mode stream. recompute: activations are computed again for the backward
     # pass. keep: they stay in memory. offload: those that --memory has no room for are
@@ -220,13 +212,11 @@ class StreamOptions:
     policy: Policy = "recompute"
 
     # Gradient accumulation: parts of a batch that run one after another, so that
-    # activations take the memory of a part; their gradients are averaged, each learned
-    # token alike. In --mode stream a segment of the model runs for each part before the
-    # next segment, so params are read once for all of them.
+    # activations take the memory of a part; each learned token counts alike.
     micro_batches: int = 1
 
-    # Compute a layer's activations again in the backward pass, and do not keep them,
-    # which saves memory of an accelerator. In --mode stream --policy says that.
+    # Compute a layer's activations again in the backward pass, and do not keep them. In
+    # --mode stream --policy says that.
     remat: bool = False
 
     # For --mode stream: the JAX device computes the updates of every so many parts of
@@ -247,10 +237,9 @@ class StreamOptions:
 class LaunchOptions:
     """How the processes of a run find each other."""
 
-    # One of several processes of a run, each of which has its member of it. Those that
-    # train have JAX devices, and a part of each batch. SLURM, Open MPI and Kubernetes
-    # say who they are; elsewhere give the address of process 0, which coordinates, the
-    # number of processes, and that of this one, from 0: 10.0.0.1:1234,4,0.
+    # One of several processes of a run. SLURM, Open MPI and Kubernetes say which;
+    # elsewhere give the address of process 0, which coordinates, the number of
+    # processes, and that of this one, from 0: 10.0.0.1:1234,4,0.
     distributed: Annotated[
         Launch | None, _LAUNCH, shown("[HOST:PORT,N,I]", "one process")
     ] = None
