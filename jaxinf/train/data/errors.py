@@ -1,9 +1,7 @@
-"""Errors of data, and optional packages for some kinds of data."""
+"""Errors of data, whatever package has found them."""
 
 import contextlib
-import importlib
 from collections.abc import Collection, Iterator
-from typing import Any
 
 from jaxinf.errors import JaxinfError
 
@@ -18,6 +16,8 @@ class DataError(JaxinfError):
 def refusing(what: str, remedy: str = "") -> Iterator[None]:
     """Makes every failure of a package that parses a stranger's data a `DataError`.
 
+    A package that is missing is one of the extra `data`.
+
     Args:
       what: place and expectation, the beginning of the error.
     """
@@ -26,6 +26,8 @@ def refusing(what: str, remedy: str = "") -> Iterator[None]:
     except (JaxinfError, GeneratorExit, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of Rust is no Exception
+        if isinstance(error, ImportError):
+            remedy = "install it in a checkout of jaxinf, with: pip install '.[data]'"
         why = f"{what}: {type(error).__name__}: {error}"
         raise DataError(f"{why}; {remedy}" if remedy else why) from error
 
@@ -34,15 +36,3 @@ def shown_names(names: Collection[str]) -> str:
     """Returns names in order for a message, which few and short ones fill."""
     first = [ascii(name[:_MOST_CHARS]) for name in sorted(names)[:_MOST_NAMES]]
     return ", ".join(first) + (", …" if len(first) < len(names) else "")
-
-
-def optional_import(module: str, *, what: str) -> Any:
-    """Imports a module of the extra `data`, or refuses the feature that needs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(
-            f"{what}: needs {module.partition('.')[0]}, which is not installed "
-            f"({error}); install it in a checkout of jaxinf, with: pip install "
-            "'.[data]'"
-        ) from error

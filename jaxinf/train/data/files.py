@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxinf.io import MACHINE_MEMORY_BYTES
-from jaxinf.train.data.errors import DataError, optional_import
+from jaxinf.train.data.errors import DataError
 
 _HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test")
 _SAVED_MARKS = ("dataset_dict.json", "dataset_info.json")
@@ -167,7 +167,8 @@ def open_file(path: Path) -> IO[bytes]:
     """Opens a file: unpacked, in UTF-8, without a byte order mark.
 
     Raises:
-      DataError: it is no text, or a package that unpacks it is missing.
+      DataError: it is no text.
+      ImportError: pyarrow, which unpacks it, is missing.
       UnicodeError: it has the mark of an encoding that it is not in.
     """
     file = io.BufferedReader(_unpacked(path, _kind(_head(path))))
@@ -189,8 +190,9 @@ def open_file(path: Path) -> IO[bytes]:
 
 def _unpacked(path: Path, packing: str | None) -> Any:
     if packing in ("zstd", "lz4"):
-        arrow = optional_import("pyarrow", what=str(path))
-        return arrow.input_stream(str(path), compression=packing)
+        import pyarrow
+
+        return pyarrow.input_stream(str(path), compression=packing)
     opening = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}.get(packing or "")
     return opening(path) if opening else open(path, "rb", buffering=0)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxinf.train.data.errors import DataError, optional_import, refusing, shown_names
+from jaxinf.train.data.errors import DataError, refusing, shown_names
 from jaxinf.train.data.files import by_split
 from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.rows import Row, Rows, TrainingData
@@ -153,41 +153,40 @@ def _fingerprint(pictures: Sequence[_Picture], shape: ImageShape) -> str:
 
 
 def _row(picture: _Picture, shape: ImageShape) -> Row:
-    pixels = _resized(_decoded(picture.path, shape[2]), shape)
-    pixels = pixels.astype(np.float32) / np.float32(255)
+    pixels = _pixels(picture.path, shape).astype(np.float32) / np.float32(255)
     return {
         "images": pixels * np.float32(2) - np.float32(1),
         "labels": np.array(picture.label, np.int32),
     }
 
 
-def _decoded(path: Path, num_channels: int) -> Array:
-    module = optional_import("PIL.Image", what=str(path))
-    if num_channels not in _MODES:
+def _pixels(path: Path, shape: ImageShape) -> Array:
+    """Returns an image of a shape, resized bilinearly, each channel in float32."""
+    if shape[2] not in _MODES:
         raise DataError(
             f"{path}: expected a model of 1, 3 or 4 channels, which image files have, "
-            f"found {num_channels}"
+            f"found {shape[2]}"
         )
     what = f"{path}: expected an image, but it cannot be read"
     with refusing(what, "mend or remove it"), path.open("rb") as file:
-        image = module.open(file, formats=_FORMATS)
+        from PIL import Image
+
+        image = Image.open(file, formats=_FORMATS)
         if math.prod(image.size) > MOST_PIXELS:  # which are not decoded yet
             raise DataError(
                 f"{path}: expected an image of at most {MOST_PIXELS:,} pixels, found "
                 f"{image.size[0]} x {image.size[1]}; scale it down"
             )
-        shape = image.height, image.width, num_channels
-        return np.asarray(image.convert(_MODES[num_channels])).reshape(shape)
-
-
-def _resized(image: Array, shape: ImageShape) -> Array:
-    """Resizes an image bilinearly, each channel in float32."""
-    if image.shape == shape:
-        return image
-    module = optional_import("PIL.Image", what="images")
-    planes = [np.ascontiguousarray(image[..., c], np.float32) for c in range(shape[2])]
-    resized = [
-        module.fromarray(plane).resize((shape[1], shape[0]), module.Resampling.BILINEAR)
-        for plane in planes
-    ]
-    return np.stack([np.asarray(one) for one in resized], -1).round().astype(np.uint8)
+        whole = np.asarray(image.convert(_MODES[shape[2]]))
+        size, whole = (shape[1], shape[0]), whole.reshape(*whole.shape[:2], shape[2])
+        if whole.shape == shape:
+            return whole
+        planes = [
+            np.ascontiguousarray(plane, np.float32)
+            for plane in whole.transpose(2, 0, 1)
+        ]
+        resized = [
+            np.asarray(Image.fromarray(plane).resize(size, Image.Resampling.BILINEAR))
+            for plane in planes
+        ]
+    return np.stack(resized, -1).round().astype(np.uint8)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from jaxinf.documents import MOST_BYTES, shown
-from jaxinf.train.data.errors import DataError, optional_import, refusing, shown_names
+from jaxinf.train.data.errors import DataError, refusing, shown_names
 from jaxinf.train.data.files import format_of, is_saved_dataset, open_file, read_whole
 
 PLAIN_TEXT = ""  # the field of a plain text file; users cannot give this name
@@ -89,7 +89,6 @@ def _rows(path: Path, kind: str, used: Collection[str]) -> Iterator[Record]:
     """Yields the rows of a table; those of CSV are text."""
     remedy = "mend it, or save it as JSON lines or Parquet"
     batches, number = _csv if kind in ("csv", "tsv") else _arrow, 0
-    optional_import("pyarrow", what=str(path))
     with refusing(f"{path}: expected a file of {kind}", remedy):
         for names, batch in batches(path, kind, used):
             columns = [name for name in names if name in used]

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxinf.train.data.errors import DataError, optional_import, refusing
+from jaxinf.train.data.errors import DataError, refusing
 from jaxinf.train.data.examples import Example, Message, Text
 from jaxinf.typing import Array
 
@@ -101,10 +101,11 @@ class FolderTokenizer:
                 "file, found none; leave it out to train on bytes"
             )
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        package = optional_import("transformers", what=f"--tokenizer {path}")
         self.name = str(path)
         with refusing(f"--tokenizer {path}: expected a tokenizer of transformers"):
-            found = package.AutoTokenizer.from_pretrained(
+            from transformers import AutoTokenizer
+
+            found: Any = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
             vocabulary = found.get_vocab()
