@@ -3,7 +3,6 @@
 import contextlib
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +23,6 @@ from jaxinf.store import (
     MasterFormat,
     StateFormat,
     copy_step,
-    in_line,
     store_source,
     trim_store,
 )
@@ -84,16 +82,6 @@ class _Copy:
     processes: Annotated[
         int | None, option("Divide it among so many processes.", "N")
     ] = None
-    devices: Annotated[
-        int | None,
-        option(
-            "With --processes: number of their JAX devices, in a line, over which "
-            "leaves that are sharded along one dimension will be. Those whose chunks "
-            "that would cut get another grid. By default as many as there are shards, "
-            "or one a process.",
-            "N",
-        ),
-    ] = None
     checkpoints: Annotated[
         bool, option("Take the checkpoints along that all members have.")
     ] = False
@@ -140,20 +128,11 @@ class _Copy:
             )
         for root, share in zip(self.csd_root, self.share, strict=False):
             check_share(root, share)
-        shards_of, count = None, self.processes or 0
-        if self.devices is not None:
-            if count < 1 or self.devices < 1 or self.devices % count:
-                raise UsageError(
-                    f"--devices: expected as many for each of {count} --processes, "
-                    f"found {self.devices} in all"
-                )
-            shards_of = partial(in_line, count=count, num_devices=self.devices)
         return CopyLayout(
             Formats(self.state, self.master, self.average),
             tuple(roots),
             self.share,
             self.processes,
-            shards_of,
         )
 
 

@@ -116,9 +116,9 @@ class StoreShape:
                 f"leaf {record.name}: the store's chunks {record.chunk_shape} (made "
                 f"for shards {record.shard_counts}) do not divide at the shard "
                 f"boundaries of this run ({error}); run on a mesh whose shards are "
-                "whole multiples, or on one JAX device, or give the store another "
-                "grid: jaxinf store copy STORE STORE --processes N --devices D, or "
-                "--elastic"
+                "whole multiples, or on one JAX device; give the trainer --elastic, "
+                "which gives the store another grid; or take the step to a new store "
+                "(Store.params and Store.state, then Store.load)"
             ) from error
 
     def divides(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:

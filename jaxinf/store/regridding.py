@@ -50,21 +50,20 @@ ShardsOf: TypeAlias = Callable[[LeafRecord], Shards]
 """Returns the shards of a leaf in the run that a store is divided for."""
 
 
-def in_line(leaf: LeafRecord, count: int, num_devices: int | None = None) -> Shards:
+def in_line(leaf: LeafRecord, count: int) -> Shards:
     """Returns a leaf's shards in a run on a mesh of one axis; replicated ones stay so.
 
     A leaf whose dimension does not divide, or that has shards along several, is taken
-    to keep its shards.
+    to keep its shards. There are as many as before if each process gets as many, and
+    else one a process.
 
     Args:
       leaf: the leaf, with the shards that its grid was made for.
       count: number of processes.
-      num_devices: number of their JAX devices; by default as many as there are shards
-        if each process gets as many, and else one a process.
     """
     held = math.prod(leaf.shard_counts)
     along = [dim for dim, number in enumerate(leaf.shard_counts) if number > 1]
-    wanted = num_devices or (count if held % count else held)
+    wanted = count if held % count else held
     if len(along) != 1 or leaf.shape[along[0]] % wanted:
         return Shards(leaf.shard_counts)
     return Shards(tuple(wanted if n > 1 else 1 for n in leaf.shard_counts))

@@ -60,7 +60,7 @@ def test_a_mesh_that_cuts_chunks_has_a_new_grid(tmp_path):
     with running(tmp_path, path, *words, "--more", 1, num_devices=2) as processes:
         assert 0 not in processes.wait(), processes
         assert any(
-            "--processes N --devices D" in text for text in processes.outputs()
+            "give the trainer --elastic" in text for text in processes.outputs()
         ), processes
     assert contents(path) == expected
     options = ("--options", '{"divide": true}')

@@ -38,9 +38,9 @@ from jaxinf.store import (
     StoreLock,
     find_members,
     list_whole,
+    pinned_step,
     save_checkpoint,
     save_whole,
-    snapshot,
 )
 
 
@@ -196,21 +196,21 @@ def test_too_little_room_or_damage_leaves_what_is_there(place, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("os.statvfs", lambda _: full)
         with pytest.raises(StoreSpaceError, match=r"to come need [0-9,]+ bytes"):
-            copied(path, processes=1, devices=3)
+            copied(path, processes=3)
     assert not leftovers(path)
     directory = StoreDirectory.open(path)
     number = [leaf.name for leaf in directory.manifest.leaves].index("cut")
     file = directory.chunk_file("b", number, 2, "params")
     with flipped_bit(file), pytest.raises(StoreCorruptError, match="leaf cut, params"):
-        copied(path, processes=1, devices=3)
+        copied(path, processes=3)
     assert not leftovers(path)
     assert (contents(path), grids_of(path)) == (expected, grids)
 
 
-def test_a_grid_for_devices_of_one_process(place, capsys):
+def test_a_grid_for_other_processes(place, capsys):
     path = make(place)
     expected = {name: contents(path, name) for name in (None, "kept")}
-    words = ["store", "copy", str(path), str(path), "--processes", "1", "--devices"]
+    words = ["store", "copy", str(path), str(path), "--processes"]
     assert main([*words, "3"]) == 0
     assert "with a new grid: across, cut" in capsys.readouterr().out
     assert {name: contents(path, name) for name in expected} == expected
@@ -218,12 +218,7 @@ def test_a_grid_for_devices_of_one_process(place, capsys):
     assert main([*words, "3"]) == 0
     assert "with a new grid" not in capsys.readouterr().out
     assert grids_of(path) == grids
-    words_of_restore = ["checkpoint", "restore", str(path), "kept"]
-    assert main([*words_of_restore, "--discard-current"]) == 0
-    assert contents(path) == expected["kept"]
-    assert main([*words[:-2], "2", "--devices", "3"]) == 2
-    assert "expected as many for each" in capsys.readouterr().err
-    assert main(["store", "copy", str(path), str(path), "--devices", "3"]) == 2
+    assert main([*words, "1", "--devices", "3"]) == 2
 
 
 @pytest.mark.long
@@ -258,7 +253,7 @@ def test_refusals(place):
     shutil.move(place / "away", path / "process-00001")
     copied(path, processes=1)
     with (
-        snapshot(StoreDirectory.open(path)),
+        pinned_step(StoreDirectory.open(path)),
         pytest.raises(StoreLockedError, match="nobody who reads its step"),
     ):
         copied(path, processes=2)
@@ -268,7 +263,7 @@ def test_refusals(place):
         copied(path, place / "taken")
     assert [p.name for p in (place / "taken").iterdir()] == ["file"]
     with pytest.raises(StoreMismatchError, match="make two copies"):
-        copied(path, place / "new", state="fp32", processes=1, devices=3)
+        copied(path, place / "new", state="fp32", processes=3)
     assert not (place / "new").exists()
 
 

@@ -2,11 +2,10 @@
 
 import contextlib
 import os
-from functools import partial
 from pathlib import Path
 
 from jaxinf.exchange import export_source, export_url_at
-from jaxinf.store import CopyLayout, Formats, copy_step, in_line, store_source
+from jaxinf.store import CopyLayout, Formats, copy_step, store_source
 
 
 def copied(
@@ -17,7 +16,6 @@ def copied(
     roots=(),
     shares=(),
     processes=None,
-    devices=None,
     shards_of=None,
     checkpoints=False,
     memory_bytes=None,
@@ -25,8 +23,6 @@ def copied(
 ):
     """Copies a store, a run, a checkpoint or an export; without a target in place."""
     new = Path(old if new is None else new)
-    if devices is not None:
-        shards_of = partial(in_line, count=processes, num_devices=devices)
     layout = CopyLayout(
         Formats(**formats), [*map(str, roots)], shares, processes, shards_of
     )
