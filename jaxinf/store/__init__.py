@@ -52,6 +52,7 @@ from jaxinf.store.contents import (
 from jaxinf.store.copy_source import CopySource, store_source
 from jaxinf.store.copying import Copied, CopyLayout, copy_step, left_by_copy
 from jaxinf.store.creation import (
+    check_free_space,
     check_never_committed,
     check_space,
     complete_spare,
@@ -59,7 +60,6 @@ from jaxinf.store.creation import (
     discard_store,
     required_bytes,
 )
-from jaxinf.store.damage import Damage, corrupt_chunk
 from jaxinf.store.directory import (
     SLOTS,
     Slot,
@@ -95,6 +95,7 @@ from jaxinf.store.making import (
     is_dealt_by,
     is_unfinished,
     lay_out,
+    room_for_shares,
 )
 from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest, Member
 from jaxinf.store.names import (
@@ -109,6 +110,7 @@ from jaxinf.store.owned import (
     hold_store,
     look_at_store,
     read_owned,
+    trim_store,
 )
 from jaxinf.store.owners import check_unclaimed, claim_csds
 from jaxinf.store.plans import (
@@ -119,19 +121,25 @@ from jaxinf.store.plans import (
     plans_folder,
     read_plan,
 )
-from jaxinf.store.reader import Piece, PieceRuns, StepReader, file_checksum, over
-from jaxinf.store.regridding import Shards, ShardsOf, in_line
+from jaxinf.store.reader import (
+    Damage,
+    Piece,
+    PieceRuns,
+    StepReader,
+    corrupt_chunk,
+    file_checksum,
+    find_leaf,
+    open_array,
+    over,
+)
+from jaxinf.store.regridding import Shards, ShardsOf
 from jaxinf.store.snapshot import (
     PinnedStep,
     pinned_step,
     prune_snapshots,
-    snapshot,
 )
-from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.stock_documents import step_documents, stock_documents
-from jaxinf.store.trimming import trim_store
 from jaxinf.store.verify import link_damages, step_bytes, verify_step
-from jaxinf.store.views import find_leaf, open_array
 from jaxinf.store.whole import (
     agreed_of,
     find_members,
@@ -144,6 +152,7 @@ from jaxinf.store.whole import (
     remove_whole,
     restore_whole,
     save_whole,
+    to_step,
 )
 from jaxinf.store.whole_step import WholeStep, readable_step, step_of
 
@@ -231,7 +240,6 @@ __all__ = [
     "held_steps",
     "hold_members",
     "hold_store",
-    "in_line",
     "is_dealt_by",
     "is_divided_for",
     "is_run",
@@ -267,19 +275,19 @@ __all__ = [
     "required_bytes",
     "restore_checkpoint",
     "restore_whole",
+    "room_for_shares",
     "save_checkpoint",
     "save_whole",
     "schedule_free_params",
     "seal",
-    "snapshot",
     "step_bytes",
     "step_documents",
     "step_of",
     "stock_documents",
     "store_codecs",
     "store_source",
-    "stored_bytes",
     "stray_checkpoints",
+    "to_step",
     "tree_checksum",
     "trim_store",
     "verify_step",

@@ -24,7 +24,7 @@ from jaxinf.io import fsync_directory, write_bytes_atomically
 from jaxinf.io.failures import translated
 from jaxinf.store.carry import link_carry, make_carry
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.damage import Damage
+from jaxinf.store.creation import check_free_space
 from jaxinf.store.directory import (
     SLOTS,
     Slot,
@@ -35,8 +35,8 @@ from jaxinf.store.links import can_link
 from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.owned import current_store
+from jaxinf.store.reader import Damage
 from jaxinf.store.snapshot import link_step, remove_step
-from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.stock_documents import (
     document_checksum,
     make_orbax_item,
@@ -394,7 +394,7 @@ def _check_space(
             num_files += 1
         if old is not None and old.st_nlink == 1:
             num_files -= 1
-        num_bytes = num_files * stored_bytes(chunk, state)
+        num_bytes = num_files * state.stored_bytes(chunk)
         needs[directory.csd_directory(csd)] += num_bytes
     check_free_space(
         needs,

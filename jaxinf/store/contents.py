@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxinf.layout import CODE_BLOCK
+from jaxinf.io import page_ceil
+from jaxinf.layout import CODE_BLOCK, Chunk
 from jaxinf.store.names import leaf_name
 
 CODECS = ("bf16", "int8")
@@ -74,6 +75,12 @@ class StateRecord:
         if self.codec == "scale":
             return -(-num_leaf_elements // CODE_BLOCK)
         return num_leaf_elements
+
+    def stored_bytes(self, chunk: Chunk) -> int:
+        """Returns the bytes of a chunk's file in one slot on the drive: whole pages."""
+        if not chunk.num_elements:
+            return 0
+        return page_ceil(self.num_elements(chunk.num_elements) * self.itemsize)
 
     def coded(self, codec: str) -> tuple["StateRecord", ...]:
         """Returns the arrays that store this state with a codec."""

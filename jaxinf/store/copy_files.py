@@ -28,7 +28,6 @@ from jaxinf.store.manifest import LeafRecord
 from jaxinf.store.names import MASTER_PARAMS
 from jaxinf.store.reader import StepReader, file_checksum, over
 from jaxinf.store.regridding import regrid
-from jaxinf.store.space import stored_bytes
 from jaxinf.typing import Array, ProgressCallback
 
 _How: TypeAlias = Literal["link", "copy", "recode", "regrid", "room"]
@@ -68,7 +67,7 @@ class CopiedFile:
     @property
     def room_bytes(self) -> int:
         """Bytes that it takes on the drive, unless it is a link."""
-        return stored_bytes(self.part.chunks[self.leaf][self.chunk], self.state)
+        return self.state.stored_bytes(self.part.chunks[self.leaf][self.chunk])
 
 
 def copied_files(

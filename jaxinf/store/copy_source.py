@@ -28,8 +28,8 @@ from jaxinf.store.whole import (
     hold_members,
     is_run,
     of_one_commit,
+    to_step,
 )
-from jaxinf.store.whole import to_step as bring_to_step
 from jaxinf.store.whole_step import WholeStep, joined_step, readable_step
 
 
@@ -160,7 +160,7 @@ def _of_run(
         place = f"checkpoints/{checkpoint}"
         return parts, joined_step([PinnedStep(d, d.step_path(place)) for d in parts])
     with contextlib.suppress(StoreLockedError), hold_members(path) as members:
-        bring_to_step(members, agreed_of(members))
+        to_step(members, agreed_of(members))
     parts = all_members(path)
     pinned, undo = of_one_commit(
         path, parts, lambda one, held: held.enter_context(pinned_step(one))
@@ -174,7 +174,7 @@ def _hold(
 ) -> list[StoreDirectory]:
     if is_run(path):
         parts = stack.enter_context(hold_members(path))
-        bring_to_step(parts, agreed_of(parts))
+        to_step(parts, agreed_of(parts))
     else:
         parts = [stack.enter_context(hold_store(path, named))]
     for one in parts:

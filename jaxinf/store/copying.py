@@ -33,7 +33,7 @@ from jaxinf.store.checkpoint import add_documents, checkpoint_names
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.copy_files import CopiedFile, copied_files, make_files, room_needed
 from jaxinf.store.copy_source import CopySource, check_unread
-from jaxinf.store.creation import make_chunks
+from jaxinf.store.creation import check_free_space, make_chunks
 from jaxinf.store.directory import SLOTS, StoreDirectory
 from jaxinf.store.division import Division, division_for
 from jaxinf.store.formats import AS_IT_IS, Formats
@@ -42,7 +42,6 @@ from jaxinf.store.making import lay_out, member_of, process_roots, room_for_shar
 from jaxinf.store.manifest import Manifest, Member
 from jaxinf.store.owners import check_owners, check_places, claim_csds, make_csds
 from jaxinf.store.regridding import ShardsOf
-from jaxinf.store.space import check_free_space
 from jaxinf.store.stock_documents import create_documents, stock_documents
 from jaxinf.store.whole import find_members, link_whole, member_name
 from jaxinf.typing import ProgressCallback

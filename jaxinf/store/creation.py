@@ -8,12 +8,12 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxinf.documents import MOST_BYTES
-from jaxinf.errors import StoreFormatError
+from jaxinf.errors import StoreFormatError, StoreSpaceError
 from jaxinf.io import (
     PAGE_BYTES,
     fsync_directory,
@@ -26,14 +26,46 @@ from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
 from jaxinf.store.owners import check_owners, check_places, make_csds
-from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.stock_documents import (
     create_documents,
     document_names,
     make_folder,
 )
+from jaxinf.terminal import format_bytes
 
 _LOG = logging.getLogger("jaxinf")
+
+
+def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
+    """Refuses needs for which file systems have no room.
+
+    Args:
+      needs: bytes below each directory, which need not exist.
+      what, remedy: parts of the message.
+
+    Raises:
+      StoreSpaceError: names the file system, the bytes needed and the bytes free.
+    """
+    per_device: dict[int, list[tuple[Path, int]]] = defaultdict(list)
+    for directory, need in needs.items():
+        existing = _existing_parent(directory)
+        per_device[existing.stat().st_dev].append((existing, need))
+    for entries in per_device.values():
+        need = sum(n for _, n in entries)
+        status = os.statvfs(entries[0][0])
+        free = status.f_bavail * status.f_frsize
+        if need > free:
+            raise StoreSpaceError(
+                f"{entries[0][0]}: {what} {need:,} bytes ({format_bytes(need)}) "
+                f"there, the file system has {free:,} free ({format_bytes(free)}); "
+                f"{remedy}"
+            )
+
+
+def _existing_parent(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
 
 
 def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
@@ -41,7 +73,7 @@ def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
     totals: dict[Path, int] = defaultdict(int)
     places = [directory.csd_directory(csd) for csd in range(directory.num_csds)]
     for number, leaf, state, chunk in directory.held():
-        need = stored_bytes(directory.chunks[number][chunk], state)
+        need = state.stored_bytes(directory.chunks[number][chunk])
         totals[places[leaf.csds[chunk]]] += 2 * need
     return dict(totals)
 

@@ -13,7 +13,6 @@ from jaxinf.layout import reassign_csds
 from jaxinf.store.making import chunk_holders, is_unfinished
 from jaxinf.store.manifest import LeafRecord, Manifest
 from jaxinf.store.regridding import ShardsOf, check_blocks, fits, in_line, with_grid
-from jaxinf.store.space import stored_bytes
 from jaxinf.store.whole import find_members
 
 _NOBODY = -1
@@ -66,7 +65,7 @@ def division_for(
         owners.append(own if keeps and new is leaf else None)
         if owners[-1] is None:
             for chunk in new.grid.chunks():
-                sizes.append(sum(stored_bytes(chunk, state) for state in new.states))
+                sizes.append(sum(state.stored_bytes(chunk) for state in new.states))
             present += [owner if 0 <= owner < count else None for owner in own]
     dealt = iter(reassign_csds(sizes, present, count))
     return Division(

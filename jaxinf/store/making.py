@@ -16,7 +16,6 @@ from jaxinf.io import open_beneath, read_beneath, write_bytes_atomically
 from jaxinf.layout import assign_csds, assign_owners, reassign_csds
 from jaxinf.store.contents import StoreContents
 from jaxinf.store.manifest import MEMBER_VERSION, LeafRecord, Manifest, Member
-from jaxinf.store.space import stored_bytes
 from jaxinf.terminal import format_bytes
 
 _BESIDE = ("stream", "tokenizer")
@@ -151,7 +150,7 @@ def _held_bytes(manifest: Manifest) -> list[tuple[int, int]]:
 
 def _chunk_bytes(leaf: LeafRecord) -> list[int]:
     return [
-        sum(stored_bytes(chunk, state) for state in leaf.states)
+        sum(state.stored_bytes(chunk) for state in leaf.states)
         for chunk in leaf.grid.chunks()
     ]
 

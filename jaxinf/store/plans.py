@@ -15,8 +15,8 @@ from msgspec import Meta
 from jaxinf.documents import Document
 from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.io.failures import translated
-from jaxinf.store.damage import Damage
 from jaxinf.store.documents import read_document
+from jaxinf.store.reader import Damage
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62 - 1)]
 _Length: TypeAlias = Annotated[int, Meta(ge=1, le=2**62 - 1)]

@@ -7,15 +7,17 @@ Invariant: files are only read, through a few buffers of one piece each, or into
 caller's array. No caller gets all of a damaged chunk: it gets an error instead.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import tensorstore
 
-from jaxinf.errors import StoreError
+from jaxinf.errors import StoreCorruptError, StoreError
 from jaxinf.io import (
     MACHINE_MEMORY_BYTES,
     PAGE_BYTES,
@@ -36,9 +38,9 @@ from jaxinf.layout import (
 )
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord, dtype_of
-from jaxinf.store.damage import corrupt_chunk
 from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.manifest import LeafRecord
+from jaxinf.store.manifest import LeafRecord, Manifest
+from jaxinf.store.names import MASTER_PARAMS
 from jaxinf.typing import Array
 
 PIECE_BYTES = 4 << 20
@@ -64,6 +66,53 @@ class Piece:
     chunk: Chunk
     start: int
     values: Array
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A damaged chunk, document or link of a step.
+
+    Attributes:
+      step_path: the slot or the checkpoint.
+      file: the real file, even if it is missing.
+      what: leaf, state, chunk and CSD, or the document.
+      problem: the expected and the found value.
+    """
+
+    step_path: Path
+    file: Path
+    what: str
+    problem: str
+
+
+def corrupt_chunk(
+    file: Path,
+    leaf: LeafRecord,
+    state: str,
+    chunk: int,
+    expected: int | None,
+    found: int,
+    *,
+    when: str = "as written",
+    store: str = "STORE",
+) -> StoreCorruptError:
+    """Makes the error for a chunk whose checksum differs from the committed one.
+
+    Args:
+      file: the chunk's name in the step.
+      leaf, state, chunk: the chunk.
+      expected, found: CRC-32C; None if the record has none.
+      when: the origin of the expected checksum.
+      store: the store's path.
+    """
+    wanted = "none" if expected is None else f"{expected:08x}"
+    return StoreCorruptError(
+        f"{os.path.realpath(file)}: leaf {leaf.name}, {state}, chunk {chunk} of "
+        f"{len(leaf.csds)}, on CSD {leaf.csds[chunk]}: expected CRC-32C {wanted} "
+        f"{when}, found {found:08x}; nothing was made of it. Check the drive (dmesg, "
+        f'smartctl), see "jaxinf verify {store}" for all that is damaged, and restore '
+        "a checkpoint or a backup"
+    )
 
 
 def stored_pieces(
@@ -380,3 +429,47 @@ class PieceRuns:
             self._rest = self._rest[part.size :]
             done += part.size
         return out
+
+
+# --- for other readers -------------------------------------------------------------
+
+
+def find_leaf(manifest: Manifest, state: str, leaf: str) -> LeafRecord:
+    """Returns the record of a leaf by its name as `jaxinf inspect` prints it.
+
+    Raises:
+      ValueError: there is no such leaf or state; lists the existing ones.
+    """
+    for record in manifest.leaves:
+        if record.name == leaf.strip("/"):
+            states = [s.name for s in record.states]
+            if state not in states:
+                raise ValueError(
+                    f"leaf {leaf}: it has the states {', '.join(states)}, asked for "
+                    f"was {state!r}"
+                )
+            return record
+    names = [record.name for record in manifest.leaves]
+    listed = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+    raise ValueError(f"no leaf {leaf!r} in the store; there are {listed}")
+
+
+def open_array(slot_path: Path, record: LeafRecord, state: str) -> Any:
+    """Opens a leaf's state in a slot or a snapshot.
+
+    Args:
+      slot_path: a slot, `current`, or a snapshot.
+      record: the leaf's record.
+      state: ``"params"`` for the master params, or an optax field's name.
+
+    Returns:
+      A read-only ``tensorstore.TensorStore`` of the leaf's natural shape.
+    """
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {
+            "driver": "file",
+            "path": str(slot_path / record.array_name(state or MASTER_PARAMS)) + "/",
+        },
+    }
+    return tensorstore.open(spec, open=True, read=True).result()

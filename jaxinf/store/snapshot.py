@@ -8,8 +8,8 @@ import contextlib
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxinf.io.failures import translated
 from jaxinf.store.carry import link_carry
@@ -25,8 +25,7 @@ _SHARED = ("zarr.json", "_METADATA", "commit_success.txt")  # by all steps of a 
 _DOCUMENTS = ("_CHECKPOINT_METADATA", "commit.json")
 
 
-@dataclass(frozen=True)
-class PinnedStep:
+class PinnedStep(NamedTuple):
     """A committed step that does not change while it is pinned.
 
     Attributes:
@@ -38,13 +37,6 @@ class PinnedStep:
 
     directory: StoreDirectory
     path: Path
-
-
-@contextlib.contextmanager
-def snapshot(directory: StoreDirectory) -> Iterator[Path]:
-    """Like `pinned_step`, but yields only the path."""
-    with pinned_step(directory) as step:
-        yield step.path
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.io import BufferPool, open_beneath
 from jaxinf.store.carry import carry_problems
 from jaxinf.store.commit import CarriedArray, CommitRecord
-from jaxinf.store.damage import Damage
 from jaxinf.store.directory import (
     HeldChunk,
     StoreDirectory,
@@ -21,7 +20,7 @@ from jaxinf.store.directory import (
     link_problem,
 )
 from jaxinf.store.manifest import Manifest
-from jaxinf.store.reader import PIECE_BYTES, file_checksum, over
+from jaxinf.store.reader import PIECE_BYTES, Damage, file_checksum, over
 from jaxinf.store.stock_documents import (
     ARRAYS,
     STOCK_DOCUMENTS,

@@ -266,7 +266,10 @@ def restore_whole(members: Sequence[StoreDirectory], name: str) -> CommitRecord:
 
 
 def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:
-    """Makes a step the committed one in all members, as the start of their run does.
+    """Makes a step the committed one in these members; the caller holds them.
+
+    Its record was written when its chunks were durable, and they have not been
+    overwritten since; see docs/format.md.
 
     Args:
       step: the result of `agreed_of`; each has it in a slot.

@@ -10,9 +10,9 @@ from store_driver import Driver
 import jaxinf
 from jaxinf.store import (
     StoreDirectory,
+    pinned_step,
     remove_checkpoint,
     save_checkpoint,
-    snapshot,
     verify_step,
 )
 from jaxinf.store.lock import LockFile
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_restored(moving, run):
 def test_a_snapshot(moving):
     directory = StoreDirectory.open(moving.path)
     moving.start()
-    with snapshot(directory) as path:
+    with pinned_step(directory) as (_, path):
         assert moving.calls == ["publish.lock"]
         assert verify_step(StoreDirectory.open(moving.path), path) == []
     check_whole(moving.path, ["kept"])

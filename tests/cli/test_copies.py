@@ -14,7 +14,7 @@ from store_driver import Driver
 
 import jaxinf
 from jaxinf.errors import StoreFormatError
-from jaxinf.store import StoreDirectory, snapshot
+from jaxinf.store import StoreDirectory, pinned_step
 
 
 def bytes_below(*roots):
@@ -237,7 +237,7 @@ def test_a_root_of_another_users(original, run):
         jaxinf.open_store(original.path)
     with (
         pytest.raises(StoreFormatError, match="--csd-root"),
-        snapshot(StoreDirectory.open(original.path)),
+        pinned_step(StoreDirectory.open(original.path)),
     ):
         pass
     assert run("checkpoint", "remove", original.path, "kept").status == 1

@@ -13,7 +13,13 @@ from jaxinf.exchange import (
     export_safetensors,
     export_url,
 )
-from jaxinf.store import StepReader, StoreDirectory, snapshot, step_of, verify_step
+from jaxinf.store import (
+    StepReader,
+    StoreDirectory,
+    pinned_step,
+    step_of,
+    verify_step,
+)
 
 LEAVES = {"h": ((70, 257), "bfloat16"), "w": ((1100, 1025), "float32")}
 """The second leaf is read in more than one piece."""
@@ -56,14 +62,14 @@ def convert(driver, leaf, state):
 
 def export(driver, leaf, state):
     files = driver.opened.directory
-    with snapshot(files) as path:
+    with pinned_step(files) as (_, path):
         url = f"file://{files.path.with_name('out')}"
         export_url(step_of(files, path), url)
 
 
 def to_safetensors(driver, leaf, state):
     files = driver.opened.directory
-    with snapshot(files) as path:
+    with pinned_step(files) as (_, path):
         export_safetensors(step_of(files, path), files.path.with_name("new"))
 
 

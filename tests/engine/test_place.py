@@ -4,8 +4,7 @@ import pytest
 from copies import copied
 
 from jaxinf.errors import StaleStateError
-from jaxinf.store import StoreDirectory, save_checkpoint
-from jaxinf.store.space import check_free_space
+from jaxinf.store import StoreDirectory, check_free_space, save_checkpoint
 
 
 @pytest.fixture

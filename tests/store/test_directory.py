@@ -22,14 +22,13 @@ from jaxinf.store import (
     StateRecord,
     StoreDirectory,
     StoreLock,
+    check_free_space,
     check_space,
     create_store,
     discard_store,
     other_slot,
     required_bytes,
-    stored_bytes,
 )
-from jaxinf.store.space import check_free_space
 
 EVENTS: list[tuple[str, ...]] = []
 _watched: list[Path] = []
@@ -157,8 +156,8 @@ def test_creation_where_files_are_in_the_way(place, manifest_of):
 def test_stored_bytes():
     assert [other_slot(slot) for slot in ("a", "b")] == ["b", "a"]
     chunk = choose_grid((4097,)).chunks()[0]
-    assert stored_bytes(chunk, StateRecord("x", "float32")) == 5 * 4096
-    assert stored_bytes(chunk, StateRecord("x", "int8")) == 2 * 4096
+    assert StateRecord("x", "float32").stored_bytes(chunk) == 5 * 4096
+    assert StateRecord("x", "int8").stored_bytes(chunk) == 2 * 4096
 
 
 def test_publish_in_the_order_of_the_format(make_directory, write_step):

@@ -22,9 +22,9 @@ from jaxinf.io.buffers import BufferPool
 from jaxinf.store import (
     Manifest,
     StoreDirectory,
+    pinned_step,
     save_checkpoint,
     seal,
-    snapshot,
 )
 
 on_csds = pytest.mark.parametrize("store", [2], indirect=True, ids=["2 CSDs"])
@@ -210,7 +210,7 @@ def use(path):
 
 
 def pin(path):
-    with snapshot(StoreDirectory.open(path)):
+    with pinned_step(StoreDirectory.open(path)):
         pass
 
 

@@ -10,13 +10,19 @@ import pytest
 from families import family
 
 from jaxinf.errors import StoreFormatError, StoreIOError
-from jaxinf.store import CommitRecord, find_leaf, open_array, prune_snapshots, snapshot
+from jaxinf.store import (
+    CommitRecord,
+    find_leaf,
+    open_array,
+    pinned_step,
+    prune_snapshots,
+)
 
 READER = """
 import sys, time
 from pathlib import Path
-from jaxinf.store import StoreDirectory, snapshot
-with snapshot(StoreDirectory.open(Path(sys.argv[1]))) as path:
+from jaxinf.store import StoreDirectory, pinned_step
+with pinned_step(StoreDirectory.open(Path(sys.argv[1]))) as (_, path):
     print(path, flush=True)
     time.sleep(600)
 """
@@ -37,12 +43,12 @@ def files_below(*roots):
 def test_holds_its_step(make_directory, write_step, place, num_csds):
     directory = make_directory(num_csds=num_csds)
     first = write_step(directory, "a", 0)
-    with snapshot(directory) as path:
+    with pinned_step(directory) as (_, path):
         assert CommitRecord.read(path / "commit.json").step == 0
         for step in range(1, 5):
             write_step(directory, "b" if step % 2 else "a", step)
             check_holds(directory, path, first)
-        with snapshot(directory) as newer:
+        with pinned_step(directory) as (_, newer):
             assert CommitRecord.read(newer / "commit.json").step == 4
         assert not newer.exists()
         check_holds(directory, path, first)
@@ -53,7 +59,7 @@ def test_holds_its_step(make_directory, write_step, place, num_csds):
 def test_moves_no_data(make_directory, write_step):
     directory = make_directory(num_csds=2)
     write_step(directory, "a", 0)
-    with snapshot(directory) as path:
+    with pinned_step(directory) as (_, path):
         for number, leaf in enumerate(directory.manifest.leaves):
             for position, chunk in enumerate(directory.chunks[number]):
                 file = directory.chunk_file("a", number, position, "mu")
@@ -69,7 +75,7 @@ def test_needs_a_step(make_directory):
     directory = make_directory()
     with (
         pytest.raises(StoreFormatError, match="expected a committed step, found a"),
-        snapshot(directory),
+        pinned_step(directory),
     ):
         pass
     assert not list((directory.path / "snapshots").glob("*"))
@@ -82,7 +88,7 @@ def test_needs_all_chunks_and_leaves_nothing(make_directory, write_step):
     descriptors = os.listdir("/proc/self/fd")
     with (
         pytest.raises(StoreIOError, match="hard link failed"),
-        snapshot(directory),
+        pinned_step(directory),
     ):
         pass
     assert os.listdir("/proc/self/fd") == descriptors
@@ -113,7 +119,7 @@ def test_those_of_the_dead_are_pruned(make_directory, write_step, read_elsewhere
     directory = make_directory(num_csds=2)
     first = write_step(directory, "a", 0)
     reader = read_elsewhere(directory.path)
-    with snapshot(directory) as mine:
+    with pinned_step(directory) as (_, mine):
         assert reader.stdout is not None
         theirs = mine.with_name(os.path.basename(reader.stdout.readline().strip()))
         write_step(directory, "b", 1)
@@ -136,7 +142,7 @@ def test_pruning_is_not_disturbed(make_directory, write_step):
     directory = make_directory()
     prune_snapshots(directory)
     write_step(directory, "a", 0)
-    with snapshot(directory) as path:
+    with pinned_step(directory) as (_, path):
         (path.parent / "stray").write_text("")
         (path.parent / "empty").mkdir()
         prune_snapshots(directory)

@@ -13,7 +13,7 @@ import tensorstore as ts
 import zarr
 from families import family
 
-from jaxinf.store import StateRecord, save_checkpoint, snapshot
+from jaxinf.store import StateRecord, pinned_step, save_checkpoint
 
 PROGRAM = Path(__file__).with_name("stock_orbax_program.py")
 
@@ -47,7 +47,7 @@ def opened(request, committed):
         save_checkpoint(directory, "best")
         yield directory.path / "checkpoints" / "best", arrays
     else:
-        with snapshot(directory) as path:
+        with pinned_step(directory) as (_, path):
             yield path, arrays
 
 
@@ -116,7 +116,7 @@ def test_orbax_alone_in_every_way(committed, tmp_path):
     np.savez(tmp_path / "arrays.npz", **arrays)
     checkpoints = directory.path / "checkpoints"
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    with snapshot(directory) as pinned:
+    with pinned_step(directory) as (_, pinned):
         places = [directory.path / "current", pinned]
         places += [checkpoints / "best", checkpoints / "3"]
         done = subprocess.run(
