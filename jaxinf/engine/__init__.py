@@ -14,9 +14,15 @@ from jaxinf.engine.description import LeafDescription, StoreDescription, describ
 from jaxinf.engine.divergence import warn_of_unseen
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import check_announced
+from jaxinf.engine.open_stores import (
+    DEFAULT_MEMORY_BYTES,
+    close,
+    open_store,
+    store_of,
+)
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.options import Durability, MasterChoice
-from jaxinf.engine.recalled import SlotRequest
+from jaxinf.engine.reading import check_like, read_leaf
 from jaxinf.engine.redivision import divide_for
 from jaxinf.engine.replicas import put_together, replicas_differ, sum_bits
 from jaxinf.engine.shape import StoreShape
@@ -30,18 +36,17 @@ from jaxinf.engine.sharding import (
     shard_counts,
     shard_holders,
 )
-from jaxinf.engine.state import FirstParams, ParamsReader
-from jaxinf.engine.steps import StepMetrics
-from jaxinf.engine.store import (
-    DEFAULT_MEMORY_BYTES,
-    Store,
-    close,
-    open_store,
-    store_of,
+from jaxinf.engine.state import (
+    FirstParams,
+    ParamsReader,
+    has_params,
+    read_feedback,
 )
+from jaxinf.engine.steps import StepMetrics
+from jaxinf.engine.store import Store
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.training import Training
-from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
+from jaxinf.engine.update_request import KeptLeaf, SlotRequest, UpdateRequest
 from jaxinf.engine.update_tasks import can_take, changes_params, moved_states
 from jaxinf.engine.updaters import Assignment, Updater, assigned
 
@@ -74,12 +79,14 @@ __all__ = [
     "check_carried",
     "check_compressed",
     "check_compression",
+    "check_like",
     "check_processes",
     "close",
     "describe",
     "distinct_shards",
     "divide_for",
     "gradient_forms",
+    "has_params",
     "has_shared_parts",
     "keeps_feedback",
     "local_shards",
@@ -87,6 +94,8 @@ __all__ = [
     "open_store",
     "part_holders",
     "put_together",
+    "read_feedback",
+    "read_leaf",
     "replicas_differ",
     "shard_counts",
     "shard_holders",

@@ -4,21 +4,20 @@ Invariant: all steps of a process carry arrays of the same names, shapes and dty
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.optax_state import data_of, scalar_array
 from jaxinf.engine.state import committed_step
+from jaxinf.engine.training import Training
 from jaxinf.errors import StoreMismatchError
 from jaxinf.program import leaf_path
 from jaxinf.store import CARRY, CarriedArray, check_carry, dtype_of, read_carry
 from jaxinf.typing import PyTree
-
-if TYPE_CHECKING:
-    from jaxinf.engine.training import Training
 
 _REAL = "biuf"
 _OF_NUMPY = (bool, int, float, np.ndarray, np.generic)
@@ -59,7 +58,7 @@ def carried_leaves(tree: PyTree, what: str = CARRY) -> dict[tuple[str, ...], Any
 
 
 def check_carried(
-    training: "Training", carried: Mapping[tuple[str, ...], Any], states: Iterable[str]
+    training: Training, carried: Mapping[tuple[str, ...], Any], states: Iterable[str]
 ) -> None:
     """Refuses what a step cannot carry, or what other steps do not.
 
@@ -90,14 +89,14 @@ def check_carried(
     training.carried = form
 
 
-def read_carried(training: "Training", like: PyTree) -> PyTree:
+def read_carried(opened: OpenStore, like: PyTree) -> PyTree:
     """Returns what the committed step carries, in the form of a tree; blocks.
 
     Nothing may be committed meanwhile.
     """
-    step, commit = committed_step(training.opened)
+    step, commit = committed_step(opened)
     wanted = carried_leaves(like, "like")
-    where = f"{training.options.path}: carried: step {commit.step}"
+    where = f"{opened.options.path}: carried: step {commit.step}"
     if not commit.carry:
         raise StoreMismatchError(
             f"{where}: expected arrays that it carries, found none; give them to each "

@@ -96,11 +96,46 @@ class StoreHealth:
         if self.is_closed:
             raise closed_error(self._path)
 
-    def announce(self) -> None:
-        """Logs a failure that raises nowhere, and keeps it for `check_announced`.
+    @property
+    def error(self) -> BaseException | None:
+        """The exception that stopped the store."""
+        return self.failure.error
 
-        Once: later calls change nothing.
+    def fail(self, error: BaseException) -> None:
+        """Stops the store for good, its workers too; the first error wins."""
+        if not (self.is_closed and isinstance(error, StoreClosedError)):
+            self.failure.set(error)
+
+    def fail_computation(self, error: BaseException) -> None:
+        """As `fail`, for an exception that fails a computation of the program's.
+
+        The results of that computation tell it.
         """
+        self.fail(error)
+        self._told = max(self._told, _Told.READERS)
+
+    def fail_beside_others(self, error: BaseException) -> None:
+        """As `fail`, for an exception that gets to the program by no computation.
+
+        The failure is logged once, and the next call that gets a state raises it. It
+        may be older: a worker or a commit failed in the background.
+        """
+        self.fail_unannounced(error)
+        self._announce()
+
+    def fail_unannounced(self, error: BaseException) -> None:
+        """As `fail_beside_others`, but nothing is logged, and no next call raises it.
+
+        For a failure that the other processes do not know of: if this one raised it,
+        they would wait for it in the next step. In that step all calls fail, and the
+        statuses tell all processes.
+        """
+        self.fail(error)
+        if self._told is not _Told.THE_PROGRAM:
+            self._told = _Told.NOT
+
+    def _announce(self) -> None:
+        """Logs a failure that raises nowhere, and keeps it for `check_announced`."""
         error = self.failure.error
         if not (error is None or self.is_over or self in _ANNOUNCED):
             _ANNOUNCED.append(self)
@@ -111,19 +146,6 @@ class StoreHealth:
                 type(error).__name__,
                 error,
             )
-
-    def caught(self) -> None:
-        """What `check` has raised did not get to the program."""
-        if self._told is not _Told.THE_PROGRAM:
-            self._told = _Told.NOT
-
-    def raised_by_jax(self) -> None:
-        """The failure fails a computation on one JAX device, whose results tell it."""
-        self._told = max(self._told, _Told.READERS)
-
-    def is_for(self, error: BaseException) -> bool:
-        """Whether an error is a failure, and not a consequence of `close`."""
-        return not (self.is_closed and isinstance(error, StoreClosedError))
 
     @property
     def is_unreported(self) -> bool:

@@ -17,17 +17,15 @@ from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
 from jaxinf.processes import Group, join_group
 from jaxinf.store import (
-    CommitRecord,
     HeldSteps,
     Manifest,
     Member,
     StepId,
     StoreDirectory,
-    StoreLock,
     agreed_step,
     find_checkpoint,
+    held_steps,
     member_name,
-    next_slot,
 )
 from jaxinf.typing import JsonValue
 
@@ -77,12 +75,10 @@ def held_summary(path: Path, group: Group, restore: str | None) -> JsonValue:
     """
     directory = StoreDirectory.open(path)
     check_alone(directory, group)
-    held, slot = directory.manifest.member, directory.committed_slot()
+    held = directory.manifest.member
     assert held is not None
-    current = None if slot is None else _step_id(directory, slot)
-    spare = next_slot(slot)
-    has_spare = (directory.step_path(spare) / "commit.json").exists()
-    kept = None
+    directory.read_commit()  # refuses one that is damaged
+    steps, kept = held_steps(directory), None
     if restore is not None:
         record = find_checkpoint(directory, restore)
         kept = [record.step, record.commit]
@@ -90,8 +86,8 @@ def held_summary(path: Path, group: Group, restore: str | None) -> JsonValue:
         "run": held.run,
         "contents": _digest(directory.manifest),
         "versions": _versions(),
-        "current": current,
-        "spare": _step_id(directory, spare) if has_spare else None,
+        "current": _as_json(steps.current),
+        "spare": _as_json(steps.spare),
         "restore": kept,
     }
 
@@ -147,20 +143,6 @@ def check_members(path: Path, found: Sequence[Any]) -> StepId | None:
             "checkpoint that all have: open_store(path, restore=NAME)",
             range(len(found)),
         ) from None
-
-
-def go_on_from(directory: StoreDirectory, lock: StoreLock, step: StepId | None) -> None:
-    """Makes the agreed step the committed one, if it is in the spare slot.
-
-    Its record was written when its chunks were durable, and they have not been
-    overwritten since; see docs/format.md.
-    """
-    slot = directory.committed_slot()
-    current = None if slot is None else _step_id(directory, slot)
-    if step is None or (current is not None and StepId(*current) == step):
-        return
-    directory.lock = lock
-    directory.flip(next_slot(slot))
 
 
 def check_alone(directory: StoreDirectory, group: Group) -> None:
@@ -234,14 +216,8 @@ def check_plans(path: Path, found: Sequence[Any]) -> None:
         )
 
 
-def _step_id(directory: StoreDirectory, slot: str) -> list[Any] | None:
-    try:
-        record = CommitRecord.read(directory.step_path(slot) / "commit.json")
-    except StoreFormatError:
-        if slot == directory.committed_slot():
-            raise
-        return None
-    return [record.step, record.commit]
+def _as_json(step: StepId | None) -> list[Any] | None:
+    return None if step is None else [step.step, step.commit]
 
 
 def _held_steps(summary: Any) -> HeldSteps:

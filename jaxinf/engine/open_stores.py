@@ -1,31 +1,43 @@
-"""The stores that are open in this process, one for each path.
+"""`open_store`, and the stores that are open in this process, one for each path.
 
 Invariant: a path, with symlinks resolved, is open once, and its handles are counted.
 """
 
+import atexit
+import ctypes
 import logging
+import os
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxinf.engine.options import StoreOptions
+from jaxinf import compat
+from jaxinf.csd import CsdSpec
+from jaxinf.engine.member_opening import join_run
+from jaxinf.engine.options import (
+    Durability,
+    MasterChoice,
+    StateFormat,
+    StoreOptions,
+)
+from jaxinf.engine.retention import KeepSteps
+from jaxinf.engine.store import Store
 from jaxinf.engine.training import Training
-from jaxinf.processes import Group
+from jaxinf.processes import Group, all_processes
+from jaxinf.store import member_name
+from jaxinf.terminal import given_bytes
+from jaxinf.typing import PathLikeStr
+
+DEFAULT_MEMORY_BYTES = 512 << 20
+_DEFAULTS: dict[str, Any] = {
+    "csd_roots": (),
+    "csd": "host",
+    "memory_bytes": DEFAULT_MEMORY_BYTES,
+}
 
 _LOG = logging.getLogger("jaxinf")
-
-
-class Opened:
-    """An open store and its handles.
-
-    Attributes:
-      holders: handles that are not closed, the oldest first.
-    """
-
-    def __init__(self, training: Training) -> None:
-        self.training = training
-        self.holders: list[Any] = []
 
 
 class OpenStores:
@@ -33,7 +45,7 @@ class OpenStores:
 
     def __init__(self) -> None:
         self._guard = threading.RLock()
-        self._by_path: dict[Path, Opened] = {}
+        self._by_path: dict[Path, Training] = {}
         self._locks: dict[Path, threading.RLock] = {}
 
     def lock(self, path: Path) -> threading.RLock:
@@ -41,21 +53,18 @@ class OpenStores:
         with self._guard:
             return self._locks.setdefault(path.resolve(), threading.RLock())
 
-    def get(self, path: Path) -> Opened | None:
+    def get(self, path: Path) -> Training | None:
         """Returns the open store of a path; None if there is none, or it was closed."""
         with self._guard:
             held = self._by_path.get(path.resolve())
-            if held is not None and held.training.is_closed:
-                self.forget(held)
-                return None
-            return held
+            return None if held is None or held.health.is_closed else held
 
     def open(
         self,
         options: StoreOptions,
         given: Mapping[str, Any],
         group: Group | None = None,
-    ) -> Opened:
+    ) -> Training:
         """Returns the store that is open at a path, or opens one.
 
         A store that a failure has stopped is closed and opened anew.
@@ -70,41 +79,148 @@ class OpenStores:
         """
         with self.lock(options.path):
             held = self.get(options.path)
-            if held is not None and held.training.failure is not None:
+            if held is not None and held.health.error is not None:
                 _LOG.warning(
                     "%s: was stopped by %s: %s; it is opened anew",
                     options.path,
-                    type(held.training.failure).__name__,
-                    held.training.failure,
+                    type(held.health.error).__name__,
+                    held.health.error,
                 )
-                held.training.close()
-                self.forget(held)
+                held.close()
                 held = None
             if held is not None:
-                _check_given(held.training, options, given)
+                _check_given(held, options, given)
                 return held
-            held = Opened(Training(options, group))
+            held = Training(options, group)
+            held.path_lock = self.lock(options.path)
+            held.on_close(lambda: self.forget(held))
             with self._guard:
-                self._by_path = {p: self._by_path[p] for p in self._live()}
                 self._by_path[options.path.resolve()] = held
             return held
-
-    def _live(self) -> list[Path]:
-        return [p for p, h in self._by_path.items() if not h.training.is_closed]
 
     def begin_anew(self) -> None:
         """Gives up the locks, which a thread of this fork's parent may hold."""
         self._guard, self._locks = threading.RLock(), {}
 
-    def forget(self, held: Opened) -> None:
+    def forget(self, held: Training) -> None:
         """Removes a store that is closed, or that belongs to this fork's parent."""
         with self._guard:
             self._by_path = {p: h for p, h in self._by_path.items() if h is not held}
 
-    def all(self) -> list[Opened]:
+    def all(self) -> list[Training]:
         with self._guard:
             held = self._by_path.values()
-            return [one for one in held if not one.training.is_closed]
+            return [one for one in held if not one.health.is_closed]
+
+
+# Strong references: a store without other references may have a commit in flight.
+_OPEN = OpenStores()
+
+
+def open_store(
+    path: PathLikeStr,
+    *,
+    csds: Sequence[PathLikeStr] | Mapping[PathLikeStr, float] | None = None,
+    csd: str | CsdSpec | None = None,
+    memory_bytes: int | str | None = None,
+    durability: Durability | None = None,
+    restore: str | None = None,
+    master: MasterChoice | None = None,
+    state: StateFormat | None = None,
+    keep_steps: KeepSteps | None = None,
+    tiers: Mapping[str, int | str] | None = None,
+    export_every: int | None = None,
+    export_to: str | None = None,
+) -> Store:
+    """Opens a store, or sets the place where `tx.init` will make one.
+
+    Nothing is written here, except with `restore`. An existing store resumes at its
+    last committed step. If this process has the path open already, the result is
+    another handle on that store, and options that are not given are the open store's. A
+    store that a failure has stopped is opened anew.
+
+    Args:
+      path: the store's directory; missing or empty for a new one.
+      csds: CSD roots, each a mounted drive, to spread a new store's chunks over; by
+        default the chunks are in the store itself. An existing store records its roots.
+        Drives of unequal speed should get unequal shares, as in ``{"/mnt/a": 3,
+        "/mnt/b": 1}``. No bit depends on them.
+      csd: the processor that updates the chunks: ``"host"`` (the default), the CPU
+        beside the drive; ``"smartssd"``, the card beside it; ``"emulated"``, an
+        emulated card. Options may follow: see `jaxinf.csd.parse_csd`. A
+        `jaxinf.csd.CsdSpec` may wrap the CSDs, for example to emulate another system.
+      memory_bytes: all memory that state passes through: on the host; or for each card,
+        its own memory and the host's for its gradients and results; in bytes, or as a
+        text such as ``"512MiB"``, which is the default.
+      durability: the steps that become durable by themselves: ``"step"`` (the default),
+        each; a number k, every k-th; ``"checkpoint"``, none. `wait`, `close`,
+        `checkpoint` and methods that read the store's state also commit. A crash or an
+        error costs the steps since the last commit.
+      restore: a checkpoint to continue from: it becomes the committed step again, and
+        is kept. Later steps are given up, unless a checkpoint keeps them.
+      master: the form of the fp32 master params. With ``"auto"``, the default, fp32
+        params on the JAX device are the master, and bfloat16 params are its upper half:
+        a new store keeps 16-bit remainders beside them, so that no bit is lost. If the
+        params can be handed over without a copy (on a CPU), a step reads only the
+        remainders, and compares the params' checksum with the stored one. With
+        ``"none"``, for bfloat16 params, a new store keeps only these, rounded
+        stochastically: parts of an update below their precision are kept on average.
+        float16 params, and bfloat16 ones on cards, have a float32 master. An existing
+        store records its form.
+      state: the format of the optimizer's float32 state in a new store: ``"fp32"``
+        (the default), unchanged; ``"bf16"``, rounded stochastically; ``"int8"``, in
+        blocks of 256 with a scale for each. The update computes in float32 in any case.
+        Leaves of fewer than 4,096 elements stay in float32. An existing store records
+        its format.
+      keep_steps: ``k``, ``(k, n)`` or ``(k, n, offset)``. Steps that are multiples of
+        k, or by offset more than these, are kept as checkpoints named by their step,
+        with any `durability`; with k = 0 `Store.checkpoint` alone makes some. Of all
+        that are named by their step the last n (by default 2) stay, and with n = 0
+        all. `init` checks that there is room for 2 + n states. By default none is made,
+        and all stay.
+      tiers: ``{"host": bytes}``: so much of `memory_bytes` holds state from step to
+        step, which is then not read again. Short chunks stay first. A step that commits
+        writes it all the same, so what is promised of crashes does not change; steps
+        between commits do not (`durability`), which makes drives last. By default none;
+        cards refuse it, and so does a machine or container with less memory free.
+      export_every, export_to: each step that is a multiple of the first is exported
+        to ``URL/STEP`` (``file://``, ``gs://``, ``s3://``) in a thread beside training;
+        docs/checkpoints.md, "Exports beside training". `Store.exports` shows what came
+        of it. Some five times the largest chunk of `memory_bytes` is theirs.
+
+    In a program of several processes (`jax.distributed.initialize`), all open one path,
+    and each has its member of the run in it, ``path/process-00000`` and so on; or each
+    has a path and a store of its own. ``{process}`` in `csds` is the process's number.
+
+    Raises:
+      ValueError: an argument is out of range, or differs from the open store's; or
+        there is no such checkpoint.
+      CsdError: a card is missing or not set up.
+      NotADirectoryError, PermissionError: `path` cannot be a store.
+      StoreLockedError: a live process has the store open; names the process.
+      StoreFormatError: it is not a store, is damaged, or has a newer format.
+    """
+    path, group = _joined(_absolute(path))
+    if memory_bytes is not None:
+        memory_bytes = given_bytes("memory_bytes", memory_bytes)
+    given = {
+        "csd_roots": None if csds is None else [_of_process(root) for root in csds],
+        "csd": csd,
+        "memory_bytes": memory_bytes,
+        "durability": durability,
+        "restore": restore,
+        "master": master,
+        "state": state,
+        "keep_steps": keep_steps,
+        "tiers": tiers,
+        "export_every": export_every,
+        "export_to": export_to,
+        "csd_shares": [*csds.values()] if isinstance(csds, Mapping) else None,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    options = StoreOptions(path, **{**_DEFAULTS, **given})
+    with _OPEN.lock(path):
+        return Store(_OPEN.open(options, given, group))
 
 
 def _check_given(
@@ -126,3 +242,111 @@ def _check_given(
             f"with {public}={getattr(held, name)!r}, and a path has one store; leave "
             f"it out, or close the store first (jaxinf.close({str(held.path)!r}))"
         )
+
+
+def _joined(path: Path) -> tuple[Path, Group | None]:
+    """Returns the path of this process's store, and who has it, unless it is open."""
+    held = _open_at(path)
+    if held is not None and held.health.error is None:
+        return held.options.path, None
+    group = join_run(path)
+    if group.is_alone:
+        return path, None
+    # JAX ends its service at the exit; what is registered later, runs before.
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+    return path / member_name(group.number), group
+
+
+def _of_process(root: PathLikeStr) -> Path:
+    """Returns a CSD root of this process; see `open_store`."""
+    number = str(all_processes("program").number)
+    return _absolute(os.fspath(root).replace("{process}", number))
+
+
+def _open_at(path: Path) -> Training | None:
+    """Returns the open store of a path, or this process's member of a run there."""
+    program, held = all_processes("program"), _OPEN.get(path)
+    if held is None and not program.is_alone:
+        held = _OPEN.get(path / member_name(program.number))
+    return held
+
+
+def store_of(path: PathLikeStr) -> Store:
+    """Returns the open store of a path, for a program that has no variable for it.
+
+    The result is not a further handle, and need not be closed.
+
+    Raises:
+      ValueError: no store is open there; lists the open ones.
+    """
+    held = _open_at(_absolute(path))
+    if held is None or not held.handles:
+        others = [str(one.options.path) for one in _OPEN.all()][:5]
+        raise ValueError(
+            f"{path}: expected a store that is open in this process, found "
+            f"{', '.join(others) or 'none'}; open it with jaxinf.open_store"
+        )
+    return held.handles[0]
+
+
+def close(path: PathLikeStr) -> None:
+    """Closes the store at a path with all its handles; see `Store.close`.
+
+    Does nothing if no store is open there.
+    """
+    held = _open_at(_absolute(path))
+    if held is not None:
+        _close_all_handles(held)
+
+
+def _close_all_handles(held: Training) -> None:
+    for store in list(held.handles):
+        store.close()
+
+
+def _absolute(path: PathLikeStr) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+@atexit.register
+def _close_all() -> None:
+    """Waits for dispatched steps, drains and commits, at the interpreter's exit.
+
+    A failure that no call has raised so far is logged, and becomes the exit status.
+    """
+    for held in _OPEN.all():
+        try:
+            if getattr(sys, "last_value", None) is not None:  # it ends by an exception
+                held.exports.end(waits=False)
+            _close_all_handles(held)
+            if held.health.is_unreported:
+                held.health.check()
+        except (Exception, KeyboardInterrupt) as error:
+            path = held.options.path
+            _LOG.error("%s: stopped by %s: %s", path, type(error).__name__, error)
+            _fail_at_exit()
+        if held.health.error is not None:
+            compat.forget_failed_tokens()
+
+
+def _fail_at_exit() -> None:
+    """Makes the process end with status 1; called while the interpreter exits.
+
+    Python offers no way to change the status at that time. The C library calls its own
+    functions after Python's, the last one first.
+    """
+    c = ctypes.CDLL(None)
+    c.fflush(None)
+    c.__cxa_atexit(c._exit, ctypes.c_void_p(1), None)
+
+
+def _forget_all() -> None:
+    """Ends the use of all stores in a forked child; the parent keeps them."""
+    _OPEN.begin_anew()
+    for held in _OPEN.all():
+        held.disown()
+        _OPEN.forget(held)
+
+
+os.register_at_fork(after_in_child=_forget_all)

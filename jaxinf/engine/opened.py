@@ -6,9 +6,10 @@ the first failure nothing more is written.
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jaxinf.csd import Csd, CsdFleet
+from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.division import longest
 from jaxinf.engine.exports import Exports
@@ -29,6 +30,7 @@ from jaxinf.store import (
     CommitRecord,
     Slot,
     StoreDirectory,
+    StoreLock,
     complete_spare,
     make_carry,
     next_slot,
@@ -46,40 +48,35 @@ _SPANS = {
 }
 
 
-@dataclass(frozen=True)
 class StoreRun:
-    """Data that lives as long as the user's `Store`, with or without files.
+    """What lives as long as the user's `Store`, with files or still without.
 
     Attributes:
+      options: the options of the store.
+      group: the processes that have the store together.
+      health: whether it can be used, and the failure that stopped it.
+      meters: the bytes that it has moved.
+      exports: the exports of its steps to a URL.
+      annotations: the caller's payloads for future steps.
       new_id: the id of the store that this run makes, if there is none.
+      lock: the store's, while this process is its writer.
     """
 
-    options: StoreOptions
-    health: StoreHealth
-    meters: ByteMeters
-    new_id: str
-    group: Group
-    exports: Exports
-
-    @classmethod
-    def of(cls, options: StoreOptions, group: Group) -> "StoreRun":
-        health = StoreHealth(options.path)
-        new_id = uuid.uuid4().hex
-        exports, meters = Exports(options, group), ByteMeters()
+    def __init__(self, options: StoreOptions, group: Group) -> None:
+        self.options, self.group = options, group
+        self.health = StoreHealth(options.path)
+        self.meters = meters = ByteMeters()
+        self.exports = Exports(options, group)
+        self.annotations = Annotations(options.path)
+        self.new_id = uuid.uuid4().hex
+        self.lock: StoreLock | None = None
         group.report(lambda: hash((meters.snapshot(), file_progress())))
-        return cls(options, health, meters, new_id, group, exports)
 
-
-@dataclass(frozen=True)
-class OpenedCsds:
-    """The CSDs of an existing or future store; nothing is written yet.
-
-    Attributes:
-      layouts: the store's subgroups by leaf and chunk, of a length they can hold.
-    """
-
-    fleet: CsdFleet
-    layouts: list[list[list[SubgroupLayout]]]
+    def release(self) -> None:
+        """Releases the lock; idempotent. In a forked child the parent keeps it."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
 
 
 class OpenStore(StoreShape):
@@ -91,11 +88,12 @@ class OpenStore(StoreShape):
     Args:
       run: the run of the `Store`.
       directory: the store; its files exist.
-      csds: opened for its manifest; closed with this.
+      fleet: its CSDs, opened for its manifest; closed with this.
+      layouts: its subgroups by leaf and chunk, of a length that the CSDs can hold.
       commit: the committed step's record; None for a store that was just made.
 
     Attributes:
-      options, health, meters, group, exports: of the run.
+      options, health, meters, group, exports, annotations: of the run.
       directory: the files.
       chunks: the newest version of each chunk.
       fleet, csds: the CSDs that update the chunks.
@@ -111,12 +109,13 @@ class OpenStore(StoreShape):
         self,
         run: StoreRun,
         directory: StoreDirectory,
-        csds: OpenedCsds,
+        fleet: CsdFleet,
+        layouts: list[list[list[SubgroupLayout]]],
         commit: CommitRecord | None,
     ) -> None:
-        super().__init__(run.options, directory, csds.layouts)
+        super().__init__(run.options, directory, layouts)
         self.health, self.meters, self.group = run.health, run.meters, run.group
-        self.exports = run.exports
+        self.exports, self.annotations = run.exports, run.annotations
         self.is_new = self._has_whole_slots = commit is None
         self.commit = commit or CommitRecord(step=0, scalar_state=())
         self.finished = self.commit
@@ -130,7 +129,7 @@ class OpenStore(StoreShape):
         if self.is_new:
             first = directory.step_path(next_slot(None))
             self._documents = stock_documents(first, directory.manifest)
-        self.fleet = csds.fleet
+        self.fleet = fleet
         self.chunks = ChunkTable(
             directory,
             next_slot(directory.committed_slot()),
@@ -198,16 +197,6 @@ class OpenStore(StoreShape):
         self.assignment = assignment
 
     # --- failure -------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raises the exception that stopped the store, if any."""
-        self.health.check()
-
-    def fail(self, error: BaseException) -> None:
-        """Stops the store for good, its workers too; the first error wins."""
-        if not self.health.is_for(error):
-            return
-        self.health.failure.set(error)
 
     def _note(self) -> str | None:
         is_lossy = self.options.rewrites_steps and self.num_uncommitted > 0

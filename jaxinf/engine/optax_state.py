@@ -27,7 +27,6 @@ from jaxinf.typing import (
     FLOAT32,
     FLOAT_DTYPES,
     Array,
-    JsonValue,
     PyTree,
 )
 
@@ -152,18 +151,18 @@ def write_step(opened: OpenStore, given: GivenStep) -> None:
         raise
 
 
-def publish_step(
-    opened: OpenStore, given: GivenStep, step: int, payload: JsonValue
-) -> None:
+def publish_step(opened: OpenStore, given: GivenStep, step: int) -> None:
     """Commits what `write_step` has written."""
     opened.chunks.end_step()
     opened.finished = CommitRecord(
-        step=step, scalar_state=tuple(given.scalars), payload=payload
+        step=step,
+        scalar_state=tuple(given.scalars),
+        payload=opened.annotations.take(step),
     )
     try:
         opened.publish()
     except BaseException as error:
-        opened.fail(error)
+        opened.health.fail(error)
         raise
 
 

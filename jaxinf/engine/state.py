@@ -31,7 +31,7 @@ from jaxinf.store import (
     over,
     schedule_free_params,
 )
-from jaxinf.typing import Array, JsonValue
+from jaxinf.typing import Array
 
 
 class FirstParams(NamedTuple):
@@ -92,14 +92,13 @@ def _first_tasks(
         yield Task(layout, compute, stores=tuple(range(len(layout.states))))
 
 
-def finish_initialisation(
-    opened: OpenStore, scalars: Sequence[ScalarState], payload: JsonValue = None
-) -> None:
+def finish_initialisation(opened: OpenStore, scalars: Sequence[ScalarState]) -> None:
     """Commits step 0; every leaf must have been initialised."""
     opened.handler.drain()
-    opened.check()
+    opened.health.check()
     opened.chunks.end_step()
     assert opened.chunks.is_all_written
+    payload = opened.annotations.take(0)
     opened.finished = CommitRecord(step=0, scalar_state=tuple(scalars), payload=payload)
     opened.publish()
 
@@ -191,6 +190,14 @@ def read_state(
         _read_chunks(opened, reader, leaf, out, origin, chunks, states)
 
 
+def read_feedback(
+    opened: OpenStore, leaf: int, out: Array, origin: Sequence[int]
+) -> None:
+    """Reads a leaf's or a shard's error feedback, the last of its states."""
+    states = opened.directory.manifest.leaves[leaf].states
+    read_state(opened, leaf, out, origin, len(states) - 1)
+
+
 class ParamsReader:
     """Reads master params of the last finished step, which may not be committed.
 
@@ -232,7 +239,7 @@ class ParamsReader:
         Args:
           leaf: number of the leaf.
           out: an array of the wanted dtype; it must cover whole chunks
-            (`Training.can_move`).
+            (`StoreShape.can_move`).
           origin: index in the leaf of its first element.
         """
         opened = self._opened
@@ -340,5 +347,5 @@ def _each_piece(
         for _ in over(chunks, take, reader.num_threads):
             pass
     except StoreError as error:
-        opened.fail(error)
+        opened.health.fail(error)
         raise

@@ -14,20 +14,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.divergence import stale_state
-from jaxinf.engine.nan_scalars import nan_scalar_error, nan_scalars
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Loads, Task
-from jaxinf.engine.recalled import SlotRequest, recall_tasks
 from jaxinf.engine.retention import keep_step
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
-from jaxinf.engine.update_tasks import compute_nothing, kept_tasks, request_tasks
+from jaxinf.engine.update_request import KeptLeaf, SlotRequest, UpdateRequest
+from jaxinf.engine.update_tasks import (
+    compute_nothing,
+    kept_tasks,
+    nan_scalar_error,
+    nan_scalars,
+    recall_tasks,
+    request_tasks,
+)
 from jaxinf.errors import StoreError
 from jaxinf.interrupts import Ending
 from jaxinf.io import ByteCounts, span, timeline
@@ -73,25 +77,34 @@ class _Arrival(NamedTuple):
 _Arrivals: TypeAlias = dict[Subgroup, _Arrival]
 
 
-class StepEngine:
-    """Runs the steps of a store. Thread-safe; a step's parts may come in any order.
+@dataclass
+class _Step:
+    """A step under way.
 
     Attributes:
-      saved: keeps the steps of a program's own checkpoints.
+      arrivals: the subgroups that it has updated, in order.
+      nan_scalars: scalars that are NaN and that it computed with.
+      is_finite: whether every gradient so far is.
+      kept: leaves that it leaves as they are.
+      repeats: whether it has read slots before its updates, and the next one will.
     """
 
-    def __init__(self, opened: OpenStore, annotations: Annotations) -> None:
+    started_s: float
+    arrivals: _Arrivals = field(default_factory=dict)
+    nan_scalars: tuple[str, ...] = ()
+    is_finite: bool = True
+    kept: set[int] = field(default_factory=set)
+    repeats: bool = False
+
+
+class StepEngine:
+    """Runs the steps of a store. Thread-safe; a step's parts may come in any order."""
+
+    def __init__(self, opened: OpenStore) -> None:
         self._opened = opened
-        self._annotations = annotations
         self._guard = threading.RLock()
         self._ending: Ending | None = None  # of the last step's commit
-        self._is_open = False
-        self._started_s = 0.0
-        self._arrivals: _Arrivals = {}
-        self._nan_scalars: tuple[str, ...] = ()
-        self._is_finite = True  # every gradient of the step so far
-        self._kept: set[int] = set()  # leaves that the step leaves as they are
-        self._recalls_again = False
+        self._step: _Step | None = None
         self._metrics: deque[StepMetrics] = deque(maxlen=_NUM_METRICS_KEPT)
         self._counted = opened.meters.snapshot()
 
@@ -117,12 +130,13 @@ class StepEngine:
         updates = [one for one in requests if isinstance(one, UpdateRequest)]
         bad = nan_scalars(self._opened, updates)
         with self._guard:
-            self._begin(step)
-            if bad and self._opened.num_uncommitted and not self._arrivals:
+            under_way = self._begin(step)
+            if bad and self._opened.num_uncommitted and not under_way.arrivals:
                 self.wait()  # otherwise the overwritten steps would be lost
                 raise nan_scalar_error(self._opened, step + 1, bad, ())
             inexact = self._opened.finished.inexact
-            self._kept |= {one.leaf for one in requests if isinstance(one, KeptLeaf)}
+            kept = {one.leaf for one in requests if isinstance(one, KeptLeaf)}
+            under_way.kept |= kept
             found = [
                 kept_tasks(self._opened, request)
                 if isinstance(request, KeptLeaf)
@@ -139,13 +153,13 @@ class StepEngine:
                 t.layout.subgroup: _Arrival(t.layout, t.loads, t.runs_kernel)
                 for t in tasks
             }
-            if arrivals.keys() & self._arrivals.keys():
+            if arrivals.keys() & under_way.arrivals.keys():
                 # The computation failed elsewhere and is run again. Its earlier writes
                 # must not come after the new ones.
                 self._opened.handler.drain()
-                _check_undoable(self._opened, self._arrivals)
-            self._arrivals |= arrivals
-            self._nan_scalars += bad
+                _check_undoable(self._opened, under_way.arrivals)
+            under_way.arrivals |= arrivals
+            under_way.nan_scalars += bad
         with span("leaf", self._shown(requests)):
             self._opened.handler.run(tasks)
         self._opened.meters.add(
@@ -154,7 +168,7 @@ class StepEngine:
         )
         finite = [one.is_finite for one in found]
         if not all(finite):
-            self._is_finite = False
+            under_way.is_finite = False
         return finite
 
     def recall(self, step: int, *requests: SlotRequest, repeats: bool = False) -> None:
@@ -169,8 +183,7 @@ class StepEngine:
           StaleStateError, StoreError: as `update`.
         """
         with self._guard:
-            self._begin(step)
-            self._recalls_again |= repeats
+            self._begin(step).repeats |= repeats
             tasks = [
                 task for one in requests for task in recall_tasks(self._opened, one)
             ]
@@ -207,16 +220,18 @@ class StepEngine:
             scalar that is NaN; the step is given up.
         """
         with self._guard:
-            self._begin(step)
+            ended = self._begin(step)
             step += 1
-            if self._nan_scalars and self._is_finite:
-                error = nan_scalar_error(self._opened, step, self._nan_scalars, scalars)
+            if ended.nan_scalars and ended.is_finite:
+                found = ended.nan_scalars
+                error = nan_scalar_error(self._opened, step, found, scalars)
                 self.abandon()
                 self.wait()  # commits the steps before
                 raise error
             before = self._opened.finished.inexact
             unseen = self._opened.finished.steps_without_params + 1
-            still = {name: before[name] for name in self._kept_names() & before.keys()}
+            kept = {self._name(leaf) for leaf in ended.kept}
+            still = {name: before[name] for name in kept & before.keys()}
             raw = [value.tobytes() for value in carry.values()]
             described = [
                 CarriedArray.of(path, value.shape, value.dtype.name, own)
@@ -226,22 +241,22 @@ class StepEngine:
                 step=step,
                 scalar_state=tuple(scalars),
                 skipped_steps=skipped_steps,
-                payload=self._annotations.take(step),
+                payload=self._opened.annotations.take(step),
                 inexact=still | {self._name(n): bound for n, bound in inexact.items()},
                 steps_without_params=0 if is_compared else unseen,
                 device_updates=self._opened.assignment.every,
                 carry=tuple(described),
                 carried=raw,
             )
-            _check_complete(self._opened, self._arrivals)
+            _check_complete(self._opened, ended.arrivals)
             ending = self._ending = Ending()
             thread = threading.Thread(
                 target=self._end_step,
-                args=(record, self._coming, time.monotonic(), ending),
+                args=(record, ended, time.monotonic(), ending),
                 name="jaxinf-commit",
                 daemon=True,
             )
-            self._end_arrivals()
+            self._step = None
             try:
                 thread.start()
             except RuntimeError as error:  # the process has reached its limit
@@ -257,12 +272,13 @@ class StepEngine:
     def abandon(self) -> None:
         """Abandons the step without a commit; it may start over."""
         with self._guard:
-            if self._is_open:
+            if self._step is not None:
+                arrivals = self._step.arrivals
                 self._opened.handler.drain()
-                _check_undoable(self._opened, self._arrivals)
+                _check_undoable(self._opened, arrivals)
                 self._opened.chunks.forget_step()
-                _prefetch(self._opened, self._arrivals, given_up=self._arrivals)
-                self._end_arrivals()
+                _prefetch(self._opened, arrivals, given_up=arrivals)
+                self._step = None
 
     def wait(self) -> None:
         """Commits every finished step; blocks until all are durable.
@@ -275,7 +291,7 @@ class StepEngine:
             self.join()
             if not self._opened.num_uncommitted:
                 return
-            if self._arrivals:
+            if self._has_arrivals:
                 raise StoreError(
                     f"{self._opened.options.path}: step {self._next_step} is under "
                     "way, and the steps before it are not committed (the store's "
@@ -290,15 +306,15 @@ class StepEngine:
         Raises:
           BaseException: the exception that stopped the store.
         """
-        self._opened.check()
+        self._opened.health.check()
         with self._guard:
             self._join_commit()
-        self._opened.check()
+        self._opened.health.check()
 
     @property
     def is_open(self) -> bool:
         """Whether a step has begun and not finished."""
-        return self._is_open
+        return self._step is not None
 
     @property
     def metrics(self) -> StepMetrics | None:
@@ -328,9 +344,9 @@ class StepEngine:
         opened = self._opened
         with self._guard:
             self._join_commit()
-            if opened.health.failure.error is not None or not opened.num_uncommitted:
+            if opened.health.error is not None or not opened.num_uncommitted:
                 return
-            if self._arrivals:
+            if self._has_arrivals:
                 _LOG.warning(
                     "step %s is incomplete. %s", self._next_step, opened.loss_note()
                 )
@@ -339,14 +355,15 @@ class StepEngine:
 
     # --- inside --------------------------------------------------------------------
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int) -> _Step:
+        """Returns the step under way, or begins one."""
         opened = self._opened
-        opened.check()
+        opened.health.check()
         with self._guard:
-            if not self._is_open:
+            if self._step is None:
                 self.join()
             else:
-                opened.check()
+                opened.health.check()
             if step != opened.finished.step:
                 raise stale_state(opened.options.path, step, opened.finished.step)
             if step == LAST_STEP:
@@ -355,13 +372,14 @@ class StepEngine:
                     f"{LAST_STEP} (2**31 - 1), the last that a store counts; go on in "
                     "a new store from store.params(like=params) and store.state(like=)"
                 )
-            if not self._is_open:
+            if self._step is None:
                 if not opened.num_uncommitted:
                     opened.begin_slot()
                 if not self._metrics:  # earlier traffic is of `init`, not of a step
                     self._counted = opened.meters.snapshot()
                 opened.handler.defer_writes(not opened.must_commit(step + 1))
-                self._is_open, self._started_s = True, time.monotonic()
+                self._step = _Step(time.monotonic())
+            return self._step
 
     def _shown(self, requests: Sequence[UpdateRequest | KeptLeaf | SlotRequest]) -> str:
         """Names the leaves of requests while spans are recorded."""
@@ -372,21 +390,9 @@ class StepEngine:
     def _name(self, leaf: int) -> str:
         return self._opened.directory.manifest.leaves[leaf].name
 
-    def _kept_names(self) -> set[str]:
-        return {self._name(leaf) for leaf in self._kept}
-
     @property
-    def _coming(self) -> _Arrivals:
-        """The subgroups that the next step will probably update first.
-
-        One that reads slots before would take what was read ahead for its updates.
-        """
-        return {} if self._recalls_again else self._arrivals
-
-    def _end_arrivals(self) -> None:
-        self._recalls_again = False
-        self._arrivals, self._is_open, self._kept = {}, False, set()
-        self._nan_scalars, self._is_finite = (), True
+    def _has_arrivals(self) -> bool:
+        return self._step is not None and bool(self._step.arrivals)
 
     @property
     def _next_step(self) -> int:
@@ -395,7 +401,7 @@ class StepEngine:
     def _end_step(
         self,
         record: CommitRecord,
-        arrivals: _Arrivals,
+        ended: _Step,
         updated_s: float,
         ending: Ending,
     ) -> None:
@@ -415,7 +421,7 @@ class StepEngine:
             self._metrics.append(
                 StepMetrics(
                     step=record.step,
-                    update_s=updated_s - self._started_s,
+                    update_s=updated_s - ended.started_s,
                     commit_s=time.monotonic() - updated_s,
                     traffic=traffic - self._counted,
                     is_committed=opened.commit.step == record.step,
@@ -423,19 +429,20 @@ class StepEngine:
             )
             self._counted = traffic
             if not opened.health.is_closed:
-                _prefetch(opened, arrivals)
+                # A step that reads slots first would take what was read ahead.
+                _prefetch(opened, {} if ended.repeats else ended.arrivals)
         except BaseException as error:
-            opened.fail(error)
+            opened.health.fail(error)
         finally:
             ending.reach()
 
     def _publish(self) -> None:
         try:
             self._opened.publish()
-            if self._is_open:
+            if self._step is not None:
                 self._opened.directory.unpublish(self._opened.chunks.target)
         except BaseException as error:
-            self._opened.fail(error)
+            self._opened.health.fail(error)
             raise
 
     def _join_commit(self) -> None:
@@ -458,7 +465,7 @@ def _check_undoable(opened: OpenStore, arrivals: _Arrivals) -> None:
             "after part of it was written over the step before, which is not committed "
             "(the store's durability is not every step)"
         )
-        opened.fail(error)
+        opened.health.fail(error)
         raise error
 
 

@@ -1,67 +1,55 @@
-"""`open_store` and `Store`: a user's interface to a store.
+"""`Store`: a user's interface to an open store.
 
 Invariant: a `Store` shows only the last committed step.
 """
 
-import atexit
 import contextlib
 import logging
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
 
-from jaxinf import compat
-from jaxinf.csd import CsdSpec
-from jaxinf.engine.committed_state import CommittedState
-from jaxinf.engine.dispatched import check_thread, wait_for_dispatched
-from jaxinf.engine.exit_status import fail_at_exit
+from jaxinf.csd import CsdInfo
+from jaxinf.engine.carry import read_carried
+from jaxinf.engine.dispatched import (
+    check_thread,
+    wait_for_callbacks,
+    wait_for_dispatched,
+)
+from jaxinf.engine.divergence import warn_of_unseen
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import closed_error
-from jaxinf.engine.member_opening import join_run
-from jaxinf.engine.open_stores import Opened, OpenStores
-from jaxinf.engine.options import (
-    Durability,
-    MasterChoice,
-    StateFormat,
-    StoreOptions,
-)
-from jaxinf.engine.retention import KeepSteps, remove_surplus
-from jaxinf.engine.steps import LAST_STEP
+from jaxinf.engine.optax_state import placed_leaves, scalar_array
+from jaxinf.engine.reading import check_like, read_array, read_leaf
+from jaxinf.engine.retention import remove_surplus
+from jaxinf.engine.steps import LAST_STEP, StepMetrics
 from jaxinf.engine.training import Training
 from jaxinf.errors import ProcessError
 from jaxinf.interrupts import raise_kept
-from jaxinf.processes import Group, all_processes
-from jaxinf.program import trained
+from jaxinf.program import is_trained, trained
 from jaxinf.store import (
     CheckpointInfo,
+    CommitRecord,
+    Manifest,
+    StoreDirectory,
     checkpoint_names,
+    find_leaf,
     list_checkpoints,
-    member_name,
+    open_array,
+    pinned_step,
     remove_checkpoint,
     save_checkpoint,
-    snapshot,
 )
-from jaxinf.terminal import given_bytes
-from jaxinf.typing import JsonValue, PathLikeStr, ProgressCallback, PyTree
-
-DEFAULT_MEMORY_BYTES = 512 << 20
-_DEFAULTS: dict[str, Any] = {
-    "csd_roots": (),
-    "csd": "host",
-    "memory_bytes": DEFAULT_MEMORY_BYTES,
-}
+from jaxinf.typing import Array, JsonValue, ProgressCallback, PyTree
 
 _LOG = logging.getLogger("jaxinf")
-# Strong references: a store without other references may have a commit in flight.
-_OPEN = OpenStores()
 
 
-class Store(CommittedState):
+class Store:
     """An open store: made by `open_store`, used by `jaxinf.smart_update`.
 
     It is a context manager. A program that ends without `close` loses nothing, because
@@ -73,10 +61,9 @@ class Store(CommittedState):
     same store. The last handle that is closed closes it.
     """
 
-    def __init__(self, opened: Opened) -> None:
-        super().__init__(opened.training)
-        self._opened = opened
-        opened.holders.append(self)
+    def __init__(self, training: Training) -> None:
+        self._run = training
+        training.handles.append(self)
 
     @property
     def _training(self) -> Training:
@@ -85,7 +72,7 @@ class Store(CommittedState):
         Raises:
           StoreClosedError: this handle is closed, though others are not.
         """
-        if self not in self._opened.holders and not self._run.is_closed:
+        if self not in self._run.handles and not self._run.health.is_closed:
             raise closed_error(self.path)
         return self._run
 
@@ -93,6 +80,233 @@ class Store(CommittedState):
         commit = self._run.commit
         step = "new" if commit is None else f"step {commit.step}"
         return f"Store({str(self.path)!r}, {step})"
+
+    # --- the last committed step --------------------------------------------------
+
+    @property
+    def path(self) -> Path:
+        """The store's directory."""
+        return self._run.options.path
+
+    @property
+    def exists(self) -> bool:
+        """Whether a step is committed: True when opened to resume."""
+        return self._training.commit is not None
+
+    @property
+    def step(self) -> int:
+        """The last committed step; 0 for a new store.
+
+        With a durability other than ``"step"`` the transform may be some steps ahead.
+        """
+        commit = self._last_commit()
+        return commit.step if commit else 0
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped for a non-finite gradient, up to the last commit."""
+        commit = self._last_commit()
+        return commit.skipped_steps if commit else 0
+
+    @property
+    def committed_at(self) -> str | None:
+        """The time of the last commit, UTC; None for a new store."""
+        commit = self._last_commit()
+        return commit.committed_at if commit else None
+
+    @property
+    def payload(self) -> JsonValue:
+        """The payload of the last committed step; see `annotate`."""
+        commit = self._last_commit()
+        return commit.payload if commit else None
+
+    @property
+    def _manifest(self) -> Manifest:
+        """The store's manifest: leaves, states, grids.
+
+        Raises:
+          StoreFormatError: the store is still empty.
+        """
+        return self._directory.manifest
+
+    @property
+    def _directory(self) -> StoreDirectory:
+        self._training.health.check()
+        return self._training.opened.directory
+
+    def _last_commit(self) -> CommitRecord | None:
+        self._training.join()
+        return self._training.commit
+
+    @property
+    def metrics(self) -> StepMetrics | None:
+        """Time and traffic of the last step committed by this process."""
+        training = self._training
+        return training.steps.metrics if training.has_files else None
+
+    def metrics_of(self, step: int) -> StepMetrics | None:
+        """Time and traffic of a step; None if not one of this process's last eight.
+
+        Waits for the step's commit, and for no later one.
+        """
+        training = self._training
+        return training.steps.metrics_of(step) if training.has_files else None
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The peak use of the memory budget so far."""
+        training = self._training
+        return training.opened.fleet.peak_bytes if training.has_files else 0
+
+    def csds(self) -> list[CsdInfo]:
+        """Kind, place and free space of each CSD; empty until there is a store."""
+        self._training.health.check()
+        if not self._training.has_files:
+            return []
+        return [csd.info() for csd in self._training.opened.csds]
+
+    # --- its arrays ----------------------------------------------------------------
+
+    def params(
+        self, like: PyTree, *, state: Any = None, average: bool = False
+    ) -> PyTree:
+        """Returns the committed master params in the form of the run's params.
+
+        Args:
+          like: a tree of arrays or ``jax.ShapeDtypeStruct`` of the store's leaves; it
+            gives the dtype, and the sharding if it has one. Other leaves than
+            floating-point arrays are returned as they are.
+          state: the transform state to wait for, as JAX's dispatch is asynchronous.
+          average: whether to return the params' average instead, or of a schedule-free
+            optimizer optax's `schedule_free_eval_params`; rounded to nearest even if
+            `like` has fewer bits.
+
+        Returns:
+          A tree like `like`, with a ``jax.Array`` for each leaf of the store.
+
+        Raises:
+          StoreMismatchError: `like` has other leaves or shapes than the store, or the
+            store has no average.
+        """
+        self._wait_for(state)
+        leaves, treedef = jax.tree.flatten(like)
+        check_like(self._training.opened, trained(like))
+        places = [place for place, leaf in enumerate(leaves) if is_trained(leaf)]
+        training = self._training
+        with training.paused():
+            opened = training.opened
+            warn_of_unseen(self.path, opened.finished.steps_without_params)
+            for number, place in enumerate(places):
+                states = opened.averaged(number) if average else (0,)
+                leaves[place] = read_leaf(opened, number, leaves[place], *states)
+        return jax.tree.unflatten(treedef, leaves)
+
+    def state(self, like: PyTree) -> PyTree:
+        """Returns the whole optax state of the last step; the inverse of `Store.load`.
+
+        Waits for the steps in flight that this thread has dispatched. The optimizer
+        must have been bound to the store in this process, by ``tx.init`` or by
+        `jaxinf.stream`.
+
+        Args:
+          like: a state of the optax transformation that `jaxinf.smart_update` was
+            given, ``plain.init(params)``, or its shapes by ``jax.eval_shape``. It gives
+            the dtypes, and the shardings if it has them.
+
+        Returns:
+          A tree like `like` with a ``jax.Array`` for each leaf. State in fewer bits is
+          decoded.
+
+        Raises:
+          StoreMismatchError: `like` has other leaves or shapes than the store.
+          StaleStateError: no optimizer is bound to the store.
+        """
+        self._wait_for(None)
+        training = self._training
+        with training.paused():
+            opened = training.opened
+            placed = placed_leaves(opened, training.layout, like, "like")
+            scalars = opened.finished.scalar_state
+            leaves = [
+                scalar_array(scalars[place.number].value, leaf)
+                if place.leaf is None
+                else read_leaf(opened, place.leaf, leaf, place.number)
+                for place, leaf in placed.items()
+            ]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def carried(self, like: PyTree) -> PyTree:
+        """Returns the arrays that the last step carries, such as batch statistics.
+
+        Waits for the steps in flight that this thread has dispatched.
+
+        Args:
+          like: a tree like the `carry` that ``tx.update`` was given, or what the
+            `carry` of `jaxinf.stream` has returned: arrays, or shapes and dtypes. It
+            gives the shardings if it has them.
+
+        Returns:
+          A tree like `like` with a ``jax.Array`` for each leaf.
+
+        Raises:
+          StoreMismatchError: the step carries nothing, or other arrays; names them.
+          StoreCorruptError: an array is damaged.
+        """
+        self._wait_for(None)
+        with self._training.paused():
+            return read_carried(self._training.opened, like)
+
+    def tensorstore(self, state: str, leaf: str) -> Any:
+        """Opens a leaf's state as a read-only ``tensorstore.TensorStore``.
+
+        Args:
+          state: ``"params"`` (the master), ``"mu"``, ``"nu"``, …; it is shown as
+            stored, whereas `read` decodes it.
+          leaf: its keys joined by ``/``, as `jaxinf inspect` prints them.
+
+        During a run the chunks read may be of two neighbouring steps; use `snapshot`
+        for one consistent step.
+
+        Raises:
+          ValueError: no such leaf or state; lists what there is.
+        """
+        record = find_leaf(self._manifest, state, leaf)
+        if not record.is_whole:
+            raise ValueError(
+                f"{self.path}: leaf {leaf}: this process holds {len(record.held)} of "
+                f"its {len(record.csds)} chunks, and zarr would show zeros for the "
+                "others; read it in all processes (store.read), or make a whole "
+                "checkpoint (jaxinf checkpoint save PATH NAME)"
+            )
+        self._training.wait()
+        slot = self._directory.committed_slot()
+        assert slot is not None
+        self._directory.check_array(slot, record, state)
+        return open_array(self._directory.step_path(slot), record, state)
+
+    def read(self, state: str, leaf: str) -> Array:
+        """Reads a leaf's state, decoded, after the steps in flight; blocks.
+
+        Args:
+          state: ``"params"``, ``"mu"``, …: as for `tensorstore`, except arrays that
+            belong to another state, such as a codec's scales.
+          leaf: its keys joined by ``/``.
+
+        Returns:
+          An array of the leaf's shape: float32 if the store has it in fewer bits.
+
+        Raises:
+          ValueError: no such leaf or state; lists what there is.
+        """
+        self._wait_for(None)
+        record = find_leaf(self._manifest, state, leaf)
+        chosen = record.state(state)
+        if chosen.is_beside:
+            raise ValueError(
+                f"leaf {leaf}: {state} is a part of {chosen.slot}; read that"
+            )
+        with self._training.paused():
+            return read_array(self._training.opened, record, chosen)
 
     def load(self, params: PyTree, opt_state: PyTree, *, step: int) -> None:
         """Makes params and an optax state the store's step, in one commit; blocks.
@@ -123,7 +337,7 @@ class Store(CommittedState):
             )
         self._wait_for(None)
         tree = trained(params)
-        self._check_like(tree, "params")
+        check_like(self._training.opened, tree, "params")
         self._training.load(jax.tree.leaves(tree), opt_state, step)
 
     @contextlib.contextmanager
@@ -148,7 +362,7 @@ class Store(CommittedState):
         with contextlib.ExitStack() as stack:
             yield group.in_all(
                 f"a snapshot of step {self.step}",
-                lambda: stack.enter_context(snapshot(self._directory)),
+                lambda: stack.enter_context(pinned_step(self._directory)).path,
             )
 
     # --- checkpoints ---------------------------------------------------------------
@@ -238,6 +452,26 @@ class Store(CommittedState):
 
     # --- control -------------------------------------------------------------------
 
+    def wait(self, state: Any = None) -> None:
+        """Blocks until all dispatched steps are finished and durable.
+
+        Args:
+          state: the transform state to wait for first.
+        """
+        self._wait_for(state)
+
+    def _wait_for(self, state: Any) -> None:
+        raise_kept()
+        if state is None:
+            wait_for_callbacks()
+        else:
+            try:
+                jax.block_until_ready(state)
+            except Exception:
+                self._training.health.check()  # raises the cause of JAX's exception
+                raise
+        self._training.wait()
+
     def annotate(self, step: int, payload: JsonValue) -> None:
         """Sets the caller's payload for the commit of a future step.
 
@@ -248,11 +482,15 @@ class Store(CommittedState):
         Raises:
           ValueError, TypeError: it is not JSON, or the step is committed already.
         """
-        self._training.annotate(step, payload)
+        training = self._training
+        training.health.check()
+        is_new = training.commit is None
+        finished = -1 if is_new else training.opened.finished.step
+        training.annotations.set(step, payload, finished)
 
     def check(self) -> None:
         """Raises the exception that stopped the store, if any, with its type."""
-        self._training.tell()
+        self._training.health.tell()
 
     def close(self) -> None:
         """Closes this handle, and with the last handle the store. Idempotent.
@@ -270,11 +508,11 @@ class Store(CommittedState):
             released, unless another method has raised it before, or JAX (whose error is
             being handled, or no result of the failed computation is left to read).
         """
-        held = self._opened.holders
-        if len(held) == 1 and not self._run.is_closed:
+        held, health = self._run.handles, self._run.health
+        if len(held) == 1 and not health.is_closed:
             check_thread(f"{self.path}: close")
-        with _OPEN.lock(self.path):
-            if self not in held or self._run.is_closed:
+        with self._run.path_lock:
+            if self not in held or health.is_closed:
                 return
             if len(held) > 1:
                 held.remove(self)
@@ -282,15 +520,15 @@ class Store(CommittedState):
             self._close_last()
         if sys.exception() is None:
             raise_kept()
-        if self._run.is_failure_untold:
-            self._run.check()
+        if health.is_untold:
+            health.check()
 
     def _close_last(self) -> None:
         training = self._run
         try:
             wait_for_dispatched()
         except KeyboardInterrupt:
-            self._release()
+            training.close()
             _LOG.warning(
                 "%s: interrupted while steps were under way: those after step %d, the "
                 "last one that has arrived, are lost",
@@ -299,13 +537,7 @@ class Store(CommittedState):
             )
             raise
         finally:
-            self._release()
-
-    def _release(self) -> None:
-        try:
-            self._run.close()
-        finally:
-            _OPEN.forget(self._opened)
+            training.close()
 
     def __enter__(self) -> "Store":
         return self
@@ -323,206 +555,3 @@ class Store(CommittedState):
                 raise
             # Raise the body's own error; this one is often its cause.
             _LOG.debug("%s: closed after a failure: %s", self.path, failure)
-
-
-def open_store(
-    path: PathLikeStr,
-    *,
-    csds: Sequence[PathLikeStr] | Mapping[PathLikeStr, float] | None = None,
-    csd: str | CsdSpec | None = None,
-    memory_bytes: int | str | None = None,
-    durability: Durability | None = None,
-    restore: str | None = None,
-    master: MasterChoice | None = None,
-    state: StateFormat | None = None,
-    keep_steps: KeepSteps | None = None,
-    tiers: Mapping[str, int | str] | None = None,
-    export_every: int | None = None,
-    export_to: str | None = None,
-) -> Store:
-    """Opens a store, or sets the place where `tx.init` will make one.
-
-    Nothing is written here, except with `restore`. An existing store resumes at its
-    last committed step. If this process has the path open already, the result is
-    another handle on that store, and options that are not given are the open store's. A
-    store that a failure has stopped is opened anew.
-
-    Args:
-      path: the store's directory; missing or empty for a new one.
-      csds: CSD roots, each a mounted drive, to spread a new store's chunks over; by
-        default the chunks are in the store itself. An existing store records its roots.
-        Drives of unequal speed should get unequal shares, as in ``{"/mnt/a": 3,
-        "/mnt/b": 1}``. No bit depends on them.
-      csd: the processor that updates the chunks: ``"host"`` (the default), the CPU
-        beside the drive; ``"smartssd"``, the card beside it; ``"emulated"``, an
-        emulated card. Options may follow: see `jaxinf.csd.parse_csd`. A
-        `jaxinf.csd.CsdSpec` may wrap the CSDs, for example to emulate another system.
-      memory_bytes: all memory that state passes through: on the host; or for each card,
-        its own memory and the host's for its gradients and results; in bytes, or as a
-        text such as ``"512MiB"``, which is the default.
-      durability: the steps that become durable by themselves: ``"step"`` (the default),
-        each; a number k, every k-th; ``"checkpoint"``, none. `wait`, `close`,
-        `checkpoint` and methods that read the store's state also commit. A crash or an
-        error costs the steps since the last commit.
-      restore: a checkpoint to continue from: it becomes the committed step again, and
-        is kept. Later steps are given up, unless a checkpoint keeps them.
-      master: the form of the fp32 master params. With ``"auto"``, the default, fp32
-        params on the JAX device are the master, and bfloat16 params are its upper half:
-        a new store keeps 16-bit remainders beside them, so that no bit is lost. If the
-        params can be handed over without a copy (on a CPU), a step reads only the
-        remainders, and compares the params' checksum with the stored one. With
-        ``"none"``, for bfloat16 params, a new store keeps only these, rounded
-        stochastically: parts of an update below their precision are kept on average.
-        float16 params, and bfloat16 ones on cards, have a float32 master. An existing
-        store records its form.
-      state: the format of the optimizer's float32 state in a new store: ``"fp32"``
-        (the default), unchanged; ``"bf16"``, rounded stochastically; ``"int8"``, in
-        blocks of 256 with a scale for each. The update computes in float32 in any case.
-        Leaves of fewer than 4,096 elements stay in float32. An existing store records
-        its format.
-      keep_steps: ``k``, ``(k, n)`` or ``(k, n, offset)``. Steps that are multiples of
-        k, or by offset more than these, are kept as checkpoints named by their step,
-        with any `durability`; with k = 0 `Store.checkpoint` alone makes some. Of all
-        that are named by their step the last n (by default 2) stay, and with n = 0
-        all. `init` checks that there is room for 2 + n states. By default none is made,
-        and all stay.
-      tiers: ``{"host": bytes}``: so much of `memory_bytes` holds state from step to
-        step, which is then not read again. Short chunks stay first. A step that commits
-        writes it all the same, so what is promised of crashes does not change; steps
-        between commits do not (`durability`), which makes drives last. By default none;
-        cards refuse it, and so does a machine or container with less memory free.
-      export_every, export_to: each step that is a multiple of the first is exported
-        to ``URL/STEP`` (``file://``, ``gs://``, ``s3://``) in a thread beside training;
-        docs/checkpoints.md, "Exports beside training". `Store.exports` shows what came
-        of it. Some five times the largest chunk of `memory_bytes` is theirs.
-
-    In a program of several processes (`jax.distributed.initialize`), all open one path,
-    and each has its member of the run in it, ``path/process-00000`` and so on; or each
-    has a path and a store of its own. ``{process}`` in `csds` is the process's number.
-
-    Raises:
-      ValueError: an argument is out of range, or differs from the open store's; or
-        there is no such checkpoint.
-      CsdError: a card is missing or not set up.
-      NotADirectoryError, PermissionError: `path` cannot be a store.
-      StoreLockedError: a live process has the store open; names the process.
-      StoreFormatError: it is not a store, is damaged, or has a newer format.
-    """
-    path, group = _joined(_absolute(path))
-    if memory_bytes is not None:
-        memory_bytes = given_bytes("memory_bytes", memory_bytes)
-    given = {
-        "csd_roots": None if csds is None else [_of_process(root) for root in csds],
-        "csd": csd,
-        "memory_bytes": memory_bytes,
-        "durability": durability,
-        "restore": restore,
-        "master": master,
-        "state": state,
-        "keep_steps": keep_steps,
-        "tiers": tiers,
-        "export_every": export_every,
-        "export_to": export_to,
-        "csd_shares": [*csds.values()] if isinstance(csds, Mapping) else None,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    options = StoreOptions(path, **{**_DEFAULTS, **given})
-    with _OPEN.lock(path):
-        return Store(_OPEN.open(options, given, group))
-
-
-def _joined(path: Path) -> tuple[Path, Group | None]:
-    """Returns the path of this process's store, and who has it, unless it is open."""
-    held = _open_at(path)
-    if held is not None and held.training.failure is None:
-        return held.training.options.path, None
-    group = join_run(path)
-    if group.is_alone:
-        return path, None
-    # JAX ends its service at the exit; what is registered later, runs before.
-    atexit.unregister(_close_all)
-    atexit.register(_close_all)
-    return path / member_name(group.number), group
-
-
-def _of_process(root: PathLikeStr) -> Path:
-    """Returns a CSD root of this process; see `open_store`."""
-    number = str(all_processes("program").number)
-    return _absolute(os.fspath(root).replace("{process}", number))
-
-
-def _open_at(path: Path) -> Opened | None:
-    """Returns the open store of a path, or this process's member of a run there."""
-    program, held = all_processes("program"), _OPEN.get(path)
-    if held is None and not program.is_alone:
-        held = _OPEN.get(path / member_name(program.number))
-    return held
-
-
-def store_of(path: PathLikeStr) -> Store:
-    """Returns the open store of a path, for a program that has no variable for it.
-
-    The result is not a further handle, and need not be closed.
-
-    Raises:
-      ValueError: no store is open there; lists the open ones.
-    """
-    held = _open_at(_absolute(path))
-    if held is None or not held.holders:
-        others = [str(one.training.options.path) for one in _OPEN.all()][:5]
-        raise ValueError(
-            f"{path}: expected a store that is open in this process, found "
-            f"{', '.join(others) or 'none'}; open it with jaxinf.open_store"
-        )
-    return held.holders[0]
-
-
-def close(path: PathLikeStr) -> None:
-    """Closes the store at a path with all its handles; see `Store.close`.
-
-    Does nothing if no store is open there.
-    """
-    held = _open_at(_absolute(path))
-    if held is not None:
-        _close_all_handles(held)
-
-
-def _close_all_handles(held: Opened) -> None:
-    for store in list(held.holders):
-        store.close()
-
-
-def _absolute(path: PathLikeStr) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(path)))
-
-
-@atexit.register
-def _close_all() -> None:
-    """Waits for dispatched steps, drains and commits, at the interpreter's exit.
-
-    A failure that no call has raised so far is logged, and becomes the exit status.
-    """
-    for held in _OPEN.all():
-        try:
-            if getattr(sys, "last_value", None) is not None:  # it ends by an exception
-                held.training.exports.end(waits=False)
-            _close_all_handles(held)
-            if held.training.is_failure_unreported:
-                held.training.check()
-        except (Exception, KeyboardInterrupt) as error:
-            path = held.training.options.path
-            _LOG.error("%s: stopped by %s: %s", path, type(error).__name__, error)
-            fail_at_exit()
-        if held.training.failure is not None:
-            compat.forget_failed_tokens()
-
-
-def _forget_all() -> None:
-    """Ends the use of all stores in a forked child; the parent keeps them."""
-    _OPEN.begin_anew()
-    for held in _OPEN.all():
-        held.training.disown()
-        _OPEN.forget(held)
-
-
-os.register_at_fork(after_in_child=_forget_all)

@@ -1,4 +1,4 @@
-"""The interface of a store to an optimizer: bind, place, update, commit.
+"""The engine of a store: it opens, binds, initialises, loads and closes it.
 
 Invariant: all access to files goes through an `OpenStore`, which exists as soon as
 there is a store and has no optional part.
@@ -15,7 +15,6 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from jaxinf.engine.admission import check_division, check_same
-from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.binding import Binding
 from jaxinf.engine.description import StoreDescription, kernel_needs
 from jaxinf.engine.dispatched import wait_for_dispatched
@@ -24,18 +23,11 @@ from jaxinf.engine.division import check_memory
 from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.optax_state import given_step, publish_step, write_step
 from jaxinf.engine.options import StoreOptions
-from jaxinf.engine.place import StorePlace
+from jaxinf.engine.place import begin_anew, create, open_place, planned_shape, roll_back
 from jaxinf.engine.retention import archive, check_room
 from jaxinf.engine.shape import StoreShape
-from jaxinf.engine.state import (
-    FirstParams,
-    ParamsReader,
-    finish_initialisation,
-    has_params,
-    initialise,
-    read_state,
-)
-from jaxinf.engine.steps import StepEngine, StepMetrics
+from jaxinf.engine.state import FirstParams, finish_initialisation, initialise
+from jaxinf.engine.steps import StepEngine
 from jaxinf.errors import (
     StaleStateError,
     StoreClosedError,
@@ -46,56 +38,47 @@ from jaxinf.layout import LeafGrid, choose_grid
 from jaxinf.processes import Group, end_unless
 from jaxinf.program import StateLayout
 from jaxinf.store import CarriedArray, CommitRecord, Member, ScalarState
-from jaxinf.typing import Array, JsonValue, PyTree
+from jaxinf.typing import PyTree
 
 _LOG = logging.getLogger("jaxinf")
 
 
-class Training:
-    """The operations of a store for `jaxinf.smart_update`. Thread-safe.
+class Training(StoreRun):
+    """A store in this process, with files or still without. Thread-safe.
 
     Attributes:
-      options: the options of the store.
+      path_lock: held while a store of its path opens or closes.
+      handles: the user's `Store`s that are not closed, the oldest first.
+      binding: the run's binding to a step of the store, made by its first step.
       shardings: for each leaf, the sharding of the params in the last `init`, on one
         mesh; empty if they are not sharded.
       shapes: shapes and dtypes of these params, in the optimizer's form; None before.
-      group: the processes that have the store together.
       has_warned_of_params: whether a run that gives no params was told so.
       carried: names, shapes and dtypes of what its steps carry; None before the first.
-      exports: the exports of its steps to a URL.
-      binding: the run's binding to a step of the store, made by its first step.
 
     Raises:
       StoreError: as `jaxinf.open_store` documents.
     """
 
     def __init__(self, options: StoreOptions, group: Group | None = None) -> None:
-        self.options = options
+        super().__init__(options, group or Group(options.path))
+        self.handles: list[Any] = []
         self.shardings: tuple[NamedSharding, ...] = ()
         self.shapes: Any = None
-        self.group = group or Group(options.path)
-        self._run = StoreRun.of(options, self.group)
         self.has_warned_of_params = False
         self.carried: tuple[CarriedArray, ...] | None = None
-        self.exports = self._run.exports
-        self._run.health.failure.listen(self._tell_others)
-        self._place = StorePlace(self._run)
-        self._annotations = Annotations(options.path)
         self._bound: list[StoreDescription] = []
-        self._guard = threading.RLock()
+        self._guard, self.path_lock = threading.RLock(), threading.RLock()
         self._is_restarted = False
         self._on_close: list[Callable[[], None]] = []
         self._opened: OpenStore | None = None
         self._steps: StepEngine | None = None
         self.binding = Binding(lambda: self.opened, self._roll_back)
-        if self._place.is_there() or not self.group.is_alone:
-            self._hold(self._place.open())
-        else:
-            self._place.check_restorable()
+        self.health.failure.listen(self._tell_others)
+        self._hold(open_place(self))
 
     def _tell_others(self) -> None:
-        health = self._run.health
-        error = health.failure.error
+        health, error = self.health, self.health.error
         if error is not None and not isinstance(error, StoreClosedError):
             self.group.fail(error)
             end_unless(
@@ -106,7 +89,7 @@ class Training:
 
     def _hold(self, opened: OpenStore | None) -> None:
         self._opened = opened
-        self._steps = None if opened is None else StepEngine(opened, self._annotations)
+        self._steps = None if opened is None else StepEngine(opened)
 
     # --- the store -------------------------------------------------------------------
 
@@ -124,6 +107,17 @@ class Training:
         return self._opened
 
     @property
+    def steps(self) -> StepEngine:
+        """The steps of the open store.
+
+        Raises:
+          StaleStateError: there is no store yet.
+        """
+        if self._steps is None:
+            raise _no_store(self.options.path)
+        return self._steps
+
+    @property
     def has_files(self) -> bool:
         """Whether there is a store, even a new one."""
         return self._opened is not None
@@ -134,11 +128,6 @@ class Training:
         if self._opened is None or self._opened.is_new:
             return None
         return self._opened.commit
-
-    @property
-    def peak_memory_bytes(self) -> int:
-        """The peak use of the budget by buffers so far."""
-        return 0 if self._opened is None else self._opened.fleet.peak_bytes
 
     def grid(self, description: StoreDescription, number: int) -> LeafGrid:
         """The chunk grid of a leaf, in the existing or future store."""
@@ -159,70 +148,9 @@ class Training:
         Raises:
           ValueError: the options do not suit the description.
         """
-        if self._opened is not None:
-            return self._opened
-        return self._place.shape(description, member)
+        return self._opened or planned_shape(self, description, member)
 
-    # --- failure and end -------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raises the failure that stopped the store, the original exception, if any."""
-        self._run.health.check()
-
-    def fail(self, error: BaseException) -> None:
-        """Stops the store for good, its workers too; the first error wins."""
-        if self._opened is not None:
-            self._opened.fail(error)
-        elif self._run.health.is_for(error):
-            self._run.health.failure.set(error)
-
-    def fail_computation(self, error: BaseException) -> None:
-        """As `fail`, for an exception that fails a computation of the program's."""
-        self.fail(error)
-        self._run.health.raised_by_jax()
-
-    def tell(self) -> None:
-        """As `check`, for the program itself, which knows of the failure then."""
-        self._run.health.tell()
-
-    def fail_beside_others(self, error: BaseException) -> None:
-        """As `fail`, for an exception that gets to the program by no computation.
-
-        The failure is logged once, and the next call that gets a state raises it. It
-        may be older: a worker or a commit failed in the background.
-        """
-        self.fail_unannounced(error)
-        self._run.health.announce()
-
-    def fail_unannounced(self, error: BaseException) -> None:
-        """As `fail_beside_others`, but nothing is logged, and no next call raises it.
-
-        For a failure that the other processes do not know of: if this one raised it,
-        they would wait for it in the next step. In that step all calls fail, and the
-        statuses tell all processes.
-        """
-        self.fail(error)
-        self._run.health.caught()
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The exception that stopped the store."""
-        return self._run.health.failure.error
-
-    @property
-    def is_failure_unreported(self) -> bool:
-        """Whether there is a failure that `check` has not raised yet."""
-        return self._run.health.is_unreported
-
-    @property
-    def is_failure_untold(self) -> bool:
-        """Whether there is a failure that neither `check` nor JAX has raised."""
-        return self._run.health.is_untold
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._run.health.is_closed
+    # --- its end ---------------------------------------------------------------------
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Registers a function that `close` calls before the workers stop."""
@@ -234,12 +162,12 @@ class Training:
         A failure of the store is not raised here.
         """
         with self._guard:
-            if self.is_closed:
+            if self.health.is_closed:
                 return
-            self._run.health.is_closed = True
+            self.health.is_closed = True
         self.group.leave()
         with contextlib.ExitStack() as stack:
-            stack.callback(self._place.release)
+            stack.callback(self.release)
             if self._opened is not None:
                 stack.callback(self._opened.close)
             for action in reversed(self._on_close):
@@ -249,16 +177,16 @@ class Training:
                 self._steps.close()
 
     def _end_export(self) -> None:
-        is_well = self.failure is None and sys.exc_info()[0] is None
+        is_well = self.health.error is None and sys.exc_info()[0] is None
         self.exports.close(waits=is_well)
 
     def disown(self) -> None:
         """Ends the use of the store in a forked child; the parent keeps it."""
-        self._guard = threading.RLock()
-        self._run.health.disown()
-        self._place.release()
+        self._guard, self.path_lock = threading.RLock(), threading.RLock()
+        self.health.disown()
+        self.release()
 
-    # --- init ------------------------------------------------------------------------
+    # --- its contents ----------------------------------------------------------------
 
     def bind(
         self,
@@ -284,7 +212,7 @@ class Training:
           StaleStateError: there is no store, and none may be made here.
         """
         with self._guard:
-            self.check()
+            self.health.check()
             if self.commit is None and not may_create:
                 raise _no_store(self.options.path)
             self.exports.check(0 if self.commit is None else self.commit.step)
@@ -315,6 +243,18 @@ class Training:
                 "each its own: one store per init, smart_update(tx, other_path)"
             ) from None
 
+    def _create(self, description: StoreDescription, *, uses_budget: bool) -> None:
+        self._bound.clear()  # an earlier init on this store did not finish
+        if self._opened is not None and self._opened.directory.committed_slot():
+            check_same(self._opened.directory, description)
+            self._hold(begin_anew(self, self._opened))
+            return
+        unfinished = self._opened
+        self._hold(None)
+        if unfinished is not None:
+            unfinished.close()
+        self._hold(create(self, description, uses_budget=uses_budget))
+
     def restart(self, description: StoreDescription) -> None:
         """Keeps the existing run as a checkpoint, and waits for a new one.
 
@@ -328,30 +268,18 @@ class Training:
         wait_for_dispatched()
         with self._guard:
             self.wait()
-            opened = self.opened
-            _keep_run(opened, description)
+            _keep_run(self.opened, description)
             self._is_restarted = True
-            self._hold(self._place.begin_anew(opened))
+            self._hold(begin_anew(self, self.opened))
             self._bound = [description]
-
-    def _create(self, description: StoreDescription, *, uses_budget: bool) -> None:
-        self._bound.clear()  # an earlier init on this store did not finish
-        if self._opened is not None and self._opened.directory.committed_slot():
-            check_same(self._opened.directory, description)
-            self._hold(self._place.begin_anew(self._opened))
-            return
-        unfinished, self._opened, self._steps = self._opened, None, None
-        if unfinished is not None:
-            unfinished.close()
-        self._hold(self._place.create(description, uses_budget=uses_budget))
 
     def _roll_back(self, place: str) -> None:
         """Makes another step of the store the committed one."""
         given_up = self.opened.commit
-        self._hold(self._place.roll_back(self.opened, place))
+        self._hold(roll_back(self, self.opened, place))
         step = self.opened.commit.step
         payload = given_up.payload if given_up.step == step + 1 else None
-        self._annotations.go_back(step, payload)
+        self.annotations.go_back(step, payload)
 
     def initialise(
         self, description: StoreDescription, given: Sequence[FirstParams]
@@ -362,27 +290,12 @@ class Training:
 
     def finish_initialisation(self, scalars: Sequence[ScalarState]) -> None:
         """Commits step 0; every leaf must have been initialised."""
-        finish_initialisation(self.opened, scalars, self._annotations.take(0))
+        finish_initialisation(self.opened, scalars)
         if self._is_restarted:  # the program may restore a state over the new one
             self.binding.release()
         else:
             self.binding.begin_anew()
         self._is_restarted = False
-
-    def has_params(self, leaf: int, params: Array, origin: Sequence[int]) -> bool:
-        """Whether params are the last committed step's; see `engine.state`."""
-        return has_params(self.opened, leaf, params, origin)
-
-    def params_reader(
-        self, memory_bytes: int, *, average: bool = False
-    ) -> ParamsReader:
-        """Makes a reader of the last finished step's params; a commit ends it.
-
-        Args:
-          memory_bytes: memory for its reads.
-          average: whether it reads the params' average instead.
-        """
-        return ParamsReader(self.opened, memory_bytes, average=average)
 
     @property
     def layout(self) -> StateLayout:
@@ -424,41 +337,20 @@ class Training:
             except BaseException:
                 opened.chunks.forget_step()  # another process may have failed
                 raise
-            publish_step(opened, given, step, self._annotations.take(step))
+            publish_step(opened, given, step)
             self.binding.release()
 
-    def can_move(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
-        """Whether a box of a leaf consists of whole chunks, so it can move alone."""
-        return self.opened.can_move(leaf, origin, extent)
-
-    def read_feedback(self, leaf: int, out: Array, origin: Sequence[int]) -> None:
-        """Reads a leaf's or a shard's error feedback, the last of its states."""
-        opened = self.opened
-        states = opened.directory.manifest.leaves[leaf].states
-        read_state(opened, leaf, out, origin, len(states) - 1)
-
-    # --- steps -----------------------------------------------------------------------
-
-    @property
-    def steps(self) -> StepEngine:
-        """The steps of the open store.
-
-        Raises:
-          StaleStateError: there is no store yet.
-        """
-        if self._steps is None:
-            raise _no_store(self.options.path)
-        return self._steps
+    # --- steps under way -------------------------------------------------------------
 
     def wait(self) -> None:
         """Commits every finished step; blocks until all are durable."""
-        self.check()
+        self.health.check()
         if self._steps is not None:
             self._steps.wait()
 
     def join(self) -> None:
         """Blocks until the last step has ended, and its commit if it has one."""
-        self.check()
+        self.health.check()
         if self._steps is not None:
             self._steps.join()
 
@@ -467,21 +359,6 @@ class Training:
         """Prevents steps from beginning and committing while the context lasts."""
         with self.steps.paused() if self._steps else contextlib.nullcontext():
             yield
-
-    def annotate(self, step: int, payload: JsonValue) -> None:
-        """Sets the payload for the commit of a future step."""
-        self.check()
-        finished = -1 if self.commit is None else self.opened.finished.step
-        self._annotations.set(step, payload, finished)
-
-    @property
-    def metrics(self) -> StepMetrics | None:
-        """Metrics of the last committed step."""
-        return None if self._steps is None else self._steps.metrics
-
-    def metrics_of(self, step: int) -> StepMetrics | None:
-        """Metrics of one of the last few steps, after its commit, or None."""
-        return None if self._steps is None else self._steps.metrics_of(step)
 
 
 def _no_store(path: Path) -> StaleStateError:

@@ -1,7 +1,7 @@
-"""The content of one call for an update.
+"""The content of one call for an update, or for a slot before it.
 
 Invariant: the arrays belong to the caller, and are used only until `StepEngine.update`
-returns.
+or `StepEngine.recall` returns.
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,23 @@ class KeptLeaf:
     leaf: int
     origin: tuple[int, ...]
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SlotRequest:
+    """A request for a slot of a leaf, or of a JAX device's shard of it.
+
+    Attributes:
+      leaf: its number.
+      slot: the slot's name.
+      origin: index in the leaf of the first element of `out`.
+      out: receives the values in its dtype.
+    """
+
+    leaf: int
+    slot: str
+    origin: tuple[int, ...]
+    out: Array
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Turns a request for an update into tasks of the pipeline.
+"""Turns requests for updates and for slots into tasks of the pipeline.
 
 Invariant: a task reads only the newest version of a state, and writes only to the slot
 that the step builds.
@@ -18,11 +18,13 @@ from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.subgroup_arrays import rounding_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.subgroup_update import SubgroupUpdate
-from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
+from jaxinf.engine.update_request import KeptLeaf, SlotRequest, UpdateRequest
 from jaxinf.engine.updaters import Updater
-from jaxinf.kernels.specialise import specialise, state_read
+from jaxinf.errors import NonFiniteScalarError
+from jaxinf.kernels.specialise import scalars_used, specialise, state_read
+from jaxinf.layout import scatter
 from jaxinf.program import Kernel
-from jaxinf.store import ERROR_FEEDBACK, dtype_of
+from jaxinf.store import ERROR_FEEDBACK, ScalarState, dtype_of
 from jaxinf.typing import Array
 
 AT_ONCE = frozenset({0})
@@ -133,6 +135,74 @@ def request_tasks(
             link_up_bytes += sum([num * array.itemsize for array in sent])
             link_down_bytes += sum([extents[n].num_bytes for n in task.stores])
     return RequestTasks(tasks, updates, link_down_bytes, link_up_bytes)
+
+
+def recall_tasks(opened: OpenStore, request: SlotRequest) -> list[Task]:
+    """Makes the tasks that read a slot in the middle of a step; they write nothing."""
+    layouts = opened.layouts(request.leaf, request.origin, request.out.shape)
+    return [_recall_task(opened, request, layout) for layout in layouts]
+
+
+def _recall_task(
+    opened: OpenStore, request: SlotRequest, layout: SubgroupLayout
+) -> Task:
+    state = layout.slots.index(request.slot)
+    subgroup = layout.subgroup
+    chunk = opened.directory.chunks[subgroup.leaf][subgroup.chunk]
+
+    def compute(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None:
+        del tells
+        values = csd.view(buffer, layout.extents[state])[: subgroup.num_elements]
+        values = values.astype(request.out.dtype, copy=False)
+        scatter(request.out, chunk, request.origin, subgroup.offset_elements, values)
+
+    return Task(layout, compute, loads=opened.chunks.sources(layout, [state]))
+
+
+def nan_scalars(
+    opened: OpenStore, requests: Sequence[UpdateRequest]
+) -> tuple[str, ...]:
+    """Returns the scalars that are NaN and used, by leaf and number, for an error.
+
+    A learning rate of NaN turns all state into NaN, whatever the gradients are. Inf is
+    accepted, because some optimizers start with it. A scalar is checked only in a
+    branch that the step takes.
+    """
+    seen: dict[int, bool] = {}
+    found = []
+    for request in requests:
+        for number, scalar in enumerate(request.inputs.scalars):
+            is_nan = seen.get(id(scalar))
+            if is_nan is None:
+                is_nan = seen[id(scalar)] = bool(scalar != scalar)
+            if is_nan and number in scalars_used(
+                request.kernel, request.inputs.scalars
+            ):
+                name = opened.directory.manifest.leaves[request.leaf].name
+                found.append(f"scalar {number} of the update of leaf {name}")
+    return tuple(found)
+
+
+def nan_scalar_error(
+    opened: OpenStore, step: int, found: Sequence[str], scalars: Sequence[ScalarState]
+) -> NonFiniteScalarError:
+    """Makes the error for a step that would compute with NaN.
+
+    Args:
+      scalars: the optimizer's scalars, which may name the value.
+    """
+    held = [
+        scalar.path
+        for scalar in scalars
+        if scalar.value.dtype.kind in "fcV"
+        and bool((scalar.value != scalar.value).any())
+    ]
+    named = f"{', '.join(held)} of the optimizer's state" if held else found[0]
+    return NonFiniteScalarError(
+        f"{opened.options.path}: step {step}: expected numbers to update with, found "
+        f"NaN in {named}; the step was refused, the store stays at step "
+        f"{opened.finished.step}. Look at the learning rate and its schedule"
+    )
 
 
 def _updater(

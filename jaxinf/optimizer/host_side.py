@@ -66,7 +66,7 @@ class StartedUpdates:
         Raises:
           BaseException: the exception that stopped the store.
         """
-        self._store._training.check()
+        self._store._training.health.check()
         limit = self._store._training.options.memory_bytes
         with self._changed:
             self._changed.wait_for(
@@ -173,11 +173,12 @@ class HostSide:
         Args:
           is_last: whether no later call of the step tells other processes of it.
         """
-        training, report = self.store._training, self.store._training.fail_beside_others
+        training, health = self.store._training, self.store._training.health
+        report = health.fail_beside_others
         if is_last and not training.group.is_alone:
-            report = training.fail_unannounced
+            report = health.fail_unannounced
         warn = partial(self.warn_of_gathering, _UNKNOWN_SHARDINGS)
-        return GuardedHost(host, training.fail_computation, report, warn)
+        return GuardedHost(host, health.fail_computation, report, warn)
 
     def warn_of_gathering(self, reason: str, num_devices: int) -> None:
         """Says once, in a text with two places, that gradients are gathered."""
@@ -210,7 +211,7 @@ class HostSide:
 
     def compare(self, outs: HostResult, call: HostCall) -> None:
         """Callback before the first step: compares params with the store's."""
-        self.store._training.check()
+        self.store._training.health.check()
         for leaf in call.leaves:
             origin = call.origin(leaf)
             self.store._training.binding.compare(leaf.number, leaf.params, origin)
@@ -256,15 +257,15 @@ class HostSide:
         """Raises the failure of this process, or that of another."""
         training = self.store._training
         if not np.any(statuses == FAILED):
-            training.check()
+            training.health.check()
         else:
-            error = training.failure or training.group.failure_of_others(step)
+            error = training.health.error or training.group.failure_of_others(step)
             raise self._known_to_all(error)
 
     def _known_to_all(self, error: BaseException) -> BaseException:
         """Has the next call raise an error that statuses have told all processes."""
         if not self.store._training.group.is_alone:
-            self.store._training.fail_beside_others(error)
+            self.store._training.health.fail_beside_others(error)
         return error
 
     def recall(self, slots: Sequence[str], outs: HostResult, call: HostCall) -> None:
@@ -343,7 +344,7 @@ class HostSide:
 
     def finish(self, outs: HostResult, call: HostCall) -> None:
         """Callback: fetches a started update, after the last `start`; see `update`."""
-        self.store._training.check()
+        self.store._training.health.check()
         own = self._started.finish(call.key)
         for out, found in zip(outs.arrays, own.arrays, strict=True):
             if out is not None:

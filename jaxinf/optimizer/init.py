@@ -25,7 +25,10 @@ from jaxinf.engine import (
     StoreDescription,
     check_processes,
     distinct_shards,
+    has_params,
     local_shards,
+    read_feedback,
+    read_leaf,
     warn_of_unseen,
 )
 from jaxinf.errors import StoreMismatchError
@@ -162,7 +165,8 @@ class HostInit:
             if feedback is not None:
                 feedback[...] = 0  # of a new store, and where others hold it
                 if not is_new:
-                    training.read_feedback(leaf.number, feedback, call.origin(leaf))
+                    origin = call.origin(leaf)
+                    read_feedback(training.opened, leaf.number, feedback, origin)
         outs.statuses[...] = FINITE
 
     def see(self, number: int, shard: Array | None, origin: Sequence[int] = ()) -> None:
@@ -173,8 +177,8 @@ class HostInit:
           origin: index in the leaf of the shard's first element.
         """
         if not self.has_seen_others:
-            training = self._store._training
-            is_same = shard is not None and training.has_params(number, shard, origin)
+            opened = self._store._training.opened
+            is_same = shard is not None and has_params(opened, number, shard, origin)
             self.has_seen_others = not is_same
 
     def finish(
@@ -186,7 +190,7 @@ class HostInit:
         """
         statuses, scalars = arguments
         if np.any(statuses == FAILED):
-            self._store._training.check()
+            self._store._training.health.check()
             raise self._store._training.group.failure_of_others(0)
         for out, value in zip(outs, self.held_state(scalars), strict=True):
             out[...] = value
@@ -328,9 +332,9 @@ def _init_eagerly(
             for leaf, sharding in zip(leaves, places, strict=True)
         ]
     if not is_new:
-        records = store._manifest.leaves
+        opened, records = store._training.opened, store._manifest.leaves
         feedback = [
-            store._read_leaf(number, like, len(records[number].states) - 1)
+            read_leaf(opened, number, like, len(records[number].states) - 1)
             for number, like in enumerate(feedback)
         ]
     return _Initialised(initial, held, feedback)

@@ -261,8 +261,8 @@ class Wrapped:
 
     def check(self) -> None:
         """Raises the exception that stopped the store, if any."""
-        if self.store._training.failure is not None:
-            self.store._training.tell()
+        if self.store._training.health.error is not None:
+            self.store._training.health.tell()
 
     def trace(
         self, params: PyTree, extra_args: Mapping[str, Any]

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinf.engine import Store
+from jaxinf.engine import Store, check_like
 from jaxinf.errors import StreamError
 from jaxinf.streaming.bound import Fitted
 from jaxinf.streaming.near_storage import StoreParamsEnds
@@ -52,7 +52,7 @@ class FunctionEnds(StoreParamsEnds):
         training = store._training
         if average:
             training.opened.averaged(0)  # or refuses
-        store_units = StoreUnits(ready.traced.params, training.can_move)
+        store_units = StoreUnits(ready.traced.params, training.opened.can_move)
         super().__init__(store, store_units, options, average=average)
         self._units = {store_units.unit(piece) for piece in ready.lifetimes.sizes}
         self._beside_bytes = beside_bytes
@@ -126,7 +126,7 @@ class StreamedFunction(Step):
           StreamError: A leaf is not an array of floating-point numbers.
         """
         check_params(params)
-        self.store._check_like(params)
+        check_like(self.store._training.opened, params)
         self._params = abstract(params)
 
     def __call__(self, batch: PyTree) -> PyTree:

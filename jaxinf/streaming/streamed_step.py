@@ -268,7 +268,7 @@ class StreamedStep(TrainingStep):
         return self._update[1]
 
     def _take_turn(self, key: Any) -> Bound:
-        self.store._training.check()
+        self.store._training.health.check()
         bound = super()._take_turn(key)
         self.store._training.opened.limit_memory(bound.store_bytes)
         return bound
@@ -318,7 +318,7 @@ class StreamedStep(TrainingStep):
         """
         training = self.store._training
         training.join()
-        training.annotate(training.opened.finished.step + 1, payload)
+        self.store.annotate(training.opened.finished.step + 1, payload)
 
     def close(self) -> None:
         """Finishes the commit in flight and closes the store; idempotent."""

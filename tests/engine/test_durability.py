@@ -136,7 +136,7 @@ def test_the_first_step_after_a_commit_can_be_given_up(drive):
 def test_an_error_says_how_many_steps_it_costs(drive):
     driver = drive(durability=10).init().steps(4)
     driver.store._training.join()
-    driver.store._training.fail(error := OSError("the drive is gone"))
+    driver.store._training.health.fail(error := OSError("the drive is gone"))
     with pytest.raises(OSError, match="the drive is gone") as caught:
         driver.close()
     assert caught.value is error

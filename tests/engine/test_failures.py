@@ -67,7 +67,7 @@ def test_a_damaged_chunk_that_is_read(drive, how, num_csds):
     break_chunk(driver, how, "a")
     with pytest.raises(StoreIOError, match=r"params\.embed/c/0/0"):
         driver.update()
-    error = driver.training.failure
+    error = driver.training.health.error
     check_all_raise(driver, error)
     driver.close()
     assert driver.opened.commit.step == 2
@@ -87,7 +87,7 @@ def test_a_damaged_chunk_that_is_written(drive, how):
     break_chunk(driver, how, "b", state="trace")
     with pytest.raises(StoreIOError, match=r"trace\.embed/c/0/0"):
         step_and_wait(driver)
-    check_all_raise(driver, driver.training.failure)
+    check_all_raise(driver, driver.training.health.error)
     driver.close()
     driver = drive()
     assert driver.store.step == 2
@@ -100,7 +100,7 @@ def test_damage_found_by_reading_stops_the_store_too(drive):
     break_chunk(driver, "truncated", "a")
     with pytest.raises(StoreIOError, match=r"truncated: expected \d+ bytes, found 100"):
         driver.store.params(driver.initial)
-    check_all_raise(driver, driver.training.failure)
+    check_all_raise(driver, driver.training.health.error)
 
 
 def fail_in_the_background(driver):
@@ -137,13 +137,13 @@ def test_what_is_known_is_not_raised_again_by_close(drive):
     fail_in_the_background(driver)
     with pytest.raises(StoreIOError, match=r"publish.lock: lock"):
         driver.store.wait()
-    check_all_raise(driver, driver.training.failure)
+    check_all_raise(driver, driver.training.health.error)
     driver.close()
 
 
 def use_and_fail(driver):
     with driver.store:
-        driver.training.fail(StoreIOError("the drive's"))
+        driver.training.health.fail(StoreIOError("the drive's"))
         raise KeyError("mine")
 
 
@@ -151,7 +151,7 @@ def test_an_error_of_the_body_is_not_hidden_by_close(drive):
     driver = drive().init().steps(2)
     with pytest.raises(KeyError, match="mine"):
         use_and_fail(driver)
-    assert driver.training.is_closed
+    assert driver.training.health.is_closed
 
 
 def test_errors_of_callers_stop_the_workers(drive):
@@ -160,7 +160,7 @@ def test_errors_of_callers_stop_the_workers(drive):
     part.probe[...] = 77
     with pytest.raises(DivergedParamsError):
         driver.store._training.steps.update(1, part)
-    check_all_raise(driver, driver.training.failure)
+    check_all_raise(driver, driver.training.health.error)
     driver.close()
     drive().init().check(1)
 
@@ -187,7 +187,7 @@ def test_many_threads_get_the_same_exception(drive):
         assert not thread.is_alive()
     own = [e for e in raised if not isinstance(e, AssertionError)]
     assert own
-    assert all(error is driver.training.failure for error in own)
+    assert all(error is driver.training.health.error for error in own)
     driver.training.close()
     assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
 
@@ -223,7 +223,7 @@ def test_closing_beside_a_running_step(drive):
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
     assert isinstance(raised[0], StoreClosedError)
-    assert driver.training.failure is None
+    assert driver.training.health.error is None
     assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
     step = driver.opened.commit.step
     again = drive(leaves=MORE).init()

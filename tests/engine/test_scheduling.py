@@ -16,10 +16,18 @@ from hypothesis.stateful import (
 
 from jaxinf.csd import Extent
 from jaxinf.engine.pipeline.queues import Queues
-from jaxinf.engine.pipeline.resources import CsdTraits, Limits
 from jaxinf.engine.pipeline.scheduling import has_next, next_own, next_unit
-from jaxinf.engine.pipeline.task import Task, TaskGroup
-from jaxinf.engine.pipeline.work import Allocate, Compute, Evict, Load, Write
+from jaxinf.engine.pipeline.work import (
+    Allocate,
+    Compute,
+    CsdTraits,
+    Evict,
+    Limits,
+    Load,
+    Task,
+    TaskGroup,
+    Write,
+)
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.layout import Subgroup
 

@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-from jaxinf.engine import dealing
 from jaxinf.store import csd_bytes, csd_shares
 
 LEAVES = {
@@ -84,7 +83,7 @@ def test_a_full_drive_has_what_it_has_room_for(on, place, monkeypatch):
         free = (1 << 20) // 4096  # two slots of 512 KiB
         return os.statvfs_result((4096, 4096, free, free, free, 10, 10, 10, 0, 255))
 
-    monkeypatch.setattr(dealing.os, "statvfs", statvfs)
+    monkeypatch.setattr(os, "statvfs", statvfs)
     driver = on((3, 1)).init()
     first, second = csd_bytes(driver.opened.directory.manifest)
     assert 400_000 < first <= 512 << 10

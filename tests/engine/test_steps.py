@@ -44,7 +44,7 @@ def test_steps_are_exact(drive, num_csds, options):
     limit = driver.opened.options.memory_bytes
     if driver.opened.options.csd.has_cards:  # a card holds at least one subgroup
         limit = max(limit, set_bytes(4 * NUM_BYTES * PAGE, 4 * PAGE))
-    assert driver.training.peak_memory_bytes <= limit
+    assert driver.training.opened.fleet.peak_bytes <= limit
 
 
 def test_steps_by_direct_io(drive, tmp_path):
@@ -65,7 +65,7 @@ def test_leaves_larger_than_memory(drive):
     cut = [layout.subgroup.offset_elements for layout in layouts]
     assert any(offset > 0 for offset in cut)
     driver.steps(3).check(3)
-    assert driver.training.peak_memory_bytes <= options["memory_bytes"]
+    assert driver.training.opened.fleet.peak_bytes <= options["memory_bytes"]
     driver.close()
     # The budget belongs to the run, not to the store.
     driver = drive(leaves=LARGE, num_workers=1, memory_bytes=1 << 22).init()

@@ -43,7 +43,7 @@ POINTS = {
     "flip": (StoreDirectory, "flip"),
     "checkpoint": (jaxinf.engine.store, "save_checkpoint"),
     "restore": (jaxinf.engine.place, "restore_checkpoint"),
-    "recover": (jaxinf.engine.place, "go_on_from"),
+    "recover": (jaxinf.engine.place, "to_step"),
     "agree": (Group, "gather"),
 }
 """The functions of the real code at which a process can be told to die."""

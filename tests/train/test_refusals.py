@@ -98,7 +98,7 @@ def test_locked_store(run, tmp_path, capsys, monkeypatch):
     assert run("--store", tmp_path / "store", "--steps", 1) == 0
     with jaxinf.open_store(tmp_path / "store"):
         # As in another process, which knows nothing of the stores that are open here.
-        monkeypatch.setattr("jaxinf.engine.store._OPEN", OpenStores())
+        monkeypatch.setattr("jaxinf.engine.open_stores._OPEN", OpenStores())
         assert run("--store", tmp_path / "store", "--steps", 2) == 1
     err = capsys.readouterr().err
     assert "only writer" in err

@@ -10,6 +10,6 @@ Invariant: state passes only through buffers of the CSDs' budget, where its chec
 """
 
 from jaxinf.engine.pipeline.handler import TransferHandler
-from jaxinf.engine.pipeline.task import Loads, Task
+from jaxinf.engine.pipeline.work import Loads, Task
 
 __all__ = ["Loads", "Task", "TransferHandler"]

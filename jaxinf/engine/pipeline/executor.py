@@ -11,8 +11,15 @@ from typing import Literal
 from jaxinf.csd import Csd, CsdBuffer, Transfer
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.pipeline.drive_monitor import DriveMonitor
-from jaxinf.engine.pipeline.task import Loads, Task
-from jaxinf.engine.pipeline.work import Compute, Load, Resident, Work, Write
+from jaxinf.engine.pipeline.work import (
+    Compute,
+    Load,
+    Loads,
+    Resident,
+    Task,
+    Work,
+    Write,
+)
 from jaxinf.io import crc32c, span, timeline
 from jaxinf.store import Slot, StoreDirectory
 

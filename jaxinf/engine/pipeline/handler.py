@@ -11,20 +11,29 @@ exception.
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
-from jaxinf.csd import Csd
+from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.failure import Failure, closed_error
 from jaxinf.engine.pipeline import drive_monitor
-from jaxinf.engine.pipeline.allocation import next_work, release
 from jaxinf.engine.pipeline.executor import Executor
 from jaxinf.engine.pipeline.queues import Queues
-from jaxinf.engine.pipeline.resources import CsdTraits, Limits
-from jaxinf.engine.pipeline.scheduling import has_next, next_own
-from jaxinf.engine.pipeline.task import Task, TaskGroup
-from jaxinf.engine.pipeline.work import Compute, Load, Resident, Work, Write
+from jaxinf.engine.pipeline.scheduling import has_next, next_own, next_unit
+from jaxinf.engine.pipeline.work import (
+    Allocate,
+    Compute,
+    CsdTraits,
+    Evict,
+    Limits,
+    Load,
+    Resident,
+    Task,
+    TaskGroup,
+    Work,
+    Write,
+)
 from jaxinf.errors import StoreError
 from jaxinf.layout import Subgroup
 from jaxinf.store import StoreDirectory
@@ -180,7 +189,7 @@ class TransferHandler:
         with self._done:
             self._queues.cancel_prefetches()
             self._done.wait_for(lambda: not self._queues.num_prefetching)
-            release(self._queues.drop_prefetched(stays))
+            _release(self._queues.drop_prefetched(stays))
             self._queues.prefetch(tasks)
             self._to_do.notify()
 
@@ -283,7 +292,7 @@ class TransferHandler:
         """Blocks until there is work, and begins it; returns None when closed."""
         with self._to_do:
             while not self._is_closing:
-                unit = next_work(self._queues, self._csds)
+                unit = _next_work(self._queues, self._csds)
                 if unit is not None:
                     self._queues.begin(unit)
                     self._wake_worker()  # there may be more work
@@ -306,7 +315,7 @@ class TransferHandler:
                 self._done.notify_all()
             raise
         with self._done:
-            release(self._queues.end(unit, unchecked))
+            _release(self._queues.end(unit, unchecked))
             if self._is_awaited(unit):
                 self._done.notify_all()
 
@@ -329,3 +338,48 @@ def _traits(csds: Sequence[Csd]) -> list[CsdTraits]:
         CsdTraits(numbers.setdefault(id(csd.memory), len(numbers)), csd.is_host)
         for csd in csds
     ]
+
+
+# --- memory ------------------------------------------------------------------------
+
+
+def _next_work(queues: Queues, csds: Sequence[Csd]) -> Work | None:
+    """Returns the next unit of work, with memory for it.
+
+    Raises:
+      CsdError: a CSD lends no memory.
+    """
+    while True:
+        unit = next_unit(queues)
+        match unit:
+            case Allocate(tasks):
+                load = queues.allocate(unit, _acquire(tasks, csds))
+                if load is not None:
+                    return load
+            case Evict(resident):
+                queues.evict(resident)
+                _release((resident,))
+            case _:
+                return unit
+
+
+def _release(residents: Iterable[Resident]) -> None:
+    """Releases the memory of subgroups that are in no queue."""
+    for resident in residents:
+        resident.buffer.release()
+
+
+def _acquire(tasks: Sequence[Task], csds: Sequence[Csd]) -> list[CsdBuffer]:
+    """Acquires buffers for the first of the tasks, as many as fit."""
+    buffers: list[CsdBuffer] = []
+    try:
+        for task in tasks:
+            buffer = csds[task.csd].acquire(task.layout.num_bytes)
+            if buffer is None:
+                break
+            buffers.append(buffer)
+    except BaseException:
+        for buffer in buffers:
+            buffer.release()
+        raise
+    return buffers

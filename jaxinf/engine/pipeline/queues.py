@@ -14,13 +14,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from jaxinf.csd import CsdBuffer
-from jaxinf.engine.pipeline.resources import CsdTraits, Limits, Memory, NumberedTask
-from jaxinf.engine.pipeline.task import Loads, Task, TaskGroup
 from jaxinf.engine.pipeline.work import (
     Allocate,
     Compute,
+    CsdTraits,
+    Limits,
     Load,
+    Loads,
+    Memory,
+    NumberedTask,
     Resident,
+    Task,
+    TaskGroup,
     Work,
     Write,
 )

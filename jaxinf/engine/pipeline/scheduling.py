@@ -10,14 +10,15 @@ prefetches.
 from collections.abc import Iterable
 
 from jaxinf.engine.pipeline.queues import Queues
-from jaxinf.engine.pipeline.resources import Memory, NumberedTask
-from jaxinf.engine.pipeline.task import TaskGroup
 from jaxinf.engine.pipeline.work import (
     Allocate,
     Batch,
     Compute,
     Evict,
     Load,
+    Memory,
+    NumberedTask,
+    TaskGroup,
     Unit,
     Write,
 )

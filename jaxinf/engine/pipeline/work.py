@@ -1,17 +1,71 @@
-"""Subgroups in memory, and the units of work on them.
+"""The data of the pipeline: tasks, subgroups in memory, and units of work on them.
 
-Invariant: plain data. A unit describes work and does none of it.
+Invariant: plain data. A task names everything it touches, the handler decides only the
+time; a unit describes work and does none of it.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
-from jaxinf.csd import CsdBuffer
-from jaxinf.engine.pipeline.task import Loads, Task
+from jaxinf.csd import Csd, CsdBuffer
+from jaxinf.engine.subgroup_layout import SubgroupLayout
+from jaxinf.layout import Subgroup
+from jaxinf.store import Slot
 
 _TOGETHER_BYTES = 4 << 20
 _MOST_TOGETHER = 64
+
+Loads: TypeAlias = tuple[tuple[int, Slot], ...]
+"""States of a subgroup by number, each with the slot to read from."""
+
+
+@dataclass(eq=False)
+class TaskGroup:
+    """Tasks that one caller has submitted together and waits for.
+
+    Attributes:
+      num_waiting: number of tasks that have not computed.
+    """
+
+    num_waiting: int = 0
+    num_running: int = 0
+
+
+_NOBODY = TaskGroup()
+"""The group of tasks without a waiting caller."""
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """The work on one subgroup: load → compute → write.
+
+    Attributes:
+      layout: the subgroup and its buffer.
+      compute: the computation on the loaded buffer. It runs once, on a worker or on the
+        submitter's thread. Its argument are the states without a known checksum as
+        loaded; it returns these checksums by state.
+      loads: states to read, as indices into the layout's states, each with its slot.
+      stores: states to write, to the slot that the step builds.
+      runs_kernel: whether `compute` runs a kernel of the CSD over the loaded states,
+        which computes these checksums; otherwise the host computes them before.
+      is_elsewhere: whether `compute` waits for a processor that is not the host's.
+      group: the group to notify when `compute` is done.
+    """
+
+    layout: SubgroupLayout
+    compute: Callable[[Csd, CsdBuffer, Collection[int]], Mapping[int, int] | None]
+    loads: Loads = ()
+    stores: tuple[int, ...] = ()
+    runs_kernel: bool = False
+    is_elsewhere: bool = False
+    group: TaskGroup = _NOBODY
+
+    @property
+    def csd(self) -> int:
+        """The number of the subgroup's CSD."""
+        return self.layout.subgroup.csd
 
 
 @dataclass
@@ -169,3 +223,50 @@ Work: TypeAlias = Load | Compute | Write
 
 Unit: TypeAlias = Allocate | Evict | Work
 """The next action: find or free memory, or work."""
+
+
+# --- resources ---------------------------------------------------------------------
+
+
+class CsdTraits(NamedTuple):
+    """The traits of a CSD that matter for scheduling."""
+
+    memory: int
+    is_host: bool
+
+
+class Limits(NamedTuple):
+    """Limits for the number of units under way.
+
+    Attributes:
+      moving: limit for loads and writes.
+      computing: limit for computations, including those of submitters.
+      elsewhere: limit for those that wait for another processor than the host's.
+    """
+
+    moving: int
+    computing: int
+    elsewhere: int = 0
+
+
+NumberedTask: TypeAlias = tuple[int, Task]
+"""A task with its number in the order of submission, or of prefetches."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """A memory: the tasks that wait for it, and the subgroups in it.
+
+    Attributes:
+      waiting: submitted tasks without memory, in order.
+      prefetched: subgroups whose tasks have not been submitted yet, in order.
+      num_in_use: number of subgroups that will free their memory without an eviction:
+        those of submitted tasks, and those being prefetched.
+      refused_bytes: the length of the last refused request; None if memory was freed
+        since, or none was refused.
+    """
+
+    waiting: deque[NumberedTask] = field(default_factory=deque)
+    prefetched: dict[Subgroup, Resident] = field(default_factory=dict)
+    num_in_use: int = 0
+    refused_bytes: int | None = None

@@ -95,7 +95,9 @@ class StoreReader:
         average: bool = False,
     ) -> None:
         self._training = training
-        self._open = partial(training.params_reader, memory_bytes, average=average)
+        self._open = partial(
+            ParamsReader, memory_bytes=memory_bytes, average=average
+        )
         self._num_first = num_first
         self._num_read = 0
         self._reader: ParamsReader | None = None
@@ -103,7 +105,7 @@ class StoreReader:
     def begin(self) -> None:
         """Begins a step; there is no commit before it ends."""
         self.close()
-        self._reader = self._open()
+        self._reader = self._open(self._training.opened)
         self._num_read = 0
         self._training.opened.handler.hold_prefetches(self._num_first > 0)
 

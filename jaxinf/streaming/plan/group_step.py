@@ -57,7 +57,7 @@ class GroupStep:
             self.group.agree(f"the batch of {what}", form, remedy)
         except ProcessError as error:
             if self._training is not None and self.group.has_failed:
-                self._training.fail(error)
+                self._training.health.fail(error)
             raise
 
     @contextlib.contextmanager
@@ -109,7 +109,7 @@ class GroupStep:
         try:
             found = self.group.gather(f"the end of step {step}", value)
         except BaseException as error:
-            training.fail(error)
+            training.health.fail(error)
             raise
         if self._is_interrupted:
             raise KeyboardInterrupt

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxinf import compat
 from jaxinf.compress import SparseLeaf, TopK, compress_leaf
-from jaxinf.engine import StoreShape, Training, keeps_feedback
+from jaxinf.engine import StoreShape, Training, keeps_feedback, read_feedback
 from jaxinf.layout import LeafGrid
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import Array
@@ -69,7 +69,8 @@ class Compressor:
         arrays = [jnp.asarray(gradient)]
         if keeps_feedback(compression):
             feedback = np.empty(unit.extent, np.float32)
-            self._training.read_feedback(unit.leaf, feedback, unit.origin)
+            opened = self._training.opened
+            read_feedback(opened, unit.leaf, feedback, unit.origin)
             arrays.append(jnp.asarray(feedback))
         sent, left = self._executable(unit)(*arrays)
         sent = jax.tree.map(np.asarray, sent)

@@ -223,7 +223,7 @@ class PassRunner:
                 return jnp.asarray(params.reshape(info.shape))
             array = aligned_array(info.shape, info.dtype)
             if self._reader is None:
-                self._reader = self._training.params_reader(READER_BYTES)
+                self._reader = ParamsReader(self._training.opened, READER_BYTES)
             self._reader.read(leaf, array, (0,) * array.ndim)
             return jnp.asarray(array)
         _, slot = self.passes.recalled[value]
