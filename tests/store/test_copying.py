@@ -218,7 +218,6 @@ def test_a_grid_for_other_processes(place, capsys):
     assert main([*words, "3"]) == 0
     assert "with a new grid" not in capsys.readouterr().out
     assert grids_of(path) == grids
-    assert main([*words, "1", "--devices", "3"]) == 2
 
 
 @pytest.mark.long
