@@ -95,9 +95,7 @@ class StoreReader:
         average: bool = False,
     ) -> None:
         self._training = training
-        self._open = partial(
-            ParamsReader, memory_bytes=memory_bytes, average=average
-        )
+        self._open = partial(ParamsReader, memory_bytes=memory_bytes, average=average)
         self._num_first = num_first
         self._num_read = 0
         self._reader: ParamsReader | None = None
