@@ -117,8 +117,8 @@ def _seen_here(path: Path, action: Callable[[str], bool]) -> dict[int, _Seen]:
     Raises:
       StoreFormatError: no member can be opened.
     """
-    found: dict[int, _Seen] = {}
-    opened: list[StoreDirectory] = []
+    found, opened = dict[int, _Seen](), list[StoreDirectory]()
+    refused: StoreFormatError | None = None
     for place in find_members(path):
         number = int(place.name.rpartition("-")[2])
         try:
@@ -128,7 +128,7 @@ def _seen_here(path: Path, action: Callable[[str], bool]) -> dict[int, _Seen]:
         except StoreFormatError as error:  # a drive is gone
             found[number] = _Seen(problem=str(error))
             refused = error
-    if not opened:
+    if refused is not None and not opened:
         raise refused
     return dict.fromkeys(missing_members(opened), _Seen()) | found
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxinf.errors import ExchangeError, StoreCorruptError
-from jaxinf.exchange.object_store import ObjectStore
+from jaxinf.exchange.object_store import ObjectStore, Stamp
 from jaxinf.exchange.params import DEFAULT_MEMORY_BYTES
 from jaxinf.exchange.url_export import (
     BEGUN,
@@ -58,7 +58,7 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
         for name in ("jaxinf.json", "commit.json"):
             if name not in listed:
                 raise ExchangeError(f"{place.where}: {MANIFEST} lists no {name}")
-            (Path(folder) / name).write_bytes(place.get(name, *listed[name]))
+            (Path(folder) / name).write_bytes(place.get(name, listed[name]))
         manifest = Manifest.read(Path(folder) / "jaxinf.json")
         commit = CommitRecord.read(Path(folder) / "commit.json")
         commit.check_fits(Path(folder) / "commit.json", manifest)
@@ -71,17 +71,17 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
             f"jaxinf.json; {_AGAIN}"
         )
     beside = listed.keys() - {chunk.name for chunk in chunks}
-    for _ in over(sorted(beside), lambda n: place.get(n, *listed[n]), _NUM_GETS):
+    for _ in over(sorted(beside), lambda n: place.get(n, listed[n]), _NUM_GETS):
         pass
 
     def put_beside(store: Path) -> None:
         for name, expected in listed.items():
             if _BESIDE.fullmatch(name):
                 (store / name).parent.mkdir(exist_ok=True)
-                write_bytes_atomically(store / name, place.get(name, *expected))
+                write_bytes_atomically(store / name, place.get(name, expected))
 
     def read_carried(step: WholeStep) -> list[bytes]:
-        pairs = [(x, place.get(x.chunk, *listed[x.chunk])) for x in step.commit.carry]
+        pairs = [(x, place.get(x.chunk, listed[x.chunk])) for x in step.commit.carry]
         return [checked_carry(one, raw, place.where) for one, raw in pairs]
 
     read_pieces = _pieces_of(place, listed)
@@ -97,7 +97,7 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
     )
 
 
-def _listed(place: ObjectStore) -> dict[str, tuple[int, int]]:
+def _listed(place: ObjectStore) -> dict[str, Stamp]:
     """Returns bytes and CRC-32C of each object of a complete export, by name."""
     export = ExportManifest.read(place, MANIFEST)
     if export is None:
@@ -118,7 +118,7 @@ def _listed(place: ObjectStore) -> dict[str, tuple[int, int]]:
 
 
 def _pieces_of(
-    place: ObjectStore, listed: Mapping[str, tuple[int, int]]
+    place: ObjectStore, listed: Mapping[str, Stamp]
 ) -> Callable[..., Iterator[Array]]:
     """Returns what reads a chunk's object as `stored_pieces` reads its file."""
 
@@ -132,7 +132,7 @@ def _pieces_of(
         piece_bytes: int,
         **_options: Any,
     ) -> Iterator[Array]:
-        content = np.frombuffer(place.get(name, *listed[name]), np.uint8)[:num_bytes]
+        content = np.frombuffer(place.get(name, listed[name]), np.uint8)[:num_bytes]
         found = crc32c(content) if num_bytes else 0
         try:
             check(found)

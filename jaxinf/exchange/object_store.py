@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorstore
@@ -26,6 +26,9 @@ _PAUSES_S = (0, 0.1, 0.4, 1)  # before each attempt, but on a file system
 # What tensorstore raises: of a wrong spec, of a file system, of any other service.
 _FAILURES = (ValueError, OSError, RuntimeError)
 _SLICE_S = 0.1  # between looks at whether to stop
+
+Stamp: TypeAlias = tuple[int, int]
+"""The length of an object in bytes, and its CRC-32C."""
 
 
 def is_url(text: str) -> bool:
@@ -70,37 +73,38 @@ class ObjectStore:
         found = self._result(f"read {name}", lambda: self._store.read(name))
         return found.value if found.state == "value" else None
 
-    def has(self, name: str, num_bytes: int, checksum: int) -> bool:
-        """Whether an object can be read and has this length and CRC-32C."""
-        return _is(self.read(name), num_bytes, checksum)
+    def has(self, name: str, stamp: Stamp) -> bool:
+        """Whether an object can be read and has this stamp."""
+        found = self.read(name)
+        return found is not None and stamp_of(found) == stamp
 
-    def get(self, name: str, num_bytes: int, checksum: int) -> bytes:
-        """Returns an object of a known length and CRC-32C, after some attempts."""
+    def get(self, name: str, stamp: Stamp) -> bytes:
+        """Returns an object of a known stamp, after some attempts."""
         found: bytes | None = None
         for pause_s in self._pauses_s:
             time.sleep(pause_s)
             found = self.read(name)
-            if found is not None and _is(found, num_bytes, checksum):
+            if found is not None and stamp_of(found) == stamp:
                 return found
         raise ExchangeError(
-            f"{self.where}: {name}: expected {num_bytes} bytes of CRC-32C "
-            f"{checksum:08x}, found {_shown(found)}; the export is torn: export to "
+            f"{self.where}: {name}: expected {stamp[0]} bytes of CRC-32C "
+            f"{stamp[1]:08x}, found {_shown(found)}; the export is torn: export to "
             "this URL again, which writes what is missing or differs"
         )
 
     def put(self, name: str, value: bytes) -> None:
         """Writes an object, and reads it back; again if that is another."""
-        checksum, found = checksum_of(value), None
+        found: bytes | None = None
         for pause_s in self._pauses_s:
             time.sleep(pause_s)
             self._result(f"write {name}", lambda: self._store.write(name, value))
             found = self.read(name)
-            if _is(found, len(value), checksum):
+            if found == value:
                 return
         raise ExchangeError(
-            f"{self.where}: {name}: expected the {len(value)} bytes of CRC-32C "
-            f"{checksum:08x} that were written, found {_shown(found)} in each of "
-            f"{len(self._pauses_s)} attempts; this place does not keep what it is given"
+            f"{self.where}: {name}: expected the {_shown(value)} that were written, "
+            f"found {_shown(found)} in each of {len(self._pauses_s)} attempts; this "
+            "place does not keep what it is given"
         )
 
     def check_all(self, wanted: Iterable[str], remedy: str) -> None:
@@ -185,19 +189,12 @@ def _parsed(url: str) -> tuple[str, dict[str, Any]]:
     return shown, spec
 
 
-def _is(found: bytes | None, num_bytes: int, checksum: int) -> bool:
-    return (
-        found is not None and len(found) == num_bytes and checksum_of(found) == checksum
-    )
-
-
-def checksum_of(value: bytes) -> int:
-    return crc32c(np.frombuffer(value, np.uint8)) if value else 0
+def stamp_of(value: bytes) -> Stamp:
+    return len(value), crc32c(np.frombuffer(value, np.uint8)) if value else 0
 
 
 def _shown(found: bytes | None) -> str:
     if found is None:
         return "none"
-    return (
-        f"{len(found)} bytes ({format_bytes(len(found))}) of {checksum_of(found):08x}"
-    )
+    num_bytes, checksum = stamp_of(found)
+    return f"{num_bytes} bytes ({format_bytes(num_bytes)}) of CRC-32C {checksum:08x}"

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from jaxinf.documents import (
@@ -28,10 +27,10 @@ from jaxinf.documents import (
     shown,
 )
 from jaxinf.errors import ExchangeError, StoreFormatError
-from jaxinf.exchange.object_store import ObjectStore, checksum_of, is_url
+from jaxinf.exchange.object_store import ObjectStore, Stamp, is_url, stamp_of
 from jaxinf.exchange.params import Transit
 from jaxinf.exchange.tokenizer_files import kept_tokenizer
-from jaxinf.io import crc32c, crc32c_combine, read_beneath
+from jaxinf.io import crc32c_combine, read_beneath
 from jaxinf.layout import scale_chunks
 from jaxinf.store import (
     CommitRecord,
@@ -147,28 +146,19 @@ class ChunkObject:
 
     Attributes:
       leaf, state, number: the array, and the chunk's number in its grid.
-      elements_sum: CRC-32C of the elements, as the commit has it.
+      stamp: length and CRC-32C of the object, as the commit has it.
     """
 
     leaf: LeafRecord
     state: StateRecord
     number: int
     name: str
-    num_elements_bytes: int
-    num_bytes: int
-    elements_sum: int
-
-    @property
-    def checksum(self) -> int:
-        """CRC-32C of the object."""
-        padding = self.num_bytes - self.num_elements_bytes
-        parts = [(self.elements_sum, self.num_elements_bytes)]
-        return crc32c_combine([*parts, (_zeros_sum(padding), padding)])
+    stamp: Stamp
 
 
 @lru_cache(maxsize=1024)
-def _zeros_sum(num_bytes: int) -> int:
-    return crc32c(np.zeros(num_bytes, np.uint8)) if num_bytes else 0
+def _stamp_of_zeros(num_bytes: int) -> Stamp:
+    return stamp_of(bytes(num_bytes))
 
 
 def chunk_objects(manifest: Manifest, commit: CommitRecord) -> Iterator[ChunkObject]:
@@ -179,16 +169,13 @@ def chunk_objects(manifest: Manifest, commit: CommitRecord) -> Iterator[ChunkObj
             chunks = scale_chunks(leaf.grid, grid) if state.codec == "scale" else grid
             name = leaf.array_name(state.name)
             for place, number in enumerate(leaf.held):
-                chunk = chunks[number]
-                yield ChunkObject(
-                    leaf,
-                    state,
-                    number,
-                    f"{name}/{chunk.key}",
-                    chunk.num_elements * state.itemsize,
-                    chunk.stored_elements * state.itemsize,
-                    int(commit.checksums[name][place]),
-                )
+                chunk, checksum = chunks[number], int(commit.checksums[name][place])
+                num_bytes = chunk.stored_elements * state.itemsize
+                elements_bytes = chunk.num_elements * state.itemsize
+                padding, crc = _stamp_of_zeros(num_bytes - elements_bytes)
+                whole = crc32c_combine([(checksum, elements_bytes), (crc, padding)])
+                key = f"{name}/{chunk.key}"
+                yield ChunkObject(leaf, state, number, key, (num_bytes, whole))
 
 
 def files_beside(store: Path) -> dict[str, bytes]:
@@ -242,15 +229,15 @@ def export_url(
     chunks = list(chunk_objects(step.manifest, step.commit))
     num_threads = num_at_once(step.manifest, transit.memory_bytes)
     documents = _documents(step, beside or {})
-    commit = f"{checksum_of(documents['commit.json']):08x}"
+    commit = f"{stamp_of(documents['commit.json'])[1]:08x}"
     own = ExportManifest(
         "jaxinf export", _VERSION, step.manifest.store_id, step.commit.step, commit, {}
     )
     there = place.names()
     _check_free(place, there, own)
-    place.check_room(sum(one.num_bytes for one in chunks if one.name not in there))
+    objects = {one.name: one.stamp for one in chunks}
+    place.check_room(sum(n for name, (n, _) in objects.items() if name not in there))
     place.put(BEGUN, seal(own))
-    objects = {one.name: (one.num_bytes, one.checksum) for one in chunks}
     total_bytes, done_bytes, num_kept = sum(n for n, _ in objects.values()), 0, 0
     with step.reader(transit.memory_bytes // _COPIES) as reader:
 
@@ -261,10 +248,10 @@ def export_url(
 
         for chunk, was_there in over(chunks, bring, num_threads):
             num_kept += was_there
-            done_bytes += chunk.num_bytes
+            done_bytes += chunk.stamp[0]
             if transit.progress is not None:
                 transit.progress(done_bytes, total_bytes)
-    objects |= {n: (len(value), checksum_of(value)) for n, value in documents.items()}
+    objects |= {name: stamp_of(value) for name, value in documents.items()}
     for name, value in documents.items():
         _bring(place, there, name, objects, lambda value=value: value)
     place.check_all(objects, "they were written: try again")
@@ -278,11 +265,11 @@ def _bring(
     place: ObjectStore,
     there: set[str],
     name: str,
-    objects: Mapping[str, tuple[int, int]],
+    objects: Mapping[str, Stamp],
     make: Callable[[], bytes],
 ) -> bool:
     """Writes an object, unless it is there and right; returns whether it was."""
-    if name in there and place.has(name, *objects[name]):
+    if name in there and place.has(name, objects[name]):
         return True
     place.put(name, make())
     return False
@@ -355,7 +342,7 @@ def _check_free(place: ObjectStore, there: set[str], own: ExportManifest) -> Non
 def _content(reader: StepReader, chunk: ChunkObject) -> bytes:
     pieces = reader.stored(chunk.leaf, chunk.state, chunk.number)
     content = b"".join(piece.values.tobytes() for piece in pieces)
-    return content.ljust(chunk.num_bytes, b"\0")
+    return content.ljust(chunk.stamp[0], b"\0")
 
 
 def url_of_step(url: str, step: int) -> str:
