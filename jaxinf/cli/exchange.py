@@ -23,12 +23,11 @@ from jaxinf.exchange import (
     export_huggingface,
     export_safetensors,
     export_url,
-    files_beside,
     is_url,
     kept_tokenizer,
     tokenizer_files,
 )
-from jaxinf.store import WholeStep, find_members, store_source
+from jaxinf.store import CopySource, store_source
 from jaxinf.terminal import format_bytes, make_console
 
 _MAX_SHOWN = 8
@@ -105,10 +104,9 @@ class Export:
                     f"warning: {store}: the last {steps} updates were given no params, "
                     "so the exported ones were not compared with the program's"
                 )
-            owner = next(iter(find_members(store)), store)
             with show_progress(f"step {number} to {where}") as progress:
                 transit = Transit(self.memory, progress, max_file_bytes=self.max_file)
-                content = self._write(step, where, owner, transit)
+                content = self._write(source, where, transit)
         print(f"{where}: step {number}, {content}")
 
     def _checked(self) -> str:
@@ -132,12 +130,13 @@ class Export:
             )
         return str(path)
 
-    def _write(self, step: WholeStep, where: str, owner: Path, transit: Transit) -> str:
+    def _write(self, source: CopySource, where: str, transit: Transit) -> str:
         """Writes the export; returns what it has."""
+        step, beside = source.step, source.beside()
         destination, given = Path(where), {"average": self.average, "transit": transit}
         like = self.like and self.like.expanduser().absolute()
         if self.format == "zarr":
-            done = export_url(step, where, beside=files_beside(owner), transit=transit)
+            done = export_url(step, where, beside=beside, transit=transit)
             return (
                 f"{done.num_objects} objects, {format_bytes(done.num_bytes)}; "
                 f"{done.num_kept} chunks were there already"
@@ -145,7 +144,7 @@ class Export:
         if self.adapters:
             export_adapters(step, destination, dtype=self.dtype, **given)
         elif self.format == "huggingface":
-            kept = tokenizer_files(weights=like) if like else kept_tokenizer(owner)
+            kept = tokenizer_files(weights=like) if like else kept_tokenizer(beside)
             given |= {"dtype": self.dtype, "like": like, "beside": kept}
             export_huggingface(step, destination, **given)
         else:

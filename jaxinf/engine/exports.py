@@ -20,7 +20,6 @@ from jaxinf.exchange import (
     Transit,
     check_exports,
     export_url,
-    files_beside,
     least_memory,
     url_of_step,
 )
@@ -29,6 +28,7 @@ from jaxinf.store import (
     PinnedStep,
     StoreDirectory,
     check_pinnable,
+    files_beside,
     pinned_step,
     step_of,
 )

@@ -32,7 +32,6 @@ from jaxinf.exchange.url_export import (
     check_exports,
     export_url,
     export_url_at,
-    files_beside,
     least_memory,
     url_of_step,
 )
@@ -53,7 +52,6 @@ __all__ = [
     "export_source",
     "export_url",
     "export_url_at",
-    "files_beside",
     "is_url",
     "keep_tokenizer",
     "kept_tokenizer",

@@ -1,10 +1,9 @@
 """An export at a URL as what a copy begins with, with the codecs that it had.
 
 Invariant: an object is used if it is as the manifest of the export says, and a name of
-  the export becomes a path only if it is one of `files_beside`.
+  the export becomes a path only if it is one of `BESIDE`.
 """
 
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,8 +21,9 @@ from jaxinf.exchange.url_export import (
     chunk_objects,
     num_at_once,
 )
-from jaxinf.io import BufferPool, crc32c, write_bytes_atomically
+from jaxinf.io import BufferPool, crc32c
 from jaxinf.store import (
+    BESIDE,
     CommitRecord,
     CopySource,
     Manifest,
@@ -34,7 +34,6 @@ from jaxinf.store import (
 )
 from jaxinf.typing import Array
 
-_BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+\.[a-z]+")
 _NUM_GETS = 8  # documents that are read at once
 _AGAIN = "export to this URL again, which writes what is missing or differs"
 
@@ -74,11 +73,9 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
     for _ in over(sorted(beside), lambda n: place.get(n, listed[n]), _NUM_GETS):
         pass
 
-    def put_beside(store: Path) -> None:
-        for name, expected in listed.items():
-            if _BESIDE.fullmatch(name):
-                (store / name).parent.mkdir(exist_ok=True)
-                write_bytes_atomically(store / name, place.get(name, expected))
+    def files_beside() -> dict[str, bytes]:
+        names = filter(BESIDE.fullmatch, listed)
+        return {name: place.get(name, listed[name]) for name in names}
 
     def read_carried(step: WholeStep) -> list[bytes]:
         pairs = [(x, place.get(x.chunk, listed[x.chunk])) for x in step.commit.carry]
@@ -89,7 +86,7 @@ def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySou
         place.where,
         [manifest],
         {"a": WholeStep(Path(place.where), manifest, commit, ())},
-        put_beside,
+        files_beside,
         lambda step: StepReader(step.path, step.commit, read_pieces=read_pieces),
         has_links=False,
         read_carry=read_carried,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxinf.documents import MOST_BYTES
 from jaxinf.exchange.sources import within
-from jaxinf.io import read_beneath, read_bounded, write_bytes_atomically
+from jaxinf.io import read_bounded, write_bytes_atomically
 
 _OF_TOKENIZERS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -62,17 +62,7 @@ def keep_tokenizer(store: Path, files: Mapping[str, bytes]) -> None:
         write_bytes_atomically(place / name, content)
 
 
-def kept_tokenizer(store: Path) -> Mapping[str, bytes]:
-    """Returns the files that a store keeps, by name.
-
-    Raises:
-      StoreIOError: a file cannot be read, is too large, or is a link.
-    """
-    place = store / _FOLDER
-    if place.is_symlink():
-        return {}
-    return {
-        name: read_beneath(store, f"{_FOLDER}/{name}", MOST_BYTES)
-        for name in (*_OF_TOKENIZERS, *_OF_MODELS)
-        if (place / name).is_file()
-    }
+def kept_tokenizer(beside: Mapping[str, bytes]) -> Mapping[str, bytes]:
+    """Returns the tokenizer among the files that a store has beside its steps."""
+    names = {f"{_FOLDER}/{name}": name for name in (*_OF_TOKENIZERS, *_OF_MODELS)}
+    return {names[place]: raw for place, raw in beside.items() if place in names}

@@ -19,7 +19,6 @@ import msgspec
 from msgspec import Meta
 
 from jaxinf.documents import (
-    MOST_BYTES,
     Document,
     DocumentError,
     convert,
@@ -29,8 +28,7 @@ from jaxinf.documents import (
 from jaxinf.errors import ExchangeError, StoreFormatError
 from jaxinf.exchange.object_store import ObjectStore, Stamp, is_url, stamp_of
 from jaxinf.exchange.params import Transit
-from jaxinf.exchange.tokenizer_files import kept_tokenizer
-from jaxinf.io import crc32c_combine, read_beneath
+from jaxinf.io import crc32c_combine
 from jaxinf.layout import scale_chunks
 from jaxinf.store import (
     CommitRecord,
@@ -42,7 +40,6 @@ from jaxinf.store import (
     Sum,
     WholeStep,
     carry_files,
-    check_plans_folder,
     check_seal,
     over,
     read_carry,
@@ -176,21 +173,6 @@ def chunk_objects(manifest: Manifest, commit: CommitRecord) -> Iterator[ChunkObj
                 whole = crc32c_combine([(checksum, elements_bytes), (crc, padding)])
                 key = f"{name}/{chunk.key}"
                 yield ChunkObject(leaf, state, number, key, (num_bytes, whole))
-
-
-def files_beside(store: Path) -> dict[str, bytes]:
-    """Returns the files of a store that a run goes on with, beside its steps.
-
-    The cuts of streamed programs, on which bits depend, and a kept tokenizer.
-
-    Raises:
-      StoreIOError: one cannot be read, is too large, or is a link.
-    """
-    found = {f"tokenizer/{n}": value for n, value in kept_tokenizer(store).items()}
-    for file in sorted(check_plans_folder(store).glob("*.json")):
-        name = f"stream/{file.name}"
-        found[name] = read_beneath(store, name, MOST_BYTES)
-    return found
 
 
 def export_url(

@@ -87,11 +87,13 @@ from jaxinf.store.formats import (
 )
 from jaxinf.store.lock import Holder, StoreLock, lock_exclusively
 from jaxinf.store.making import (
+    BESIDE,
     chunk_holders,
     csd_bytes,
     csd_shares,
     deal,
     deal_to_members,
+    files_beside,
     is_dealt_by,
     is_unfinished,
     lay_out,
@@ -157,6 +159,7 @@ from jaxinf.store.whole import (
 from jaxinf.store.whole_step import WholeStep, readable_step, step_of
 
 __all__ = [
+    "BESIDE",
     "CARRY",
     "CODECS",
     "COMMIT",
@@ -234,6 +237,7 @@ __all__ = [
     "dtype_of",
     "encode_path",
     "file_checksum",
+    "files_beside",
     "find_checkpoint",
     "find_leaf",
     "find_members",

@@ -8,6 +8,7 @@ Invariant: the steps do not change while they are copied: they are pinned, or th
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from jaxinf.errors import StoreFormatError, StoreLockedError, StoreMismatchError
@@ -16,7 +17,7 @@ from jaxinf.store.checkpoint import checkpoint_names, find_checkpoint
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory, next_slot
 from jaxinf.store.division import Division
-from jaxinf.store.making import copy_beside
+from jaxinf.store.making import files_beside
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.owned import hold_store, look_at_store
 from jaxinf.store.reader import StepReader
@@ -47,7 +48,7 @@ class CopySource:
       parts: the manifests of the members by number, or of the store alone.
       steps: the committed step as slot ``a``, and checkpoints as ``checkpoints/NAME``.
       open_reader: returns the reader of one.
-      put_beside: writes what belongs to a store beside its steps into a directory.
+      beside: returns what belongs to a store beside its steps, by the names of files.
       has_links: whether chunks may be linked to: they are a store's.
       read_carry: returns the arrays that one carries.
       num_threads: number of chunks that may be in memory at once.
@@ -59,7 +60,7 @@ class CopySource:
     where: str
     parts: Sequence[Manifest]
     steps: Mapping[str, WholeStep]
-    put_beside: Callable[[Path], None]
+    beside: Callable[[], Mapping[str, bytes]]
     open_reader: Callable[[WholeStep], StepReader]
     has_links: bool = True
     read_carry: Callable[[WholeStep], list[bytes]] = _read_carry
@@ -141,7 +142,7 @@ def store_source(
             str(path),
             [one.manifest for one in parts],
             steps,
-            lambda place: copy_beside(parts[0].path, place),
+            partial(files_beside, parts[0].path),
             WholeStep.reader,
             has_links=not step.warning,
             spares=_spares(parts) if holds else (),
@@ -203,9 +204,11 @@ def _of_directory(path: Path) -> CopySource:
     commit, manifest = path / "commit.json", Manifest.read(path / "jaxinf.json")
     record, places = CommitRecord.read(commit), [path]
     record.check_fits(commit, manifest)
-    if manifest.csds and (path.parents[1] / "jaxinf.json").exists():
+    is_kept = (path.parents[1] / "jaxinf.json").exists()
+    owner = path.parents[1] if is_kept else path
+    if manifest.csds and is_kept:
         # A checkpoint's own manifest may list earlier CSDs; its chunks are on today's.
-        store = look_at_store(path.parents[1])
+        store = look_at_store(owner)
         manifest = replace(manifest, csds=store.manifest.csds)
         places = StoreDirectory(store.path, manifest).data_paths(path)
     else:
@@ -221,7 +224,7 @@ def _of_directory(path: Path) -> CopySource:
         str(path),
         [manifest],
         {"a": step},
-        lambda place: copy_beside(path, place),
+        partial(files_beside, owner),
         WholeStep.reader,
         has_links=False,
     )

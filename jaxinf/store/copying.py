@@ -26,7 +26,7 @@ from jaxinf.errors import (
     StoreIOError,
     StoreMismatchError,
 )
-from jaxinf.io import fsync_directory
+from jaxinf.io import fsync_directory, write_bytes_atomically
 from jaxinf.io.failures import translated
 from jaxinf.store.carry import make_carry, write_carry
 from jaxinf.store.checkpoint import add_documents, checkpoint_names
@@ -361,14 +361,16 @@ def _make(
             part.path.mkdir(exist_ok=True)
             part.manifest.write(part.path / "jaxinf.json")
             make_csds(part)
-    records = make_files(source, files, progress)
+    records, beside = make_files(source, files, progress), source.beside()
     timestamp_ns = time.time_ns()
     for part in parts:
         with translated("copy", part.path):
             for place in (*records, "b"):
                 create_documents(part.step_path(place), part.manifest, timestamp_ns)
                 make_chunks(part, place)
-            source.put_beside(part.path)
+            for name, content in beside.items():
+                (part.path / name).parent.mkdir(exist_ok=True)
+                write_bytes_atomically(part.path / name, content)
             for place, record in records.items():
                 commit = ids[place] if part.manifest.member is not None else ""
                 own = record.part(part.manifest, commit)

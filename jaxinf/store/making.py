@@ -5,6 +5,7 @@ Invariant: every new manifest is made here.
 
 import contextlib
 import os
+import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,13 +13,14 @@ from pathlib import Path
 
 from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import StoreSpaceError
-from jaxinf.io import open_beneath, read_beneath, write_bytes_atomically
+from jaxinf.io import open_beneath, read_beneath
 from jaxinf.layout import assign_csds, assign_owners, reassign_csds
 from jaxinf.store.contents import StoreContents
 from jaxinf.store.manifest import MEMBER_VERSION, LeafRecord, Manifest, Member
 from jaxinf.terminal import format_bytes
 
-_BESIDE = ("stream", "tokenizer")
+BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+(?:\.[a-z]+)+")
+"""Names of files beside a store's steps, which a run goes on with."""
 
 _MOST_FILES = 2 << 20
 """Limit of a slot's chunk files, as its record names each (`documents.MOST_BYTES`)."""
@@ -90,19 +92,23 @@ def deal(
     return replace(manifest, leaves=tuple(leaves))
 
 
-def copy_beside(source: Path, target: Path) -> None:
-    """Copies what a run needs beside its steps: cuts of programs, a tokenizer."""
-    for name in _BESIDE:
+def files_beside(store: Path) -> dict[str, bytes]:
+    """Returns what a run needs beside its steps: cuts of programs, a tokenizer.
+
+    Raises:
+      StoreIOError: a file cannot be read, is too large, or is a link.
+    """
+    found = {}
+    for name in ("stream", "tokenizer"):
         with contextlib.suppress(FileNotFoundError):
-            folder = open_beneath(source, name, os.O_DIRECTORY)
+            folder = open_beneath(store, name, os.O_DIRECTORY)
             try:
-                files = os.listdir(folder)
+                files = [f"{name}/{file}" for file in sorted(os.listdir(folder))]
             finally:
                 os.close(folder)
-            (target / name).mkdir(exist_ok=True)
-            for file in files:
-                content = read_beneath(source, f"{name}/{file}", MOST_BYTES)
-                write_bytes_atomically(target / name / file, content)
+            for file in filter(BESIDE.fullmatch, files):
+                found[file] = read_beneath(store, file, MOST_BYTES)
+    return found
 
 
 def csd_bytes(manifest: Manifest) -> list[int]:

@@ -214,6 +214,10 @@ def test_commands(make_step, place, capsys):
     (store / "stream").mkdir()
     plan = {"version": 1, "fingerprint": "f", "cuts": [0]}
     (store / "stream/0a.json").write_bytes(seal(plan))
+    kept = "tokenizer/sentencepiece.bpe.model"
+    (store / "tokenizer").mkdir()
+    (store / kept).write_text("of a tokenizer")
+    (store / "tokenizer/..hidden").write_text("no file of a run")
     assert main([*words, "--memory", "2MiB"]) == 0
     assert f"{url}: step 7, " in capsys.readouterr().out
     words = ["store", "copy", url, str(place / "made")]
@@ -221,4 +225,6 @@ def test_commands(make_step, place, capsys):
     assert main(words) == 1
     assert "expected nothing there" in capsys.readouterr().err
     assert (place / "made/stream/0a.json").read_bytes() == seal(plan)
+    assert (place / "made" / kept).read_text() == "of a tokenizer"
+    assert os.listdir(place / "made/tokenizer") == [kept.partition("/")[2]]
     assert main(["verify", str(place / "made")]) == 0
