@@ -53,12 +53,13 @@ _OTHER_NAMES = {
     "tokenizer-name": "write --tokenizer DIR",
     "dataset dataset-name train-file": "write --data PATH",
     "validation-file eval-file": "write --validation PATH",
-    "validation-split-percentage": "write --validation 0.1",
+    "validation-split-percentage validation-fraction": "write --validation 0.1",
     "max-seq-length max-seq-len max-length block-size": "write --seq-len",
     "optim": "write --optimizer",
     "weight-decay": "write --optimizer-args weight_decay=0.1",
-    "adam-beta1 adam-beta2 adam-epsilon momentum": "write --optimizer-args b1=0.9 "
-    "b2=0.999 eps=1e-8, or momentum=0.9",
+    "momentum": "write --optimizer-args momentum=0.9",
+    "adam-beta1 adam-beta2 adam-epsilon": "write --optimizer-args b1=0.9 b2=0.999 "
+    "eps=1e-8",
     "lr-scheduler-type lr-scheduler scheduler": "write --schedule",
     "warmup warmup-ratio num-warmup-steps": "write --warmup-steps N",
     "max-grad-norm grad-clip": "write --clip-norm",
@@ -67,6 +68,9 @@ _OTHER_NAMES = {
     "gradient-checkpointing": "write --remat",
     "eval-steps eval-interval": "write --eval-every",
     "save-steps save-interval": "write --checkpoint-every; each step is committed",
+    "save-total-limit keep-last": "leave it out: the last three of --checkpoint-every "
+    "are kept",
+    "export-every": "write --checkpoint-every; --export-to takes these steps",
     "resume resume-from-checkpoint": "leave it out: the same command resumes; "
     "--restore NAME goes back to a checkpoint",
     "logging-steps log-interval": "leave it out: LOG_DIR/metrics.jsonl has each step",

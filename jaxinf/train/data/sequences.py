@@ -7,7 +7,7 @@ so that the held-out tail is like the rest.
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -76,54 +76,48 @@ def encode_examples(
     """
     coming = iter(examples)
     while group := list(islice(coming, _EXAMPLES_AT_ONCE)):
-        if group[0].kind == "text":
-            found = _texts(group, tokenizer)
-        elif group[0].kind == "labelled":
+        if group[0].kind == "labelled":
             found = ((_classified(e, tokenizer, most, num_types),) for e in group)
-        elif is_apart:
-            found = _pairs(group, tokenizer, most)
         else:
-            found = _dialogues(group, tokenizer, learn_all)
+            limit = most if is_apart else None
+            found = _learned(group, tokenizer, limit, learn_all, is_apart)
         for example, parts in zip(group, found, strict=True):
             if not all(part.tokens.size for part in parts):
                 raise DataError(f"{example.where}: expected text, found none")
             yield parts
 
 
-def _texts(group: Sequence[Example], tokenizer: Tokenizer) -> Iterator[tuple[Encoded]]:
-    places = [(example.where, example.texts[0]) for example in group]
-    for ids in tokenizer.encode(places, is_whole=True):
-        ids = ids if tokenizer.adds_end else _ended(ids, tokenizer)
-        yield (Encoded(ids, _all(ids)),)
-
-
-def _pairs(
-    group: Sequence[Example], tokenizer: Tokenizer, most: int
+def _learned(
+    group: Sequence[Example],
+    tokenizer: Tokenizer,
+    most: int | None,
+    learn_all: bool,
+    is_apart: bool,
 ) -> Iterator[tuple[Encoded, ...]]:
-    prompts, responses = ([(e.where, e.texts[n]) for e in group] for n in (0, 1))
-    sources = tokenizer.encode(prompts, is_whole=True, most=most)
-    answers = tokenizer.encode(responses, is_whole=True)
-    for source, answer in zip(sources, answers, strict=True):
-        answer = answer if tokenizer.adds_end else _ended(answer, tokenizer)
-        yield Encoded(source, ~_all(source)), Encoded(answer, _all(answer))
-
-
-def _dialogues(
-    group: Sequence[Example], tokenizer: Tokenizer, learn_all: bool
-) -> Iterator[tuple[Encoded]]:
-    own = [e for e in group if not e.messages]
-    prompts, responses = ([(e.where, e.texts[n]) for e in own] for n in (0, 1))
-    sources = tokenizer.encode(prompts, is_whole=True)
-    answers = tokenizer.encode(responses, is_whole=False)
-    both = zip(sources, answers, strict=True)
+    """Yields examples whose last text is learned, behind a prompt if there is one."""
+    is_whole = is_apart or group[0].kind == "text"
+    own = [example for example in group if not example.messages]
+    prompts = [(e.where, e.texts[0]) for e in own if len(e.texts) == 2]
+    both = zip_longest(
+        tokenizer.encode(prompts, is_whole=True, most=most),
+        tokenizer.encode([(e.where, e.texts[-1]) for e in own], is_whole=is_whole),
+    )
     for example in group:
         if example.messages:
             assert isinstance(tokenizer, FolderTokenizer)
             yield (Encoded(*tokenizer.conversation(example, learn_all=learn_all)),)
             continue
-        source, answer = next(both)
-        ids = np.concatenate([source, _ended(answer, tokenizer)])
-        yield (Encoded(ids, learn_all | (np.arange(ids.size) >= source.size)),)
+        prompt, ids = next(both)
+        if tokenizer.end is not None and not (is_whole and tokenizer.adds_end):
+            ids = np.append(ids, np.array([tokenizer.end], ids.dtype))
+        if prompt is None:
+            yield (Encoded(ids, _all(ids)),)
+        elif is_apart:
+            yield Encoded(prompt, ~_all(prompt)), Encoded(ids, _all(ids))
+        else:
+            joined = np.concatenate([prompt, ids])
+            is_learned = learn_all | (np.arange(joined.size) >= prompt.size)
+            yield (Encoded(joined, is_learned),)
 
 
 def _classified(
@@ -146,12 +140,6 @@ def _classified(
             f"the model has, found {types.max()} in pairs of texts"
         )
     return Encoded(ids, _all(ids), example.label, types, num)
-
-
-def _ended(ids: Array, tokenizer: Tokenizer) -> Array:
-    if tokenizer.end is None:
-        return ids
-    return np.append(ids, np.array([tokenizer.end], ids.dtype))
 
 
 def _all(tokens: Array) -> Array:
