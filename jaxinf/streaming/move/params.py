@@ -201,12 +201,13 @@ class StoreParams(Params):
         self.counts = MoverCounts()
         self._together = together or GroupStep()
         self._store_units, self._reader, self._device = store_units, reader, device
-        self._has_link = has_link = reading.host_bytes is not None
+        room_bytes, host_bytes = reading.room_bytes, reading.host_bytes
+        self._has_link = has_link = host_bytes is not None
         self._mover = Mover(
             [1],
             has_link=has_link,
-            read_bytes=reading.host_bytes if has_link else reading.room_bytes,
-            device_bytes=reading.room_bytes,
+            read_bytes=room_bytes if host_bytes is None else host_bytes,
+            device_bytes=room_bytes,
             pinned_bytes=reading.largest_bytes,
             registry=compat.memory_registry(device) if has_link else None,
             name="jaxinf-fetch",

@@ -43,7 +43,8 @@ class OptaxSink(Sink):
         *,
         is_deterministic: bool = True,
     ) -> None:
-        self._tx, self._nonfinite = tx, nonfinite
+        self._tx = tx
+        self._nonfinite: NonFinitePolicy | None = nonfinite
         self._options = compat.deterministic_options(is_deterministic)
         self._trained: tuple[PyTree, PyTree] | None = None
         self._is_lent = False
