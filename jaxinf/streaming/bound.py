@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.io import ByteCounts, ByteMeters
@@ -23,7 +23,7 @@ from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.scratch import Folders
 from jaxinf.streaming.move.spill import Waiting
-from jaxinf.streaming.move.values import make_values
+from jaxinf.streaming.move.values import make_values, value_bytes
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
@@ -71,22 +71,6 @@ class Fitted:
     tiers: Tiers | None
     reading: Reading
     is_saved: bool
-
-
-class Moved(NamedTuple):
-    """Bytes that a step moves on drives.
-
-    An optimizer that leaves state alone in some steps moves fewer in those. Of state
-    that stays in a memory, what commits alone write is divided among their steps; with
-    ``durability="checkpoint"``, where no one knows these, it does not count.
-
-    Attributes:
-      waiting_bytes: Values and gradients that wait there, at most.
-    """
-
-    read_bytes: int = 0
-    written_bytes: int = 0
-    waiting_bytes: int = 0
 
 
 class Ends(ABC):
@@ -253,9 +237,14 @@ class Ends(ABC):
         """Returns the gradients that wait for the last one; None if none does."""
         return None
 
-    def moved(self, fitted: Fitted) -> Moved:
-        """Returns the bytes that a step moves on drives; by default 0."""
-        return Moved()
+    def waiting_bytes(self, fitted: Fitted) -> int:
+        """Returns the bytes of values and gradients that wait on drives, at most."""
+        return value_bytes(fitted.plan, fitted.tiers)
+
+    def traffic(self, fitted: Fitted) -> ByteCounts:
+        """Returns the bytes that a step moves on drives: its values, by default."""
+        waits = self.waiting_bytes(fitted)
+        return ByteCounts(drive_read_bytes=waits, drive_write_bytes=waits)
 
     @abstractmethod
     def sink(self, fitted: Fitted) -> Sink:
@@ -335,14 +324,6 @@ class Bound:
     def store_bytes(self) -> int:
         """Memory for the store's buffers."""
         return self.fitted.division.ring + self.fitted.reading.unused_bytes
-
-    @property
-    def traffic(self) -> ByteCounts:
-        """Bytes that the plan moves on the drive in a step."""
-        moved = self.ends.moved(self.fitted)
-        return ByteCounts(
-            drive_read_bytes=moved.read_bytes, drive_write_bytes=moved.written_bytes
-        )
 
     def begin(self) -> None:
         self.params.counts = MoverCounts()

@@ -81,7 +81,7 @@ def count(
       StreamError: The program cannot be cut to fit, or the saved plan is another's.
     """
     fitted = within(ends.options, partial(ends.fitted, ready))
-    plan, moved = fitted.plan, ends.moved(fitted)
+    plan, traffic = fitted.plan, ends.traffic(fitted)
     host_bytes, device_bytes = _memory(ends, fitted)
     up = down = 0
     if device_bytes:
@@ -96,10 +96,10 @@ def count(
         plan=plan.without_graph(compiled_temp_bytes(plan, ends.options.executables)),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
-        disk_bytes=store_bytes + moved.waiting_bytes,
+        disk_bytes=store_bytes + ends.waiting_bytes(fitted),
         now_bytes=now_bytes,
-        drive_read_bytes=moved.read_bytes,
-        drive_write_bytes=moved.written_bytes,
+        drive_read_bytes=traffic.drive_read_bytes,
+        drive_write_bytes=traffic.drive_write_bytes,
         link_up_bytes=up,
         link_down_bytes=down,
         operations=_step_operations(plan),

@@ -171,8 +171,12 @@ class StreamedFunction(Step):
     def _prepare(self, batch: PyTree) -> Prepared:
         if self._params is None:
             self._params = _tree_of(self.store)
-        ready = prepare_function(self._fn, self._params, batch)
-        return ready.to_run(is_deterministic=self._options.deterministic)
+        return prepare_function(
+            self._fn,
+            self._params,
+            batch,
+            is_deterministic=self._options.deterministic,
+        )
 
     def _ends(self, ready: Prepared) -> FunctionEnds:
         beside_bytes = None

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxinf.errors import BudgetError, StreamError
-from jaxinf.streaming.bound import Ends, Fitted, Moved, within
-from jaxinf.streaming.count import Count
+from jaxinf.streaming.bound import Ends, Fitted, within
+from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.move.params import MemoryParams
-from jaxinf.streaming.move.values import value_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared, prepare
@@ -74,10 +73,6 @@ class MemoryEnds(Ends):
         # A part of a leaf is copied for its calls.
         whole = frozenset(p for p in pieces if not p.index and not p.rows)
         return plan.varied(resident=whole, resident_bytes=self._params_bytes)
-
-    def moved(self, fitted: Fitted) -> Moved:
-        waits = value_bytes(fitted.plan, fitted.tiers)
-        return Moved(waits, waits, waits)
 
     def sink(self, fitted: Fitted) -> OptaxSink:
         return self._sink
@@ -203,7 +198,14 @@ class InMemoryStep(TrainingStep):
 
     def _traced(self, params: PyTree, batch: PyTree) -> Prepared:
         part = first_part(batch, self._options.micro_batches)
-        ready = prepare(self._loss_fn, params, part, has_aux=self._options.has_aux)
+        ready = prepare(
+            self._loss_fn,
+            params,
+            part,
+            has_aux=self._options.has_aux,
+            num_parts=self._options.micro_batches,
+            is_deterministic=self._options.deterministic,
+        )
         if ready.traced.mesh is not None:
             raise StreamError(
                 "jaxinf.stream: expected arrays on one device, found "
@@ -211,16 +213,14 @@ class InMemoryStep(TrainingStep):
                 "a store yet; give a store, or put all arrays on one device "
                 "(jax.device_put(x, jax.devices()[0]))"
             )
-        return ready.to_run(
-            self._options.micro_batches, is_deterministic=self._options.deterministic
-        )
+        return ready
 
     def _dry(
         self, batch: PyTree, params: PyTree, options: Options, like: Count | None
-    ) -> tuple[Any, ...]:
+    ) -> Count:
         params = abstract(self._sink.params) if params is None else params
         ready = self._traced(params, batch)
-        return self._ends(ready, options), ready
+        return count(self._ends(ready, options), ready)
 
     def _ends(self, ready: Prepared, options: Options | None = None) -> MemoryEnds:
         options = options or self._options

@@ -8,14 +8,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxinf.engine import Store, StoreShape, SubgroupLayout, can_take, moved_states
-from jaxinf.io import ByteMeters
+from jaxinf.io import ByteCounts, ByteMeters
 from jaxinf.program import UpdateProgram, effect_of_nonfinite
 from jaxinf.store import MASTER_PARAMS, csd_shares, plans_folder
-from jaxinf.streaming.bound import Ends, Fitted, Moved
+from jaxinf.streaming.bound import Ends, Fitted
 from jaxinf.streaming.move.params import StoreParams, StoreReader
 from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Folders
 from jaxinf.streaming.move.spill import Spill, Waiting, file_bytes, waiting
-from jaxinf.streaming.move.values import value_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared
@@ -226,19 +225,28 @@ class StoreEnds(StoreParamsEnds):
         fetches, calls = fitted.reading.fetches, fitted.plan.calls
         return reused_bytes(fetches, calls, self._store_units)
 
-    def moved(self, fitted: Fitted) -> Moved:
+    def waiting_bytes(self, fitted: Fitted) -> int:
+        last = self.waiting(fitted)
+        return super().waiting_bytes(fitted) + (0 if last is None else file_bytes(last))
+
+    def traffic(self, fitted: Fitted) -> ByteCounts:
+        """As `Ends.traffic`.
+
+        An optimizer that leaves state alone in some steps moves fewer in those. Of
+        state that stays in a memory, what commits alone write is divided among their
+        steps; with ``durability="checkpoint"``, where no one knows these, it does not
+        count.
+        """
         fetches = fitted.reading.fetches
-        waits = read = written = value_bytes(fitted.plan, fitted.tiers)
+        read = written = self.waiting_bytes(fitted)
         read += sum(self._params_bytes(one.unit) for one in fetches)
         if (last := self.waiting(fitted)) is not None:
-            waits += file_bytes(last)
-            written += file_bytes(last)
-            read += last.num_reads * file_bytes(last)
+            read += (last.num_reads - 1) * file_bytes(last)
         given = {one.unit for one in fetches if one.gradient is not None}
         for unit in self._units:
             own = self._moved_by_update(unit, has_params=unit in given)
             read, written = read + own[0], written + own[1]
-        return Moved(read, written, waits)
+        return ByteCounts(drive_read_bytes=read, drive_write_bytes=written)
 
     def _layouts(self, unit: Unit) -> Sequence[SubgroupLayout]:
         return self._shape.layouts(unit.leaf, unit.origin, unit.extent)

@@ -21,7 +21,7 @@ from jax.dtypes import result_type
 
 from jaxinf.io import ByteCounts
 from jaxinf.streaming.bound import Bound, Ends, bind
-from jaxinf.streaming.count import Count, count
+from jaxinf.streaming.count import Count
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
@@ -297,15 +297,13 @@ class TrainingStep(Step):
             check_params(params)
             params = abstract(params)
         options = replace(self._options, executables=Estimates(), other_limit=device)
-        dry = self._dry(batch, params, options, like)
-        with outside_mesh():
-            return count(*dry)
+        return self._dry(batch, params, options, like)
 
     @abstractmethod
     def _dry(
         self, batch: PyTree, params: PyTree, options: Options, like: Count | None
-    ) -> tuple[Any, ...]:
-        """Returns the arguments of `count`; params are the step's if they are None."""
+    ) -> Count:
+        """As `dry_run`, with its options; params are the step's if they are None."""
 
     @property
     def num_skipped(self) -> int:
@@ -320,4 +318,6 @@ class TrainingStep(Step):
         state that stays in a memory, what commits alone write is divided among their
         steps; with ``durability="checkpoint"`` it does not count.
         """
-        return None if self._last is None else self._last.traffic
+        return (
+            None if self._last is None else self._last.ends.traffic(self._last.fitted)
+        )

@@ -26,7 +26,7 @@ from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged
 from jaxinf.store import required_bytes
 from jaxinf.streaming.bound import Bound
-from jaxinf.streaming.count import Count
+from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.near_storage import StoreEnds
 from jaxinf.streaming.options import Options
@@ -163,7 +163,8 @@ class StreamedStep(TrainingStep):
         if training.commit is None:
             check, shape = None, training.shape(description)
             if ready is not None:
-                make = partial(self._ends_of, ready, update, shape, self._options)
+                what = self.store, ready, update, shape, self._options
+                make = partial(StoreEnds, *what)
                 ends = self._together.group.in_all("the optimizer's programs", make)
                 check = partial(ends.fitted, ready)
             tier_bytes = shape.options.host_tier_bytes
@@ -229,21 +230,28 @@ class StreamedStep(TrainingStep):
     def _traced(
         self, avals: PyTree, batch: PyTree, known: Prepared | None = None
     ) -> Prepared:
-        loss_fn, options = self._loss_fn, self._options
-        part = first_part(batch, options.micro_batches)
-        ready = prepare(loss_fn, avals, part, has_aux=options.has_aux, known=known)
+        options = self._options
+        ready = prepare(
+            self._loss_fn,
+            avals,
+            first_part(batch, options.micro_batches),
+            has_aux=options.has_aux,
+            num_parts=options.micro_batches,
+            is_deterministic=options.deterministic,
+            known=known,
+        )
         check_mesh(ready.traced.mesh, options.policy)
         check_processes(self.store._training.group, ready.traced.mesh)
-        is_deterministic = options.deterministic
-        return ready.to_run(options.micro_batches, is_deterministic=is_deterministic)
+        return ready
 
     def _ends(self, ready: Prepared) -> StoreEnds:
         program = self._traced_optimizer(self._started())
-        return self._ends_of(ready, program, self.store._training.opened, self._options)
+        shape = self.store._training.opened
+        return StoreEnds(self.store, ready, program, shape, self._options)
 
     def _dry(
         self, batch: PyTree, params: PyTree, options: Options, like: Count | None
-    ) -> tuple[Any, ...]:
+    ) -> Count:
         avals = self._started() if params is None else params
         training = self.store._training
         ready = self._traced(avals, batch, None if like is None else like._ready)
@@ -253,12 +261,9 @@ class StreamedStep(TrainingStep):
             _, made = described(*self._made_of, update, avals, ready.gradient_pieces)
             shape = training.shape(made)
             num_bytes = sum(required_bytes(shape.directory).values())
-            ends = self._ends_of(ready, update, shape, options)
-        now_bytes = 0 if training.commit is None else num_bytes
-        return ends, ready, update, num_bytes, now_bytes
-
-    def _ends_of(self, *made: Any) -> StoreEnds:
-        return StoreEnds(self.store, *made)
+            ends = StoreEnds(self.store, ready, update, shape, options)
+            now_bytes = 0 if training.commit is None else num_bytes
+            return count(ends, ready, update, num_bytes, now_bytes)
 
     def _traced_optimizer(self, params: PyTree) -> UpdateProgram:
         if self._update is None or self._update[0] is not params:

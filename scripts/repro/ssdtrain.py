@@ -205,7 +205,7 @@ class Stack:
 
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
         self.params = MemoryParams(lambda: leaves)
-        self.params.begin(lambda: None)
+        self.params.begin()
         self.name, self.place = name, arguments.store
         self.ready: Prepared = prepare(loss, params, self.batch)
         self.plan, self.most_bytes = self._cut()

@@ -72,15 +72,6 @@ class Prepared:
             specs = [str(a.sharding.spec) for a in (*traced.params, *traced.batch)]
         return stable_digest(chain(lines, origins, [targets], traced.names, specs))
 
-    def to_run(self, num_parts: int = 1, *, is_deterministic: bool) -> "Prepared":
-        """Returns the same for programs that run as asked.
-
-        Args:
-          is_deterministic: Whether they have the same bits in each run.
-        """
-        traced = replace(self.traced, is_deterministic=is_deterministic)
-        return replace(self, traced=traced, num_parts=num_parts)
-
     @property
     def gradient_pieces(self) -> tuple[Piece, ...]:
         """Parts of params whose gradients are handed out."""
@@ -210,21 +201,38 @@ def prepare(
     batch: PyTree,
     *,
     has_aux: bool = False,
+    num_parts: int = 1,
+    is_deterministic: bool = True,
     known: Prepared | None = None,
 ) -> Prepared:
     """Traces `loss_fn` and orders its nodes; raises the errors of `trace`.
 
-    What is known of the same function and params is returned if the batch is like its.
+    Args:
+      batch: A part of a batch, if there are several.
+      is_deterministic: Whether its programs have the same bits in each run.
+      known: What was made of the same function and params, which need not be traced
+        again if the batch is like its.
     """
     if known is not None and known.traced.takes(batch):
-        return known
-    return _prepared(trace(loss_fn, params, batch, has_aux=has_aux))
+        return replace(known, num_parts=num_parts)
+    traced = trace(loss_fn, params, batch, has_aux=has_aux)
+    return _prepared(traced, num_parts, is_deterministic=is_deterministic)
 
 
-def prepare_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> Prepared:
-    """Traces `fn`, which has no gradient; raises the errors of `trace_function`."""
-    return _prepared(trace_function(fn, params, batch))
+def prepare_function(
+    fn: Callable[..., Any],
+    params: PyTree,
+    batch: PyTree,
+    *,
+    is_deterministic: bool = True,
+) -> Prepared:
+    """As `prepare`, of a function without a gradient."""
+    traced = trace_function(fn, params, batch)
+    return _prepared(traced, is_deterministic=is_deterministic)
 
 
-def _prepared(traced: Traced) -> Prepared:
-    return Prepared(traced, ordered(build_graph(traced)), Keys())
+def _prepared(
+    traced: Traced, num_parts: int = 1, *, is_deterministic: bool
+) -> Prepared:
+    traced = replace(traced, is_deterministic=is_deterministic)
+    return Prepared(traced, ordered(build_graph(traced)), Keys(), num_parts)
