@@ -265,7 +265,7 @@ class _Run:
             self._console.print(f"step {number}: skipped, NaN or Inf in a gradient")
         self._num_updates += not done.is_skipped
         self._metrics.add(line, done.costs)
-        self._timer.ended(done.costs)
+        self._timer.ended(number, done.costs)
         return line
 
     def _complete(self, progress: report.Progress, line: StepLine) -> None:

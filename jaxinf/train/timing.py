@@ -49,12 +49,8 @@ class StepTimer:
         if config.trace is not None and not first:
             first = min(step + _NUM_BEFORE + 1, config.steps)
             last = step + _NUM_BEFORE + _NUM_TRACED
-        self._first, self._last = first, min(last, config.steps)
-        self._path = config.logs / "trace.json"
-        self._traced: list[Span] = []  # steps
-        self._samples: list[tuple[float, dict[str, int]]] = []  # bytes in memory
-        self._is_over = threading.Event()
-        self._sampler: threading.Thread | None = None
+        self._traced = range(first, min(last, config.steps) + 1)
+        self._trace = _Trace(config.logs / "trace.json")
         self._step_s = self._busy_s = 0.0
         self._since_s: float | None = None
         self._busy = Busy({}, {})
@@ -68,27 +64,13 @@ class StepTimer:
             self._since_s = time.monotonic()
         began_s = time.monotonic()
         with contextlib.ExitStack() as stack:
-            if self._first <= number <= self._last:
-                stack.enter_context(self._traced_step(number))
+            if number in self._traced:
+                stack.enter_context(self._trace.step(number))
             yield
         ended_s = time.monotonic()
         self._step_s, self._busy_s = ended_s - began_s, ended_s - self._since_s
         self._busy, self._since_s = timeline.take_busy(), ended_s
         self._drives |= dict.fromkeys(self._busy.drives)
-
-    @contextlib.contextmanager
-    def _traced_step(self, number: int) -> Iterator[None]:
-        if self._sampler is None:
-            self._sampler = threading.Thread(
-                target=self._sample, name="jaxinf-trace", daemon=True
-            )
-            self._sampler.start()
-            timeline.start(annotate=jax.profiler.TraceAnnotation)
-        began_s = time.perf_counter()
-        with jax.profiler.StepTraceAnnotation("step", step_num=number):
-            yield
-        ended_s = time.perf_counter()
-        self._traced.append(Span("step", number, ("steps", 0), began_s, ended_s))
 
     def forget(self) -> None:
         """Counts what is busy from the begin of the next step."""
@@ -112,27 +94,45 @@ class StepTimer:
             "memory": {"host": used, "device": device_bytes()},
         }
 
-    def ended(self, costs: Costs) -> None:
-        """Called after each step; after the last traced one it blocks for its commit.
+    def ended(self, number: int, costs: Costs) -> None:
+        """Called after each step; blocks for the commit of the last traced one.
 
         Then it writes the trace.
         """
-        if self._traced and self._traced[-1].what >= self._last:
-            if not self._is_over.is_set():
-                costs()
+        if number == self._traced.stop - 1:
+            costs()
             self.close()
 
     def close(self) -> None:
         """Writes what was traced and is not written."""
-        if self._sampler is None or self._is_over.is_set():
-            return
-        self._is_over.set()
-        self._sampler.join()
-        document = _document(timeline.stop(), self._traced, self._samples)
-        write_bytes_atomically(self._path, json.dumps(document).encode())
+        self._trace.close()
+
+
+class _Trace:
+    """Spans of all threads, and samples of memory, from its first step on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._steps: list[Span] = []
+        self._samples: list[tuple[float, dict[str, int]]] = []
+        self._is_over = threading.Event()
+        self._sampler: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        if self._sampler is None:
+            self._sampler = threading.Thread(
+                target=self._sample, name="jaxinf-trace", daemon=True
+            )
+            self._sampler.start()
+            timeline.start(annotate=jax.profiler.TraceAnnotation)
+        began_s = time.perf_counter()
+        with jax.profiler.StepTraceAnnotation("step", step_num=number):
+            yield
+        ended_s = time.perf_counter()
+        self._steps.append(Span("step", number, ("steps", 0), began_s, ended_s))
 
     def _sample(self) -> None:
-        """Notes the memory now and then."""
         is_over = False
         while not is_over:
             counts = {"process": rss_bytes()}
@@ -140,6 +140,14 @@ class StepTimer:
                 counts["JAX device"] = on_device
             self._samples.append((time.perf_counter(), counts))
             is_over = self._is_over.wait(_SAMPLE_S)
+
+    def close(self) -> None:
+        if self._sampler is None or self._is_over.is_set():
+            return
+        self._is_over.set()
+        self._sampler.join()
+        document = _document(timeline.stop(), self._steps, self._samples)
+        write_bytes_atomically(self._path, json.dumps(document).encode())
 
 
 # --- memory --------------------------------------------------------------------------
