@@ -58,7 +58,6 @@ NOT_RUN = {
     "jaxinf store copy /mnt/nvme0/run /mnt/nvme": "tests/store/test_copying.py runs it",
     "jaxinf checkpoint export /mnt/nvme0/run s3": "tests/object_store runs it",
     "jaxinf store copy s3": "tests/object_store runs it",
-    "jaxinf verify PATH --distributed": "tests/distributed/test_whole.py runs it",
     "python -m jaxinf.train --store /mnt/nvme0/run --checkpoint-every": "S3; "
     "tests/train/test_exports.py runs it with file",
     "make test": "the suite itself",

@@ -20,7 +20,7 @@ import tyro
 from jaxinf.cli import inspection, report, verification
 from jaxinf.cli.checkpoints import Checkpoint
 from jaxinf.cli.doctor import Doctor
-from jaxinf.cli.members import OverMembers
+from jaxinf.cli.members import over_members
 from jaxinf.cli.options import FLAGS, StorePath, option
 from jaxinf.cli.plan import Plan
 from jaxinf.cli.plan import main as plan
@@ -34,13 +34,13 @@ from jaxinf.train.__main__ import main as train
 _SUCCESS, _FAILURE, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inspect(OverMembers):
+@dataclass(frozen=True)
+class Inspect:
     """Show a store's committed step, leaves, bytes, drives and checkpoints.
 
     This works during a run. The committed step is pinned with hard links while it is
-    read, so the output is of a single step; no data is copied. With --distributed, all
-    processes of a run look at their own members, and process 0 prints what they see.
+    read, so the output is of a single step; no data is copied. Of a run in several
+    processes each member is shown.
     """
 
     store: StorePath
@@ -57,7 +57,7 @@ class Inspect(OverMembers):
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
         show = partial(inspection.run, leaf=self.leaf, as_json=self.json)
-        return self.over(self.store, show, as_json=self.json)
+        return over_members(self.store, show, as_json=self.json)
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,13 @@ class Report:
         return _SUCCESS
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verify(OverMembers):
+@dataclass(frozen=True)
+class Verify:
     """Read the whole store and compare it with its checksums.
 
     Includes the committed step and every checkpoint, and works during a run. Names each
-    damaged leaf, state, chunk, file and CSD. The exit status is 1 if there is damage.
-    With --distributed, all processes of a run verify their own members, process 0
-    prints one report, and all end with the same status.
+    damaged leaf, state, chunk, file and CSD. The exit status is 1 if there is damage,
+    and 2 if a member of a run in several processes cannot be seen.
     """
 
     store: StorePath
@@ -119,7 +118,7 @@ class Verify(OverMembers):
                 "interrupted, or goes on; give its command again, which completes it"
             )
         verify = partial(verification.run, name=self.checkpoint, as_json=self.json)
-        return self.over(self.store, verify, as_json=self.json)
+        return over_members(self.store, verify, as_json=self.json)
 
 
 COMMANDS: Any = (

@@ -62,9 +62,8 @@ from jaxinf.terminal import format_bytes, make_console, printable
 _LOCK_BYTES = 1 << 20
 
 
-def run(store: str, *, leaf: str | None, as_json: bool) -> bool:
+def run(path: Path, *, leaf: str | None, as_json: bool) -> bool:
     """Prints what a store has, or a summary of one leaf; True, as it is well."""
-    path = Path(store).expanduser().absolute()
     with open_committed(path) as (directory, step):
         document = _describe_step(directory, step)
         if leaf is None:

@@ -30,7 +30,7 @@ from jaxinf.terminal import format_bytes, make_console, printable
 _Reports: TypeAlias = list[tuple[str, list[Damage]]]
 
 
-def run(store: str, *, name: str | None, as_json: bool) -> bool:
+def run(path: Path, *, name: str | None, as_json: bool) -> bool:
     """Verifies the committed step and all checkpoints; blocks.
 
     Args:
@@ -43,7 +43,6 @@ def run(store: str, *, name: str | None, as_json: bool) -> bool:
       JaxinfError: there is no store, or it cannot be read at all.
       ValueError: there is no such checkpoint.
     """
-    path = Path(store).expanduser().absolute()
     reports: _Reports = []
     with open_committed(path) as (directory, step):
         seen: dict[tuple[int, int], int] = {}

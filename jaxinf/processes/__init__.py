@@ -3,14 +3,12 @@
 Invariant: no collective of the devices is involved, and a group of one asks nobody.
 """
 
-from jaxinf.processes.ending import end_process, end_unless
-from jaxinf.processes.group import LIMIT_S, Group, all_processes, join_group
+from jaxinf.processes.ending import end_unless
+from jaxinf.processes.group import Group, all_processes, join_group
 
 __all__ = [
-    "LIMIT_S",
     "Group",
     "all_processes",
-    "end_process",
     "end_unless",
     "join_group",
 ]

@@ -7,10 +7,7 @@ Invariant: on one device every method returns its argument.
 """
 
 import dataclasses
-import os
 import socket
-import sys
-import threading
 import time
 from typing import Any
 
@@ -125,22 +122,14 @@ def _same(tree: PyTree) -> PyTree:
 # --- processes -----------------------------------------------------------------------
 
 
-def connect(given: Launch, timeout_s: float | None = None) -> None:
-    """Connects the processes of a run; blocks until all are there.
-
-    Args:
-      timeout_s: this process ends, with status 1 and a line that says so, if not all
-        are there after so long; by default after JAX's time, as JAX does.
+def connect(given: Launch) -> None:
+    """Connects the processes of a run; blocks until all are there, or as long as JAX.
 
     Raises:
       UsageError: the coordinator does not answer, or nothing says who it is.
     """
     began_s = time.monotonic()
     where = given.coordinator or "the coordinator that the environment names"
-    ending = threading.Timer(timeout_s or 0, _end, [where, timeout_s])
-    ending.daemon = True
-    if timeout_s is not None:
-        ending.start()
     try:
         if given.coordinator is not None and given.process_id:
             _await(given.coordinator)
@@ -155,19 +144,6 @@ def connect(given: Launch, timeout_s: float | None = None) -> None:
             "process 0 is the coordinator. Start it, and give --distributed "
             "HOST:PORT,N,I with its host's name as the others reach it"
         ) from error
-    finally:
-        ending.cancel()
-
-
-def _end(where: str, timeout_s: float) -> None:
-    """Ends this process, whose call of JAX would abort it without a word."""
-    print(
-        f"jaxinf: --distributed: {where}: expected all processes to be there within "
-        f"{timeout_s:g} s, found that some are not; start the command in all of them",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)
 
 
 def _await(address: str) -> None:

@@ -234,8 +234,8 @@ class StreamOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class LaunchOptions:
-    """How the processes of a run find each other."""
+class ProcessOptions:
+    """Several processes that train together."""
 
     # One of several processes of a run. SLURM, Open MPI and Kubernetes say which;
     # elsewhere give the address of process 0, which coordinates, the number of
@@ -243,11 +243,6 @@ class LaunchOptions:
     distributed: Annotated[
         Launch | None, _LAUNCH, shown("[HOST:PORT,N,I]", "one process")
     ] = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ProcessOptions(LaunchOptions):
-    """Several processes that train together."""
 
     # Divide the store among the processes of this run, if it is among another number.
     elastic: bool = False

@@ -104,52 +104,6 @@ def test_checkpoints_of_the_whole_are_listed_restored_and_removed(trained, capsy
     assert not list(run.glob("**/checkpoints/*early*"))
 
 
-SILENT = """
-import os, signal, sys
-from jaxinf.cli import main, members
-if sys.argv[-1].endswith(",1"):
-    members._looked = lambda *given: os.kill(os.getpid(), signal.SIGSTOP)
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.long
-def test_processes_that_see_their_own_member_have_one_report(trained, tmp_path):
-    run = shutil.copytree(trained[0], tmp_path / "run", symlinks=True)
-
-    def reported(command, *words, program=("-m", "jaxinf"), count=2):
-        arguments = (command, run, *words)
-        with running(tmp_path, *arguments, program=program, count=count) as processes:
-            if program[0] == "-c":
-                processes.all[0].wait(120)
-                return processes.all[0].returncode, processes.output(0)
-            statuses = processes.wait()
-            assert not [o for o in processes.outputs()[1:] if "clean" in o], processes
-            return statuses, processes.output(0)
-
-    statuses, said = reported("verify")
-    assert statuses == [0, 0], said
-    assert "damaged" not in said
-    assert "process-00001\nstep 2, committed" in said
-    assert "run of 2 processes: step" in said
-    statuses, said = reported("inspect", "--json")
-    assert statuses == [0, 0]
-    assert said.count('"committed_at"') >= 2
-    slot = (run / "process-00001/current").resolve()
-    with next(slot.glob("params.up/c/*/*")).open("r+b") as opened:
-        opened.write(b"\xff\xff\xff\xff")
-    statuses, said = reported("verify")
-    assert statuses == [1, 1]
-    assert "1 damaged" in said
-    status, said = reported("verify", "--timeout", 20, program=("-c", SILENT))
-    assert status == 2
-    assert "found none of process 1" in said
-    shutil.rmtree(run / "process-00001")
-    statuses, said = reported("verify")
-    assert statuses == [2, 2]
-    assert "process 1: has no member of the run" in said
-
-
 def test_a_member_that_cannot_be_seen_is_listed(trained, tmp_path, capsys):
     run, _ = trained
     assert main(["verify", str(run)]) == 0
