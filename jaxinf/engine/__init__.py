@@ -47,7 +47,7 @@ from jaxinf.engine.store import Store
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.training import Training
 from jaxinf.engine.update_request import KeptLeaf, SlotRequest, UpdateRequest
-from jaxinf.engine.update_tasks import can_take, changes_params, moved_states
+from jaxinf.engine.update_tasks import can_take, moved_states
 from jaxinf.engine.updaters import Assignment, Updater, assigned
 
 __all__ = [
@@ -74,7 +74,6 @@ __all__ = [
     "callers",
     "can_take",
     "carried_leaves",
-    "changes_params",
     "check_announced",
     "check_carried",
     "check_compressed",

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from jaxinf.csd import Csd, CsdBuffer, ScalarInputs, is_idle
+from jaxinf.csd import Csd, CsdBuffer, is_idle
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Task
 from jaxinf.engine.shape import StoreShape
@@ -230,11 +230,6 @@ def can_take(opened: StoreShape, leaf: int, dtype: np.dtype) -> bool:
     """
     stored = opened.directory.manifest.leaves[leaf].states[0]
     return opened.options.csd.takes_params and dtype == dtype_of(stored.dtype)
-
-
-def changes_params(kernel: Kernel, inputs: ScalarInputs) -> bool:
-    """Whether an update with these scalars changes the params."""
-    return "params" not in specialise(kernel, inputs.scalars).unchanged
 
 
 def moved_states(

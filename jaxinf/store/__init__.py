@@ -21,7 +21,6 @@ from jaxinf.store.carry import (
 )
 from jaxinf.store.checkpoint import (
     CheckpointInfo,
-    check_checkpoint,
     check_pinnable,
     checkpoint_names,
     find_checkpoint,
@@ -43,7 +42,6 @@ from jaxinf.store.commit import (
 )
 from jaxinf.store.contents import (
     CODECS,
-    MASTER_CODECS,
     LeafContents,
     StateRecord,
     StoreContents,
@@ -134,7 +132,7 @@ from jaxinf.store.reader import (
     open_array,
     over,
 )
-from jaxinf.store.regridding import Shards, ShardsOf
+from jaxinf.store.regridding import Shards
 from jaxinf.store.snapshot import (
     PinnedStep,
     pinned_step,
@@ -143,7 +141,6 @@ from jaxinf.store.snapshot import (
 from jaxinf.store.stock_documents import step_documents, stock_documents
 from jaxinf.store.verify import link_damages, step_bytes, verify_step
 from jaxinf.store.whole import (
-    agreed_of,
     find_members,
     held_steps,
     hold_members,
@@ -165,7 +162,6 @@ __all__ = [
     "COMMIT",
     "ERROR_FEEDBACK",
     "FORMAT_VERSION",
-    "MASTER_CODECS",
     "MASTER_PARAMS",
     "SCHEDULE_FREE",
     "SLOTS",
@@ -194,7 +190,6 @@ __all__ = [
     "PinnedStep",
     "ScalarState",
     "Shards",
-    "ShardsOf",
     "Slot",
     "StateFormat",
     "StateRecord",
@@ -205,12 +200,10 @@ __all__ = [
     "StoreLock",
     "Sum",
     "WholeStep",
-    "agreed_of",
     "agreed_step",
     "array_name",
     "carry_files",
     "check_carry",
-    "check_checkpoint",
     "check_free_space",
     "check_leaf_paths",
     "check_never_committed",

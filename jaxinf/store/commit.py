@@ -180,7 +180,6 @@ class _Record(Document, frozen=True):
         str, pattern("[0-9a-f]{32}-[0-9]{1,16}", "an id of a session and a number")
     ] = ""
     device_updates: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 0
-    device_tier: Annotated[int, Meta(ge=1, le=2**63 - 1)] = 0
     inexact: dict[str, Sum] = msgspec.field(default_factory=dict)
     steps_without_params: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 0
     carry: tuple[CarriedArray, ...] = ()
@@ -201,8 +200,6 @@ class CommitRecord:
       inexact: leaves by name whose 16-bit params on the JAX device were not the rounded
         master after the step; with the greatest difference.
       device_updates: a JAX device computed every so many updates of subgroups; 0: none.
-      device_tier: bytes of its memory for state that stayed there, in stores of earlier
-        versions of jaxinf.
       steps_without_params: number of the last steps whose update was given no params,
         so that they were not compared with the master.
       carry: arrays that the caller has given beside the optimizer's.
@@ -220,7 +217,6 @@ class CommitRecord:
     documents: Mapping[str, str] = field(default_factory=dict)
     inexact: Mapping[str, float] = field(default_factory=dict)
     device_updates: int = 0
-    device_tier: int = 0
     steps_without_params: int = 0
     carry: Sequence[CarriedArray] = ()
     carried: Sequence[bytes] = ()
@@ -338,8 +334,7 @@ class CommitRecord:
 
 
 _AS_THEY_ARE = ("step", "skipped_steps", "payload", "committed_at", "documents")
-_AS_THEY_ARE += ("commit", "device_updates", "device_tier", "steps_without_params")
-_AS_THEY_ARE += ("carry",)
+_AS_THEY_ARE += ("commit", "device_updates", "steps_without_params", "carry")
 """Attributes of a record that are the same in its document."""
 
 

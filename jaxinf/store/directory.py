@@ -140,11 +140,6 @@ class StoreDirectory:
             return self.step_path(place)
         return self.csd_directory(csd) / place
 
-    @classmethod
-    def of_step(cls, step: Path, manifest: Manifest) -> "StoreDirectory":
-        """Returns the store of a slot, checkpoint or snapshot, judged by its path."""
-        return cls(step.parents[0 if step.name == "current" else 1], manifest)
-
     def data_paths(self, step: Path) -> list[Path]:
         """Returns the directories of a step's chunk files, one for each CSD.
 

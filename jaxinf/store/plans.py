@@ -30,15 +30,12 @@ class KeptPlan(Document, frozen=True):
       fingerprint: of the program.
       cuts: the nodes at which segments begin, and the number of nodes.
       mesh: devices along each axis of the mesh; empty without one.
-      rows: of plans of earlier versions, which read some tables in blocks of rows:
-        the rows of a block, by leaf.
     """
 
     version: _Count
     fingerprint: Annotated[str, Meta(max_length=256)]
     cuts: tuple[_Count, ...]
     mesh: dict[str, _Length] = msgspec.field(default_factory=dict)
-    rows: dict[str, _Length] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.cuts[:1] != (0,) or [*self.cuts] != sorted({*self.cuts}):

@@ -19,7 +19,8 @@ LEAVES = {"w": ((6, 1024), "float32"), "half": ((33, 257), "bfloat16")}
 
 def chunks_of(step, manifest):
     """Reads all chunk files of a step by name, without padding."""
-    directory = StoreDirectory.of_step(step, manifest)
+    path = step.parents[0 if step.name == "current" else 1]
+    directory = StoreDirectory(path, manifest)
     place = str(step.resolve().relative_to(directory.path.resolve()))
     place = place.removeprefix("slots/")
     return {

@@ -1,6 +1,5 @@
 """Updates that a JAX device computes: the bits of the host's, and what is refused."""
 
-import json
 import math
 import threading
 from typing import Any
@@ -26,7 +25,6 @@ from jaxinf.errors import (
 )
 from jaxinf.layout import Subgroup
 from jaxinf.program import trace_update
-from jaxinf.store import seal
 from jaxinf.streaming.update import rates
 from jaxinf.streaming.update.on_device import (
     DeviceUpdater,
@@ -354,21 +352,3 @@ def test_a_path_is_opened_with_tiers(opened, place):
         assert len(step.store._training.opened.host_tier) == 4
         with pytest.raises(ValueError, match=r"state_tiers=.*expected with a path"):
             jaxinf.stream(loss, TX, step.store, memory_bytes="1GiB", state_tiers=tiers)
-
-
-def test_a_step_with_state_on_the_device_needs_another_plan(opened, place):
-    """As earlier versions of jaxinf made them."""
-    step = opened(None, "store")
-    step(batches()[0])
-    step.close()
-    path = place / "store" / "current" / "commit.json"
-    document = json.loads(path.read_text())
-    del document["crc32c"]
-    path.write_bytes(seal(document | {"device_tier": 1 << 20}))
-    with pytest.raises(StreamError, match=r"stayed on the JAX device, .*replan=True"):
-        opened(None, "store")
-    jaxinf.close(step.store.path)
-    step = opened(None, "store", replan=True)
-    step(batches()[1])
-    step.store.wait()
-    assert not step.store._training.opened.commit.device_tier

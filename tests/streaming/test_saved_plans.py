@@ -84,28 +84,6 @@ def test_a_kept_plan_is_used_whatever_would_be_chosen_now(streamed):
 
 
 @pytest.mark.long
-def test_a_plan_with_blocks_of_rows_is_refused_until_replanned(streamed):
-    program, tx = ZOO["l2_penalty"](depth=2), optax.sgd(0.1)
-    step = streamed(program, tx)
-    step.load(program.params)
-    run(step, program, 1)
-    step.close()
-    (kept,) = (step.store.path / "stream").iterdir()
-    content = json.loads(kept.read_text())
-    kept.write_bytes(seal(edited(content, rows={"table": 2048})))
-    assert main(["verify", str(step.store.path)]) == 0
-    again = streamed(program, tx)
-    again.load(program.params)
-    with pytest.raises(StreamError, match=r"found table in blocks .* replan=True"):
-        again(program.batch)
-    assert again.store.step == 1
-    again.close()
-    replanned = streamed(program, tx, replan=True)
-    replanned.load(program.params)
-    run(replanned, program, 1)
-    assert json.loads(kept.read_text()) == content
-
-
 def edited(content, **changes):
     bare = {key: value for key, value in content.items() if key != "crc32c"}
     return bare | changes

@@ -30,21 +30,13 @@ def saved_cuts(folder: Path, ready: Prepared) -> Sequence[int] | None:
     """Reads the store's cuts for these leaves and this batch; None if it has none.
 
     Raises:
-      StreamError: The plan is for another function, version or mesh, or has tables in
-        blocks of rows.
+      StreamError: The plan is for another function, version or mesh.
       StoreFormatError: The plan is damaged.
     """
     path = check_plans_folder(folder) / _name(ready)
     if not os.path.lexists(path):
         return None
     kept = read_plan(path)
-    if kept.rows:
-        raise StreamError(
-            f"{path}: expected a plan that reads each table of params as a whole, "
-            f"found {', '.join(kept.rows)} in blocks of rows, as earlier versions of "
-            "jaxinf read them; pass replan=True for a plan without blocks (bits then "
-            "differ from here on)"
-        )
     _check_mesh(path, kept, ready.traced.mesh)
     if kept.version != PLAN_VERSION or kept.fingerprint != ready.fingerprint:
         raise StreamError(

@@ -180,13 +180,6 @@ def _check_kept(last: CommitRecord, value: DeviceUpdates, store: str) -> None:
 
     Raises:
       AssignmentError: It was asked for.
-      StreamError: State stayed on the device, in an earlier version of jaxinf.
     """
-    if last.device_tier:
-        raise StreamError(
-            f"{store}: expected state on drives or the host, found a last step with "
-            "state that stayed on the JAX device, as in earlier versions of jaxinf; "
-            "pass replan=True to go on without (bits on an accelerator may then differ)"
-        )
     if isinstance(value, int) and value != last.device_updates:
         raise AssignmentError(store, last.device_updates, value)
