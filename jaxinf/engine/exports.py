@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxinf.engine.options import StoreOptions
@@ -58,10 +58,10 @@ class ExportInfo:
 
 
 class _Export:
-    """One export, in a thread of its own."""
+    """A step that is due, and its export in a thread of its own."""
 
     def __init__(self, step: int, url: str) -> None:
-        self.step, self.url = step, url
+        self.info = ExportInfo(step, url, "under way")
         self.stop, self.ended = threading.Event(), threading.Event()
         self.done_bytes, self.total_bytes = 0, 0
 
@@ -70,7 +70,7 @@ class _Export:
 
     def __str__(self) -> str:
         done, total = format_bytes(self.done_bytes), format_bytes(self.total_bytes)
-        return f"step {self.step}, of which {done} of {total} are exported"
+        return f"step {self.info.step}, of which {done} of {total} are exported"
 
 
 class Exports:
@@ -91,7 +91,7 @@ class Exports:
                 f"beside the run: jaxinf checkpoint export {path} URL --checkpoint NAME"
             )
         self._options = options
-        self._found: dict[int, ExportInfo] = {}  # by the number of the due step
+        self._due: list[_Export] = []
         self._current: _Export | None = None
         self._is_checked = False
 
@@ -111,7 +111,7 @@ class Exports:
 
     def infos(self) -> list[ExportInfo]:
         """Returns the steps that were due so far, the last one perhaps under way."""
-        return list(self._found.values())
+        return [export.info for export in self._due]
 
     # --- a step --------------------------------------------------------------------
 
@@ -121,11 +121,12 @@ class Exports:
         Called before the next step writes; blocks while the step is pinned. What
         prevents the export is logged.
         """
-        assert self._options.export_to is not None
-        number, last = len(self._found), self._current
-        export = _Export(step, url_of_step(self._options.export_to, step))
+        url = self._options.export_to
+        assert url is not None
+        export, last = _Export(step, url_of_step(url, step)), self._current
+        self._due.append(export)
         if last is not None and not last.ended.is_set():
-            self._found[number] = ExportInfo(step, export.url, "skipped")
+            export.info = replace(export.info, outcome="skipped")
             _LOG.warning(
                 "%s: step %d is not exported, since an earlier one is still under way: "
                 "%s; training goes on. Export fewer steps",
@@ -134,7 +135,6 @@ class Exports:
                 last,
             )
             return
-        self._found[number] = ExportInfo(step, export.url, "under way")
         pin = contextlib.ExitStack()
         try:
             check_pinnable(directory)
@@ -142,20 +142,16 @@ class Exports:
             self._current = export
             threading.Thread(
                 target=self._run,
-                args=(number, export, pinned, pin),
+                args=(export, pinned, pin),
                 name="jaxinf-export",
                 daemon=True,
             ).start()
         except (JaxinfError, OSError, RuntimeError) as error:
             pin.close()
-            self._end(number, export, error)
+            self._end(export, error)
 
     def _run(
-        self,
-        number: int,
-        export: _Export,
-        pinned: PinnedStep,
-        pin: contextlib.ExitStack,
+        self, export: _Export, pinned: PinnedStep, pin: contextlib.ExitStack
     ) -> None:
         problem: Exception | None = None
         try:
@@ -163,11 +159,9 @@ class Exports:
                 self._write(export, pinned)
         except Exception as error:
             problem = error
-        self._end(number, export, problem)
+        self._end(export, problem)
 
-    def _end(
-        self, number: int, export: _Export, error: Exception | None = None
-    ) -> None:
+    def _end(self, export: _Export, error: Exception | None) -> None:
         outcome, problem = "exported", ""
         if error is not None:
             outcome, problem = "failed", f"{type(error).__name__}: {error}"
@@ -175,12 +169,12 @@ class Exports:
                 "%s: step %d is not exported to %s: %s. What is there, if anything, is "
                 "no export yet%s",
                 self._options.path,
-                export.step,
-                export.url,
+                export.info.step,
+                export.info.url,
                 problem,
                 "" if export.stop.is_set() else "; training goes on",
             )
-        self._found[number] = ExportInfo(export.step, export.url, outcome, problem)
+        export.info = replace(export.info, outcome=outcome, problem=problem)
         export.ended.set()
 
     def _write(self, export: _Export, pinned: PinnedStep) -> None:
@@ -189,7 +183,7 @@ class Exports:
             least_memory(step.manifest), progress=export.note, stop=export.stop
         )
         beside = files_beside(self._options.path)
-        export_url(step, export.url, beside=beside, transit=transit)
+        export_url(step, export.info.url, beside=beside, transit=transit)
 
     # --- the end -------------------------------------------------------------------
 
