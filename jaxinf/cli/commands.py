@@ -25,7 +25,7 @@ from jaxinf.cli.options import FLAGS, StorePath, option
 from jaxinf.cli.plan import Plan
 from jaxinf.cli.plan import main as plan
 from jaxinf.cli.stores import Store
-from jaxinf.command_line import UsageError, parse
+from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.store import left_by_copy
 from jaxinf.terminal import make_console, printable
@@ -156,10 +156,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         if words[:1] == ["plan"]:
             return plan(words[1:])
-        command = parse(
+        command = tyro.cli(
             COMMANDS,
-            words or ["--help"],
             prog="jaxinf",
+            args=words or ["--help"],
             description="Storage-offloaded training for JAX: stores, drives, and "
             "plans. --version shows the version.",
             config=FLAGS,

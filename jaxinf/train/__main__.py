@@ -11,8 +11,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+import tyro
+
 from jaxinf import compat
-from jaxinf.command_line import UsageError, parse
+from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import printable
 from jaxinf.train.config import TrainConfig
@@ -59,14 +61,15 @@ def config_of(words: Sequence[str], prog: str = PROGRAM) -> TrainConfig:
     Raises:
       UsageError: the file of --config cannot be read, or asks for what no run has.
     """
-    config: TrainConfig = parse(TrainConfig, words, prog=prog)
+    config = tyro.cli(TrainConfig, prog=prog, args=words)
     file = config.run_file or kept_run(config)
     if file is None:
         return config
     if config.run_file is None:
         text = f"settings of the run, but for flags that are given: {near(file)}"
         print(text, file=sys.stderr)
-    return parse(TrainConfig, words, prog=prog, default=read_run(file, given=config))
+    kept = read_run(file, given=config)
+    return tyro.cli(TrainConfig, prog=prog, args=words, default=kept)
 
 
 def words_to_resume(words: Sequence[str]) -> list[str]:

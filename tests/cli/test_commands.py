@@ -45,25 +45,17 @@ def test_wrong_command_lines(words, run):
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        (["inspct", "a"], "inspct is not known; did you mean inspect?"),
-        (["checkpoint", "sav", "a"], "sav is not known; did you mean save?"),
-        (
-            ["store", "copy", "a", "b", "--state", "bf61"],
-            "--state bf61 is not known",
-        ),
-        (["doctor", "--sizes=3"], "--sizes is not known; did you mean --size?"),
-        (["zzz"], ""),
-        (["inspect", "zzz", "--leaf"], ""),
-        (["store", "copy", "a", "b", "--average", "None", "--state"], ""),
+        (["inspct", "a"], "Available subcommands: train, inspect, verify,"),
+        (["checkpoint", "sav", "a"], "Available subcommands: save, list,"),
+        (["store", "copy", "a", "b", "--state", "bf61"], "'--state'. Expected one of"),
+        (["doctor", "--sizes=3"], "Perhaps you meant: --size BYTES"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
 def test_the_nearest_known_word_is_said(words, advice, run):
     result = run(*words)
     assert result.status == 2
-    last = result.err.splitlines()[-1]
-    assert advice in last
-    assert bool(advice) == ("did you mean" in last)
+    assert advice in " ".join(re.sub("[│─╭╮╰╯]", " ", result.err).split())
 
 
 def test_version(run):

@@ -17,7 +17,7 @@ from typing import Any
 
 import jaxinf
 from jaxinf.cli.commands import COMMANDS
-from jaxinf.command_line import Flag, commands_of, flags_of
+from jaxinf.command_line import Flag, flags_of
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.metrics import StepLine
 from jaxinf.typing import JsonValue
@@ -151,8 +151,18 @@ def _type(annotation: Any) -> str:
     return f"{name}[{', '.join(map(_type, parts))}]" if parts else name
 
 
+def _commands_of(command: Any) -> dict[str, Any]:
+    """Returns commands by their words: those of a union, or of a command's action."""
+    union = command
+    if dataclasses.is_dataclass(command):
+        hints = typing.get_type_hints(command, include_extras=True)
+        union = hints.get("action")
+    members = [typing.get_args(member) for member in typing.get_args(union)]
+    return {marks[0].name: kind for kind, *marks in members}
+
+
 def _command_lines(program: str, command: Any) -> Iterator[str]:
-    below = commands_of(command)
+    below = _commands_of(command)
     if not below:
         yield ""
         flags = list(flags_of(command))
