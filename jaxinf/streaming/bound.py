@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from jaxinf.errors import BudgetError, StreamError
-from jaxinf.io import ByteCounts, ByteMeters
+from jaxinf.io import ByteCounts, ByteMeters, page_ceil
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
-from jaxinf.streaming.move.scratch import Folders
+from jaxinf.streaming.move.scratch import Folders, Scratch
 from jaxinf.streaming.move.spill import Waiting
-from jaxinf.streaming.move.values import make_values, value_bytes
+from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
@@ -239,7 +239,9 @@ class Ends(ABC):
 
     def waiting_bytes(self, fitted: Fitted) -> int:
         """Returns the bytes of values and gradients that wait on drives, at most."""
-        return value_bytes(fitted.plan, fitted.tiers)
+        plan, tiers = fitted.plan, fitted.tiers
+        slots = plan.evictions if tiers is None else tiers.on_drive
+        return sum(page_ceil(plan.lives[slot].num_bytes) for slot in slots)
 
     def traffic(self, fitted: Fitted) -> ByteCounts:
         """Returns the bytes that a step moves on drives: its values, by default."""
@@ -361,9 +363,11 @@ def _made(ends: Ends, ready: Prepared, fitted: Fitted, undone: ExitStack) -> Bou
         ends.save(ready, fitted.plan)
     sink = ends.sink(fitted)
     undone.callback(sink.close)
-    values = make_values(fitted.plan, fitted.tiers, ends.folders, ends.meters)
+    values, plan = Values(), fitted.plan
+    if plan.is_offloaded:
+        values = Values(plan, Scratch(ends.folders, ends.meters), fitted.tiers)
     undone.callback(values.close)
-    runner = Runner(fitted.plan, ends.options.executables, values)
+    runner = Runner(plan, ends.options.executables, values)
     fitted = replace(fitted, plan=runner.plan)
     params = ends.source(fitted)
     undone.callback(params.close)

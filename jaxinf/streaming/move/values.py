@@ -6,16 +6,14 @@
 Invariant: a value that was away has the bits that it left with.
 """
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 
 from jaxinf import compat
-from jaxinf.io import ByteMeters
 from jaxinf.streaming.move.mover import Mover, MoverCounts, drive_threads
-from jaxinf.streaming.move.scratch import Folders, Place, Scratch
+from jaxinf.streaming.move.scratch import Place, Scratch
 from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.plan.calls import Plan, Slot
 from jaxinf.streaming.plan.offload import NUM_COPIES, Tiers
@@ -48,12 +46,15 @@ class Values:
         self._scratch = Scratch(()) if scratch is None else scratch
         assert tiers is None or not tiers.least_bytes, "the host has room"
         evictions = {} if plan is None else plan.evictions
-        on_drive = tiers.on_drive if tiers else None
-        self._places = {} if plan is None else _placed(plan, self._scratch, on_drive)
+        lives = {} if plan is None else plan.lives
+        self._order = tiers.on_drive if tiers else ()
+        self._places = {
+            slot: self._scratch.allocate(lives[slot].num_bytes)
+            for slot in (self._order if tiers else evictions)
+        }
         self._scratch.reserve()
         self._num_copies = NUM_COPIES if tiers else 0
         self._room: Sequence[int] = tiers.room if tiers else ()
-        self._order = on_drive or ()
         self._mover = Mover(
             drive_threads(self._scratch.num_drives),
             has_link=tiers is not None,
@@ -69,7 +70,6 @@ class Values:
         self._leaving = _by_call((slot, one.written) for slot, one in first_gone)
         self._gone = _by_call((slot, one.gone) for slot, one in in_order)
         self._back = _by_call((slot, one.back) for slot, one in in_order)
-        lives = {} if plan is None else plan.lives
         self._ends = _by_call((s, lives[s].takers[-1]) for s in evictions)
         self._held: dict[Slot, jax.Array] = {}
         self._away: set[Slot] = set()
@@ -144,41 +144,6 @@ class Values:
         self.reset()
         self._mover.close()
         self._scratch.close()
-
-
-def make_values(
-    plan: Plan,
-    tiers: Tiers | None,
-    folders: Folders,
-    meters: ByteMeters | None = None,
-) -> Values:
-    """Returns what holds the values of a plan's steps; takes room on drives, blocks.
-
-    Raises:
-      StoreSpaceError, StoreIOError: A drive is full, or failed.
-    """
-    if not plan.is_offloaded:
-        return Values()
-    return Values(plan, Scratch(folders, meters), tiers)
-
-
-def value_bytes(plan: Plan, tiers: Tiers | None) -> int:
-    """Returns the bytes of a plan's values on drives, as `Values.num_bytes`."""
-    if not plan.is_offloaded:
-        return 0
-    on_drive = tiers.on_drive if tiers else None
-    places = _placed(plan, Scratch([tempfile.gettempdir()]), on_drive)
-    return sum(place.num_bytes for place in places.values())
-
-
-def _placed(
-    plan: Plan, scratch: Scratch, slots: Iterable[Slot] | None
-) -> Mapping[Slot, Place]:
-    """Places values on drives, by default all that leave; no room is taken."""
-    return {
-        slot: scratch.allocate(plan.lives[slot].num_bytes)
-        for slot in (plan.evictions if slots is None else slots)
-    }
 
 
 def _by_call(pairs: Iterable[tuple[Slot, int]]) -> Mapping[int, list[Slot]]:
