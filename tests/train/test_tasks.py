@@ -128,7 +128,7 @@ def check_best(place):
     [
         ("gpt2", "texts", (), "--task causal-lm expects text or prompts and resp"),
         ("t5", "texts", (), "--task seq2seq expects prompts and responses"),
-        ("vit", "texts", (), "expected a folder of images, with a folder"),
+        ("vit", "texts", (), "texts.jsonl: expected images, in a folder"),
         ("vit", "images", ("--tokenizer", "x"), "--tokenizer: the model takes images"),
         ("vit", "images", ("--seq-len", 12), "--seq-len: the model takes images"),
         ("gpt2", "pairs", ("--task", "masked-lm"), "expected one of gpt2's, causal-lm"),

@@ -60,9 +60,10 @@ def load_images(options: DataOptions, shape: ImageShape) -> TrainingData:
             "--data: expected images, in a folder for each class: this model takes no "
             "text"
         )
-    roots, held_roots = by_split(_folders(options.data))
+    roots, held_roots = by_split([Path(name).expanduser() for name in options.data])
     if options.held_out_share is None:
-        held_roots, _ = by_split(_folders(options.validation), is_validation=True)
+        own = [Path(name).expanduser() for name in options.validation]
+        held_roots, _ = by_split(own, is_validation=True)
     classes: list[str] = []
     train, held = _pictures(roots, classes), _pictures(held_roots, classes)
     if not held:
@@ -89,18 +90,6 @@ def load_images(options: DataOptions, shape: ImageShape) -> TrainingData:
     )
 
 
-def _folders(names: Sequence[str]) -> list[Path]:
-    folders = [Path(name).expanduser() for name in names]
-    for folder in folders:
-        if not folder.is_dir():
-            found = "another file" if folder.exists() else "no such file"
-            raise DataError(
-                f"data {str(folder)!r}: expected a folder of images, with a folder for "
-                f"each class, found {found}"
-            )
-    return folders
-
-
 def _pictures(roots: Sequence[Path], classes: list[str]) -> list[_Picture]:
     """Returns the images of folders in an order that mixes their classes.
 
@@ -109,7 +98,7 @@ def _pictures(roots: Sequence[Path], classes: list[str]) -> list[_Picture]:
     """
     found = []
     for root in roots:
-        folders = sorted(p for p in root.iterdir() if p.is_dir() and p.name[0] != ".")
+        folders = sorted(path for path in root.glob("[!.]*") if path.is_dir())
         own = [folder.name for folder in folders]
         classes[:] = classes or own
         if own != classes:
@@ -125,8 +114,8 @@ def _pictures(roots: Sequence[Path], classes: list[str]) -> list[_Picture]:
         ]
         if not pictures:
             raise DataError(
-                f"{root}: expected a folder for each class with images in it, "
-                f"found {len(folders)} folders and no image"
+                f"{root}: expected images, in a folder for each class, found "
+                f"{len(folders)} folders and no image"
             )
         found += pictures
     return sorted(found, key=lambda picture: picture.identity)

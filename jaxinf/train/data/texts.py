@@ -12,6 +12,7 @@ import numpy as np
 from jaxinf_models import TaskName
 
 from jaxinf.terminal import printable
+from jaxinf.train.data import rows as forms
 from jaxinf.train.data.errors import DataError, shown_names
 from jaxinf.train.data.examples import (
     Example,
@@ -26,16 +27,6 @@ from jaxinf.train.data.examples import (
 from jaxinf.train.data.files import by_split, find_files, standard_library_files
 from jaxinf.train.data.options import HELD_OUT_SHARE, DataOptions
 from jaxinf.train.data.records import read_records
-from jaxinf.train.data.rows import (
-    RowMap,
-    Rows,
-    TrainingData,
-    masking,
-    packed,
-    pairs,
-    single,
-    windows,
-)
 from jaxinf.train.data.sequences import Encoded, Sequences, encode_examples
 from jaxinf.train.data.tokenizer import Tokenizer, open_tokenizer
 from jaxinf.typing import Array
@@ -66,7 +57,7 @@ def load_texts(
     seq_len: int | None,
     most_tokens: int | None = None,
     num_token_types: int = 0,
-) -> TrainingData:
+) -> forms.TrainingData:
     """Reads texts (blocks), in the steps that all tasks share.
 
     Args:
@@ -110,7 +101,7 @@ def load_texts(
     num_labels = None
     if run.kind == "labelled":
         num_labels = num_classes([*train[0].labels.tolist(), *held[0].labels.tolist()])
-    return TrainingData(
+    return forms.TrainingData(
         train=rows,
         validation=held_rows,
         row_map=_masking(options, tokenizer) if task == "masked-lm" else None,
@@ -283,11 +274,11 @@ def _fitting(
     return kept
 
 
-def _rows(run: _Run, parts: Sequence[Sequences], seq_len: int, name: str) -> Rows:
+def _rows(run: _Run, parts: Sequence[Sequences], seq_len: int, name: str) -> forms.Rows:
     one, pad = parts[0], run.tokenizer.pad
     if run.kind == "text":
         is_causal = run.task == "causal-lm"
-        rows = windows(one, seq_len, is_causal=is_causal)
+        rows = forms.windows(one, seq_len, is_causal=is_causal)
         if not len(rows):
             need = f"seq_len + 1 = {seq_len + 1}" if is_causal else f"{seq_len}"
             raise DataError(
@@ -301,17 +292,18 @@ def _rows(run: _Run, parts: Sequence[Sequences], seq_len: int, name: str) -> Row
             "what to hold out with --validation"
         )
     if run.is_apart:
-        return pairs(one, parts[1], seq_len, pad=pad, start=run.tokenizer.start)
-    return (single if run.kind == "labelled" else packed)(one, seq_len, pad)
+        return forms.pairs(one, parts[1], seq_len, pad=pad, start=run.tokenizer.start)
+    form = forms.single if run.kind == "labelled" else forms.packed
+    return form(one, seq_len, pad)
 
 
-def _masking(options: DataOptions, tokenizer: Tokenizer) -> RowMap:
+def _masking(options: DataOptions, tokenizer: Tokenizer) -> forms.RowMap:
     if tokenizer.mask is None:
         raise DataError(
             f"--tokenizer {tokenizer.name}: --task masked-lm needs a mask token "
             "([MASK] or <mask>, named in tokenizer_config.json), which it does not have"
         )
-    return masking(
+    return forms.masking(
         options.mask_rate,
         mask=tokenizer.mask,
         special=tokenizer.special,
