@@ -81,14 +81,12 @@ class Ends(ABC):
       saved_in: The store that may keep cuts; None if none is used.
       reads_params: Whether params are read from a store.
       held_bytes: Memory for what stays beside the programs.
-      apart_bytes: Memory of programs that reads ahead leave alone.
     """
 
     num_drives = 1
     saved_in: Path | None = None
     reads_params = False
     held_bytes = 0
-    apart_bytes = 0
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -200,13 +198,10 @@ class Ends(ABC):
         division = replace(division, programs=division.programs - self.held_bytes)
         peak_bytes, host_bytes = plan.peak_bytes - self.held_bytes, division.staged
         plan = self.staying(plan).varied(peak_bytes=peak_bytes)
-        if division.staged:
-            if plan.is_offloaded:
-                host_bytes -= self.passing_bytes(plan)
-                host_bytes //= division.pool_factor
-                temps = compiled_temp_bytes(plan, executables)
-                check_leaving(plan, division.programs, temps, host_bytes)
-            self.reading(plan, division)  # or it refuses
+        if division.staged and plan.is_offloaded:
+            host_bytes = (host_bytes - self.passing_bytes(plan)) // division.pool_factor
+            temps = compiled_temp_bytes(plan, executables)
+            check_leaving(plan, division.programs, temps, host_bytes)
         if plan.is_offloaded:
             plan = offloaded(plan, executables, division.programs)
         tiers = plan_tiers(plan, host_bytes) if division.staged else None
@@ -215,9 +210,6 @@ class Ends(ABC):
             if self.reads_params:
                 pool_bytes = division.pool_factor * tiers.host_bytes
                 division = division.without(pool_bytes, "keeping values")
-        if self.apart_bytes:
-            programs = max(plan.peak_bytes, division.programs - self.apart_bytes)
-            division = replace(division, programs=programs)
         return Fitted(plan, division, tiers, self.reading(plan, division), is_saved)
 
     @property

@@ -8,6 +8,7 @@ Invariant: a call reads one finished step of the store, and writes nothing.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,8 +19,10 @@ from jaxinf.errors import StreamError
 from jaxinf.streaming.bound import Fitted
 from jaxinf.streaming.near_storage import StoreParamsEnds
 from jaxinf.streaming.options import Options
+from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared, prepare_function
 from jaxinf.streaming.plan.memory import Division, divide_rest, reader_bytes
+from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.program.initial import BUFFERS_SHARE
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import SHARED, StoreUnits, shared_bytes
@@ -56,9 +59,6 @@ class FunctionEnds(StoreParamsEnds):
         super().__init__(store, store_units, options, average=average)
         self._units = {store_units.unit(piece) for piece in ready.lifetimes.sizes}
         self._beside_bytes = beside_bytes
-        if beside_bytes is not None and options.limit.is_host:
-            # A step's own programs stay in memory beside those of its functions.
-            self.apart_bytes = options.memory_bytes // _OWN_SHARE
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
         memory_bytes = budgets["memory_bytes"]
@@ -73,6 +73,13 @@ class FunctionEnds(StoreParamsEnds):
             max((u.whole_bytes for u in self._units if not u.is_divided), default=0),
             "reading shards of params that are not stored alone",
         ).without(shared_bytes(self._units), SHARED)
+
+    def reading(self, plan: Plan, division: Division) -> Reading:
+        if self._beside_bytes is not None and self.options.limit.is_host:
+            # A step's own programs stay in memory beside those of its functions.
+            less = division.programs - self.options.memory_bytes // _OWN_SHARE
+            division = replace(division, programs=max(plan.peak_bytes, less))
+        return super().reading(plan, division)
 
     def sink(self, fitted: Fitted) -> Sink:
         return NoGradients(self.options.together)

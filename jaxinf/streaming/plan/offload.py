@@ -195,7 +195,7 @@ def plan_tiers(plan: Plan, host_bytes: int) -> Tiers:
     ]
     held = occupancy(len(plan.calls), stays)
     everything = int(held.max(initial=0))
-    if everything <= host_bytes:
+    if everything <= max(host_bytes, 0):
         return Tiers((), everything)
     largest = max(stay.num_bytes for stay in stays)
     passing = 2 * NUM_COPIES * largest

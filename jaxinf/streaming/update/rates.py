@@ -47,10 +47,24 @@ def measured_interval(
     num_busy = min(num_cores, most)
     pool = BufferPool(max(num_busy, num_rooms) * layout.num_bytes)
     csd = HostCsd(Path("/"), pool, ByteMeters())  # its drive is not used
+    gradient = np.full(layout.subgroup.num_elements, 1e-3, FLOAT32)
+    given: list[tuple[CsdBuffer, Update]] = []
+
+    def on_host(number: int) -> None:
+        csd.update(*given[number])
+
+    def on_device(number: int) -> None:
+        """Updates one, and computes the checksums to write it with."""
+        buffer, update = given[number]
+        updater.update(csd, buffer, update)
+        for extent in update.extents:
+            csd.checksum(buffer, extent)
+
     try:
-        run = _Runs(csd, layout, kernel)
-        host_s, _ = run.timed(num_busy, run.on_host)
-        device_s, used_s = run.timed(num_rooms, lambda n: run.on_device(updater, n))
+        for _ in range(max(num_busy, num_rooms)):
+            given.append(_given(csd, layout, kernel, gradient))
+        host_s, _ = _timed(num_busy, on_host)
+        device_s, used_s = _timed(num_rooms, on_device)
         return interval(host_s, used_s / num_cores, device_s)
     finally:
         pool.close()
@@ -75,64 +89,37 @@ def interval(host_s: float, handled_s: float, device_s: float) -> int:
     return every if gained >= _LEAST_GAIN else 0
 
 
-class _Runs:
-    """Updates of buffers of their own, in memory."""
+def _given(
+    csd: HostCsd, layout: SubgroupLayout, kernel: Kernel, gradient: np.ndarray
+) -> tuple[CsdBuffer, Update]:
+    """Returns a buffer of zeros for a subgroup, and an update of it in memory."""
+    extents, buffer = layout.kernel_extents, csd.acquire(layout.num_bytes)
+    assert buffer is not None, "the pool has room for each"
+    for extent in extents:
+        csd.view(buffer, extent)[...] = 0
+    return buffer, Update(
+        extents,
+        kernel,
+        gradient,
+        ScalarInputs(tuple(np.array(1, dtype) for dtype in kernel.scalar_dtypes)),
+        np.empty(gradient.size, FLOAT32),
+        Rounding(0, 0),
+        wants_params=True,
+        tells=range(len(extents)),
+    )
 
-    def __init__(self, csd: HostCsd, layout: SubgroupLayout, kernel: Kernel) -> None:
-        self._csd, self._kernel = csd, kernel
-        self._extents, self._num_bytes = layout.kernel_extents, layout.num_bytes
-        num = layout.subgroup.num_elements
-        self._gradient = np.full(num, 1e-3, FLOAT32)
-        self._tells = range(len(self._extents))
-        self._scalars = tuple(np.array(1, dtype) for dtype in kernel.scalar_dtypes)
-        self._buffers: list[CsdBuffer] = []
-        self._outs: list[np.ndarray] = []
 
-    def timed(
-        self, num_at_once: int, action: Callable[[int], object]
-    ) -> tuple[float, float]:
-        """Returns seconds of an update where some run at once, and of processors."""
-        self._take(num_at_once)
-        with ThreadPoolExecutor(num_at_once) as threads:
-            list(threads.map(action, range(num_at_once)))
-            began_s, used_s = time.perf_counter(), time.process_time()
-            list(threads.map(lambda n: self._rounds(action, n), range(num_at_once)))
-        num = num_at_once * _NUM_ROUNDS
-        used_s = time.process_time() - used_s
-        return (time.perf_counter() - began_s) / num, used_s / num
+def _timed(num_at_once: int, action: Callable[[int], None]) -> tuple[float, float]:
+    """Returns seconds of an update where some run at once, and of processors."""
 
-    @staticmethod
-    def _rounds(action: Callable[[int], object], number: int) -> None:
+    def rounds(number: int) -> None:
         for _ in range(_NUM_ROUNDS):
             action(number)
 
-    def _take(self, count: int) -> None:
-        while len(self._buffers) < count:
-            buffer = self._csd.acquire(self._num_bytes)
-            assert buffer is not None, "the pool has room for each"
-            for extent in self._extents:
-                self._csd.view(buffer, extent)[...] = 0
-            self._buffers.append(buffer)
-            self._outs.append(np.empty(self._gradient.size, FLOAT32))
-
-    def _update(self, number: int) -> Update:
-        return Update(
-            self._extents,
-            self._kernel,
-            self._gradient,
-            ScalarInputs(self._scalars),
-            self._outs[number],
-            Rounding(0, 0),
-            wants_params=True,
-            tells=self._tells,
-        )
-
-    def on_host(self, number: int) -> None:
-        self._csd.update(self._buffers[number], self._update(number))
-
-    def on_device(self, updater: DeviceUpdater, number: int) -> None:
-        """Updates one on the device, and computes the checksums to write it with."""
-        buffer = self._buffers[number]
-        updater.update(self._csd, buffer, self._update(number))
-        for extent in self._extents:
-            self._csd.checksum(buffer, extent)
+    with ThreadPoolExecutor(num_at_once) as threads:
+        list(threads.map(action, range(num_at_once)))
+        began_s, used_s = time.perf_counter(), time.process_time()
+        list(threads.map(rounds, range(num_at_once)))
+    num = num_at_once * _NUM_ROUNDS
+    used_s = time.process_time() - used_s
+    return (time.perf_counter() - began_s) / num, used_s / num
