@@ -106,7 +106,10 @@ class FolderTokenizer:
             from transformers import AutoTokenizer
 
             found: Any = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
+                str(folder),
+                local_files_only=True,
+                trust_remote_code=False,
+                model_input_names=["input_ids"],
             )
             vocabulary = found.get_vocab()
             fast = found.backend_tokenizer if found.is_fast else None
@@ -114,7 +117,7 @@ class FolderTokenizer:
             ends = (found.eos_token_id, found.sep_token_id)
             self.special = tuple(found.all_special_ids)
             self.has_template = found.chat_template is not None
-            last = found("a", return_token_type_ids=False).input_ids[-1:]
+            last = found("a").input_ids[-1:]
         if not vocabulary:
             raise DataError(f"--tokenizer {path}: expected tokens, found none")
         self._tokenizer = found
@@ -142,12 +145,11 @@ class FolderTokenizer:
         """
         if not texts:
             return []
-        strings = [_as_str(*text) for text in texts]
+        strings, read = [_as_str(*text) for text in texts], self._tokenizer
         with refusing(f"--tokenizer {self.name}: expected ids of {texts[0][0]}"):
-            found = self._call(strings, add_special_tokens=is_whole).input_ids
-            for n, ids in enumerate(found):
-                if most is not None and len(ids) > most:
-                    found[n] = self._call(strings[n], most=most).input_ids
+            found = read(strings, add_special_tokens=is_whole).input_ids
+            for n in [n for n, ids in enumerate(found) if most and len(ids) > most]:
+                found[n] = read(strings[n], truncation=True, max_length=most).input_ids
         return [self._ids(ids) for ids in found]
 
     def num_special(self, num_texts: int, *, has_types: bool) -> int:
@@ -168,11 +170,12 @@ class FolderTokenizer:
         """
         strings = [_as_str(where, text) for text in texts]
         is_typed = has_types and len(strings) == 2
+        read, how = self._tokenizer, {"return_token_type_ids": is_typed}
         with refusing(f"--tokenizer {self.name}: expected ids of {where}"):
-            found = self._call(*strings, return_token_type_ids=is_typed)
+            found = read(*strings, **how)
             num = len(found.input_ids)
             if num > most:
-                found = self._call(*strings, return_token_type_ids=is_typed, most=most)
+                found = read(*strings, truncation=True, max_length=most, **how)
         ids = self._ids(found.input_ids)
         if not has_types and self._has_pad:  # transformers reads before the padding
             ids = ids[: 1 + max(np.flatnonzero(ids != self.pad), default=0)]
@@ -194,7 +197,7 @@ class FolderTokenizer:
                 is_learned = np.array(found["assistant_masks"], np.bool_)
                 return self._ids(found["input_ids"]), is_learned
             text = self._rendered(example)
-            found = self._call(
+            found = self._tokenizer(
                 text, add_special_tokens=False, return_offsets_mapping=True
             )
             ids = self._ids(found.input_ids)
@@ -253,17 +256,6 @@ class FolderTokenizer:
             chat_template=_FIXED_DATE + template,
             tokenize=tokenize,
             return_dict=tokenize,
-            **how,
-        )
-
-    def _call(self, *texts: Any, most: int | None = None, **how: Any) -> Any:
-        how = {"return_token_type_ids": False, **how}
-        return self._tokenizer(
-            *texts,
-            return_attention_mask=False,
-            truncation=most is not None,
-            max_length=most,
-            verbose=False,
             **how,
         )
 
