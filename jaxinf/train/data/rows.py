@@ -137,15 +137,13 @@ def pairs(
     """
 
     def row(number: int) -> Row:
-        source, answer = sources[number][0], answers[number][0]
-        targets, segments = _padded(answer, seq_len, pad), _segments(answer, seq_len)
+        answer = _alone(answers[number][0], seq_len, pad)
         return {
-            "tokens": _padded(source, seq_len, pad),
-            "segments": _segments(source, seq_len),
-            "decoder_tokens": np.append(np.int32(start), targets[:-1]),
-            "decoder_segments": segments,
-            "targets": targets,
-            "weights": segments.astype(np.float32),
+            **_alone(sources[number][0], seq_len, pad),
+            "decoder_tokens": np.append(np.int32(start), answer["tokens"][:-1]),
+            "decoder_segments": answer["segments"],
+            "targets": answer["tokens"],
+            "weights": answer["segments"].astype(np.float32),
         }
 
     return Rows(len(sources), row)
@@ -155,15 +153,11 @@ def single(sequences: Sequences, seq_len: int, pad: int) -> Rows:
     """Returns one sequence a row, cut at its end, with its label, int32 []."""
 
     def row(number: int) -> Row:
-        ids, types = sequences[number][0], sequences.token_types
-        found = {
-            "tokens": _padded(ids, seq_len, pad),
-            "segments": _segments(ids, seq_len),
-            "labels": np.array(sequences.labels[number], np.int32),
-        }
+        part, types = sequences.part(number), sequences.token_types
+        found = _alone(sequences.tokens[part], seq_len, pad)
+        found["labels"] = np.array(sequences.labels[number], np.int32)
         if types is not None:
-            own = types[sequences.part(number)]
-            found["token_types"] = _padded(own, seq_len, 0)
+            found["token_types"] = _padded(types[part], seq_len, 0)
         return found
 
     return Rows(len(sequences), row)
@@ -234,5 +228,6 @@ def _padded(values: Array, seq_len: int, pad: int, dtype: type = np.int32) -> Ar
     return row
 
 
-def _segments(ids: Array, seq_len: int) -> Array:
-    return (np.arange(seq_len) < len(ids)).astype(np.int32)
+def _alone(ids: Array, seq_len: int, pad: int) -> dict[str, Array]:
+    segments = (np.arange(seq_len) < len(ids)).astype(np.int32)
+    return {"tokens": _padded(ids, seq_len, pad), "segments": segments}
