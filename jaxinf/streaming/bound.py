@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from jaxinf.errors import BudgetError, StreamError
-from jaxinf.io import ByteCounts, ByteMeters, page_ceil
+from jaxinf.io import ByteCounts, page_ceil
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
-from jaxinf.streaming.move.scratch import Folders, Scratch
+from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.spill import Waiting
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.move.workers import writing_bytes
@@ -212,15 +212,9 @@ class Ends(ABC):
                 division = division.without(pool_bytes, "keeping values")
         return Fitted(plan, division, tiers, self.reading(plan, division), is_saved)
 
-    @property
-    def folders(self) -> Folders:
-        """A folder on each drive that values may wait on."""
-        return ()
-
-    @property
-    def meters(self) -> ByteMeters | None:
-        """Counters of the bytes on these drives."""
-        return None
+    def scratch(self, content: str) -> Scratch:
+        """Returns files on drives for what waits there; none by default."""
+        return Scratch(())
 
     def save(self, ready: Prepared, plan: Plan) -> None:
         """Saves a new plan's cuts, if bits have to last longer than this process."""
@@ -357,7 +351,7 @@ def _made(ends: Ends, ready: Prepared, fitted: Fitted, undone: ExitStack) -> Bou
     undone.callback(sink.close)
     values, plan = Values(), fitted.plan
     if plan.is_offloaded:
-        values = Values(plan, Scratch(ends.folders, ends.meters), fitted.tiers)
+        values = Values(plan, ends.scratch("activations"), fitted.tiers)
     undone.callback(values.close)
     runner = Runner(plan, ends.options.executables, values)
     fitted = replace(fitted, plan=runner.plan)

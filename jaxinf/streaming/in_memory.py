@@ -7,7 +7,7 @@ Invariant: updates have the bits of jitted optax on the same gradients. A step t
   early leaves params and state as they were.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.bound import Ends, Fitted, within
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.move.params import MemoryParams
+from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared, prepare
@@ -37,23 +38,22 @@ class MemoryEnds(Ends):
     """Memory as params source and gradient sink.
 
     Args:
-      scratch: A folder on a drive for values.
+      folder: On a drive, for values.
     """
 
     def __init__(
-        self, sink: OptaxSink, tx: Any, traced: Traced, options: Options, scratch: Any
+        self, sink: OptaxSink, tx: Any, traced: Traced, options: Options, folder: Any
     ) -> None:
         super().__init__(options)
-        self._sink, self._scratch = sink, scratch
+        self._sink, self._folder = sink, folder
         self._params_bytes = sum(map(aval_bytes, traced.params))
         params = traced.params_tree.unflatten(traced.params)
         state = jax.tree.leaves(jax.eval_shape(tx.init, params))
         # Params, gradients and the state.
         self.held_bytes = 2 * self._params_bytes + sum(map(aval_bytes, state))
 
-    @property
-    def folders(self) -> Sequence[PathLikeStr]:
-        return [self._scratch]
+    def scratch(self, content: str) -> Scratch:
+        return Scratch([self._folder], content=content)
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
         limit = self.options.limit_within(budgets)

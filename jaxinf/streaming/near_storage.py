@@ -8,12 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxinf.engine import Store, StoreShape, SubgroupLayout, can_take, moved_states
-from jaxinf.io import ByteCounts, ByteMeters
+from jaxinf.io import ByteCounts
 from jaxinf.program import UpdateProgram, effect_of_nonfinite
 from jaxinf.store import MASTER_PARAMS, csd_shares, plans_folder
 from jaxinf.streaming.bound import Ends, Fitted
 from jaxinf.streaming.move.params import StoreParams, StoreReader
-from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Folders
+from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Scratch
 from jaxinf.streaming.move.spill import Spill, Waiting, file_bytes, waiting
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Plan
@@ -176,24 +176,20 @@ class StoreEnds(StoreParamsEnds):
 
     # --- bound ---------------------------------------------------------------------
 
-    @property
-    def folders(self) -> Folders:
+    def scratch(self, content: str) -> Scratch:
         opened = self._training.opened
         directory = opened.directory
-        if not directory.manifest.csds:
-            return [plans_folder(self._store.path)]
-        shares = enumerate(csd_shares(directory.manifest))
-        return [Folder(directory.csd_directory(n), share) for n, share in shares]
-
-    @property
-    def meters(self) -> ByteMeters:
-        return self._training.opened.meters
+        folders = [Folder(plans_folder(self._store.path))]
+        if directory.manifest.csds:
+            shares = enumerate(csd_shares(directory.manifest))
+            folders = [Folder(directory.csd_directory(n), share) for n, share in shares]
+        return Scratch(folders, opened.meters, content=content)
 
     def sink(self, fitted: Fitted) -> StoreSink:
         options, division = self.options, fitted.division
         waits, spill, room_bytes = self.waiting(fitted), None, division.gradients
         if waits is not None:
-            spill = Spill(self.folders, waits, meters=self.meters)
+            spill = Spill(self.scratch("gradients"), waits)
             room_bytes -= waits.capacity_bytes
         return StoreSink(
             self._training,

@@ -10,6 +10,7 @@ from families import family
 from streaming import assert_same_bits, numbers, prepared, smallest_bytes, streamed
 from zoo import ZOO
 
+from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.spill import Spill, waiting
 
 pytestmark = pytest.mark.optimized("long")
@@ -55,7 +56,7 @@ def test_gradients_are_those_of_one_jit(name, tmp_path):
     keeping = ready.plan_of(plan.cuts, "keep")
     # With no memory for them.
     planned = waiting(dict.fromkeys(ready.gradient_pieces, 1), 0)
-    spill = Spill([tmp_path], planned)
+    spill = Spill(Scratch([tmp_path]), planned)
     again = streamed(program, keeping, executables, spill)
     assert_same_bits(again, (loss, aux, gradients))
     assert spill.written_bytes >= sum(leaf.nbytes for leaf in gradients)

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxinf.io import ByteMeters
 from jaxinf.io.pages import page_ceil
 from jaxinf.streaming.move.mover import Mover
-from jaxinf.streaming.move.scratch import Folders, Place, Scratch
+from jaxinf.streaming.move.scratch import Place, Scratch
 from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import Array
@@ -59,18 +58,16 @@ class Spill:
     An array that it returns stays valid for as long as someone refers to it.
 
     Args:
-      folders: As for `Scratch`, on drives with room for gradients that go there.
+      scratch: Files for gradients that go to drives, closed with this.
 
     Attributes:
       written_bytes: Bytes written to the file since `reset`, in whole pages.
     """
 
-    def __init__(
-        self, folders: Folders, planned: Waiting, meters: ByteMeters | None = None
-    ) -> None:
-        self._scratch = Scratch(folders, meters, content="gradients")
+    def __init__(self, scratch: Scratch, planned: Waiting) -> None:
+        self._scratch = scratch
         self._mover = Mover(
-            [1] * len(folders),
+            [1] * scratch.num_drives,
             has_link=False,
             read_bytes=0,
             name="jaxinf-gradients",

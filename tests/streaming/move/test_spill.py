@@ -16,7 +16,7 @@ SIZES = [4, 70_000, PART_BYTES + 4, 4096]
 @pytest.fixture(params=[0, 80_000], ids=["file", "memory and file"])
 def spill(tmp_path, request):
     sizes = {Piece(number): num_bytes for number, num_bytes in enumerate(SIZES)}
-    own = Spill([tmp_path], waiting(sizes, request.param))
+    own = Spill(Scratch([tmp_path]), waiting(sizes, request.param))
     yield own
     own.close()
 
@@ -82,7 +82,7 @@ def test_gradients_go_to_drives_by_their_shares(tmp_path, monkeypatch):
     monkeypatch.setattr(Scratch, "write", write)
     values = [np.full(2 * PART_BYTES // 4, number, np.float32) for number in range(4)]
     sizes = {Piece(number): value.nbytes for number, value in enumerate(values)}
-    own = Spill(folders, waiting(sizes, 0))
+    own = Spill(Scratch(folders), waiting(sizes, 0))
     for number, value in enumerate(values):
         own.put(Piece(number), value)
     assert written == {0: 6, 1: 2}
