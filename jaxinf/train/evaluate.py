@@ -5,12 +5,11 @@ is a pure function of params, data and seed. A new loss is compared with the los
 existing checkpoint, so a crash can miss a better step, but never keeps a worse one.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +36,7 @@ _MIN_SAMPLE_TOKENS = 8
 _TEMPERATURE = 0.8  # below 1, because a small model's rare bytes are mostly noise
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """Means over the held-out data.
 
     Attributes:

@@ -7,6 +7,7 @@ losses are the other modes' to the bit, since no jit computes an update and adds
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,7 +18,6 @@ from jaxinf.errors import NonFiniteGradientError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.devices import Devices, placed
 from jaxinf.train.freezing import with_zeros
-from jaxinf.train.metrics import NO_TRAFFIC
 from jaxinf.train.modes import Mode, first_params, with_params
 from jaxinf.train.optimizers import make_clipping, make_optimizer
 from jaxinf.typing import PyTree
@@ -32,8 +32,7 @@ def in_memory(config: TrainConfig, devices: Devices) -> Mode:
     tx = with_zeros(tx) if config.frozen else tx
 
     def num_skipped(state: Any) -> int:
-        num = int(state.total_notfinite)
-        if num and config.nonfinite == "error":
+        if (num := int(state.total_notfinite)) and config.nonfinite == "error":
             raise NonFiniteGradientError(
                 "NaN or Inf in a gradient: the run ends before it reaches the params. "
                 "Lower the learning rate or clip the gradients, or give --nonfinite "
@@ -41,21 +40,20 @@ def in_memory(config: TrainConfig, devices: Devices) -> Mode:
             )
         return num
 
-    like = devices.shapes(config.abstract[1])
-    params = held_params(placed(first_params(config), like))
+    shapes = devices.shapes(config.abstract[1])
+    params = held_params(placed(first_params(config), shapes))
     return with_params(
         *(config, tx, params, _initial(tx, params), "split"),
         num_skipped=num_skipped,
-        costs=lambda state: lambda: NO_TRAFFIC,
         average=_average,
     )
 
 
 def held_params(params: PyTree) -> PyTree:
     """Reads params onto the JAX device, unless they are there."""
-    if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params)):
-        return params
-    return jax.tree.map(lambda leaf: jax.numpy.asarray(np.asarray(leaf)), params)
+    return jax.tree.map(
+        lambda x: x if isinstance(x, jax.Array) else jnp.asarray(np.asarray(x)), params
+    )
 
 
 def _initial(tx: optax.GradientTransformation, params: PyTree) -> Any:
@@ -72,10 +70,8 @@ def _initial(tx: optax.GradientTransformation, params: PyTree) -> Any:
 def _average(params: PyTree, state: Any) -> PyTree:
     """Returns a schedule-free optimizer's average; `check` refuses --ema in memory."""
 
-    def is_found(node: Any) -> bool:
-        return isinstance(node, ScheduleFreeState)
-
-    (held,) = filter(is_found, jax.tree.leaves(state, is_leaf=is_found))
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ScheduleFreeState))
+    (held,) = [one for one in leaves if isinstance(one, ScheduleFreeState)]
 
     def averaged(y: jax.Array, z: Any) -> jax.Array:
         is_frozen = isinstance(z, optax.MaskedNode)

@@ -294,15 +294,14 @@ class _Run:
         """Evaluates the params; once a step it logs that, and keeps the best so far."""
         self._timer.forget()
         params = self._devices.whole(self._mode.params())
+
+        def evaluate() -> Evaluation:
+            return self._evaluator.evaluate(params)
+
         if self._mode.is_joint:
-            found = self._evaluator.evaluate(params)
+            found = evaluate()
         else:
-            found = Evaluation(
-                *self._group.first(
-                    "the evaluation",
-                    lambda: dataclasses.astuple(self._evaluator.evaluate(params)),
-                )
-            )
+            found = Evaluation(*self._group.first("the evaluation", evaluate))
         if self.step > self._validation.last_step:
             committed = self._num_updates if self._store else 0
             line = found.line(self.step, committed)

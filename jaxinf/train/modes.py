@@ -111,15 +111,15 @@ def with_params(
     boundaries: Boundaries,
     *,
     num_skipped: Callable[[Any], int],
-    costs: Callable[[Any], Costs],
     average: Callable[..., PyTree],
+    costs: Callable[[Any], Costs] = lambda state: lambda: NO_TRAFFIC,
 ) -> Mode:
     """Trains params in memory by an optax transformation.
 
     Args:
       num_skipped: returns the number of steps that a state has skipped.
-      costs: returns those of the step that made a state.
       average: returns the average of params, given them and `state`.
+      costs: returns those of the step that made a state; by default none.
     """
     skipped = num_skipped(state)
 
