@@ -26,6 +26,7 @@ from jaxinf.store.whole import (
     agreed_of,
     all_members,
     find_whole,
+    held_steps,
     hold_members,
     is_run,
     of_one_commit,
@@ -155,14 +156,15 @@ def _of_run(
     path: Path, checkpoint: str | None, stack: contextlib.ExitStack
 ) -> tuple[list[StoreDirectory], WholeStep]:
     """Returns all members, and their common step, which is pinned, or a checkpoint."""
+    parts = all_members(path)
     if checkpoint is not None:
-        parts = all_members(path)
         find_whole(parts, checkpoint)
         place = f"checkpoints/{checkpoint}"
         return parts, joined_step([PinnedStep(d, d.step_path(place)) for d in parts])
-    with contextlib.suppress(StoreLockedError), hold_members(path) as members:
-        to_step(members, agreed_of(members))
-    parts = all_members(path)
+    if len({held_steps(one).current for one in parts}) > 1:  # a kill, or a run goes on
+        with contextlib.suppress(StoreLockedError), hold_members(path) as members:
+            to_step(members, agreed_of(members))
+        parts = all_members(path)
     pinned, undo = of_one_commit(
         path, parts, lambda one, held: held.enter_context(pinned_step(one))
     )
