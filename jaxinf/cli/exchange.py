@@ -6,7 +6,7 @@ Invariant: an export appears only when it is complete.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -132,11 +132,10 @@ class Export:
 
     def _write(self, source: CopySource, where: str, transit: Transit) -> str:
         """Writes the export; returns what it has."""
-        step, beside = source.step, source.beside()
-        destination, given = Path(where), {"average": self.average, "transit": transit}
-        like = self.like and self.like.expanduser().absolute()
+        step, destination = source.step, Path(where)
+        given: dict[str, Any] = {"average": self.average, "transit": transit}
         if self.format == "zarr":
-            done = export_url(step, where, beside=beside, transit=transit)
+            done = export_url(step, where, beside=source.beside(), transit=transit)
             return (
                 f"{done.num_objects} objects, {format_bytes(done.num_bytes)}; "
                 f"{done.num_kept} chunks were there already"
@@ -144,7 +143,10 @@ class Export:
         if self.adapters:
             export_adapters(step, destination, dtype=self.dtype, **given)
         elif self.format == "huggingface":
-            kept = tokenizer_files(weights=like) if like else kept_tokenizer(beside)
+            if like := self.like and self.like.expanduser().absolute():
+                kept = tokenizer_files(weights=like)
+            else:
+                kept = kept_tokenizer(source.beside())
             given |= {"dtype": self.dtype, "like": like, "beside": kept}
             export_huggingface(step, destination, **given)
         else:

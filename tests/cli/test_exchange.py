@@ -81,7 +81,10 @@ def test_params_for_others(store, tmp_path, capsys):
 
 def test_a_new_store_is_as_it_was(store, tmp_path):
     kept = str(store / "checkpoints" / "1")
+    (store / "tokenizer").mkdir()
+    (store / "tokenizer/vocab.txt").write_text("words")
     assert main(["store", "copy", kept, str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new/tokenizer/vocab.txt").read_text() == "words"
     assert master(tmp_path / "new")[0] == 1
 
 
