@@ -119,6 +119,7 @@ class OpenStore(StoreShape):
         self.is_new = self._has_whole_slots = commit is None
         self.commit = commit or CommitRecord(step=0, scalar_state=())
         self.finished = self.commit
+        self.annotations.go_on_from(-1 if commit is None else commit.step)
         self.assignment = Assignment()
         self.health.failure.note = self._note
         self._documents = self.commit.documents

@@ -482,11 +482,8 @@ class Store:
         Raises:
           ValueError, TypeError: it is not JSON, or the step is committed already.
         """
-        training = self._training
-        training.health.check()
-        is_new = training.commit is None
-        finished = -1 if is_new else training.opened.finished.step
-        training.annotations.set(step, payload, finished)
+        self._training.health.check()
+        self._training.annotations.set(step, payload)
 
     def check(self) -> None:
         """Raises the exception that stopped the store, if any, with its type."""

@@ -279,7 +279,7 @@ class Training(StoreRun):
         self._hold(roll_back(self, self.opened, place))
         step = self.opened.commit.step
         payload = given_up.payload if given_up.step == step + 1 else None
-        self.annotations.go_back(step, payload)
+        self.annotations.go_on_from(step, payload)
 
     def initialise(
         self, description: StoreDescription, given: Sequence[FirstParams]
