@@ -69,9 +69,9 @@ class Train:
 class Report:
     """Make a page about a run, or several side by side, from their log directories.
 
-    The page shows loss, speed, bytes, where the time and the memory of a step went, and
-    settings. It opens offline. Needs plotly (pip install 'jaxinf[report]'). Perfetto
-    (ui.perfetto.dev) opens the trace of --trace.
+    The page shows loss, speed, bytes, where the time and the memory of a step went, a
+    timeline (of --trace), and settings. It opens offline. Needs plotly (pip install
+    'jaxinf[report]').
     """
 
     logs: Annotated[

@@ -8,6 +8,7 @@ digests: plotly's, and the one that draws.
 import base64
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import cycle
@@ -16,13 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxinf.cli.run_logs import Columns, Logs, read_logs
+from jaxinf.cli.run_logs import Columns, Logs, Span, phase_rows, read_logs
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.io import write_bytes_atomically
 from jaxinf.terminal import format_bytes
 
 _MOST_RUNS = 16
+_MOST_SPANS = 6000
+_MOST_TRACKS = 40
 _MIB = float(1 << 20)
 _INK = "#777777"  # 4.5:1 on white, and on black
 _GRID = "rgba(128,128,128,0.25)"
@@ -56,8 +59,8 @@ figures.forEach(([data, layout], number) => Plotly.newPlot("figure-" + number, d
 class _Figure(NamedTuple):
     title: str
     text: str
-    unit: str
     traces: list[dict[str, Any]]
+    layout: dict[str, Any]
 
 
 def write_report(folders: Sequence[Path], output: Path) -> None:
@@ -94,11 +97,15 @@ def _page(runs: Mapping[str, Logs], figures: Sequence[_Figure], plotly_js: str) 
             f'<p>The figure needs a script.</p></noscript><div id="figure-{number}" '
             f'class="plotly-graph-div"></div></section>'
         )
+    head = ["phase", "of a step", "programs busy", "drives read", "drives write"]
+    head += ["link", "memory: least / mean / most"]
+    for name, logs in runs.items():
+        parts.append(_table(f"Phases of traced steps: {name}", head, phase_rows(logs)))
     names = dict.fromkeys(key for logs in runs.values() for key in logs.settings)
     settings = [[k, *(r.settings.get(k, "") for r in runs.values())] for k in names]
     settings.sort(key=lambda row: len(set(row[1:])) == 1)  # first where runs differ
     parts.append(_table("Settings", ["", *runs], settings))
-    drawn = json.dumps([[one.traces, _layout(one.unit)] for one in figures])
+    drawn = json.dumps([[one.traces, one.layout] for one in figures])
     scripts = [plotly_js, _DRAW % drawn.replace("<", "\\u003c")]
     digests = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'"
@@ -197,31 +204,22 @@ def _figures(runs: Mapping[str, Logs]) -> Iterator[_Figure]:
             if title == "Loss":
                 label = f"{name} held out"
                 traces += _line(logs.validation, "loss", label, colour, unit, "dots")
-        yield _Figure(title, text, unit, traces)
+        yield _Figure(title, text, traces, _layout("step", unit))
     for name, logs in runs.items():
         for one in _figures_of_run(logs):
             yield one._replace(title=f"{one.title}: {name}") if len(runs) > 1 else one
 
 
-_OF_RUN = (
-    (
-        "Phases of a step",
-        "phases",
-        "s",
-        "Seconds in which some thread read, wrote, updated or waited, or programs ran; "
-        "they overlap. Dots: the whole step.",
-    ),
-    (
-        "Memory",
-        "memory",
-        "MiB",
-        "By tier: the host's, of it buffers for state, the device's, drives.",
-    ),
-)
-
-
 def _figures_of_run(logs: Logs) -> Iterator[_Figure]:
-    for title, group, unit, text in _OF_RUN:
+    overlap = (
+        "Seconds in which some thread read, wrote, updated or waited, or programs "
+    )
+    overlap += "ran; they overlap. Dots: the whole step."
+    tiers = "By tier: the host's, of it buffers for state, the device's, drives."
+    for title, group, unit, text in (
+        ("Phases of a step", "phases", "s", overlap),
+        ("Memory", "memory", "MiB", tiers),
+    ):
         traces = []
         for name in logs.columns:
             kind, _, part = name.partition(".")
@@ -230,7 +228,67 @@ def _figures_of_run(logs: Logs) -> Iterator[_Figure]:
                 traces += _line(logs.columns, name, part, colour, unit)
         if traces and group == "phases":
             traces += _line(logs.columns, "step_s", "step", _INK, unit, "dot")
-        yield _Figure(title, text, unit, traces)
+        yield _Figure(title, text, traces, _layout("step", unit))
+    text = "By thread, drive and device; drag to zoom in, click twice to see all."
+    if len(logs.spans) > _MOST_SPANS:
+        text += f" The {_MOST_SPANS:,} longest of {len(logs.spans):,} are drawn."
+    spans = sorted(logs.spans, key=lambda span: -span.took_ms)[:_MOST_SPANS]
+    yield _Figure("Timeline", text, *_timeline(spans))
+    for title, prefix in (
+        ("Bytes on their way to and from drives", "bytes on their way"),
+        ("Memory in these steps", "memory"),
+    ):
+        traces = []
+        for name, points in logs.counters.items():
+            if not name.startswith(prefix):
+                continue
+            thinned = points[:: max(1, len(points) // _MOST_SPANS)]
+            times = np.array([at for at, _ in thinned])
+            for part in [*dict.fromkeys(key for _, v in thinned for key in v)][:8]:
+                values = np.array([v.get(part, np.nan) for _, v in thinned])
+                label = f"{name.partition(': ')[2]} {part}".strip()
+                columns = {"step": times, label: values}
+                colour = _RUNS[len(traces) % len(_RUNS)]
+                traces += _line(columns, label, label, colour, "MiB")
+        for trace in traces:
+            trace["line"]["shape"] = "hv"
+        yield _Figure(title, "Of the traced steps.", traces[:40], _layout("ms", "MiB"))
+
+
+def _timeline(spans: Sequence[Span]) -> tuple[list[Any], dict[str, Any]]:
+    tracks = sorted({span.track for span in spans})[:_MOST_TRACKS]
+    rows = {track: row for row, track in enumerate(tracks)}
+    by_phase: defaultdict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.track in rows:
+            by_phase[span.phase].append(span)
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": escape(phase),
+            "y": [rows[span.track] for span in found],
+            "base": [span.began_ms for span in found],
+            "x": [span.took_ms for span in found],
+            "text": [escape(span.name) for span in found],
+            "textposition": "none",
+            "hovertemplate": "%{text}<br>%{base:.6g} ms, %{x:.4g} ms<extra></extra>",
+            "marker": {"color": _PHASES.get(phase, _INK), "line": {"width": 0}},
+            "width": 0.8,
+        }
+        for phase, found in sorted(by_phase.items())
+    ]
+    layout = _layout("ms", "")
+    layout |= {"barmode": "overlay", "bargap": 0, "height": 200 + 22 * len(rows)}
+    layout["hovermode"] = "closest"
+    shown = (track.partition(": ")[2] for track in rows)
+    layout["yaxis"] |= {
+        "tickvals": [*rows.values()],
+        "ticktext": [escape(t if len(t) < 26 else "…" + t[-25:]) for t in shown],
+        "autorange": "reversed",
+        "tickfont": {"size": 10},
+    }
+    return traces, layout
 
 
 def _line(
@@ -256,17 +314,21 @@ def _line(
     return [trace]
 
 
-def _layout(unit: str) -> dict[str, Any]:
-    lines = dict.fromkeys(("gridcolor", "zerolinecolor", "linecolor"), _GRID)
-    axis: dict[str, Any] = {"automargin": True, **lines}
+def _layout(x: str, y: str) -> dict[str, Any]:
+    axis: dict[str, Any] = {
+        "gridcolor": _GRID,
+        "zerolinecolor": _GRID,
+        "linecolor": _GRID,
+    }
+    axis["automargin"] = True
     return {
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"color": _INK, "size": 12},
         "height": 320,
-        "margin": dict.fromkeys("lrtb", 8),
-        "xaxis": axis | {"title": {"text": "step"}},
-        "yaxis": axis | {"title": {"text": unit}},
+        "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+        "xaxis": axis | {"title": {"text": x}},
+        "yaxis": axis | {"title": {"text": y}},
         "legend": {"orientation": "h", "y": -0.25, "yanchor": "top"},
         "showlegend": True,
         "hoverlabel": {"bgcolor": "#2b2f36", "font": {"color": "#ffffff"}},

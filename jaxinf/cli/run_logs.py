@@ -4,14 +4,16 @@ Invariant: memory is bounded; what cannot be read is left out, and a note says s
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
 from jaxinf.command_line import UsageError
+from jaxinf.terminal import format_bytes
 from jaxinf.typing import Array
 
 MOST_POINTS = 2000
@@ -19,7 +21,9 @@ _MOST_READ = 16
 _MOST_COLUMNS = 64
 _LINE_BYTES = 1 << 20
 _DOCUMENT_BYTES = 1 << 20
+_TRACE_BYTES = 64 << 20
 _TEXT_LENGTH = 500
+_MOST_STEPS = 10
 
 _FIELDS = ("step", "loss", "tokens", "step_s", "rss_bytes", "drive_read_bytes")
 _FIELDS += ("drive_write_bytes", "link_down_bytes", "link_up_bytes")
@@ -36,8 +40,8 @@ class Logs:
     Columns are of float64, NaN where no value is known: a field of `metrics.jsonl` or
     `validation.jsonl`, of a group as ``phases.read``, and ``rate``, tokens a second. A
     point is the mean of `per_point` steps, or of some of them. Settings are those of
-    `config.json`, with the versions of packages. Notes say what could not be read, and
-    what was left out.
+    `config.json`, with the versions of packages; counters of `trace.json` have times in
+    ms. Notes say what could not be read, and what was left out.
     """
 
     columns: Columns
@@ -45,7 +49,28 @@ class Logs:
     per_point: int
     validation: Columns
     settings: Mapping[str, str]
+    spans: Sequence["Span"]
+    counters: Mapping[str, Sequence[tuple[float, Mapping[str, float]]]]
     notes: Sequence[str]
+
+
+class Span(NamedTuple):
+    """What a thread, a drive or a device did for some time."""
+
+    track: str
+    name: str
+    phase: str
+    began_ms: float
+    took_ms: float
+    num_bytes: float
+
+    @property
+    def ended_ms(self) -> float:
+        return self.began_ms + self.took_ms
+
+    def within(self, began_ms: float, ended_ms: float) -> float:
+        """Returns for how long it is in a window."""
+        return max(0.0, min(self.ended_ms, ended_ms) - max(self.began_ms, began_ms))
 
 
 def read_logs(path: Path) -> Logs:
@@ -70,12 +95,15 @@ def read_logs(path: Path) -> Logs:
     validation, held_out = {}, path / "validation.jsonl"
     if held_out.is_file():
         validation, *_ = _table(held_out, notes)
-    settings = _document(path / "config.json", notes)
+    settings = _document(path / "config.json", notes, _DOCUMENT_BYTES)
     versions = settings.pop("versions", {})
     for package, version in versions.items() if isinstance(versions, dict) else ():
         settings[f"version of {package}"] = version
+    spans, counters = _trace(_document(path / "trace.json", notes, _TRACE_BYTES))
     texts = {_text(k): _text(v) for k, v in [*settings.items()][:300]}
-    return Logs(columns, num_steps, per_point, validation, texts, notes)
+    return Logs(
+        columns, num_steps, per_point, validation, texts, spans, counters, notes
+    )
 
 
 # --- lines ---------------------------------------------------------------------------
@@ -142,16 +170,20 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and -1e300 < value < 1e300
 
 
+def _is_amount(value: Any) -> TypeGuard[float]:
+    return _is_number(value) and 0 <= value < 1e15
+
+
 # --- documents -----------------------------------------------------------------------
 
 
-def _document(path: Path, notes: list[str]) -> dict[str, Any]:
+def _document(path: Path, notes: list[str], most_bytes: int) -> dict[str, Any]:
     """Reads an object of JSON; an empty one, with a note, if it cannot be used."""
     if not path.is_file():
         return {}
     try:
-        if path.stat().st_size > _DOCUMENT_BYTES:
-            raise ValueError(f"it is longer than {_DOCUMENT_BYTES >> 20} MiB")
+        if path.stat().st_size > most_bytes:
+            raise ValueError(f"it is longer than {most_bytes >> 20} MiB")
         found = json.loads(path.read_bytes())
         if not isinstance(found, dict):
             raise ValueError("expected an object")
@@ -164,3 +196,79 @@ def _document(path: Path, notes: list[str]) -> dict[str, Any]:
 def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _TEXT_LENGTH else text[: _TEXT_LENGTH - 1] + "…"
+
+
+def _trace(document: Mapping[str, Any]) -> tuple[list[Span], dict[str, Any]]:
+    """Returns the spans and counters of a trace; what has another form is left out."""
+    found = document.get("traceEvents")
+    events = found if isinstance(found, list) else []
+    names: dict[str, str] = {}
+    spans: list[Span] = []
+    counters: defaultdict[str, list[Any]] = defaultdict(list)
+    for event in sorted(filter(_is_event, events), key=lambda e: e["ph"] != "M"):
+        pid, tid, args = event.get("pid"), event.get("tid"), event["args"]
+        name = str(event.get("name", ""))[:200]
+        if event["ph"] == "M":
+            owner = pid if name == "process_name" else f"{pid} {tid}"
+            names[f"{name} {owner}"] = str(args.get("name", ""))[:80]
+        elif not _is_amount(event.get("ts")):
+            continue
+        elif event["ph"] == "C":
+            values = {str(k)[:40]: v for k, v in args.items() if _is_amount(v)}
+            counters[name[:80]].append((event["ts"] / 1e3, values))
+        elif _is_amount(event.get("dur")):
+            process = names.get(f"process_name {pid}", str(pid)[:20])
+            thread = names.get(f"thread_name {pid} {tid}", str(tid)[:20])
+            phase, moved = str(event.get("cat", "step"))[:20], args.get("bytes")
+            times = event["ts"] / 1e3, event["dur"] / 1e3
+            num_bytes = moved if _is_amount(moved) else 0
+            spans.append(Span(f"{process}: {thread}", name, phase, *times, num_bytes))
+    return spans, dict(counters)
+
+
+def _is_event(event: Any) -> bool:
+    if not isinstance(event, dict) or event.get("ph") not in ("M", "C", "X"):
+        return False
+    return isinstance(event.setdefault("args", {}), dict)
+
+
+def phase_rows(logs: Logs) -> list[list[str]]:
+    """Returns what traced steps move and hold in forward, in backward, and after them.
+
+    Backward begins with its first program; what runs forward again is a part of it. A
+    span's bytes are shared among phases by its time in each. Without phases: no rows.
+    """
+    backward = [s for s in logs.spans if s.name.startswith("program backward")]
+    windows: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    steps = [span for span in logs.spans if span.phase == "step"]
+    for step in steps[:_MOST_STEPS]:
+        own = [s for s in backward if s.within(step.began_ms, step.ended_ms)]
+        if own:
+            turn_ms = min(s.began_ms for s in own)
+            last_ms = min(step.ended_ms, max(s.ended_ms for s in own))
+            windows["forward"].append((step.began_ms, turn_ms))
+            windows["backward"].append((turn_ms, last_ms))
+            windows["after them"].append((last_ms, step.ended_ms))
+    memory = logs.counters.get("memory", ())
+    samples = [(at_ms, v["process"]) for at_ms, v in memory if "process" in v]
+    rows = []
+    for phase, parts in windows.items():
+        whole_ms = sum(end - begin for begin, end in parts)
+        if whole_ms <= 0:
+            continue
+        busy_ms = 0.0
+        moved: defaultdict[str, float] = defaultdict(float)
+        for span in logs.spans:
+            inside_ms = sum(span.within(*part) for part in parts)
+            if span.phase == "program":
+                busy_ms += inside_ms
+            elif inside_ms and (span.phase == "copy" or span.track[:6] == "drives"):
+                moved[span.phase] += span.num_bytes * inside_ms / span.took_ms
+        rates = (moved[kind] * 1e3 / whole_ms for kind in ("read", "write", "copy"))
+        held = [m for at, m in samples if any(b <= at < e for b, e in parts)]
+        shown = (min(held), sum(held) / len(held), max(held)) if held else ()
+        row = [phase, f"{whole_ms / 1e3 / len(parts):.3g} s"]
+        row += [f"{busy_ms / whole_ms:.0%}"]
+        row += [f"{format_bytes(round(rate))}/s" for rate in rates]
+        rows.append([*row, " / ".join(format_bytes(round(one)) for one in shown)])
+    return rows
