@@ -55,6 +55,7 @@ def test_a_program_that_hangs(sandbox, monkeypatch):
     assert sandbox.close().processes == ("sleep 1000",)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")  # JAX's, if it runs in this process
 def test_calls_in_a_fork(sandbox, tmp_path):
     def write():
         text = f"{os.getsid(0) == os.getpid()} {os.environ['XCL_EMULATION_MODE']}"
