@@ -132,7 +132,8 @@ class _Run:
     def __init__(
         self, options: DataOptions, task: TaskName, tokenizer: Tokenizer, num_types: int
     ) -> None:
-        self.options, self.task, self.tokenizer = options, task, tokenizer
+        self.options, self.tokenizer = options, tokenizer
+        self.task: TaskName = task
         self.num_types, self.is_apart = num_types, task == "seq2seq"
         self.first: Example | None = None
         self.classes: dict[Label, int] = {}
