@@ -30,7 +30,6 @@ from jaxinf.exchange import (
 from jaxinf.store import CopySource, store_source
 from jaxinf.terminal import format_bytes, make_console
 
-_MAX_SHOWN = 8
 Memory = Annotated[int, ByteSize, tyro.conf.arg(help="Memory for data in transit.")]
 
 

@@ -186,7 +186,7 @@ def _find_writer(store: Path) -> Holder | None:
     """
     path = store / "lock"
     try:
-        inode = os.stat(path).st_ino
+        file = os.stat(path)
         writer = decode(read_beneath(store, path.name, _LOCK_BYTES), Holder)
     except (OSError, StoreError, DocumentError):
         return None
@@ -194,8 +194,10 @@ def _find_writer(store: Path) -> Holder | None:
         return None
     try:
         locks = Path("/proc/locks").read_text()
-        # The device is left out: on some file systems (btrfs) it is not that of stat.
-        is_held = re.search(rf"FLOCK .*:{inode} ", locks) is not None
+        # On some file systems (btrfs) the device differs from that of stat.
+        device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
+        owner = rf"(?: {writer.pid} \S+| {device})"
+        is_held = re.search(rf"FLOCK .*{owner}:{file.st_ino} ", locks) is not None
     except OSError:
         is_held = Path(f"/proc/{writer.pid}").exists()
     return writer if is_held else None

@@ -179,6 +179,7 @@ class Exports:
 
     def _write(self, export: _Export, pinned: PinnedStep) -> None:
         step = step_of(pinned.directory, pinned.path)
+        step.check()
         transit = Transit(
             least_memory(step.manifest), progress=export.note, stop=export.stop
         )

@@ -88,8 +88,12 @@ class Training(StoreRun):
             )
 
     def _hold(self, opened: OpenStore | None) -> None:
+        # Other threads look at `_opened` first: its steps are there as long as it is.
+        steps = None if opened is None else StepEngine(opened)
+        if steps is not None:
+            self._steps = steps
         self._opened = opened
-        self._steps = None if opened is None else StepEngine(opened)
+        self._steps = steps
 
     # --- the store -------------------------------------------------------------------
 

@@ -130,6 +130,7 @@ def store_source(
             parts, step = _of_run(path, checkpoint, stack)
         else:
             step = stack.enter_context(readable_step(look_at_store(path)))
+            step.check()
             parts = [StoreDirectory(path, step.manifest)]
         steps, dropped = {"a": step}, set[str]()
         if checkpoints:

@@ -19,7 +19,7 @@ from jaxinf.store.contents import StoreContents
 from jaxinf.store.manifest import MEMBER_VERSION, LeafRecord, Manifest, Member
 from jaxinf.terminal import format_bytes
 
-BESIDE = re.compile(r"(?:stream|tokenizer|run)/[A-Za-z0-9_]+(?:\.[a-z]+)+")
+BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+(?:\.[a-z]+)+")
 """Names of files beside a store's steps, which a run goes on with."""
 
 _MOST_FILES = 2 << 20
@@ -93,13 +93,13 @@ def deal(
 
 
 def files_beside(store: Path) -> dict[str, bytes]:
-    """Returns what a run needs beside its steps: cuts, a tokenizer, settings.
+    """Returns what a run needs beside its steps: cuts of programs, a tokenizer.
 
     Raises:
       StoreIOError: a file cannot be read, is too large, or is a link.
     """
     found = {}
-    for name in ("stream", "tokenizer", "run"):
+    for name in ("stream", "tokenizer"):
         with contextlib.suppress(FileNotFoundError):
             folder = open_beneath(store, name, os.O_DIRECTORY)
             try:

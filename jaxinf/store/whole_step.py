@@ -53,6 +53,14 @@ class WholeStep:
     places: tuple[Path, ...]
     warning: str = ""
 
+    def check(self) -> None:
+        """Checks that the record is of the store's arrays.
+
+        Raises:
+          StoreFormatError: it is not.
+        """
+        self.commit.check_fits(self.path / "commit.json", self.manifest)
+
     def reader(self, memory_bytes: int = 32 << 20) -> StepReader:
         """Makes a reader of its chunks, with so much memory for pieces."""
         options = {"places": self.places, "memory_bytes": memory_bytes}
@@ -63,10 +71,9 @@ def step_of(directory: StoreDirectory, path: Path) -> WholeStep:
     """Returns a step of a store: a slot, a checkpoint or a snapshot.
 
     Raises:
-      StoreFormatError: there is no record of it, or it is not of the store's arrays.
+      StoreFormatError: there is no record of it.
     """
     record = CommitRecord.read(path / "commit.json")
-    record.check_fits(path / "commit.json", directory.manifest)
     places = tuple(directory.data_paths(path))
     return WholeStep(path, directory.manifest, record, places)
 
@@ -128,6 +135,8 @@ def joined_step(parts: Sequence[PinnedStep]) -> WholeStep:
                 f"{first.path}, found others; restore its jaxinf.json"
             )
     steps = [step_of(part.directory, part.path) for part in parts]
+    for one in steps:
+        one.check()
     if first.manifest.member is None:
         return steps[0]
     manifests, places, starts = [one.manifest for one in steps], [], []

@@ -182,6 +182,7 @@ class Ends(ABC):
         *,
         is_saved: bool,
     ) -> Fitted:
+        self.check_held(division)
         policy, executables = self.options.policy, self.options.executables
         limit = division.limit
 
@@ -211,6 +212,9 @@ class Ends(ABC):
                 pool_bytes = division.pool_factor * tiers.host_bytes
                 division = division.without(pool_bytes, "keeping values")
         return Fitted(plan, division, tiers, self.reading(plan, division), is_saved)
+
+    def check_held(self, division: Division) -> None:
+        """Refuses programs' memory without room for what is held between steps."""
 
     def scratch(self, content: str) -> Scratch:
         """Returns files on drives for what waits there; none by default."""

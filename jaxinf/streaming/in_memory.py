@@ -57,7 +57,9 @@ class MemoryEnds(Ends):
 
     def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
         limit = self.options.limit_within(budgets)
-        division = divide_rest(budgets["memory_bytes"], limit)
+        return divide_rest(budgets["memory_bytes"], limit)
+
+    def check_held(self, division: Division) -> None:
         if self.held_bytes > division.programs:
             raise BudgetError(
                 division.limit,
@@ -66,7 +68,6 @@ class MemoryEnds(Ends):
                 self.held_bytes - division.programs + 1,
                 ", or give a store, which keeps the state on drives",
             )
-        return division
 
     def staying(self, plan: Plan) -> Plan:
         pieces = {piece for call in plan.calls for piece in call.reads}

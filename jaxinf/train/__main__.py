@@ -18,7 +18,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import printable
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.help import PROGRAM, check_names, help_of, started_as
+from jaxinf.train.help import PROGRAM, check_names, help_of, near, started_as
 from jaxinf.train.loop import train
 from jaxinf.train.run_file import kept_run, read_run
 
@@ -33,13 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if text := help_of(words):
         print(text, end="")
         return 0
+    try:
+        check_names(words)
+        config = config_of(words)
+    except UsageError as error:
+        return _fail(2, error)
     # JAX logs a callback's exception with a traceback before it raises it. The store
     # keeps the exception, which becomes the message here.
     logging.getLogger(compat.CALLBACK_LOGGER).setLevel(logging.CRITICAL)
     try:
-        check_names(words)
         command = f"{started_as()} {shlex.join(words_to_resume(words))}"
-        return train(config_of(words), command=command)
+        return train(config, command=command)
     except UsageError as error:
         return _fail(2, error)
     except (JaxinfError, OSError) as error:
@@ -51,20 +55,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def config_of(words: Sequence[str], prog: str = PROGRAM) -> TrainConfig:
     """Returns the run that a command line asks for; its flags win over its file.
 
-    Without --config, one that names a store goes on with the run that the store keeps.
+    A command line that says no more than which store it goes on with has the run's own
+    file, in its log directory.
 
     Raises:
       UsageError: the file of --config cannot be read, or asks for what no run has.
     """
     config = tyro.cli(TrainConfig, prog=prog, args=words)
-    if config.run_file is not None:
-        held = read_run(config.run_file, given=config)
-    elif (kept := kept_run(config)) is not None:
-        held, said = kept
-        print(printable(said), file=sys.stderr)
-    else:
+    file = config.run_file or kept_run(config)
+    if file is None:
         return config
-    return tyro.cli(TrainConfig, prog=prog, args=words, default=held)
+    if config.run_file is None:
+        text = f"settings of the run, but for flags that are given: {near(file)}"
+        print(text, file=sys.stderr)
+    kept = read_run(file, given=config)
+    return tyro.cli(TrainConfig, prog=prog, args=words, default=kept)
 
 
 def words_to_resume(words: Sequence[str]) -> list[str]:

@@ -112,7 +112,7 @@ def _of_numbers(config: TrainConfig) -> Iterator[str]:
         yield from _given(config, ("steps",), why)
     if config.eval_only:
         why = "--eval-only changes no run; leave it out"
-        yield from _given(config, ("restore",), why)
+        yield from _given(config, ("restore", "elastic"), why)
         if config.mode == "memory" and config.source is None:
             yield "--eval-only: expected --from with --mode memory"
     if config.lora is None:
@@ -229,6 +229,12 @@ def _of_store(config: TrainConfig) -> Iterator[str]:
         why = f"--mode {mode} does not have it; leave it out, or give --mode stream"
         yield from _given(config, _OF_STREAMING, why)
     if config.export_to is not None:
+        if config.distributed:
+            yield (
+                "--export-to: a run of several processes exports nothing beside "
+                "training; leave it out, and export its checkpoints: jaxinf "
+                f"checkpoint export {config.store} URL --checkpoint NAME"
+            )
         if not config.checkpoint_every:
             yield (
                 "--export-to: expected --checkpoint-every K, whose steps are exported; "

@@ -41,7 +41,7 @@ from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, sum_of_process
 from jaxinf.train.modes import Done, Mode, import_weights, near_storage
 from jaxinf.train.opening import open_run
 from jaxinf.train.optimizers import check_optimizer
-from jaxinf.train.run_file import keep_run, text_of_run
+from jaxinf.train.run_file import text_of_run
 from jaxinf.train.schedules import learning_rates, resolved_settings
 from jaxinf.train.signals import stop_number, stop_requests
 from jaxinf.train.streamed import streamed
@@ -345,8 +345,6 @@ def _check_log_dir(logs: Path) -> None:
 def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:
     """Writes config.json and config.toml; those of the run so far stay beside them.
 
-    The store keeps the second one, too, of which `--store DIR` alone goes on.
-
     Args:
       config: the run with what its data and its process have decided.
       run_file: the run as it was asked for.
@@ -365,5 +363,3 @@ def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:
         if path.exists():
             path.replace(config.logs / f"config.{step or 'previous'}.{kind}")
         path.write_text(text, encoding="utf-8")
-    if config.store is not None:
-        keep_run(config.store, run_file)

@@ -20,51 +20,35 @@ from typing import Any
 
 from jaxinf.command_line import Flag, UsageError, did_you_mean, flags_of
 from jaxinf.documents import convert, shown
-from jaxinf.io import read_beneath, write_bytes_atomically
 from jaxinf.train.config import TrainConfig
 from jaxinf.typing import JsonValue
 
 NOT_IN_FILES = ("config", "restore", "trace", "eval-only")
 """Flags of one start of a run, not of the run."""
 
-_ELSEWHERE = ("log-dir", "export-to", "tensorboard", "wandb")
-"""Flags that have something written outside the store."""
-
 _MOST_BYTES = 1 << 20
-_IN_STORE = "run/config.toml"
+_OF_THE_RUN = ("data", "validation", "tokenizer", "model", "preset", "model_file")
+_OF_THE_RUN += (
+    "source",
+    "task",
+    "batch_size",
+    "seq_len",
+    "optimizer",
+    "lora",
+    "freeze",
+)
 
 
-def keep_run(store: Path, text: str) -> None:
-    """Writes the file of the current run into its store; blocks."""
-    place = store.expanduser() / _IN_STORE
-    place.parent.mkdir(exist_ok=True)
-    write_bytes_atomically(place, text.encode())
-
-
-def kept_run(given: TrainConfig) -> tuple[TrainConfig, str] | None:
-    """Returns the run that a store keeps, and what to say of it; None if it has none.
-
-    A store's word leads to no place to write to, and to no process.
-
-    Args:
-      given: what the command line says by itself.
-
-    Raises:
-      UsageError: as `read_run`.
-      StoreError: the file cannot be read, or is a link.
-    """
-    store = Path(os.path.expanduser(given.store or ""))
-    place = store / _IN_STORE
-    if given.store is None or not os.path.lexists(place):
+def kept_run(config: TrainConfig) -> Path | None:
+    """Returns the file that a store's run has kept, unless `config` says what it is."""
+    default = TrainConfig()
+    if any(getattr(config, name) != getattr(default, name) for name in _OF_THE_RUN):
         return None
-    content = read_beneath(store, _IN_STORE, _MOST_BYTES)
-    document = dict(_document(place, content))
-    document.pop("distributed", None)
-    left = [f"--{name}" for name in _ELSEWHERE if document.pop(name, None) is not None]
-    said = f"settings of the run, but for flags that are given: {place}"
-    if left:
-        said += f"; give {', '.join(left)} again to have what it had"
-    return _run_of(document, place, given), said
+    store = os.path.expanduser(config.store or os.devnull)
+    if not os.path.exists(os.path.join(store, "current")):
+        return None
+    path = config.logs / "config.toml"
+    return path if path.is_file() else None
 
 
 def read_run(path: Path, *, given: TrainConfig | None = None) -> TrainConfig:
@@ -76,21 +60,10 @@ def read_run(path: Path, *, given: TrainConfig | None = None) -> TrainConfig:
     Raises:
       UsageError: names the file, and each key that is unknown or has a wrong value.
     """
-    try:
-        with open(os.path.expanduser(path), "rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise _no_run(path, error) from error
-    return _run_of(_document(path, content), path, given)
-
-
-def _run_of(
-    document: Mapping[str, Any], path: Path, given: TrainConfig | None
-) -> TrainConfig:
     flags = {f.name: f for f in flags_of(TrainConfig) if f.name not in NOT_IN_FILES}
     values: dict[str, Any] = {}
     problems = []
-    for key, value in document.items():
+    for key, value in _document(path).items():
         name = key.replace("_", "-")
         try:
             if name not in flags:
@@ -117,20 +90,20 @@ def _run_of(
     return TrainConfig(**{n: v for n, v in values.items() if n not in replaced})
 
 
-def _document(path: Path, content: bytes) -> Mapping[str, Any]:
-    if len(content) > _MOST_BYTES:
-        raise UsageError(f"--config {path}: expected at most 1 MiB; is it the file?")
+def _document(path: Path) -> Mapping[str, Any]:
     try:
+        with open(os.path.expanduser(path), "rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise UsageError(
+                f"--config {path}: expected at most 1 MiB; is it the file?"
+            )
         return tomllib.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise _no_run(path, error) from error
-
-
-def _no_run(path: Path, error: Exception) -> UsageError:
-    return UsageError(
-        f"--config {path}: expected a file with a run's settings in TOML, such as "
-        f"steps = 100 in a line, found: {error}"
-    )
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"--config {path}: expected a file with a run's settings in TOML, such as "
+            f"steps = 100 in a line, found: {error}"
+        ) from error
 
 
 def _read(flag: Flag, value: Any) -> Any:

@@ -1,11 +1,13 @@
 """Commands on stores with a record, of a checkpoint or of the last step, in pieces."""
 
+import json
 import shutil
 
 import pytest
 from golden_stores import golden
 
 import jaxinf
+from jaxinf.store import seal
 
 
 @pytest.fixture
@@ -67,3 +69,20 @@ def test_a_good_checkpoint_beside_a_damaged_one(store, run):
     flip(store / "checkpoints/2/commit.json")
     assert run("checkpoint", "restore", store, "good").status == 0
     assert run("checkpoint", "list", store).out.count("good") == 1
+
+
+def test_a_record_that_lacks_checksums_of_an_array_is_reported(store, run):
+    file = (store / "current/commit.json").resolve()
+    document = json.loads(file.read_bytes())
+    del document["crc32c"], document["checksums"]["trace.a"]
+    file.unlink()
+    file.write_bytes(seal(document))
+    found = run("verify", store)
+    assert found.status == 1
+    assert "1 damaged" in found.out
+    assert "checkpoint 2" in found.out
+    assert "clean" in found.out
+    assert run("verify", store, "--json").out.startswith("{")
+    refused = run("store", "copy", store, store.parent / "copy")
+    assert refused.status == 1
+    assert "trace.a" in refused.err
