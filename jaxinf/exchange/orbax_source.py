@@ -7,6 +7,7 @@ Invariant: an array's name has all keys of its path, except a last ``value`` wit
 siblings: Flax adds this key for a variable.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -51,6 +52,7 @@ class _Metadata(msgspec.Struct):
     use_zarr3: bool = False
 
 
+_SMALL_CHUNK = 1 << 20  # elements
 _WHAT = "the tree of an Orbax checkpoint"
 _REMEDY = "copy the checkpoint anew, or save it with a newer Orbax"
 
@@ -95,6 +97,13 @@ def read_orbax(path: Path) -> dict[str, SourceArray]:
     for name, future in futures.items():
         array = _or_explain(future, directory, name)
         shape, dtype = tuple(array.shape), np.dtype(array.dtype.numpy_dtype)
+        chunk = tuple(array.chunk_layout.write_chunk.shape or ())
+        if math.prod(chunk) > max(2 * math.prod(shape), _SMALL_CHUNK):
+            # It would be decoded whole, of however few bytes it is made.
+            raise ExchangeError(
+                f"{directory}: expected chunks of {name} of about its shape {shape}, "
+                f"found {chunk}; give another checkpoint"
+            )
         blocks = partial(_blocks, name, array, directory)
         arrays[name] = SourceArray(name, shape, dtype, blocks)
     return arrays

@@ -57,7 +57,11 @@ class TensorLeaf(DeferredArray):
         self.axes = axes
 
     def read(self) -> Array:
-        """See `DeferredArray`; needs 256 KiB of memory beside the result."""
+        """See `DeferredArray`; needs one block of memory beside the result.
+
+        Raises:
+          ExchangeError: a finite value is too large for the leaf's dtype.
+        """
         # The allocator may keep freed memory, which would add up for large leaves.
         result = aligned_array(self.shape, self.dtype)
         theirs = result.transpose(np.argsort(self.axes)) if self.axes else result
@@ -65,7 +69,14 @@ class TensorLeaf(DeferredArray):
             box = tuple(
                 slice(s, s + n) for s, n in zip(start, values.shape, strict=True)
             )
-            theirs[(*box, ...)] = values
+            try:
+                with np.errstate(over="raise"):
+                    theirs[(*box, ...)] = values
+            except FloatingPointError:
+                raise ExchangeError(
+                    f"{self.source.name}: expected values that {self.dtype} holds, "
+                    "found larger ones; give params of another dtype"
+                ) from None
         return result
 
 

@@ -1,5 +1,6 @@
 """Params of stock Orbax and safetensors begin a store, by their exact names."""
 
+import json
 import re
 from itertools import product
 from pathlib import Path
@@ -208,6 +209,13 @@ def test_floats_are_rounded_to_the_params_dtype(tmp_path):
     equal(jax.tree.map(np.asarray, found), half)
 
 
+def test_a_value_that_the_dtype_does_not_hold_is_refused(tmp_path):
+    save_standard(tmp_path / "saved", {"w": jnp.array([1e6, 1.0])}, ())
+    like = {"w": jax.ShapeDtypeStruct((2,), jnp.float16)}
+    with pytest.raises(ExchangeError, match=r"w: expected values that float16 holds"):
+        jax.tree.map(np.asarray, read_params(tmp_path / "saved", like, place="params"))
+
+
 # --- refusals ----------------------------------------------------------------------
 
 
@@ -266,6 +274,17 @@ def test_a_damaged_tree(saved):
     (saved / "_METADATA").write_text("{}")
     with pytest.raises(ExchangeError, match=r"_METADATA: expected the tree"):
         read_params(saved, make_params())
+
+
+def test_a_chunk_that_is_larger_than_its_array(tmp_path):
+    """It would be decoded whole, of however few bytes it is made."""
+    saved = save_zarr3_files(tmp_path / "saved", {"w": jnp.ones((4, 8))}, ())
+    [file] = saved.glob("**/*w/zarr.json")
+    document = json.loads(file.read_text())
+    document["chunk_grid"]["configuration"]["chunk_shape"] = [1 << 29, 8]
+    file.write_text(json.dumps(document))
+    with pytest.raises(ExchangeError, match=r"chunks of .*w of about its shape"):
+        read_params(saved, {"w": jnp.ones((4, 8))}, place="model/params")
 
 
 def test_orbax_says_so_and_we_name_the_way(tmp_path):
