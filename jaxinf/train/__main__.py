@@ -68,7 +68,7 @@ def config_of(words: Sequence[str], prog: str = PROGRAM) -> TrainConfig:
     if config.run_file is None:
         text = f"settings of the run, but for flags that are given: {near(file)}"
         print(text, file=sys.stderr)
-    kept = read_run(file, given=config)
+    kept = read_run(file, given=config, words=words)
     return tyro.cli(TrainConfig, prog=prog, args=words, default=kept)
 
 

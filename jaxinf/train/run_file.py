@@ -13,7 +13,7 @@ import glob
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,14 @@ def kept_run(config: TrainConfig) -> Path | None:
     return path if path.is_file() else None
 
 
-def read_run(path: Path, *, given: TrainConfig | None = None) -> TrainConfig:
+def read_run(
+    path: Path, *, given: TrainConfig | None = None, words: Sequence[str] = ()
+) -> TrainConfig:
     """Reads a run's file; blocks.
 
     Args:
       given: what the command line says by itself. A list of it replaces the file's.
+      words: the command line, of which --steps and --epochs replace each other.
 
     Raises:
       UsageError: names the file, and each key that is unknown or has a wrong value.
@@ -82,7 +85,7 @@ def read_run(path: Path, *, given: TrainConfig | None = None) -> TrainConfig:
     if given is None:
         return TrainConfig(**values)
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
-        if getattr(given, one) != getattr(TrainConfig(), one):
+        if any(word.partition("=")[0] == f"--{one}" for word in words):
             values.pop(other, None)
     # A repeated flag would be added to the default's list.
     lists = {name for name, value in values.items() if isinstance(value, tuple)}

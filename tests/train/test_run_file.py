@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinf.command_line import UsageError, flags_of
-from jaxinf.train.__main__ import main
+from jaxinf.train.__main__ import config_of, main
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.options import Launch
 from jaxinf.train.run_file import NOT_IN_FILES, read_run, text_of_run
@@ -196,6 +196,16 @@ def test_texts_that_are_taken(read):
     assert read("memory = 'none'\nstate-tier = 'none'") == TrainConfig()
     assert read("eval-batches = 'all'").eval_batches == "all"
     assert read("") == TrainConfig()
+
+
+@pytest.mark.parametrize("words", [["--steps", "1000"], ["--steps=1000"]])
+def test_steps_take_the_place_of_epochs(tmp_path, words):
+    """Also if they are as many as by default."""
+    file = tmp_path / "run.toml"
+    file.write_text("epochs = 2")
+    config = config_of(["--config", str(file), *words])
+    assert (config.steps, config.epochs) == (1000, None)
+    assert config_of(["--config", str(file)]).epochs == 2
 
 
 def test_places_that_are_no_file(tmp_path, capsys, monkeypatch):
