@@ -211,10 +211,8 @@ def _figures(runs: Mapping[str, Logs]) -> Iterator[_Figure]:
 
 
 def _figures_of_run(logs: Logs) -> Iterator[_Figure]:
-    overlap = (
-        "Seconds in which some thread read, wrote, updated or waited, or programs "
-    )
-    overlap += "ran; they overlap. Dots: the whole step."
+    overlap = "Seconds in which some thread read, wrote, updated or waited, or "
+    overlap += "programs ran; they overlap. Dots: the whole step."
     tiers = "By tier: the host's, of it buffers for state, the device's, drives."
     for title, group, unit, text in (
         ("Phases of a step", "phases", "s", overlap),
@@ -234,25 +232,6 @@ def _figures_of_run(logs: Logs) -> Iterator[_Figure]:
         text += f" The {_MOST_SPANS:,} longest of {len(logs.spans):,} are drawn."
     spans = sorted(logs.spans, key=lambda span: -span.took_ms)[:_MOST_SPANS]
     yield _Figure("Timeline", text, *_timeline(spans))
-    for title, prefix in (
-        ("Bytes on their way to and from drives", "bytes on their way"),
-        ("Memory in these steps", "memory"),
-    ):
-        traces = []
-        for name, points in logs.counters.items():
-            if not name.startswith(prefix):
-                continue
-            thinned = points[:: max(1, len(points) // _MOST_SPANS)]
-            times = np.array([at for at, _ in thinned])
-            for part in [*dict.fromkeys(key for _, v in thinned for key in v)][:8]:
-                values = np.array([v.get(part, np.nan) for _, v in thinned])
-                label = f"{name.partition(': ')[2]} {part}".strip()
-                columns = {"step": times, label: values}
-                colour = _RUNS[len(traces) % len(_RUNS)]
-                traces += _line(columns, label, label, colour, "MiB")
-        for trace in traces:
-            trace["line"]["shape"] = "hv"
-        yield _Figure(title, "Of the traced steps.", traces[:40], _layout("ms", "MiB"))
 
 
 def _timeline(spans: Sequence[Span]) -> tuple[list[Any], dict[str, Any]]:
@@ -315,18 +294,14 @@ def _line(
 
 
 def _layout(x: str, y: str) -> dict[str, Any]:
-    axis: dict[str, Any] = {
-        "gridcolor": _GRID,
-        "zerolinecolor": _GRID,
-        "linecolor": _GRID,
-    }
-    axis["automargin"] = True
+    lines = dict.fromkeys(("gridcolor", "zerolinecolor", "linecolor"), _GRID)
+    axis: dict[str, Any] = {"automargin": True, **lines}
     return {
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"color": _INK, "size": 12},
         "height": 320,
-        "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+        "margin": dict.fromkeys("lrtb", 8),
         "xaxis": axis | {"title": {"text": x}},
         "yaxis": axis | {"title": {"text": y}},
         "legend": {"orientation": "h", "y": -0.25, "yanchor": "top"},

@@ -267,8 +267,8 @@ def phase_rows(logs: Logs) -> list[list[str]]:
         rates = (moved[kind] * 1e3 / whole_ms for kind in ("read", "write", "copy"))
         held = [m for at, m in samples if any(b <= at < e for b, e in parts)]
         shown = (min(held), sum(held) / len(held), max(held)) if held else ()
-        row = [phase, f"{whole_ms / 1e3 / len(parts):.3g} s"]
-        row += [f"{busy_ms / whole_ms:.0%}"]
+        mean_s, busy = whole_ms / 1e3 / len(parts), busy_ms / whole_ms
+        row = [phase, f"{mean_s:.3g} s", f"{busy:.0%}"]
         row += [f"{format_bytes(round(rate))}/s" for rate in rates]
         rows.append([*row, " / ".join(format_bytes(round(one)) for one in shown)])
     return rows
