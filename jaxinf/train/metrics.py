@@ -63,7 +63,7 @@ class StepLine:
       memory: bytes by tier: ``host`` (as `rss_bytes`), ``buffers`` (of the host's, most
         so far of those for state on its way), ``device`` (null where that is the
         host's), ``drives`` (the store's, and values and gradients that waited there).
-      stream: in mode stream the fields of `jaxinf.streaming.StreamMetrics`; the line of
+      stream: in mode stream the fields of `streaming.step.StreamMetrics`; the line of
         another mode does not have it.
 
     If a process was killed after a commit and before it wrote the line, all fields but
