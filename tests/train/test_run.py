@@ -226,7 +226,8 @@ def test_report(run, tmp_path, capsys):
     assert re.search(r"validation loss \d\.\d+, perplexity [\d,.]+, [\d.]+ % r", out)
     assert re.search(r"store .*: step 4; to look inside:", out)
     assert out.index("compiling 2 programs …\nready after") < out.index("step 1/4")
-    assert re.search(r"memory  at most .*, beside \d+ MiB of the process itself", out)
+    taken = r"memory  at most .*, beside [\d.]+ [MG]iB of the process itself"
+    assert re.search(taken, out)
     assert "step 2: validation loss" in out
     evals = (tmp_path / "a store-log/validation.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in evals] == [0, 2, 4]
