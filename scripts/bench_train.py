@@ -113,7 +113,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         first = turn * (arguments.steps + 1)
         memory.turn(arguments, first)
         update.turn(arguments, first)
-        store._training.join()
+        store._engine.join()
         after = moved_bytes(store)
         store.wait()
         moved.append((after - before, moved_bytes(store) - after))
@@ -129,7 +129,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
 
 def moved_bytes(store: jaxinf.Store) -> ByteCounts:
     """Returns the bytes that a store has moved."""
-    return store._training.opened.meters.snapshot()
+    return store._engine.opened.meters.snapshot()
 
 
 def traffic(

@@ -84,14 +84,14 @@ class Rep:
 def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
     """Runs steps, each committed before the next; returns when prefetches are done."""
     per_step_bytes = moved_bytes(rig.transfers())[0]
-    expected = rig.store._training.opened.meters.snapshot().drive_read_bytes
+    expected = rig.store._engine.opened.meters.snapshot().drive_read_bytes
     expected += num_steps * per_step_bytes
     reset_peak_rss()
     commits = []
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
     for _ in range(num_steps):
         rig.step()
-        rig.store._training.join()
+        rig.store._engine.join()
         metrics = rig.store.metrics_of(rig.step_number)
         assert metrics is not None
         commits.append(metrics.commit_s)
@@ -111,12 +111,12 @@ def warm_up(rig: UpdateRig) -> None:
     """Writes both slots for the first time, since they are only preallocated."""
     for _ in range(NUM_WARM_UP):
         rig.step()
-    rig.store._training.join()
+    rig.store._engine.join()
 
 
 def wait_read_ahead(rig: UpdateRig, expected_bytes: int) -> None:
     """Blocks until the expected bytes have been read, or no more bytes are read."""
-    meters = rig.store._training.opened.meters
+    meters = rig.store._engine.opened.meters
     quiet_since, last = time.perf_counter(), -1
     while (found := meters.snapshot().drive_read_bytes) < expected_bytes:
         if found != last:
@@ -177,7 +177,7 @@ class Fio:
 
 
 def num_workers(rig: UpdateRig) -> int:
-    opened = rig.store._training.opened
+    opened = rig.store._engine.opened
     return opened.options.workers_of(len(opened.csds))
 
 
@@ -261,7 +261,7 @@ def _memory(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, i
     caller_bytes = rig.caller_bytes
     over = max(rep.peak_rss_bytes for rep in reps) - caller_bytes
     return {
-        "memory_bytes": rig.store._training.opened.options.memory_bytes,
+        "memory_bytes": rig.store._engine.opened.options.memory_bytes,
         "rss_over_caller_bytes": over,
         "rss_over_base_bytes": over - base_rss_bytes,
     }

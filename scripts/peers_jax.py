@@ -36,7 +36,7 @@ class Update:
         """A step ends when it is committed, or without commits when it is written."""
         began = time.perf_counter()
         self._rig.step()
-        self._rig.store._training.join()
+        self._rig.store._engine.join()
         return time.perf_counter() - began
 
     def rest(self) -> None:

@@ -87,7 +87,7 @@ class UpdateRig:
             np.zeros(s.value.shape, s.value.dtype) for s in self._create()
         ]
         stored = self.store._manifest.leaves[0].states[0]
-        takes_params = self.store._training.opened.options.csd.takes_params
+        takes_params = self.store._engine.opened.options.csd.takes_params
         self._takes_params = takes_params and dtype_of(stored.dtype) == dtype
         self.step_number = 0
         members = [Member(n, 4 * size, None) for n, size in enumerate(shapes)]
@@ -123,11 +123,11 @@ class UpdateRig:
         return StoreDescription(tuple(leaves), paths, self._average)
 
     def _create(self) -> list[ScalarState]:
-        training = self.store._training
-        training.bind(self._description, may_create=True)
+        engine = self.store._engine
+        engine.bind(self._description, may_create=True)
         for number, params in enumerate(self.params):
             given = FirstParams(number, params, (0,), ScalarInputs())
-            training.initialise(self._description, [given])
+            engine.initialise(self._description, [given])
         layout = self._init.layout
         named = [
             ScalarState(path, np.zeros((), layout.avals[index].dtype))
@@ -135,7 +135,7 @@ class UpdateRig:
                 self._description.scalar_paths, layout.scalar_indices, strict=True
             )
         ]
-        training.finish_initialisation(named)
+        engine.finish_initialisation(named)
         return named
 
     def _run_prologue(self, scalars: list[jax.Array]) -> Any:
@@ -153,7 +153,7 @@ class UpdateRig:
         inputs = self._inputs(scalars)
         for group in self._groups:
             requests = [self._request(number, inputs[number]) for number in group]
-            self.store._training.steps.update(self.step_number, *requests)
+            self.store._engine.steps.update(self.step_number, *requests)
         self.params, self._next_params = self._next_params, self.params
         self._scalar_state = [np.asarray(value) for value in new]
         named = [
@@ -162,7 +162,7 @@ class UpdateRig:
                 self._description.scalar_paths, self._scalar_state, strict=True
             )
         ]
-        self.store._training.steps.finish(self.step_number, named, 0)
+        self.store._engine.steps.finish(self.step_number, named, 0)
         self.step_number += 1
 
     def _request(self, number: int, inputs: ScalarInputs) -> UpdateRequest:
@@ -188,7 +188,7 @@ class UpdateRig:
 
     def transfers(self) -> list[Transfer]:
         """Returns the transfers of the next step, in order; nothing may be running."""
-        opened = self.store._training.opened
+        opened = self.store._engine.opened
         return [
             self._transfer(layout)
             for number, params in enumerate(self.params)
@@ -196,7 +196,7 @@ class UpdateRig:
         ]
 
     def _transfer(self, layout: SubgroupLayout) -> Transfer:
-        opened = self.store._training.opened
+        opened = self.store._engine.opened
         states = range(len(layout.states))
 
         def piece(state: int, slot: Slot) -> Piece:

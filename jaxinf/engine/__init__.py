@@ -12,6 +12,7 @@ from jaxinf.engine.compression import (
 )
 from jaxinf.engine.description import LeafDescription, StoreDescription, describe
 from jaxinf.engine.divergence import warn_of_unseen
+from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import check_announced
 from jaxinf.engine.open_stores import (
@@ -43,9 +44,8 @@ from jaxinf.engine.state import (
     read_feedback,
 )
 from jaxinf.engine.steps import StepMetrics
-from jaxinf.engine.store import Store
+from jaxinf.engine.store import Store, engine_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.engine.training import Training
 from jaxinf.engine.update_request import KeptLeaf, SlotRequest, UpdateRequest
 from jaxinf.engine.update_tasks import can_take, moved_states
 from jaxinf.engine.updaters import Assignment, Updater, assigned
@@ -54,6 +54,7 @@ __all__ = [
     "DEFAULT_MEMORY_BYTES",
     "Assignment",
     "Durability",
+    "Engine",
     "ExportInfo",
     "FirstParams",
     "KeptLeaf",
@@ -67,7 +68,6 @@ __all__ = [
     "StoreDescription",
     "StoreShape",
     "SubgroupLayout",
-    "Training",
     "UpdateRequest",
     "Updater",
     "assigned",
@@ -84,6 +84,7 @@ __all__ = [
     "describe",
     "distinct_shards",
     "divide_for",
+    "engine_of",
     "gradient_forms",
     "has_params",
     "has_shared_parts",

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinf.engine.engine import Engine
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.optax_state import data_of, scalar_array
 from jaxinf.engine.state import committed_step
-from jaxinf.engine.training import Training
 from jaxinf.errors import StoreMismatchError
 from jaxinf.program import leaf_path
 from jaxinf.store import CARRY, CarriedArray, check_carry, dtype_of, read_carry
@@ -58,7 +58,7 @@ def carried_leaves(tree: PyTree, what: str = CARRY) -> dict[tuple[str, ...], Any
 
 
 def check_carried(
-    training: Training, carried: Mapping[tuple[str, ...], Any], states: Iterable[str]
+    engine: Engine, carried: Mapping[tuple[str, ...], Any], states: Iterable[str]
 ) -> None:
     """Refuses what a step cannot carry, or what other steps do not.
 
@@ -70,7 +70,7 @@ def check_carried(
       ValueError: says why.
     """
     form = _form(carried)
-    where = f"{training.options.path}: carry"
+    where = f"{engine.options.path}: carry"
     try:
         check_carry(form)
     except ValueError as error:
@@ -80,13 +80,13 @@ def check_carried(
             f"{where}: expected no state of the optimizer of this name, found one, "
             "whose files it would share; rename that field"
         )
-    if training.carried not in (None, form):
+    if engine.carried not in (None, form):
         raise ValueError(
             f"{where}: expected the arrays of the steps before, "
-            f"{_shown(training.carried or ())}, found {_shown(form)}; give every step "
+            f"{_shown(engine.carried or ())}, found {_shown(form)}; give every step "
             "the same, or close the store and open it again"
         )
-    training.carried = form
+    engine.carried = form
 
 
 def read_carried(opened: OpenStore, like: PyTree) -> PyTree:

@@ -38,7 +38,7 @@ def check_compression(compression: TopK | None, store: Store) -> None:
         raise TypeError(
             f"compress={compression!r}: expected jaxinf.top_k(ratio) or None"
         )
-    options = store._training.options
+    options = store._engine.options
     if keeps_feedback(compression) and options.steps_per_commit != 1:
         raise ValueError(
             f"{options.path}: error_feedback=True: each step commits its error "

@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxinf import compat
 from jaxinf.csd import CsdSpec
+from jaxinf.engine.engine import Engine
 from jaxinf.engine.member_opening import join_run
 from jaxinf.engine.options import (
     Durability,
@@ -24,7 +25,6 @@ from jaxinf.engine.options import (
 )
 from jaxinf.engine.retention import KeepSteps
 from jaxinf.engine.store import Store
-from jaxinf.engine.training import Training
 from jaxinf.processes import Group, all_processes
 from jaxinf.store import member_name
 from jaxinf.terminal import given_bytes
@@ -45,7 +45,7 @@ class OpenStores:
 
     def __init__(self) -> None:
         self._guard = threading.RLock()
-        self._by_path: dict[Path, Training] = {}
+        self._by_path: dict[Path, Engine] = {}
         self._locks: dict[Path, threading.RLock] = {}
 
     def lock(self, path: Path) -> threading.RLock:
@@ -53,7 +53,7 @@ class OpenStores:
         with self._guard:
             return self._locks.setdefault(path.resolve(), threading.RLock())
 
-    def get(self, path: Path) -> Training | None:
+    def get(self, path: Path) -> Engine | None:
         """Returns the open store of a path; None if there is none, or it was closed."""
         with self._guard:
             held = self._by_path.get(path.resolve())
@@ -64,7 +64,7 @@ class OpenStores:
         options: StoreOptions,
         given: Mapping[str, Any],
         group: Group | None = None,
-    ) -> Training:
+    ) -> Engine:
         """Returns the store that is open at a path, or opens one.
 
         A store that a failure has stopped is closed and opened anew.
@@ -91,7 +91,7 @@ class OpenStores:
             if held is not None:
                 _check_given(held, options, given)
                 return held
-            held = Training(options, group)
+            held = Engine(options, group)
             held.path_lock = self.lock(options.path)
             held.on_close(lambda: self.forget(held))
             with self._guard:
@@ -102,12 +102,12 @@ class OpenStores:
         """Gives up the locks, which a thread of this fork's parent may hold."""
         self._guard, self._locks = threading.RLock(), {}
 
-    def forget(self, held: Training) -> None:
+    def forget(self, held: Engine) -> None:
         """Removes a store that is closed, or that belongs to this fork's parent."""
         with self._guard:
             self._by_path = {p: h for p, h in self._by_path.items() if h is not held}
 
-    def all(self) -> list[Training]:
+    def all(self) -> list[Engine]:
         with self._guard:
             held = self._by_path.values()
             return [one for one in held if not one.health.is_closed]
@@ -224,17 +224,17 @@ def open_store(
 
 
 def _check_given(
-    training: Training, options: StoreOptions, given: Mapping[str, Any]
+    engine: Engine, options: StoreOptions, given: Mapping[str, Any]
 ) -> None:
-    held = training.options
+    held = engine.options
     for name, value in given.items():
         if getattr(held, name) == getattr(options, name):
             continue
-        if name == "csd_roots" and training.has_files:
-            roots = training.opened.directory.manifest.csds
+        if name == "csd_roots" and engine.has_files:
+            roots = engine.opened.directory.manifest.csds
             if tuple(str(root) for root in options.csd_roots) == tuple(roots):
                 continue
-        if name == "csd_shares" and training.has_files:
+        if name == "csd_shares" and engine.has_files:
             continue  # a new store alone is dealt by them
         public = {"csd_roots": "csds", "csd_shares": "csds"}.get(name, name)
         raise ValueError(
@@ -264,7 +264,7 @@ def _of_process(root: PathLikeStr) -> Path:
     return _absolute(os.fspath(root).replace("{process}", number))
 
 
-def _open_at(path: Path) -> Training | None:
+def _open_at(path: Path) -> Engine | None:
     """Returns the open store of a path, or this process's member of a run there."""
     program, held = all_processes("program"), _OPEN.get(path)
     if held is None and not program.is_alone:
@@ -300,7 +300,7 @@ def close(path: PathLikeStr) -> None:
         _close_all_handles(held)
 
 
-def _close_all_handles(held: Training) -> None:
+def _close_all_handles(held: Engine) -> None:
     for store in list(held.handles):
         store.close()
 

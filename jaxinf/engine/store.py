@@ -21,13 +21,13 @@ from jaxinf.engine.dispatched import (
     wait_for_dispatched,
 )
 from jaxinf.engine.divergence import warn_of_unseen
+from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import closed_error
 from jaxinf.engine.optax_state import placed_leaves, scalar_array
 from jaxinf.engine.reading import check_like, read_array, read_leaf
 from jaxinf.engine.retention import remove_surplus
 from jaxinf.engine.steps import LAST_STEP, StepMetrics
-from jaxinf.engine.training import Training
 from jaxinf.errors import ProcessError
 from jaxinf.interrupts import raise_kept
 from jaxinf.program import is_trained, trained
@@ -61,12 +61,12 @@ class Store:
     same store. The last handle that is closed closes it.
     """
 
-    def __init__(self, training: Training) -> None:
-        self._run = training
-        training.handles.append(self)
+    def __init__(self, engine: Engine) -> None:
+        self._run = engine
+        engine.handles.append(self)
 
     @property
-    def _training(self) -> Training:
+    def _engine(self) -> Engine:
         """The store's run.
 
         Raises:
@@ -91,7 +91,7 @@ class Store:
     @property
     def exists(self) -> bool:
         """Whether a step is committed: True when opened to resume."""
-        return self._training.commit is not None
+        return self._engine.commit is not None
 
     @property
     def step(self) -> int:
@@ -131,39 +131,39 @@ class Store:
 
     @property
     def _directory(self) -> StoreDirectory:
-        self._training.health.check()
-        return self._training.opened.directory
+        self._engine.health.check()
+        return self._engine.opened.directory
 
     def _last_commit(self) -> CommitRecord | None:
-        self._training.join()
-        return self._training.commit
+        self._engine.join()
+        return self._engine.commit
 
     @property
     def metrics(self) -> StepMetrics | None:
         """Time and traffic of the last step committed by this process."""
-        training = self._training
-        return training.steps.metrics if training.has_files else None
+        engine = self._engine
+        return engine.steps.metrics if engine.has_files else None
 
     def metrics_of(self, step: int) -> StepMetrics | None:
         """Time and traffic of a step; None if not one of this process's last eight.
 
         Waits for the step's commit, and for no later one.
         """
-        training = self._training
-        return training.steps.metrics_of(step) if training.has_files else None
+        engine = self._engine
+        return engine.steps.metrics_of(step) if engine.has_files else None
 
     @property
     def peak_memory_bytes(self) -> int:
         """The peak use of the memory budget so far."""
-        training = self._training
-        return training.opened.fleet.peak_bytes if training.has_files else 0
+        engine = self._engine
+        return engine.opened.fleet.peak_bytes if engine.has_files else 0
 
     def csds(self) -> list[CsdInfo]:
         """Kind, place and free space of each CSD; empty until there is a store."""
-        self._training.health.check()
-        if not self._training.has_files:
+        self._engine.health.check()
+        if not self._engine.has_files:
             return []
-        return [csd.info() for csd in self._training.opened.csds]
+        return [csd.info() for csd in self._engine.opened.csds]
 
     # --- its arrays ----------------------------------------------------------------
 
@@ -190,11 +190,11 @@ class Store:
         """
         self._wait_for(state)
         leaves, treedef = jax.tree.flatten(like)
-        check_like(self._training.opened, trained(like))
+        check_like(self._engine.opened, trained(like))
         places = [place for place, leaf in enumerate(leaves) if is_trained(leaf)]
-        training = self._training
-        with training.paused():
-            opened = training.opened
+        engine = self._engine
+        with engine.paused():
+            opened = engine.opened
             warn_of_unseen(self.path, opened.finished.steps_without_params)
             for number, place in enumerate(places):
                 states = opened.averaged(number) if average else (0,)
@@ -222,10 +222,10 @@ class Store:
           StaleStateError: no optimizer is bound to the store.
         """
         self._wait_for(None)
-        training = self._training
-        with training.paused():
-            opened = training.opened
-            placed = placed_leaves(opened, training.layout, like, "like")
+        engine = self._engine
+        with engine.paused():
+            opened = engine.opened
+            placed = placed_leaves(opened, engine.layout, like, "like")
             scalars = opened.finished.scalar_state
             leaves = [
                 scalar_array(scalars[place.number].value, leaf)
@@ -253,8 +253,8 @@ class Store:
           StoreCorruptError: an array is damaged.
         """
         self._wait_for(None)
-        with self._training.paused():
-            return read_carried(self._training.opened, like)
+        with self._engine.paused():
+            return read_carried(self._engine.opened, like)
 
     def tensorstore(self, state: str, leaf: str) -> Any:
         """Opens a leaf's state as a read-only ``tensorstore.TensorStore``.
@@ -278,7 +278,7 @@ class Store:
                 "others; read it in all processes (store.read), or make a whole "
                 "checkpoint (jaxinf checkpoint save PATH NAME)"
             )
-        self._training.wait()
+        self._engine.wait()
         slot = self._directory.committed_slot()
         assert slot is not None
         self._directory.check_array(slot, record, state)
@@ -305,8 +305,8 @@ class Store:
             raise ValueError(
                 f"leaf {leaf}: {state} is a part of {chosen.slot}; read that"
             )
-        with self._training.paused():
-            return read_array(self._training.opened, record, chosen)
+        with self._engine.paused():
+            return read_array(self._engine.opened, record, chosen)
 
     def load(self, params: PyTree, opt_state: PyTree, *, step: int) -> None:
         """Makes params and an optax state the store's step, in one commit; blocks.
@@ -337,8 +337,8 @@ class Store:
             )
         self._wait_for(None)
         tree = trained(params)
-        check_like(self._training.opened, tree, "params")
-        self._training.load(jax.tree.leaves(tree), opt_state, step)
+        check_like(self._engine.opened, tree, "params")
+        self._engine.load(jax.tree.leaves(tree), opt_state, step)
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Path]:
@@ -354,9 +354,9 @@ class Store:
         Raises:
           ProcessError: another process did not call it after the same step.
         """
-        group = self._training.group
+        group = self._engine.group
         if group.is_alone:
-            self._training.wait()
+            self._engine.wait()
         else:
             self._wait_for(None)
         with contextlib.ExitStack() as stack:
@@ -398,7 +398,7 @@ class Store:
           ProcessError: another process failed, or did not call it after the same step.
         """
         self._wait_for(state)
-        with self._training.paused():
+        with self._engine.paused():
             directory, given = self._directory, name or str(self.step)
             held = checkpoint_names(directory)
             replaces = overwrite or name is None
@@ -408,17 +408,17 @@ class Store:
 
             try:
                 what = f"checkpoint {given} of step {self.step}"
-                made = self._training.group.in_all(what, save)
+                made = self._engine.group.in_all(what, save)
             except ProcessError:
                 if given not in held and given in checkpoint_names(directory):
                     remove_checkpoint(directory, given)
                 raise
-            remove_surplus(directory, self._training.options.retention, made)
+            remove_surplus(directory, self._engine.options.retention, made)
             return made
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Returns all checkpoints, by step; waits for one that is being made."""
-        self._training.join()
+        self._engine.join()
         return list_checkpoints(self._directory)
 
     def remove_checkpoint(self, name: str) -> None:
@@ -433,7 +433,7 @@ class Store:
 
     def exports(self) -> list[ExportInfo]:
         """Returns the steps due for export since it was opened; does not block."""
-        return self._training.exports.infos()
+        return self._engine.exports.infos()
 
     def end_export(
         self, *, waits: bool = True, progress: ProgressCallback | None = None
@@ -447,8 +447,8 @@ class Store:
         Raises:
           BaseException: the exception that stopped the store.
         """
-        self._training.join()
-        self._training.exports.end(waits=waits, progress=progress)
+        self._engine.join()
+        self._engine.exports.end(waits=waits, progress=progress)
 
     # --- control -------------------------------------------------------------------
 
@@ -468,9 +468,9 @@ class Store:
             try:
                 jax.block_until_ready(state)
             except Exception:
-                self._training.health.check()  # raises the cause of JAX's exception
+                self._engine.health.check()  # raises the cause of JAX's exception
                 raise
-        self._training.wait()
+        self._engine.wait()
 
     def annotate(self, step: int, payload: JsonValue) -> None:
         """Sets the caller's payload for the commit of a future step.
@@ -482,12 +482,12 @@ class Store:
         Raises:
           ValueError, TypeError: it is not JSON, or the step is committed already.
         """
-        self._training.health.check()
-        self._training.annotations.set(step, payload)
+        self._engine.health.check()
+        self._engine.annotations.set(step, payload)
 
     def check(self) -> None:
         """Raises the exception that stopped the store, if any, with its type."""
-        self._training.health.tell()
+        self._engine.health.tell()
 
     def close(self) -> None:
         """Closes this handle, and with the last handle the store. Idempotent.
@@ -521,20 +521,20 @@ class Store:
             health.check()
 
     def _close_last(self) -> None:
-        training = self._run
+        engine = self._run
         try:
             wait_for_dispatched()
         except KeyboardInterrupt:
-            training.close()
+            engine.close()
             _LOG.warning(
                 "%s: interrupted while steps were under way: those after step %d, the "
                 "last one that has arrived, are lost",
                 self.path,
-                training.opened.finished.step if training.has_files else 0,
+                engine.opened.finished.step if engine.has_files else 0,
             )
             raise
         finally:
-            training.close()
+            engine.close()
 
     def __enter__(self) -> "Store":
         return self
@@ -552,3 +552,12 @@ class Store:
                 raise
             # Raise the body's own error; this one is often its cause.
             _LOG.debug("%s: closed after a failure: %s", self.path, failure)
+
+
+def engine_of(store: Store) -> Engine:
+    """Returns the engine behind a handle, for what works inside of steps.
+
+    Raises:
+      StoreClosedError: the handle is closed.
+    """
+    return store._engine

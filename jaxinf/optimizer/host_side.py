@@ -16,7 +16,13 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jaxinf.engine import SlotRequest, Store, StoreDescription
+from jaxinf.engine import (
+    Engine,
+    SlotRequest,
+    Store,
+    StoreDescription,
+    engine_of,
+)
 from jaxinf.errors import NonFiniteGradientError, StoreMismatchError
 from jaxinf.optimizer.callback import FAILED, GuardedHost, Host
 from jaxinf.optimizer.leaf_call import (
@@ -66,8 +72,8 @@ class StartedUpdates:
         Raises:
           BaseException: the exception that stopped the store.
         """
-        self._store._training.health.check()
-        limit = self._store._training.options.memory_bytes
+        engine_of(self._store).health.check()
+        limit = engine_of(self._store).options.memory_bytes
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._taken_bytes or self._taken_bytes + num_bytes <= limit
@@ -97,13 +103,13 @@ class StartedUpdates:
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            training = self._store._training
-            num_csds = len(training.opened.csds) if training.has_files else 1
+            engine = engine_of(self._store)
+            num_csds = len(engine.opened.csds) if engine.has_files else 1
             self._pool = ThreadPoolExecutor(
-                training.options.workers_of(num_csds),
+                engine.options.workers_of(num_csds),
                 thread_name_prefix="jaxinf-leaf",
             )
-            training.on_close(self._pool.shutdown)
+            engine.on_close(self._pool.shutdown)
         return self._pool
 
 
@@ -147,6 +153,15 @@ class HostSide:
         self._has_warned = False
         self._has_spoilt = False
 
+    @property
+    def engine(self) -> Engine:
+        """The store's engine.
+
+        Raises:
+          StoreClosedError: the store is closed.
+        """
+        return engine_of(self.store)
+
     def settle(self, program: UpdateProgram) -> None:
         """Settles the effect of a non-finite gradient, when the optimizer is known."""
         self._nonfinite = effect_of_nonfinite(
@@ -165,7 +180,7 @@ class HostSide:
         They do if a step may overwrite an uncommitted one, since it could not be
         refused half way.
         """
-        return self.store._training.options.rewrites_steps and self.checks_finite
+        return self.engine.options.rewrites_steps and self.checks_finite
 
     def guarded(self, host: Host, *, is_last: bool = False) -> GuardedHost:
         """Wraps a host function for a callback: its exception stops the store.
@@ -173,9 +188,9 @@ class HostSide:
         Args:
           is_last: whether no later call of the step tells other processes of it.
         """
-        training, health = self.store._training, self.store._training.health
+        engine, health = self.engine, self.engine.health
         report = health.fail_beside_others
-        if is_last and not training.group.is_alone:
+        if is_last and not engine.group.is_alone:
             report = health.fail_unannounced
         warn = partial(self.warn_of_gathering, _UNKNOWN_SHARDINGS)
         return GuardedHost(host, health.fail_computation, report, warn)
@@ -196,25 +211,25 @@ class HostSide:
         Args:
           out: the result and, unless that is `UNBOUND`, the new state's origin.
         """
-        training, (step, origin) = self.store._training, map(int, state)
-        training.bind(description)
-        is_bound = training.binding.is_at(step, origin)
+        engine, (step, origin) = self.engine, map(int, state)
+        engine.bind(description)
+        is_bound = engine.binding.is_at(step, origin)
         if not is_bound:
             self._begin_binding(step, origin)
-        out[...] = BOUND if is_bound else UNBOUND, training.binding.origin
+        out[...] = BOUND if is_bound else UNBOUND, engine.binding.origin
 
     def _begin_binding(self, step: int, origin: int) -> None:
-        training = self.store._training
-        training.steps.abandon()  # a step whose computation ended before its commit
-        training.wait()
-        training.binding.begin(step, origin)
+        engine = self.engine
+        engine.steps.abandon()  # a step whose computation ended before its commit
+        engine.wait()
+        engine.binding.begin(step, origin)
 
     def compare(self, outs: HostResult, call: HostCall) -> None:
         """Callback before the first step: compares params with the store's."""
-        self.store._training.health.check()
+        self.engine.health.check()
         for leaf in call.leaves:
             origin = call.origin(leaf)
-            self.store._training.binding.compare(leaf.number, leaf.params, origin)
+            self.engine.binding.compare(leaf.number, leaf.params, origin)
         outs.statuses[...] = FINITE
 
     def bind(
@@ -241,31 +256,31 @@ class HostSide:
                 "had read an old copy. Take the params from the store, params = "
                 "store.params(like=params), in every process"
             )
-        binding = self.store._training.binding
+        binding = self.engine.binding
         binding.finish()
         out[...] = BOUND, binding.origin
 
     def _clear_parts(self, outs: HostResult, call: HostCall) -> None:
         """Writes zeros into results of which other processes fill a part."""
-        if not self.store._training.group.is_alone:
-            records = self.store._training.opened.directory.manifest.leaves
+        if not self.engine.group.is_alone:
+            records = self.engine.opened.directory.manifest.leaves
             for leaf, out in zip(call.leaves, outs.arrays, strict=True):
                 if out is not None and not records[leaf.number].is_whole:
                     out[...] = 0
 
     def _check_all(self, step: int, statuses: Array) -> None:
         """Raises the failure of this process, or that of another."""
-        training = self.store._training
+        engine = self.engine
         if not np.any(statuses == FAILED):
-            training.health.check()
+            engine.health.check()
         else:
-            error = training.health.error or training.group.failure_of_others(step)
+            error = engine.health.error or engine.group.failure_of_others(step)
             raise self._known_to_all(error)
 
     def _known_to_all(self, error: BaseException) -> BaseException:
         """Has the next call raise an error that statuses have told all processes."""
-        if not self.store._training.group.is_alone:
-            self.store._training.health.fail_beside_others(error)
+        if not self.engine.group.is_alone:
+            self.engine.health.fail_beside_others(error)
         return error
 
     def recall(self, slots: Sequence[str], outs: HostResult, call: HostCall) -> None:
@@ -280,14 +295,14 @@ class HostSide:
             )
             for leaf, out in zip(call.leaves, outs.arrays, strict=True)
         ]
-        self.store._training.steps.recall(int(call.step), *requests)
+        self.engine.steps.recall(int(call.step), *requests)
         outs.statuses[...] = FINITE
 
     def update(
         self, description: StoreDescription, outs: HostResult, call: HostCall
     ) -> None:
         """Callback: takes gradients when ready, and updates leaves or shards."""
-        self.store._training.bind(description)
+        self.engine.bind(description)
         self._clear_parts(outs, call)
         places, requests = [], []
         for place, (leaf, out) in enumerate(zip(call.leaves, outs.arrays, strict=True)):
@@ -301,7 +316,7 @@ class HostSide:
                 is_bad = leaf.held == HOLD_NON_FINITE
                 outs.statuses[place] = NON_FINITE if is_bad else FINITE
         if requests:
-            is_finite = self.store._training.steps.update(int(call.step), *requests)
+            is_finite = self.engine.steps.update(int(call.step), *requests)
             outs.statuses[places] = np.where(is_finite, FINITE, NON_FINITE)
             if not self.checks_finite:
                 bad = [n for n, ok in zip(places, is_finite, strict=True) if not ok]
@@ -344,7 +359,7 @@ class HostSide:
 
     def finish(self, outs: HostResult, call: HostCall) -> None:
         """Callback: fetches a started update, after the last `start`; see `update`."""
-        self.store._training.health.check()
+        self.engine.health.check()
         own = self._started.finish(call.key)
         for out, found in zip(outs.arrays, own.arrays, strict=True):
             if out is not None:
@@ -377,20 +392,20 @@ class HostSide:
         statuses = np.empty_like(found)
         statuses[list(order)] = found
         self._check_all(int(step) + 1, statuses)
-        training = self.store._training
+        engine = self.engine
         if np.any(statuses == NON_FINITE) and self.checks_finite:
-            training.steps.abandon()
+            engine.steps.abandon()
             if self._nonfinite != "skip":
-                training.wait()  # commits the earlier steps
+                engine.wait()  # commits the earlier steps
                 error = self._non_finite(description, int(step), statuses)
                 raise self._known_to_all(error)
-            training.binding.advance(int(step))
+            engine.binding.advance(int(step))
             verdict[...] = SKIPPED
         else:
             named = named_scalars(description, scalars)
             pairs = zip(measured, inexact.tolist(), strict=True)
             leaves = {number: bound for number, bound in pairs if bound >= 0}
-            training.steps.finish(
+            engine.steps.finish(
                 int(step),
                 named,
                 int(skipped),
@@ -398,7 +413,7 @@ class HostSide:
                 is_compared=is_compared,
                 carry=dict(zip(paths, carried, strict=True)),
             )
-            training.binding.advance(int(step) + 1)
+            engine.binding.advance(int(step) + 1)
             verdict[...] = COMMITTED
 
     def _non_finite(

@@ -25,6 +25,7 @@ from jaxinf.engine import (
     StoreDescription,
     check_processes,
     distinct_shards,
+    engine_of,
     has_params,
     local_shards,
     read_feedback,
@@ -116,26 +117,26 @@ class HostInit:
         Raises:
           StoreMismatchError: the store has steps but must not, or has other leaves.
         """
-        training = self._store._training
+        engine = engine_of(self._store)
         with self._guard:
-            if not self._has_begun and training.commit is not None:
+            if not self._has_begun and engine.commit is not None:
                 if self._on_existing == "error":
                     raise StoreMismatchError(
                         f"{self._store.path}: expected no store there yet, as "
                         'on_existing="error" says, found one at step '
-                        f'{training.commit.step}; on_existing="resume" goes on with '
+                        f'{engine.commit.step}; on_existing="resume" goes on with '
                         'it, "restart" keeps it as a checkpoint and begins anew'
                     )
                 if self._on_existing == "restart":
-                    training.restart(self._description)
+                    engine.restart(self._description)
             is_first = not self._has_begun
             if not self._has_begun:
                 # An update of others must be given params in any case.
                 dtypes = {leaf.dtype for leaf in self._description.leaves}
                 self.has_seen_others = dtypes != {"float32"}
             self._has_begun = True
-        is_new = training.bind(self._description, may_create=True)
-        if is_first and not is_new and training.binding.has_advanced:
+        is_new = engine.bind(self._description, may_create=True)
+        if is_first and not is_new and engine.binding.has_advanced:
             raise StoreMismatchError(
                 f"{self._store.path}: expected the first init on this open store, "
                 "found one after steps of its own: it would keep moments and counts, "
@@ -152,21 +153,21 @@ class HostInit:
 
         Results: the error feedback, if there is any, and statuses.
         """
-        is_new, training = self.begin(), self._store._training
+        is_new, engine = self.begin(), engine_of(self._store)
         boxes = [(one.number, one.params, call.origin(one)) for one in call.leaves]
         if is_new:
             pairs = zip(boxes, call.leaves, strict=True)
             given = [FirstParams(*box, call.inputs(leaf)) for box, leaf in pairs]
-            training.initialise(self._description, given)
+            engine.initialise(self._description, given)
         for leaf, box, feedback in zip(call.leaves, boxes, outs.arrays, strict=True):
             if not is_new:
-                training.opened.chunks_of(leaf.number, call.origin(leaf), leaf.shape)
+                engine.opened.chunks_of(leaf.number, call.origin(leaf), leaf.shape)
                 self.see(*box)
             if feedback is not None:
                 feedback[...] = 0  # of a new store, and where others hold it
                 if not is_new:
                     origin = call.origin(leaf)
-                    read_feedback(training.opened, leaf.number, feedback, origin)
+                    read_feedback(engine.opened, leaf.number, feedback, origin)
         outs.statuses[...] = FINITE
 
     def see(self, number: int, shard: Array | None, origin: Sequence[int] = ()) -> None:
@@ -177,7 +178,7 @@ class HostInit:
           origin: index in the leaf of the shard's first element.
         """
         if not self.has_seen_others:
-            opened = self._store._training.opened
+            opened = engine_of(self._store).opened
             is_same = shard is not None and has_params(opened, number, shard, origin)
             self.has_seen_others = not is_same
 
@@ -190,8 +191,8 @@ class HostInit:
         """
         statuses, scalars = arguments
         if np.any(statuses == FAILED):
-            self._store._training.health.check()
-            raise self._store._training.group.failure_of_others(0)
+            engine_of(self._store).health.check()
+            raise engine_of(self._store).group.failure_of_others(0)
         for out, value in zip(outs, self.held_state(scalars), strict=True):
             out[...] = value
 
@@ -201,16 +202,16 @@ class HostInit:
         Returns:
           Step, skipped steps, origin (see `SmartUpdateState`) and scalar state.
         """
-        training = self._store._training
+        engine = engine_of(self._store)
         is_new = self.begin()
         self._has_begun = False  # the computation may run again
         if is_new:
-            training.finish_initialisation(named_scalars(self._description, scalars))
+            engine.finish_initialisation(named_scalars(self._description, scalars))
         else:
-            training.binding.release()
-            unseen = training.opened.finished.steps_without_params
+            engine.binding.release()
+            unseen = engine.opened.finished.steps_without_params
             warn_of_unseen(self._store.path, unseen)
-        commit = training.opened.finished
+        commit = engine.opened.finished
         self._check_scalars(scalars, commit.scalar_state)
         origin = int(not is_new and self.has_seen_others)
         counters = (commit.step, commit.skipped_steps, origin)
@@ -219,7 +220,7 @@ class HostInit:
 
     def agreed_origin(self, origin: Array) -> Array:
         """Returns the state's origin for all processes: one has seen other params."""
-        found = self._store._training.group.gather("init", lambda: int(origin))
+        found = engine_of(self._store).group.gather("init", lambda: int(origin))
         return np.array(max(found), np.int32)
 
     def _check_scalars(
@@ -258,16 +259,16 @@ def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
     if is_known:
         seen = [getattr(leaf, "sharding", None) for leaf in leaves]
         _check_memory(params, seen)
-        wrapped.store._training.shardings = on_one_mesh(seen)
+        wrapped.engine.shardings = on_one_mesh(seen)
     shardings = wrapped.shardings or (() if is_known else traced_shardings(leaves))
     program, update = wrapped.trace(params, wrapped.example_args)
-    check_processes(wrapped.store._training.group, mesh_of(shardings))
+    check_processes(wrapped.engine.group, mesh_of(shardings))
     description = wrapped.describe(program, update, shardings)
     if compat.is_tracing() or not is_known:
         made = _init_traced(wrapped, description, program, leaves, shardings)
     else:
         made = _init_eagerly(wrapped, description, program, leaves)
-    wrapped.store._training.shapes = Shapes.of(params)
+    wrapped.engine.shapes = Shapes.of(params)
     feedback = wrapped.structure_of_feedback(params).unflatten(made.feedback)
     return first_state(program, made.initial, made.held, feedback)
 
@@ -293,13 +294,13 @@ def _init_eagerly(
     program: InitProgram,
     leaves: Sequence[Any],
 ) -> _Initialised:
-    store, training = wrapped.store, wrapped.store._training
+    store, engine = wrapped.store, wrapped.engine
     host = HostInit(store, description, wrapped.on_existing)
     is_new = host.begin()
     initial, inputs = run_prologue(program, leaves)
     if is_new:
         for given in _first_params(leaves, inputs):
-            training.initialise(description, given)
+            engine.initialise(description, given)
             given.clear()
     else:
         for number, leaf in enumerate(leaves):  # before one is compared
@@ -307,7 +308,7 @@ def _init_eagerly(
                 bounds = [s.indices(n) for s, n in zip(index, leaf.shape, strict=True)]
                 extent = [stop - start for start, stop, _ in bounds]
                 start = [start for start, _, _ in bounds]
-                training.opened.chunks_of(number, start, extent)
+                engine.opened.chunks_of(number, start, extent)
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, DeferredArray):
                 host.see(number, None)
@@ -332,7 +333,7 @@ def _init_eagerly(
             for leaf, sharding in zip(leaves, places, strict=True)
         ]
     if not is_new:
-        opened, records = store._training.opened, store._manifest.leaves
+        opened, records = engine_of(store).opened, store._manifest.leaves
         feedback = [
             read_leaf(opened, number, like, len(records[number].states) - 1)
             for number, like in enumerate(feedback)

@@ -166,7 +166,7 @@ class StepCalls:
         state: SmartUpdateState,
     ) -> None:
         self._wrapped = wrapped
-        self._host, self._training = wrapped.host, wrapped.store._training
+        self._host, self._engine = wrapped.host, wrapped.engine
         self._description = description
         self._shardings = shardings
         self._mesh = mesh_of(shardings)
@@ -349,7 +349,7 @@ class StepCalls:
             return self._send_as(host, call, None, has_results=has_results)
         numbers = [leaf.number for leaf in leaves]
         chunk_shapes = {
-            n: self._training.grid(self._description, n).chunk_shape for n in numbers
+            n: self._engine.grid(self._description, n).chunk_shape for n in numbers
         }
         compress = compressor(compression, chunk_shapes)
         if not compression.warmup_steps:
@@ -454,4 +454,4 @@ class StepCalls:
         """Whether the params may equal the store's, and can be handed over for free."""
         is_free = shares_memory(is_local=self._mesh is not None)
         is_stored = params.dtype in (jnp.float32, jnp.bfloat16)
-        return is_free and is_stored and self._training.options.csd.takes_params
+        return is_free and is_stored and self._engine.options.csd.takes_params

@@ -14,7 +14,13 @@ from jax.sharding import NamedSharding
 
 from jaxinf import compat
 from jaxinf.compress import TopK
-from jaxinf.engine import Store, carried_leaves, check_compression, open_store
+from jaxinf.engine import (
+    Store,
+    carried_leaves,
+    check_compression,
+    engine_of,
+    open_store,
+)
 from jaxinf.optimizer.callback import check_device_configuration
 from jaxinf.optimizer.host_side import HostSide
 from jaxinf.optimizer.init import init_state
@@ -163,7 +169,7 @@ def _update_function(wrapped: Wrapped) -> Any:
         _refuse_outer()
         check_device_configuration()
         wrapped.check()
-        given = align(updates, params, wrapped.store._training.shapes)
+        given = align(updates, params, wrapped.engine.shapes)
         arrays = given.gradients, state, given.params
         everything = jax.tree.leaves((arrays, extra_args, carry))
         if any(isinstance(value, compat.Tracer) for value in everything):
@@ -229,8 +235,8 @@ def warn_of_varying_bits() -> None:
 
 def _warn_without_params(store: Store) -> None:
     """Warns once a run that its params are not compared with the store's."""
-    if not store._training.has_warned_of_params:
-        store._training.has_warned_of_params = True
+    if not engine_of(store).has_warned_of_params:
+        engine_of(store).has_warned_of_params = True
         warnings.warn(
             f"{store.path}: update was given no params. Whether they are those of the "
             "store, and whether updates are applied unchanged, cannot be seen. Give "

@@ -27,6 +27,7 @@ from jaxinf.engine import (
     StoreDescription,
     carried_leaves,
     check_carried,
+    engine_of,
     shard_counts,
 )
 from jaxinf.optimizer.callback import FAILED
@@ -142,7 +143,7 @@ def _stored_shardings(
     Returns:
       The same, with replicated leaves where the chunks do not divide at the shards.
     """
-    if store._training.commit is None:
+    if engine_of(store).commit is None:
         return shardings
     if len(store._manifest.leaves) != len(leaves):
         return shardings  # refused where the store is bound
@@ -168,7 +169,7 @@ def _divides(
 ) -> bool:
     local = sharding.shard_shape(shape)
     return all(
-        store._training.opened.divides(
+        engine_of(store).opened.divides(
             leaf, [n * extent for n, extent in zip(place, local, strict=True)], local
         )
         for place in itertools.product(*map(range, shard_counts(sharding, shape)))
@@ -209,7 +210,7 @@ def run_update(
     description = wrapped.describe(init, program, places.stored)
     _check(wrapped, description, state, gradients)
     names = {state.name for leaf in description.leaves for state in leaf.states}
-    check_carried(wrapped.store._training, carried, names)
+    check_carried(wrapped.engine, carried, names)
     on_device = _device_params(wrapped, known, params, extra_args)
     old = jax.tree.leaves(in_jax(state))
     feedback = jax.tree.leaves(state.error_feedback)
@@ -314,8 +315,8 @@ def _check(
                 f"update: leaf {leaf.name}: expected a gradient of the params' shape "
                 f"{leaf.shape}, found {gradient.shape}"
             )
-    if wrapped.store._training.commit is not None:
-        wrapped.store._training.bind(description)  # refuses it while it is traced
+    if wrapped.engine.commit is not None:
+        wrapped.engine.bind(description)  # refuses it while it is traced
 
 
 def _device_params(

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from jaxinf import compat
 from jaxinf.compress import TopK
 from jaxinf.engine import (
+    Engine,
     Store,
     StoreDescription,
     check_compressed,
@@ -239,6 +240,10 @@ class Wrapped:
         return self.host.store
 
     @property
+    def engine(self) -> Engine:
+        return self.host.engine
+
+    @property
     def has_feedback(self) -> bool:
         return keeps_feedback(self.compression)
 
@@ -248,7 +253,7 @@ class Wrapped:
 
         They are the caller's, or those of the params in the last `init` on the store.
         """
-        return self.given_shardings or self.store._training.shardings
+        return self.given_shardings or self.engine.shardings
 
     def update_dtype(
         self, gradient: jax.Array | None, params: jax.Array | None
@@ -261,8 +266,8 @@ class Wrapped:
 
     def check(self) -> None:
         """Raises the exception that stopped the store, if any."""
-        if self.store._training.health.error is not None:
-            self.store._training.health.tell()
+        if self.engine.health.error is not None:
+            self.engine.health.tell()
 
     def trace(
         self, params: PyTree, extra_args: Mapping[str, Any]
@@ -312,9 +317,9 @@ class Wrapped:
             for number, leaf in enumerate(update.leaves)
         ]
         holders: list[tuple[tuple[int, ...], ...]] = []
-        if not self.store._training.group.is_alone:
+        if not self.engine.group.is_alone:
             mesh = shardings[0].mesh if shardings else None
-            check_processes(self.store._training.group, mesh)
+            check_processes(self.engine.group, mesh)
             holders = [
                 shard_holders(shardings[number], leaf.info.shape)
                 for number, leaf in enumerate(update.leaves)

@@ -11,7 +11,12 @@ from typing import Any
 import optax
 
 from jaxinf.compress import TopK
-from jaxinf.engine import Store, check_compression, open_store
+from jaxinf.engine import (
+    Store,
+    check_compression,
+    engine_of,
+    open_store,
+)
 from jaxinf.program import Average, NonFinitePolicy, check_nonfinite
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
@@ -131,7 +136,7 @@ def stream(
     check_compression(compress, owned)
     is_compressed = compress is not None
     check_device_updates(device_updates, owned, is_compressed=is_compressed)
-    options = replace(options, together=GroupStep(owned._training))
+    options = replace(options, together=GroupStep(engine_of(owned)))
     return StreamedStep(loss_fn, tx, owned, options)
 
 
@@ -212,7 +217,7 @@ def stream_function(
     )
     owned = _opened(store, options)
     closes = owned is not store
-    options = replace(options, together=GroupStep(owned._training))
+    options = replace(options, together=GroupStep(engine_of(owned)))
     return StreamedFunction(fn, owned, options, closes=closes, average=average)
 
 

@@ -14,7 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinf.engine import Store, check_like
+from jaxinf.engine import (
+    Store,
+    check_like,
+    engine_of,
+)
 from jaxinf.errors import StreamError
 from jaxinf.streaming.bound import Fitted
 from jaxinf.streaming.near_storage import StoreParamsEnds
@@ -52,10 +56,10 @@ class FunctionEnds(StoreParamsEnds):
         *,
         average: bool,
     ) -> None:
-        training = store._training
+        engine = engine_of(store)
         if average:
-            training.opened.averaged(0)  # or refuses
-        store_units = StoreUnits(ready.traced.params, training.opened.can_move)
+            engine.opened.averaged(0)  # or refuses
+        store_units = StoreUnits(ready.traced.params, engine.opened.can_move)
         super().__init__(store, store_units, options, average=average)
         self._units = {store_units.unit(piece) for piece in ready.lifetimes.sizes}
         self._beside_bytes = beside_bytes
@@ -67,7 +71,7 @@ class FunctionEnds(StoreParamsEnds):
                 beside_bytes = max(beside_bytes, memory_bytes // BUFFERS_SHARE)
             memory_bytes -= beside_bytes
         limit = self.options.limit_within(budgets, ready.traced.mesh)
-        own_bytes = memory_bytes - self._training.opened.export_bytes
+        own_bytes = memory_bytes - self._engine.opened.export_bytes
         division = divide_rest(own_bytes - reader_bytes(own_bytes), limit)
         return division.without(
             max((u.whole_bytes for u in self._units if not u.is_divided), default=0),
@@ -133,7 +137,7 @@ class StreamedFunction(Step):
           StreamError: A leaf is not an array of floating-point numbers.
         """
         check_params(params)
-        check_like(self.store._training.opened, params)
+        check_like(engine_of(self.store).opened, params)
         self._params = abstract(params)
 
     def __call__(self, batch: PyTree) -> PyTree:
@@ -200,9 +204,9 @@ class StreamedFunction(Step):
 
     def _join(self) -> None:
         if self._average:
-            self.store._training.wait()  # a commit writes all of it to the drive
+            engine_of(self.store).wait()  # a commit writes all of it to the drive
         else:
-            self.store._training.join()
+            engine_of(self.store).join()
 
 
 def _tree_of(store: Store) -> PyTree:

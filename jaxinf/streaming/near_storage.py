@@ -7,7 +7,14 @@ chunks alone, so a step can be planned before its store is made.
 import math
 from collections.abc import Mapping, Sequence
 
-from jaxinf.engine import Store, StoreShape, SubgroupLayout, can_take, moved_states
+from jaxinf.engine import (
+    Store,
+    StoreShape,
+    SubgroupLayout,
+    can_take,
+    engine_of,
+    moved_states,
+)
 from jaxinf.io import ByteCounts
 from jaxinf.program import UpdateProgram, effect_of_nonfinite
 from jaxinf.store import MASTER_PARAMS, csd_shares, plans_folder
@@ -42,7 +49,7 @@ class StoreParamsEnds(Ends):
         self, store: Store, store_units: StoreUnits, options: Options, *, average: bool
     ) -> None:
         super().__init__(options)
-        self._store, self._training = store, store._training
+        self._store, self._engine = store, engine_of(store)
         self._store_units, self._average = store_units, average
 
     def passing_bytes(self, plan: Plan) -> int:
@@ -60,7 +67,7 @@ class StoreParamsEnds(Ends):
         return StoreParams(
             self._store_units,
             StoreReader(
-                self._training, READER_BYTES, reading.num_first, average=self._average
+                self._engine, READER_BYTES, reading.num_first, average=self._average
             ),
             reading,
             self.options.device,
@@ -101,13 +108,13 @@ class StoreEnds(StoreParamsEnds):
         self.num_drives = max(1, shape.directory.num_csds)
         self.saved_in = None if options.replan else store.path
         bits = {"is_deterministic": options.deterministic}
-        self._numbers = PassRunner(self._training, program, passes, **bits)
-        self._compressor = Compressor(self._training, options.compress, shape, **bits)
+        self._numbers = PassRunner(self._engine, program, passes, **bits)
+        self._compressor = Compressor(self._engine, options.compress, shape, **bits)
         arrivals = arrivals_of(pieces, [leaf.shape for leaf in params], passes.whole)
         self._numbers_bytes = max(
             self._numbers.compile(arrivals), self._compressor.compile(self._units)
         )
-        rewrites = self._training.options.rewrites_steps
+        rewrites = self._engine.options.rewrites_steps
         self._is_deferred = passes.num_passes > 1 or rewrites
         self._assigning = Assigning(
             options.device_updates,
@@ -177,7 +184,7 @@ class StoreEnds(StoreParamsEnds):
     # --- bound ---------------------------------------------------------------------
 
     def scratch(self, content: str) -> Scratch:
-        opened = self._training.opened
+        opened = self._engine.opened
         directory = opened.directory
         folders = [Folder(plans_folder(self._store.path))]
         if directory.manifest.csds:
@@ -192,7 +199,7 @@ class StoreEnds(StoreParamsEnds):
             spill = Spill(self.scratch("gradients"), waits)
             room_bytes -= waits.capacity_bytes
         return StoreSink(
-            self._training,
+            self._engine,
             self._program,
             self._numbers,
             self._compressor,

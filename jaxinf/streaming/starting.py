@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
+    Engine,
     FirstParams,
     StoreDescription,
-    Training,
     check_compressed,
     describe,
     gradient_forms,
@@ -111,7 +111,7 @@ def planned_leaves(
 
 
 def write_leaf(
-    training: Training,
+    engine: Engine,
     description: StoreDescription,
     leaf: int,
     inputs: ScalarInputs,
@@ -119,7 +119,7 @@ def write_leaf(
     memory_bytes: int,
 ) -> None:
     """Makes the next leaf, and writes its params and first state; blocks."""
-    opened = training.opened
+    opened = engine.opened
     opened.handler.drain()
     opened.fleet.limit_memory(0)  # idle buffers leave the leaf their memory
     shards = next(made)
@@ -127,4 +127,4 @@ def write_leaf(
     for index, shard in shards:
         origin = [dim.start or 0 for dim in index]
         given = FirstParams(leaf, shard, origin, inputs)
-        training.initialise(description, [given])
+        engine.initialise(description, [given])

@@ -21,6 +21,7 @@ from jaxinf.engine import (
     Store,
     check_processes,
     distinct_shards,
+    engine_of,
 )
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged
@@ -151,17 +152,17 @@ class StreamedStep(TrainingStep):
     def _start_pieces(self, avals: PyTree, leaves: MakeLeaves) -> None:
         ready = self._ready
         pieces = () if ready is None else ready.gradient_pieces
-        training = self.store._training
+        engine = engine_of(self.store)
         held = check_params(avals)
         check_mesh(mesh := mesh_of(avals), self._options.policy)
-        check_processes(training.group, mesh)
+        check_processes(engine.group, mesh)
         update = self._traced_optimizer(avals)
         first, description = described(*self._made_of, update, avals, pieces)
         plain = jax.tree.leaves(without_shardings(avals))
         scalars, inputs = initial_inputs(first, plain)
         made: Iterator[Iterable[Shard]] = iter(())
-        if training.commit is None:
-            check, shape = None, training.shape(description)
+        if engine.commit is None:
+            check, shape = None, engine.shape(description)
             if ready is not None:
                 what = self.store, ready, update, shape, self._options
                 make = partial(StoreEnds, *what)
@@ -170,12 +171,12 @@ class StreamedStep(TrainingStep):
             tier_bytes = shape.options.host_tier_bytes
             made = planned_leaves(self._options, leaves, check, tier_bytes)
         self._params = avals
-        if training.bind(description, may_create=True, uses_budget=False):
+        if engine.bind(description, may_create=True, uses_budget=False):
             given = made, self._options.memory_bytes
             for number in range(len(held)):
-                write_leaf(training, description, number, inputs[number], *given)
-            training.finish_initialisation(scalars)
-        self._num_skipped = training.opened.finished.skipped_steps
+                write_leaf(engine, description, number, inputs[number], *given)
+            engine.finish_initialisation(scalars)
+        self._num_skipped = engine.opened.finished.skipped_steps
         return_freed_memory()  # of traces and of the first params
 
     def params(self, like: PyTree = None) -> PyTree:
@@ -241,28 +242,28 @@ class StreamedStep(TrainingStep):
             known=known,
         )
         check_mesh(ready.traced.mesh, options.policy)
-        check_processes(self.store._training.group, ready.traced.mesh)
+        check_processes(engine_of(self.store).group, ready.traced.mesh)
         return ready
 
     def _ends(self, ready: Prepared) -> StoreEnds:
         program = self._traced_optimizer(self._started())
-        shape = self.store._training.opened
+        shape = engine_of(self.store).opened
         return StoreEnds(self.store, ready, program, shape, self._options)
 
     def _dry(
         self, batch: PyTree, params: PyTree, options: Options, like: Count | None
     ) -> Count:
         avals = self._started() if params is None else params
-        training = self.store._training
+        engine = engine_of(self.store)
         ready = self._traced(avals, batch, None if like is None else like._ready)
         with outside_mesh():
             update = None if like is None else like._update
             update = update or self._traced_optimizer(avals)
             _, made = described(*self._made_of, update, avals, ready.gradient_pieces)
-            shape = training.shape(made)
+            shape = engine.shape(made)
             num_bytes = sum(required_bytes(shape.directory).values())
             ends = StoreEnds(self.store, ready, update, shape, options)
-            now_bytes = 0 if training.commit is None else num_bytes
+            now_bytes = 0 if engine.commit is None else num_bytes
             return count(ends, ready, update, num_bytes, now_bytes)
 
     def _traced_optimizer(self, params: PyTree) -> UpdateProgram:
@@ -273,13 +274,13 @@ class StreamedStep(TrainingStep):
         return self._update[1]
 
     def _take_turn(self, key: Any) -> Bound:
-        self.store._training.health.check()
+        engine_of(self.store).health.check()
         bound = super()._take_turn(key)
-        self.store._training.opened.limit_memory(bound.store_bytes)
+        engine_of(self.store).opened.limit_memory(bound.store_bytes)
         return bound
 
     def _join(self) -> None:
-        self.store._training.join()
+        engine_of(self.store).join()
 
     def function(
         self, fn: Callable[..., Any], *, average: bool = False
@@ -321,9 +322,9 @@ class StreamedStep(TrainingStep):
         Raises:
           ValueError, TypeError: It is not JSON.
         """
-        training = self.store._training
-        training.join()
-        self.store.annotate(training.opened.finished.step + 1, payload)
+        engine = engine_of(self.store)
+        engine.join()
+        self.store.annotate(engine.opened.finished.step + 1, payload)
 
     def close(self) -> None:
         """Finishes the commit in flight and closes the store; idempotent."""

@@ -26,6 +26,7 @@ from jaxinf.engine import (
     can_take,
     check_compressed,
     describe,
+    engine_of,
     gradient_forms,
     keeps_feedback,
     moved_states,
@@ -201,7 +202,7 @@ def _moved(config: TrainConfig) -> dict[str, int]:
     members = [Member("0" * 32, n, count) for n in range(count)]
     with _planned_store(config) as (_, store):
         of_each = [
-            _moved_by(config, description, store._training.shape(description, member))
+            _moved_by(config, description, engine_of(store).shape(description, member))
             for member in (members if count > 1 else [None])
         ]
     return {name: max(one[name] for one in of_each) for name in of_each[0]}

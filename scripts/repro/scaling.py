@@ -110,7 +110,7 @@ def measure(
     for repetition in range(arguments.reps + 1):
         began, cpu = time.perf_counter(), time.process_time()
         rig.step()
-        rig.store._training.join()
+        rig.store._engine.join()
         if repetition:  # the first only warms up and compiles
             times.append(time.perf_counter() - began)
             busy.append((time.process_time() - cpu) / times[-1] / (os.cpu_count() or 1))

@@ -127,7 +127,7 @@ def test_sizes_that_functions_refuse(value, tmp_path):
 
 def test_sizes_as_text(tmp_path):
     with jaxinf.open_store(tmp_path / "one", memory_bytes="96MiB") as store:
-        assert store._training.options.memory_bytes == 96 << 20
+        assert store._engine.options.memory_bytes == 96 << 20
     with jaxinf.stream_function(
         jax.tree.map,
         tmp_path / "two",

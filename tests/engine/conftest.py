@@ -23,4 +23,4 @@ def drive(place: Path) -> Iterator[Callable[..., Driver]]:
 
     yield make
     for driver in drivers:
-        driver.training.close()
+        driver.engine.close()

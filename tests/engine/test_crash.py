@@ -150,7 +150,7 @@ def test_stopped_at_each_stage(place, drive, stage, num_csds):
             (files.path / "current.tmp").symlink_to("slots/a")
     image = place.with_name(f"{place.name}-image")
     os.system(f"cp -a {place} {image}")
-    driver.training.close()
+    driver.engine.close()
     shutil.rmtree(place)
     image.rename(place)  # the symlinks of CSDs are absolute
 

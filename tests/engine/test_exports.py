@@ -60,7 +60,7 @@ def export(drive, place):
 
     yield make
     for driver in made:  # a test that failed left one that never ends
-        driver.store._training.exports.end(waits=False)
+        driver.store._engine.exports.end(waits=False)
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def methods(driver):
         lambda: store.annotate(99, None),
         store.check,
         store.wait,
-        lambda: driver.store._training.steps.update(driver.at, driver.part(0)),
-        lambda: driver.store._training.steps.finish(driver.at, [], 0),
+        lambda: driver.store._engine.steps.update(driver.at, driver.part(0)),
+        lambda: driver.store._engine.steps.finish(driver.at, [], 0),
     ]
 
 
@@ -67,7 +67,7 @@ def test_a_damaged_chunk_that_is_read(drive, how, num_csds):
     break_chunk(driver, how, "a")
     with pytest.raises(StoreIOError, match=r"params\.embed/c/0/0"):
         driver.update()
-    error = driver.training.health.error
+    error = driver.engine.health.error
     check_all_raise(driver, error)
     driver.close()
     assert driver.opened.commit.step == 2
@@ -87,7 +87,7 @@ def test_a_damaged_chunk_that_is_written(drive, how):
     break_chunk(driver, how, "b", state="trace")
     with pytest.raises(StoreIOError, match=r"trace\.embed/c/0/0"):
         step_and_wait(driver)
-    check_all_raise(driver, driver.training.health.error)
+    check_all_raise(driver, driver.engine.health.error)
     driver.close()
     driver = drive()
     assert driver.store.step == 2
@@ -96,11 +96,11 @@ def test_a_damaged_chunk_that_is_written(drive, how):
 def test_damage_found_by_reading_stops_the_store_too(drive):
     drive().init().steps(2).close()
     driver = drive()
-    driver.training.bind(driver.description)
+    driver.engine.bind(driver.description)
     break_chunk(driver, "truncated", "a")
     with pytest.raises(StoreIOError, match=r"truncated: expected \d+ bytes, found 100"):
         driver.store.params(driver.initial)
-    check_all_raise(driver, driver.training.health.error)
+    check_all_raise(driver, driver.engine.health.error)
 
 
 def fail_in_the_background(driver):
@@ -137,13 +137,13 @@ def test_what_is_known_is_not_raised_again_by_close(drive):
     fail_in_the_background(driver)
     with pytest.raises(StoreIOError, match=r"publish.lock: lock"):
         driver.store.wait()
-    check_all_raise(driver, driver.training.health.error)
+    check_all_raise(driver, driver.engine.health.error)
     driver.close()
 
 
 def use_and_fail(driver):
     with driver.store:
-        driver.training.health.fail(StoreIOError("the drive's"))
+        driver.engine.health.fail(StoreIOError("the drive's"))
         raise KeyError("mine")
 
 
@@ -151,7 +151,7 @@ def test_an_error_of_the_body_is_not_hidden_by_close(drive):
     driver = drive().init().steps(2)
     with pytest.raises(KeyError, match="mine"):
         use_and_fail(driver)
-    assert driver.training.health.is_closed
+    assert driver.engine.health.is_closed
 
 
 def test_errors_of_callers_stop_the_workers(drive):
@@ -159,8 +159,8 @@ def test_errors_of_callers_stop_the_workers(drive):
     part = driver.part(0)
     part.probe[...] = 77
     with pytest.raises(DivergedParamsError):
-        driver.store._training.steps.update(1, part)
-    check_all_raise(driver, driver.training.health.error)
+        driver.store._engine.steps.update(1, part)
+    check_all_raise(driver, driver.engine.health.error)
     driver.close()
     drive().init().check(1)
 
@@ -173,9 +173,9 @@ def test_many_threads_get_the_same_exception(drive):
 
     def update(number):
         try:
-            driver.store._training.steps.update(2, driver.part(number))
+            driver.store._engine.steps.update(2, driver.part(number))
             driver.store.wait()
-            driver.store._training.steps.finish(2, [], 0)
+            driver.store._engine.steps.finish(2, [], 0)
         except BaseException as error:
             raised.append(error)
 
@@ -187,8 +187,8 @@ def test_many_threads_get_the_same_exception(drive):
         assert not thread.is_alive()
     own = [e for e in raised if not isinstance(e, AssertionError)]
     assert own
-    assert all(error is driver.training.health.error for error in own)
-    driver.training.close()
+    assert all(error is driver.engine.health.error for error in own)
+    driver.engine.close()
     assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
 
 
@@ -223,7 +223,7 @@ def test_closing_beside_a_running_step(drive):
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
     assert isinstance(raised[0], StoreClosedError)
-    assert driver.training.health.error is None
+    assert driver.engine.health.error is None
     assert all(csd.memory.used_bytes == 0 for csd in driver.opened.csds)
     step = driver.opened.commit.step
     again = drive(leaves=MORE).init()
@@ -267,17 +267,17 @@ def test_what_arrives_late_of_a_step_that_failed(drive):
     with pytest.raises(StoreIOError, match=r"params\.half/c/0/0") as caught:
         driver.update([3])
     with pytest.raises(StoreIOError) as again:
-        driver.store._training.steps.update(3, late)
+        driver.store._engine.steps.update(3, late)
     assert again.value is caught.value
     driver.close()
-    for action in (lambda: driver.store._training.steps.update(3, late), driver.finish):
+    for action in (lambda: driver.store._engine.steps.update(3, late), driver.finish):
         with pytest.raises(StoreIOError) as again:
             action()
         assert again.value is caught.value
     reopened = drive(driver.store.path)
     assert reopened.store.step == 3
     reopened.at = 3
-    reopened.training.bind(reopened.description)
+    reopened.engine.bind(reopened.description)
     with pytest.raises(StaleStateError, match="of step 2, the store is at step 3"):
-        reopened.store._training.steps.update(2, late)
-    assert not reopened.store._training.steps.is_open
+        reopened.store._engine.steps.update(2, late)
+    assert not reopened.store._engine.steps.is_open

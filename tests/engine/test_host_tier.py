@@ -46,7 +46,7 @@ def moved(driver, num_steps):
     """Bytes that the next steps read and write."""
     before = driver.opened.meters.snapshot()
     driver.steps(num_steps)
-    driver.training.join()
+    driver.engine.join()
     traffic = driver.opened.meters.snapshot() - before
     return traffic.drive_read_bytes, traffic.drive_write_bytes
 
@@ -57,7 +57,7 @@ def moved(driver, num_steps):
 )
 def test_what_stays_is_not_read_again(tiered, tier, num_csds):
     driver = tiered(tier=tier, num_csds=num_csds).init().steps(2)
-    driver.training.join()
+    driver.engine.join()
     stays = state_bytes(driver, staying=True)
     rest = state_bytes(driver, staying=False)
     assert (stays > 0) == (tier > 0)
@@ -74,7 +74,7 @@ def test_what_stays_is_not_read_again(tiered, tier, num_csds):
 @pytest.mark.parametrize("tier", family([700_000, ALL], short=[700_000]))
 def test_with_rare_commits_it_is_written_at_a_commit_alone(tiered, tier):
     driver = tiered(tier=tier, durability=3).init().steps(3)
-    driver.training.join()
+    driver.engine.join()
     stays = state_bytes(driver, staying=True)
     rest = state_bytes(driver, staying=False)
     for _ in range(2):
@@ -88,7 +88,7 @@ def test_with_rare_commits_it_is_written_at_a_commit_alone(tiered, tier):
 @pytest.mark.parametrize("durability", family([3, "checkpoint"], short=[3]))
 def test_a_crash_costs_the_steps_since_the_last_commit(tiered, place, tier, durability):
     driver = tiered(tier=tier, durability=durability).init().steps(5)
-    driver.training.join()
+    driver.engine.join()
     shutil.copytree(driver.store.path, place / "crashed", symlinks=True)
     crashed = tiered(place / "crashed", tier=tier)
     committed = 3 if durability == 3 else 0
@@ -125,7 +125,7 @@ def test_a_step_that_is_given_up_leaves_memory_as_before(
 ):
     driver = tiered(tier=tier, durability=durability).init().steps(3)
     driver.update(order, gradient=7.0)
-    driver.training.steps.abandon()
+    driver.engine.steps.abandon()
     driver.steps(4).check(7)
 
 
@@ -139,7 +139,7 @@ def test_uncommitted_steps_that_were_overwritten_in_memory_are_lost(tiered):
     driver = tiered(tier=ALL, durability=10).init().steps(3)
     driver.update([0])
     with pytest.raises(StoreError, match="step 4 was given up"):
-        driver.training.steps.abandon()
+        driver.engine.steps.abandon()
     with pytest.raises(StoreError, match="step 4 was given up"):
         driver.close()
     tiered(tier=ALL).init().check(0)
@@ -149,7 +149,7 @@ def test_a_drive_that_fails_at_the_commit_costs_the_steps_since_the_last(
     tiered, monkeypatch
 ):
     driver = tiered(tier=ALL, durability=10).init().steps(3)
-    driver.training.join()
+    driver.engine.join()
     full = OSError(28, "No space left on device")
     with monkeypatch.context() as context:
 
@@ -180,7 +180,7 @@ def test_damage_is_found_when_the_state_is_read(tiered):
 
 def test_a_tier_beyond_the_free_memory_is_refused(tiered, place, monkeypatch):
     driver = tiered(tier=ALL).init().steps(2)
-    driver.training.join()
+    driver.engine.join()
     held = driver.opened.handler._queues.memories[0].prefetched.values()
     held_bytes = sum(resident.task.layout.num_bytes for resident in held)
     driver.close()

@@ -28,7 +28,7 @@ def test_a_flipped_bit_is_named_and_not_trained_on(
     driver.close()
     file = flip(driver, leaf, state, byte)
     again = drive(driver.store.path, **options)
-    again.training.bind(again.description)
+    again.engine.bind(again.description)
     again.at = 3
     number = list(again.leaves).index(leaf)
     with pytest.raises(StoreCorruptError, match=f"leaf {leaf}, {state}, chunk 0") as e:
@@ -75,7 +75,7 @@ def test_a_subgroup_that_is_read_twice_must_be_the_same(drive, num_read_first):
 
 
 def give_up_and_update(driver, number):
-    driver.store._training.steps.abandon()  # the prefetch may find it, too
+    driver.store._engine.steps.abandon()  # the prefetch may find it, too
     driver.update([number])
 
 
@@ -126,15 +126,15 @@ def flip_and_step(drive, driver, num_steps):
     """Steps on a store with a flipped bit; returns the steps before its detection."""
     flip(driver, "w", "trace", byte=5)
     again = drive(driver.store.path, leaves=LEAVES)
-    again.training.bind(again.description)
+    again.engine.bind(again.description)
     again.at = again.store.step
     number = list(again.leaves).index("w")
     for done in range(num_steps):
         part = again.part(number)
         part = jaxinf.engine.UpdateRequest(**{**vars(part), "probe": np.zeros(0)})
         try:
-            again.store._training.steps.update(again.at, part)
-            again.store._training.steps.abandon()
+            again.store._engine.steps.update(again.at, part)
+            again.store._engine.steps.abandon()
             again.opened.chunks.end_step()
         except StoreCorruptError:
             with contextlib.suppress(StoreCorruptError):

@@ -17,11 +17,11 @@ def test_a_flipped_bit_is_found_by_the_update(drive, state, memory_bytes, ahead)
     driver.close()
     file = flip(driver, "w", state, byte=700_001)
     again = drive(driver.store.path, **options)
-    again.training.bind(again.description)
+    again.engine.bind(again.description)
     again.at = 2
     number = list(again.leaves).index("w")
     if ahead:
-        again.store._training.steps.update(2, again.part(list(again.leaves).index("s")))
+        again.store._engine.steps.update(2, again.part(list(again.leaves).index("s")))
         handler, chunks = again.opened.handler, again.opened.chunks
         shape = again.part(number).gradient.shape
         layouts = again.opened.layouts(number, (0, 0), shape)

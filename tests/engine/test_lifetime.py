@@ -66,7 +66,7 @@ def no_new_threads():
 def test_a_commit_without_a_thread_of_its_own(drive, caplog):
     driver = drive().init().steps(2)
     driver.update()
-    driver.store._training.join()
+    driver.store._engine.join()
     with no_new_threads():
         driver.finish()
     assert "no thread to commit step 3 in the background" in caplog.text

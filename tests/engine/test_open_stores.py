@@ -16,10 +16,10 @@ def test_a_second_opening_gets_the_same_store(open_store, place):
     tx = jaxinf.smart_update(optax.adam(1e-2), first)
     state = tx.init(PARAMS)
     second = open_store()
-    assert second._training is first._training
+    assert second._engine is first._engine
     link = place / "link"
     link.symlink_to(place / "store")
-    assert open_store("link")._training is first._training
+    assert open_store("link")._engine is first._engine
     _, state = tx.update(PARAMS, state, PARAMS)
     second.wait(state)
     assert second.step == first.step == 1
@@ -37,7 +37,7 @@ def test_the_last_handle_closes(open_store):
         assert third.step == 0
     assert first.exists
     first.close()
-    assert open_store()._training is not first._training
+    assert open_store()._engine is not first._engine
 
 
 def test_close_by_path_ends_all(open_store, place):
@@ -64,7 +64,7 @@ def test_store_of_a_path(open_store, place):
 
 def test_options_of_the_open_store(open_store, place):
     first = open_store(memory_bytes=1 << 20, durability=2)
-    assert open_store(durability=2)._training is first._training
+    assert open_store(durability=2)._engine is first._engine
     for options, message in (
         ({"memory_bytes": 1 << 21}, "memory_bytes=2097152: the store is open"),
         ({"durability": "step"}, r"with durability=2, .*leave it out, or close"),

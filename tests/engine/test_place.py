@@ -34,8 +34,8 @@ def test_room_is_asked_for_once(drive, place, asked):
 
 def test_the_unfinished_store_cannot_be_updated(drive):
     driver = drive()
-    assert driver.training.bind(driver.description, may_create=True)
+    assert driver.engine.bind(driver.description, may_create=True)
     with pytest.raises(StaleStateError, match=r"call tx\.init\(params\) on it first"):
-        driver.training.bind(driver.description)
-    assert driver.training.commit is None
-    assert driver.training.has_files
+        driver.engine.bind(driver.description)
+    assert driver.engine.commit is None
+    assert driver.engine.has_files

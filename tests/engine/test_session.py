@@ -116,7 +116,7 @@ def test_no_space(place, drive):
     with pytest.raises(
         StoreSpaceError, match=r"free some, or choose another directory"
     ):
-        driver.training.bind(description, may_create=True)
+        driver.engine.bind(description, may_create=True)
     assert not (place / "store").exists()
     driver.init().steps(1).check(1)
 
@@ -172,10 +172,10 @@ def test_one_maker(drive, place):
 
 def test_a_second_init_makes_a_new_store_anew(drive, place):
     driver = drive()
-    assert driver.training.bind(driver.description, may_create=True)
+    assert driver.engine.bind(driver.description, may_create=True)
     workers = threads()
     other = Driver(place / "elsewhere", {"v": ((5,), "float32")})
-    assert driver.training.bind(other.description, may_create=True)
+    assert driver.engine.bind(other.description, may_create=True)
     assert threads() == workers
     assert [leaf.name for leaf in driver.store._manifest.leaves] == ["v"]
     other.close()
@@ -192,7 +192,7 @@ def threads():
 def test_update_needs_init(drive):
     driver = drive()
     with pytest.raises(StaleStateError, match=r"call tx\.init\(params\) on it first"):
-        driver.training.bind(driver.description)
+        driver.engine.bind(driver.description)
     driver.init().step()
 
 
@@ -209,7 +209,7 @@ def test_creation_cut_short(drive, place, num_csds, files):
         manifest.write(place / "store" / "jaxinf.json")
         driver.close()
     elif files == "all":
-        driver.training.bind(driver.description, may_create=True)
+        driver.engine.bind(driver.description, may_create=True)
         driver.close()
     else:
         driver.init().close()
@@ -297,7 +297,7 @@ def test_other_optimizers_and_trees(drive):
         driver.init()
     driver.close()
     driver = drive(tx=optax.sgd(0.25, momentum=0.75))  # constants are no difference
-    assert not driver.training.bind(driver.description)
+    assert not driver.engine.bind(driver.description)
 
 
 def test_equations_of_other_versions_go_on_with_a_warning(drive, place, caplog):
@@ -307,7 +307,7 @@ def test_equations_of_other_versions_go_on_with_a_warning(drive, place, caplog):
     document["created_by"]["optax"] = "0.1"
     path.write_bytes(seal(document))
     driver = drive(tx=optax.sgd(0.5, momentum=0.5, nesterov=True))
-    assert not driver.training.bind(driver.description)
+    assert not driver.engine.bind(driver.description)
     assert "so do the versions of jax or optax" in caplog.text
 
 

@@ -44,7 +44,7 @@ def test_steps_are_exact(drive, num_csds, options):
     limit = driver.opened.options.memory_bytes
     if driver.opened.options.csd.has_cards:  # a card holds at least one subgroup
         limit = max(limit, set_bytes(4 * NUM_BYTES * PAGE, 4 * PAGE))
-    assert driver.training.opened.fleet.peak_bytes <= limit
+    assert driver.engine.opened.fleet.peak_bytes <= limit
 
 
 def test_steps_by_direct_io(drive, tmp_path):
@@ -65,7 +65,7 @@ def test_leaves_larger_than_memory(drive):
     cut = [layout.subgroup.offset_elements for layout in layouts]
     assert any(offset > 0 for offset in cut)
     driver.steps(3).check(3)
-    assert driver.training.opened.fleet.peak_bytes <= options["memory_bytes"]
+    assert driver.engine.opened.fleet.peak_bytes <= options["memory_bytes"]
     driver.close()
     # The budget belongs to the run, not to the store.
     driver = drive(leaves=LARGE, num_workers=1, memory_bytes=1 << 22).init()
@@ -141,7 +141,7 @@ def test_frozen_leaves_cost_nothing(drive, num_csds):
             if name != "warm":
                 start = driver.initial[name]
                 part = type(part)(**{**vars(part), "probe": start.ravel()[:8]})
-            driver.store._training.steps.update(driver.at, part)
+            driver.store._engine.steps.update(driver.at, part)
             if name == "half":
                 np.testing.assert_array_equal(part.out, driver.initial[name])
             elif name == "cold":
@@ -170,9 +170,9 @@ def test_abandoned_steps_leave_no_trace(drive, num_csds):
     for step in range(4):
         for order in (None, [3, 1], []):
             driver.update(order, gradient=np.nan)
-            assert driver.store._training.steps.is_open or order == []
-            driver.store._training.steps.abandon()
-            assert not driver.store._training.steps.is_open
+            assert driver.store._engine.steps.is_open or order == []
+            driver.store._engine.steps.abandon()
+            assert not driver.store._engine.steps.is_open
             driver.check(step)
         driver.update()
         driver.finish(skipped_steps=3 * step)
@@ -182,10 +182,10 @@ def test_abandoned_steps_leave_no_trace(drive, num_csds):
 
 def test_an_update_says_whether_the_gradient_is_finite(drive):
     driver = drive(leaves=LARGE, memory_bytes=1 << 20).init()
-    assert driver.store._training.steps.update(0, driver.part(0)) == [True]
+    assert driver.store._engine.steps.update(0, driver.part(0)) == [True]
     part = driver.part(0)
     part.gradient[4, 99_999] = np.inf
-    assert driver.store._training.steps.update(0, part) == [False]
+    assert driver.store._engine.steps.update(0, part) == [False]
 
 
 def test_a_computation_that_failed_elsewhere_may_run_again(drive):
@@ -207,9 +207,9 @@ def test_a_step_needs_all_leaves(drive):
 def test_states_of_other_steps_are_refused(drive):
     driver = drive().init().steps(2)
     with pytest.raises(StaleStateError, match=r"of step 1, the store is at step 2"):
-        driver.store._training.steps.update(1, driver.part(0))
+        driver.store._engine.steps.update(1, driver.part(0))
     with pytest.raises(StaleStateError, match=r"of step 3, the store is at step 2"):
-        driver.store._training.steps.finish(3, [], 0)
+        driver.store._engine.steps.finish(3, [], 0)
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 4])
@@ -218,7 +218,7 @@ def test_other_params_are_refused(drive, number):
     part = driver.part(number)
     part.probe[...] += 1
     with pytest.raises(DivergedParamsError, match="are not those that init was given"):
-        driver.store._training.steps.update(0, part)
+        driver.store._engine.steps.update(0, part)
 
 
 def test_shards_that_cut_chunks_are_refused(drive):

@@ -24,4 +24,4 @@ def drive() -> Iterator[Callable[..., Driver]]:
 
     yield make
     for driver in drivers:
-        driver.training.close()
+        driver.engine.close()

@@ -39,7 +39,7 @@ def run(case):
     answer["step"] = driver.opened.commit.step
     answer["hits"] = SHIM.fault_count()
     SHIM.fault_set(b"", b"", 0, 0)
-    driver.training.close()
+    driver.engine.close()
     SHIM.clock_shift(ctypes.c_long(0))
     return answer
 

@@ -53,7 +53,7 @@ def staying(driver, mark):
 
     def give_up():
         driver.update([0, 1], gradient=7.0)
-        driver.training.steps.abandon()
+        driver.engine.steps.abandon()
 
     two_by_two(driver, mark, give_up)
 
@@ -63,7 +63,7 @@ def two_by_two(driver, mark, after_commit):
     mark(0)
     for step in range(1, 6):
         driver.step()
-        driver.store._training.join()
+        driver.store._engine.join()
         if step % 2 == 0:
             mark(step)
             after_commit()
@@ -73,13 +73,13 @@ def two_by_two(driver, mark, after_commit):
 
 def made_anew(driver, mark):
     """An abandoned creation, and another one over it."""
-    driver.training.bind(driver.description, may_create=True)
-    driver.training.close()
+    driver.engine.bind(driver.description, may_create=True)
+    driver.engine.close()
     again = small_driver(driver.store.path)
     try:
         plain(again, mark)
     finally:
-        again.training.close()
+        again.engine.close()
 
 
 def kept(driver, mark):
@@ -91,7 +91,7 @@ def kept(driver, mark):
     for step in range(1, 3):
         step_durably(driver)
         mark(step, "0")
-    driver.training.close()
+    driver.engine.close()
     again = small_driver(driver.store.path, restore="0")
     try:
         mark(0, "0")
@@ -100,7 +100,7 @@ def kept(driver, mark):
         again.store.remove_checkpoint("0")
         mark(1)
     finally:
-        again.training.close()
+        again.engine.close()
 
 
 def replaced(driver, mark):
@@ -133,7 +133,7 @@ def rolled_back(driver, mark):
         step_durably(driver)
         mark(step)
     chunk = driver.opened.directory.chunk_file("b", 1, 0, "params")
-    driver.training.close()
+    driver.engine.close()
     chunk.write_bytes(chunk.read_bytes())
     again = small_driver(driver.store.path)
     try:
@@ -142,7 +142,7 @@ def rolled_back(driver, mark):
         step_durably(again)
         mark(2)
     finally:
-        again.training.close()
+        again.engine.close()
 
 
 def carried(driver, mark):
@@ -155,7 +155,7 @@ def carried(driver, mark):
         mark(step)
     driver.store.checkpoint()
     mark(2, "2")
-    driver.training.close()
+    driver.engine.close()
     for step in (3, 4):
         again = small_driver(driver.store.path).init()
         again.carry = None if step == 4 else lambda step: {("n",): np.full(1, step)}
@@ -163,10 +163,10 @@ def carried(driver, mark):
             step_durably(again)
             mark(step, "2")
         finally:
-            again.training.close()
+            again.engine.close()
     again = small_driver(driver.store.path, restore="2")
     mark(2, "2")
-    again.training.close()
+    again.engine.close()
 
 
 SCRIPTS = {

@@ -53,7 +53,7 @@ def test_a_chunk_that_is_read(place, drive, damage, state, num_csds):
     with pytest.raises(kind, match=rf"{state}\.embed/c/0/0.*{remedy}") as caught:
         driver.init().step()
     assert str(file) in str(caught.value)
-    driver.training.close()
+    driver.engine.close()
 
     shutil.copy(backup, file)
     driver = drive(path).init()

@@ -49,7 +49,7 @@ def test_steps_keep_nothing(place):
         assert found[2] < num_bytes + GROWTH_BYTES
         assert len(os.listdir(place / "store" / "checkpoints")) == 1
     finally:
-        driver.training.close()
+        driver.engine.close()
 
 
 def test_stores_opened_again_and_again_keep_nothing(place):

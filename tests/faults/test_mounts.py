@@ -37,7 +37,7 @@ def test_a_csd_becomes_read_only_during_a_run(mount_tmpfs, drive):
     remount(roots[1], "ro")
     with pytest.raises(StoreIOError, match=r"csd1/.*\(EROFS\); mount .*writable"):
         step_durably(driver)
-    driver.training.close()
+    driver.engine.close()
     remount(roots[1], "rw")
     driver = drive(path).init()
     driver.check(STEP)
@@ -117,5 +117,5 @@ def cut_during_steps(driver, drives, moments):
         filesystem.cut_power()
     with pytest.raises(StoreError):
         driver.steps(10).store.wait()
-    driver.training.close()
+    driver.engine.close()
     return durable

@@ -55,7 +55,7 @@ REMEDIES = {
 def go_on_with_room(drive, driver, made, at):
     """Removes the filling files, opens the store again, and checks its step."""
     path = driver.store.path
-    driver.training.close()
+    driver.engine.close()
     for file in made:
         file.unlink()
     again = drive(path).init()
@@ -111,7 +111,7 @@ def test_too_few_inodes_for_a_store(mount_tmpfs, drive):
     driver = drive(small / "store")
     with pytest.raises(StoreSpaceError, match="inodes"):
         driver.init()
-    driver.training.close()
+    driver.engine.close()
     os.system(f"mount -o remount,nr_inodes=400 {small}")
     drive(small / "store").init().steps(STEP).check(STEP)
 

@@ -165,7 +165,7 @@ def test_init_compares_what_it_sees_and_reads_nothing(open_store, kept):
     assert len(kept) == 3
     store, tx = opened(open_store)
     params = store.params(like=PARAMS)
-    before = store._training.opened.meters.snapshot()
+    before = store._engine.opened.meters.snapshot()
     one = {**params, "w": params["w"].at[6, 10].add(1e-7)}
     for given, origin in ((params, 0), (one, 1), (FRESH, 1), (on_host(params), 0)):
         assert int(tx.init(given).origin) == origin
@@ -173,7 +173,7 @@ def test_init_compares_what_it_sees_and_reads_nothing(open_store, kept):
     deferred = jax.tree.map(lambda x: Deferred(x.shape, x.dtype), PARAMS)
     state = tx.init(deferred)
     assert int(state.origin) == 1
-    assert store._training.opened.meters.snapshot() == before
+    assert store._engine.opened.meters.snapshot() == before
     params, state = eager(tx, params, state, True)
     assert int(state.origin) == 0
     _, state = eager(tx, params, state, False)
@@ -246,7 +246,7 @@ def test_params_that_are_not_given_are_told_of_once_a_run(open_store, kept, recw
     store, tx = opened(open_store)
     for _ in range(3):
         tx.update(FRESH, copied(kept[2])[1])
-    store._training.binding.release()  # as after Ctrl-C
+    store._engine.binding.release()  # as after Ctrl-C
     tx.update(FRESH, copied(kept[2])[1])
     said = [str(one.message) for one in recwarn]
     assert sum("update was given no params" in one for one in said) == 1

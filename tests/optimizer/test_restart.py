@@ -315,7 +315,7 @@ def test_a_look_at_a_state_keeps_nothing(open_store, place):
     flax.serialization.to_bytes({"opt_state": run[1]})
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(place / "orbax", {"params": run[0], "state": run[1]})
-    assert store._training.commit.step == 0
+    assert store._engine.commit.step == 0
     store.wait(run[1])
     assert names(store) == []
 

@@ -21,4 +21,4 @@ try:
 except BaseException as error:
     print(type(error).__name__, error)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-driver.training.close()
+driver.engine.close()

@@ -224,7 +224,7 @@ def later_one_ends_it(place):
     looped = jax.jit(
         lambda *both: jax.lax.scan(lambda c, _: (step(*c), None), both, length=100)[0]
     )
-    handled = {2: is_kept_for_long, 3: lambda: store._training.health.error is not None}
+    handled = {2: is_kept_for_long, 3: lambda: store._engine.health.error is not None}
     num_calls = 0
 
     def commit(*arguments, **options):
@@ -246,7 +246,7 @@ def later_one_ends_it(place):
 
 def second_ends_it(place):
     """A second one in the same callback fails it."""
-    failed = [lambda: run.store._training.health.error is not None]
+    failed = [lambda: run.store._engine.health.error is not None]
     run = Interrupted(place + "/second", [is_kept_for_long, *failed])
     with pytest.raises(jax.errors.JaxRuntimeError, match="KeyboardInterrupt"):
         jax.block_until_ready(run.step(run.params, run.state))

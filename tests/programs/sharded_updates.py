@@ -151,7 +151,7 @@ def second_init(place):
             updates, state = tx.update(on(mesh, make(eager), specs), state, params)
             params = optax.apply_updates(params, updates)
             params, state = steps(tx, params, state, mesh, rest, specs)
-            assert {s.mesh for s in store._training.shardings} == {mesh}
+            assert {s.mesh for s in store._engine.shardings} == {mesh}
             params = store.params(like=params, state=state)
             rows = params["rows"].sharding
             assert rows.is_equivalent_to(NamedSharding(mesh, specs["rows"]), 2)

@@ -61,7 +61,7 @@ def train(step, dtype=np.float32):
 
 
 def num_assigned(step):
-    return len(step.store._training.opened.assignment.subgroups)
+    return len(step.store._engine.opened.assignment.subgroups)
 
 
 def assert_same(step, expected):
@@ -273,7 +273,7 @@ def test_a_run_goes_on_as_its_commit_says(opened):
     step = opened(3, "store", replan=True)
     found.append(float(step(batches()[2])[0]))
     step.store.wait()
-    assert step.store._training.opened.commit.device_updates == 3
+    assert step.store._engine.opened.commit.device_updates == 3
     assert found == losses
     assert_same(step, expected)
 
@@ -342,13 +342,13 @@ def test_what_is_measured_is_logged_and_kept(opened, monkeypatch, caplog, every)
     assert len(found) == 1, "it keeps to the choice of its commit"
     step(batches()[1])
     step.store.wait()
-    assert step.store._training.opened.commit.device_updates == every
+    assert step.store._engine.opened.commit.device_updates == every
 
 
 def test_a_path_is_opened_with_tiers(opened, place):
     path, tiers = place / "path", {"host": "64MiB"}
     with jaxinf.stream(loss, TX, path, memory_bytes="1GiB", state_tiers=tiers) as step:
         step.load(params_of())
-        assert len(step.store._training.opened.host_tier) == 4
+        assert len(step.store._engine.opened.host_tier) == 4
         with pytest.raises(ValueError, match=r"state_tiers=.*expected with a path"):
             jaxinf.stream(loss, TX, step.store, memory_bytes="1GiB", state_tiers=tiers)

@@ -41,12 +41,12 @@ def test_what_checkpoints_alone_write_is_none_of_a_steps(open_store):
     store = open_store("store", **options)
     with jaxinf.stream(program.loss, ADAM, store, memory_bytes=MEMORY_BYTES) as step:
         step.load(program.params, batch=program.batch)
-        meters = store._training.opened.meters
+        meters = store._engine.opened.meters
         for name in ("first", "second"):
             before = meters.snapshot()
             for _ in range(3):
                 step(program.batch)
-            step.store._training.steps.join()
+            step.store._engine.steps.join()
             moved = meters.snapshot() - before
             assert moved.drive_write_bytes == 3 * step.traffic.drive_write_bytes
             store.checkpoint(name)

@@ -315,15 +315,15 @@ def test_a_write_that_fails_stops_the_store_at_its_committed_step(
     train(step, program, 2)
     step.store.wait()
     train(step, program, 3)
-    step.store._training.join()
-    committed = step.store._training.commit.step
+    step.store._engine.join()
+    committed = step.store._engine.commit.step
     assert committed == {"step": 3, "checkpoint": 2}[durability]
 
     def fail(*args, **kwargs):
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        for csd in step.store._training.opened.csds:
+        for csd in step.store._engine.opened.csds:
             patch.setattr(csd, "write", fail)
         with pytest.raises(OSError, match="Input/output error") as failed:
             train_to_the_end(step, program)

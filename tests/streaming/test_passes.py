@@ -216,7 +216,7 @@ def test_a_runner_combines_slices(open_store):
     assert (passes.num_passes, passes.whole) == (2, set())
     store = open_store()
     jaxinf.smart_update(tx, store).init(params)
-    runner = PassRunner(store._training, program, passes)
+    runner = PassRunner(store._engine, program, passes)
     stack = np.asarray(jax.random.normal(jax.random.key(0), (3, 8, 5)))
     runner.begin({})
     for i in range(3):

@@ -172,7 +172,7 @@ def test_a_plan_that_does_not_fit_is_refused(streamed, open_store):
     step.load(program.params)
     run(step, program, 1)
     # Half of what the plan takes, beside what the store's buffers do.
-    too_little = step.store._training.opened.limit_memory(0) + step.plan.peak_bytes // 2
+    too_little = step.store._engine.opened.limit_memory(0) + step.plan.peak_bytes // 2
     step.close()
     less = jaxinf.stream(
         program.loss, optax.sgd(0.1), open_store(**CHUNKS), memory_bytes=too_little

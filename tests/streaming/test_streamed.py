@@ -215,7 +215,7 @@ def test_batches_of_two_shapes_have_a_plan_each(streamed):
     half = jax.tree.map(lambda x: x[:4], program.batch)
     step = streamed(program, tx)
     step.load(program.params)
-    pool = step.store._training.opened.csds[0].memory
+    pool = step.store._engine.opened.csds[0].memory
     idle = []
     for batch in (program.batch, half, program.batch):
         step(batch)

@@ -24,9 +24,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxinf
+import jaxinf.engine.engine
 import jaxinf.engine.place
 import jaxinf.engine.store
-import jaxinf.engine.training
 from jaxinf.engine import divide_for
 from jaxinf.engine.steps import StepEngine
 from jaxinf.processes import Group, group
@@ -34,7 +34,7 @@ from jaxinf.store import StoreDirectory
 
 POINTS = {
     "create": (jaxinf.engine.place, "create_store"),
-    "initialise": (jaxinf.engine.training, "initialise"),
+    "initialise": (jaxinf.engine.engine, "initialise"),
     "unpublish": (StoreDirectory, "unpublish"),
     "update": (StepEngine, "update"),
     "sync": (StoreDirectory, "sync"),

@@ -156,8 +156,8 @@ class Stored:
 
     def finished(self, number):
         self.step.compile(batch_of(0))  # waits for a step that was given up
-        self.store._training.join()
-        return self.store._training.opened.finished.step
+        self.store._engine.join()
+        return self.store._engine.opened.finished.step
 
     def params(self):
         return self.store.params(like=PARAMS)

@@ -99,7 +99,7 @@ class RecordedRun:
         with Recorder(place, roots) as recorder:
             driver = self._make(place / "store", csds=roots)
             script(driver, lambda step, *names: recorder.log.mark((step, names)))
-            driver.training.close()
+            driver.engine.close()
             recorder.check()
         self.log = recorder.log
         self.num_mixed_spares = 0  # spare slots with an old record but newer chunks
@@ -174,7 +174,7 @@ class RecordedRun:
                 return f"step {step}, and a mixture after it"
             return step, checkpoints_of(driver)
         finally:
-            driver.training.close()
+            driver.engine.close()
 
 
 def checkpoints_of(driver: Driver) -> tuple[str, ...]:

@@ -83,36 +83,36 @@ class Driver:
         self.carry = None  # by step, what a step carries
 
     @property
-    def training(self):
+    def engine(self):
         return self.store._run  # also from a closed handle
 
     @property
     def opened(self):
-        return self.training.opened
+        return self.engine.opened
 
     def init(self):
         """Like `tx.init`: makes the store, or resumes an existing one."""
         self._known = 0, self._first()  # a test may have changed the initial params
-        is_new = self.training.bind(self.description, may_create=True)
+        is_new = self.engine.bind(self.description, may_create=True)
         if is_new:
             for number, params in enumerate(self.initial.values()):
                 origin, inputs = (0,) * params.ndim, ScalarInputs()
                 given = FirstParams(number, params, origin, inputs)
-                self.training.initialise(self.description, [given])
-            self.training.finish_initialisation(self.scalars(0))
+                self.engine.initialise(self.description, [given])
+            self.engine.finish_initialisation(self.scalars(0))
         self.at = self.store.step
         if not is_new:
-            self.training.binding.release()
+            self.engine.binding.release()
             self.bind(self.at)
         return self
 
     def bind(self, step):
         """Like the first `tx.update`: compares the run's params with the store's."""
-        self.training.binding.begin(step)
+        self.engine.binding.begin(step)
         for number, (params, *_) in enumerate(self.expected(step).values()):
             device = self.rounded(number, params)
-            self.training.binding.compare(number, device, (0,) * device.ndim)
-        self.training.binding.finish()
+            self.engine.binding.compare(number, device, (0,) * device.ndim)
+        self.engine.binding.finish()
         self.at = self.store.step
         return self
 
@@ -150,13 +150,13 @@ class Driver:
         results = {}
         for number in range(len(names)) if order is None else order:
             part = self.part(number, gradient)
-            self.store._training.steps.update(self.at, part)
+            self.store._engine.steps.update(self.at, part)
             results[names[number]] = part.out
         return results
 
     def finish(self, skipped_steps=0):
         carry = {} if self.carry is None else self.carry(self.at + 1)
-        self.store._training.steps.finish(
+        self.store._engine.steps.finish(
             self.at, self.scalars(self.at + 1), skipped_steps, carry=carry
         )
         self.at += 1

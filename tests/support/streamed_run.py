@@ -18,7 +18,7 @@ import small_stores
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.engine import Training
+from jaxinf.engine import Engine
 from jaxinf.engine.steps import StepEngine
 
 __all__ = ["CHUNKS", "NUM_STEPS", "TX", "finished", "open_step", "train"]
@@ -58,13 +58,13 @@ def train(step, program, until=NUM_STEPS):
 
 def finished(step):
     """The last finished step, committed or not."""
-    step.store._training.join()
-    return step.store._training.opened.finished.step
+    step.store._engine.join()
+    return step.store._engine.opened.finished.step
 
 
 def kill_after(number, of_last_step):
     """Kills this process after so many updates, or so many arrays of the first step."""
-    update, initialise, num_done = StepEngine.update, Training.initialise, 0
+    update, initialise, num_done = StepEngine.update, Engine.initialise, 0
 
     def count():
         nonlocal num_done
@@ -87,7 +87,7 @@ def kill_after(number, of_last_step):
     if of_last_step:
         StepEngine.update = updating
     else:
-        Training.initialise = initialising
+        Engine.initialise = initialising
 
 
 def main(path, name, durability, place):

@@ -21,7 +21,11 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf import compat
-from jaxinf.engine import ParamsReader, Training, put_together
+from jaxinf.engine import (
+    Engine,
+    ParamsReader,
+    put_together,
+)
 from jaxinf.io import span
 from jaxinf.io.buffers import aligned
 from jaxinf.streaming.move.link import Crossing
@@ -88,13 +92,13 @@ class StoreReader:
 
     def __init__(
         self,
-        training: Training,
+        engine: Engine,
         memory_bytes: int,
         num_first: int,
         *,
         average: bool = False,
     ) -> None:
-        self._training = training
+        self._engine = engine
         self._open = partial(ParamsReader, memory_bytes=memory_bytes, average=average)
         self._num_first = num_first
         self._num_read = 0
@@ -103,14 +107,14 @@ class StoreReader:
     def begin(self) -> None:
         """Begins a step; there is no commit before it ends."""
         self.close()
-        self._reader = self._open(self._training.opened)
+        self._reader = self._open(self._engine.opened)
         self._num_read = 0
-        self._training.opened.handler.hold_prefetches(self._num_first > 0)
+        self._engine.opened.handler.hold_prefetches(self._num_first > 0)
 
     def read(self, unit: Unit, shards: Sequence[Array]) -> None:
         """Fills arrays with a unit's shards; blocks."""
         assert self._reader is not None
-        opened = self._training.opened
+        opened = self._engine.opened
         name = opened.directory.manifest.leaves[unit.leaf].name
         with span("fetch", (name, *unit.place[1:]), num_bytes=unit.num_bytes):
             _read(self._reader, unit, shards)
@@ -120,7 +124,7 @@ class StoreReader:
 
     def close(self) -> None:
         """Frees its memory."""
-        self._training.opened.handler.hold_prefetches(False)
+        self._engine.opened.handler.hold_prefetches(False)
         if self._reader is not None:
             self._reader.close()
             self._reader = None

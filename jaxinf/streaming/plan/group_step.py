@@ -13,7 +13,9 @@ steps.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxinf.engine import Training
+from jaxinf.engine import (
+    Engine,
+)
 from jaxinf.errors import ProcessError
 from jaxinf.processes import Group
 from jaxinf.typing import JsonValue
@@ -23,15 +25,15 @@ class GroupStep:
     """What this process has to say where all end a step.
 
     Args:
-      training: The store of the run; None for a process alone.
+      engine: The engine of the run's store; None for a process alone.
 
     Attributes:
       group: The processes of the run.
     """
 
-    def __init__(self, training: Training | None = None) -> None:
-        self.group = Group("jaxinf.stream") if training is None else training.group
-        self._training = training
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.group = Group("jaxinf.stream") if engine is None else engine.group
+        self._engine = engine
         self._failure: Exception | None = None
         self._is_interrupted = False
         self.group.may_hang = False  # it comes to the step's end
@@ -56,8 +58,8 @@ class GroupStep:
             remedy = "give all the same shapes"
             self.group.agree(f"the batch of {what}", form, remedy)
         except ProcessError as error:
-            if self._training is not None and self.group.has_failed:
-                self._training.health.fail(error)
+            if self._engine is not None and self.group.has_failed:
+                self._engine.health.fail(error)
             raise
 
     @contextlib.contextmanager
@@ -95,10 +97,10 @@ class GroupStep:
           ProcessError: Another one was, or failed.
           Exception: What this process has held, or the action has raised.
         """
-        training = self._training
-        if training is None or self.group.is_alone:
+        engine = self._engine
+        if engine is None or self.group.is_alone:
             return list(action())
-        step = training.opened.finished.step + 1
+        step = engine.opened.finished.step + 1
 
         def value() -> JsonValue:
             refusing = list(action())
@@ -109,7 +111,7 @@ class GroupStep:
         try:
             found = self.group.gather(f"the end of step {step}", value)
         except BaseException as error:
-            training.health.fail(error)
+            engine.health.fail(error)
             raise
         if self._is_interrupted:
             raise KeyboardInterrupt

@@ -10,7 +10,14 @@ from typing import Literal, TypeAlias
 
 from jax.sharding import Mesh
 
-from jaxinf.engine import Assignment, Store, StoreShape, SubgroupLayout, assigned
+from jaxinf.engine import (
+    Assignment,
+    Store,
+    StoreShape,
+    SubgroupLayout,
+    assigned,
+    engine_of,
+)
 from jaxinf.errors import AssignmentError, StreamError
 from jaxinf.program import Kernel, UpdateProgram
 from jaxinf.store import CommitRecord
@@ -42,7 +49,7 @@ def check_device_updates(
             f'device_updates={value!r}: expected "auto", None or a number: the device '
             "computes every so many subgroups, and with 0 none"
         )
-    csd, last = store._training.options.csd, _last_step(store)
+    csd, last = engine_of(store).options.csd, _last_step(store)
     remedy = "leave device_updates out"
     if value is None and last is not None and last.device_updates:
         value = last.device_updates
@@ -169,10 +176,10 @@ class Assigning:
 
 def _last_step(store: Store) -> CommitRecord | None:
     """Returns the record of a store's last step; None if it has had none."""
-    training = store._training
-    if training.commit is None or not training.opened.finished.step:
+    engine = engine_of(store)
+    if engine.commit is None or not engine.opened.finished.step:
         return None
-    return training.opened.finished
+    return engine.opened.finished
 
 
 def _check_kept(last: CommitRecord, value: DeviceUpdates, store: str) -> None:

@@ -13,7 +13,12 @@ import numpy as np
 
 from jaxinf import compat
 from jaxinf.compress import SparseLeaf, TopK, compress_leaf
-from jaxinf.engine import StoreShape, Training, keeps_feedback, read_feedback
+from jaxinf.engine import (
+    Engine,
+    StoreShape,
+    keeps_feedback,
+    read_feedback,
+)
 from jaxinf.layout import LeafGrid
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import Array
@@ -29,13 +34,13 @@ class Compressor:
 
     def __init__(
         self,
-        training: Training,
+        engine: Engine,
         compression: TopK | None,
         shape: StoreShape,
         *,
         is_deterministic: bool = True,
     ) -> None:
-        self._training = training
+        self._engine = engine
         self._shape = shape
         self._compression = compression
         self._options = compat.deterministic_options(is_deterministic)
@@ -69,7 +74,7 @@ class Compressor:
         arrays = [jnp.asarray(gradient)]
         if keeps_feedback(compression):
             feedback = np.empty(unit.extent, np.float32)
-            opened = self._training.opened
+            opened = self._engine.opened
             read_feedback(opened, unit.leaf, feedback, unit.origin)
             arrays.append(jnp.asarray(feedback))
         sent, left = self._executable(unit)(*arrays)

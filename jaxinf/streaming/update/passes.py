@@ -18,7 +18,11 @@ import numpy as np
 
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import ParamsReader, SlotRequest, Training
+from jaxinf.engine import (
+    Engine,
+    ParamsReader,
+    SlotRequest,
+)
 from jaxinf.io.buffers import aligned_array
 from jaxinf.program import LeafPart, Passes, UpdateProgram, key_data
 from jaxinf.program.graph import Value
@@ -38,14 +42,14 @@ class PassRunner:
 
     def __init__(
         self,
-        training: Training,
+        engine: Engine,
         program: UpdateProgram,
         passes: Passes,
         *,
         is_deterministic: bool = True,
     ) -> None:
         self.passes = passes
-        self._training = training
+        self._engine = engine
         self._program = program
         self._compiled: dict[Any, Any] = {}
         self._keys = Keys()
@@ -178,7 +182,7 @@ class PassRunner:
     # --- inside --------------------------------------------------------------------
 
     def _inputs(self, extra_args: Mapping[str, Any]) -> dict[Value, Any]:
-        record = self._training.opened.finished
+        record = self._engine.opened.finished
         state = [jnp.asarray(scalar.value) for scalar in record.scalar_state]
         return self._program.numbers(state, extra_args)
 
@@ -223,14 +227,14 @@ class PassRunner:
                 return jnp.asarray(params.reshape(info.shape))
             array = aligned_array(info.shape, info.dtype)
             if self._reader is None:
-                self._reader = ParamsReader(self._training.opened, READER_BYTES)
+                self._reader = ParamsReader(self._engine.opened, READER_BYTES)
             self._reader.read(leaf, array, (0,) * array.ndim)
             return jnp.asarray(array)
         _, slot = self.passes.recalled[value]
         array = aligned_array(info.shape, slot.dtype)
         request = SlotRequest(leaf, slot.name, (0,) * array.ndim, array)
-        step = self._training.opened.finished.step
-        self._training.steps.recall(step, request, repeats=True)
+        step = self._engine.opened.finished.step
+        self._engine.steps.recall(step, request, repeats=True)
         return jnp.asarray(array)
 
     def _executable(self, part: LeafPart, shape: tuple[int, ...]) -> Any:

@@ -17,8 +17,8 @@ import numpy as np
 from jaxinf.csd import ScalarInputs, is_idle
 from jaxinf.engine import (
     Assignment,
+    Engine,
     KeptLeaf,
-    Training,
     UpdateRequest,
     carried_leaves,
     check_carried,
@@ -73,7 +73,7 @@ class StoreSink(Sink):
 
     def __init__(
         self,
-        training: Training,
+        engine: Engine,
         program: UpdateProgram,
         passes: PassRunner,
         compressor: Compressor,
@@ -88,7 +88,7 @@ class StoreSink(Sink):
         copies: bool,
         carry: Callable[[PyTree], PyTree] | None = None,
     ) -> None:
-        self._training = training
+        self._engine = engine
         self._program = program
         self._store_units, self._together = store_units, together
         self._idle, self._kept = idle, set[Unit]()
@@ -113,7 +113,7 @@ class StoreSink(Sink):
 
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
         self._fetched = params
-        opened = self._training.opened
+        opened = self._engine.opened
         self._step = opened.finished.step
         opened.assign(self._assignment)
         self._passes.begin(extra_args)
@@ -150,22 +150,20 @@ class StoreSink(Sink):
             self._agree(lambda: self._update_deferred(spill, check))
         if self._is_refused:
             self._passes.close()
-            self._training.steps.abandon()
+            self._engine.steps.abandon()
             if self._nonfinite == "skip":
                 self._num_skipped += 1
                 return False
             raise _non_finite(self._step, self._bad)
         assert not self._gathering, "every part of a unit has its gradient"
         self._keep()
-        record = self._training.opened.finished
+        record = self._engine.opened.finished
         scalars = [
             ScalarState(old.path, new)
             for old, new in zip(record.scalar_state, self._passes.finish(), strict=True)
         ]
         num_skipped = record.skipped_steps + self._num_skipped
-        self._training.steps.finish(
-            self._step, scalars, num_skipped, carry=self._carried
-        )
+        self._engine.steps.finish(self._step, scalars, num_skipped, carry=self._carried)
         self._num_skipped = 0
         return True
 
@@ -176,7 +174,7 @@ class StoreSink(Sink):
         if self.spill is not None:
             self.spill.reset()
         self._passes.close()
-        self._training.steps.abandon()
+        self._engine.steps.abandon()
 
     @property
     def waited_s(self) -> float:
@@ -223,7 +221,7 @@ class StoreSink(Sink):
                 check()
                 self._passes.add(piece, gradient)
         check()
-        overwrites = self._training.opened.num_uncommitted > 0
+        overwrites = self._engine.opened.num_uncommitted > 0
         self._stage.start(self._update)
         for piece, gradient in spill.read(removes=True):
             self._stage.put(piece, gradient)
@@ -239,7 +237,7 @@ class StoreSink(Sink):
             for box in unit.boxes
         )
         if self._kept:
-            self._training.steps.update(self._step, *kept)
+            self._engine.steps.update(self._step, *kept)
 
     def _end_updates(self) -> None:
         self._stage.end()
@@ -249,14 +247,14 @@ class StoreSink(Sink):
         self._end_updates()
         if self._carry is not None:
             carried = carried_leaves(self._carry(results[1]))
-            names = self._training.opened.directory.manifest.state_names
-            check_carried(self._training, carried, names)
+            names = self._engine.opened.directory.manifest.state_names
+            check_carried(self._engine, carried, names)
             self._carried = {path: on_host(x) for path, x in carried.items()}
 
     def _defer(self, taken: Sequence[Handed]) -> None:
         assert self.spill is not None
         # An update that overwrites a step cannot be undone if a later one is refused.
-        is_checked = self._training.options.rewrites_steps
+        is_checked = self._engine.options.rewrites_steps
         for piece, handed in taken:
             if piece.leaf in self._passes.passes.whole:
                 unit = self._store_units.unit(piece)
@@ -292,7 +290,7 @@ class StoreSink(Sink):
 
     def _run(self, asked: Mapping[Unit, Sequence[UpdateRequest]]) -> None:
         requests = [request for own in asked.values() for request in own]
-        finite = self._training.steps.update(self._step, *requests)
+        finite = self._engine.steps.update(self._step, *requests)
         for unit in asked:
             self._fetched.free(unit)
         self._bad += [

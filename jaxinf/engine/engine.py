@@ -43,7 +43,7 @@ from jaxinf.typing import PyTree
 _LOG = logging.getLogger("jaxinf")
 
 
-class Training(StoreRun):
+class Engine(StoreRun):
     """A store in this process, with files or still without. Thread-safe.
 
     Attributes:
