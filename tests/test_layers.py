@@ -19,6 +19,7 @@ LAYERS = [
         "native",
         "io",
         "layout",
+        "transfer",
         "command_line",
         "interrupts",
         "processes",
