@@ -65,7 +65,7 @@ from jaxinf.store.directory import (
     next_slot,
     other_slot,
 )
-from jaxinf.store.division import is_divided_for, num_processes
+from jaxinf.store.division import Shards, is_divided_for, num_processes
 from jaxinf.store.documents import (
     Id,
     Sum,
@@ -132,7 +132,6 @@ from jaxinf.store.reader import (
     open_array,
     over,
 )
-from jaxinf.store.regridding import Shards
 from jaxinf.store.snapshot import (
     PinnedStep,
     pinned_step,

@@ -16,10 +16,9 @@ from jaxinf.store.carry import read_carry
 from jaxinf.store.checkpoint import checkpoint_names, find_checkpoint
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory, next_slot
-from jaxinf.store.division import Division
 from jaxinf.store.making import files_beside
 from jaxinf.store.manifest import Manifest
-from jaxinf.store.owned import hold_store, look_at_store
+from jaxinf.store.owned import look_at_store
 from jaxinf.store.reader import StepReader
 from jaxinf.store.snapshot import PinnedStep, pinned_step, prune_snapshots
 from jaxinf.store.whole import (
@@ -48,8 +47,8 @@ class CopySource:
       where: what it is, for messages.
       parts: the manifests of the members by number, or of the store alone.
       steps: the committed step as slot ``a``, and checkpoints as ``checkpoints/NAME``.
-      open_reader: returns the reader of one.
       beside: returns what belongs to a store beside its steps, by the names of files.
+      open_reader: returns the reader of one.
       has_links: whether chunks may be linked to: they are a store's.
       read_carry: returns the arrays that one carries.
       num_threads: number of chunks that may be in memory at once.
@@ -62,7 +61,7 @@ class CopySource:
     parts: Sequence[Manifest]
     steps: Mapping[str, WholeStep]
     beside: Callable[[], Mapping[str, bytes]]
-    open_reader: Callable[[WholeStep], StepReader]
+    open_reader: Callable[[WholeStep], StepReader] = WholeStep.reader
     has_links: bool = True
     read_carry: Callable[[WholeStep], list[bytes]] = _read_carry
     num_threads: int = 4
@@ -78,14 +77,7 @@ class CopySource:
     @property
     def whole(self) -> Manifest:
         """The manifest of a store of one process; CSDs are places of the step."""
-        return self.steps["a"].manifest
-
-    @property
-    def division(self) -> Division:
-        """The present owners of its chunks."""
-        leaves = self.parts[0].leaves
-        owners = [leaf.owners or (0,) * len(leaf.csds) for leaf in leaves]
-        return Division(len(self.parts), self.whole.leaves, owners)
+        return self.step.manifest
 
 
 @contextlib.contextmanager
@@ -123,9 +115,12 @@ def store_source(
         return
     with contextlib.ExitStack() as stack:
         if holds:
-            parts = _hold(path, named, stack)
-            held = [PinnedStep(one, one.step_path(one.need_slot())) for one in parts]
-            step = joined_step(held)
+            parts = stack.enter_context(hold_members(path, named))
+            to_step(parts, agreed_of(parts))
+            for one in parts:
+                prune_snapshots(one)
+                check_unread(one)
+            step = joined_step([_pinned(one, one.need_slot()) for one in parts])
         elif has_members:
             parts, step = _of_run(path, checkpoint, stack)
         else:
@@ -137,19 +132,30 @@ def store_source(
             dropped = {name for one in parts for name in checkpoint_names(one)}
             for name in _common_checkpoints(parts):
                 place = f"checkpoints/{name}"
-                pinned = [PinnedStep(d, d.step_path(place)) for d in parts]
-                steps[place] = joined_step(pinned)
+                steps[place] = joined_step([_pinned(one, place) for one in parts])
                 dropped.discard(name)
         yield CopySource(
             str(path),
             [one.manifest for one in parts],
             steps,
             partial(files_beside, parts[0].path),
-            WholeStep.reader,
             has_links=not step.warning,
-            spares=_spares(parts) if holds else (),
+            spares=[folder for one in parts for folder in _spares(one)]
+            if holds
+            else (),
             dropped=tuple(sorted(dropped)),
             held=parts if holds else (),
+        )
+
+
+def check_unread(directory: StoreDirectory) -> None:
+    """Refuses a store of which another process reads a step."""
+    root = directory.path / "snapshots"
+    if root.is_dir() and any(root.iterdir()):
+        raise StoreLockedError(
+            f"{directory.path}: expected nobody who reads its step, found a pinned one "
+            f"in {root}: an export, a look or another copy is under way; wait for it, "
+            "or copy to another path"
         )
 
 
@@ -160,8 +166,9 @@ def _of_run(
     parts = all_members(path)
     if checkpoint is not None:
         find_whole(parts, checkpoint)
-        place = f"checkpoints/{checkpoint}"
-        return parts, joined_step([PinnedStep(d, d.step_path(place)) for d in parts])
+        return parts, joined_step(
+            [_pinned(n, f"checkpoints/{checkpoint}") for n in parts]
+        )
     if len({held_steps(one).current for one in parts}) > 1:  # a kill, or a run goes on
         with contextlib.suppress(StoreLockedError), hold_members(path) as members:
             to_step(members, agreed_of(members))
@@ -171,35 +178,6 @@ def _of_run(
     )
     stack.enter_context(undo)
     return parts, joined_step(pinned)
-
-
-def _hold(
-    path: Path, named: Sequence[Path], stack: contextlib.ExitStack
-) -> list[StoreDirectory]:
-    if is_run(path):
-        parts = stack.enter_context(hold_members(path))
-        to_step(parts, agreed_of(parts))
-    else:
-        parts = [stack.enter_context(hold_store(path, named))]
-    for one in parts:
-        prune_snapshots(one)
-        check_unread(one)
-    return parts
-
-
-def check_unread(directory: StoreDirectory) -> None:
-    """Refuses a store of which another process reads a step.
-
-    Raises:
-      StoreLockedError: says so.
-    """
-    root = directory.path / "snapshots"
-    if root.is_dir() and any(root.iterdir()):
-        raise StoreLockedError(
-            f"{directory.path}: expected nobody who reads its step, found a pinned one "
-            f"in {root}: an export, a look or another copy is under way; wait for it, "
-            "or copy to another path"
-        )
 
 
 def _of_directory(path: Path) -> CopySource:
@@ -223,28 +201,21 @@ def _of_directory(path: Path) -> CopySource:
             "checkpoint of the run: jaxinf checkpoint export RUN DEST --checkpoint NAME"
         )
     step = WholeStep(path, manifest, record, tuple(places))
-    return CopySource(
-        str(path),
-        [manifest],
-        {"a": step},
-        partial(files_beside, owner),
-        WholeStep.reader,
-        has_links=False,
-    )
+    beside = partial(files_beside, owner)
+    return CopySource(str(path), [manifest], {"a": step}, beside, has_links=False)
 
 
-def _spares(parts: Sequence[StoreDirectory]) -> list[Path]:
-    slots = [one.step_path(next_slot(one.committed_slot())) for one in parts]
-    own = [one.data_paths(slot) for one, slot in zip(parts, slots, strict=True)]
-    return [place for places in own for place in places]
+def _pinned(directory: StoreDirectory, place: str) -> PinnedStep:
+    return PinnedStep(directory, directory.step_path(place))
+
+
+def _spares(directory: StoreDirectory) -> list[Path]:
+    slot = next_slot(directory.committed_slot())
+    return directory.data_paths(directory.step_path(slot))
 
 
 def _common_checkpoints(parts: Sequence[StoreDirectory]) -> list[str]:
-    """Returns the checkpoints that all parts have of one commit.
-
-    Raises:
-      StoreMismatchError: one has other arrays than the store.
-    """
+    """Returns the checkpoints that all parts have of one commit, in today's arrays."""
     names = set(checkpoint_names(parts[0])).intersection(*map(checkpoint_names, parts))
     found = []
     for name in sorted(names):

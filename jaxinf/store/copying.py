@@ -31,17 +31,16 @@ from jaxinf.io.failures import translated
 from jaxinf.store.carry import make_carry, write_carry
 from jaxinf.store.checkpoint import add_documents, checkpoint_names
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.copy_files import CopiedFile, copied_files, make_files, room_needed
+from jaxinf.store.copy_chunks import CopiedChunk, copied_chunks, make_steps, room_needed
 from jaxinf.store.copy_source import CopySource, check_unread
 from jaxinf.store.creation import check_free_space, make_chunks
 from jaxinf.store.directory import SLOTS, StoreDirectory
-from jaxinf.store.division import Division, division_for
+from jaxinf.store.division import Division, ShardsOf, division_for
 from jaxinf.store.formats import AS_IT_IS, Formats
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.making import lay_out, member_of, process_roots, room_for_shares
 from jaxinf.store.manifest import Manifest, Member
 from jaxinf.store.owners import check_owners, check_places, claim_csds, make_csds
-from jaxinf.store.regridding import ShardsOf
 from jaxinf.store.stock_documents import create_documents, stock_documents
 from jaxinf.store.whole import find_members, link_whole, member_name
 from jaxinf.typing import ProgressCallback
@@ -67,7 +66,8 @@ class CopyLayout:
         default none, and in place those that there are.
       shares: for each root its share of the chunks' bytes, as far as it has room.
       processes: number of processes.
-      shards_of: returns the shards that a leaf will have; by default as `in_line`.
+      shards_of: returns the shards that a leaf will have; by default those of devices
+        in a line.
     """
 
     formats: Formats = AS_IT_IS
@@ -124,36 +124,28 @@ def copy_step(
     """
     target = Path(os.path.realpath(target))
     staging = _staging(target)
-    manifests, division = _manifests(source, layout, target)
+    manifests = _manifests(source, layout, target)
     _check_target(source, target)
-    if source.held and _is_same(source, manifests):
+    if source.held and _is_same(source.parts, manifests):
         _discard(staging, target)
-        return Copied(source.steps["a"].commit.step, 0)
+        return Copied(source.step.commit.step, 0)
     with translated("copy", staging):
         staging.mkdir(parents=True, exist_ok=True)
     lock = StoreLock(staging)
     try:
-        files = _build(source, manifests, staging, target, progress)
+        chunks = _build(source, manifests, staging, target, progress)
         _publish(source, staging, target)
     finally:
         lock.release()
-    members = [StoreDirectory.open(place) for place in find_members(target)]
-    for one in members or [StoreDirectory.open(target)]:
-        claim_csds(one, [Path(root) for root in one.manifest.csds])
-    num_written = sum(
-        one.room_bytes for one in files if one.how not in ("link", "room")
-    )
-    regridded = {
-        new.name
-        for old, new in zip(source.whole.leaves, division.leaves, strict=True)
-        if old.chunk_shape != new.chunk_shape
-    }
-    idle = [n for n, m in enumerate(manifests) if not any(x.held for x in m.leaves)]
+    for place in find_members(target) or [target]:
+        made = StoreDirectory.open(place)
+        claim_csds(made, [Path(root) for root in made.manifest.csds])
+    pairs = zip(source.whole.leaves, manifests[0].leaves, strict=True)
     return Copied(
-        source.steps["a"].commit.step,
-        num_written,
-        tuple(sorted(regridded)),
-        tuple(idle),
+        source.step.commit.step,
+        sum(one.room_bytes for one in chunks if one.how not in ("link", "room")),
+        tuple(sorted(b.name for a, b in pairs if a.chunk_shape != b.chunk_shape)),
+        tuple(n for n, m in enumerate(manifests) if not any(x.held for x in m.leaves)),
         source.dropped,
     )
 
@@ -171,16 +163,13 @@ def _staging(target: Path) -> Path:
 # --- what is to be -------------------------------------------------------------------
 
 
-def _manifests(
-    source: CopySource, layout: CopyLayout, target: Path
-) -> tuple[list[Manifest], Division]:
+def _manifests(source: CopySource, layout: CopyLayout, target: Path) -> list[Manifest]:
     """Returns the manifests of the new members, or of the one store."""
-    held = source.division
-    count = held.count if layout.processes is None else layout.processes
+    count = len(source.parts) if layout.processes is None else layout.processes
     if not 1 <= count <= _MOST_PROCESSES:
         raise ValueError(f"processes={count}: expected from 1 to {_MOST_PROCESSES}")
     whole = layout.formats.of(source.whole, source.where)
-    held = replace(held, leaves=whole.leaves)
+    held = Division.of(source.parts[0], whole.leaves)
     division = division_for(held, count, layout.shards_of, source.where)
     for old, new in zip(source.whole.leaves, division.leaves, strict=True):
         if old.chunk_shape != new.chunk_shape and old.states != new.states:
@@ -188,38 +177,36 @@ def _manifests(
                 f"{source.where}: leaf {new.name}: expected another grid or other "
                 "formats, found both; make two copies, one after the other"
             )
+    contents = replace(whole, leaves=division.leaves)
+    shapes = [leaf.chunk_shape for leaf in division.leaves]
     run, found = uuid.uuid4().hex, []
     for number in range(count):
-        roots = _roots(source, layout, number, target)
-        contents = replace(whole, leaves=tuple(division.leaves))
-        shapes = [leaf.chunk_shape for leaf in division.leaves]
+        roots = _roots(source, layout, number)
         if count > 1:
-            member = Member(run, number, count)
-            made = member_of(lay_out(contents, shapes, roots), member, division.owners)
-        else:
-            made = _of_one(source, contents, roots, layout.shares)
+            made = lay_out(contents, shapes, roots)
+            made = member_of(made, Member(run, number, count), division.owners)
+        else:  # chunks stay on their drives if they may
+            before = source.parts[0] if len(source.parts) == 1 else None
+            if before and [leaf.chunk_shape for leaf in before.leaves] != shapes:
+                before = None
+            shares, copies = layout.shares, len(source.steps) + 1
+            room = room_for_shares(roots, before, copies) if shares else ()
+            made = lay_out(
+                contents, shapes, roots, held=before, shares=shares, room=room
+            )
         found.append(made)
-    return found, division
+    names = _names(count)
+    for name, made in zip(names, found, strict=True):
+        check_places(StoreDirectory(target / name, made))
+    return found
 
 
-def _of_one(
-    source: CopySource,
-    contents: Manifest,
-    roots: Sequence[str],
-    shares: Sequence[float],
-) -> Manifest:
-    """Returns the manifest of one store; chunks stay on their drives if they may."""
-    shapes = [leaf.chunk_shape for leaf in contents.leaves]
-    [held] = source.parts if len(source.parts) == 1 else [None]
-    if held is not None and [n.chunk_shape for n in held.leaves] != shapes:
-        held = None
-    room = room_for_shares(roots, held, len(source.steps) + 1) if shares else ()
-    return lay_out(contents, shapes, roots, held=held, shares=shares, room=room)
+def _names(count: int) -> list[str]:
+    """Returns the directories of a copy's stores, below its path."""
+    return [member_name(n) for n in range(count)] if count > 1 else ["."]
 
 
-def _roots(
-    source: CopySource, layout: CopyLayout, number: int, target: Path
-) -> list[str]:
+def _roots(source: CopySource, layout: CopyLayout, number: int) -> list[str]:
     if source.held and not layout.csd_roots and number < len(source.parts):
         return list(source.parts[number].csds)
     is_needed = bool(source.held) and any(part.csds for part in source.parts)
@@ -229,44 +216,35 @@ def _roots(
     return roots
 
 
-def _is_same(source: CopySource, wanted: Sequence[Manifest]) -> bool:
+def _is_same(parts: Sequence[Manifest], wanted: Sequence[Manifest]) -> bool:
     """Whether a source has these leaves, owners, roots and, alone, places already."""
-    if len(source.parts) != len(wanted):
-        return False
-    is_one = len(wanted) == 1
-    return all(
-        old.csds == new.csds
-        and _without_places(old, keeps=is_one) == _without_places(new, keeps=is_one)
-        for old, new in zip(source.parts, wanted, strict=True)
-    )
 
+    def form(manifest: Manifest) -> object:
+        leaves = manifest.leaves
+        if manifest.member is not None:
+            leaves = tuple(replace(leaf, csds=()) for leaf in leaves)
+        return manifest.csds, leaves
 
-def _without_places(manifest: Manifest, *, keeps: bool) -> list[object]:
-    if keeps:
-        return list(manifest.leaves)
-    return [replace(leaf, csds=()) for leaf in manifest.leaves]
+    return [*map(form, parts)] == [*map(form, wanted)]
 
 
 def _check_target(source: CopySource, target: Path) -> None:
     """Refuses a target where a copy cannot appear; what it tries, it removes."""
-    if source.held:
-        if os.path.ismount(target):
+    if not source.held:
+        found = os.listdir(target) if target.is_dir() else ["a file"]
+        if os.path.lexists(target) and (found or os.path.ismount(target)):
+            what = ", ".join(sorted(found)[:3]) or "a mount point"
             raise StoreFormatError(
-                f"{target}: expected a directory that can be renamed, found a mount "
-                "point; give another path for the copy"
+                f"{target}: expected nothing there, or an empty directory, for a new "
+                f"store, found {what}; give another path"
             )
-        _check_exchange(target.parent)
         return
-    found = os.listdir(target) if target.is_dir() else ["a file"]
-    if os.path.lexists(target) and (found or os.path.ismount(target)):
-        what = ", ".join(sorted(found)[:3]) or "a mount point"
+    if os.path.ismount(target):
         raise StoreFormatError(
-            f"{target}: expected nothing there, or an empty directory, for a new "
-            f"store, found {what}; give another path"
+            f"{target}: expected a directory that can be renamed, found a mount "
+            "point; give another path for the copy"
         )
-
-
-def _check_exchange(folder: Path) -> None:
+    folder = target.parent
     with (
         translated("copy", folder),
         tempfile.TemporaryDirectory(prefix=".jaxinf-", dir=folder) as first,
@@ -278,90 +256,79 @@ def _check_exchange(folder: Path) -> None:
 # --- making it -----------------------------------------------------------------------
 
 
-def _parts(
-    source: CopySource, manifests: Sequence[Manifest], staging: Path, target: Path
-) -> list[StoreDirectory]:
-    """Returns the new stores at their places, with those that a call has begun.
-
-    What is there of another copy is removed.
-    """
-    is_run = len(manifests) > 1
-    names = [member_name(n) if is_run else "." for n in range(len(manifests))]
-    pairs = list(zip(names, manifests, strict=True))
-    for name, manifest in pairs:
-        check_places(StoreDirectory(target / name, manifest))
-    wanted = [StoreDirectory(staging / name, manifest) for name, manifest in pairs]
-    found = _taken_up(wanted)
-    if found is not None and all(
-        {f"checkpoints/{name}" for name in checkpoint_names(one)} <= {*source.steps}
-        for one in found
-    ):
-        for one in found:
-            (one.path / "current").unlink(missing_ok=True)
-            for slot in SLOTS:
-                one.unpublish(slot)
-        return found
-    _discard(staging, target, keeps=True)
-    return wanted
-
-
-def _taken_up(wanted: Sequence[StoreDirectory]) -> list[StoreDirectory] | None:
-    """Returns what an interrupted call has begun; None if it is something else."""
-    found = []
-    for one in wanted:
-        if not (one.path / "jaxinf.json").exists():
-            return None
-        found.append(StoreDirectory.open(one.path))
-    runs = {d.manifest.member.run for d in found if d.manifest.member is not None}
-    for one, new in zip(found, wanted, strict=True):
-        member = new.manifest.member
-        if member is not None and len(runs) == 1:
-            member = Member(min(runs), member.number, member.count)
-        expected = replace(new.manifest, store_id=one.manifest.store_id, member=member)
-        if one.manifest != expected:
-            return None
-    return found
-
-
 def _build(
     source: CopySource,
     manifests: Sequence[Manifest],
     staging: Path,
     target: Path,
     progress: ProgressCallback | None,
-) -> list[CopiedFile]:
+) -> list[CopiedChunk]:
     """Makes the copy beside its place; a failed one is removed, unless it goes on."""
     goes_on = False
     try:
-        parts = _parts(source, manifests, staging, target)
-        goes_on = (parts[0].path / "jaxinf.json").exists()
+        wanted = [
+            StoreDirectory(staging / name, manifest)
+            for name, manifest in zip(_names(len(manifests)), manifests, strict=True)
+        ]
+        parts = _begun(source, wanted)
+        if goes_on := parts is not None:
+            for one in parts:
+                (one.path / "current").unlink(missing_ok=True)
+                for slot in SLOTS:
+                    one.unpublish(slot)
+        else:
+            parts = wanted
+            _discard(staging, target, keeps=True)
         with translated("copy", source.where):
-            files = list(copied_files(source, parts))
+            chunks = list(copied_chunks(source, parts))
         check_free_space(
-            room_needed(files), "the chunks to come need", "free some, or give others"
+            room_needed(chunks), "the chunks to come need", "free some, or give others"
         )
-        _make(source, parts, files, progress)
+        _make(source, parts, chunks, progress)
     except (JaxinfError, ValueError) as error:
         if not goes_on and not isinstance(error, ExchangeError):  # connections return
             _discard(staging, target)
         raise
-    return files
+    return chunks
+
+
+def _begun(
+    source: CopySource, wanted: Sequence[StoreDirectory]
+) -> list[StoreDirectory] | None:
+    """Returns what an interrupted call for this copy has begun; None if it has not."""
+    found: list[StoreDirectory] = []
+    for one in wanted:
+        if not (one.path / "jaxinf.json").exists():
+            return None
+        there = StoreDirectory.open(one.path)
+        member, first = one.manifest.member, (found or [there])[0].manifest.member
+        if member is not None and first is not None:
+            member = Member(first.run, member.number, member.count)
+        store_id = there.manifest.store_id
+        names = {f"checkpoints/{name}" for name in checkpoint_names(there)}
+        if there.manifest != replace(
+            one.manifest, store_id=store_id, member=member
+        ) or not names <= {*source.steps}:
+            return None
+        found.append(there)
+    return found
 
 
 def _make(
     source: CopySource,
     parts: Sequence[StoreDirectory],
-    files: Sequence[CopiedFile],
+    chunks: Sequence[CopiedChunk],
     progress: ProgressCallback | None,
 ) -> None:
     """Makes the new stores whole and durable, not yet at their place."""
-    ids = {place: f"{uuid.uuid4().hex}-0" for place in source.steps}
+    is_run = parts[0].manifest.member is not None
+    ids = {place: f"{uuid.uuid4().hex}-0" if is_run else "" for place in source.steps}
     for part in parts:
         with translated("copy", part.path):
             part.path.mkdir(exist_ok=True)
             part.manifest.write(part.path / "jaxinf.json")
             make_csds(part)
-    records, beside = make_files(source, files, progress), source.beside()
+    records, beside = make_steps(source, chunks, progress), source.beside()
     timestamp_ns = time.time_ns()
     for part in parts:
         with translated("copy", part.path):
@@ -372,26 +339,26 @@ def _make(
                 (part.path / name).parent.mkdir(exist_ok=True)
                 write_bytes_atomically(part.path / name, content)
             for place, record in records.items():
-                commit = ids[place] if part.manifest.member is not None else ""
-                own = record.part(part.manifest, commit)
-                own = replace(own, carried=source.read_carry(source.steps[place]))
-                _complete(part, place, own)
-    if parts[0].manifest.member is not None:
+                carried = source.read_carry(source.steps[place])
+                own = record.part(part.manifest, ids[place])
+                _complete(part, place, own, carried)
+    if is_run:
         root = parts[0].path.parent
         for place in (p for p in source.steps if p != "a"):
-            name = place.removeprefix("checkpoints/")
             shutil.rmtree(root / place, ignore_errors=True)
-            link_whole(root, parts, name)
+            link_whole(root, parts, place.removeprefix("checkpoints/"))
     for part in parts:
         part.sync()
         part.flip("a")
 
 
-def _complete(part: StoreDirectory, place: str, record: CommitRecord) -> None:
-    """Adds the record, and what a checkpoint has beside it."""
+def _complete(
+    part: StoreDirectory, place: str, record: CommitRecord, carried: Sequence[bytes]
+) -> None:
+    """Adds what a step carries, the record, and what a checkpoint has beside it."""
     root = part.step_path(place)
     make_carry(root, part.manifest, record.carry)
-    write_carry(root, record.carry, record.carried)
+    write_carry(root, record.carry, carried)
     if place == "a":
         documents = stock_documents(root, part.manifest)
         part.sync()

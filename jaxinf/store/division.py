@@ -1,117 +1,198 @@
-"""The owner of each chunk in a run of some processes, and the grids that shards need.
+"""The grids that shards need, and the owner of each chunk in a run of some processes.
 
-Invariant: a division is as near to the present one as may be: chunks stay with their
-  owners as far as loads and shards allow.
+Invariant: a division is as near to the present one as may be: a grid that shards do not
+  cut stays, and chunks stay with their owners as far as loads allow.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
-from jaxinf.layout import reassign_csds
+import numpy as np
+
+from jaxinf.errors import StoreMismatchError
+from jaxinf.layout import CODE_BLOCK, Chunk, LeafGrid, choose_grid, reassign_csds
 from jaxinf.store.making import chunk_holders, is_unfinished
 from jaxinf.store.manifest import LeafRecord, Manifest
-from jaxinf.store.regridding import ShardsOf, check_blocks, fits, in_line, with_grid
 from jaxinf.store.whole import find_members
+from jaxinf.typing import Array
 
-_NOBODY = -1
+
+@dataclass(frozen=True)
+class Shards:
+    """A leaf's shards in a run.
+
+    Attributes:
+      counts: their number along each dimension.
+      holders: the processes whose devices have each, in C order; empty if the devices
+        are in a line, as many for each process.
+    """
+
+    counts: tuple[int, ...]
+    holders: Sequence[Sequence[int]] = ()
+
+
+ShardsOf: TypeAlias = Callable[[LeafRecord], Shards]
+"""Returns the shards of a leaf in the run that a store is divided for."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """The leaves with their grids, and the owner of each of their chunks.
-
-    Attributes:
-      count: number of processes.
-    """
+    """The leaves with their grids, and by leaf the owner of each chunk, of so many."""
 
     count: int
-    leaves: Sequence[LeafRecord]
-    owners: Sequence[Sequence[int]]
+    leaves: tuple[LeafRecord, ...]
+    owners: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, part: Manifest, leaves: tuple[LeafRecord, ...]) -> "Division":
+        """Returns the present one, from the manifest of a member or of a store."""
+        count = 1 if part.member is None else part.member.count
+        alone = tuple(leaf.owners or (0,) * len(leaf.csds) for leaf in part.leaves)
+        return cls(count, leaves, alone)
 
 
 def division_for(
     held: Division, count: int, shards_of: ShardsOf | None, where: str
 ) -> Division:
-    """Returns the division that shards need, as near to the present one as may be.
-
-    Args:
-      held: the present one.
-      count: number of processes.
-      shards_of: returns the shards that a leaf will have; by default as `in_line`, and
-        what is divided among so many processes already stays as it is.
+    """Returns the division that shards need; by default, that of devices in a line.
 
     Raises:
-      StoreMismatchError: as `check_blocks`.
+      StoreMismatchError: a new grid would cut blocks of codes.
     """
     keeps = count == held.count
     if keeps and shards_of is None:
         return held
     most = max((math.prod(n.chunk_shape) for n in held.leaves), default=1)
-    sizes, present, leaves, owners = [], [], [], []
+    sizes, present, leaves = [], [], []
+    owners: list[tuple[int, ...] | None] = []
     for leaf, own in zip(held.leaves, held.owners, strict=True):
-        shards = shards_of(leaf) if shards_of else in_line(leaf, count)
-        new = with_grid(leaf, shards.counts, most)
+        shards = shards_of(leaf) if shards_of else _in_line(leaf, count)
+        new, before = (
+            _with_grid(leaf, shards.counts, most, where),
+            list[int | None](own),
+        )
         if new is not leaf:
-            check_blocks(where, leaf, new)
-            own = (_NOBODY,) * len(new.csds)
+            before = [None] * len(new.csds)
         leaves.append(new)
-        if math.prod(shards.counts) > 1:
-            places = chunk_holders(new, shards.counts, shards.holders_in(count))
-            pairs = zip(own, places, strict=True)
-            owners.append(tuple(_owner_of(n, *pair) for n, pair in enumerate(pairs)))
-            continue
-        owners.append(own if keeps and new is leaf else None)
-        if owners[-1] is None:
+        if (num_shards := math.prod(shards.counts)) > 1:
+            line = [(shard * count // num_shards,) for shard in range(num_shards)]
+            places = chunk_holders(new, shards.counts, shards.holders or line)
+            pairs = enumerate(zip(before, places, strict=True))
+            owners.append(
+                tuple(now if now in by else by[n % len(by)] for n, (now, by) in pairs)
+            )
+        elif keeps and new is leaf:
+            owners.append(own)
+        else:
+            owners.append(None)
             for chunk in new.grid.chunks():
                 sizes.append(sum(state.stored_bytes(chunk) for state in new.states))
-            present += [owner if 0 <= owner < count else None for owner in own]
+            present += [None if n is None or n >= count else n for n in before]
     dealt = iter(reassign_csds(sizes, present, count))
-    return Division(
-        count,
-        tuple(leaves),
-        [
-            tuple(next(dealt) for _ in leaf.csds) if found is None else found
-            for leaf, found in zip(leaves, owners, strict=True)
-        ],
+    found = (
+        tuple(next(dealt) for _ in leaf.csds) if own is None else own
+        for leaf, own in zip(leaves, owners, strict=True)
     )
-
-
-def _owner_of(chunk: int, owner: int, holders: Sequence[int]) -> int:
-    """Returns one of the processes that have a chunk, the present owner if it has."""
-    return owner if owner in holders else holders[chunk % len(holders)]
+    return Division(count, tuple(leaves), tuple(found))
 
 
 def is_divided_for(path: Path, shards_of: ShardsOf) -> bool:
     """Whether the grids and owners of a store or a run suit shards; writes nothing.
 
     One without a step does, as it is made anew.
+
+    Raises:
+      StoreMismatchError: they do not, and a new grid would cut blocks of codes.
     """
     first = path if (path / "jaxinf.json").exists() else find_members(path)[0]
     if is_unfinished(first):
         return True
     manifest = Manifest.read(first / "jaxinf.json")
-    count = 1 if manifest.member is None else manifest.member.count
-    for leaf in manifest.leaves:
-        shards = shards_of(leaf)
-        if not fits(leaf, shards.counts):
-            return False
-        places = chunk_holders(leaf, shards.counts, shards.holders_in(count))
-        if math.prod(shards.counts) > 1 and any(
-            owner not in place
-            for owner, place in zip(leaf.owners, places, strict=False)
-        ):
-            return False
-    return True
+    held = Division.of(manifest, manifest.leaves)
+    return division_for(held, held.count, shards_of, str(path)) == held
 
 
 def num_processes(path: Path) -> int | None:
     """Returns the number of processes that a path is divided among; None if none is."""
-    if (path / "jaxinf.json").exists():
-        return 1
-    for place in find_members(path):
-        member = Manifest.read(place / "jaxinf.json").member
-        if member is not None:
-            return member.count
+    for place in (path, *find_members(path)):
+        if (place / "jaxinf.json").exists():
+            member = Manifest.read(place / "jaxinf.json").member
+            return 1 if member is None else member.count
     return None
+
+
+# --- grids ---------------------------------------------------------------------------
+
+
+def _in_line(leaf: LeafRecord, count: int) -> Shards:
+    """Returns a leaf's shards in a run on a mesh of one axis; replicated ones stay so.
+
+    A leaf whose dimension does not divide, or that has shards along several, is taken
+    to keep its shards. There are as many as before if each process gets as many, and
+    else one a process.
+    """
+    held = math.prod(leaf.shard_counts)
+    along = [dim for dim, number in enumerate(leaf.shard_counts) if number > 1]
+    wanted = count if held % count else held
+    if len(along) != 1 or leaf.shape[along[0]] % wanted:
+        return Shards(leaf.shard_counts)
+    return Shards(tuple(wanted if n > 1 else 1 for n in leaf.shard_counts))
+
+
+def _with_grid(
+    leaf: LeafRecord, counts: Sequence[int], most_elements: int, where: str
+) -> LeafRecord:
+    """Returns a leaf with a grid for these shards: its own, if no chunk is in two."""
+    sizes = zip(leaf.shape, counts, leaf.chunk_shape, strict=True)
+    if all(number == 1 or n // number % chunk == 0 for n, number, chunk in sizes):
+        return leaf
+    counts = tuple(counts)
+    grid = choose_grid(
+        leaf.shape, shard_counts=counts, max_chunk_elements=most_elements
+    )
+    new = replace(
+        leaf,
+        chunk_shape=grid.chunk_shape,
+        shard_counts=counts,
+        csds=(0,) * grid.num_chunks,
+        owners=(),
+    )
+    coded = [state.slot for state in leaf.states if state.codec == "scale"]
+    if coded and any(
+        blocks_of(one.grid, chunk) is None
+        for one in (leaf, new)
+        for chunk in one.grid.chunks()
+    ):
+        raise StoreMismatchError(
+            f"{where}: leaf {leaf.name}: expected shards {counts} that chunks of whole "
+            f"blocks of {CODE_BLOCK} codes fit, as {', '.join(coded)} is stored so, "
+            f"found that chunks of {new.chunk_shape}, in place of {leaf.chunk_shape}, "
+            "would cut them; nothing was changed. Go on with as many devices as "
+            "before, or copy it to float32 state first: jaxinf store copy OLD NEW "
+            "--state fp32"
+        )
+    return new
+
+
+def blocks_of(grid: LeafGrid, chunk: Chunk) -> Array | None:
+    """Returns the numbers of a chunk's blocks of codes among the leaf's in C order.
+
+    None if they are others: if a block has a gap in the leaf, or begins elsewhere.
+    """
+    firsts = np.arange(0, chunk.num_elements, CODE_BLOCK)
+    lasts = np.minimum(firsts + CODE_BLOCK, chunk.num_elements) - 1
+    begin, end = (_places(grid, chunk, positions) for positions in (firsts, lasts))
+    wanted = np.minimum(begin + CODE_BLOCK, grid.num_elements) - 1
+    is_there = (begin % CODE_BLOCK == 0) & (end == wanted)
+    is_whole = is_there & (end - begin == lasts - firsts)
+    return begin // CODE_BLOCK if is_whole.all() else None
+
+
+def _places(grid: LeafGrid, chunk: Chunk, positions: Array) -> Array:
+    """Returns the places in the leaf, in C order, of elements of a chunk."""
+    inside = np.unravel_index(positions, chunk.extent)
+    at = [first + index for first, index in zip(chunk.start, inside, strict=True)]
+    return np.ravel_multi_index(at, grid.shape)

@@ -223,15 +223,20 @@ def remove_whole(path: Path, names: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def hold_members(path: Path) -> Iterator[list[StoreDirectory]]:
+def hold_members(
+    path: Path, named: Sequence[Path] = ()
+) -> Iterator[list[StoreDirectory]]:
     """Makes this process the only writer of all parts while the context lasts.
+
+    Args:
+      named: CSD roots of a store of one process that the user has named.
 
     Raises:
       StoreLockedError: a run has them open.
       ProcessError, StoreError: as `parts_of`.
     """
     if not is_run(path):
-        with hold_store(path) as one:
+        with hold_store(path, named) as one:
             yield [one]
         return
     members = all_members(path)

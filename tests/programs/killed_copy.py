@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from jaxinf.store import StoreDirectory, copy_files, copying, owners
+from jaxinf.store import StoreDirectory, copy_chunks, copying, owners
 
 
 def main(name, num_calls, source, new, *csds):
@@ -21,7 +21,7 @@ def main(name, num_calls, source, new, *csds):
         "flip": StoreDirectory,
         "mkdir": Path,
         "_claim": owners,
-        "_recode": copy_files,
+        "_recode": copy_chunks,
     }.get(name, copying)
     real, calls = getattr(owner, name), 0
 
