@@ -33,6 +33,7 @@ from jaxinf.layout import (
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord, dtype_of
 from jaxinf.store.copy_source import CopySource
+from jaxinf.store.creation import existing_parent
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.division import blocks_of
 from jaxinf.store.formats import scalars_of
@@ -101,7 +102,7 @@ def copied_chunks(
     source: CopySource, parts: Sequence[StoreDirectory]
 ) -> Iterator[CopiedChunk]:
     """Yields the chunks of new stores; looks at old files, and writes nothing."""
-    device = cache(_device)
+    device = cache(lambda place: existing_parent(place)[1])
     steps = [(name, s.places, s.commit) for name, s in source.steps.items()]
     for part in parts:
         for place, folders, commit in [*steps, ("b", source.spares, None)]:
@@ -133,12 +134,6 @@ def _way(old: LeafRecord, new: LeafRecord, state: StateRecord) -> _How:
 
 def _arrays(leaf: LeafRecord, state: StateRecord) -> list[StateRecord]:
     return [one for one in leaf.states if one.slot == state.slot]
-
-
-def _device(place: Path) -> int:
-    while not place.exists():
-        place = place.parent
-    return place.stat().st_dev
 
 
 def room_needed(chunks: Sequence[CopiedChunk]) -> dict[Path, int]:

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxinf.documents import MOST_BYTES
@@ -25,7 +24,9 @@ from jaxinf.layout import Chunk
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
+from jaxinf.store.making import csd_bytes
 from jaxinf.store.owners import check_owners, check_places, make_csds
+from jaxinf.store.reader import over
 from jaxinf.store.stock_documents import (
     create_documents,
     document_names,
@@ -46,36 +47,36 @@ def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
     Raises:
       StoreSpaceError: names the file system, the bytes needed and the bytes free.
     """
-    per_device: dict[int, list[tuple[Path, int]]] = defaultdict(list)
+    totals: dict[int, int] = defaultdict(int)
+    places: dict[int, Path] = {}
     for directory, need in needs.items():
-        existing = _existing_parent(directory)
-        per_device[existing.stat().st_dev].append((existing, need))
-    for entries in per_device.values():
-        need = sum(n for _, n in entries)
-        status = os.statvfs(entries[0][0])
+        place, device = existing_parent(directory)
+        totals[device] += need
+        places.setdefault(device, place)
+    for device, need in totals.items():
+        status = os.statvfs(places[device])
         free = status.f_bavail * status.f_frsize
         if need > free:
             raise StoreSpaceError(
-                f"{entries[0][0]}: {what} {need:,} bytes ({format_bytes(need)}) "
+                f"{places[device]}: {what} {need:,} bytes ({format_bytes(need)}) "
                 f"there, the file system has {free:,} free ({format_bytes(free)}); "
                 f"{remedy}"
             )
 
 
-def _existing_parent(path: Path) -> Path:
+def existing_parent(path: Path) -> tuple[Path, int]:
+    """Returns the part of a path that exists, and the number of its file system."""
     while not path.exists():
         path = path.parent
-    return path
+    return path, path.stat().st_dev
 
 
 def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
     """Returns the bytes of a new store on each CSD, with both slots."""
-    totals: dict[Path, int] = defaultdict(int)
-    places = [directory.csd_directory(csd) for csd in range(directory.num_csds)]
-    for number, leaf, state, chunk in directory.held():
-        need = state.stored_bytes(directory.chunks[number][chunk])
-        totals[places[leaf.csds[chunk]]] += 2 * need
-    return dict(totals)
+    return {
+        directory.csd_directory(csd): 2 * num_bytes
+        for csd, num_bytes in enumerate(csd_bytes(directory.manifest))
+    }
 
 
 def _beside_bytes(directory: StoreDirectory) -> int:
@@ -131,16 +132,8 @@ def create_store(directory: StoreDirectory) -> None:
             create_documents(step, directory.manifest, timestamp_ns)
             make_chunks(directory, slot)
 
-        first, second = SLOTS
-        with ThreadPoolExecutor(1) as threads:  # their calls of the system overlap
-            try:
-                is_made = threads.submit(make, first)
-            except RuntimeError:  # there is no room for another thread
-                make(first)
-                make(second)
-            else:
-                make(second)
-                is_made.result()
+        for _ in over(SLOTS, make, len(SLOTS)):  # their calls of the system overlap
+            pass
     directory.sync()
     fsync_directory(directory.path)
 
@@ -160,7 +153,11 @@ def complete_spare(directory: StoreDirectory) -> None:
     step, source = directory.step_path(spare), directory.step_path(committed)
     names = document_names(directory.manifest)
     documents = [name for name in names if not os.path.lexists(f"{step}/{name}")]
-    chunks = [paths for *_, paths in _chunks(directory, spare) if _lacks(paths)]
+    chunks = [
+        paths
+        for *_, paths in _chunks(directory, spare)
+        if not all(map(os.path.lexists, paths))
+    ]
     if not documents and not chunks:
         return
     _LOG.warning(
@@ -273,7 +270,3 @@ def _chunks(
                 places = dict.fromkeys((roots[leaf.csds[chunk]], step))
                 paths = [f"{root}/{array}/{layout.key}" for root in places]
                 yield layout, state, paths
-
-
-def _lacks(paths: Sequence[str]) -> bool:
-    return not all(map(os.path.lexists, paths))

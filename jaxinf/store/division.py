@@ -19,6 +19,8 @@ from jaxinf.store.manifest import LeafRecord, Manifest
 from jaxinf.store.whole import find_members
 from jaxinf.typing import Array
 
+_NOBODY = -1
+
 
 @dataclass(frozen=True)
 class Shards:
@@ -70,12 +72,8 @@ def division_for(
     owners: list[tuple[int, ...] | None] = []
     for leaf, own in zip(held.leaves, held.owners, strict=True):
         shards = shards_of(leaf) if shards_of else _in_line(leaf, count)
-        new, before = (
-            _with_grid(leaf, shards.counts, most, where),
-            list[int | None](own),
-        )
-        if new is not leaf:
-            before = [None] * len(new.csds)
+        new = _with_grid(leaf, shards.counts, most, where)
+        before = own if new is leaf else (_NOBODY,) * len(new.csds)
         leaves.append(new)
         if (num_shards := math.prod(shards.counts)) > 1:
             line = [(shard * count // num_shards,) for shard in range(num_shards)]
@@ -88,9 +86,8 @@ def division_for(
             owners.append(own)
         else:
             owners.append(None)
-            for chunk in new.grid.chunks():
-                sizes.append(sum(state.stored_bytes(chunk) for state in new.states))
-            present += [None if n is None or n >= count else n for n in before]
+            sizes += new.chunk_bytes
+            present += [n if 0 <= n < count else None for n in before]
     dealt = iter(reassign_csds(sizes, present, count))
     found = (
         tuple(next(dealt) for _ in leaf.csds) if own is None else own

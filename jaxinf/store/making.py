@@ -61,6 +61,21 @@ def lay_out(
     return deal(manifest, held=held, shares=shares, room=room)
 
 
+def _check_count(leaves: Sequence[LeafRecord]) -> None:
+    num_files = sum(leaf.grid.num_chunks * len(leaf.states) for leaf in leaves)
+    if num_files > _MOST_FILES:
+        num_bytes = sum(
+            state.num_elements(leaf.grid.num_elements) * state.itemsize
+            for leaf in leaves
+            for state in leaf.states
+        )
+        raise StoreSpaceError(
+            f"a store's two slots: expected at most {_MOST_FILES:,} chunk files in "
+            f"each, found {num_files:,} with {num_bytes:,} bytes "
+            f"({format_bytes(num_bytes)}); take a smaller model"
+        )
+
+
 def deal(
     manifest: Manifest,
     *,
@@ -92,23 +107,60 @@ def deal(
     return replace(manifest, leaves=tuple(leaves))
 
 
-def files_beside(store: Path) -> dict[str, bytes]:
-    """Returns what a run needs beside its steps: cuts of programs, a tokenizer.
+def deal_to_members(
+    manifest: Manifest, member: Member, holders: Sequence[Sequence[Sequence[int]]]
+) -> Manifest:
+    """Returns a new store's manifest as a member's, which holds a part of the chunks.
 
-    Raises:
-      StoreIOError: a file cannot be read, is too large, or is a link.
+    Args:
+      manifest: a result of `lay_out`, the same in all members except for its roots.
+      member: the member.
+      holders: by leaf, and then by shard in C order, the numbers of the processes whose
+        JAX devices have the shard. Chunks of shards that several have are divided.
     """
-    found = {}
-    for name in ("stream", "tokenizer"):
-        with contextlib.suppress(FileNotFoundError):
-            folder = open_beneath(store, name, os.O_DIRECTORY)
-            try:
-                files = [f"{name}/{file}" for file in sorted(os.listdir(folder))]
-            finally:
-                os.close(folder)
-            for file in filter(BESIDE.fullmatch, files):
-                found[file] = read_beneath(store, file, MOST_BYTES)
+    chunk_bytes, places = [], []
+    for leaf, own in zip(manifest.leaves, holders, strict=True):
+        places += chunk_holders(leaf, leaf.shard_counts, own)
+        chunk_bytes += leaf.chunk_bytes
+    owners = iter(assign_owners(chunk_bytes, places, member.count))
+    by_leaf = [[next(owners) for _ in leaf.csds] for leaf in manifest.leaves]
+    return member_of(manifest, member, by_leaf)
+
+
+def member_of(
+    manifest: Manifest, member: Member, owners: Sequence[Sequence[int]]
+) -> Manifest:
+    """Returns a new store's manifest as a member's, by the owner of each chunk."""
+    leaves = tuple(
+        replace(leaf, owners=tuple(own), member=member.number)
+        for leaf, own in zip(manifest.leaves, owners, strict=True)
+    )
+    version = MEMBER_VERSION
+    return deal(replace(manifest, leaves=leaves, member=member, format_version=version))
+
+
+def chunk_holders(
+    leaf: LeafRecord, shard_counts: Sequence[int], holders: Sequence[Sequence[int]]
+) -> list[Sequence[int]]:
+    """Returns the processes that have each chunk of a leaf.
+
+    Args:
+      leaf: the leaf.
+      shard_counts: number of shards along each dimension.
+      holders: the processes that have each shard, in C order.
+    """
+    found = []
+    for chunk in leaf.grid.chunks():
+        shard = 0
+        for start, length, count in zip(
+            chunk.start, leaf.shape, shard_counts, strict=True
+        ):
+            shard = shard * count + start // max(1, length // count)
+        found.append(holders[shard])
     return found
+
+
+# --- bytes of CSDs -------------------------------------------------------------------
 
 
 def csd_bytes(manifest: Manifest) -> list[int]:
@@ -116,6 +168,15 @@ def csd_bytes(manifest: Manifest) -> list[int]:
     found = [0] * max(1, len(manifest.csds))
     for csd, num_bytes in _held_bytes(manifest):
         found[csd] += num_bytes
+    return found
+
+
+def _held_bytes(manifest: Manifest) -> list[tuple[int, int]]:
+    """Returns CSD and bytes of each chunk that the store holds, in order."""
+    found = []
+    for leaf in manifest.leaves:
+        sizes = leaf.chunk_bytes
+        found += [(leaf.csds[number], sizes[number]) for number in leaf.held]
     return found
 
 
@@ -145,66 +206,13 @@ def is_dealt_by(manifest: Manifest, shares: Sequence[float]) -> bool:
     return max(over) - min(over) <= largest
 
 
-def _held_bytes(manifest: Manifest) -> list[tuple[int, int]]:
-    """Returns CSD and bytes of each chunk that the store holds, in order."""
-    found = []
-    for leaf in manifest.leaves:
-        sizes = _chunk_bytes(leaf)
-        found += [(leaf.csds[number], sizes[number]) for number in leaf.held]
-    return found
-
-
-def _chunk_bytes(leaf: LeafRecord) -> list[int]:
-    return [
-        sum(state.stored_bytes(chunk) for state in leaf.states)
-        for chunk in leaf.grid.chunks()
-    ]
-
-
-def deal_to_members(
-    manifest: Manifest, member: Member, holders: Sequence[Sequence[Sequence[int]]]
-) -> Manifest:
-    """Returns a new store's manifest as a member's, which holds a part of the chunks.
-
-    Args:
-      manifest: a result of `lay_out`, the same in all members except for its roots.
-      member: the member.
-      holders: by leaf, and then by shard in C order, the numbers of the processes whose
-        JAX devices have the shard. Chunks of shards that several have are divided.
-    """
-    chunk_bytes, places = [], []
-    for leaf, own in zip(manifest.leaves, holders, strict=True):
-        places += chunk_holders(leaf, leaf.shard_counts, own)
-        chunk_bytes += _chunk_bytes(leaf)
-    owners = iter(assign_owners(chunk_bytes, places, member.count))
-    by_leaf = [[next(owners) for _ in leaf.csds] for leaf in manifest.leaves]
-    return member_of(manifest, member, by_leaf)
-
-
-def member_of(
-    manifest: Manifest, member: Member, owners: Sequence[Sequence[int]]
-) -> Manifest:
-    """Returns a new store's manifest as a member's, its chunks dealt to its CSDs.
-
-    Args:
-      owners: by leaf, the number of the member that holds each chunk.
-    """
-    leaves = tuple(
-        replace(leaf, owners=tuple(own), member=member.number)
-        for leaf, own in zip(manifest.leaves, owners, strict=True)
-    )
-    version = MEMBER_VERSION
-    return deal(replace(manifest, leaves=leaves, member=member, format_version=version))
+# --- paths of a new store ------------------------------------------------------------
 
 
 def process_roots(
     number: int, given: Sequence[str], *, is_needed: bool = False
 ) -> list[str]:
-    """Returns the CSD roots of a process, from a template.
-
-    Args:
-      given: roots in which ``{process}`` stands for it.
-      is_needed: whether it must have some.
+    """Returns a process's CSD roots, in which ``{process}`` stands for its number.
 
     Raises:
       ValueError: a root is missing, or none is given where it must be.
@@ -224,45 +232,23 @@ def process_roots(
     return roots
 
 
-def chunk_holders(
-    leaf: LeafRecord, shard_counts: Sequence[int], holders: Sequence[Sequence[int]]
-) -> list[Sequence[int]]:
-    """Returns the processes that have each chunk of a leaf.
+def files_beside(store: Path) -> dict[str, bytes]:
+    """Returns what a run needs beside its steps: cuts of programs, a tokenizer.
 
-    Args:
-      leaf: the leaf.
-      shard_counts: number of shards along each dimension.
-      holders: the processes that have each shard, in C order.
+    Raises:
+      StoreIOError: a file cannot be read, is too large, or is a link.
     """
-    extents = [
-        max(1, length // count)
-        for length, count in zip(leaf.shape, shard_counts, strict=True)
-    ]
-    found = []
-    for chunk in leaf.grid.chunks():
-        shard = 0
-        for start, extent, count in zip(
-            chunk.start, extents, shard_counts, strict=True
-        ):
-            shard = shard * count + start // extent
-        found.append(holders[shard])
+    found = {}
+    for name in ("stream", "tokenizer"):
+        with contextlib.suppress(FileNotFoundError):
+            folder = open_beneath(store, name, os.O_DIRECTORY)
+            try:
+                files = [f"{name}/{file}" for file in sorted(os.listdir(folder))]
+            finally:
+                os.close(folder)
+            for file in filter(BESIDE.fullmatch, files):
+                found[file] = read_beneath(store, file, MOST_BYTES)
     return found
-
-
-def _check_count(leaves: Sequence[LeafRecord]) -> None:
-    num_files = sum(leaf.grid.num_chunks * len(leaf.states) for leaf in leaves)
-    if num_files > _MOST_FILES:
-        num_bytes = sum(
-            state.num_elements(leaf.grid.num_elements) * state.itemsize
-            for leaf in leaves
-            for state in leaf.states
-        )
-        raise StoreSpaceError(
-            f"a store's two slots: expected at most {_MOST_FILES:,} chunk files in "
-            f"each, found {num_files:,} with {num_bytes:,} bytes "
-            f"({format_bytes(num_bytes)}); take a smaller "
-            "model"
-        )
 
 
 def is_unfinished(path: Path) -> bool:

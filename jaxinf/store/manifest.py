@@ -162,6 +162,12 @@ class LeafRecord(LeafContents):
         """The chunk grid."""
         return shared_grid(self.shape, self.chunk_shape)
 
+    @property
+    def chunk_bytes(self) -> list[int]:
+        """Bytes of each chunk on the drive, all states together."""
+        chunks = self.grid.chunks()
+        return [sum(one.stored_bytes(chunk) for one in self.states) for chunk in chunks]
+
     def array_grid(self, state: StateRecord) -> tuple[Sequence[int], Sequence[int]]:
         """Returns shape and chunk shape of a state's array."""
         if state.codec != "scale":

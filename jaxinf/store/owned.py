@@ -29,7 +29,8 @@ def look_at_store(path: Path) -> StoreDirectory:
         is missing.
       StoreIOError: a file or directory cannot be read.
     """
-    directory = _opened(path)
+    _check_is_store(path)
+    directory = StoreDirectory.open(path)
     check_present(directory)
     directory.check_layout()
     return directory
@@ -45,18 +46,35 @@ def read_owned(
 
     Args:
       path: the store.
-      named: CSD roots that the user has named, which are accepted without a note.
-      unmade: whether its creation may have been interrupted, so that CSDs may be
-        missing.
+      named, unmade: as for `check_owners`.
 
     Raises:
       StoreFormatError: as `look_at_store`; or nothing shows that a CSD is this store's.
       StoreIOError: a file or directory cannot be read.
     """
-    directory = _opened(path)
+    _check_is_store(path)
+    directory = StoreDirectory.open(path)
     check_owners(directory, named, unmade=unmade)
     directory.check_layout()
     return directory
+
+
+def current_store(directory: StoreDirectory) -> StoreDirectory:
+    """Returns the store in its present state; reads nothing if this is its writer.
+
+    The caller holds a lock as for `read_owned`.
+    """
+    return read_owned(directory.path) if directory.lock is None else directory
+
+
+def _check_is_store(path: Path) -> None:
+    check_there(path)
+    if os.path.lexists(path / "commit.json"):
+        raise StoreFormatError(
+            f"{path}: expected a store, found a checkpoint or an export of one; open "
+            "the store and restore the checkpoint (jaxinf checkpoint restore STORE), "
+            "or make a store of the export (jaxinf store copy EXPORT NEW)"
+        )
 
 
 @contextlib.contextmanager
@@ -83,8 +101,14 @@ def hold_store(
         with lock_exclusively(path / "checkpoints.lock"):
             directory = read_owned(path, named)
             directory.lock = lock
-            if not is_member:
-                _check_no_member(directory)
+            member = directory.manifest.member
+            if member is not None and not is_member:
+                raise StoreFormatError(
+                    f"{directory.path}: expected the store of one process, found "
+                    f"member {member.number} of a run of {member.count}, and its step "
+                    "and its places change with the others' alone; open the run's path "
+                    "in all its processes"
+                )
             claim_csds(directory, named)
             # A member's other slot may hold the step that all of a run have.
             if not is_member:
@@ -92,43 +116,6 @@ def hold_store(
             yield directory
     finally:
         lock.release()
-
-
-def _check_no_member(directory: StoreDirectory) -> None:
-    """Refuses a member of a run, which would no longer fit the others."""
-    member = directory.manifest.member
-    if member is not None:
-        raise StoreFormatError(
-            f"{directory.path}: expected the store of one process, found member "
-            f"{member.number} of a run of {member.count}, and its step and its places "
-            "change with the others' alone; open the run's path in all its processes"
-        )
-
-
-def current_store(directory: StoreDirectory) -> StoreDirectory:
-    """Returns the store in its present state; reads nothing if this is its writer.
-
-    The caller holds a lock as for `read_owned`.
-
-    Raises:
-      StoreError: as `read_owned`.
-    """
-    return read_owned(directory.path) if directory.lock is None else directory
-
-
-def _check_is_store(path: Path) -> None:
-    check_there(path)
-    if os.path.lexists(path / "commit.json"):
-        raise StoreFormatError(
-            f"{path}: expected a store, found a checkpoint or an export of one; open "
-            "the store and restore the checkpoint (jaxinf checkpoint restore STORE), "
-            "or make a store of the export (jaxinf store copy EXPORT NEW)"
-        )
-
-
-def _opened(path: Path) -> StoreDirectory:
-    _check_is_store(path)
-    return StoreDirectory.open(path)
 
 
 # --- the spare slot's space --------------------------------------------------------
@@ -151,16 +138,10 @@ def trim_store(path: Path) -> int:
         directory.unpublish(spare)
         for number, _, state, chunk in directory.held():
             file = directory.chunk_file(spare, number, chunk, state.name)
-            num_bytes += _emptied(file)
+            with translated("truncation", file), opened_to_write(file) as fd:
+                status = os.fstat(fd)
+                if status.st_nlink == 1:
+                    os.ftruncate(fd, 0)
+                    num_bytes += status.st_blocks * 512  # on every file system
         directory.sync()
     return num_bytes
-
-
-def _emptied(file: Path) -> int:
-    """Empties a file with a single link; returns its bytes on the drive."""
-    with translated("truncation", file), opened_to_write(file) as fd:
-        status = os.fstat(fd)
-        if status.st_nlink > 1:
-            return 0
-        os.ftruncate(fd, 0)
-    return status.st_blocks * 512  # on every file system

@@ -8,8 +8,8 @@ caller has named the root.
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -36,14 +36,10 @@ class _Identity(msgspec.Struct):
     store_id: str
 
 
-@dataclass(frozen=True)
-class _Note:
-    """The note in a CSD's directory.
+class _Note(NamedTuple):
+    """The note in a CSD's directory: the store that it names, and why not to accept it.
 
-    Attributes:
-      owner: the store that the note names; None without a note.
-      problem: the reason not to accept the note; empty if there is none.
-      is_unmade: whether the directory has neither a note nor a store's files.
+    A directory that `is_unmade` has neither a note nor a store's files.
     """
 
     owner: str | None
@@ -90,10 +86,6 @@ def make_csds(directory: StoreDirectory) -> None:
     """Makes the store's directory on every CSD that has none, with its note first.
 
     So the owner is known even if the process is killed at any instant.
-
-    Raises:
-      StoreFormatError: a root is in the store, or the directory is another store's.
-      StoreIOError: a directory cannot be made.
     """
     named = [Path(root) for root in directory.manifest.csds]
     check_owners(directory, named, unmade=True)
@@ -105,11 +97,7 @@ def make_csds(directory: StoreDirectory) -> None:
 
 
 def check_places(directory: StoreDirectory) -> None:
-    """Refuses CSD roots that no store may have, even if the user has named them.
-
-    Raises:
-      StoreFormatError: one is below ``/proc``, inside the store, or relative.
-    """
+    """Refuses CSD roots that no store may have, even if the user has named them."""
     for csd, root in enumerate(directory.manifest.csds):
         why = ""
         if not os.path.isabs(root) or "\0" in root:
@@ -126,13 +114,19 @@ def check_places(directory: StoreDirectory) -> None:
 
 
 def check_present(directory: StoreDirectory) -> None:
-    """Refuses a store with a missing CSD.
-
-    Raises:
-      StoreFormatError: a CSD's directory is missing; its drive may not be mounted.
-    """
+    """Refuses a store with a missing CSD, whose drive may not be mounted."""
     for csd in range(len(directory.manifest.csds)):
         _check_present(directory, csd)
+
+
+def _check_present(directory: StoreDirectory, csd: int) -> None:
+    root, folder = directory.manifest.csds[csd], directory.csd_directory(csd)
+    if folder.is_symlink() or not folder.is_dir():
+        raise StoreFormatError(
+            f"{directory.path}: CSD {csd} of the store should be at {root} "
+            f"(directory {folder.name}), which is not there; mount the drive, or "
+            "restore the directory"
+        )
 
 
 def check_unclaimed(path: Path, roots: Sequence[Path]) -> None:
@@ -168,10 +162,11 @@ def _check(
     *,
     unmade: bool = False,
 ) -> _Note:
-    folder = directory.csd_directory(csd)
+    folder, root = directory.csd_directory(csd), directory.manifest.csds[csd]
     if unmade and not os.path.lexists(folder):
         return _Note(None)
-    note = _read(directory, csd)
+    _check_present(directory, csd)
+    note = _read_note(folder)
     if note.owner is not None and _is_elsewhere(directory, note.owner):
         raise StoreFormatError(
             f"{directory.path}: expected a store of its own, found a copy of "
@@ -179,9 +174,15 @@ def _check(
             "that one, or make a store that shares nothing with it "
             '("jaxinf checkpoint export STORE", then "import")'
         )
-    is_vouched = Path(directory.manifest.csds[csd]) in named
-    if note.problem and not is_vouched and not (unmade and note.is_unmade):
-        raise _unknown(directory, csd, note.problem)
+    if note.problem and Path(root) not in named and not (unmade and note.is_unmade):
+        roots = [x for one in directory.manifest.csds for x in ("--csd-root", one)]
+        words = ["jaxinf", "store", "copy", *[str(directory.path)] * 2, *roots]
+        raise StoreFormatError(
+            f"{directory.path}: expected the chunks of this store on its CSD {csd}, "
+            f"{folder}, found no note of this user's ({_NOTE}) that says so: "
+            f"{note.problem}. If the roots are this store's, name them: "
+            f"{shlex.join(words)}"
+        )
     return note
 
 
@@ -204,22 +205,6 @@ def _steps_to(path: str) -> Iterator[str]:
     yield "/proc"  # more links than the operating system follows
 
 
-def _unknown(directory: StoreDirectory, csd: int, problem: str) -> StoreFormatError:
-    roots = [word for root in directory.manifest.csds for word in ("--csd-root", root)]
-    line = shlex.join(["jaxinf", "store", "copy", *[str(directory.path)] * 2, *roots])
-    return StoreFormatError(
-        f"{directory.path}: expected the chunks of this store on its CSD {csd}, "
-        f"{directory.csd_directory(csd)}, found no note of this user's ({_NOTE}) that "
-        f"says so: {problem}. If the roots are this store's, name them: {line}"
-    )
-
-
-def _read(directory: StoreDirectory, csd: int) -> _Note:
-    """Reads the note on a CSD."""
-    _check_present(directory, csd)
-    return _read_note(directory.csd_directory(csd))
-
-
 def _read_note(folder: Path) -> _Note:
     try:
         file = open_beneath(folder, _NOTE)
@@ -232,38 +217,22 @@ def _read_note(folder: Path) -> _Note:
     except (OSError, StoreIOError) as error:
         return _Note(None, f"it cannot be opened ({error})")
     try:
-        return _parse(file)
-    finally:
-        os.close(file)
-
-
-def _check_present(directory: StoreDirectory, csd: int) -> None:
-    root, folder = directory.manifest.csds[csd], directory.csd_directory(csd)
-    if folder.is_symlink() or not folder.is_dir():
-        raise StoreFormatError(
-            f"{directory.path}: CSD {csd} of the store should be at {root} "
-            f"(directory {folder.name}), which is not there; mount the drive, or "
-            "restore the directory"
-        )
-
-
-def _parse(file: int) -> _Note:
-    try:
         owner = decode(os.read(file, _NOTE_BYTES), _Owner).store
+        user = os.fstat(file).st_uid
     except DocumentError:
         return _Note(None, "it is damaged")
-    if (user := os.fstat(file).st_uid) != os.geteuid():
-        return _Note(owner, f"it belongs to the user of id {user}")
-    return _Note(owner)
+    finally:
+        os.close(file)
+    is_own = user == os.geteuid()
+    return _Note(owner, "" if is_own else f"it belongs to the user of id {user}")
 
 
 def _is_here(directory: StoreDirectory, owner: str) -> bool:
     """Whether a path leads to the store, under any name."""
     try:
-        found, own = os.stat(owner), os.stat(directory.path)
+        return os.path.samefile(owner, directory.path)
     except (OSError, ValueError):
         return False
-    return os.path.samestat(found, own)
 
 
 def _is_elsewhere(directory: StoreDirectory, owner: str) -> bool:
