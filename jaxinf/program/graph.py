@@ -1,12 +1,14 @@
-"""A jaxpr as a graph: calls inlined, conditionals on arrays turned into selects.
+"""A jaxpr as a graph: nodes in an order in which they can be computed.
 
-Invariant: nodes are in an order in which they can be computed. Every value has the node
-  that computes it, and a mark whether it depends on stored state.
+    interpret   walks a jaxpr; a rule says what an equation becomes
+    graph_of    by the rule of optimizers: calls inlined, conditionals selected from
+
+Invariant: every value has the node that computes it. Streaming has a rule of its own,
+which unrolls scans.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
@@ -21,6 +23,7 @@ class Value:
 
     Attributes:
       aval: Its abstract value: shape, dtype, weak type.
+      stored: Whether it depends on an optimizer's stored state.
       node: The node that computes it; None for inputs and constants.
       constant: The array of a constant, or the NumPy scalar of a literal.
       origin: The identity of an input, if the maker of the graph sets it.
@@ -70,50 +73,41 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """Inputs, nodes and outputs of one traced function."""
+    """One traced function.
+
+    Attributes:
+      nodes: In an order in which they can be computed.
+      gradients: Of a loss function: further outputs, by the part of params of which
+        each is the complete gradient.
+    """
 
     inputs: tuple[Value, ...]
     nodes: tuple[Node, ...]
-    outputs: tuple[Value, ...]
+    results: tuple[Value, ...]
+    gradients: Mapping[Any, Value] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        return (*self.results, *self.gradients.values())
 
 
-def build_graph(closed: compat.ClosedJaxpr, stored: Sequence[bool]) -> Graph:
-    """Builds the graph of `closed`; inputs marked in `stored` are on storage."""
-    inputs = tuple(
-        Value(var.aval, stored=flag)
-        for var, flag in zip(closed.jaxpr.invars, stored, strict=True)
-    )
-    builder = _Builder()
-    outputs = builder.inline(closed, inputs)
-    return Graph(inputs, tuple(builder.nodes), tuple(outputs))
-
-
-def local_owners(
-    graph: Graph, owners: Mapping[Value, int], is_elementwise: Callable[[Node], bool]
-) -> dict[Value, int]:
-    """Returns values that one owner's inputs reach through elementwise nodes.
-
-    Their other operands have no owner, or are reduced over several.
-    """
-    mixed = -1
-    found = dict(owners)
-    for node in graph.nodes:
-        sources = {found[value] for value in node.inputs if value in found}
-        if sources:
-            own = sources - {mixed}
-            local = len(own) == 1 and is_elementwise(node)
-            found.update(dict.fromkeys(node.outputs, own.pop() if local else mixed))
-    return {value: owner for value, owner in found.items() if owner != mixed}
+def ancestors(
+    values: Iterable[Any], is_own: Callable[[Any], bool] = lambda node: True
+) -> set[Any]:
+    """Returns the nodes from which values follow, through own nodes alone."""
+    found: set[Any] = set()
+    stack = [value.node for value in values]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in found and is_own(node):
+            found.add(node)
+            stack += [value.node for value in node.inputs]
+    return found
 
 
 def prune(nodes: Iterable[Node], outputs: Iterable[Value]) -> tuple[Node, ...]:
-    needed = {value.node for value in outputs}
-    kept: list[Node] = []
-    for node in reversed(list(nodes)):
-        if node in needed:
-            kept.append(node)
-            needed.update(value.node for value in node.inputs)
-    return tuple(reversed(kept))
+    needed = ancestors(outputs)
+    return tuple(node for node in nodes if node in needed)
 
 
 def bind(node: Node, operands: Sequence[Any]) -> Sequence[jax.Array]:
@@ -155,114 +149,133 @@ def evaluate(
     return [read(value) for value in outputs]
 
 
-class Inliner(ABC):
-    """Makes the values of a jaxpr, equation by equation."""
-
-    def inline(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        """Returns the results of a (closed) jaxpr applied to `args`."""
-        consts = [self._const(value) for value in getattr(jaxpr, "consts", ())]
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-
-        def read(atom: Any) -> Any:
-            is_literal = isinstance(atom, compat.Literal)
-            return self._literal(atom) if is_literal else env[atom]
-
-        for eqn in jaxpr.eqns:
-            outputs = self._equation(eqn, [read(atom) for atom in eqn.invars])
-            env.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _literal(self, literal: Any) -> Value:
-        return Value(literal.aval, constant=literal.val)
-
-    @abstractmethod
-    def _const(self, array: Any) -> Value:
-        """Returns the value of an array that the function closed over."""
-
-    @abstractmethod
-    def _equation(self, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-        """Returns the results of an equation."""
+def as_constant(literal: Any) -> Value:
+    return Value(literal.aval, constant=literal.val)
 
 
-class _Builder(Inliner):
+def interpret(
+    jaxpr: Any,
+    args: Sequence[Any],
+    rule: Callable[[Any, list[Any]], Sequence[Any]],
+    const: Callable[[Any], Any],
+    literal: Callable[[Any], Any] = as_constant,
+) -> list[Any]:
+    """Returns what a rule makes of a jaxpr's results, equation by equation.
+
+    Args:
+      jaxpr: A jaxpr, closed or not.
+      args: What stands for its arguments.
+      rule: Makes an equation's results of it and its operands.
+      const, literal: Make what stands for an array that the function closed over, and
+        for a literal.
+    """
+    consts = [const(array) for array in getattr(jaxpr, "consts", ())]
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return literal(atom) if isinstance(atom, compat.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        outputs = rule(eqn, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def graph_of(closed: compat.ClosedJaxpr, stored: Container[int] = ()) -> Graph:
+    """Returns the graph of `closed`, with calls and conditionals on arrays inlined.
+
+    Args:
+      stored: Numbers of the inputs that are on storage.
+    """
+    inputs = tuple(
+        Value(var.aval, i in stored) for i, var in enumerate(closed.jaxpr.invars)
+    )
+    rule = _Rule()
+    results = rule.inline(closed, inputs)
+    return Graph(inputs, tuple(rule.nodes), tuple(results))
+
+
+class _Rule:
+    """Collects nodes; calls are in the sources of the equations inside."""
+
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self._callers: list[Any] = []
 
-    def _const(self, array: Any) -> Value:
-        aval = jax.ShapeDtypeStruct(np.shape(array), array.dtype)
-        return Value(aval, constant=array)
-
-    def _literal(self, literal: Any) -> Value:
-        aval = literal.aval
-        if aval.shape:
-            return Value(aval, constant=literal.val)
-        number = np.asarray(literal.val).astype(aval.dtype)[()]
-        return Value(aval, constant=number)
+    def inline(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
+        return interpret(jaxpr, args, self._equation, _const, _number)
 
     def _equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
-        name = eqn.primitive.name
+        name, avals = eqn.primitive.name, [var.aval for var in eqn.outvars]
         callee = compat.called_jaxpr(name, eqn.params)
         if callee is not None:
             return self._call(eqn, callee, inputs)
         branches = compat.branches(name, eqn.params)
-        if branches is not None:
-            return self._cond(eqn, branches, inputs)
-        avals = [var.aval for var in eqn.outvars]
+        if branches is not None and inputs[0].is_literal:
+            chosen = min(max(int(inputs[0].constant), 0), len(branches) - 1)
+            return self._call(eqn, branches[chosen], inputs[1:])
+        if branches is not None and not _is_of_scalars(inputs, avals):
+            return self._selected(eqn, branches, inputs)
         if _is_identity(name, inputs, avals):
             return inputs[: len(avals)]
-        return self._append(self._node(eqn, inputs), avals)
+        sources = (eqn.source_info, *reversed(self._callers))
+        return self._append(eqn.primitive, inputs, avals, eqn.params, eqn.ctx, sources)
 
-    def _call(self, eqn: Any, callee: Any, inputs: list[Value]) -> list[Value]:
+    def _call(self, eqn: Any, callee: Any, inputs: Sequence[Value]) -> list[Value]:
         self._callers.append(eqn.source_info)
         outputs = self.inline(callee, inputs)
         self._callers.pop()
         return outputs
 
-    def _node(self, eqn: Any, inputs: Sequence[Value]) -> Node:
-        sources = (eqn.source_info, *reversed(self._callers))
-        return Node(
-            eqn.primitive, tuple(inputs), eqn.params, context=eqn.ctx, sources=sources
-        )
-
-    def _append(self, node: Node, avals: Sequence[Any]) -> Sequence[Value]:
-        stored = any(value.stored for value in node.inputs)
+    def _append(
+        self,
+        primitive: compat.Primitive,
+        inputs: Sequence[Value],
+        avals: Sequence[Any],
+        params: Mapping[str, Any],
+        context: Any,
+        sources: tuple[Any, ...],
+    ) -> Sequence[Value]:
+        node = Node(primitive, tuple(inputs), params, (), context, sources)
+        stored = any(value.stored for value in inputs)
         node.outputs = tuple(Value(aval, stored, node) for aval in avals)
         self.nodes.append(node)
         return node.outputs
 
-    def _cond(
-        self, eqn: Any, branches: Sequence[Any], inputs: list[Value]
-    ) -> Sequence[Value]:
-        """Folds, keeps or inlines a conditional.
-
-        A conditional on scalars is kept. Otherwise all branches are computed and the
-        predicate selects, because a body has no control flow.
-        """
+    def _selected(
+        self, eqn: Any, branches: Sequence[Any], inputs: Sequence[Value]
+    ) -> list[Value]:
+        """Computes all branches and selects, since a body has no control flow."""
         index, *operands = inputs
-        if index.is_literal:
-            chosen = min(max(int(index.constant), 0), len(branches) - 1)
-            return self._call(eqn, branches[chosen], operands)
-        avals = [var.aval for var in eqn.outvars]
-        shapes = [value.shape for value in inputs] + [aval.shape for aval in avals]
-        if not any(shapes) and not any(value.stored for value in inputs):
-            return self._append(self._node(eqn, inputs), avals)
         results = [self._call(eqn, branch, operands) for branch in branches]
-        return [
-            self._select(eqn, index, cases, aval)
-            for cases, aval in zip(zip(*results, strict=True), avals, strict=True)
-        ]
+        select, sources = compat.select_primitive(), (eqn.source_info,)
+        found: list[Value] = []
+        for var, cases in zip(eqn.outvars, zip(*results, strict=True), strict=True):
+            if all(case is cases[0] for case in cases):
+                found.append(cases[0])
+            else:
+                which = [index, *cases]
+                found += self._append(select, which, [var.aval], {}, None, sources)
+        return found
 
-    def _select(
-        self, eqn: Any, index: Value, cases: tuple[Value, ...], aval: Any
-    ) -> Value:
-        if all(case is cases[0] for case in cases):
-            return cases[0]
-        primitive = compat.select_primitive()
-        node = Node(primitive, (index, *cases), {}, sources=(eqn.source_info,))
-        return self._append(node, [aval])[0]
+
+def _const(array: Any) -> Value:
+    return Value(jax.ShapeDtypeStruct(np.shape(array), array.dtype), constant=array)
+
+
+def _number(literal: Any) -> Value:
+    if literal.aval.shape:
+        return as_constant(literal)
+    number = np.asarray(literal.val).astype(literal.aval.dtype)[()]
+    return Value(literal.aval, constant=number)
+
+
+def _is_of_scalars(inputs: Sequence[Value], avals: Sequence[Any]) -> bool:
+    """Whether a conditional is kept: it neither takes nor gives more than scalars."""
+    shapes = [value.shape for value in inputs] + [aval.shape for aval in avals]
+    return not any(shapes) and not any(value.stored for value in inputs)
 
 
 def _is_identity(name: str, inputs: Sequence[Value], avals: Sequence[Any]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import jax
 import optax
 
-from jaxinf.program.graph import build_graph
+from jaxinf.program.graph import graph_of
 from jaxinf.program.ir import Input
 from jaxinf.program.kernel import Kernel
 from jaxinf.program.prologue import LeafInputs, Prologue
@@ -73,14 +73,14 @@ def trace_init(
     infos, avals = leaf_infos(params), float32_avals(params)
     closed, state = jax.make_jaxpr(tx.init, return_shape=True)(avals)
     layout = layout_of(state, avals)
-    graph = build_graph(closed, [False] * len(infos))
-    scalar_state = [graph.outputs[index] for index in layout.scalar_indices]
+    graph = graph_of(closed)
+    scalar_state = [graph.results[index] for index in layout.scalar_indices]
     kernels: dict[Kernel, Kernel] = {}
     leaves, builders = [], []
     for index, info in enumerate(infos):
         slots = layout.slots[index]
         builder = BodyBuilder(info, {graph.inputs[index]: Input("params", 0, FLOAT32)})
-        values = [builder.operand(graph.outputs[slot.state_index]) for slot in slots]
+        values = [builder.operand(graph.results[slot.state_index]) for slot in slots]
         kernel = Kernel(
             slots=tuple(slot.name for slot in slots),
             slot_dtypes=tuple(slot.dtype for slot in slots),

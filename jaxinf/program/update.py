@@ -23,8 +23,7 @@ from jaxinf.program.graph import (
     Graph,
     Node,
     Value,
-    build_graph,
-    local_owners,
+    graph_of,
     prune,
 )
 from jaxinf.program.ir import Constant, Input, Operand
@@ -262,11 +261,14 @@ def _update_graph(
         return [*_update_leaves(updates, treedef, leaves), *new_leaves]
 
     avals = [*leaves, *leaves, *layout.avals, *extra.avals]
-    stored = [False] * len(avals)
-    recalled = set() if recall is None else set(recall.slots)
-    for slot in (slot for slots in layout.slots for slot in slots):
-        stored[2 * num + slot.state_index] = slot not in recalled
-    return build_graph(jax.make_jaxpr(update)(*avals), stored)
+    recalled = () if recall is None else recall.slots
+    stored = {
+        2 * num + slot.state_index
+        for slots in layout.slots
+        for slot in slots
+        if slot not in recalled
+    }
+    return graph_of(jax.make_jaxpr(update)(*avals), stored)
 
 
 def _update_leaves(updates: PyTree, treedef: Any, avals: Sequence[Any]) -> list[Any]:
@@ -368,8 +370,15 @@ def _local_values(
     owners = {
         value: index for value, index in [*own, *recalled] if not infos[index].shape
     }
+    mixed, found = -1, dict(owners)
+    for node in graph.nodes:
+        sources = {found[value] for value in node.inputs if value in found}
+        if sources:
+            own = sources - {mixed}
+            is_local = len(own) == 1 and is_elementwise(node)
+            found.update(dict.fromkeys(node.outputs, own.pop() if is_local else mixed))
     local: dict[int, set[Value]] = {}
-    for value, index in local_owners(graph, owners, is_elementwise).items():
+    for value, index in found.items():
         local.setdefault(index, set()).add(value)
     return local
 

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from jaxinf.program.graph import Value
+from jaxinf.program.graph import Graph, Value
 from jaxinf.streaming.plan.calls import Call, Policy, Slot
-from jaxinf.streaming.program.graph import Graph, Origin, Piece
+from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program, Programs
 
 

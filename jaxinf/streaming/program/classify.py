@@ -8,8 +8,8 @@ primitive that is not named here is kept whole and counts as expensive.
 from dataclasses import dataclass, field
 
 from jaxinf.compat import ELEMENTWISE
-from jaxinf.program.graph import Node, Value
-from jaxinf.streaming.program.graph import Graph, Piece, Seed, num_bytes
+from jaxinf.program.graph import Graph, Node, Value
+from jaxinf.streaming.program.graph import Piece, Seed, num_bytes
 
 POINTWISE = ELEMENTWISE | frozenset(
     """

@@ -3,7 +3,7 @@
 Invariant: cuts depend on the graph and the limit alone; equal blocks are cut alike.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,135 +43,111 @@ def choose_cuts(
       limit_bytes: The most that a segment should need for params, kept and working
         values. If a single node needs more, it becomes a segment.
     """
-    chooser = _Chooser(lifetimes, limit_bytes)
-    num_nodes = len(lifetimes.forward)
     cuts = [0]
     for run in find_runs(tokens):
-        blocks = chooser.blocks(run)
+        blocks = _blocks(lifetimes, run)
         if blocks is None or blocks[0] < cuts[-1]:
             continue
-        cuts += chooser.divide(cuts[-1], blocks[0])
-        cuts += chooser.grouped(blocks)
-    cuts += chooser.divide(cuts[-1], num_nodes)
+        cuts += _divided(lifetimes, cuts[-1], blocks[0], limit_bytes)
+        cuts += _grouped(lifetimes, blocks, limit_bytes)
+    cuts += _divided(lifetimes, cuts[-1], len(lifetimes.forward), limit_bytes)
     return tuple(cuts)
 
 
 def segment_bytes(lifetimes: Lifetimes, start: int, end: int) -> int:
     """Estimates the memory of the segment between two cuts."""
-    return _Chooser(lifetimes, 0).bytes_of(start, end)
+    return next(need for _, need in _ends(lifetimes, [start, end], 0))
 
 
-class _Chooser:
-    def __init__(self, lifetimes: Lifetimes, limit_bytes: int) -> None:
-        self.lifetimes = lifetimes
-        self.limit_bytes = limit_bytes
-        backward_live = lifetimes.backward_live_bytes[lifetimes.backward_cuts]
-        self.cost = lifetimes.live_bytes + backward_live
+def _blocks(lifetimes: Lifetimes, run: Run) -> list[int] | None:
+    """Starts of the run's blocks, and its end; None if they have no params."""
+    period, pieces = run.period, lifetimes.classes.pieces
+    if not any(map(pieces.get, lifetimes.forward[run.start : run.start + period])):
+        return None
+    ranked = []
+    for offset in range(period):
+        num_blocks = (run.length - offset) // period
+        starts = run.start + offset + period * np.arange(num_blocks + 1)
+        cost = int(np.median(lifetimes.cut_bytes[starts[1:]]))
+        ranked.append((cost, -num_blocks, offset, starts.tolist()))
+    most = _PHASE_TOLERANCE * min(ranked)[0]
+    cheap = [item for item in ranked if item[0] <= most]
+    return min(cheap, key=lambda item: (item[1], item[0], item[2]))[3]
 
-    def blocks(self, run: Run) -> list[int] | None:
-        """Starts of the run's blocks, and its end; None if they have no params."""
-        period = run.period
-        pieces = self.lifetimes.classes.pieces
-        nodes = self.lifetimes.forward[run.start : run.start + period]
-        if not any(pieces[node] for node in nodes):
-            return None
-        ranked = []
-        for offset in range(period):
-            num_blocks = (run.length - offset) // period
-            starts = run.start + offset + period * np.arange(num_blocks + 1)
-            cost = int(np.median(self.cost[starts[1:]]))
-            ranked.append((cost, -num_blocks, offset, starts.tolist()))
-        most = _PHASE_TOLERANCE * min(ranked)[0]
-        cheap = [item for item in ranked if item[0] <= most]
-        return min(cheap, key=lambda item: (item[1], item[0], item[2]))[3]
 
-    def grouped(self, blocks: list[int]) -> list[int]:
-        """Cuts after the first of `blocks`, with several small blocks in a segment."""
-        num_blocks = len(blocks) - 1
-        middle = num_blocks // 2
-        block_bytes = self.bytes_of(blocks[middle], blocks[middle + 1])
-        if block_bytes > self.limit_bytes:
-            inner = self.divide(blocks[middle], blocks[middle + 1])
-            offsets = [cut - blocks[middle] for cut in inner]
-            return [start + offset for start in blocks[:-1] for offset in offsets]
-        most = max(1, min(self.limit_bytes, _SMALL_BYTES) // max(block_bytes, 1))
-        group = _group(num_blocks, most)
-        return blocks[num_blocks % group or group :: group]
+def _grouped(lifetimes: Lifetimes, blocks: list[int], limit_bytes: int) -> list[int]:
+    """Cuts after the first of `blocks`, with several small blocks in a segment."""
+    num_blocks = len(blocks) - 1
+    first, last = blocks[num_blocks // 2 : num_blocks // 2 + 2]
+    block_bytes = segment_bytes(lifetimes, first, last)
+    if block_bytes > limit_bytes:
+        inner = _divided(lifetimes, first, last, limit_bytes)
+        return [start + cut - first for start in blocks[:-1] for cut in inner]
+    most = max(1, min(limit_bytes, _SMALL_BYTES) // max(block_bytes, 1))
+    group = _group(num_blocks, most)
+    return blocks[num_blocks % group or group :: group]
 
-    def divide(self, start: int, end: int) -> list[int]:
-        """Cuts after `start` up to and including `end`, at the least cost."""
-        if start == end:
-            return []
-        candidates = self._candidates(start, end)
-        best = [(0, -1)] + [(1 << 62, -1)] * (len(candidates) - 1)
-        for i in range(len(candidates) - 1):
-            for j, need in self._ends(candidates, i):
-                excess = max(0, need - self.limit_bytes)
-                cost = (
-                    best[i][0]
-                    + int(self.cost[candidates[j]])
-                    + _SEGMENT_COST
-                    + _EXCESS_COST * excess
-                )
-                if cost < best[j][0]:
-                    best[j] = (cost, i)
-        cuts = []
-        at = len(candidates) - 1
-        while at > 0:
-            cuts.append(candidates[at])
-            at = best[at][1]
-        return cuts[::-1]
 
-    def bytes_of(self, start: int, end: int) -> int:
-        """Bytes that the segment between two cuts needs."""
-        return next(need for _, need in self._ends([start, end], 0))
-
-    def _candidates(self, start: int, end: int) -> list[int]:
-        """Local minima of the cost, or every position if they are too far apart."""
-        minima = [c for c in range(start + 1, end) if self._is_minimum(c)]
-        coarse = [start, *minima, end]
-        fine = [start]
-        for low, high in pairwise(coarse):
-            if self.bytes_of(low, high) > self.limit_bytes:
-                fine += range(low + 1, high)
-            fine.append(high)
-        if len(fine) > _MAX_CANDIDATES:
-            inner = sorted(fine[1:-1], key=lambda c: (int(self.cost[c]), c))
-            fine = [start, *sorted(inner[: _MAX_CANDIDATES - 2]), end]
-        return fine
-
-    def _is_minimum(self, cut: int) -> bool:
-        before, here = self.cost[cut - 1], self.cost[cut]
-        if here >= before:
-            return False
-        after = self.cost[cut:]
-        different = np.flatnonzero(after != here)
-        return not len(different) or after[different[0]] > here
-
-    def _ends(self, candidates: list[int], i: int) -> list[tuple[int, int]]:
-        """Possible ends of a segment from candidate `i`, with the bytes it needs."""
-        times = self.lifetimes
-        start = candidates[i]
-        backward_end = int(times.backward_cuts[start])
-        pieces: set[Piece] = set()
-        working = 0
-        found: list[tuple[int, int]] = []
-        at, backward_at = start, backward_end
-        for j in range(i + 1, len(candidates)):
-            end = candidates[j]
-            for node in times.forward[at:end]:
-                pieces |= times.classes.pieces[node]
-            working = max(working, int(times.working_bytes[at:end].max()))
-            backward_start = int(times.backward_cuts[end])
-            for node in times.backward[backward_start:backward_at]:
-                pieces |= times.classes.pieces[node]
-            at, backward_at = end, backward_start
-            kept = int(times.kept_bytes[end] - times.kept_bytes[start])
-            need = times.piece_bytes(pieces) + kept + 2 * working
-            found.append((j, need))
-            if need > self.limit_bytes:
+def _divided(lifetimes: Lifetimes, start: int, end: int, limit_bytes: int) -> list[int]:
+    """Cuts after `start` up to and including `end`, at the least cost."""
+    if start == end:
+        return []
+    candidates = _candidates(lifetimes, start, end, limit_bytes)
+    best = [(0, -1)] + [(1 << 62, -1)] * (len(candidates) - 1)
+    for i in range(len(candidates) - 1):
+        for j, need in _ends(lifetimes, candidates, i):
+            cost = best[i][0] + int(lifetimes.cut_bytes[candidates[j]]) + _SEGMENT_COST
+            cost += _EXCESS_COST * max(0, need - limit_bytes)
+            if cost < best[j][0]:
+                best[j] = (cost, i)
+            if need > limit_bytes:
                 break
-        return found
+    cuts, at = [], len(candidates) - 1
+    while at > 0:
+        cuts.append(candidates[at])
+        at = best[at][1]
+    return cuts[::-1]
+
+
+def _candidates(
+    lifetimes: Lifetimes, start: int, end: int, limit_bytes: int
+) -> list[int]:
+    """Local minima of the cost, or every position if they are too far apart."""
+    cost = lifetimes.cut_bytes
+    minima = [c for c in range(start + 1, end) if _is_minimum(cost, c)]
+    fine = [start]
+    for low, high in pairwise([start, *minima, end]):
+        if segment_bytes(lifetimes, low, high) > limit_bytes:
+            fine += range(low + 1, high)
+        fine.append(high)
+    if len(fine) > _MAX_CANDIDATES:
+        inner = sorted(fine[1:-1], key=lambda c: (int(cost[c]), c))
+        fine = [start, *sorted(inner[: _MAX_CANDIDATES - 2]), end]
+    return fine
+
+
+def _is_minimum(cost: np.ndarray, cut: int) -> bool:
+    if cost[cut] >= cost[cut - 1]:
+        return False
+    different = np.flatnonzero(cost[cut:] != cost[cut])
+    return not len(different) or cost[cut + different[0]] > cost[cut]
+
+
+def _ends(
+    lifetimes: Lifetimes, candidates: Sequence[int], i: int
+) -> Iterator[tuple[int, int]]:
+    """Yields ends of a segment from candidate `i`, with the bytes that it needs."""
+    pieces, working = set[Piece](), 0
+    of, cuts = lifetimes.classes.pieces, lifetimes.backward_cuts
+    at = start = candidates[i]
+    for j, end in enumerate(candidates[i + 1 :], i + 1):
+        pieces.update(*map(of.__getitem__, lifetimes.forward[at:end]))
+        backward = lifetimes.backward[int(cuts[end]) : int(cuts[at])]
+        pieces.update(*map(of.__getitem__, backward))
+        working = max(working, int(lifetimes.working_bytes[at:end].max()))
+        at = end
+        kept = int(lifetimes.kept_bytes[end] - lifetimes.kept_bytes[start])
+        yield j, lifetimes.piece_bytes(pieces) + kept + 2 * working
 
 
 def _group(num_blocks: int, most: int) -> int:

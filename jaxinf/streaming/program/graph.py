@@ -1,17 +1,17 @@
-"""A traced loss and gradient as one graph, and its inputs.
+"""The inputs of a traced loss function, and the bytes of its values.
 
 Invariant: a value with an `origin` is that input; one with a `constant` is a literal,
 part of the program's text.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 
-from jaxinf.program.graph import Inliner, Node, Value
+from jaxinf.program.graph import Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,45 +63,27 @@ class Number:
 Origin: TypeAlias = Piece | Batch | Const | Seed | Number
 
 
-@dataclass(frozen=True)
-class Graph:
-    """One traced program.
+class Inputs:
+    """The inputs of a traced function, each with one value.
 
     Attributes:
-      nodes: The needed nodes, in an order in which they can be computed.
-      gradients: Complete gradients, by their piece of a leaf.
-    """
-
-    nodes: tuple[Node, ...]
-    results: tuple[Value, ...]
-    gradients: Mapping[Piece, Value]
-
-    @property
-    def outputs(self) -> tuple[Value, ...]:
-        return (*self.results, *self.gradients.values())
-
-
-class ProgramInliner(Inliner):
-    """Inlines a program; each of its inputs has one value.
-
-    Attributes:
-      consts: These, and those of the functions that it calls.
+      consts: The arrays that it, and the functions that it calls, closed over.
     """
 
     def __init__(self, consts: Iterable[Any]) -> None:
         self.consts = list(consts)
         self._numbers = {id(const): i for i, const in enumerate(self.consts)}
-        self._inputs: dict[tuple[Origin, Any], Value] = {}
+        self._values: dict[tuple[Origin, Any], Value] = {}
 
-    def input(self, origin: Origin, aval: Any) -> Value:
+    def value(self, origin: Origin, aval: Any) -> Value:
         key = origin, aval.dtype
-        return self._inputs.setdefault(key, Value(aval, origin=origin))
+        return self._values.setdefault(key, Value(aval, origin=origin))
 
-    def _const(self, array: Any) -> Value:
+    def const(self, array: Any) -> Value:
         number = self._numbers.setdefault(id(array), len(self.consts))
         if number == len(self.consts):
             self.consts.append(array)
-        return self.input(Const(number), jax.typeof(array))
+        return self.value(Const(number), jax.typeof(array))
 
 
 def aval_bytes(aval: Any) -> int:

@@ -18,21 +18,13 @@ from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
 from jaxinf.program import InitProgram, key_data, path_name
-from jaxinf.program.graph import Node, Value, bind
+from jaxinf.program.graph import Node, Value, bind, interpret
 from jaxinf.store import ScalarState, encode_path
 from jaxinf.streaming.program.classify import LIGHT
-from jaxinf.streaming.program.graph import (
-    Batch,
-    Const,
-    Number,
-    ProgramInliner,
-)
+from jaxinf.streaming.program.graph import Batch, Const, Inputs, Number
 from jaxinf.streaming.program.keys import Keys
-from jaxinf.streaming.program.meshes import (
-    on_one_device,
-    outside_mesh,
-)
-from jaxinf.streaming.program.programs import Program, function_of, program_of
+from jaxinf.streaming.program.meshes import on_one_device, outside_mesh
+from jaxinf.streaming.program.programs import Program, lowered, program_of
 from jaxinf.streaming.program.trace import abstract
 from jaxinf.typing import Array, PyTree
 
@@ -43,57 +35,14 @@ Shard: TypeAlias = tuple[tuple[slice, ...], Array]
 """A part of a leaf: its index, and its numbers."""
 
 
-def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
-    """Traces ``init_fn(*args)``; nothing is computed.
-
-    Raises:
-      StreamError: `init_fn` is not a function, or has side effects.
-    """
-    check_init_fn(init_fn)
-    flat, tree = jax.tree.flatten(args)
-    flat = [on_one_device(leaf) for leaf in flat]
-    make_jaxpr = jax.make_jaxpr(
-        lambda *leaves: init_fn(*tree.unflatten(leaves)), return_shape=True
-    )
-    # Numbers do not depend on the mesh, but types with explicit axes would.
-    has_explicit_axes = AxisType.Explicit in compat.mesh_in_use().axis_types
-    with outside_mesh() if has_explicit_axes else contextlib.nullcontext():
-        closed, out = make_jaxpr(*map(abstract, flat))
-    if closed.effects:
-        raise StreamError(
-            "init_fn: expected a function without side effects, found "
-            f"{', '.join(map(str, closed.effects))}; remove prints and stores from it"
-        )
-    builder = _Builder(closed.consts)
-    inputs: list[Value] = [
-        Value(var.aval, origin=Batch(i)) for i, var in enumerate(closed.jaxpr.invars)
-    ]
-    outputs = builder.inline(closed, inputs)
-    return LeafMaker(flat, builder.consts, jax.tree.structure(out), outputs)
-
-
-def check_init_fn(init_fn: Any) -> None:
-    """Refuses what cannot be called to make params.
-
-    Raises:
-      StreamError: It is not a function.
-    """
-    if not callable(init_fn):
-        raise StreamError(
-            "step.init: expected a function that returns the params, found a "
-            f"{type(init_fn).__name__}; call step.init(init_fn, key), or give params "
-            "that are made already to step.load(params)"
-        )
-
-
 @dataclass(frozen=True)
 class LeafMaker:
     """A traced init function, whose leaves can be made one at a time."""
 
-    arguments: list[Any]
-    consts: list[Any]
+    arguments: Sequence[Any]
+    consts: Sequence[Any]
     tree: Any
-    outputs: list[Value]
+    outputs: Sequence[Value]
 
     @property
     def avals(self) -> PyTree:
@@ -118,17 +67,25 @@ class LeafMaker:
         """
         keys, executables = Keys(), dict[str, Any]()
         programs = [program_of("leaf", [output], keys) for output in self.outputs]
-        for number, program in enumerate(programs):
+        for program, (path, _) in zip(
+            programs, jax.tree.leaves_with_path(self.avals), strict=True
+        ):
             if program.key not in executables:  # equal ones are compiled once
-                executables[program.key] = _compile(program)
+                executables[program.key] = lowered(program).compile()
             memory = executables[program.key].memory_analysis()
             leaf_bytes = memory.output_size_in_bytes
-            needed = max(
-                leaf_bytes + memory.temp_size_in_bytes,
-                leaf_bytes + leaf_bytes // (BUFFERS_SHARE - 1),
+            needed = leaf_bytes + max(
+                memory.temp_size_in_bytes, leaf_bytes // (BUFFERS_SHARE - 1)
             )
             if needed > memory_bytes:
-                raise self._refusal(number, needed, memory_bytes)
+                raise BudgetError(
+                    "memory_bytes",
+                    f"init_fn: leaf {path_name(path)} takes {needed} bytes to make, "
+                    f"found {memory_bytes}",
+                    needed - memory_bytes,
+                    "; or divide the leaf in the model, or load params made elsewhere "
+                    "(step.load)",
+                )
         return ([self._made(one, executables[one.key])] for one in programs)
 
     def _made(self, program: Program, executable: Any) -> Shard:
@@ -136,59 +93,90 @@ class LeafMaker:
         return (slice(None),) * leaf.ndim, np.asarray(leaf)
 
     def _argument(self, value: Value) -> Any:
-        origin = value.origin
-        match origin:
-            case Batch():
-                return jnp.asarray(self.arguments[origin.leaf])
-            case Const():
-                return jnp.asarray(on_one_device(self.consts[origin.number]))
-            case Number():
-                return jnp.asarray(origin.number, value.dtype)
-        raise AssertionError(origin)
+        match value.origin:
+            case Batch(leaf):
+                return jnp.asarray(self.arguments[leaf])
+            case Const(number):
+                return jnp.asarray(on_one_device(self.consts[number]))
+            case Number(number):
+                return jnp.asarray(number, value.dtype)
+        raise AssertionError(value.origin)
 
-    def _refusal(self, number: int, needed: int, memory_bytes: int) -> BudgetError:
-        path, _ = jax.tree.leaves_with_path(self.avals)[number]
-        return BudgetError(
-            "memory_bytes",
-            f"init_fn: leaf {path_name(path)} takes {needed} bytes to make, found "
-            f"{memory_bytes}",
-            needed - memory_bytes,
-            "; or divide the leaf in the model, or load params made elsewhere "
-            "(step.load)",
+
+def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> LeafMaker:
+    """Traces ``init_fn(*args)``; nothing is computed.
+
+    Raises:
+      StreamError: `init_fn` is not a function, or has side effects.
+    """
+    check_init_fn(init_fn)
+    flat, tree = jax.tree.flatten(args)
+    flat = [on_one_device(leaf) for leaf in flat]
+    make_jaxpr = jax.make_jaxpr(
+        lambda *leaves: init_fn(*tree.unflatten(leaves)), return_shape=True
+    )
+    # Numbers do not depend on the mesh, but types with explicit axes would.
+    has_explicit_axes = AxisType.Explicit in compat.mesh_in_use().axis_types
+    with outside_mesh() if has_explicit_axes else contextlib.nullcontext():
+        closed, out = make_jaxpr(*map(abstract, flat))
+    if closed.effects:
+        raise StreamError(
+            "init_fn: expected a function without side effects, found "
+            f"{', '.join(map(str, closed.effects))}; remove prints and stores from it"
+        )
+    inputs = Inputs(closed.consts)
+    given = [inputs.value(Batch(i), v.aval) for i, v in enumerate(closed.jaxpr.invars)]
+    outputs = _inlined(closed, given, inputs)
+    return LeafMaker(flat, inputs.consts, jax.tree.structure(out), outputs)
+
+
+def check_init_fn(init_fn: Any) -> None:
+    """Refuses what cannot be called to make params.
+
+    Raises:
+      StreamError: It is not a function.
+    """
+    if not callable(init_fn):
+        raise StreamError(
+            "step.init: expected a function that returns the params, found a "
+            f"{type(init_fn).__name__}; call step.init(init_fn, key), or give params "
+            "that are made already to step.load(params)"
         )
 
 
-class _Builder(ProgramInliner):
+def _inlined(jaxpr: Any, args: Sequence[Value], inputs: Inputs) -> list[Value]:
     """Inlines calls; folds counts of the calls of a random key into numbers.
 
     The keys of leaves differ only in a number that a key is folded with. This number
     becomes an argument, so leaves of one shape share one program.
     """
 
-    def _equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
-        callee = compat.called_jaxpr(eqn.primitive.name, eqn.params)
+    def rule(eqn: Any, values: list[Value]) -> Sequence[Value]:
+        name, avals = eqn.primitive.name, [var.aval for var in eqn.outvars]
+        callee = compat.called_jaxpr(name, eqn.params)
         if callee is not None:
-            return self.inline(callee, inputs)
-        if eqn.primitive.name == "sharding_constraint":
-            return inputs  # a leaf is made on one device
-        if eqn.primitive.name == "random_fold_in":
-            inputs = [inputs[0], self._as_argument(inputs[1])]
-        node = Node(eqn.primitive, tuple(inputs), eqn.params, context=eqn.ctx)
-        if _is_count(node, eqn):
-            (number,) = bind(node, [value.constant for value in inputs])
-            return [Value(eqn.outvars[0].aval, constant=np.asarray(number)[()])]
-        node.outputs = tuple(Value(var.aval, node=node) for var in eqn.outvars)
-        return list(node.outputs)
+            return _inlined(callee, values, inputs)
+        if name == "sharding_constraint":
+            return values  # a leaf is made on one device
+        if name == "random_fold_in" and _is_number(values[1]):
+            number = Number(int(values[1].constant))
+            values = [values[0], inputs.value(number, values[1].aval)]
+        node = Node(eqn.primitive, tuple(values), eqn.params, context=eqn.ctx)
+        if _is_count(node, avals):
+            (count,) = bind(node, [value.constant for value in values])
+            return [Value(avals[0], constant=np.asarray(count)[()])]
+        node.outputs = tuple(Value(aval, node=node) for aval in avals)
+        return node.outputs
 
-    def _as_argument(self, value: Value) -> Value:
-        if value.constant is None or value.dtype not in (np.uint32, np.int32):
-            return value
-        return self.input(Number(int(value.constant)), value.aval)
+    return interpret(jaxpr, args, rule, inputs.const)
 
 
-def _is_count(node: Node, eqn: Any) -> bool:
+def _is_number(value: Value) -> bool:
+    return value.constant is not None and value.dtype in (np.uint32, np.int32)
+
+
+def _is_count(node: Node, avals: Sequence[Any]) -> bool:
     """Whether a node computes an integer from integers within the program."""
-    avals = [var.aval for var in eqn.outvars]
     return (
         node.name in LIGHT
         and len(avals) == 1
@@ -197,11 +185,6 @@ def _is_count(node: Node, eqn: Any) -> bool:
         and jnp.issubdtype(avals[0].dtype, jnp.integer)
         and all(value.constant is not None for value in node.inputs)
     )
-
-
-def _compile(program: Program) -> Any:
-    avals = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in program.inputs]
-    return jax.jit(function_of(program)).lower(*avals).compile()
 
 
 def initial_inputs(

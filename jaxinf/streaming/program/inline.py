@@ -4,7 +4,7 @@ Invariant: the results that an unrolled scan collects are stacked only if a node
 the whole. So a layer's params are an input of their own, and their gradient an output.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,18 +16,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
-from jaxinf.program.graph import Node, Value, prune
+from jaxinf.program.graph import Graph, Node, Value, interpret, prune
 from jaxinf.streaming.program.classify import POINTWISE
-from jaxinf.streaming.program.graph import (
-    Batch,
-    Graph,
-    Number,
-    Origin,
-    Piece,
-    ProgramInliner,
-    Seed,
-    struct,
-)
+from jaxinf.streaming.program.graph import Batch, Inputs, Number, Piece, Seed, struct
 from jaxinf.streaming.program.meshes import item_aval, typed_sharding
 from jaxinf.streaming.program.trace import Traced
 from jaxinf.streaming.program.transposes import turned_products
@@ -48,52 +39,49 @@ Atom: TypeAlias = Value | Stack
 
 def build_graph(traced: Traced) -> Graph:
     """Builds the graph of a traced function; drops nodes without effect."""
-    builder = _Builder(traced)
-    avals = [var.aval for var in traced.closed.jaxpr.invars]
-    num_params, num_batch = len(traced.params), len(traced.batch)
-    origins: list[Origin] = [
-        *(Piece(i) for i in range(num_params)),
-        *(Batch(i) for i in range(num_batch)),
-    ]
-    if traced.seed_dtype is not None:
-        origins.append(Seed())
+    rule = _Rule(Inputs(traced.consts))
+    origins = [Piece(i) for i in range(len(traced.params))]
+    origins += [Batch(i) for i in range(len(traced.batch))]
+    origins += [Seed()] if traced.seed_dtype is not None else []
     inputs = [
-        builder.input(origin, aval) for origin, aval in zip(origins, avals, strict=True)
+        rule.inputs.value(origin, var.aval)
+        for origin, var in zip(origins, traced.closed.jaxpr.invars, strict=True)
     ]
-    outputs = builder.inline(traced.closed, inputs)
+    outputs = rule.inline(traced.closed, inputs)
     num_results = traced.num_results
-    results = tuple(builder.computed(atom) for atom in outputs[:num_results])
+    results = tuple(rule.computed(atom) for atom in outputs[:num_results])
     gradients = {
-        piece: builder.computed(value)
+        piece: rule.computed(value)
         for leaf, atom in enumerate(outputs[num_results:])
-        for piece, value in _pieces(leaf, atom)
+        for piece, value in _pieces(Piece(leaf), atom)
     }
     wanted = (*results, *gradients.values())
-    nodes = turned_products(prune(builder.nodes, wanted), wanted)
-    return Graph(nodes, results, gradients)
+    nodes = turned_products(prune(rule.nodes, wanted), wanted)
+    return Graph(tuple(inputs), nodes, results, gradients)
 
 
-def _pieces(
-    leaf: int, atom: Atom, index: tuple[int, ...] = ()
-) -> Iterator[tuple[Piece, Atom]]:
+def _pieces(piece: Piece, atom: Atom) -> Iterator[tuple[Piece, Atom]]:
     if isinstance(atom, Value):
-        yield Piece(leaf, index), atom
+        yield piece, atom
         return
     for i, item in enumerate(atom.items):
-        yield from _pieces(leaf, item, (*index, i))
+        yield from _pieces(Piece(piece.leaf, (*piece.index, i)), item)
 
 
-class _Builder(ProgramInliner):
+class _Rule:
     """Collects nodes; `inline` is recursive for calls and bodies of scans."""
 
-    def __init__(self, traced: Traced) -> None:
-        super().__init__(traced.consts)
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
         self.nodes: list[Node] = []
         self._items: dict[tuple[Value, int], Value] = {}
         self._whole: dict[Stack, Value] = {}
         self._zeros: set[Value] = set()
         self._sliced: set[tuple[int, ...]] = set()
-        self._item_params: dict[int, tuple[Any, Mapping[str, Any]]] = {}
+        self._item_params: dict[int, tuple[Any, Any]] = {}
+
+    def inline(self, jaxpr: Any, args: Sequence[Atom]) -> list[Atom]:
+        return interpret(jaxpr, args, self._equation, self.inputs.const)
 
     def computed(self, atom: Atom) -> Value:
         value = self._value(atom)
@@ -102,22 +90,22 @@ class _Builder(ProgramInliner):
         return value
 
     def _equation(self, eqn: Any, inputs: list[Atom]) -> Sequence[Atom]:
-        name = eqn.primitive.name
-        callee = compat.called_jaxpr(name, eqn.params, checkpoints=False)
+        name, params = eqn.primitive.name, eqn.params
+        callee = compat.called_jaxpr(name, params, checkpoints=False)
         if callee is not None:
-            given = self._constrained(inputs, eqn.params.get("in_shardings", ()))
+            given = self._constrained(inputs, params.get("in_shardings", ()))
             outputs = self.inline(callee, given)
-            return self._constrained(outputs, eqn.params.get("out_shardings", ()))
+            return self._constrained(outputs, params.get("out_shardings", ()))
         if name == "scan":
-            xs = inputs[eqn.params["num_consts"] + eqn.params["num_carry"] :]
-            if any(self._is_stacked(atom) for atom in xs):
+            xs = inputs[params["num_consts"] + params["num_carry"] :]
+            if any(map(self._is_stacked, xs)):
                 return self._unroll(eqn, inputs)
         avals = [var.aval for var in eqn.outvars]
-        node = Node(eqn.primitive, (), eqn.params, context=eqn.ctx)
-        special = _SPECIAL.get(name)
-        found = special(self, eqn.params, avals[0], inputs) if special else None
-        if found is not None:
-            return [found]
+        if name in _SPECIAL:
+            found = _SPECIAL[name](self, params, avals[0], *inputs)
+            if found is not None:
+                return [found]
+        node = Node(eqn.primitive, (), params, context=eqn.ctx)
         is_on_stack = any(isinstance(atom, Stack) for atom in inputs)
         if is_on_stack and _is_pointwise(node, inputs, avals):
             return [self._on_items(node, avals[0], inputs)]
@@ -139,12 +127,11 @@ class _Builder(ProgramInliner):
         return found
 
     def _append(
-        self, like: Node, inputs: Sequence[Atom], avals: Sequence[Any], **params: Any
+        self, like: Node, inputs: Sequence[Atom], avals: Sequence[Any]
     ) -> tuple[Value, ...]:
-        """Appends an operation like a node's, with `params` in place of its own."""
+        """Appends an operation like a node's."""
         values = tuple(self._value(atom) for atom in inputs)
-        own = {**like.params, **params} if params else like.params
-        node = Node(like.primitive, values, own, context=like.context)
+        node = Node(like.primitive, values, like.params, context=like.context)
         node.outputs = tuple(Value(aval, node=node) for aval in avals)
         self.nodes.append(node)
         return node.outputs
@@ -161,8 +148,7 @@ class _Builder(ProgramInliner):
     def _call(self, function: Callable[..., Any], *args: Value) -> Value:
         """Appends the nodes of `function`, traced on the types of `args`."""
         types = (struct(value.aval, typed_sharding(value.aval)) for value in args)
-        closed = jax.make_jaxpr(function)(*types)
-        return self._value(self.inline(closed, args)[0])
+        return self._value(self.inline(jax.make_jaxpr(function)(*types), args)[0])
 
     # Scans.
 
@@ -174,20 +160,18 @@ class _Builder(ProgramInliner):
         return (
             node is not None
             and _is_pointwise(node, node.inputs, [out.aval for out in node.outputs])
-            and any(self._is_stacked(value) for value in node.inputs)
+            and any(map(self._is_stacked, node.inputs))
         )
 
     def _unroll(self, eqn: Any, inputs: list[Atom]) -> list[Atom]:
         params = eqn.params
         num_consts, num_carry = params["num_consts"], params["num_carry"]
-        length = params["length"]
-        consts = inputs[:num_consts]
+        consts, xs = inputs[:num_consts], inputs[num_consts + num_carry :]
         carry = inputs[num_consts : num_consts + num_carry]
-        xs = inputs[num_consts + num_carry :]
-        order = range(length)
+        order = range(params["length"])
         rows: dict[int, list[Atom]] = {}
         for i in reversed(order) if params["reverse"] else order:
-            args = [*consts, *carry, *(self.item(x, i) for x in xs)]
+            args = [*consts, *carry, *(self._item(x, i) for x in xs)]
             outputs = self.inline(params["jaxpr"], args)
             carry, rows[i] = outputs[:num_carry], outputs[num_carry:]
         stacks = [
@@ -196,39 +180,39 @@ class _Builder(ProgramInliner):
         ]
         return [*carry, *stacks]
 
-    def item(self, atom: Atom, i: int) -> Atom:
+    def _item(self, atom: Atom, i: int) -> Atom:
         """Returns element `i` of `atom` along its leading axis."""
         if isinstance(atom, Stack):
             return atom.items[i]
         piece = atom.origin
         if isinstance(piece, Piece):
             row = i + (piece.rows[0] if piece.rows else 0)
-            aval = item_aval(atom.aval)
-            return self.input(Piece(piece.leaf, (*piece.index, row)), aval)
+            own = Piece(piece.leaf, (*piece.index, row))
+            return self.inputs.value(own, item_aval(atom.aval))
         if (atom, i) not in self._items:
             self._items[atom, i] = self._computed_item(atom, i)
         return self._items[atom, i]
 
     def _computed_item(self, value: Value, i: int) -> Value:
-        node = value.node
-        if node is not None and node.name == "broadcast_in_dim":
-            dims = node.params["broadcast_dimensions"]
-            if 0 not in dims:
-                aval = item_aval(value.aval)
-                own = {
-                    "shape": aval.shape,
-                    "broadcast_dimensions": tuple(dim - 1 for dim in dims),
-                    "sharding": typed_sharding(aval),
-                }
-                return self._append(node, node.inputs, [aval], **own)[0]
+        node, aval = value.node, item_aval(value.aval)
+        dims = node.params.get("broadcast_dimensions", (0,)) if node else (0,)
+        if node is not None and 0 not in dims:
+            params = {
+                **node.params,
+                "shape": aval.shape,
+                "broadcast_dimensions": tuple(dim - 1 for dim in dims),
+                "sharding": typed_sharding(aval),
+            }
+            like = Node(node.primitive, (), params, context=node.context)
+            return self._append(like, node.inputs, [aval])[0]
         if node is not None and self._is_stacked(value):
             parts = self._parts(node.inputs, i)
-            return self._append(self._for_item(node), parts, [item_aval(value.aval)])[0]
-        number = self.input(Number(i), jax.typeof(np.int32(0)))
+            return self._append(self._for_item(node), parts, [aval])[0]
+        number = self.inputs.value(Number(i), jax.typeof(np.int32(0)))
         return self._call(_take, value, number)
 
     def _parts(self, atoms: Sequence[Atom], i: int) -> list[Atom]:
-        return [self.item(atom, i) if atom.aval.shape else atom for atom in atoms]
+        return [self._item(atom, i) if atom.aval.shape else atom for atom in atoms]
 
     def _on_items(self, node: Node, aval: Any, inputs: Sequence[Atom]) -> Stack:
         """Returns the result of a pointwise operation on a stack, as a stack."""
@@ -267,69 +251,59 @@ class _Builder(ProgramInliner):
 
     # Special cases for stacks and slices of params; None for the ordinary treatment.
 
-    def _slice(self, params: Any, aval: Any, inputs: Sequence[Atom]) -> Atom | None:
+    def _slice(self, params: Any, aval: Any, atom: Atom) -> Atom | None:
         """Returns rows of a param or of a stack without the rest."""
-        (atom,) = inputs
         starts, limits = params["start_indices"], params["limit_indices"]
-        shape = atom.aval.shape
-        whole = params["strides"] is None and all(
-            start == 0 and limit == extent
-            for start, limit, extent in zip(
-                starts[1:], limits[1:], shape[1:], strict=True
-            )
-        )
-        if not whole or not shape:
+        shape = tuple(atom.aval.shape)
+        has_all = not any(starts[1:]) and tuple(limits[1:]) == shape[1:]
+        if not shape or params["strides"] is not None or not has_all:
             return None
         first, last = int(starts[0]), int(limits[0])
         if isinstance(atom, Stack):
             return Stack(aval, atom.items[first:last])
-        if not isinstance(atom.origin, Piece):
+        piece = atom.origin
+        if not isinstance(piece, Piece):
             return None
-        self._sliced.add(tuple(shape))
-        base = atom.origin.rows[0] if atom.origin.rows else 0
-        rows = (base + first, base + last)
-        return self.input(Piece(atom.origin.leaf, atom.origin.index, rows), aval)
+        self._sliced.add(shape)
+        base = piece.rows[0] if piece.rows else 0
+        own = Piece(piece.leaf, piece.index, (base + first, base + last))
+        return self.inputs.value(own, aval)
 
-    def _squeeze(self, params: Any, aval: Any, inputs: Sequence[Atom]) -> Atom | None:
-        (atom,) = inputs
+    def _squeeze(self, params: Any, aval: Any, atom: Atom) -> Atom | None:
+        del params  # the shapes tell
         if aval.shape != atom.aval.shape[1:] or atom.aval.shape[0] != 1:
             return None
         is_slice = isinstance(atom, Stack) or (
             isinstance(atom.origin, Piece) and atom.origin.rows is not None
         )
-        return self.item(atom, 0) if is_slice else None
+        return self._item(atom, 0) if is_slice else None
 
-    def _pad(self, params: Any, aval: Any, inputs: Sequence[Atom]) -> Atom | None:
+    def _pad(self, params: Any, aval: Any, atom: Atom, padding: Atom) -> Atom | None:
         """Returns the gradient of a slice of a stack without making the other zeros."""
-        atom, padding = inputs
-        config = params["padding_config"]
+        (low, high, inner), *others = params["padding_config"]
         is_gradient = (
             tuple(aval.shape) in self._sliced
             and isinstance(padding, Value)
             and padding.constant is not None
             and padding.constant == 0
             and aval.ndim > 1
-            and not any(any(map(int, dim)) for dim in config[1:])
+            and not any(map(any, others))
         )
-        low, high, inner = map(int, config[0])
-        if not is_gradient or min(low, high, inner) < 0 or inner:
+        if not is_gradient or min(low, high) < 0 or inner:
             return None
-        rows = [self.item(atom, i) for i in range(atom.aval.shape[0])]
-        if not low + high:
-            return Stack(aval, tuple(rows))
-        zero = self._zero(item_aval(aval))
-        return Stack(aval, (zero,) * low + tuple(rows) + (zero,) * high)
-
-    def _zero(self, aval: Any) -> Value:
-        zero = self._call(lambda: jnp.zeros(aval.shape, aval.dtype))
-        self._zeros.add(zero)
-        return zero
+        rows = [self._item(atom, i) for i in range(atom.aval.shape[0])]
+        if low + high:
+            item = item_aval(aval)
+            zero = self._call(lambda: jnp.zeros(item.shape, item.dtype))
+            self._zeros.add(zero)
+            rows = [*[zero] * low, *rows, *[zero] * high]
+        return Stack(aval, tuple(rows))
 
 
 _SPECIAL: dict[str, Callable[..., Atom | None]] = {
-    "slice": _Builder._slice,
-    "squeeze": _Builder._squeeze,
-    "pad": _Builder._pad,
+    "slice": _Rule._slice,
+    "squeeze": _Rule._squeeze,
+    "pad": _Rule._pad,
 }
 
 

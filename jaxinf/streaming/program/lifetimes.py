@@ -10,14 +10,13 @@ Positions count the nodes of one direction; cut `c` lies before node `c`.
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxinf.program.graph import Node, Value
+from jaxinf.program.graph import Graph, Node, Value
 from jaxinf.streaming.program.classify import TINY_BYTES, Classes, classify
-from jaxinf.streaming.program.graph import Graph, Piece, aval_bytes, num_bytes
+from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes
 
 
 class Stay(NamedTuple):
@@ -61,120 +60,111 @@ class Lifetimes:
 
     Attributes:
       forward, backward: The nodes that are not free, in the order in which they run.
+      sizes: Bytes of the parts of params that are read, and of complete gradients.
+      backward_cuts: The backward cut that belongs to each forward cut. There, the part
+        after the forward cut has its gradients and no longer needs its params and
+        values.
+      cut_bytes: Bytes of values that cross each forward cut and its backward cut.
+      working_bytes: Bytes of the operands and results of each forward node.
+      kept_bytes: Cumulative bytes, by forward node, of results kept for backward.
     """
 
     graph: Graph
     classes: Classes
     forward: tuple[Node, ...]
     backward: tuple[Node, ...]
-
-    @cached_property
-    def made(self) -> Mapping[Value, int]:
-        return _made(self.forward)
-
-    @cached_property
-    def live_bytes(self) -> np.ndarray:
-        """Bytes of forward values that cross each cut on their way forward."""
-        return self._live(self.forward, self.made)
-
-    @cached_property
-    def backward_live_bytes(self) -> np.ndarray:
-        """Bytes of backward values that cross each cut of the backward order."""
-        return self._live(self.backward, _made(self.backward))
-
-    @cached_property
-    def first_use(self) -> Mapping[Piece, int]:
-        """Forward positions at which parts of params are first read."""
-        first: dict[Piece, int] = {}
-        for i, node in enumerate(self.forward):
-            for piece in self.classes.pieces[node]:
-                first.setdefault(piece, i)
-        return first
-
-    @cached_property
-    def backward_cuts(self) -> np.ndarray:
-        """The backward cut that belongs to each forward cut.
-
-        At the backward cut, the part after the forward cut has its gradients and no
-        longer needs its params and values.
-        """
-        num_forward = len(self.forward)
-        last = np.zeros(num_forward + 2, np.int64)
-        finished = self._finished_pieces()
-        for j, node in enumerate(self.backward):
-            made = [self.made[v] for v in self.classes.needs[node] if v in self.made]
-            read = self.classes.pieces[node]
-            used = [
-                self.first_use.get(piece, -1)
-                for piece in (*read, *finished.get(node, ()))
-            ]
-            latest = max((*made, *used), default=-1)
-            last[latest + 1] = max(last[latest + 1], j + 1)
-        after = np.maximum.accumulate(last[::-1])[::-1]
-        cuts = after[1:]
-        cuts[0] = len(self.backward)
-        return cuts
+    sizes: Mapping[Piece, int]
+    backward_cuts: np.ndarray
+    cut_bytes: np.ndarray
+    working_bytes: np.ndarray
+    kept_bytes: np.ndarray
 
     def piece_bytes(self, pieces: Iterable[Piece]) -> int:
         return sum(self.sizes[piece] for piece in pieces)
 
-    @cached_property
-    def sizes(self) -> Mapping[Piece, int]:
-        """Bytes of the parts of params that are read, and of complete gradients."""
-        sizes = {p: aval_bytes(v.aval) for p, v in self.graph.gradients.items()}
-        for node in self.graph.nodes:
-            for value in node.inputs:
-                if isinstance(value.origin, Piece):
-                    sizes[value.origin] = aval_bytes(value.aval)
-        return sizes
 
-    @cached_property
-    def working_bytes(self) -> np.ndarray:
-        """Bytes of the operands and results of each forward node."""
-        return np.array(
-            [
-                num_bytes(self.classes.needs[node]) + num_bytes(node.outputs)
-                for node in self.forward
-            ]
-        )
-
-    @cached_property
-    def kept_bytes(self) -> np.ndarray:
-        """Cumulative bytes, by forward node, of results kept for backward."""
-        wanted = {v for n in self.backward for v in self.classes.needs[n]}
-        heavy = [
-            0 if node in self.classes.light else num_bytes(wanted & set(node.outputs))
-            for node in self.forward
-        ]
-        return np.concatenate([[0], np.cumsum(heavy, dtype=np.int64)])
-
-    def _finished_pieces(self) -> Mapping[Node, list[Piece]]:
-        """Maps nodes to the pieces that are read and whose gradients they complete."""
-        by_leaf: dict[int, list[Piece]] = {}
-        for piece in self.first_use:
-            by_leaf.setdefault(piece.leaf, []).append(piece)
-        finished: dict[Node, list[Piece]] = {}
-        for target, value in self.graph.gradients.items():
-            if value.node is not None:
-                finished.setdefault(value.node, []).extend(
-                    piece
-                    for piece in by_leaf.get(target.leaf, ())
-                    if _overlaps(piece, target)
-                )
-        return finished
-
-    def _live(self, nodes: tuple[Node, ...], made: Mapping[Value, int]) -> np.ndarray:
-        last: dict[Value, int] = {}
-        for i, node in enumerate(nodes):
-            last.update(dict.fromkeys(self.classes.needs[node] & made.keys(), i))
-        return occupancy(
-            len(nodes) + 1,
-            (Stay(made[v] + 1, end + 1, aval_bytes(v.aval)) for v, end in last.items()),
-        )
+def ordered(graph: Graph) -> Lifetimes:
+    classes = classify(graph)
+    needs = classes.needs
+    nodes = [node for node in graph.nodes if node not in classes.free]
+    forward = _penalties_early([n for n in nodes if n not in classes.backward], classes)
+    backward = [node for node in nodes if node in classes.backward]
+    backward = _gradients_early(backward, graph, classes)
+    cuts = _backward_cuts(graph, classes, forward, backward)
+    kept = {value for node in backward for value in needs[node]}
+    heavy = [
+        0 if node in classes.light else num_bytes(kept.intersection(node.outputs))
+        for node in forward
+    ]
+    return Lifetimes(
+        graph,
+        classes,
+        tuple(forward),
+        tuple(backward),
+        _sizes(graph),
+        cuts,
+        _live_bytes(forward, classes) + _live_bytes(backward, classes)[cuts],
+        np.array([num_bytes(needs[n]) + num_bytes(n.outputs) for n in forward]),
+        np.concatenate([[0], np.cumsum(heavy, dtype=np.int64)]),
+    )
 
 
-def _made(nodes: tuple[Node, ...]) -> dict[Value, int]:
+def _sizes(graph: Graph) -> dict[Piece, int]:
+    sizes = {p: aval_bytes(v.aval) for p, v in graph.gradients.items()}
+    for node in graph.nodes:
+        for value in node.inputs:
+            if isinstance(value.origin, Piece):
+                sizes[value.origin] = aval_bytes(value.aval)
+    return sizes
+
+
+def _made(nodes: Sequence[Node]) -> dict[Value, int]:
     return {value: i for i, node in enumerate(nodes) for value in node.outputs}
+
+
+def _live_bytes(nodes: Sequence[Node], classes: Classes) -> np.ndarray:
+    """Bytes of the values of one direction that cross each cut in it."""
+    made, last = _made(nodes), dict[Value, int]()
+    for i, node in enumerate(nodes):
+        last.update(dict.fromkeys(classes.needs[node] & made.keys(), i))
+    stays = (Stay(made[v] + 1, end + 1, aval_bytes(v.aval)) for v, end in last.items())
+    return occupancy(len(nodes) + 1, stays)
+
+
+def _backward_cuts(
+    graph: Graph, classes: Classes, forward: Sequence[Node], backward: Sequence[Node]
+) -> np.ndarray:
+    made, first_use = _made(forward), dict[Piece, int]()
+    for i, node in enumerate(forward):
+        for piece in classes.pieces[node]:
+            first_use.setdefault(piece, i)
+    finished = _finished_pieces(graph, first_use)
+    last = np.zeros(len(forward) + 2, np.int64)
+    for j, node in enumerate(backward):
+        pieces = (*classes.pieces[node], *finished.get(node, ()))
+        used = [first_use.get(piece, -1) for piece in pieces]
+        used += [made[value] for value in classes.needs[node] if value in made]
+        latest = max(used, default=-1)
+        last[latest + 1] = max(last[latest + 1], j + 1)
+    cuts = np.maximum.accumulate(last[::-1])[::-1][1:]
+    cuts[0] = len(backward)
+    return cuts
+
+
+def _finished_pieces(
+    graph: Graph, pieces: Iterable[Piece]
+) -> Mapping[Node, list[Piece]]:
+    """Maps nodes to those of the pieces whose gradients they complete."""
+    by_leaf: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_leaf.setdefault(piece.leaf, []).append(piece)
+    finished: dict[Node, list[Piece]] = {}
+    for target, value in graph.gradients.items():
+        if value.node is not None:
+            own = by_leaf.get(target.leaf, ())
+            found = (piece for piece in own if _overlaps(piece, target))
+            finished.setdefault(value.node, []).extend(found)
+    return finished
 
 
 def _overlaps(piece: Piece, target: Piece) -> bool:
@@ -185,19 +175,6 @@ def _overlaps(piece: Piece, target: Piece) -> bool:
     if piece.rows is None or len(index) <= len(own):
         return True
     return piece.rows[0] <= index[len(own)] < piece.rows[1]
-
-
-def ordered(graph: Graph) -> Lifetimes:
-    classes = classify(graph)
-    nodes = [node for node in graph.nodes if node not in classes.free]
-    forward = [node for node in nodes if node not in classes.backward]
-    backward = [node for node in nodes if node in classes.backward]
-    return Lifetimes(
-        graph,
-        classes,
-        tuple(_penalties_early(forward, classes)),
-        tuple(_gradients_early(backward, graph, classes)),
-    )
 
 
 def _penalties_early(forward: Sequence[Node], classes: Classes) -> list[Node]:

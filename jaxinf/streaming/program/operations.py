@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from jaxinf.compat import Literal, called_jaxpr, inner_jaxprs
+from jaxinf.compat import called_jaxpr, inner_jaxprs
+from jaxinf.program.graph import ancestors, interpret
 from jaxinf.streaming.program.graph import aval_bytes
 
 # What is computed again in each reader, at little cost.
@@ -89,16 +90,13 @@ class Operations:
         self._seen: dict[Any, list[Array]] = {}
 
     def inline(self, jaxpr: Any, inputs: Sequence[Array | None]) -> list[Any]:
-        known: dict[Any, Any] = {var: Array(var.aval) for var in jaxpr.constvars}
-        known.update(zip(jaxpr.invars, inputs, strict=True))
-
-        def value(atom: Any) -> Array | None:
-            return None if isinstance(atom, Literal) else known[atom]
-
-        for eqn in jaxpr.eqns:
-            outputs = self._equation(eqn, [value(atom) for atom in eqn.invars])
-            known.update(zip(eqn.outvars, outputs, strict=True))
-        return [value(atom) for atom in jaxpr.outvars]
+        return interpret(
+            jaxpr,
+            inputs,
+            self._equation,
+            const=lambda array: Array(jax.typeof(array)),
+            literal=lambda literal: None,
+        )
 
     def add(
         self,
@@ -126,7 +124,7 @@ class Operations:
         name, avals = eqn.primitive.name, [var.aval for var in eqn.outvars]
         callee = called_jaxpr(name, eqn.params)
         if callee is not None:
-            return self.inline(getattr(callee, "jaxpr", callee), values)
+            return self.inline(callee, values)
         inputs = [value for value in values if value is not None]
         if name in LOOPS:
             return self._loop(eqn, inputs, avals)
@@ -145,7 +143,7 @@ class Operations:
     def _loop(self, eqn: Any, inputs: list[Array], avals: Sequence[Any]) -> Any:
         name, params = eqn.primitive.name, eqn.params
         kept = params["num_consts"] + params["num_carry"] if name == "scan" else None
-        bodies = [getattr(one, "jaxpr", one) for one in inner_jaxprs(params)]
+        bodies = inner_jaxprs(params)
         inner_bytes = max(self._temp_bytes(body, name, kept) for body in bodies)
         # Stacked 16-bit values are widened before the loop that reads them.
         inputs = [self._wide(v) if v.maker == "scan" else v for v in inputs]
@@ -235,14 +233,16 @@ def simplified(
     results = [_viewed(value) for value in results]
     for value in results:
         value.is_result = True
-    nodes = _needed(nodes, results)
+    needed = ancestors(results)
+    nodes = [node for node in nodes if node in needed]
     for node in nodes:
         for value in node.inputs:
             value.users.append(node)
     for node in reversed(nodes):
         if node.name == "reduce_sum":
             _take_factors(node)
-    return _needed(nodes, results), results
+    needed = ancestors(results)
+    return [node for node in nodes if node in needed], results
 
 
 def _viewed(value: Array) -> Array:
@@ -267,17 +267,6 @@ def _add_in_place(node: Operation) -> None:
             if zeros.node is not None and not zeros.node.inputs:
                 node.name, node.inputs = "scatter-add", [other, *rest]
                 return
-
-
-def _needed(nodes: Sequence[Operation], results: Sequence[Array]) -> list[Operation]:
-    found: set[Operation | None] = {None}
-    stack = [value.node for value in results]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            stack += [value.node for value in node.inputs]
-    return [node for node in nodes if node in found]
 
 
 def _take_factors(node: Operation) -> None:

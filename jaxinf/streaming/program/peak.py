@@ -63,7 +63,7 @@ def peak_memory(closed: Any, donated: Sequence[int] = ()) -> PeakMemory:
         if kind in free:
             free.remove(kind)
             aliased.append(i)
-    temporaries = _temp_bytes(jaxpr, copied=aliased)
+    temporaries = _temp_bytes(closed, copied=aliased)
     aliases = sum(arguments[i] for i in aliased)
     return PeakMemory(sum(arguments), sum(outputs), aliases, temporaries)
 
@@ -82,7 +82,7 @@ def _temp_bytes(
       copied: Arguments that are copied, since a result takes their memory.
     """
     graph = Operations(_temp_bytes)
-    inputs = [Array(var.aval) for var in jaxpr.invars]
+    inputs = [Array(var.aval) for var in getattr(jaxpr, "jaxpr", jaxpr).invars]
     arguments = [inputs[i] for i in copied]
     if num_kept is not None:
         for i in range(num_kept, len(inputs)):

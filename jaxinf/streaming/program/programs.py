@@ -9,12 +9,13 @@ budget, so all plans that run a program run it with the same bits.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxinf import compat
-from jaxinf.program.graph import Node, Value, evaluate
+from jaxinf.program.graph import Node, Value, ancestors, evaluate
 from jaxinf.streaming.program.classify import LIGHT
 from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes, struct
 from jaxinf.streaming.program.keys import Keys
@@ -60,7 +61,6 @@ class Program:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The parts of params that it reads, in the order of its inputs."""
         return tuple(piece for piece, _ in self.params)
 
     @cached_property
@@ -112,9 +112,9 @@ class Programs(NamedTuple):
         From the last one that reads params on, loss and scores are of one part at a
         time.
         """
-        pairs = zip(self.forward, self.backward, strict=True)
-        reads = (any(one and one.pieces for one in pair) for pair in pairs)
-        return max((k for k, is_reader in enumerate(reads) if is_reader), default=0)
+        pairs = enumerate(zip(self.forward, self.backward, strict=True))
+        readers = [k for k, pair in pairs if any(one and one.params for one in pair)]
+        return max(readers, default=0)
 
 
 def make_programs(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Programs:
@@ -126,7 +126,7 @@ def make_programs(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Prog
 def _programs_of(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Programs:
     graph, classes = lifetimes.graph, lifetimes.classes
     back = [int(lifetimes.backward_cuts[cut]) for cut in cuts]
-    segments = range(len(cuts) - 1)
+    segments = [lifetimes.forward[start:end] for start, end in pairwise(cuts)]
 
     def make(
         name: str,
@@ -136,11 +136,7 @@ def _programs_of(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Progr
     ) -> Program:
         own = {*nodes, *light}
         return program_of(
-            name,
-            outputs,
-            keys,
-            nodes,
-            lambda node: node in own or node in classes.free,
+            name, outputs, keys, nodes, lambda n: n in own or n in classes.free
         )
 
     free = [
@@ -154,17 +150,17 @@ def _programs_of(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Progr
         return [v for node in nodes for v in node.outputs if v in wanted]
 
     backward: list[Program | None] = []
-    for k in segments:
+    for k, segment in enumerate(segments):
         nodes = lifetimes.backward[back[k + 1] : back[k]]
-        light = classes.light.intersection(lifetimes.forward[cuts[k] : cuts[k + 1]])
-        outputs = wanted_of(nodes)
-        program = make(f"backward {k}", outputs, nodes, light) if outputs else None
+        outputs, program = wanted_of(nodes), None
+        if outputs:
+            light = classes.light.intersection(segment)
+            program = make(f"backward {k}", outputs, nodes, light)
+            wanted.update(program.inputs)
         backward.append(program)
-        wanted.update(program.inputs if program else ())
     forward: list[Program] = []
-    for k in reversed(segments):
-        nodes = lifetimes.forward[cuts[k] : cuts[k + 1]]
-        forward.append(make(f"forward {k}", wanted_of(nodes), nodes))
+    for k, segment in reversed([*enumerate(segments)]):
+        forward.append(make(f"forward {k}", wanted_of(segment), segment))
         wanted.update(forward[-1].inputs)
     return Programs(tuple(forward[::-1]), tuple(backward), tuple(free))
 
@@ -195,34 +191,30 @@ def lowered(
     inputs: Sequence[Any] = (),
     outputs: Sequence[Any] = (),
 ) -> Any:
-    shardings = inputs or [None] * len(program.inputs)
-    avals = [
-        struct(value.aval, sharding)
-        for value, sharding in zip(program.inputs, shardings, strict=True)
-    ]
     function = jax.jit(
         function_of(program),
         donate_argnums=tuple(donated),
         out_shardings=list(outputs) or None,
     )
-    return function.lower(*avals)
+    return function.lower(*_avals(program, inputs))
+
+
+def _avals(program: Program, shardings: Sequence[Any] = ()) -> list[Any]:
+    shardings = shardings or [None] * len(program.inputs)
+    pairs = zip(program.inputs, shardings, strict=True)
+    return [struct(value.aval, sharding) for value, sharding in pairs]
 
 
 def estimated_bytes(program: Program, donated: Sequence[int] = ()) -> int:
     """Returns the temporaries of a program, estimated without compiling it."""
-    avals = [struct(value.aval, None) for value in program.inputs]
-    closed = jax.make_jaxpr(function_of(program))(*avals)
+    closed = jax.make_jaxpr(function_of(program))(*_avals(program))
     return peak_memory(closed, donated).temporaries
 
 
 def compiler_options(
     nodes: Sequence[Node], *, is_deterministic: bool = True
 ) -> dict[str, Any] | None:
-    """Returns XLA's options for a program of these nodes; None for the default ones.
-
-    Args:
-      is_deterministic: Whether it has the same bits in each run.
-    """
+    """Returns XLA's options for a program of these nodes; None for the default ones."""
     if jax.default_backend() != "cpu":
         return compat.deterministic_options(is_deterministic)
     if not sums_large_products(nodes):
@@ -293,7 +285,7 @@ def program_of(
       first: Nodes that come in this order; others come when they are needed.
       is_own: Whether a node is computed here; results of others are inputs.
     """
-    needed = _closure(outputs, is_own)
+    needed = ancestors(outputs, is_own)
     roots = [node for node in first if node in needed]
     roots += [v.node for v in outputs if v.node is not None]
     inputs = {v: None for v in outputs if v.origin is not None}
@@ -302,17 +294,6 @@ def program_of(
         _emit(root, is_own, inputs, order)
     key = keys.program(tuple(inputs), tuple(order), outputs)
     return Program(name, tuple(inputs), tuple(order), tuple(outputs), key)
-
-
-def _closure(outputs: Iterable[Value], is_own: Callable[[Node], bool]) -> set[Node]:
-    found: set[Node] = set()
-    stack = [value.node for value in outputs]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in found and is_own(node):
-            found.add(node)
-            stack += [value.node for value in node.inputs]
-    return found
 
 
 def _emit(

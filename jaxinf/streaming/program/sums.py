@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinf.program.graph import build_graph
-from jaxinf.streaming.program.graph import Graph, Number, struct
+from jaxinf.program.graph import Graph, graph_of
+from jaxinf.streaming.program.graph import Number, struct
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import typed_sharding
 from jaxinf.streaming.program.programs import Program, Programs
@@ -86,7 +86,7 @@ def _program(
 
     number = None if count is None else jax.ShapeDtypeStruct((), np.int32)
     closed = jax.make_jaxpr(run)(added if is_first else wide, added, number)
-    graph = build_graph(closed, [False] * len(closed.jaxpr.invars))
+    graph = graph_of(closed)
     if count is not None:
         graph.inputs[-1].origin = Number(count)
     key = keys.program(graph.inputs, graph.nodes, graph.outputs)
