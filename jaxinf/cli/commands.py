@@ -69,8 +69,8 @@ class Train:
 class Report:
     """Make a page about a run, or several side by side, from their log directories.
 
-    The page shows loss, speed, bytes, where the time and the memory of a step went, a
-    timeline (of --trace), and settings. It opens offline. Needs plotly (pip install
+    The page shows loss, speed, bytes, where the time and the memory of a step went
+    (of --trace by phase), and settings. It opens offline. Needs plotly (pip install
     'jaxinf[report]').
     """
 

@@ -8,7 +8,6 @@ digests: plotly's, and the one that draws.
 import base64
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import cycle
@@ -17,24 +16,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxinf.cli.run_logs import Columns, Logs, Span, phase_rows, read_logs
+from jaxinf.cli.run_logs import Columns, Logs, phase_rows, read_logs
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.io import write_bytes_atomically
 from jaxinf.terminal import format_bytes
 
 _MOST_RUNS = 16
-_MOST_SPANS = 6000
-_MOST_TRACKS = 40
-_MIB = float(1 << 20)
 _INK = "#777777"  # 4.5:1 on white, and on black
-_GRID = "rgba(128,128,128,0.25)"
-_RUNS = ("#3b8ee0", "#e07b39", "#3aa35b", "#c0569f", "#a8921f", "#7a6fd0", "#2aa5a0")
-_PHASES = {"read": "#3b8ee0", "write": "#e07b39", "update": "#3aa35b"}
-_PHASES |= {"program": "#9a7fd1", "wait": "#c05656", "commit": "#b8901f"}
-_PHASES |= {"copy": "#2aa5a0", "checksum": "#8c8c8c", "fetch": "#5fb0d8"}
-_DASHES = {"drive_read_bytes": "solid", "drive_write_bytes": "dash"}
-_DASHES |= {"link_down_bytes": "dot", "link_up_bytes": "dashdot"}
+_COLOURS = ("#3b8ee0", "#e07b39", "#3aa35b", "#9a7fd1", "#c05656", "#b8901f", "#2aa5a0")
+_PHASES = ("phase", "of a step", "programs busy", "drives read", "drives write", "link")
+_PHASES += ("memory: least / mean / most",)
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d1f23; --ground: #ffffff; --line: #8884; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e2e4e8; --ground: #060708; } }
@@ -51,16 +43,23 @@ td, th { border-bottom: 1px solid var(--line); padding: .25rem .8rem .25rem 0;
 """
 _DRAW = """
 const figures = %s;
-figures.forEach(([data, layout], number) => Plotly.newPlot("figure-" + number, data,
-  layout, {responsive: true, displayModeBar: false}));
+const line = "rgba(128,128,128,0.25)", ink = "#777777";
+const axis = (text) => ({automargin: true, gridcolor: line, zerolinecolor: line,
+  linecolor: line, title: {text}});
+figures.forEach(([data, unit], number) => Plotly.newPlot("figure-" + number, data,
+  {paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", height: 320,
+   font: {color: ink, size: 12}, margin: {l: 8, r: 8, t: 8, b: 8}, xaxis: axis("step"),
+   yaxis: axis(unit), legend: {orientation: "h", y: -0.25, yanchor: "top"},
+   showlegend: true, hoverlabel: {bgcolor: "#2b2f36", font: {color: "#ffffff"}}},
+  {responsive: true, displayModeBar: false}));
 """
 
 
 class _Figure(NamedTuple):
     title: str
     text: str
+    unit: str
     traces: list[dict[str, Any]]
-    layout: dict[str, Any]
 
 
 def write_report(folders: Sequence[Path], output: Path) -> None:
@@ -85,9 +84,6 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
     write_bytes_atomically(output, page.encode("utf-8", errors="replace"))
 
 
-# --- the page ------------------------------------------------------------------------
-
-
 def _page(runs: Mapping[str, Logs], figures: Sequence[_Figure], plotly_js: str) -> str:
     title = escape("Report of " + ", ".join(runs))
     parts = [_table("Summary", ["", *runs], _summary(runs))]
@@ -97,15 +93,14 @@ def _page(runs: Mapping[str, Logs], figures: Sequence[_Figure], plotly_js: str) 
             f'<p>The figure needs a script.</p></noscript><div id="figure-{number}" '
             f'class="plotly-graph-div"></div></section>'
         )
-    head = ["phase", "of a step", "programs busy", "drives read", "drives write"]
-    head += ["link", "memory: least / mean / most"]
     for name, logs in runs.items():
-        parts.append(_table(f"Phases of traced steps: {name}", head, phase_rows(logs)))
+        title_of_phases = f"Phases of traced steps: {name}"
+        parts.append(_table(title_of_phases, _PHASES, phase_rows(logs)))
     names = dict.fromkeys(key for logs in runs.values() for key in logs.settings)
     settings = [[k, *(r.settings.get(k, "") for r in runs.values())] for k in names]
     settings.sort(key=lambda row: len(set(row[1:])) == 1)  # first where runs differ
     parts.append(_table("Settings", ["", *runs], settings))
-    drawn = json.dumps([[one.traces, one.layout] for one in figures])
+    drawn = json.dumps([[one.traces, one.unit] for one in figures])
     scripts = [plotly_js, _DRAW % drawn.replace("<", "\\u003c")]
     digests = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'"
@@ -179,24 +174,38 @@ def _summary(runs: Mapping[str, Logs]) -> list[list[str]]:
 
 # --- figures -------------------------------------------------------------------------
 
+_OVERLAP = (
+    "Seconds in which some thread read, wrote, updated or waited, or programs ran; "
+    "they overlap. Dots: the whole step."
+)
+_BYTES = (
+    "In a step: read from drives (lines) and written (dashes); gradients to the "
+    "drives' processors (dots), and results from them (both)."
+)
 _COMPARED: Sequence[tuple[str, str, str, Mapping[str, str]]] = (
     ("Loss", "Of each step's batch, and held out (dots).", "nats", {"loss": "solid"}),
     ("Throughput", "Tokens or images a second.", "a second", {"rate": "solid"}),
     (
-        "Bytes",
-        "In a step: read from drives (lines) and written (dashes); gradients to the "
-        "drives' processors (dots), and results from them (both).",
-        "MiB",
-        _DASHES,
+        *("Bytes", _BYTES, "MiB"),
+        {"drive_read_bytes": "solid", "drive_write_bytes": "dash"}
+        | {"link_down_bytes": "dot", "link_up_bytes": "dashdot"},
+    ),
+)
+_OF_ONE = (
+    ("Phases of a step", _OVERLAP, "s", "phases."),
+    (
+        "Memory",
+        "By tier: the host's, of it buffers for state, the device's, drives.",
+        *("MiB", "memory."),
     ),
 )
 
 
 def _figures(runs: Mapping[str, Logs]) -> Iterator[_Figure]:
-    """Yields the figures that have anything to show."""
+    """Yields all figures, also those that have nothing to show."""
     for title, text, unit, columns in _COMPARED:
         traces = []
-        for (name, logs), colour in zip(runs.items(), cycle(_RUNS)):
+        for (name, logs), colour in zip(runs.items(), cycle(_COLOURS)):
             for column, dash in columns.items():
                 word = column.partition("_bytes")[0].replace("_", " ")
                 label = name if unit != "MiB" else f"{name} {word}"
@@ -204,107 +213,35 @@ def _figures(runs: Mapping[str, Logs]) -> Iterator[_Figure]:
             if title == "Loss":
                 label = f"{name} held out"
                 traces += _line(logs.validation, "loss", label, colour, unit, "dots")
-        yield _Figure(title, text, traces, _layout("step", unit))
+        yield _Figure(title, text, unit, traces)
     for name, logs in runs.items():
-        for one in _figures_of_run(logs):
-            yield one._replace(title=f"{one.title}: {name}") if len(runs) > 1 else one
-
-
-def _figures_of_run(logs: Logs) -> Iterator[_Figure]:
-    overlap = "Seconds in which some thread read, wrote, updated or waited, or "
-    overlap += "programs ran; they overlap. Dots: the whole step."
-    tiers = "By tier: the host's, of it buffers for state, the device's, drives."
-    for title, group, unit, text in (
-        ("Phases of a step", "phases", "s", overlap),
-        ("Memory", "memory", "MiB", tiers),
-    ):
-        traces = []
-        for name in logs.columns:
-            kind, _, part = name.partition(".")
-            if kind == group:
-                colour = _PHASES.get(part, _RUNS[len(traces) % len(_RUNS)])
-                traces += _line(logs.columns, name, part, colour, unit)
-        if traces and group == "phases":
-            traces += _line(logs.columns, "step_s", "step", _INK, unit, "dot")
-        yield _Figure(title, text, traces, _layout("step", unit))
-    text = "By thread, drive and device; drag to zoom in, click twice to see all."
-    if len(logs.spans) > _MOST_SPANS:
-        text += f" The {_MOST_SPANS:,} longest of {len(logs.spans):,} are drawn."
-    spans = sorted(logs.spans, key=lambda span: -span.took_ms)[:_MOST_SPANS]
-    yield _Figure("Timeline", text, *_timeline(spans))
-
-
-def _timeline(spans: Sequence[Span]) -> tuple[list[Any], dict[str, Any]]:
-    tracks = sorted({span.track for span in spans})[:_MOST_TRACKS]
-    rows = {track: row for row, track in enumerate(tracks)}
-    by_phase: defaultdict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        if span.track in rows:
-            by_phase[span.phase].append(span)
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": escape(phase),
-            "y": [rows[span.track] for span in found],
-            "base": [span.began_ms for span in found],
-            "x": [span.took_ms for span in found],
-            "text": [escape(span.name) for span in found],
-            "textposition": "none",
-            "hovertemplate": "%{text}<br>%{base:.6g} ms, %{x:.4g} ms<extra></extra>",
-            "marker": {"color": _PHASES.get(phase, _INK), "line": {"width": 0}},
-            "width": 0.8,
-        }
-        for phase, found in sorted(by_phase.items())
-    ]
-    layout = _layout("ms", "")
-    layout |= {"barmode": "overlay", "bargap": 0, "height": 200 + 22 * len(rows)}
-    layout["hovermode"] = "closest"
-    shown = (track.partition(": ")[2] for track in rows)
-    layout["yaxis"] |= {
-        "tickvals": [*rows.values()],
-        "ticktext": [escape(t if len(t) < 26 else "…" + t[-25:]) for t in shown],
-        "autorange": "reversed",
-        "tickfont": {"size": 10},
-    }
-    return traces, layout
+        for title, text, unit, group in _OF_ONE:
+            traces = []
+            of_group = [column for column in logs.columns if column.startswith(group)]
+            for column, colour in zip(of_group, cycle(_COLOURS)):
+                label = column.removeprefix(group)
+                traces += _line(logs.columns, column, label, colour, unit)
+            if traces and unit == "s":
+                traces += _line(logs.columns, "step_s", "step", _INK, unit, "dot")
+            title += f": {name}" if len(runs) > 1 else ""
+            yield _Figure(title, text, unit, traces)
 
 
 def _line(
     columns: Columns, name: str, label: str, colour: str, unit: str, dash: str = "solid"
 ) -> list[dict[str, Any]]:
     """Returns the line, or dots, of a column; none if it has no number but 0."""
-    y = columns.get(name, np.zeros(0)) / (_MIB if unit == "MiB" else 1)
+    y = columns.get(name, np.zeros(0)) / (float(1 << 20) if unit == "MiB" else 1)
     if not np.nanmax(np.abs(y), initial=0) > 0:
         return []
+    is_dots = dash == "dots" or len(y) == 1
     trace = {
         "type": "scatter",
-        "mode": "markers" if dash == "dots" or len(y) == 1 else "lines",
+        "mode": "markers" if is_dots else "lines",
         "name": escape(label),
         "x": columns["step"].tolist(),
         "y": y.tolist(),
-        "line": {
-            "color": colour,
-            "width": 1.5,
-            "dash": "dot" if dash == "dots" else dash,
-        },
+        "line": {"color": colour, "width": 1.5, "dash": "dot" if is_dots else dash},
         "marker": {"color": colour},
     }
     return [trace]
-
-
-def _layout(x: str, y: str) -> dict[str, Any]:
-    lines = dict.fromkeys(("gridcolor", "zerolinecolor", "linecolor"), _GRID)
-    axis: dict[str, Any] = {"automargin": True, **lines}
-    return {
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"color": _INK, "size": 12},
-        "height": 320,
-        "margin": dict.fromkeys("lrtb", 8),
-        "xaxis": axis | {"title": {"text": x}},
-        "yaxis": axis | {"title": {"text": y}},
-        "legend": {"orientation": "h", "y": -0.25, "yanchor": "top"},
-        "showlegend": True,
-        "hoverlabel": {"bgcolor": "#2b2f36", "font": {"color": "#ffffff"}},
-    }

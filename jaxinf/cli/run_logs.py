@@ -5,7 +5,7 @@ Invariant: memory is bounded; what cannot be read is left out, and a note says s
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -17,18 +17,18 @@ from jaxinf.terminal import format_bytes
 from jaxinf.typing import Array
 
 MOST_POINTS = 2000
-_MOST_READ = 16
+_MOST_READ = 16  # lines for a point, up to twice as many
 _MOST_COLUMNS = 64
 _LINE_BYTES = 1 << 20
 _DOCUMENT_BYTES = 1 << 20
 _TRACE_BYTES = 64 << 20
-_TEXT_LENGTH = 500
+_MOST_CHARS = 500
+_MOST_SETTINGS = 300
 _MOST_STEPS = 10
 
 _FIELDS = ("step", "loss", "tokens", "step_s", "rss_bytes", "drive_read_bytes")
 _FIELDS += ("drive_write_bytes", "link_down_bytes", "link_up_bytes")
 _GROUPS = ("phases", "memory")
-
 
 Columns: TypeAlias = Mapping[str, Array]
 
@@ -40,8 +40,8 @@ class Logs:
     Columns are of float64, NaN where no value is known: a field of `metrics.jsonl` or
     `validation.jsonl`, of a group as ``phases.read``, and ``rate``, tokens a second. A
     point is the mean of `per_point` steps, or of some of them. Settings are those of
-    `config.json`, with the versions of packages; counters of `trace.json` have times in
-    ms. Notes say what could not be read, and what was left out.
+    `config.json`, with the versions of packages; memory of `trace.json` is the
+    process's, in bytes by ms. Notes say what could not be read, and what was left out.
     """
 
     columns: Columns
@@ -50,14 +50,14 @@ class Logs:
     validation: Columns
     settings: Mapping[str, str]
     spans: Sequence["Span"]
-    counters: Mapping[str, Sequence[tuple[float, Mapping[str, float]]]]
+    memory: Sequence[tuple[float, float]]
     notes: Sequence[str]
 
 
 class Span(NamedTuple):
-    """What a thread, a drive or a device did for some time."""
+    """What a thread, a drive or a device did for some time; `process` is its group."""
 
-    track: str
+    process: str
     name: str
     phase: str
     began_ms: float
@@ -82,27 +82,27 @@ def read_logs(path: Path) -> Logs:
         )
     notes: list[str] = []
     columns, num_steps, per_point = _table(metrics, notes)
+    if not num_steps:
+        raise UsageError(f"{metrics}: expected a line for each step, found no step yet")
     if {"tokens", "step_s"} <= columns.keys():
         with np.errstate(divide="ignore", invalid="ignore"):
             columns["rate"] = columns["tokens"] / columns["step_s"]
-    if not num_steps:
-        raise UsageError(f"{metrics}: expected a line for each step, found no step yet")
     if per_point > 1:
         read = -(-per_point // max(1, per_point // _MOST_READ))
         notes.append(f"a point: mean of {read} of {per_point} steps, of {num_steps:,}")
     if (path / "metrics.last.json").exists():
         notes.append("the run had not ended when this was written: it goes on, or died")
-    validation, held_out = {}, path / "validation.jsonl"
-    if held_out.is_file():
-        validation, *_ = _table(held_out, notes)
+    held_out = path / "validation.jsonl"
+    validation = _table(held_out, notes)[0] if held_out.is_file() else {}
     settings = _document(path / "config.json", notes, _DOCUMENT_BYTES)
-    versions = settings.pop("versions", {})
-    for package, version in versions.items() if isinstance(versions, dict) else ():
-        settings[f"version of {package}"] = version
-    spans, counters = _trace(_document(path / "trace.json", notes, _TRACE_BYTES))
-    texts = {_text(k): _text(v) for k, v in [*settings.items()][:300]}
+    if isinstance(versions := settings.pop("versions", {}), dict):
+        settings |= {f"version of {name}": one for name, one in versions.items()}
+    trace = _document(path / "trace.json", notes, _TRACE_BYTES)
     return Logs(
-        columns, num_steps, per_point, validation, texts, spans, counters, notes
+        *(columns, num_steps, per_point, validation),
+        {_text(k): _text(v) for k, v in [*settings.items()][:_MOST_SETTINGS]},
+        *_trace(trace),
+        notes,
     )
 
 
@@ -117,8 +117,7 @@ def _table(path: Path, notes: list[str]) -> tuple[dict[str, Array], int, int]:
     per_point = max(1, -(-num_lines // MOST_POINTS))
     num_points = -(-num_lines // per_point)
     stride = max(1, per_point // _MOST_READ)
-    sums: dict[str, list[float]] = {}
-    counts: dict[str, list[int]] = {}
+    sums: dict[str, Array] = {}  # of each point: sum, count
     num_rows = num_bad = 0
     with path.open("rb") as file:
         while line := file.readline(_LINE_BYTES):
@@ -127,26 +126,20 @@ def _table(path: Path, notes: list[str]) -> tuple[dict[str, Array], int, int]:
                 break
             if num_rows == num_lines:  # a run has written it since they were counted
                 break
-            if num_rows % stride:
-                num_rows += 1
-                continue
-            values = _values(line)
+            values = {} if num_rows % stride else _values(line)
             if values is None:
                 num_bad += 1
                 continue
-            point, num_rows = num_rows // per_point, num_rows + 1
             for name, value in values.items():
-                if name not in sums:
-                    if len(sums) == _MOST_COLUMNS:
-                        continue
-                    sums[name], counts[name] = [0.0] * num_points, [0] * num_points
-                sums[name][point] += value
-                counts[name][point] += 1
+                if name in sums or len(sums) < _MOST_COLUMNS:
+                    added = sums.setdefault(name, np.zeros((2, num_points)))
+                    added[:, num_rows // per_point] += value, 1
+            num_rows += 1
     if num_bad:
         notes.append(f"{path.name}: {num_bad} lines are no steps, and left out")
     used = -(-num_rows // per_point)
     with np.errstate(invalid="ignore"):  # 0 / 0 is NaN
-        means = {k: np.divide(sums[k], counts[k])[:used] for k in sums}
+        means = {name: (sum_ / num)[:used] for name, (sum_, num) in sums.items()}
     return means, num_rows, per_point
 
 
@@ -160,18 +153,13 @@ def _values(line: bytes) -> dict[str, float] | None:
         return None
     found = {name: document.get(name) for name in _FIELDS}
     for group in _GROUPS:
-        inner = document.get(group)
-        for name, value in inner.items() if isinstance(inner, dict) else ():
-            found[f"{group}.{name[:80]}"] = value
+        if isinstance(inner := document.get(group), dict):
+            found |= {f"{group}.{name[:80]}": value for name, value in inner.items()}
     return {name: value for name, value in found.items() if _is_number(value)}
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and -1e300 < value < 1e300
-
-
-def _is_amount(value: Any) -> TypeGuard[float]:
-    return _is_number(value) and 0 <= value < 1e15
 
 
 # --- documents -----------------------------------------------------------------------
@@ -195,62 +183,64 @@ def _document(path: Path, notes: list[str], most_bytes: int) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _TEXT_LENGTH else text[: _TEXT_LENGTH - 1] + "…"
+    return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 1] + "…"
 
 
-def _trace(document: Mapping[str, Any]) -> tuple[list[Span], dict[str, Any]]:
-    """Returns the spans and counters of a trace; what has another form is left out."""
+def _trace(
+    document: Mapping[str, Any],
+) -> tuple[list[Span], list[tuple[float, float]]]:
+    """Returns the spans and the memory of a trace, but what has another form."""
     found = document.get("traceEvents")
-    events = found if isinstance(found, list) else []
-    names: dict[str, str] = {}
-    spans: list[Span] = []
-    counters: defaultdict[str, list[Any]] = defaultdict(list)
-    for event in sorted(filter(_is_event, events), key=lambda e: e["ph"] != "M"):
-        pid, tid, args = event.get("pid"), event.get("tid"), event["args"]
-        name = str(event.get("name", ""))[:200]
-        if event["ph"] == "M":
-            owner = pid if name == "process_name" else f"{pid} {tid}"
-            names[f"{name} {owner}"] = str(args.get("name", ""))[:80]
-        elif not _is_amount(event.get("ts")):
+    groups: dict[str, str] = {}
+    spans, memory = list[Span](), list[tuple[float, float]]()
+    for event in found if isinstance(found, list) else ():
+        args = event.get("args", {}) if isinstance(event, dict) else None
+        if not isinstance(args, dict):
             continue
-        elif event["ph"] == "C":
-            values = {str(k)[:40]: v for k, v in args.items() if _is_amount(v)}
-            counters[name[:80]].append((event["ts"] / 1e3, values))
-        elif _is_amount(event.get("dur")):
-            process = names.get(f"process_name {pid}", str(pid)[:20])
-            thread = names.get(f"thread_name {pid} {tid}", str(tid)[:20])
-            phase, moved = str(event.get("cat", "step"))[:20], args.get("bytes")
-            times = event["ts"] / 1e3, event["dur"] / 1e3
+        kind, name = event.get("ph"), str(event.get("name", ""))
+        group = str(event.get("pid"))
+        if (kind, name) == ("M", "process_name"):  # comes before its spans
+            groups[group] = str(args.get("name", ""))
+        elif not _is_amount(at_us := event.get("ts")):
+            continue
+        elif kind == "X" and _is_amount(took_us := event.get("dur")):
+            phase, moved = str(event.get("cat", "step")), args.get("bytes")
             num_bytes = moved if _is_amount(moved) else 0
-            spans.append(Span(f"{process}: {thread}", name, phase, *times, num_bytes))
-    return spans, dict(counters)
+            times = at_us / 1e3, took_us / 1e3
+            spans.append(Span(groups.get(group, ""), name, phase, *times, num_bytes))
+        elif (kind, name) == ("C", "memory") and _is_amount(args.get("process")):
+            memory.append((at_us / 1e3, args["process"]))
+    return spans, memory
 
 
-def _is_event(event: Any) -> bool:
-    if not isinstance(event, dict) or event.get("ph") not in ("M", "C", "X"):
-        return False
-    return isinstance(event.setdefault("args", {}), dict)
+def _is_amount(value: Any) -> TypeGuard[float]:
+    return _is_number(value) and 0 <= value < 1e15
+
+
+def _windows(spans: Sequence[Span]) -> Iterator[tuple[str, float, float]]:
+    """Yields the phases of traced steps: when they began and ended.
+
+    Backward begins with its first program; what runs forward again is a part of it.
+    """
+    backward = [span for span in spans if span.name.startswith("program backward")]
+    for step in [span for span in spans if span.phase == "step"][:_MOST_STEPS]:
+        own = [s for s in backward if s.within(step.began_ms, step.ended_ms)]
+        if own:
+            turn_ms = min(s.began_ms for s in own)
+            last_ms = min(step.ended_ms, max(s.ended_ms for s in own))
+            yield "forward", step.began_ms, turn_ms
+            yield "backward", turn_ms, last_ms
+            yield "after them", last_ms, step.ended_ms
 
 
 def phase_rows(logs: Logs) -> list[list[str]]:
     """Returns what traced steps move and hold in forward, in backward, and after them.
 
-    Backward begins with its first program; what runs forward again is a part of it. A
-    span's bytes are shared among phases by its time in each. Without phases: no rows.
+    A span's bytes are shared among phases by its time in each. Without phases: no rows.
     """
-    backward = [s for s in logs.spans if s.name.startswith("program backward")]
     windows: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    steps = [span for span in logs.spans if span.phase == "step"]
-    for step in steps[:_MOST_STEPS]:
-        own = [s for s in backward if s.within(step.began_ms, step.ended_ms)]
-        if own:
-            turn_ms = min(s.began_ms for s in own)
-            last_ms = min(step.ended_ms, max(s.ended_ms for s in own))
-            windows["forward"].append((step.began_ms, turn_ms))
-            windows["backward"].append((turn_ms, last_ms))
-            windows["after them"].append((last_ms, step.ended_ms))
-    memory = logs.counters.get("memory", ())
-    samples = [(at_ms, v["process"]) for at_ms, v in memory if "process" in v]
+    for phase, *window in _windows(logs.spans):
+        windows[phase].append((window[0], window[1]))
     rows = []
     for phase, parts in windows.items():
         whole_ms = sum(end - begin for begin, end in parts)
@@ -262,10 +252,10 @@ def phase_rows(logs: Logs) -> list[list[str]]:
             inside_ms = sum(span.within(*part) for part in parts)
             if span.phase == "program":
                 busy_ms += inside_ms
-            elif inside_ms and (span.phase == "copy" or span.track[:6] == "drives"):
+            elif inside_ms and (span.phase == "copy" or span.process == "drives"):
                 moved[span.phase] += span.num_bytes * inside_ms / span.took_ms
         rates = (moved[kind] * 1e3 / whole_ms for kind in ("read", "write", "copy"))
-        held = [m for at, m in samples if any(b <= at < e for b, e in parts)]
+        held = [m for at, m in logs.memory if any(b <= at < e for b, e in parts)]
         shown = (min(held), sum(held) / len(held), max(held)) if held else ()
         mean_s, busy = whole_ms / 1e3 / len(parts), busy_ms / whole_ms
         row = [phase, f"{mean_s:.3g} s", f"{busy:.0%}"]
