@@ -31,7 +31,7 @@ from jaxinf.terminal import format_bytes, make_console, printable
 
 
 @dataclass(frozen=True)
-class _Save:
+class Save:
     """Keep the committed step by hard links, without copying data; print its path."""
 
     store: StorePath
@@ -40,36 +40,43 @@ class _Save:
         option("The checkpoint's name; by default the step's number.", "[NAME]"),
     ] = None
 
-    def run(self, store: Path) -> None:
-        print(save_whole(store, self.name))
+    def run(self) -> None:
+        print(save_whole(self.store, self.name))
 
 
 @dataclass(frozen=True)
-class _List:
+class List:
     """Show the checkpoints: step, time, and the bytes that removing each would free."""
 
     store: StorePath
     json: Annotated[bool, option("Print one JSON document instead.")] = False
 
-    def run(self, store: Path) -> None:
-        found = list_whole(store)
+    def run(self) -> None:
+        found = list_whole(self.store)
         if self.json:
             print(json.dumps([asdict(info) for info in found], indent=1))
             return
         console = make_console()
         if not found:
-            console.print(f"no checkpoints; make one: jaxinf checkpoint save {store}")
+            console.print(
+                f"no checkpoints; make one: jaxinf checkpoint save {self.store}"
+            )
             return
-        table = make_table("name", "step", "committed", "own bytes", right=("step",))
-        for info in found:
-            own = format_bytes(info.own_bytes)
-            at = printable(info.committed_at)
-            table.add_row(printable(info.name), str(info.step), at, own)
-        console.print(table)
+        rows = [
+            (
+                printable(info.name),
+                str(info.step),
+                printable(info.committed_at),
+                format_bytes(info.own_bytes),
+            )
+            for info in found
+        ]
+        columns = ("name", "step", "committed", "own bytes")
+        console.print(make_table(columns, rows, ("step",)))
 
 
 @dataclass(frozen=True)
-class _Remove:
+class Remove:
     """Remove checkpoints and free their space."""
 
     store: StorePath
@@ -77,16 +84,16 @@ class _Remove:
         tyro.conf.Positional[tuple[str, ...]], option("Their names.", "NAME [NAME ...]")
     ]
 
-    def run(self, store: Path) -> None:
+    def run(self) -> None:
         if not self.names:
             raise UsageError("remove: name the checkpoints to remove")
-        remove_whole(store, self.names)
+        remove_whole(self.store, self.names)
         for name in self.names:
             print(f"removed {printable(name)}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
-class _Restore:
+class Restore:
     """Make the next run continue from a checkpoint, which stays as it is."""
 
     store: StorePath
@@ -95,12 +102,13 @@ class _Restore:
         bool, option("Discard the committed step, even if no checkpoint keeps it.")
     ] = False
 
-    def run(self, store: Path) -> None:
-        with hold_members(store) as members:
+    def run(self) -> None:
+        with hold_members(self.store) as members:
             if not self.discard_current:
-                _check_kept(members, self.name, store)
+                _check_kept(members, self.name, self.store)
             record = restore_whole(members, self.name)
-        print(f"{store}: at step {record.step} again; the next run goes on from there")
+        again = f"at step {record.step} again; the next run goes on from there"
+        print(f"{self.store}: {again}")
 
 
 def _check_kept(parts: Sequence[StoreDirectory], name: str, store: Path) -> None:
@@ -133,15 +141,9 @@ def _check_kept(parts: Sequence[StoreDirectory], name: str, store: Path) -> None
 class Checkpoint:
     """Keep, list, remove and restore committed steps; export them."""
 
-    action: (
-        Annotated[_Save, tyro.conf.subcommand("save")]
-        | Annotated[_List, tyro.conf.subcommand("list")]
-        | Annotated[_Remove, tyro.conf.subcommand("remove")]
-        | Annotated[_Restore, tyro.conf.subcommand("restore")]
-        | Annotated[Export, tyro.conf.subcommand("export")]
-    )
+    action: Save | List | Remove | Restore | Export
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
-        self.action.run(Path(self.action.store).expanduser().absolute())
+        self.action.run()
         return 0

@@ -1,8 +1,6 @@
 """``jaxinf doctor``: examines this machine and its drives.
 
 Invariant: no file made for a measurement is left behind.
-
-``--json FILE`` also writes the numbers that ``jaxinf plan --machine FILE`` takes.
 """
 
 import sys
@@ -15,11 +13,11 @@ import tyro
 from rich.text import Text
 
 from jaxinf.cli.host import Finding, look_at_cards, look_at_host
-from jaxinf.cli.options import option
+from jaxinf.cli.options import AnyPath, option
 from jaxinf.cli.place import look_at_place
 from jaxinf.cli.probe import Bandwidth, measure_machine
 from jaxinf.cli.terminal import facts_table, heading, show_progress
-from jaxinf.command_line import ByteSize, UsageError, expand_home
+from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.terminal import make_console, printable
 from jaxinf.train.machine import write_machine
 
@@ -34,12 +32,12 @@ class Doctor:
     """
 
     paths: Annotated[
-        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.Positional[tuple[AnyPath, ...]],
         tyro.conf.arg(
             help="Directories where a store or a CSD root could be.",
             metavar="[PATH ...]",
         ),
-    ] = (".",)
+    ] = (Path(),)
     size: Annotated[
         int,
         ByteSize,
@@ -49,7 +47,7 @@ class Doctor:
         ),
     ] = 1 << 30
     json: Annotated[
-        Path | None,
+        AnyPath | None,
         option(
             "Also measure programs, updates and commits, for some ten seconds, and "
             "write the eight numbers that jaxinf plan --machine FILE takes.",
@@ -63,19 +61,16 @@ class Doctor:
         Raises:
           UsageError: the rates cannot be measured, or the file cannot be written.
         """
-        file = self.json and expand_home(self.json, "--json")
-        if file is not None:
-            _check_parent(file)
-        given = [Path(path) for path in self.paths or (".",)]
-        paths = [expand_home(path, "doctor").absolute() for path in given]
+        if self.json is not None:
+            _check_parent(self.json)
         places, drives = [], dict[Path, Bandwidth]()
-        for path in paths:
+        for path in [path.absolute() for path in self.paths]:
             with show_progress(f"measuring {printable(str(path))}") as progress:
                 places.append(look_at_place(path, self.size, progress))
             if (speed := places[-1].bandwidth) is not None:
                 drives[path] = speed
         host = look_at_host()
-        for one in (*places, host, *look_at_cards(paths)):
+        for one in (*places, host, *look_at_cards(list(self.paths))):
             _print(one)
         bad = ", ".join(place.title for place in places if not place.is_usable)
         verdict = f"cannot hold a store: {printable(bad)}" if bad else ""
@@ -83,8 +78,8 @@ class Doctor:
             verdict = "JAX cannot run here"
         style = "bold red" if verdict else "bold green"
         make_console().print(Text(f"\n{verdict or 'ready'}", style=style))
-        if file is not None and not verdict:
-            _write_machine(file, drives)
+        if self.json is not None and not verdict:
+            _write_machine(self.json, drives)
         return 1 if verdict else 0
 
 

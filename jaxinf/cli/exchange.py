@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from jaxinf.cli.committed import say_warning
-from jaxinf.cli.options import StorePath, option
+from jaxinf.cli.looking import say_warning
+from jaxinf.cli.options import AnyPath, StorePath, option, whole_path
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.exchange import (
@@ -29,8 +29,6 @@ from jaxinf.exchange import (
 )
 from jaxinf.store import CopySource, store_source
 from jaxinf.terminal import format_bytes, make_console
-
-Memory = Annotated[int, ByteSize, tyro.conf.arg(help="Memory for data in transit.")]
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Export:
         ),
     ] = False
     like: Annotated[
-        Path | None,
+        AnyPath | None,
         option(
             "Huggingface: the folder that the params of a loop of your own came from; "
             "its config.json and its tokenizer are written again.",
@@ -90,11 +88,13 @@ class Export:
         ByteSize,
         tyro.conf.arg(help="Start another safetensors file at this size."),
     ] = DEFAULT_FILE_BYTES
-    memory: Memory = DEFAULT_MEMORY_BYTES
+    memory: Annotated[
+        int, ByteSize, tyro.conf.arg(help="Memory for data in transit.")
+    ] = DEFAULT_MEMORY_BYTES
 
-    def run(self, store: Path) -> None:
+    def run(self) -> None:
         """Exports, and prints the path and content of the export."""
-        where = self._checked()
+        where, store = self._checked(), self.store
         with store_source(store, self.checkpoint) as source:
             step, number = source.step, source.step.commit.step
             say_warning(store, step)
@@ -114,20 +114,20 @@ class Export:
         for flag, value in only.items():
             if value and self.format != "huggingface":
                 raise UsageError(f"--{flag} goes with --format huggingface")
-        path = Path(self.destination).expanduser().absolute()
         if self.format == "zarr":
             if self.average:
                 raise UsageError(
                     "--average goes with --format safetensors or huggingface"
                 )
-            url = self.destination if is_url(self.destination) else f"file://{path}"
-            return ObjectStore(url).where
+            is_place = is_url(self.destination)
+            url = f"file://{whole_path(self.destination)}"
+            return ObjectStore(self.destination if is_place else url).where
         if is_url(self.destination):
             raise UsageError(
                 f"--format {self.format}: expected a directory, found a URL, which "
                 "takes --format zarr; export to a directory, and copy that"
             )
-        return str(path)
+        return str(whole_path(self.destination))
 
     def _write(self, source: CopySource, where: str, transit: Transit) -> str:
         """Writes the export; returns what it has."""
@@ -142,11 +142,11 @@ class Export:
         if self.adapters:
             export_adapters(step, destination, dtype=self.dtype, **given)
         elif self.format == "huggingface":
-            if like := self.like and self.like.expanduser().absolute():
-                kept = tokenizer_files(weights=like)
+            if self.like is not None:
+                kept = tokenizer_files(weights=self.like)
             else:
                 kept = kept_tokenizer(source.beside())
-            given |= {"dtype": self.dtype, "like": like, "beside": kept}
+            given |= {"dtype": self.dtype, "like": self.like, "beside": kept}
             export_huggingface(step, destination, **given)
         else:
             export_safetensors(step, destination, **given)

@@ -29,17 +29,18 @@ import shlex
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from jaxinf.cli.committed import open_committed
+from jaxinf.cli.looking import open_committed, over_members
+from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.terminal import facts_table, heading, make_table
 from jaxinf.documents import DocumentError, decode
 from jaxinf.errors import StoreError
@@ -52,7 +53,6 @@ from jaxinf.store import (
     StateRecord,
     StepReader,
     StoreDirectory,
-    WholeStep,
     csd_bytes,
     find_leaf,
     list_checkpoints,
@@ -62,27 +62,62 @@ from jaxinf.terminal import format_bytes, make_console, printable
 _LOCK_BYTES = 1 << 20
 
 
-def run(path: Path, *, leaf: str | None, as_json: bool) -> bool:
-    """Prints what a store has, or a summary of one leaf; True, as it is well."""
-    with open_committed(path) as (directory, step):
-        document = _describe_step(directory, step)
-        if leaf is None:
-            document |= _describe_store(directory)
+@dataclass(frozen=True)
+class Inspect:
+    """Show a store's committed step, leaves, bytes, drives and checkpoints.
+
+    This works during a run. The committed step is pinned with hard links while it is
+    read, so the output is of a single step; no data is copied. Of a run in several
+    processes each member is shown.
+    """
+
+    store: StorePath
+    leaf: Annotated[
+        str | None,
+        option(
+            "Read this leaf, e.g. h0/attn/qkv/kernel: a summary of the numbers of each "
+            "of its states.",
+            "NAME",
+        ),
+    ] = None
+    json: Annotated[bool, option("Print one JSON document instead.")] = False
+
+    def run(self) -> int:
+        """Prints to standard output; returns the exit status."""
+        return over_members(self.store, self._inspect, as_json=self.json)
+
+    def _inspect(self, path: Path) -> bool:
+        with open_committed(path) as (directory, step):
+            document = {
+                "store": str(path),
+                "store_id": step.manifest.store_id,
+                "created_by": dict(step.manifest.created_by),
+                "pinned": not step.warning,
+                "warnings": [step.warning] if step.warning else [],
+                "step": step.commit.step,
+                "committed_at": step.commit.committed_at,
+                "skipped_steps": step.commit.skipped_steps,
+            }
+            if self.leaf is None:
+                document |= _store(directory)
+            else:
+                leaf = find_leaf(step.manifest, MASTER_PARAMS, self.leaf)
+                with step.reader() as reader:
+                    found = {s.name: summary_of(reader, leaf, s) for s in leaf.states}
+                document |= {"leaf": _leaf(directory, leaf), "statistics": found}
+        if self.json:
+            print(json.dumps(document, indent=1, allow_nan=False))
         else:
-            document |= _describe_one(directory, step, leaf)
-    if as_json:
-        print(json.dumps(document, indent=1, allow_nan=False))
-    else:
-        show = _print_store if leaf is None else _print_leaf
-        show(make_console(), document)
-    return True
+            show = _print_store if self.leaf is None else _print_leaf
+            show(make_console(), document)
+        return True
 
 
 # --- the document --------------------------------------------------------------------
 
 
-def _describe_store(directory: StoreDirectory) -> dict[str, Any]:
-    leaves = [_describe_leaf(directory, leaf) for leaf in directory.manifest.leaves]
+def _store(directory: StoreDirectory) -> dict[str, Any]:
+    leaves = [_leaf(directory, leaf) for leaf in directory.manifest.leaves]
     state_bytes: Counter[str] = Counter()
     for leaf in leaves:
         for state in leaf["states"]:
@@ -94,34 +129,12 @@ def _describe_store(directory: StoreDirectory) -> dict[str, Any]:
         "state_bytes": state_bytes,
         "disk_bytes": _disk_bytes(directory),
         "checkpoints": [asdict(info) for info in list_checkpoints(directory)],
-        "drives": _describe_drives(directory),
+        "drives": [*_drives(directory)],
         "writer": writer and msgspec.to_builtins(writer),
     }
 
 
-def _describe_one(
-    directory: StoreDirectory, step: WholeStep, name: str
-) -> dict[str, Any]:
-    leaf = find_leaf(step.manifest, MASTER_PARAMS, name)
-    with step.reader() as reader:
-        found = {s.name: summary_of(reader, leaf, s) for s in leaf.states}
-    return {"leaf": _describe_leaf(directory, leaf), "statistics": found}
-
-
-def _describe_step(directory: StoreDirectory, step: WholeStep) -> dict[str, Any]:
-    return {
-        "store": str(directory.path),
-        "store_id": step.manifest.store_id,
-        "created_by": dict(step.manifest.created_by),
-        "pinned": not step.warning,
-        "warnings": [step.warning] if step.warning else [],
-        "step": step.commit.step,
-        "committed_at": step.commit.committed_at,
-        "skipped_steps": step.commit.skipped_steps,
-    }
-
-
-def _describe_leaf(directory: StoreDirectory, leaf: LeafRecord) -> dict[str, Any]:
+def _leaf(directory: StoreDirectory, leaf: LeafRecord) -> dict[str, Any]:
     num_elements = math.prod(leaf.shape)
     states = [
         {
@@ -145,21 +158,18 @@ def _describe_leaf(directory: StoreDirectory, leaf: LeafRecord) -> dict[str, Any
     }
 
 
-def _describe_drives(directory: StoreDirectory) -> list[dict[str, Any]]:
+def _drives(directory: StoreDirectory) -> Iterator[dict[str, Any]]:
     num_chunks = Counter(leaf.csds[chunk] for _, leaf, _, chunk in directory.held())
-    drives = []
+    roots = directory.manifest.csds or (str(directory.path),)
     for csd, chunk_bytes in enumerate(csd_bytes(directory.manifest)):
         usage = shutil.disk_usage(directory.csd_directory(csd))
-        drives.append(
-            {
-                "root": (directory.manifest.csds or (str(directory.path),))[csd],
-                "num_chunks": num_chunks[csd],
-                "chunk_bytes": chunk_bytes,
-                "free_bytes": usage.free,
-                "total_bytes": usage.total,
-            }
-        )
-    return drives
+        yield {
+            "root": roots[csd],
+            "num_chunks": num_chunks[csd],
+            "chunk_bytes": chunk_bytes,
+            "free_bytes": usage.free,
+            "total_bytes": usage.total,
+        }
 
 
 def _disk_bytes(directory: StoreDirectory) -> int:
@@ -243,73 +253,84 @@ def summary_of(
 def _print_store(console: Console, document: Mapping[str, Any]) -> None:
     leaves, state_bytes = document["leaves"], document["state_bytes"]
     states = ", ".join(f"{k} {format_bytes(num)}" for k, num in state_bytes.items())
-    writer = document["writer"]
-    rows = {
+    shown = "none on this machine"
+    if writer := document["writer"]:
+        shown = f"process {writer['pid']} on {writer['host']}: "
+        shown += shlex.join(writer["command"])[:120]
+    facts = {
         "step": f"{document['step']:,}, committed {document['committed_at']}",
         "skipped": f"{document['skipped_steps']:,} steps with a non-finite gradient",
         "params": f"{document['num_params']:,} in {len(leaves):,} leaves",
         "state": f"{format_bytes(sum(state_bytes.values()))}: {states}",
         "on disk": f"{format_bytes(document['disk_bytes'])} in two slots",
         "checkpoints": ", ".join(c["name"] for c in document["checkpoints"]) or "none",
-        "writer": f"process {writer['pid']} on {writer['host']}: "
-        f"{shlex.join(writer['command'])[:120]}"
-        if writer
-        else "none on this machine",
+        "writer": shown,
         "made by": ", ".join(f"{k} {v}" for k, v in document["created_by"].items()),
         "for zarr": leaves[0]["states"][0]["array"] if leaves else "nothing",
     }
     console.print(Text(printable(document["store"]), style="bold"), soft_wrap=True)
-    console.print(facts_table([(name, printable(row)) for name, row in rows.items()]))
+    console.print(facts_table((name, printable(fact)) for name, fact in facts.items()))
     console.print(heading("drives"))
     columns = ("chunks", "one slot", "free", "of")
-    table = make_table("root", *columns, right=columns)
-    for drive in document["drives"]:
-        sizes = (drive[k] for k in ("chunk_bytes", "free_bytes", "total_bytes"))
-        num_chunks = f"{drive['num_chunks']:,}"
-        table.add_row(printable(drive["root"]), num_chunks, *map(format_bytes, sizes))
-    console.print(table)
-    console.print(heading("leaves"))
-    table = make_table("leaf", "shape", "dtype", "states", "size", right=("size",))
-    # Users copy names, so the other columns are shortened first.
-    longest = max((len(printable(leaf["name"])) for leaf in leaves), default=0)
-    table.columns[0].min_width = min(longest, max(20, console.width - 50))
-    for leaf in leaves:
-        shape, size = str(tuple(leaf["shape"])), format_bytes(leaf["num_bytes"])
-        states = printable(_states_text(leaf["states"]))
-        table.add_row(printable(leaf["name"]), shape, leaf["dtype"], states, size)
-    console.print(table)
-
-
-def _print_leaf(console: Console, document: Mapping[str, Any]) -> None:
-    leaf = document["leaf"]
-    count, size = f"{leaf['num_elements']:,}", format_bytes(leaf["num_bytes"])
-    rows: list[tuple[str, str | Text]] = [
-        ("store", f"{printable(document['store'])}, step {document['step']:,}"),
-        ("leaf", f"{tuple(leaf['shape'])}: {count} elements of {leaf['dtype']}"),
-        ("stored", f"{size} in {leaf['num_chunks']:,} chunks of each state"),
-    ]
-    console.print(Text(printable(leaf["name"]), style="bold"), soft_wrap=True)
-    console.print(facts_table(rows))
-    columns = ("mean", "std", "min", "max", "zeros", "non-finite")
-    table = make_table("state", "dtype", *columns, right=columns)
-    for state in leaf["states"]:
-        found = document["statistics"][state["name"]]
-        numbers = (found[key] for key in ("mean", "std", "min", "max"))
-        bad = f"{found['num_non_finite']:,}"
-        table.add_row(
-            printable(state["name"]),
-            state["dtype"],
-            *("-" if one is None else f"{one:.4g}" for one in numbers),
-            f"{found['num_zeros'] / max(1, found['num_elements']):.4%}",
-            Text(bad, style="bold red") if found["num_non_finite"] else bad,
+    sizes = ("chunk_bytes", "free_bytes", "total_bytes")
+    rows = [
+        (
+            printable(drive["root"]),
+            f"{drive['num_chunks']:,}",
+            *(format_bytes(drive[size]) for size in sizes),
         )
-    console.print()
+        for drive in document["drives"]
+    ]
+    console.print(make_table(("root", *columns), rows, columns))
+    console.print(heading("leaves"))
+    rows = [
+        (
+            printable(leaf["name"]),
+            str(tuple(leaf["shape"])),
+            leaf["dtype"],
+            printable(_by_dtype(leaf["states"])),
+            format_bytes(leaf["num_bytes"]),
+        )
+        for leaf in leaves
+    ]
+    table = make_table(("leaf", "shape", "dtype", "states", "size"), rows, ("size",))
+    # Users copy names, so the other columns are shortened first.
+    longest = max((len(row[0]) for row in rows), default=0)
+    table.columns[0].min_width = min(longest, max(20, console.width - 50))
     console.print(table)
 
 
-def _states_text(states: Sequence[Mapping[str, Any]]) -> str:
+def _by_dtype(states: list[Mapping[str, Any]]) -> str:
     """Groups names by dtype: ``params mu nu float32``."""
     names: dict[str, str] = {}
     for state in states:
         names[state["dtype"]] = names.get(state["dtype"], "") + state["name"] + " "
     return ", ".join(f"{found}{dtype}" for dtype, found in names.items())
+
+
+def _print_leaf(console: Console, document: Mapping[str, Any]) -> None:
+    leaf = document["leaf"]
+    count, size = f"{leaf['num_elements']:,}", format_bytes(leaf["num_bytes"])
+    facts = {
+        "store": f"{printable(document['store'])}, step {document['step']:,}",
+        "leaf": f"{tuple(leaf['shape'])}: {count} elements of {leaf['dtype']}",
+        "stored": f"{size} in {leaf['num_chunks']:,} chunks of each state",
+    }
+    console.print(Text(printable(leaf["name"]), style="bold"), soft_wrap=True)
+    console.print(facts_table(facts.items()))
+    columns = ("mean", "std", "min", "max", "zeros", "non-finite")
+    rows = []
+    for state in leaf["states"]:
+        found = document["statistics"][state["name"]]
+        numbers, bad = (found[key] for key in columns[:4]), found["num_non_finite"]
+        rows.append(
+            (
+                printable(state["name"]),
+                state["dtype"],
+                *("-" if one is None else f"{one:.4g}" for one in numbers),
+                f"{found['num_zeros'] / max(1, found['num_elements']):.4%}",
+                Text(f"{bad:,}", style="bold red" if bad else ""),
+            )
+        )
+    console.print()
+    console.print(make_table(("state", "dtype", *columns), rows, columns))

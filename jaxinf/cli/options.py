@@ -3,9 +3,12 @@
 Invariant: no code here depends on a particular command.
 """
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+
+from jaxinf.command_line import expand_home
 
 
 def option(text: str, metavar: str | None = None) -> Any:
@@ -13,8 +16,29 @@ def option(text: str, metavar: str | None = None) -> Any:
     return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint="")
 
 
+def whole_path(text: str) -> Path:
+    """Returns an absolute path, with ``~`` replaced.
+
+    Raises:
+      UsageError: there is no such user.
+    """
+    return expand_home(Path(text), "jaxinf:").absolute()
+
+
+AnyPath = Annotated[
+    Path,
+    tyro.constructors.PrimitiveConstructorSpec[Path](
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda words: whole_path(words[0]),
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+"""A path that is made whole."""
+
 StorePath = Annotated[
-    tyro.conf.Positional[str], option("The store's directory.", "STORE")
+    tyro.conf.Positional[AnyPath], option("The store's directory.", "STORE")
 ]
 """Annotates the first word after a command's verb."""
 

@@ -9,13 +9,15 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import cycle
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import tyro
 
+from jaxinf.cli.options import AnyPath, option
 from jaxinf.cli.run_logs import Columns, Logs, phase_rows, read_logs
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
@@ -55,33 +57,56 @@ figures.forEach(([data, unit], number) => Plotly.newPlot("figure-" + number, dat
 """
 
 
+@dataclass(frozen=True)
+class Report:
+    """Make a page about a run, or several side by side, from their log directories.
+
+    The page shows loss, speed, bytes, where the time and the memory of a step went
+    (of --trace by phase), and settings. It opens offline. Needs plotly (pip install
+    'jaxinf[report]').
+    """
+
+    logs: Annotated[
+        tyro.conf.Positional[tuple[AnyPath, ...]],
+        option("Log directories of runs.", "LOG_DIR [LOG_DIR ...]"),
+    ]
+    output: Annotated[
+        AnyPath | None,
+        option("The page; by default report.html in the first LOG_DIR.", "FILE"),
+    ] = None
+
+    def run(self) -> int:
+        """Prints the page's path to standard output; returns the exit status."""
+        if not 0 < len(self.logs) <= _MOST_RUNS:
+            raise UsageError(
+                f"report: expected the log directory of a run, or up to {_MOST_RUNS}, "
+                f"got {len(self.logs)}"
+            )
+        try:
+            from plotly.offline import get_plotlyjs
+        except ImportError as error:
+            raise JaxinfError(
+                "report: expected plotly, which draws the figures, found none; install "
+                "it with: pip install 'jaxinf[report]'"
+            ) from error
+        names = [folder.name for folder in self.logs]
+        if len(set(names)) < len(names):
+            names = list(map(str, self.logs))
+        read = map(read_logs, self.logs)
+        runs = dict(zip(names, read, strict=True))
+        figures = [one for one in _figures(runs) if one.traces]
+        page = _page(runs, figures, get_plotlyjs()).encode("utf-8", errors="replace")
+        output = self.output or self.logs[0] / "report.html"
+        write_bytes_atomically(output, page)
+        print(output)
+        return 0
+
+
 class _Figure(NamedTuple):
     title: str
     text: str
     unit: str
     traces: list[dict[str, Any]]
-
-
-def write_report(folders: Sequence[Path], output: Path) -> None:
-    """Writes the page about log directories, at most 16."""
-    if len(folders) > _MOST_RUNS:
-        raise UsageError(
-            f"report: expected at most {_MOST_RUNS} log directories, got "
-            f"{len(folders)}; make a report of some of them"
-        )
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise JaxinfError(
-            "report: expected plotly, which draws the figures, found none; install it "
-            "with: pip install 'jaxinf[report]'"
-        ) from error
-    names = [folder.absolute().name for folder in folders]
-    if len(set(names)) < len(names):
-        names = [str(folder.absolute()) for folder in folders]
-    runs = {name: read_logs(one) for name, one in zip(names, folders, strict=True)}
-    page = _page(runs, [one for one in _figures(runs) if one.traces], get_plotlyjs())
-    write_bytes_atomically(output, page.encode("utf-8", errors="replace"))
 
 
 def _page(runs: Mapping[str, Logs], figures: Sequence[_Figure], plotly_js: str) -> str:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import tyro
 
-from jaxinf.cli.committed import say_warning
 from jaxinf.cli.exchange import Export
-from jaxinf.cli.options import StorePath, option
+from jaxinf.cli.looking import say_warning
+from jaxinf.cli.options import AnyPath, StorePath, option, whole_path
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.engine.options import check_share
@@ -30,7 +30,7 @@ from jaxinf.terminal import format_bytes, printable
 
 
 @dataclass(frozen=True)
-class _Copy:
+class Copy:
     """Make NEW of a step: a store's, a run's, a checkpoint's, or an export's.
 
     In other formats, on other drives, or among another number of processes; what is not
@@ -68,7 +68,7 @@ class _Copy:
         ),
     ] = None
     csd_root: Annotated[
-        tyro.conf.UseAppendAction[tuple[Path, ...]],
+        tyro.conf.UseAppendAction[tuple[AnyPath, ...]],
         option("A CSD root of NEW; repeat it for all. {process} is its number.", "DIR"),
     ] = ()
     share: Annotated[
@@ -99,10 +99,9 @@ class _Copy:
                     "NEW: a URL takes a step as a store has it: make the store first, "
                     "and copy that to the URL"
                 )
-            export = Export(str(self.old), self.new, memory=self.memory)
-            export.run(Path(self.old).expanduser().absolute())
+            Export(whole_path(self.old), self.new, memory=self.memory).run()
             return
-        old, new = (Path(p).expanduser().absolute() for p in (self.old, self.new))
+        old, new = whole_path(self.old), whole_path(self.new)
         is_same = url is None and os.path.realpath(old) == os.path.realpath(new)
         with contextlib.ExitStack() as stack:
             if url is not None:
@@ -120,7 +119,7 @@ class _Copy:
         _print_copied(new, done)
 
     def _layout(self) -> CopyLayout:
-        roots = [str(root.expanduser().absolute()) for root in self.csd_root]
+        roots = [str(root) for root in self.csd_root]
         if self.share and (len(self.share) != len(roots) or self.processes):
             raise UsageError(
                 "--share: expected one for each --csd-root of a store of one process, "
@@ -148,7 +147,7 @@ def _print_copied(new: Path, done: Copied) -> None:
 
 
 @dataclass(frozen=True)
-class _Trim:
+class Trim:
     """Free the space of the slot that the next step will write: half of the store.
 
     The committed step and all checkpoints stay. The store must not be open. A run that
@@ -158,18 +157,14 @@ class _Trim:
     store: StorePath
 
     def run(self) -> None:
-        path = Path(self.store).expanduser().absolute()
-        print(f"{path}: {format_bytes(trim_store(path))} freed")
+        print(f"{self.store}: {format_bytes(trim_store(self.store))} freed")
 
 
 @dataclass(frozen=True)
 class Store:
     """Copy a store in another form, or free space."""
 
-    action: (
-        Annotated[_Copy, tyro.conf.subcommand("copy")]
-        | Annotated[_Trim, tyro.conf.subcommand("trim")]
-    )
+    action: Copy | Trim
 
     def run(self) -> int:
         """Returns the exit status."""

@@ -6,7 +6,7 @@ pipe no line is cut or wrapped.
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rich.progress import (
     BarColumn,
@@ -28,22 +28,26 @@ def heading(text: str) -> Text:
     return Text(f"\n{text}", style="bold")
 
 
-def make_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """Makes an empty table; long cells fold, so that names can be copied whole."""
+def make_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    right: Collection[str] = (),
+) -> Table:
+    """Makes a table; long cells fold, so that names can be copied whole."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
-        justify = "right" if column in right else "left"
-        no_wrap = column in right
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=no_wrap)
+        is_right = column in right
+        justify = "right" if is_right else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=is_right)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def facts_table(rows: Sequence[tuple[str, str | Text]]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value)
+def facts_table(facts: Iterable[tuple[str, str | Text]]) -> Table:
+    table = make_table(("", ""), facts)
+    table.show_header = False
+    table.columns[0].style, table.columns[0].no_wrap = "dim", True
     return table
 
 

@@ -6,11 +6,14 @@ whether there is any.
 
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated
 
-from jaxinf.cli.committed import open_committed
+from jaxinf.cli.looking import open_committed, over_members
+from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.terminal import show_progress
 from jaxinf.store import (
     SLOTS,
@@ -19,6 +22,7 @@ from jaxinf.store import (
     WholeStep,
     checkpoint_names,
     find_checkpoint,
+    left_by_copy,
     link_damages,
     plan_damages,
     step_bytes,
@@ -27,99 +31,99 @@ from jaxinf.store import (
 )
 from jaxinf.terminal import format_bytes, make_console, printable
 
-_Reports: TypeAlias = list[tuple[str, list[Damage]]]
 
+@dataclass(frozen=True)
+class Verify:
+    """Read the whole store and compare it with its checksums.
 
-def run(path: Path, *, name: str | None, as_json: bool) -> bool:
-    """Verifies the committed step and all checkpoints; blocks.
-
-    Args:
-      name: the only checkpoint to verify; None for the whole store.
-
-    Returns:
-      Whether there is no damage.
-
-    Raises:
-      JaxinfError: there is no store, or it cannot be read at all.
-      ValueError: there is no such checkpoint.
+    Includes the committed step and every checkpoint, and works during a run. Names each
+    damaged leaf, state, chunk, file and CSD. The exit status is 1 if there is damage,
+    and 2 if a member of a run in several processes cannot be seen.
     """
-    reports: _Reports = []
-    with open_committed(path) as (directory, step):
-        seen: dict[tuple[int, int], int] = {}
-        for title, place in _steps(directory, step, name):
-            with show_progress(title) as progress:
-                damages = verify_step(directory, place, progress, seen=seen)
-            if place.exists():  # a run may have removed a checkpoint meanwhile
-                reports.append((title, damages))
-            elif name is not None:
-                find_checkpoint(directory, name)
-        if name is None:
-            add = [
-                *_slot_links(directory),
-                *stray_checkpoints(directory),
-                *plan_damages(directory.path),
-            ]
-            reports[0][1].extend(d for d in add if d not in reports[0][1])
-        num_bytes = step_bytes(directory)
-    if as_json:
-        print(json.dumps(_document(path, reports, num_bytes), indent=1))
-    else:
-        _print(path, reports, num_bytes)
-    return not any(damages for _, damages in reports)
+
+    store: StorePath
+    checkpoint: Annotated[
+        str | None, option("Verify this checkpoint alone.", "NAME")
+    ] = None
+    json: Annotated[bool, option("Print one JSON document instead.")] = False
+
+    def run(self) -> int:
+        """Prints to standard output; returns the exit status."""
+        if left := left_by_copy(self.store):
+            make_console(sys.stderr).print(
+                f"warning: {left}: what a copy has made or replaced that was "
+                "interrupted, or goes on; give its command again, which completes it"
+            )
+        return over_members(self.store, self._verify, as_json=self.json)
+
+    def _verify(self, path: Path) -> bool:
+        """Verifies a store, and prints; returns whether there is no damage."""
+        damages: dict[str, list[Damage]] = {}
+        with open_committed(path) as (directory, step):
+            seen: dict[tuple[int, int], int] = {}
+            for title, place in _steps(directory, step, self.checkpoint):
+                with show_progress(title) as progress:
+                    found = verify_step(directory, place, progress, seen=seen)
+                if place.exists():  # a run may have removed a checkpoint meanwhile
+                    damages[title] = found
+                elif self.checkpoint is not None:
+                    find_checkpoint(directory, self.checkpoint)
+            if self.checkpoint is None:
+                of_step = next(iter(damages.values()))
+                of_step += [d for d in _beside(directory) if d not in of_step]
+            num_bytes = step_bytes(directory)
+        (_print_json if self.json else _print)(path, damages, num_bytes)
+        return not any(damages.values())
 
 
 def _steps(
     directory: StoreDirectory, step: WholeStep, name: str | None
-) -> Sequence[tuple[str, Path]]:
-    root = directory.path / "checkpoints"
-    if name is not None:
+) -> Iterator[tuple[str, Path]]:
+    names = [name] if name is not None else checkpoint_names(directory)
+    if name is None:
+        yield f"step {step.commit.step}, committed", step.path
+    else:
         find_checkpoint(directory, name)
-        return [(f"checkpoint {name}", root / name)]
-    names = checkpoint_names(directory)
-    kept = [(f"checkpoint {kept}", root / kept) for kept in names]
-    return [(f"step {step.commit.step}, committed", step.path), *kept]
+    for one in names:
+        yield f"checkpoint {one}", directory.path / "checkpoints" / one
 
 
-def _slot_links(directory: StoreDirectory) -> Sequence[Damage]:
-    """Returns damaged links of the slots, since a snapshot has links of its own.
-
-    What is gone of the spare slot is made again when the store is opened.
-    """
+def _beside(directory: StoreDirectory) -> Iterator[Damage]:
+    """Yields damage of what no step has: links of slots, as a snapshot has its own."""
     committed = directory.committed_slot()
-    return [
-        damage
-        for slot in SLOTS
-        for damage in link_damages(directory, slot)
-        if slot == committed or os.path.lexists(damage.file)
+    for slot in SLOTS:
+        for damage in link_damages(directory, slot):
+            # What is gone of the spare slot is made again when the store is opened.
+            if slot == committed or os.path.lexists(damage.file):
+                yield damage
+    yield from stray_checkpoints(directory)
+    yield from plan_damages(directory.path)
+
+
+def _print_json(path: Path, found: dict[str, list[Damage]], num_bytes: int) -> None:
+    steps = [
+        {
+            "step": title,
+            "damages": [
+                {"file": str(d.file), "what": d.what, "problem": d.problem}
+                for d in damages
+            ],
+        }
+        for title, damages in found.items()
     ]
+    document = {"store": str(path), "step_bytes": num_bytes, "steps": steps}
+    print(json.dumps(document, indent=1))
 
 
-def _document(path: Path, reports: _Reports, num_bytes: int) -> dict[str, Any]:
-    return {
-        "store": str(path),
-        "step_bytes": num_bytes,
-        "steps": [
-            {
-                "step": title,
-                "damages": [
-                    {"file": str(d.file), "what": d.what, "problem": d.problem}
-                    for d in damages
-                ],
-            }
-            for title, damages in reports
-        ],
-    }
-
-
-def _print(path: Path, reports: _Reports, num_bytes: int) -> None:
+def _print(path: Path, found: dict[str, list[Damage]], num_bytes: int) -> None:
     console = make_console()
-    for title, damages in reports:
+    for title, damages in found.items():
         verdict = f"{len(damages)} damaged" if damages else "clean"
         console.print(f"{title}: {format_bytes(num_bytes)}, {verdict}")
         for damage in damages:
             console.print(printable(f"  {damage.what}: {damage.problem}"))
             console.print(printable(f"    {damage.file}"))
-    if any(damages for _, damages in reports):
+    if any(found.values()):
         console.print(
             "A run never uses damaged chunks. Check the drives (dmesg, smartctl), then "
             f"go back to a clean checkpoint: jaxinf checkpoint restore {path} NAME"

@@ -157,8 +157,8 @@ def _commands_of(command: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(command):
         hints = typing.get_type_hints(command, include_extras=True)
         union = hints.get("action")
-    members = [typing.get_args(member) for member in typing.get_args(union)]
-    return {marks[0].name: kind for kind, *marks in members}
+    members = typing.get_args(union)
+    return {member.__name__.lower(): member for member in members}
 
 
 def _command_lines(program: str, command: Any) -> Iterator[str]:
@@ -176,7 +176,7 @@ def _command_lines(program: str, command: Any) -> Iterator[str]:
 
 
 def _positional(flag: Flag) -> str:
-    name = getattr(flag.constructor, "metavar", None) or flag.name.upper()
+    name = flag.name.upper()
     if typing.get_origin(flag.type) is tuple:
         name += "..."
     return name if _default(flag) is dataclasses.MISSING else f"[{name}]"
