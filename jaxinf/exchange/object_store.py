@@ -17,7 +17,6 @@ import tensorstore
 
 from jaxinf.errors import ExchangeError
 from jaxinf.io import crc32c
-from jaxinf.store import check_free_space
 from jaxinf.terminal import format_bytes
 
 _SCHEMES = ("file", "gs", "s3")
@@ -116,16 +115,6 @@ class ObjectStore:
                 f"{self.where}: expected all objects of an export, found none of "
                 f"{', '.join(missing[:8])}{more}; {remedy}"
             )
-
-    def check_room(self, num_bytes: int) -> None:
-        """Refuses a directory on a file system with less room; clouds are not asked.
-
-        Raises:
-          StoreSpaceError: says how much is needed.
-        """
-        remedy = "free some, or export to another place"
-        if self.directory is not None:
-            check_free_space({self.directory: num_bytes}, "the export takes", remedy)
 
     def _result(self, action: str, begin: Callable[[], Any]) -> Any:
         """Waits for tensorstore; it asks a server that is busy again for minutes."""

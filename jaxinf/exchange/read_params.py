@@ -4,7 +4,10 @@ Invariant: everything is checked before an element is read, and a leaf is read w
   is used, one at a time.
 """
 
+import os
 from pathlib import Path
+
+import numpy as np
 
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange.orbax_source import is_orbax, read_orbax
@@ -34,7 +37,7 @@ def read_params(path: PathLikeStr, like: PyTree, *, place: str = "") -> PyTree:
     """Opens params by their names, for the ``tx.init`` of `jaxinf.smart_update`.
 
     A leaf's array has the leaf's path as its name, keys joined by ``.`` or ``/``. A
-    float of another width is rounded to nearest even.
+    float of another width is rounded to nearest even, float64 to float32 first.
 
     Args:
       path: an Orbax checkpoint, an export, a safetensors file or a directory of such.
@@ -51,7 +54,7 @@ def read_params(path: PathLikeStr, like: PyTree, *, place: str = "") -> PyTree:
         another shape or no floats; names every leaf.
       TypeError, ValueError: `like` is no tree of params.
     """
-    source = Path(path).expanduser().absolute()
+    source = Path(os.path.abspath(os.path.expanduser(path)))
     found = read_arrays(source)
     within = place.strip("/.").replace("/", ".")
     leaves, problems = [], []
@@ -62,7 +65,7 @@ def read_params(path: PathLikeStr, like: PyTree, *, place: str = "") -> PyTree:
             problems.append(f"{name or 'the params'}: missing")
         elif array.shape != leaf.shape:
             problems.append(f"{name}: {array.shape}, in the params {leaf.shape}")
-        elif array.dtype not in FLOAT_DTYPES:
+        elif array.dtype not in (*FLOAT_DTYPES, np.float64):
             problems.append(f"{name}: {array.dtype}, in the params {leaf.dtype}")
         else:
             leaves.append(TensorLeaf(array, (), leaf.dtype))

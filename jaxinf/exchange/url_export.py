@@ -8,23 +8,18 @@ Invariant: memory stays within the budget. An object that is there and right is 
 """
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from jaxinf.documents import (
-    Document,
-    DocumentError,
-    convert,
-    parse_json,
-    shown,
-)
+from jaxinf.documents import Document, DocumentError, convert, parse_json
 from jaxinf.errors import ExchangeError, StoreFormatError
 from jaxinf.exchange.object_store import ObjectStore, Stamp, is_url, stamp_of
 from jaxinf.exchange.params import Transit
@@ -36,10 +31,10 @@ from jaxinf.store import (
     LeafRecord,
     Manifest,
     StateRecord,
-    StepReader,
     Sum,
     WholeStep,
     carry_files,
+    check_free_space,
     check_seal,
     over,
     read_carry,
@@ -53,17 +48,14 @@ BEGUN = "export-begun.json"
 MANIFEST = "export.json"
 """The last object."""
 
-_VERSION = 1  # of the format, which docs/format.md describes
-
-_PLACE = {"format": "jaxinf exports", "format_version": _VERSION}
-_WHAT = "the manifest of an export"
+_PLACE = {"format": "jaxinf exports", "format_version": 1}
 _ROOT = "exports.json"
-_REMEDY = "export to this URL again, or remove what is there"
+_WHAT = "the manifest of an export"
+_REMEDY = "export to this URL again, use a newer jaxinf, or remove what is there"
 
 _COPIES = 5  # of an object: in the reader, as read, as bytes, in tensorstore, sent
 _MOST_THREADS = 8
 _LEAST_BYTES = 1 << 20
-
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
 
@@ -87,41 +79,35 @@ class ExportManifest(Document, frozen=True):
     @classmethod
     def read(cls, place: ObjectStore, name: str) -> "ExportManifest | None":
         """Reads `MANIFEST` or `BEGUN`; None if it is not there."""
-        raw = place.read(name)
+        raw, where = place.read(name), f"{place.where}: {name}"
         if raw is None:
             return None
-        where = f"{place.where}: {name}"
         try:
             document = parse_json(raw)
-            is_ours = isinstance(document, dict) and (
-                document.get("format") == "jaxinf export"
-            )
-            version = document.get("format_version") if is_ours else None
-            if type(version) is int and version > _VERSION:
-                raise ExchangeError(
-                    f"{where}: this jaxinf reads version {_VERSION} of exports, "
-                    f"found {shown(version)}; use a newer jaxinf"
-                )
             check_seal(where, raw, _WHAT, _REMEDY)
             del document["crc32c"]
             return convert(document, cls)
         except (DocumentError, StoreFormatError) as error:
             raise ExchangeError(
-                f"{where}: expected {_WHAT}, found one that is torn or of another "
-                f"tool ({error}); {_REMEDY}"
+                f"{where}: expected {_WHAT}, found one that is torn, or of another "
+                f"tool or version ({error}); {_REMEDY}"
             ) from error
+
+    @classmethod
+    def found(cls, place: ObjectStore) -> "ExportManifest | None":
+        """Reads what is at a place, complete or not."""
+        return cls.read(place, MANIFEST) or cls.read(place, BEGUN)
 
 
 def export_url_at(place: str) -> str | None:
     """Returns the URL of an export, given as such or as its directory, else None."""
     if is_url(place):
         return place
-    directory = Path(place).expanduser().absolute()
+    directory = Path(os.path.abspath(os.path.expanduser(place)))
     return f"file://{directory}" if (directory / MANIFEST).is_file() else None
 
 
-@dataclass(frozen=True)
-class UrlReport:
+class UrlReport(NamedTuple):
     """The result of an export to a URL.
 
     Attributes:
@@ -137,8 +123,7 @@ class UrlReport:
     num_kept: int
 
 
-@dataclass(frozen=True)
-class ChunkObject:
+class ChunkObject(NamedTuple):
     """A chunk as an object: its elements, and zeros up to the grid's chunk shape.
 
     Attributes:
@@ -212,30 +197,38 @@ def export_url(
     num_threads = num_at_once(step.manifest, transit.memory_bytes)
     documents = _documents(step, beside or {})
     commit = f"{stamp_of(documents['commit.json'])[1]:08x}"
-    own = ExportManifest(
-        "jaxinf export", _VERSION, step.manifest.store_id, step.commit.step, commit, {}
-    )
+    store_id, number = step.manifest.store_id, step.commit.step
+    own = ExportManifest("jaxinf export", 1, store_id, number, commit, {})
     there = place.names()
     _check_free(place, there, own)
-    objects = {one.name: one.stamp for one in chunks}
-    place.check_room(sum(n for name, (n, _) in objects.items() if name not in there))
+    if place.directory is not None:
+        check_free_space(
+            {place.directory: sum(x.stamp[0] for x in chunks if x.name not in there)},
+            "the export takes",
+            "free some, or export to another place",
+        )
     place.put(BEGUN, seal(own))
-    total_bytes, done_bytes, num_kept = sum(n for n, _ in objects.values()), 0, 0
+    total_bytes, done_bytes, num_kept = sum(x.stamp[0] for x in chunks), 0, 0
     with step.reader(transit.memory_bytes // _COPIES) as reader:
 
         def bring(chunk: ChunkObject) -> bool:
-            return _bring(
-                place, there, chunk.name, objects, lambda: _content(reader, chunk)
-            )
+            """Writes a chunk, unless it is there and right; returns whether it was."""
+            if chunk.name in there and place.has(chunk.name, chunk.stamp):
+                return True
+            pieces = reader.stored(chunk.leaf, chunk.state, chunk.number)
+            content = b"".join(piece.values.tobytes() for piece in pieces)
+            place.put(chunk.name, content.ljust(chunk.stamp[0], b"\0"))
+            return False
 
         for chunk, was_there in over(chunks, bring, num_threads):
             num_kept += was_there
             done_bytes += chunk.stamp[0]
             if transit.progress is not None:
                 transit.progress(done_bytes, total_bytes)
-    objects |= {name: stamp_of(value) for name, value in documents.items()}
     for name, value in documents.items():
-        _bring(place, there, name, objects, lambda value=value: value)
+        place.put(name, value)
+    objects = {chunk.name: chunk.stamp for chunk in chunks}
+    objects |= {name: stamp_of(value) for name, value in documents.items()}
     place.check_all(objects, "they were written: try again")
     listed = {n: (num, f"{crc:08x}") for n, (num, crc) in objects.items()}
     place.put(MANIFEST, seal(msgspec.structs.replace(own, objects=listed)))
@@ -243,33 +236,15 @@ def export_url(
     return UrlReport(own.step, len(objects) + 2, num_bytes, num_kept)
 
 
-def _bring(
-    place: ObjectStore,
-    there: set[str],
-    name: str,
-    objects: Mapping[str, Stamp],
-    make: Callable[[], bytes],
-) -> bool:
-    """Writes an object, unless it is there and right; returns whether it was."""
-    if name in there and place.has(name, objects[name]):
-        return True
-    place.put(name, make())
-    return False
-
-
-def _largest_object(manifest: Manifest) -> int:
+def least_memory(manifest: Manifest) -> int:
+    """Returns memory in which a store's chunks can be exported."""
     sizes = (
         math.prod(leaf.chunk_shape) * state.itemsize
         for leaf in manifest.leaves
         for state in leaf.states
         if leaf.csds  # it has chunks
     )
-    return max(sizes, default=1)
-
-
-def least_memory(manifest: Manifest) -> int:
-    """Returns memory in which a store's chunks can be exported."""
-    return max(_LEAST_BYTES, _COPIES * _largest_object(manifest))
+    return max(_LEAST_BYTES, _COPIES * max(sizes, default=0))
 
 
 def num_at_once(manifest: Manifest, memory_bytes: int) -> int:
@@ -278,12 +253,11 @@ def num_at_once(manifest: Manifest, memory_bytes: int) -> int:
     Raises:
       ValueError: there is too little memory for one.
     """
-    largest = _largest_object(manifest)
-    least = _COPIES * largest
+    least = least_memory(manifest)
     if memory_bytes < least:
         raise ValueError(
-            f"memory of {memory_bytes} bytes: expected at least {least}, as an object "
-            f"is written whole and the largest chunk has {largest}; give --memory "
+            f"memory of {memory_bytes} bytes: expected at least {least}, {_COPIES} "
+            "times the largest chunk, as an object is written whole; give --memory "
             f"{-(-least >> 20)}MiB"
         )
     return min(_MOST_THREADS, memory_bytes // least)
@@ -304,27 +278,21 @@ def _documents(step: WholeStep, beside: Mapping[str, bytes]) -> dict[str, bytes]
 
 def _check_free(place: ObjectStore, there: set[str], own: ExportManifest) -> None:
     """Refuses a place with another export, or with other objects."""
-    found = None
-    for name in {MANIFEST, BEGUN} & there if there != {BEGUN} else ():
-        found = ExportManifest.read(place, name)
-        if found is not None and msgspec.structs.replace(found, objects={}) != own:
-            raise ExchangeError(
-                f"{place.where}: expected nothing, or the same export, interrupted; "
-                f"found step {found.step} of store {found.store_id}, exporting step "
-                f"{own.step} of {own.store_id}; give another URL, or go on with that "
-                "step (--checkpoint)"
-            )
-    if there - {BEGUN} and found is None:
+    if there <= {BEGUN}:
+        return
+    found = ExportManifest.found(place)
+    if found is None:
         raise ExchangeError(
             f"{place.where}: expected nothing there, found other objects, such as "
             f"{min(there)}; give another URL"
         )
-
-
-def _content(reader: StepReader, chunk: ChunkObject) -> bytes:
-    pieces = reader.stored(chunk.leaf, chunk.state, chunk.number)
-    content = b"".join(piece.values.tobytes() for piece in pieces)
-    return content.ljust(chunk.stamp[0], b"\0")
+    if msgspec.structs.replace(found, objects={}) != own:
+        raise ExchangeError(
+            f"{place.where}: expected nothing, or the same export, interrupted; "
+            f"found step {found.step} of store {found.store_id}, exporting step "
+            f"{own.step} of {own.store_id}; give another URL, or go on with that "
+            "step (--checkpoint)"
+        )
 
 
 def url_of_step(url: str, step: int) -> str:
@@ -342,12 +310,11 @@ def check_exports(url: str, step: int) -> None:
       step: the next step to be exported, of which there must be no export.
     """
     there = ObjectStore(url_of_step(url, step))
-    for name in (BEGUN, MANIFEST):
-        found = ExportManifest.read(there, name)
-        if found is not None:
-            raise ExchangeError(
-                f"{there.where}: expected nothing, as step {step} of this run is to be "
-                f"exported there, found step {found.step} of store {found.store_id}; "
-                "give another URL, or remove it"
-            )
+    found = ExportManifest.found(there)
+    if found is not None:
+        raise ExchangeError(
+            f"{there.where}: expected nothing, as step {step} of this run is to be "
+            f"exported there, found step {found.step} of store {found.store_id}; give "
+            "another URL, or remove it"
+        )
     ObjectStore(url).put(_ROOT, seal(_PLACE))

@@ -15,6 +15,7 @@ from families import family
 from flax import nnx
 from flax.training import train_state
 from orbax.checkpoint.experimental import v1
+from safetensors.numpy import save_file
 
 import jaxinf
 from jaxinf.errors import ExchangeError
@@ -209,6 +210,16 @@ def test_floats_are_rounded_to_the_params_dtype(tmp_path):
     equal(jax.tree.map(np.asarray, found), half)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_float64_is_rounded(tmp_path, dtype):
+    wide = np.random.default_rng(0).standard_normal(99)
+    save_file({"w": wide}, tmp_path / "saved.safetensors")
+    like = {"w": jax.ShapeDtypeStruct((99,), dtype)}
+    found = read_params(tmp_path / "saved.safetensors", like)["w"].read()
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, wide.astype(np.float32).astype(dtype))
+
+
 def test_a_value_that_the_dtype_does_not_hold_is_refused(tmp_path):
     save_standard(tmp_path / "saved", {"w": jnp.array([1e6, 1.0])}, ())
     like = {"w": jax.ShapeDtypeStruct((2,), jnp.float16)}
@@ -248,6 +259,8 @@ def test_no_place_is_guessed(saved):
 def test_no_checkpoint(tmp_path):
     with pytest.raises(ExchangeError, match=r"nothing: expected .* found nothing"):
         read_params(tmp_path / "nothing", make_params())
+    with pytest.raises(ExchangeError, match=r"~nosuch/a: expected .* found nothing"):
+        read_params("~nosuch/a", make_params())
     (tmp_path / "file").touch()
     with pytest.raises(ExchangeError, match=r"found another file"):
         read_params(tmp_path / "file", make_params())
