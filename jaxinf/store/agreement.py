@@ -25,12 +25,7 @@ class CommitAction(Enum):
     FLIP = "flip"
 
 
-COMMIT = (
-    CommitAction.SYNC,
-    CommitAction.RECORD,
-    CommitAction.MEET,
-    CommitAction.FLIP,
-)
+COMMIT = tuple(CommitAction)
 """The actions of a commit in their order; see docs/format.md for the argument."""
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: committed steps that are kept and restored by hard links.
+"""Checkpoints of a store: committed steps that are kept and restored by hard links.
 
       save      current slot ──links──► checkpoints/NAME
       restore   checkpoints/NAME ──links──► spare slot ──publish──► current
@@ -14,7 +14,7 @@ import shutil
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,12 +25,7 @@ from jaxinf.io.failures import translated
 from jaxinf.store.carry import link_carry, make_carry
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.creation import check_free_space
-from jaxinf.store.directory import (
-    SLOTS,
-    Slot,
-    StoreDirectory,
-    other_slot,
-)
+from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
 from jaxinf.store.links import can_link
 from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.manifest import Manifest
@@ -45,6 +40,7 @@ from jaxinf.store.stock_documents import (
 )
 
 _MAX_NAME_BYTES = 200
+_LEFTOVERS = (".new-", ".gone-")
 _STRAY = (
     "expected checkpoints alone, found something else, which jaxinf did not put there; "
     "remove it"
@@ -103,12 +99,23 @@ def save_checkpoint(
         with lock_exclusively(directory.publish_lock):
             slot = directory.need_slot()
             record = directory.read_record(slot)
-            name = _checked_name(directory, name, record.step)
+            name = str(record.step) if name is None else name
+            if name.isdecimal() and name != str(record.step):
+                raise ValueError(
+                    f"checkpoint name {name!r}: a number is the name of that step's "
+                    f"checkpoint, and the store is at step {record.step}; give a name "
+                    "with a letter"
+                )
             place = f"checkpoints/{name}"
             path = directory.step_path(place)
             if is_there := os.path.lexists(path):
                 if not overwrite or name not in checkpoint_names(directory):
-                    raise _exists(directory, name)
+                    raise StoreMismatchError(
+                        f"{directory.path}: there is a checkpoint {name!r} already; "
+                        "give another name, or replace it (store.checkpoint(name, "
+                        "overwrite=True)), or remove it (jaxinf checkpoint remove "
+                        f'"{directory.path}" {name})'
+                    )
                 if _has(path, record):
                     return name
             _check_space(directory, slot, place if is_there else None)
@@ -125,6 +132,18 @@ def save_checkpoint(
         if gone is not None:
             remove_step(directory, gone)
     return name
+
+
+def checkpoint_names(directory: StoreDirectory) -> list[str]:
+    """Returns the names of all checkpoints without opening them."""
+    root = directory.path / "checkpoints"
+    if not root.is_dir():
+        return []
+    return sorted(
+        entry.name
+        for entry in root.iterdir()
+        if not entry.name.startswith(".") and entry.is_dir() and not entry.is_symlink()
+    )
 
 
 def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
@@ -155,7 +174,7 @@ def stray_checkpoints(directory: StoreDirectory) -> list[Damage]:
     return [
         Damage(root, entry, f"checkpoints/{entry.name}", _STRAY)
         for entry in sorted(root.iterdir())
-        if entry.name not in names and not entry.name.startswith((".new-", ".gone-"))
+        if entry.name not in names and not entry.name.startswith(_LEFTOVERS)
     ]
 
 
@@ -166,22 +185,8 @@ def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
       ValueError: there is no checkpoint of that name; lists the existing ones.
       StoreFormatError: its record cannot be read.
     """
-    check_checkpoint(directory, name)
+    _check_there(directory, name)
     return directory.read_record(f"checkpoints/{name}")
-
-
-def check_checkpoint(directory: StoreDirectory, name: str) -> None:
-    """Refuses a name that no checkpoint has; reads none.
-
-    Raises:
-      ValueError: lists the existing ones.
-    """
-    names = checkpoint_names(directory)
-    if name not in names:
-        held = ", ".join(names) or "none"
-        raise ValueError(
-            f"{directory.path}: expected a checkpoint {name!r}; there are: {held}"
-        )
 
 
 def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
@@ -192,43 +197,38 @@ def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
       StoreFormatError: as `jaxinf.store.read_owned`; nothing was removed.
     """
     with _managed(directory) as directory:
-        check_checkpoint(directory, name)
+        _check_there(directory, name)
         remove_step(directory, _set_aside(directory, name))
 
 
 def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
-    """Makes a checkpoint the committed step.
+    """Makes a checkpoint the committed step; returns its record.
 
     The caller is the store's writer and holds the lock of the checkpoints, too, as
-    `jaxinf.store.hold_store` does. The links replace the content of the spare slot. The
-    step committed before then becomes the spare one, until the next step is written.
-
-    Returns:
-      The record of the step.
+    `hold_store` does. The links replace the content of the spare slot. The step
+    committed before then becomes the spare one, until the next step is written.
 
     Raises:
       ValueError: there is no such checkpoint.
       StoreMismatchError: its tree differs from the store's.
       StoreSpaceError: the drives have too little room; nothing was changed.
     """
-    record = find_checkpoint(directory, name)
-    place = f"checkpoints/{name}"
-    held = Manifest.read(directory.step_path(place) / "jaxinf.json")
-    if held.leaves != directory.manifest.leaves:
+    record, place = find_checkpoint(directory, name), f"checkpoints/{name}"
+    root = directory.step_path(place)
+    if Manifest.read(root / "jaxinf.json").leaves != directory.manifest.leaves:
         raise StoreMismatchError(
-            f"{directory.step_path(place)}: the checkpoint holds other arrays than "
-            "the store does now; export it, and import it into a store of its own"
+            f"{root}: the checkpoint holds other arrays than the store does now; "
+            "export it, and import it into a store of its own"
         )
-    committed = directory.need_slot()
-    spare = other_slot(committed)
-    documents = _slot_documents(directory, committed, record)
-    record = replace(record, documents=documents)
+    spare = other_slot(directory.need_slot())
+    target = directory.step_path(spare)
+    record = replace(record, documents=_slot_documents(directory, spare, record))
     _check_space(directory, None)
     directory.unpublish(spare)
     for leaf, _, state, chunk in directory.held():
         directory.link_chunk(place, spare, leaf, chunk, state.name)
-    make_carry(directory.step_path(spare), directory.manifest, record.carry)
-    link_carry(directory.step_path(place), directory.step_path(spare), record.carry)
+    make_carry(target, directory.manifest, record.carry)
+    link_carry(root, target, record.carry)
     directory.sync()
     directory.publish(spare, record)
     return record
@@ -243,7 +243,7 @@ def prune_leftovers(directory: StoreDirectory) -> None:
     if not root.is_dir():
         return
     for entry in root.iterdir():
-        if entry.name.startswith((".new-", ".gone-")):
+        if entry.name.startswith(_LEFTOVERS):
             with translated("removal", entry):
                 shutil.rmtree(entry)
     names = set(os.listdir(root))  # also of what is no checkpoint any more
@@ -252,6 +252,16 @@ def prune_leftovers(directory: StoreDirectory) -> None:
         for entry in data.iterdir() if data.is_dir() else ():
             if entry.name not in names:
                 shutil.rmtree(entry)
+
+
+def add_documents(directory: StoreDirectory, root: Path, record: CommitRecord) -> None:
+    """Adds documents that a slot lacks: the manifest, and Orbax's."""
+    directory.manifest.write(root / "jaxinf.json")
+    item = orbax_checkpoint_metadata(time.time_ns(), is_item=True)
+    write_bytes_atomically(root / "_CHECKPOINT_METADATA", encode(item))
+    documents = stock_documents(root, directory.manifest)
+    replace(record, documents=documents).write(root / "commit.json")
+    make_orbax_item(root, directory.manifest, record.carry)
 
 
 # --- inside ------------------------------------------------------------------------
@@ -271,35 +281,13 @@ def _managed(directory: StoreDirectory) -> Iterator[StoreDirectory]:
         yield directory
 
 
-def checkpoint_names(directory: StoreDirectory) -> list[str]:
-    """Returns the names of all checkpoints without opening them."""
-    root = directory.path / "checkpoints"
-    if not root.is_dir():
-        return []
-    return sorted(
-        entry.name
-        for entry in root.iterdir()
-        if not entry.name.startswith(".") and entry.is_dir() and not entry.is_symlink()
-    )
-
-
-def _slot_documents(
-    directory: StoreDirectory, committed: Slot, checkpoint: CommitRecord
-) -> Mapping[str, str]:
-    """Returns the checksums of the documents of the spare slot.
-
-    They are those of the committed one, but for what lists the arrays. If the committed
-    record is damaged, those of the checkpoint count, all but one of whose documents are
-    the slots' own.
-    """
-    listed = {n: s for n, s in checkpoint.documents.items() if n == "_METADATA"}
-    try:
-        return {**directory.read_record(committed).documents, **listed}
-    except StoreFormatError as error:
-        _LOG.warning("%s; the checkpoint takes its place", error)
-    name, spare = "_CHECKPOINT_METADATA", directory.step_path(other_slot(committed))
-    own = document_checksum(spare, directory.manifest, name)
-    return {**checkpoint.documents, name: own}
+def _check_there(directory: StoreDirectory, name: str) -> None:
+    names = checkpoint_names(directory)
+    if name not in names:
+        held = ", ".join(names) or "none"
+        raise ValueError(
+            f"{directory.path}: expected a checkpoint {name!r}; there are: {held}"
+        )
 
 
 def _check_name(name: str) -> None:
@@ -311,22 +299,23 @@ def _check_name(name: str) -> None:
         )
 
 
-def _checked_name(directory: StoreDirectory, name: str | None, step: int) -> str:
-    name = str(step) if name is None else name
-    if name.isdecimal() and name != str(step):
-        raise ValueError(
-            f"checkpoint name {name!r}: a number is the name of that step's "
-            f"checkpoint, and the store is at step {step}; give a name with a letter"
-        )
-    return name
+def _slot_documents(
+    directory: StoreDirectory, spare: Slot, checkpoint: CommitRecord
+) -> dict[str, str]:
+    """Returns the checksums of the documents of the spare slot.
 
-
-def _exists(directory: StoreDirectory, name: str) -> StoreMismatchError:
-    return StoreMismatchError(
-        f"{directory.path}: there is a checkpoint {name!r} already; give another "
-        "name, or replace it (store.checkpoint(name, overwrite=True)), or remove it "
-        f'(jaxinf checkpoint remove "{directory.path}" {name})'
-    )
+    They are those of the committed one, but for what lists the arrays. If the committed
+    record is damaged, those of the checkpoint count, all but one of whose documents are
+    the slots' own.
+    """
+    listed = {n: s for n, s in checkpoint.documents.items() if n == "_METADATA"}
+    try:
+        return {**directory.read_record(other_slot(spare)).documents, **listed}
+    except StoreFormatError as error:
+        _LOG.warning("%s; the checkpoint takes its place", error)
+    step, name = directory.step_path(spare), "_CHECKPOINT_METADATA"
+    own = document_checksum(step, directory.manifest, name)
+    return {**checkpoint.documents, name: own}
 
 
 def _has(path: Path, record: CommitRecord) -> bool:
@@ -359,14 +348,27 @@ def _set_aside(directory: StoreDirectory, name: str) -> str:
     return gone
 
 
-def add_documents(directory: StoreDirectory, root: Path, record: CommitRecord) -> None:
-    """Adds documents that a slot lacks: the manifest, and Orbax's."""
-    directory.manifest.write(root / "jaxinf.json")
-    item = orbax_checkpoint_metadata(time.time_ns(), is_item=True)
-    write_bytes_atomically(root / "_CHECKPOINT_METADATA", encode(item))
-    documents = stock_documents(root, directory.manifest)
-    replace(record, documents=documents).write(root / "commit.json")
-    make_orbax_item(root, directory.manifest, record.carry)
+def _own_bytes(directory: StoreDirectory, place: str) -> int:
+    """Returns the bytes of files without other links."""
+    total = 0
+    for leaf, _, state, number in directory.held():
+        file = directory.chunk_file(place, leaf, number, state.name)
+        with contextlib.suppress(FileNotFoundError):
+            status = file.stat()
+            total += 512 * status.st_blocks if status.st_nlink == 1 else 0
+    return total
+
+
+# --- room ----------------------------------------------------------------------------
+
+
+def check_pinnable(directory: StoreDirectory) -> None:
+    """Refuses to pin the committed step if later steps would have no room beside it.
+
+    Raises:
+      StoreSpaceError: says how much is needed.
+    """
+    _check_space(directory, directory.need_slot())
 
 
 def _check_space(
@@ -379,9 +381,8 @@ def _check_space(
       gone: the place of a checkpoint that is about to go.
     """
     needs: dict[Path, int] = defaultdict(int)
-    has_links = [
-        can_link(directory.csd_directory(csd)) for csd in range(directory.num_csds)
-    ]
+    folders = [directory.csd_directory(csd) for csd in range(directory.num_csds)]
+    has_links = [can_link(folder) for folder in folders]
     for leaf, record, state, number in directory.held():
         chunk, csd = directory.chunks[leaf][number], record.csds[number]
         files = [directory.chunk_file(slot, leaf, number, state.name) for slot in SLOTS]
@@ -394,23 +395,13 @@ def _check_space(
             num_files += 1
         if old is not None and old.st_nlink == 1:
             num_files -= 1
-        num_bytes = num_files * state.stored_bytes(chunk)
-        needs[directory.csd_directory(csd)] += num_bytes
+        needs[folders[csd]] += num_files * state.stored_bytes(chunk)
     check_free_space(
         needs,
         "with this checkpoint the steps to come need",
         "free some, or remove another checkpoint (jaxinf checkpoint "
         f'list "{directory.path}")',
     )
-
-
-def check_pinnable(directory: StoreDirectory) -> None:
-    """Refuses to pin the committed step if later steps would have no room beside it.
-
-    Raises:
-      StoreSpaceError: says how much is needed.
-    """
-    _check_space(directory, directory.need_slot())
 
 
 def _files_to_make(
@@ -429,14 +420,3 @@ def _files_to_make(
     if pinned:
         links[SLOTS.index(pinned)] += 1
     return sum(count > 1 for count in links)
-
-
-def _own_bytes(directory: StoreDirectory, place: str) -> int:
-    """Returns the bytes of files without other links."""
-    total = 0
-    for leaf, _, state, number in directory.held():
-        file = directory.chunk_file(place, leaf, number, state.name)
-        with contextlib.suppress(FileNotFoundError):
-            status = file.stat()
-            total += 512 * status.st_blocks if status.st_nlink == 1 else 0
-    return total

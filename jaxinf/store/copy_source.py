@@ -27,6 +27,7 @@ from jaxinf.store.whole import (
     find_whole,
     held_steps,
     hold_members,
+    is_of_all,
     is_run,
     of_one_commit,
     to_step,
@@ -217,10 +218,8 @@ def _spares(directory: StoreDirectory) -> list[Path]:
 def _common_checkpoints(parts: Sequence[StoreDirectory]) -> list[str]:
     """Returns the checkpoints that all parts have of one commit, in today's arrays."""
     names = set(checkpoint_names(parts[0])).intersection(*map(checkpoint_names, parts))
-    found = []
-    for name in sorted(names):
-        if len({find_checkpoint(one, name).commit for one in parts}) > 1:
-            continue
+    found = [name for name in sorted(names) if is_of_all(parts, name)]
+    for name in found:
         for one in parts:
             held = Manifest.read(one.step_path(f"checkpoints/{name}/jaxinf.json"))
             if held.leaves != one.manifest.leaves:
@@ -228,5 +227,4 @@ def _common_checkpoints(parts: Sequence[StoreDirectory]) -> list[str]:
                     f"{one.path}: the checkpoint {name} holds other arrays than the "
                     "store does now; export it, and remove it from the store"
                 )
-        found.append(name)
     return found

@@ -1,4 +1,4 @@
-"""Pins a committed step for a reader while the run goes on.
+"""Links to a step's files; pins a committed step for a reader while the run goes on.
 
 Invariant: a snapshot shows one step, bit for bit, until it is released; making one
 moves no data. See docs/format.md, "Hard links".
@@ -77,25 +77,14 @@ def prune_snapshots(directory: StoreDirectory) -> None:
         return
     with lock_exclusively(directory.publish_lock):
         for entry in root.iterdir():
+            if not entry.is_dir() or entry.is_symlink():
+                continue
             # The snapshot's owner may be removing it at this moment.
-            if entry.is_dir() and not entry.is_symlink():
-                with contextlib.suppress(FileNotFoundError):
-                    _remove_if_stale(directory, entry)
-
-
-def _remove_if_stale(directory: StoreDirectory, entry: Path) -> None:
-    owner = LockFile(entry / _OWNER_LOCK)
-    try:
-        owner.hold(waits=False)
-    except BlockingIOError:
-        return
-    else:
-        remove_step(directory, f"snapshots/{entry.name}")
-    finally:
-        owner.close()
-
-
-# --- links of a step -----------------------------------------------------------------
+            with contextlib.suppress(FileNotFoundError):
+                owner = LockFile(entry / _OWNER_LOCK)
+                with contextlib.closing(owner), contextlib.suppress(BlockingIOError):
+                    owner.hold(waits=False)
+                    remove_step(directory, f"snapshots/{entry.name}")
 
 
 def link_step(
@@ -118,30 +107,26 @@ def link_step(
     """
     step, root = directory.step_path(source), directory.step_path(place)
     link_carry(step, root, carry)
-    has_csds = bool(directory.manifest.csds)
     for document in _SHARED:
         link_or_copy(step / document, root / document)
+    made: set[Path] = set()
     for leaf, record in enumerate(directory.manifest.leaves):
         for state in record.states:
             name = record.array_name(state.name)
-            array = root / name
-            array.mkdir()
+            (root / name).mkdir()
             held = directory.array_path(source, leaf, state.name)
-            link_or_copy(held / "zarr.json", array / "zarr.json")
-            made: set[Path] = set()
+            link_or_copy(held / "zarr.json", root / name / "zarr.json")
             for number in record.held:
-                key = directory.state_chunk(leaf, number, state).key
-                link = array / key
-                real = directory.chunk_file(place, leaf, number, state.name)
-                target = real if has_csds else link
-                for parent in {link.parent, target.parent} - made:
+                key = f"{name}/{directory.state_chunk(leaf, number, state).key}"
+                target = directory.chunk_file(place, leaf, number, state.name)
+                for parent in {(root / key).parent, target.parent} - made:
                     parent.mkdir(parents=True, exist_ok=True)
                     made.add(parent)
                 old = directory.chunk_file(source, leaf, number, state.name)
                 link_or_copy(old, target)
-                if has_csds:
+                if directory.manifest.csds:
                     data = directory.data_path(named or place, record.csds[number])
-                    link.symlink_to(data / name / key)
+                    (root / key).symlink_to(data / key)
 
 
 def remove_step(directory: StoreDirectory, place: str) -> None:

@@ -1,10 +1,10 @@
-"""The whole of a run in several processes: its members, and checkpoints of all.
+"""A store's members: one, or those of a run in several processes; checkpoints of all.
 
     PATH/process-00000/checkpoints/NAME/…/c/0 ◄─┐
     PATH/process-00001/checkpoints/NAME/…/c/1 ◄─┴─ symlinks: PATH/checkpoints/NAME
 
 Invariant: a whole has a step of one commit, every chunk of it, and no data of its own;
-members are listed by number.
+members are listed by number. A store of one process is its only member.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
+from jaxinf.errors import ProcessError, StoreMismatchError
 from jaxinf.io import fsync_directory
 from jaxinf.io.failures import translated
 from jaxinf.store.agreement import HeldSteps, StepId, agreed_step
@@ -77,33 +77,58 @@ def missing_members(members: Sequence[StoreDirectory]) -> list[int]:
 
 
 def all_members(path: Path) -> list[StoreDirectory]:
-    """Opens all members of a run for reading, by number.
+    """Opens all members of a run, or a store of one process, for reading.
 
     Raises:
       ProcessError: a member cannot be seen.
       StoreError: as `look_at_store`; or they are not of one run.
     """
+    if not is_run(path):
+        return [look_at_store(path)]
     members = [look_at_store(place) for place in find_members(path)]
-    if not members:
-        raise StoreFormatError(f"{path}: expected the members of a run, found none")
-    missing = missing_members(members)
-    if missing:
+    if missing := missing_members(members):
         raise ProcessError(
             f"{path}: expected all members of the run, found none of process "
             f"{', '.join(map(str, missing))}; run this where all can be seen, or make "
             "the run again from an export: jaxinf store copy EXPORT NEW --processes N",
             missing,
         )
-    return sorted(members, key=_number)
+    by_number = {m.number: one for one in members if (m := one.manifest.member)}
+    return [by_number[number] for number in sorted(by_number)]
 
 
-def parts_of(path: Path) -> list[StoreDirectory]:
-    """Opens all members of a run, or a store of one process, for reading.
+@contextlib.contextmanager
+def hold_members(
+    path: Path, named: Sequence[Path] = ()
+) -> Iterator[list[StoreDirectory]]:
+    """Makes this process the only writer of all members while the context lasts.
+
+    Args:
+      named: CSD roots of a store of one process that the user has named.
 
     Raises:
-      ProcessError, StoreError: as `all_members` and `look_at_store`.
+      StoreLockedError: a run has them open.
+      ProcessError, StoreError: a member cannot be seen, or is damaged.
     """
-    return all_members(path) if is_run(path) else [look_at_store(path)]
+    with contextlib.ExitStack() as stack:
+        if not is_run(path):
+            yield [stack.enter_context(hold_store(path, named))]
+            return
+        members = all_members(path)
+        yield [
+            stack.enter_context(hold_store(one.path, is_member=True)) for one in members
+        ]
+
+
+# --- their common step ---------------------------------------------------------------
+
+
+def held_steps(directory: StoreDirectory) -> HeldSteps:
+    """Returns the steps of a member's two slots, as the start of its run finds them."""
+    slot = directory.committed_slot()
+    current = None if slot is None else directory.found_record(slot)
+    records = current, directory.found_record(next_slot(slot))
+    return HeldSteps(*(one and StepId(one.step, one.commit) for one in records))
 
 
 def agreed_of(members: Sequence[StoreDirectory]) -> StepId | None:
@@ -119,157 +144,6 @@ def agreed_of(members: Sequence[StoreDirectory]) -> StepId | None:
         raise ProcessError(f"expected a step that all have, found {listed}") from None
 
 
-def save_whole(path: Path, name: str | None = None) -> Path:
-    """Keeps the committed step of a store, or of all members of a run; blocks.
-
-    Any process may do so beside a running run. The directory of a run's is a zarr group
-    and an Orbax checkpoint; its chunks are symlinks to those of the members'
-    checkpoints of the same name, so that it holds where all members are visible.
-
-    Args:
-      path: the path of the store or the run.
-      name: name of the checkpoint; by default the step's number.
-
-    Returns:
-      The directory.
-
-    Raises:
-      ProcessError: a member cannot be seen, or they are at different steps.
-      StoreMismatchError: there is a checkpoint of that name.
-    """
-    members = parts_of(path)
-    if not is_run(path):
-        return members[0].path / "checkpoints" / save_checkpoint(members[0], name)
-    if name is not None and (path / "checkpoints" / name).exists():
-        raise StoreMismatchError(
-            f"{path}: there is a checkpoint {name!r} already; give another name"
-        )
-    return link_whole(path, members, _kept_in_all(path, members, name))
-
-
-def link_whole(path: Path, members: Sequence[StoreDirectory], name: str) -> Path:
-    """Makes the one directory of a checkpoint of all members; see `save_whole`."""
-    place = path / "checkpoints" / name
-    temporary = place.with_name(f".new-{uuid.uuid4().hex}")
-    with translated("checkpoint", place):
-        temporary.mkdir(parents=True)
-        try:
-            _link(members, name, temporary)
-            temporary.rename(place)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-    fsync_directory(place.parent)
-    return place
-
-
-def list_whole(path: Path) -> list[CheckpointInfo]:
-    """Returns the checkpoints that all parts have of one commit, by step and name.
-
-    Their own bytes are those of all parts.
-
-    Raises:
-      ProcessError, StoreError: as `parts_of`.
-    """
-    members = parts_of(path)
-    if not is_run(path):
-        return list_checkpoints(members[0])
-    listed = [{info.name: info for info in list_checkpoints(one)} for one in members]
-    found = []
-    for name in set.intersection(*map(set, listed)):
-        infos = [by_name[name] for by_name in listed]
-        if len({find_checkpoint(one, name).commit for one in members}) == 1:
-            own_bytes = sum(info.own_bytes for info in infos)
-            found.append(replace(infos[0], own_bytes=own_bytes))
-    return sorted(found, key=lambda info: (info.step, info.name))
-
-
-def find_whole(members: Sequence[StoreDirectory], name: str) -> list[CommitRecord]:
-    """Returns the records of a checkpoint in all members.
-
-    Raises:
-      ValueError: a member has no checkpoint of that name; lists its others.
-      StoreMismatchError: they are not of one commit.
-    """
-    records = [find_checkpoint(one, name) for one in members]
-    if len({record.commit for record in records}) > 1:
-        steps = ", ".join(f"{record.step}" for record in records)
-        raise StoreMismatchError(
-            f"{members[0].path.parent}: checkpoint {name!r}: expected one of all "
-            f"members together, found one of each, of steps {steps}; give another"
-        )
-    return records
-
-
-def remove_whole(path: Path, names: Sequence[str]) -> None:
-    """Removes checkpoints of all parts, or none if one exists nowhere; blocks.
-
-    What an interrupted removal has left goes, too.
-
-    Raises:
-      ValueError: no part has a checkpoint of a name.
-      ProcessError, StoreError: as `parts_of`.
-    """
-    members = parts_of(path)
-    by_name = {n: [m for m in members if n in checkpoint_names(m)] for n in names}
-    for name, holders in by_name.items():
-        if not holders:
-            find_checkpoint(members[0], name)  # raises
-    for name, holders in by_name.items():
-        if is_run(path):
-            _unlink(path / "checkpoints" / name)
-        for one in holders:
-            remove_checkpoint(one, name)
-
-
-@contextlib.contextmanager
-def hold_members(
-    path: Path, named: Sequence[Path] = ()
-) -> Iterator[list[StoreDirectory]]:
-    """Makes this process the only writer of all parts while the context lasts.
-
-    Args:
-      named: CSD roots of a store of one process that the user has named.
-
-    Raises:
-      StoreLockedError: a run has them open.
-      ProcessError, StoreError: as `parts_of`.
-    """
-    if not is_run(path):
-        with hold_store(path, named) as one:
-            yield [one]
-        return
-    members = all_members(path)
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(hold_store(one.path, is_member=True)) for one in members
-        ]
-
-
-def restore_whole(members: Sequence[StoreDirectory], name: str) -> CommitRecord:
-    """Makes a checkpoint the committed step of a store, or of all members of a run.
-
-    A crash in between leaves some of them at it, with the step before in their other
-    slot: that is the one that all go on from, also if this is called again.
-
-    Args:
-      members: the parts, held by this process.
-      name: a checkpoint of all.
-
-    Returns:
-      The record of the first member.
-
-    Raises:
-      ValueError, StoreMismatchError, StoreSpaceError: as `find_whole` and
-        `jaxinf.store.restore_checkpoint`.
-    """
-    if len(members) > 1:
-        find_whole(members, name)
-        to_step(members, agreed_of(members))
-    records = [restore_checkpoint(one, name) for one in members]
-    return records[0]
-
-
 def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:
     """Makes a step the committed one in these members; the caller holds them.
 
@@ -282,21 +156,6 @@ def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:
     for one in members:
         if step is not None and held_steps(one).current != step:
             one.flip(next_slot(one.committed_slot()))
-
-
-def _kept_in_all(
-    path: Path, members: Sequence[StoreDirectory], name: str | None
-) -> str:
-    """Makes checkpoints of one commit in all members, also while the run goes on."""
-
-    def keep(one: StoreDirectory, undo: contextlib.ExitStack) -> PinnedStep:
-        kept = save_checkpoint(one, name)
-        undo.callback(remove_checkpoint, one, kept)
-        return PinnedStep(one, one.step_path(f"checkpoints/{kept}"))
-
-    made, undo = of_one_commit(path, members, keep)
-    undo.pop_all()
-    return made[0].path.name
 
 
 def of_one_commit(
@@ -332,19 +191,152 @@ def of_one_commit(
     )
 
 
-def _unlink(place: Path) -> None:
-    """Removes the one directory of a checkpoint, if there is one."""
-    gone = place.with_name(f".gone-{uuid.uuid4().hex}")
-    with translated("removal", place):
-        if place.exists():
-            place.rename(gone)
-            fsync_directory(place.parent)
-            shutil.rmtree(gone)
+# --- checkpoints ---------------------------------------------------------------------
 
 
-def _link(members: Sequence[StoreDirectory], name: str, root: Path) -> None:
-    manifest, place = members[0].manifest, f"checkpoints/{name}"
-    first = members[0].step_path(place)
+def save_whole(path: Path, name: str | None = None) -> Path:
+    """Keeps the committed step of all members; blocks, and returns its directory.
+
+    Any process may do so beside a running run. The directory of a run's is a zarr group
+    and an Orbax checkpoint; its chunks are symlinks to those of the members'
+    checkpoints of the same name, so that it holds where all members are visible.
+
+    Args:
+      path: the path of the store or the run.
+      name: name of the checkpoint; by default the step's number.
+
+    Raises:
+      ProcessError: a member cannot be seen, or they are at different steps.
+      StoreMismatchError: there is a checkpoint of that name.
+    """
+    members = all_members(path)
+    is_alone = members[0].manifest.member is None
+    if not is_alone and name is not None and (path / "checkpoints" / name).exists():
+        raise StoreMismatchError(
+            f"{path}: there is a checkpoint {name!r} already; give another name"
+        )
+
+    def keep(one: StoreDirectory, undo: contextlib.ExitStack) -> PinnedStep:
+        kept = save_checkpoint(one, name)
+        undo.callback(remove_checkpoint, one, kept)
+        return PinnedStep(one, one.step_path(f"checkpoints/{kept}"))
+
+    made, undo = of_one_commit(path, members, keep)
+    undo.pop_all()
+    kept = made[0].path
+    return kept if is_alone else link_whole(path, members, kept.name)
+
+
+def list_whole(path: Path) -> list[CheckpointInfo]:
+    """Returns the checkpoints that all members have of one commit, by step and name.
+
+    Their own bytes are those of all members.
+
+    Raises:
+      ProcessError, StoreError: as `save_whole`.
+    """
+    members = all_members(path)
+    first, *others = (
+        {info.name: info for info in list_checkpoints(one)} for one in members
+    )
+    found = []
+    for name, info in first.items():
+        infos = [by_name[name] for by_name in others if name in by_name]
+        if len(infos) == len(others) and is_of_all(members, name):
+            own_bytes = sum(one.own_bytes for one in (info, *infos))
+            found.append(replace(info, own_bytes=own_bytes))
+    return found
+
+
+def is_of_all(members: Sequence[StoreDirectory], name: str) -> bool:
+    """Whether a checkpoint that all members have is of one commit."""
+    is_alone = len(members) == 1
+    return is_alone or len({find_checkpoint(one, name).commit for one in members}) == 1
+
+
+def find_whole(members: Sequence[StoreDirectory], name: str) -> list[CommitRecord]:
+    """Returns the records of a checkpoint in all members.
+
+    Raises:
+      ValueError: a member has no checkpoint of that name; lists its others.
+      StoreMismatchError: they are not of one commit.
+    """
+    records = [find_checkpoint(one, name) for one in members]
+    if len({record.commit for record in records}) > 1:
+        steps = ", ".join(f"{record.step}" for record in records)
+        raise StoreMismatchError(
+            f"{members[0].path.parent}: checkpoint {name!r}: expected one of all "
+            f"members together, found one of each, of steps {steps}; give another"
+        )
+    return records
+
+
+def restore_whole(members: Sequence[StoreDirectory], name: str) -> CommitRecord:
+    """Makes a checkpoint the committed step of all members; returns its record.
+
+    A crash in between leaves some of them at it, with the step before in their other
+    slot: that is the one that all go on from, also if this is called again.
+
+    Args:
+      members: held by this process.
+      name: a checkpoint of all.
+
+    Raises:
+      ValueError: a member has no checkpoint of that name.
+      StoreMismatchError: its arrays differ from a store's, or they are not of one
+        commit.
+      StoreSpaceError: the drives have too little room.
+    """
+    find_whole(members, name)
+    to_step(members, agreed_of(members))
+    records = [restore_checkpoint(one, name) for one in members]
+    return records[0]
+
+
+def remove_whole(path: Path, names: Sequence[str]) -> None:
+    """Removes checkpoints of all members, or none if one exists nowhere; blocks.
+
+    What an interrupted removal has left goes, too.
+
+    Raises:
+      ValueError: no member has a checkpoint of a name.
+      ProcessError, StoreError: as `save_whole`.
+    """
+    members = all_members(path)
+    by_name = {n: [m for m in members if n in checkpoint_names(m)] for n in names}
+    for name, holders in by_name.items():
+        if not holders:
+            find_checkpoint(members[0], name)  # raises
+    for name, holders in by_name.items():
+        place = path / "checkpoints" / name
+        if members[0].manifest.member is not None and place.exists():
+            gone = place.with_name(f".gone-{uuid.uuid4().hex}")
+            with translated("removal", place):
+                place.rename(gone)
+                fsync_directory(place.parent)
+                shutil.rmtree(gone)
+        for one in holders:
+            remove_checkpoint(one, name)
+
+
+def link_whole(path: Path, members: Sequence[StoreDirectory], name: str) -> Path:
+    """Makes the one directory of a checkpoint of all members; see `save_whole`."""
+    place = path / "checkpoints" / name
+    temporary = place.with_name(f".new-{uuid.uuid4().hex}")
+    with translated("checkpoint", place):
+        temporary.mkdir(parents=True)
+        try:
+            _link(members, f"checkpoints/{name}", temporary)
+            temporary.rename(place)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    fsync_directory(place.parent)
+    return place
+
+
+def _link(members: Sequence[StoreDirectory], place: str, root: Path) -> None:
+    manifest, first = members[0].manifest, members[0].step_path(place)
     carry = CommitRecord.read(first / "commit.json").carry
     create_documents(root, manifest, time.time_ns(), carry, is_item=True)
     for one in carry:
@@ -360,16 +352,3 @@ def _link(members: Sequence[StoreDirectory], name: str, root: Path) -> None:
                 file = held.chunk_file(place, number, chunk, state.name)
                 at = file if held.manifest.csds else os.path.relpath(file, link.parent)
                 link.symlink_to(at)
-
-
-def _number(directory: StoreDirectory) -> int:
-    assert directory.manifest.member is not None
-    return directory.manifest.member.number
-
-
-def held_steps(directory: StoreDirectory) -> HeldSteps:
-    """Returns the steps of a member's two slots, as the start of its run finds them."""
-    slot = directory.committed_slot()
-    current = None if slot is None else directory.found_record(slot)
-    records = current, directory.found_record(next_slot(slot))
-    return HeldSteps(*(one and StepId(one.step, one.commit) for one in records))

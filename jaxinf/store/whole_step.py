@@ -23,7 +23,7 @@ from jaxinf.errors import (
 )
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest
+from jaxinf.store.manifest import FORMAT_VERSION, Manifest
 from jaxinf.store.reader import StepReader
 from jaxinf.store.snapshot import PinnedStep, pinned_step
 
@@ -139,15 +139,20 @@ def joined_step(parts: Sequence[PinnedStep]) -> WholeStep:
         one.check()
     if first.manifest.member is None:
         return steps[0]
-    manifests, places, starts = [one.manifest for one in steps], [], []
+    starts = np.cumsum([0, *(len(one.places) for one in steps)]).tolist()
+    leaves, sums, bounds = [], {}, dict[str, float]()
+    for held in zip(*(one.manifest.leaves for one in steps), strict=True):
+        owners = held[0].owners
+        csds = [starts[own] + held[own].csds[n] for n, own in enumerate(owners)]
+        leaves.append(replace(held[0], csds=tuple(csds), owners=(), member=0))
+        for state in held[0].states:
+            name = held[0].array_name(state.name)
+            sums[name] = np.zeros(len(owners), np.uint32)
+            for leaf, one in zip(held, steps, strict=True):
+                sums[name][list(leaf.held)] = one.commit.checksums[name]
     for one in steps:
-        starts.append(len(places))
-        places += one.places
-    leaves = []
-    for leaf, *others in zip(*(one.leaves for one in manifests), strict=True):
-        held = (leaf, *others)
-        csds = [starts[own] + held[own].csds[n] for n, own in enumerate(leaf.owners)]
-        leaves.append(replace(leaf, csds=tuple(csds), owners=(), member=0))
+        for name, bound in one.commit.inexact.items():
+            bounds[name] = max(bound, bounds.get(name, 0))
     manifest = replace(
         first.manifest,
         leaves=tuple(leaves),
@@ -155,32 +160,6 @@ def joined_step(parts: Sequence[PinnedStep]) -> WholeStep:
         member=None,
         format_version=FORMAT_VERSION,
     )
-    commit = _whole_record(first.manifest, [one.commit for one in steps])
-    return WholeStep(steps[0].path, manifest, commit, tuple(places))
-
-
-def _whole_record(manifest: Manifest, records: Sequence[CommitRecord]) -> CommitRecord:
-    """Returns a step's record with the checksums of all members, given by number."""
-    sums = {}
-    for leaf in manifest.leaves:
-        held = [replace(leaf, member=number) for number in range(len(records))]
-        for state in leaf.states:
-            name = leaf.array_name(state.name)
-            sums[name] = _sums(held, [record.checksums[name] for record in records])
-    return replace(records[0], checksums=sums, commit="", inexact=_inexact(records))
-
-
-def _sums(held: Sequence[LeafRecord], found: Sequence[np.ndarray]) -> np.ndarray:
-    """The checksums of an array's chunks, in grid order."""
-    whole = np.zeros(len(held[0].csds), np.uint32)
-    for leaf, own in zip(held, found, strict=True):
-        whole[list(leaf.held)] = own
-    return whole
-
-
-def _inexact(records: Sequence[CommitRecord]) -> dict[str, float]:
-    bounds: dict[str, float] = {}
-    for record in records:
-        for name, bound in record.inexact.items():
-            bounds[name] = max(bound, bounds.get(name, 0))
-    return bounds
+    commit = replace(steps[0].commit, checksums=sums, commit="", inexact=bounds)
+    places = tuple(place for one in steps for place in one.places)
+    return WholeStep(steps[0].path, manifest, commit, places)

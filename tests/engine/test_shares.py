@@ -78,14 +78,14 @@ def test_a_full_drive_has_what_it_has_room_for(on, place, monkeypatch):
     real = os.statvfs
 
     def statvfs(path):
-        if not str(path).endswith("csd0"):
+        if not str(path).endswith("csd1"):
             return real(path)
         free = (1 << 20) // 4096  # two slots of 512 KiB
         return os.statvfs_result((4096, 4096, free, free, free, 10, 10, 10, 0, 255))
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    driver = on((3, 1)).init()
+    driver = on((1, 3)).init()
     first, second = csd_bytes(driver.opened.directory.manifest)
-    assert 400_000 < first <= 512 << 10
-    assert second > first
+    assert 400_000 < second <= 512 << 10
+    assert first > second
     driver.steps(2).check(2)
