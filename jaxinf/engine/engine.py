@@ -34,10 +34,10 @@ from jaxinf.errors import (
     StoreFormatError,
     StoreMismatchError,
 )
-from jaxinf.layout import LeafGrid, choose_grid
+from jaxinf.layout import choose_grid
 from jaxinf.processes import Group, end_unless
 from jaxinf.program import StateLayout
-from jaxinf.store import CarriedArray, CommitRecord, Member, ScalarState
+from jaxinf.store import CarriedArray, CommitRecord, Member, ScalarState, StoreDirectory
 from jaxinf.typing import PyTree
 
 _LOG = logging.getLogger("jaxinf")
@@ -71,8 +71,7 @@ class Engine(StoreRun):
         self._guard, self.path_lock = threading.RLock(), threading.RLock()
         self._is_restarted = False
         self._on_close: list[Callable[[], None]] = []
-        self._opened: OpenStore | None = None
-        self._steps: StepEngine | None = None
+        self._steps: StepEngine | None = None  # there as soon as there are files
         self.binding = Binding(lambda: self.opened, self._roll_back)
         self.health.failure.listen(self._tell_others)
         self._hold(open_place(self))
@@ -88,14 +87,14 @@ class Engine(StoreRun):
             )
 
     def _hold(self, opened: OpenStore | None) -> None:
-        # Other threads look at `_opened` first: its steps are there as long as it is.
-        steps = None if opened is None else StepEngine(opened)
-        if steps is not None:
-            self._steps = steps
-        self._opened = opened
-        self._steps = steps
+        self._steps = None if opened is None else StepEngine(opened)
 
     # --- the store -------------------------------------------------------------------
+
+    @property
+    def has_files(self) -> bool:
+        """Whether there is a store, even a new one."""
+        return self._steps is not None
 
     @property
     def opened(self) -> OpenStore:
@@ -104,11 +103,22 @@ class Engine(StoreRun):
         Raises:
           StoreFormatError: there is no store yet.
         """
-        if self._opened is None:
+        if self._steps is None:
             raise StoreFormatError(
                 f"{self.options.path}: the store is empty until tx.init has run on it"
             )
-        return self._opened
+        return self._steps.opened
+
+    @property
+    def directory(self) -> StoreDirectory:
+        """The files of the open store.
+
+        Raises:
+          StoreFormatError: there is no store yet.
+          BaseException: the exception that stopped the store.
+        """
+        self.health.check()
+        return self.opened.directory
 
     @property
     def steps(self) -> StepEngine:
@@ -122,23 +132,10 @@ class Engine(StoreRun):
         return self._steps
 
     @property
-    def has_files(self) -> bool:
-        """Whether there is a store, even a new one."""
-        return self._opened is not None
-
-    @property
     def commit(self) -> CommitRecord | None:
         """The last committed step's record; None for a new store."""
-        if self._opened is None or self._opened.is_new:
-            return None
-        return self._opened.commit
-
-    def grid(self, description: StoreDescription, number: int) -> LeafGrid:
-        """The chunk grid of a leaf, in the existing or future store."""
-        if self._opened is not None:
-            return self._opened.directory.manifest.leaves[number].grid
-        leaf = description.leaves[number]
-        return choose_grid(leaf.shape, shard_counts=leaf.shard_counts or None)
+        held = self._steps
+        return None if held is None or held.opened.is_new else held.opened.commit
 
     def shape(
         self, description: StoreDescription, member: Member | None = None
@@ -152,7 +149,17 @@ class Engine(StoreRun):
         Raises:
           ValueError: the options do not suit the description.
         """
-        return self._opened or planned_shape(self, description, member)
+        if self._steps is not None:
+            return self._steps.opened
+        return planned_shape(self, description, member)
+
+    def chunk_shape(self, description: StoreDescription, leaf: int) -> tuple[int, ...]:
+        """The shape of a leaf's chunks, in the existing or future store."""
+        if self._steps is not None:
+            return self.opened.directory.manifest.leaves[leaf].chunk_shape
+        one = description.leaves[leaf]
+        counts = one.shard_counts or None
+        return choose_grid(one.shape, shard_counts=counts).chunk_shape
 
     # --- its end ---------------------------------------------------------------------
 
@@ -172,8 +179,8 @@ class Engine(StoreRun):
         self.group.leave()
         with contextlib.ExitStack() as stack:
             stack.callback(self.release)
-            if self._opened is not None:
-                stack.callback(self._opened.close)
+            if self._steps is not None:
+                stack.callback(self._steps.opened.close)
             for action in reversed(self._on_close):
                 stack.callback(action)
             stack.callback(self._end_export)
@@ -249,11 +256,11 @@ class Engine(StoreRun):
 
     def _create(self, description: StoreDescription, *, uses_budget: bool) -> None:
         self._bound.clear()  # an earlier init on this store did not finish
-        if self._opened is not None and self._opened.directory.committed_slot():
-            check_same(self._opened.directory, description)
-            self._hold(begin_anew(self, self._opened))
+        unfinished = None if self._steps is None else self._steps.opened
+        if unfinished is not None and unfinished.directory.committed_slot():
+            check_same(unfinished.directory, description)
+            self._hold(begin_anew(self, unfinished))
             return
-        unfinished = self._opened
         self._hold(None)
         if unfinished is not None:
             unfinished.close()

@@ -9,14 +9,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxinf import compat
 from jaxinf.csd import CsdSpec
+from jaxinf.engine.admission import join_run
 from jaxinf.engine.engine import Engine
-from jaxinf.engine.member_opening import join_run
 from jaxinf.engine.options import (
     Durability,
     MasterChoice,
@@ -40,81 +40,14 @@ _DEFAULTS: dict[str, Any] = {
 _LOG = logging.getLogger("jaxinf")
 
 
-class OpenStores:
-    """All open stores of a process, by path. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._guard = threading.RLock()
-        self._by_path: dict[Path, Engine] = {}
-        self._locks: dict[Path, threading.RLock] = {}
-
-    def lock(self, path: Path) -> threading.RLock:
-        """Returns the lock that is held while the store of a path opens or closes."""
-        with self._guard:
-            return self._locks.setdefault(path.resolve(), threading.RLock())
-
-    def get(self, path: Path) -> Engine | None:
-        """Returns the open store of a path; None if there is none, or it was closed."""
-        with self._guard:
-            held = self._by_path.get(path.resolve())
-            return None if held is None or held.health.is_closed else held
-
-    def open(
-        self,
-        options: StoreOptions,
-        given: Mapping[str, Any],
-        group: Group | None = None,
-    ) -> Engine:
-        """Returns the store that is open at a path, or opens one.
-
-        A store that a failure has stopped is closed and opened anew.
-
-        Args:
-          given: the options that the caller has set, by name.
-          group: the processes that have the store together; by default this one.
-
-        Raises:
-          ValueError: an option that the caller has set differs from the open store's.
-          StoreError: as `jaxinf.open_store` documents.
-        """
-        with self.lock(options.path):
-            held = self.get(options.path)
-            if held is not None and held.health.error is not None:
-                _LOG.warning(
-                    "%s: was stopped by %s: %s; it is opened anew",
-                    options.path,
-                    type(held.health.error).__name__,
-                    held.health.error,
-                )
-                held.close()
-                held = None
-            if held is not None:
-                _check_given(held, options, given)
-                return held
-            held = Engine(options, group)
-            held.path_lock = self.lock(options.path)
-            held.on_close(lambda: self.forget(held))
-            with self._guard:
-                self._by_path[options.path.resolve()] = held
-            return held
-
-    def begin_anew(self) -> None:
-        """Gives up the locks, which a thread of this fork's parent may hold."""
-        self._guard, self._locks = threading.RLock(), {}
-
-    def forget(self, held: Engine) -> None:
-        """Removes a store that is closed, or that belongs to this fork's parent."""
-        with self._guard:
-            self._by_path = {p: h for p, h in self._by_path.items() if h is not held}
-
-    def all(self) -> list[Engine]:
-        with self._guard:
-            held = self._by_path.values()
-            return [one for one in held if not one.health.is_closed]
-
+_ALIKE = ("durability", "keep_steps", "restore", "master", "state")
+_ALIKE += ("export_every", "export_to")
+"""Options that all processes of a run must give alike, as they decide about commits."""
 
 # Strong references: a store without other references may have a commit in flight.
-_OPEN = OpenStores()
+_open: dict[Path, Engine] = {}
+_locks: dict[Path, threading.RLock] = {}
+"""By path, with symlinks resolved; held while the store of the path opens or closes."""
 
 
 def open_store(
@@ -200,7 +133,17 @@ def open_store(
       StoreLockedError: a live process has the store open; names the process.
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
-    path, group = _joined(_absolute(path))
+    path = _absolute(path)
+    held, group = _open_at(path), None
+    if held is not None and held.health.error is None:
+        path = held.options.path
+    else:
+        group = join_run(path)
+        if not group.is_alone:
+            path = path / member_name(group.number)
+            # JAX ends its service at the exit; what is registered later, runs before.
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
     if memory_bytes is not None:
         memory_bytes = given_bytes("memory_bytes", memory_bytes)
     given = {
@@ -218,9 +161,68 @@ def open_store(
         "csd_shares": [*csds.values()] if isinstance(csds, Mapping) else None,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    options = StoreOptions(path, **{**_DEFAULTS, **given})
-    with _OPEN.lock(path):
-        return Store(_OPEN.open(options, given, group))
+
+    def options() -> StoreOptions:
+        return StoreOptions(path, **{**_DEFAULTS, **given})
+
+    with _lock(path):
+        return Store(_engine(path, options, given, group or Group(path)))
+
+
+def _engine(
+    path: Path,
+    make_options: Callable[[], StoreOptions],
+    given: Mapping[str, Any],
+    group: Group,
+) -> Engine:
+    """Returns the engine of the store that is open at a path, or opens one.
+
+    A store that a failure has stopped is closed and opened anew.
+
+    Args:
+      given: the options that the caller has set, by name.
+    """
+    options = group.in_all("the options of open_store", make_options)
+    held = _get(path)
+    if held is not None and held.health.error is not None:
+        _LOG.warning(
+            "%s: was stopped by %s: %s; it is opened anew",
+            path,
+            type(held.health.error).__name__,
+            held.health.error,
+        )
+        held.close()
+        held = None
+    if held is not None:
+        _check_given(held, options, given)
+        return held
+    for name in _ALIKE if not group.is_alone else ():
+        group.agree(
+            f"open_store(…, {name}=)",
+            lambda name=name: getattr(options, name),
+            "give it alike in all of them",
+        )
+    held = Engine(options, group)
+    held.path_lock = _lock(path)
+    held.on_close(lambda: _forget(held))
+    _open[path.resolve()] = held
+    return held
+
+
+def _lock(path: Path) -> threading.RLock:
+    return _locks.setdefault(path.resolve(), threading.RLock())
+
+
+def _get(path: Path) -> Engine | None:
+    held = _open.get(path.resolve())
+    return None if held is None or held.health.is_closed else held
+
+
+def _forget(held: Engine) -> None:
+    """Forgets a store that is closed, or that belongs to this fork's parent."""
+    for path, one in list(_open.items()):
+        if one is held:
+            del _open[path]
 
 
 def _check_given(
@@ -244,20 +246,6 @@ def _check_given(
         )
 
 
-def _joined(path: Path) -> tuple[Path, Group | None]:
-    """Returns the path of this process's store, and who has it, unless it is open."""
-    held = _open_at(path)
-    if held is not None and held.health.error is None:
-        return held.options.path, None
-    group = join_run(path)
-    if group.is_alone:
-        return path, None
-    # JAX ends its service at the exit; what is registered later, runs before.
-    atexit.unregister(_close_all)
-    atexit.register(_close_all)
-    return path / member_name(group.number), group
-
-
 def _of_process(root: PathLikeStr) -> Path:
     """Returns a CSD root of this process; see `open_store`."""
     number = str(all_processes("program").number)
@@ -266,9 +254,9 @@ def _of_process(root: PathLikeStr) -> Path:
 
 def _open_at(path: Path) -> Engine | None:
     """Returns the open store of a path, or this process's member of a run there."""
-    program, held = all_processes("program"), _OPEN.get(path)
+    program, held = all_processes("program"), _get(path)
     if held is None and not program.is_alone:
-        held = _OPEN.get(path / member_name(program.number))
+        held = _get(path / member_name(program.number))
     return held
 
 
@@ -282,7 +270,7 @@ def store_of(path: PathLikeStr) -> Store:
     """
     held = _open_at(_absolute(path))
     if held is None or not held.handles:
-        others = [str(one.options.path) for one in _OPEN.all()][:5]
+        others = [str(one.options.path) for one in list(_open.values())][:5]
         raise ValueError(
             f"{path}: expected a store that is open in this process, found "
             f"{', '.join(others) or 'none'}; open it with jaxinf.open_store"
@@ -315,7 +303,7 @@ def _close_all() -> None:
 
     A failure that no call has raised so far is logged, and becomes the exit status.
     """
-    for held in _OPEN.all():
+    for held in list(_open.values()):
         try:
             if getattr(sys, "last_value", None) is not None:  # it ends by an exception
                 held.exports.end(waits=False)
@@ -343,10 +331,10 @@ def _fail_at_exit() -> None:
 
 def _forget_all() -> None:
     """Ends the use of all stores in a forked child; the parent keeps them."""
-    _OPEN.begin_anew()
-    for held in _OPEN.all():
+    _locks.clear()  # a thread of the parent may hold some
+    for held in _open.values():
         held.disown()
-        _OPEN.forget(held)
+    _open.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all)

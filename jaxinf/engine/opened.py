@@ -4,12 +4,14 @@ Invariant: files, CSDs, workers and a record exist from construction to `close`.
 the first failure nothing more is written.
 """
 
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from jaxinf.csd import Csd, CsdFleet
-from jaxinf.engine.annotations import Annotations
+from jaxinf.documents import encode, parse_json
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.division import longest
 from jaxinf.engine.exports import Exports
@@ -38,7 +40,7 @@ from jaxinf.store import (
     tree_checksum,
     write_carry,
 )
-from jaxinf.typing import AVERAGE
+from jaxinf.typing import AVERAGE, JsonValue
 
 _SPANS = {
     CommitAction.SYNC: "sync",
@@ -46,6 +48,57 @@ _SPANS = {
     CommitAction.MEET: "meet",
     CommitAction.FLIP: "publish",
 }
+
+
+_MOST_PAYLOAD_BYTES = 16 << 20  # the record must stay within the limit of a document
+
+
+class Annotations:
+    """The caller's payloads for the commits of future steps. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._guard = threading.Lock()
+        self._payloads: dict[int, JsonValue] = {}
+        self._last = -1  # the last finished step
+
+    def set(self, step: int, payload: JsonValue) -> None:
+        """Keeps a payload for the commit of a step that has not finished.
+
+        Raises:
+          ValueError: the step is finished already, or the payload holds NaN or Inf.
+          TypeError: the payload has no form in JSON.
+        """
+        raw = encode({"payload": payload})  # nested as it will be in the record
+        payload = parse_json(raw, most_bytes=_MOST_PAYLOAD_BYTES)["payload"]
+        with self._guard:
+            if step <= self._last:
+                raise ValueError(
+                    f"{self._path}: annotate(step={step}): expected a step still to be "
+                    f"committed, the store is at step {self._last}; annotate before "
+                    "the update"
+                )
+            self._payloads[step] = payload
+
+    def take(self, step: int) -> JsonValue:
+        """Returns the payload of the step that ends now, and drops earlier ones."""
+        with self._guard:
+            self._last = step
+            payload = self._payloads.pop(step, None)
+            self._payloads = {s: p for s, p in self._payloads.items() if s > step}
+        return payload
+
+    def go_on_from(self, step: int, payload: JsonValue = None) -> None:
+        """Notes the step that the store is at; -1 before its first.
+
+        Args:
+          payload: that of the step after it, if that was given up and is likely to be
+            run again; it does not replace a newer one.
+        """
+        with self._guard:
+            self._last = step
+            if payload is not None:
+                self._payloads.setdefault(step + 1, payload)
 
 
 class StoreRun:

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import TypeAlias
 
 from jaxinf.csd import CsdFleet, open_csds
-from jaxinf.engine.admission import check_format, check_place, check_roots
+from jaxinf.engine.admission import (
+    check_alone,
+    check_form,
+    check_members,
+    check_place,
+    check_plans,
+    held_summary,
+    is_there,
+    planned_summary,
+)
 from jaxinf.engine.description import StoreDescription, kernel_needs
 from jaxinf.engine.division import (
     check_host_tier,
@@ -18,14 +27,6 @@ from jaxinf.engine.division import (
     cut_subgroups,
     longest,
     subgroup_elements,
-)
-from jaxinf.engine.member_opening import (
-    check_alone,
-    check_members,
-    check_plans,
-    held_summary,
-    own_member,
-    planned_summary,
 )
 from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.options import StoreOptions
@@ -68,9 +69,7 @@ _Csds: TypeAlias = tuple[CsdFleet, list[list[list[SubgroupLayout]]]]
 """Open CSDs, and the store's subgroups by leaf and chunk, of a length they can hold."""
 
 
-def is_there(path: Path) -> bool:
-    """Whether there is a store, or the remains of an interrupted creation."""
-    return (path / "jaxinf.json").exists()
+# --- a store that is there ------------------------------------------------------------
 
 
 def open_place(run: StoreRun) -> OpenStore | None:
@@ -84,51 +83,30 @@ def open_place(run: StoreRun) -> OpenStore | None:
       NotADirectoryError, PermissionError: the path cannot be a store.
       StoreError: as `jaxinf.open_store` documents; the lock is given back.
     """
-    path = run.options.path
+    path, group = run.options.path, run.group
     check_place(path)
     if not is_there(path):
         check_unclaimed(path, run.options.csd_roots)
-    if not run.group.is_alone:
-        return _open_member(run)
-    if is_there(path):
-        return _open(run)
-    _check_restorable(run.options)
-    return None
-
-
-def _check_restorable(options: StoreOptions) -> None:
-    """Refuses to restore if there is no store with a committed step."""
-    if options.restore is not None:
-        raise ValueError(
-            f"{options.path}: expected a store with a checkpoint {options.restore!r} "
-            "to restore, found no committed step"
-        )
-
-
-# --- a store that is there -----------------------------------------------------------
-
-
-def _open(run: StoreRun) -> OpenStore | None:
-    run.lock = StoreLock(run.options.path)
-    return _open_locked(run, run.lock)
-
-
-def _open_member(run: StoreRun) -> OpenStore | None:
-    group, path = run.group, run.options.path
+        if group.is_alone:
+            _check_restorable(run.options)
+            return None
     opened: OpenStore | None = None
 
     def own() -> JsonValue:
         if not is_there(path):
             return None
         run.lock = StoreLock(path)
+        if group.is_alone:
+            return None
         return held_summary(path, group, run.options.restore)
 
     def recover() -> None:
         nonlocal opened
         if run.lock is not None:
-            directory = StoreDirectory.open(path)
-            directory.lock = run.lock
-            to_step([directory], step)
+            if not group.is_alone:
+                directory = StoreDirectory.open(path)
+                directory.lock = run.lock
+                to_step([directory], step)
             opened = _open_locked(run, run.lock)
 
     try:
@@ -142,50 +120,44 @@ def _open_member(run: StoreRun) -> OpenStore | None:
     return opened
 
 
-def _open_locked(run: StoreRun, lock: StoreLock) -> OpenStore | None:
-    try:
-        with lock_exclusively(run.options.path / "checkpoints.lock"):
-            found = _committed(run, lock)
-        if found is None:
-            return None
-        directory, commit = found
-        directory.check_files(directory.committed_slot() or SLOTS[0])
-        return _attach(run, directory, commit)
-    except BaseException:
-        run.release()
-        raise
-
-
-def _committed(
-    run: StoreRun, lock: StoreLock
-) -> tuple[StoreDirectory, CommitRecord] | None:
-    """Returns the store at the step to continue from; removes leftovers."""
-    options, path = run.options, run.options.path
-    if is_unfinished(path):
-        _check_restorable(options)
-        check_never_committed(read_owned(path, options.csd_roots, unmade=True))
-        _LOG.info(
-            "%s: its creation was interrupted before a first step was committed; it "
-            "will be made anew",
-            path,
-        )
-        return None
-    directory = read_owned(path, options.csd_roots)
-    directory.lock = lock
-    check_alone(directory, run.group)
-    check_roots(options, directory.manifest)
-    check_format(options, directory.manifest)
-    tell_shares(options, directory.manifest)
-    commit = None if options.restore else directory.read_commit()
-    claim_csds(directory, options.csd_roots)
-    prune_snapshots(directory)
-    prune_leftovers(directory)
-    directory.prune_replacements()
+def _check_restorable(options: StoreOptions) -> None:
+    """Refuses to restore if there is no store with a committed step."""
     if options.restore is not None:
-        complete_spare(directory)
-        commit = restore_checkpoint(directory, options.restore)
-    assert commit is not None
-    return directory, commit
+        raise ValueError(
+            f"{options.path}: expected a store with a checkpoint {options.restore!r} "
+            "to restore, found no committed step"
+        )
+
+
+def _open_locked(run: StoreRun, lock: StoreLock) -> OpenStore | None:
+    """Opens the store at the step to continue from; removes leftovers."""
+    options, path = run.options, run.options.path
+    with lock_exclusively(path / "checkpoints.lock"):
+        if is_unfinished(path):
+            _check_restorable(options)
+            check_never_committed(read_owned(path, options.csd_roots, unmade=True))
+            _LOG.info(
+                "%s: its creation was interrupted before a first step was committed; "
+                "it will be made anew",
+                path,
+            )
+            return None
+        directory = read_owned(path, options.csd_roots)
+        directory.lock = lock
+        check_alone(directory, run.group)
+        check_form(options, directory.manifest)
+        _warn_of_shares(options, directory.manifest)
+        # A damaged record is refused before anything is written.
+        commit = None if options.restore else directory.read_commit()
+        claim_csds(directory, options.csd_roots)
+        prune_snapshots(directory)
+        prune_leftovers(directory)
+        directory.prune_replacements()
+        if options.restore is not None:
+            complete_spare(directory)
+            commit = restore_checkpoint(directory, options.restore)
+    directory.check_files(directory.committed_slot() or SLOTS[0])
+    return _attach(run, directory, commit)
 
 
 def roll_back(run: StoreRun, opened: OpenStore, place: str) -> OpenStore:
@@ -261,7 +233,7 @@ def _attach(
         raise
 
 
-# --- a store to be made --------------------------------------------------------------
+# --- a store to be made ---------------------------------------------------------------
 
 
 def create(
@@ -278,9 +250,9 @@ def create(
       StoreError: nothing was written; as `jaxinf.smart_update` documents.
       CsdError: a CSD cannot run the optimizer.
     """
-    group, path, made = run.group, run.options.path, []
+    group, path, made = run.group, run.options.path, list[OpenStore]()
     if group.is_alone and run.lock is None and is_there(path):
-        found = _open(run)
+        found = open_place(run)
         if found is not None:
             return found
 
@@ -304,10 +276,17 @@ def _create(
     run: StoreRun, description: StoreDescription, *, uses_budget: bool
 ) -> OpenStore:
     options, path = run.options, run.options.path
-    manifest = _new_manifest(run, description)
+    manifest = _manifest(run, description)
+    if run.lock is not None and is_there(path):
+        leftover = read_owned(path, options.csd_roots, unmade=True)
+        manifest = _manifest(run, description, leftover.manifest.csds)
+        discard_store(leftover, options.csd_roots)
     if uses_budget:
         check_memory(options, manifest)
-    manifest = deal_new_store(options, manifest)
+    shares = options.csd_shares
+    if len(set(shares)) > 1:
+        room = room_for_shares(manifest.csds, None, 2 + options.retention.most)
+        manifest = deal(manifest, shares=shares, room=room)
     directory = StoreDirectory(path, manifest)
     check_space(directory, num_more=options.retention.most)
     csds = _open_csds(run, manifest)
@@ -330,16 +309,6 @@ def _create(
     return _attach(run, directory, None, csds)
 
 
-def _new_manifest(run: StoreRun, description: StoreDescription) -> Manifest:
-    roots, options = list[str](), run.options
-    _master_codec(options, description)  # before something is removed
-    if run.lock is not None and is_there(options.path):
-        leftover = read_owned(options.path, options.csd_roots, unmade=True)
-        roots = list(leftover.manifest.csds)
-        discard_store(leftover, options.csd_roots)
-    return _manifest(run, description, roots)
-
-
 def planned_shape(
     run: StoreRun, description: StoreDescription, member: Member | None = None
 ) -> StoreShape:
@@ -356,15 +325,16 @@ def planned_shape(
 def _manifest(
     run: StoreRun,
     description: StoreDescription,
-    held_roots: list[str] | None = None,
+    held_roots: tuple[str, ...] = (),
     member: Member | None = None,
 ) -> Manifest:
     """Makes a new store's manifest; without options on the roots of another."""
-    options = run.options
-    master = _master_codec(options, description)
-    roots = [str(root) for root in options.csd_roots] or held_roots or []
+    options, group = run.options, run.group
+    roots = [str(root) for root in options.csd_roots] or held_roots
     codec = options.state if options.state in CODECS else ""
-    member = member or own_member(run.group)
+    if member is None and not group.is_alone:
+        member = Member(group.session, group.number, group.count)
+    master = _master_codec(options, description)
     manifest = description.manifest(roots, codec, master, member)
     return replace(manifest, store_id=run.new_id)
 
@@ -383,29 +353,15 @@ def _master_codec(options: StoreOptions, description: StoreDescription) -> str:
     return "bf16"
 
 
-# --- the shares of its drives --------------------------------------------------------
-
-
-def deal_new_store(options: StoreOptions, manifest: Manifest) -> Manifest:
-    """Deals the chunks of a new store by its drives' shares, if these are unequal."""
-    shares = options.csd_shares
-    if len(set(shares)) < 2:
-        return manifest
-    room = room_for_shares(manifest.csds, None, 2 + options.retention.most)
-    return deal(manifest, shares=shares, room=room)
-
-
-def tell_shares(options: StoreOptions, manifest: Manifest) -> None:
+def _warn_of_shares(options: StoreOptions, manifest: Manifest) -> None:
     """Warns if a store's chunks are not dealt as its options ask for."""
     shares = options.csd_shares
-    if not shares or is_dealt_by(manifest, shares):
-        return
-    found = csd_bytes(manifest)
-    _LOG.warning(
-        "%s: csds= asks for shares of %s, and the drives have %s bytes of its chunks; "
-        "only a new store is dealt by csds=. To move chunks: jaxinf store copy, "
-        "with --csd-root and --share for each drive",
-        options.path,
-        " : ".join(f"{share:g}" for share in shares),
-        " : ".join(map(str, found)),
-    )
+    if shares and not is_dealt_by(manifest, shares):
+        _LOG.warning(
+            "%s: csds= asks for shares of %s, and the drives have %s bytes of its "
+            "chunks; only a new store is dealt by csds=. To move chunks: jaxinf store "
+            "copy, with --csd-root and --share for each drive",
+            options.path,
+            " : ".join(f"{share:g}" for share in shares),
+            " : ".join(map(str, csd_bytes(manifest))),
+        )

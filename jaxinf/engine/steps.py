@@ -101,7 +101,7 @@ class StepEngine:
     """Runs the steps of a store. Thread-safe; a step's parts may come in any order."""
 
     def __init__(self, opened: OpenStore) -> None:
-        self._opened = opened
+        self.opened = self._opened = opened
         self._guard = threading.RLock()
         self._ending: Ending | None = None  # of the last step's commit
         self._step: _Step | None = None
@@ -310,11 +310,6 @@ class StepEngine:
         with self._guard:
             self._join_commit()
         self._opened.health.check()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a step has begun and not finished."""
-        return self._step is not None
 
     @property
     def metrics(self) -> StepMetrics | None:

@@ -333,7 +333,8 @@ def _init_eagerly(
             for leaf, sharding in zip(leaves, places, strict=True)
         ]
     if not is_new:
-        opened, records = engine_of(store).opened, store._manifest.leaves
+        opened = engine_of(store).opened
+        records = opened.directory.manifest.leaves
         feedback = [
             read_leaf(opened, number, like, len(records[number].states) - 1)
             for number, like in enumerate(feedback)

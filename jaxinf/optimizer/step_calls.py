@@ -349,7 +349,7 @@ class StepCalls:
             return self._send_as(host, call, None, has_results=has_results)
         numbers = [leaf.number for leaf in leaves]
         chunk_shapes = {
-            n: self._engine.grid(self._description, n).chunk_shape for n in numbers
+            n: self._engine.chunk_shape(self._description, n) for n in numbers
         }
         compress = compressor(compression, chunk_shapes)
         if not compression.warmup_steps:

@@ -145,7 +145,7 @@ def _stored_shardings(
     """
     if engine_of(store).commit is None:
         return shardings
-    if len(store._manifest.leaves) != len(leaves):
+    if len(engine_of(store).directory.manifest.leaves) != len(leaves):
         return shardings  # refused where the store is bound
     return tuple(
         sharding

@@ -216,7 +216,7 @@ def _tree_of(store: Store) -> PyTree:
       StreamError: They are in another tree.
     """
     tree: Any = {}
-    for leaf in store._manifest.leaves:
+    for leaf in engine_of(store).directory.manifest.leaves:
         held = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
         if not leaf.path:
             return held
@@ -226,7 +226,7 @@ def _tree_of(store: Store) -> PyTree:
         inner[leaf.path[-1]] = held
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     if [tuple(key.key for key in path) for path in paths] != [
-        leaf.path for leaf in store._manifest.leaves
+        leaf.path for leaf in engine_of(store).directory.manifest.leaves
     ]:
         raise StreamError(
             f"{store.path}: its params are no nested dicts; tell their tree first: "

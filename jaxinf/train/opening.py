@@ -13,7 +13,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf.command_line import UsageError
-from jaxinf.engine import Store, divide_for, open_store
+from jaxinf.engine import Store, divide_for, engine_of, open_store
 from jaxinf.errors import StoreMismatchError
 from jaxinf.exchange import keep_tokenizer, tokenizer_files
 from jaxinf.store import required_bytes
@@ -103,7 +103,7 @@ def refused_as_usage() -> Iterator[None]:
 
 def stored_bytes(store: Store) -> int:
     """Returns the bytes of a store on its drives, with both slots."""
-    return sum(required_bytes(store._directory).values())
+    return sum(required_bytes(engine_of(store).directory).values())
 
 
 def costs_of(store: Store, step: int, drive_bytes: int) -> dict[str, Any]:

@@ -280,4 +280,4 @@ def test_what_arrives_late_of_a_step_that_failed(drive):
     reopened.engine.bind(reopened.description)
     with pytest.raises(StaleStateError, match="of step 2, the store is at step 3"):
         reopened.store._engine.steps.update(2, late)
-    assert not reopened.store._engine.steps.is_open
+    assert reopened.store._engine.steps._step is None

@@ -2,7 +2,6 @@
 
 import pytest
 
-from jaxinf.engine.open_stores import OpenStores
 from jaxinf.errors import StoreLockedError
 
 
@@ -15,7 +14,7 @@ def test_a_run_whose_lock_was_removed_commits_nothing_more(
     first.store.wait()
     (first.store.path / "lock").unlink()
     # As in another process, which knows nothing of the stores that are open here.
-    monkeypatch.setattr("jaxinf.engine.open_stores._OPEN", OpenStores())
+    monkeypatch.setattr("jaxinf.engine.open_stores._open", {})
     second = drive(first.store.path).init().steps(1)
     second.check(3)
     with pytest.raises(StoreLockedError, match="found it removed or replaced"):

@@ -170,9 +170,9 @@ def test_abandoned_steps_leave_no_trace(drive, num_csds):
     for step in range(4):
         for order in (None, [3, 1], []):
             driver.update(order, gradient=np.nan)
-            assert driver.store._engine.steps.is_open or order == []
+            assert driver.store._engine.steps._step is not None or order == []
             driver.store._engine.steps.abandon()
-            assert not driver.store._engine.steps.is_open
+            assert driver.store._engine.steps._step is None
             driver.check(step)
         driver.update()
         driver.finish(skipped_steps=3 * step)

@@ -32,7 +32,7 @@ def child():
         answer = {"type": type(error).__name__, "text": str(error)}
     os.write(1, json.dumps(answer).encode() + b"\\n")
     os.read(end, 1)
-    driver.training.close()
+    driver.engine.close()
     os._exit(0)
 
 for number in range(num_processes):

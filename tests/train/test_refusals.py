@@ -12,7 +12,6 @@ from families import family
 
 import jaxinf
 from jaxinf.command_line import UsageError
-from jaxinf.engine.open_stores import OpenStores
 from jaxinf.store import StoreDirectory, seal
 from jaxinf.train.__main__ import main
 from jaxinf.train.freezing import check_source
@@ -98,7 +97,7 @@ def test_locked_store(run, tmp_path, capsys, monkeypatch):
     assert run("--store", tmp_path / "store", "--steps", 1) == 0
     with jaxinf.open_store(tmp_path / "store"):
         # As in another process, which knows nothing of the stores that are open here.
-        monkeypatch.setattr("jaxinf.engine.open_stores._OPEN", OpenStores())
+        monkeypatch.setattr("jaxinf.engine.open_stores._open", {})
         assert run("--store", tmp_path / "store", "--steps", 2) == 1
     err = capsys.readouterr().err
     assert "only writer" in err
