@@ -5,6 +5,8 @@ Invariant: nothing here starts JAX's backend.
 
 import contextlib
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -28,7 +30,8 @@ except ImportError:
 class Coordination:
     """The coordination service that `jax.distributed.initialize` has connected to.
 
-    Its calls are host-side gRPC; all block, without the GIL. Thread-safe.
+    Its calls are host-side gRPC; all block, without the GIL. Thread-safe. JAX waits
+    without end for a service whose process is stopped, so each has a limit here.
 
     Attributes:
       process: number of this process.
@@ -40,9 +43,9 @@ class Coordination:
         self.process = process
         self.num_processes = num_processes
 
-    def put(self, key: str, value: str, *, again: bool = False) -> None:
+    def put(self, key: str, value: str, limit_s: float, *, again: bool = False) -> None:
         """Sets a key, once or again."""
-        self._client.key_value_set(key, value, again)
+        self._in_time(limit_s, self._client.key_value_set, key, value, again)
 
     def get(self, key: str, timeout_s: float) -> str | None:
         """Waits for the value of a key; None if there is none in time."""
@@ -54,24 +57,43 @@ class Coordination:
                 raise
             return None
 
-    def leave(self, timeout_s: float) -> None:
-        """Leaves the service when all processes do, or gives up; this one ends then."""
-
-        def shut_down() -> None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is gone
-                self._client.shutdown()
-
-        leaving = threading.Thread(target=shut_down, name="jaxinf-leave", daemon=True)
-        leaving.start()
-        leaving.join(timeout_s)
-
-    def remove(self, folder: str) -> None:
+    def remove(self, folder: str, limit_s: float) -> None:
         """Removes the keys below a name."""
-        self._client.key_value_delete(f"{folder}/")
+        self._in_time(limit_s, self._client.key_value_delete, f"{folder}/")
 
-    def below(self, folder: str) -> dict[str, str]:
+    def below(self, folder: str, limit_s: float) -> dict[str, str]:
         """Returns the keys that begin with a name and a slash, with their values."""
-        return dict(self._client.key_value_dir_get(f"{folder}/"))
+        found = self._in_time(limit_s, self._client.key_value_dir_get, f"{folder}/")
+        return dict(found)
+
+    def leave(self, limit_s: float) -> None:
+        """Leaves the service when all processes do, or gives up; this one ends then."""
+        with contextlib.suppress(
+            jax.errors.JaxRuntimeError, TimeoutError
+        ):  # it is gone
+            self._in_time(limit_s, self._client.shutdown)
+
+    def _in_time(self, limit_s: float, call: Callable[..., Any], *args: Any) -> Any:
+        """Returns what a call returns, on a thread that may be left behind.
+
+        Raises:
+          TimeoutError: it did not return in time.
+        """
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(call(*args))
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, name="jaxinf-service", daemon=True).start()
+        try:
+            return done.result(limit_s)
+        except TimeoutError:
+            if done.done():
+                raise  # the call's own
+            raise TimeoutError(f"no answer in {limit_s:g} s") from None
 
 
 def coordination() -> Coordination | None:

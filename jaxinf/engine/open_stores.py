@@ -25,7 +25,7 @@ from jaxinf.engine.options import (
 )
 from jaxinf.engine.retention import KeepSteps
 from jaxinf.engine.store import Store
-from jaxinf.processes import Group, all_processes
+from jaxinf.processes import Group, all_processes, leave_deserted
 from jaxinf.store import member_name
 from jaxinf.terminal import given_bytes
 from jaxinf.typing import PathLikeStr
@@ -41,7 +41,7 @@ _LOG = logging.getLogger("jaxinf")
 
 
 _ALIKE = ("durability", "keep_steps", "restore", "master", "state")
-_ALIKE += ("export_every", "export_to")
+_ALIKE += ("export_to", "export_every")
 """Options that all processes of a run must give alike, as they decide about commits."""
 
 # Strong references: a store without other references may have a commit in flight.
@@ -124,6 +124,7 @@ def open_store(
     In a program of several processes (`jax.distributed.initialize`), all open one path,
     and each has its member of the run in it, ``path/process-00000`` and so on; or each
     has a path and a store of its own. ``{process}`` in `csds` is the process's number.
+    Of one run only `csds`, `csd`, `memory_bytes` and `tiers` may differ.
 
     Raises:
       ValueError: an argument is out of range, or differs from the open store's; or
@@ -316,6 +317,7 @@ def _close_all() -> None:
             _fail_at_exit()
         if held.health.error is not None:
             compat.forget_failed_tokens()
+    leave_deserted()
 
 
 def _fail_at_exit() -> None:

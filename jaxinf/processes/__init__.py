@@ -3,7 +3,7 @@
 Invariant: no collective of the devices is involved, and a group of one asks nobody.
 """
 
-from jaxinf.processes.ending import end_unless
+from jaxinf.processes.ending import end_unless, leave_deserted
 from jaxinf.processes.group import Group, all_processes, join_group
 
 __all__ = [
@@ -11,4 +11,5 @@ __all__ = [
     "all_processes",
     "end_unless",
     "join_group",
+    "leave_deserted",
 ]

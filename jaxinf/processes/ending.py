@@ -4,13 +4,15 @@ Invariant: all leave JAX's service together, the process that has it last.
 """
 
 import atexit
+import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 
-from jaxinf.processes.group import Group
+from jaxinf import compat
+from jaxinf.processes.group import Group, deserted
 
 _GRACE_S = 10.0
 _LEAVE_S = 1.5
@@ -61,6 +63,20 @@ def end_process(group: Group, status: int) -> None:
     else:
         group.service.leave(leave_s)
     os._exit(status)
+
+
+def leave_deserted() -> None:
+    """Ends this process with status 1 if another one is silent; called at its exit.
+
+    JAX would wait for that one until its heartbeats count as missing, and abort then.
+    """
+    if deserted and compat.coordination() is not None:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with _ending:
+            _is_exiting.clear()  # JAX has not begun to leave
+            end_process(deserted[0], 1)
 
 
 def _exit() -> None:

@@ -38,6 +38,9 @@ _LAST_LOOK_S = 0.001
 _LOG = logging.getLogger("jaxinf")
 _numbers = itertools.count(1)
 
+deserted: list["Group"] = []
+"""Groups of this process in which another one was silent for too long."""
+
 
 class Group:
     """Processes that make the same calls in one order; one alone without a service.
@@ -168,6 +171,7 @@ class Group:
                 n: t for n, t in self.said("closed").items() if n in absent
             } | failed
         if silent := [n for n in absent if n not in failed]:
+            deserted.append(self)
             # They may come later, and must not go on then.
             self.say("failed", f"it waited for process {_listed(silent)} in vain")
             raise ProcessError(
@@ -229,7 +233,8 @@ class Group:
         """Returns what processes have said of a topic so far, by number."""
         if self.service is None:
             return {}
-        found = self.service.below(self._key(topic))
+        with self._serving(topic):
+            found = self.service.below(self._key(topic), self.limit_s)
         return {int(k.rpartition("/")[2]): json.loads(v) for k, v in found.items()}
 
     def hear(self, topic: str, number: int) -> Any:
@@ -250,19 +255,24 @@ class Group:
         if self.service is not None:
             with self._serving(topic):
                 key = f"{self._key(topic)}/{self.number}"
-                self.service.put(key, text, again=again)
+                self.service.put(key, text, self.limit_s, again=again)
 
     def forget(self, topic: str) -> None:
         """Removes what all have said of a topic."""
         if self.service is not None:
-            self.service.remove(self._key(topic))
+            with self._serving(topic):
+                self.service.remove(self._key(topic), self.limit_s)
 
     @contextlib.contextmanager
     def _serving(self, what: str) -> Iterator[None]:
         """Names the process that is gone if the service does not answer."""
         try:
             yield
+        except ProcessError:
+            raise
         except Exception as error:
+            if isinstance(error, TimeoutError):
+                deserted.append(self)
             raise ProcessError(
                 f"{self.where}: {what}: expected JAX's coordination service in process "
                 f"0, found {_text(error)}. Start the run again",
@@ -319,6 +329,7 @@ class Group:
         failed, closed = self._failed(), self.said("closed")
         if failed := failed or {n: closed[n] for n in missing if n in closed}:
             return self._failed_error(failed, what)
+        deserted.append(self)
         return ProcessError(
             f"{self.where}: {what}: expected all {self.count} processes to make this "
             f"call within {self.limit_s:g} s, found none of process "

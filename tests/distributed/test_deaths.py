@@ -14,6 +14,7 @@ pytestmark = pytest.mark.optimized("long")
 only_long = pytest.mark.skipif(not LONG, reason="takes heartbeats; JAXINF_FAULTS=long")
 PACE = ("--steps", 40, "--pace", 0.3, "--layout", "replicated")
 QUICK = ("--limit", 8)
+_START_S = 40  # of a process, on a busy machine
 
 
 def seconds_to_end(processes, number):
@@ -32,6 +33,42 @@ def test_a_process_that_hangs_in_a_commit_is_named_and_the_others_end(tmp_path):
             assert "ProcessError" in processes.output(number), processes
             assert "found none of process 2" in processes.output(number), processes
         assert seconds_to_end(processes, 2) == -6  # by JAX: the service is gone
+
+
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    [
+        (1, "meet:4"),
+        (1, "checkpoint:1"),
+        pytest.param(0, "meet:4", marks=only_long),
+        pytest.param(0, "checkpoint:1", marks=only_long),
+    ],
+)
+def test_a_process_that_is_stopped_is_named_and_nothing_is_half_committed(
+    alone, tmp_path, victim, point
+):
+    """It stops where the others wait for it: in a barrier, or in what all agree on."""
+    expected = losses(alone("--steps", 8, "--layout", "replicated"))
+    arguments = (tmp_path / "store", "--layout", "replicated")
+    limits = (*QUICK, "--heartbeat", 90)
+    own, other = {victim: ["--stop", point]}, 1 - victim
+    first = (*arguments, *limits, "--steps", 6, "--checkpoint-at", 3)
+    with running(tmp_path, *first, own=own) as processes:
+        status = processes.all[other].wait(_START_S + 2 * QUICK[1])
+        assert status == 1, processes  # not by JAX's heartbeats, after longer
+        named = rf"ProcessError: .*(of process|process) {victim}\b"
+        assert re.search(named, processes.output(other)), processes
+        assert processes.all[victim].poll() is None, processes
+        processes.all[victim].send_signal(signal.SIGCONT)
+        assert seconds_to_end(processes, victim) not in (0, None), processes
+    place = tmp_path / "second"
+    place.mkdir()
+    with running(place, *arguments, "--more", 2) as after:
+        assert after.wait() == [0, 0], after
+        found = [losses(output) for output in after.outputs()]
+    assert found[0] == found[1]
+    assert 2 <= min(found[0]) <= 4, after
+    assert all(bits == expected[step] for step, bits in found[0].items()), after
 
 
 def test_a_drive_error_of_one_process_reaches_all_with_its_cause(tmp_path):

@@ -20,6 +20,8 @@ EXPECTED = {
     "different_paths": "ProcessError: .*expected one path in all 3 processes",
     "missing_process": None,
     "checkpoint_of_one": None,
+    "export_of_one": "ProcessError: .*export_to=.*file:.* in process 1, and null in ",
+    "bad_option_of_one": "Error: .*expected at least 1 step",
     "another_call": "ProcessError: .*it makes another call, (checkpoint alone|a snap)",
     "no_mesh": "DeviceConfigurationError: .*expected params on a mesh of all 3",
     "mesh_of_some": "DeviceConfigurationError: .*(found none of process 2|found none;)",

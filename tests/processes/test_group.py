@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxinf import processes
+from jaxinf import compat, processes
 from jaxinf.errors import ProcessError
 
 
@@ -27,7 +27,7 @@ class Service:
     def __init__(self, board, process, num_processes):
         self.board, self.process, self.num_processes = board, process, num_processes
 
-    def put(self, key, value, *, again=False):
+    def put(self, key, value, limit_s, *, again=False):
         with self.board.changed:
             assert again or key not in self.board.keys, key
             self.board.keys[key] = value
@@ -38,7 +38,7 @@ class Service:
             self.board.changed.wait_for(lambda: key in self.board.keys, timeout_s)
             return self.board.keys.get(key)
 
-    def below(self, folder):
+    def below(self, folder, limit_s):
         with self.board.changed:
             return {
                 k: v
@@ -46,9 +46,9 @@ class Service:
                 if k[: len(folder) + 1] == f"{folder}/"
             }
 
-    def remove(self, folder):
+    def remove(self, folder, limit_s):
         with self.board.changed:
-            for key in self.below(folder):
+            for key in self.below(folder, limit_s):
                 del self.board.keys[key]
 
 
@@ -65,6 +65,20 @@ def in_each(groups, action):
     with ThreadPoolExecutor(len(groups)) as threads:
         made = [threads.submit(action, group) for group in groups]
         return [one.exception() or one.result() for one in made]
+
+
+def test_a_service_that_is_stopped_is_not_waited_for_without_end():
+    released = threading.Event()
+
+    class Client:
+        def key_value_dir_get(self, folder):
+            released.wait()
+
+    group = processes.Group("run", compat.Coordination(Client(), 1, 2), limit_s=0.1)
+    with pytest.raises(ProcessError, match=r"process 0, found .*no answer in 0\.1 s"):
+        group.said("failed")
+    released.set()
+    assert processes.group.deserted.pop() is group
 
 
 def test_one_alone_asks_nobody():

@@ -74,6 +74,7 @@ def parsed(arguments):
     parser.add_argument("--carry", action="store_true", help="a mean of the losses")
     parser.add_argument("--kill", help="POINT:NUMBER:before or after")
     parser.add_argument("--hang", help="POINT:NUMBER")
+    parser.add_argument("--stop", help="POINT:NUMBER: until SIGCONT")
     parser.add_argument("--fail", help="STEP:CALL:PATH: EIO from then on")
     parser.add_argument("--clock", type=int, help="seconds by which it is wrong")
     parser.add_argument("--stops", action="store_true", help="after SIGTERM")
@@ -150,6 +151,20 @@ def hang_at(point, number):
     setattr(place, name, called)
 
 
+def stop_at(point, number):
+    """Makes the process stop itself before the n-th call of a function."""
+    place, name = POINTS[point]
+    original, left = getattr(place, name), [int(number)]
+
+    def called(*args, **kwargs):
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return original(*args, **kwargs)
+
+    setattr(place, name, called)
+
+
 def break_drive(call, path):
     """Makes calls of the operating system on a path fail; see tests/faults/shim.c."""
     shim = ctypes.CDLL(None)
@@ -185,6 +200,8 @@ def begin(given):
         die_at(*given.kill.split(":"))
     if given.hang:
         hang_at(*given.hang.split(":"))
+    if given.stop:
+        stop_at(*given.stop.split(":"))
     if given.distributed:
         address, *numbers = given.distributed.split(",")
         jax.distributed.initialize(

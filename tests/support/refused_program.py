@@ -198,6 +198,17 @@ def restored_after_a_backup(place, mesh, number):
         assert store.step == 1
 
 
+def export_of_one(place, mesh, number):
+    del mesh
+    export = {"export_every": 2, "export_to": f"file://{place}/export"}
+    jaxinf.open_store(place / "options", **(export if number == 1 else {}))
+
+
+def bad_option_of_one(place, mesh, number):
+    del mesh
+    jaxinf.open_store(place / "options", durability=0 if number == 1 else "step")
+
+
 def missing_process(place, mesh, number):
     del mesh
     if number == 0:
@@ -313,6 +324,8 @@ CASES = (
     from_a_backup,
     restored_after_a_backup,
     another_call,
+    export_of_one,
+    bad_option_of_one,
     checkpoint_of_one,
     missing_process,  # last, as it puts the calls out of step
 )
