@@ -25,7 +25,6 @@ from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.options import Durability, MasterChoice
 from jaxinf.engine.reading import check_like, read_leaf
 from jaxinf.engine.redivision import divide_for
-from jaxinf.engine.replicas import put_together, replicas_differ, sum_bits
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.sharding import (
     callers,
@@ -34,8 +33,11 @@ from jaxinf.engine.sharding import (
     has_shared_parts,
     local_shards,
     part_holders,
+    put_together,
+    replicas_differ,
     shard_counts,
     shard_holders,
+    sum_bits,
 )
 from jaxinf.engine.state import (
     FirstParams,

@@ -21,7 +21,7 @@ from jaxinf.engine.dispatched import wait_for_dispatched
 from jaxinf.engine.divergence import RESTART
 from jaxinf.engine.division import check_memory
 from jaxinf.engine.opened import OpenStore, StoreRun
-from jaxinf.engine.optax_state import given_step, publish_step, write_step
+from jaxinf.engine.optax_state import load_step
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.place import begin_anew, create, open_place, planned_shape, roll_back
 from jaxinf.engine.retention import archive, check_room
@@ -331,7 +331,7 @@ class Engine(StoreRun):
           ProcessError: another process failed.
         """
         with self._guard, self.paused():
-            layout, opened, in_all = self.layout, self.opened, self.group.in_all
+            layout, opened = self.layout, self.opened
             if opened.is_new or opened.finished.step:
                 raise StoreMismatchError(
                     f"{self.options.path}: load: expected a store at step 0, found "
@@ -339,16 +339,7 @@ class Engine(StoreRun):
                     f"params), {RESTART}"
                 )
             self.steps.abandon()
-            given = in_all(
-                f"load of step {step}",
-                lambda: given_step(opened, layout, params, state),
-            )
-            try:
-                in_all(f"load of step {step}", lambda: write_step(opened, given))
-            except BaseException:
-                opened.chunks.forget_step()  # another process may have failed
-                raise
-            publish_step(opened, given, step)
+            load_step(opened, layout, params, state, step)
             self.binding.release()
 
     # --- steps under way -------------------------------------------------------------

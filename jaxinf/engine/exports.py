@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from jaxinf.engine.options import StoreOptions
@@ -57,24 +57,8 @@ class ExportInfo:
     problem: str = ""
 
 
-class _Export:
-    """A step that is due, and its export in a thread of its own."""
-
-    def __init__(self, step: int, url: str) -> None:
-        self.info = ExportInfo(step, url, "under way")
-        self.stop, self.ended = threading.Event(), threading.Event()
-        self.done_bytes, self.total_bytes = 0, 0
-
-    def note(self, done_bytes: int, total_bytes: int) -> None:
-        self.done_bytes, self.total_bytes = done_bytes, total_bytes
-
-    def __str__(self) -> str:
-        done, total = format_bytes(self.done_bytes), format_bytes(self.total_bytes)
-        return f"step {self.info.step}, of which {done} of {total} are exported"
-
-
 class Exports:
-    """The exports of a store. Thread-safe.
+    """The exports of a store, one at a time. Thread-safe.
 
     Raises:
       ExchangeError: the run has several processes, none of which can be sure to see
@@ -91,9 +75,12 @@ class Exports:
                 f"beside the run: jaxinf checkpoint export {path} URL --checkpoint NAME"
             )
         self._options = options
-        self._due: list[_Export] = []
-        self._current: _Export | None = None
+        self._infos: dict[int, ExportInfo] = {}
         self._is_checked = False
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()  # of the thread's export, as are:
+        self._step = 0
+        self._bytes = 0, 0
 
     def check(self, step: int) -> None:
         """Refuses a place that cannot be used, once, before the first step; blocks.
@@ -111,9 +98,7 @@ class Exports:
 
     def infos(self) -> list[ExportInfo]:
         """Returns the steps that were due so far, the last one perhaps under way."""
-        return [export.info for export in self._due]
-
-    # --- a step --------------------------------------------------------------------
+        return list(self._infos.values())
 
     def begin(self, directory: StoreDirectory, step: int) -> None:
         """Begins the export of the step just committed, or skips it.
@@ -121,70 +106,77 @@ class Exports:
         Called before the next step writes; blocks while the step is pinned. What
         prevents the export is logged.
         """
-        url = self._options.export_to
-        assert url is not None
-        export, last = _Export(step, url_of_step(url, step)), self._current
-        self._due.append(export)
-        if last is not None and not last.ended.is_set():
-            export.info = replace(export.info, outcome="skipped")
+        if self._thread is not None and self._thread.is_alive():
+            self._note(step, "skipped")
             _LOG.warning(
                 "%s: step %d is not exported, since an earlier one is still under way: "
                 "%s; training goes on. Export fewer steps",
                 self._options.path,
                 step,
-                last,
+                self._progress(),
             )
             return
+        self._note(step, "under way")
+        self._step, self._bytes, self._stop = step, (0, 0), threading.Event()
         pin = contextlib.ExitStack()
         try:
             check_pinnable(directory)
             pinned = pin.enter_context(pinned_step(directory))
-            self._current = export
-            threading.Thread(
-                target=self._run,
-                args=(export, pinned, pin),
-                name="jaxinf-export",
-                daemon=True,
-            ).start()
+            self._thread = threading.Thread(
+                target=self._run, args=(pinned, pin), name="jaxinf-export", daemon=True
+            )
+            self._thread.start()
         except (JaxinfError, OSError, RuntimeError) as error:
+            self._thread = None
             pin.close()
-            self._end(export, error)
+            self._note_failure(error)
 
-    def _run(
-        self, export: _Export, pinned: PinnedStep, pin: contextlib.ExitStack
-    ) -> None:
-        problem: Exception | None = None
+    def _run(self, pinned: PinnedStep, pin: contextlib.ExitStack) -> None:
         try:
             with pin:
-                self._write(export, pinned)
+                step = step_of(pinned.directory, pinned.path)
+                step.check()
+                transit = Transit(
+                    least_memory(step.manifest),
+                    progress=self._note_progress,
+                    stop=self._stop,
+                )
+                url = self._infos[self._step].url
+                beside = files_beside(self._options.path)
+                export_url(step, url, beside=beside, transit=transit)
+            self._note(self._step, "exported")
         except Exception as error:
-            problem = error
-        self._end(export, problem)
+            self._note_failure(error)
 
-    def _end(self, export: _Export, error: Exception | None) -> None:
-        outcome, problem = "exported", ""
-        if error is not None:
-            outcome, problem = "failed", f"{type(error).__name__}: {error}"
-            _LOG.warning(
-                "%s: step %d is not exported to %s: %s. What is there, if anything, is "
-                "no export yet%s",
-                self._options.path,
-                export.info.step,
-                export.info.url,
-                problem,
-                "" if export.stop.is_set() else "; training goes on",
-            )
-        export.info = replace(export.info, outcome=outcome, problem=problem)
-        export.ended.set()
+    def _note(
+        self,
+        step: int,
+        outcome: Literal["exported", "skipped", "failed", "under way"],
+        problem: str = "",
+    ) -> None:
+        assert self._options.export_to is not None
+        url = url_of_step(self._options.export_to, step)
+        self._infos[step] = ExportInfo(step, url, outcome, problem)
 
-    def _write(self, export: _Export, pinned: PinnedStep) -> None:
-        step = step_of(pinned.directory, pinned.path)
-        step.check()
-        transit = Transit(
-            least_memory(step.manifest), progress=export.note, stop=export.stop
+    def _note_failure(self, error: Exception) -> None:
+        problem = f"{type(error).__name__}: {error}"
+        self._note(self._step, "failed", problem)
+        _LOG.warning(
+            "%s: step %d is not exported to %s: %s. What is there, if anything, is "
+            "no export yet%s",
+            self._options.path,
+            self._step,
+            self._infos[self._step].url,
+            problem,
+            "" if self._stop.is_set() else "; training goes on",
         )
-        beside = files_beside(self._options.path)
-        export_url(step, export.info.url, beside=beside, transit=transit)
+
+    def _note_progress(self, done_bytes: int, total_bytes: int) -> None:
+        self._bytes = done_bytes, total_bytes
+
+    def _progress(self) -> str:
+        done, total = map(format_bytes, self._bytes)
+        return f"step {self._step}, of which {done} of {total} are exported"
 
     # --- the end -------------------------------------------------------------------
 
@@ -197,19 +189,17 @@ class Exports:
           waits: whether it waits. Ctrl-C gives the export up, and is raised.
           progress: called from time to time with the bytes done and those in all.
         """
-        export = self._current
-        if export is None or export.ended.is_set():
+        thread, stop = self._thread, self._stop
+        if thread is None or not thread.is_alive():
             return
         try:
-            while waits and not export.ended.wait(_LOOK_S):
+            while waits and thread.is_alive():
+                thread.join(_LOOK_S)
                 if progress is not None:
-                    progress(export.done_bytes, export.total_bytes)
-        except KeyboardInterrupt:
-            export.stop.set()
-            export.ended.wait()
-            raise
-        export.stop.set()
-        export.ended.wait()
+                    progress(*self._bytes)
+        finally:
+            stop.set()
+            thread.join()
 
     def close(self, *, waits: bool) -> None:
         """As `end`, and says that it waits, if that is not for a moment."""
@@ -220,7 +210,7 @@ class Exports:
                 _LOG.warning(
                     "%s: closing waits for the export of %s; Ctrl-C gives it up",
                     self._options.path,
-                    self._current,
+                    self._progress(),
                 )
 
         self.end(waits=waits, progress=tell)

@@ -51,18 +51,6 @@ class Place(NamedTuple):
     dtype: np.dtype
 
 
-class GivenStep(NamedTuple):
-    """Arrays that are to become a step.
-
-    Attributes:
-      stored: leaf, number of its state, and the array.
-      scalars: the scalar state.
-    """
-
-    stored: Sequence[tuple[int, int, Any]]
-    scalars: Sequence[ScalarState]
-
-
 def placed_leaves(
     opened: OpenStore, layout: StateLayout, state: PyTree, what: str
 ) -> Mapping[Place, Any]:
@@ -100,70 +88,83 @@ def placed_leaves(
     return found
 
 
-def given_step(
-    opened: OpenStore, layout: StateLayout, params: Sequence[Any], state: PyTree
-) -> GivenStep:
-    """Checks arrays that are to become a step; reads none but scalars.
+def load_step(
+    opened: OpenStore,
+    layout: StateLayout,
+    params: Sequence[Any],
+    state: PyTree,
+    step: int,
+) -> None:
+    """Commits params and an optax state as a step; all processes call it; blocks.
+
+    After an exception the step may be loaded anew.
 
     Args:
       params: leaves of the store's shapes, of 16 or 32 bits.
 
     Raises:
       StoreMismatchError: as `placed_leaves`, or a leaf has another dtype.
+      ProcessError: another process failed.
     """
-    placed = placed_leaves(opened, layout, state, "opt_state")
-    stored = [(number, 0, leaf) for number, leaf in enumerate(params)]
-    scalars = list(opened.finished.scalar_state)
-    for place in _places(opened, layout):
-        if place not in placed:  # an average begins as a copy of the params
-            if place.leaf is not None:
-                stored.append((place.leaf, place.number, params[place.leaf]))
-            continue
-        leaf = data_of(placed[place])
-        where = f"{opened.options.path}: opt_state: leaf {place.name}"
-        _check_dtype(where, leaf, place.dtype)
-        if place.leaf is not None:
-            stored.append((place.leaf, place.number, leaf))
-        else:
-            value = np.array(leaf, place.dtype)
-            scalars[place.number] = ScalarState(scalars[place.number].path, value)
-    return GivenStep(stored, scalars)
+    what, group = f"load of step {step}", opened.group
+    stored, scalars = group.in_all(what, lambda: _given(opened, layout, params, state))
 
-
-def write_step(opened: OpenStore, given: GivenStep) -> None:
-    """Writes the arrays to the slot that the next commit publishes; blocks.
-
-    After an exception the step may be written anew.
-    """
-    handler = opened.handler
-    handler.prefetch(())  # forgets what was read of step 0
-    opened.begin_slot()
-    handler.defer_writes(False)
-    try:
-        for leaf, state, array in given.stored:
+    def write() -> None:
+        opened.handler.prefetch(())  # forgets what was read of step 0
+        opened.begin_slot()
+        opened.handler.defer_writes(False)
+        for leaf, number, array in stored:
             for origin, values in _parts(opened, leaf, array):
-                _write_part(opened, leaf, state, origin, [values])
+                _write_part(opened, leaf, number, origin, [values])
                 del values  # frees a deferred leaf before the next is read
-            handler.drain()
-    except BaseException:
-        handler.drain()
+            opened.handler.drain()
+
+    try:
+        group.in_all(what, write)
+    except BaseException:  # perhaps of another process
+        opened.handler.drain()
         opened.chunks.forget_step()
         raise
-
-
-def publish_step(opened: OpenStore, given: GivenStep, step: int) -> None:
-    """Commits what `write_step` has written."""
     opened.chunks.end_step()
     opened.finished = CommitRecord(
-        step=step,
-        scalar_state=tuple(given.scalars),
-        payload=opened.annotations.take(step),
+        step=step, scalar_state=tuple(scalars), payload=opened.annotations.take(step)
     )
     try:
         opened.publish()
     except BaseException as error:
         opened.health.fail(error)
         raise
+
+
+def _given(
+    opened: OpenStore, layout: StateLayout, params: Sequence[Any], state: PyTree
+) -> tuple[list[tuple[int, int, Any]], list[ScalarState]]:
+    """Returns arrays by leaf and number of the state, and scalars; reads these alone.
+
+    An average that is not given begins as a copy of the params.
+    """
+    placed = placed_leaves(opened, layout, state, "opt_state")
+    stored = [(number, 0, leaf) for number, leaf in enumerate(params)]
+    scalars = list(opened.finished.scalar_state)
+    for place in _places(opened, layout):
+        if place not in placed:
+            if place.leaf is not None:
+                stored.append((place.leaf, place.number, params[place.leaf]))
+            continue
+        leaf = data_of(placed[place])
+        found, expected = np.dtype(leaf.dtype), place.dtype
+        is_narrow = expected == FLOAT32 and found in FLOAT_DTYPES
+        if found != expected and not is_narrow:  # it would not hold it exactly
+            raise StoreMismatchError(
+                f"{opened.options.path}: opt_state: leaf {place.name}: expected "
+                f"{expected}, found {found}; cast it first"
+            )
+        if place.leaf is not None:
+            stored.append((place.leaf, place.number, leaf))
+        else:
+            path = scalars[place.number].path
+            scalars[place.number] = ScalarState(path, np.array(leaf, expected))
+    return stored, scalars
 
 
 def scalar_array(value: Array, like: Any) -> jax.Array:
@@ -209,16 +210,6 @@ def data_of(leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.eval_shape(key_data, leaf)
     return key_data(leaf) if hasattr(leaf, "dtype") else np.asarray(leaf)
-
-
-def _check_dtype(where: str, leaf: Any, expected: np.dtype) -> None:
-    """Refuses a dtype that the expected one does not hold exactly."""
-    found = np.dtype(leaf.dtype)
-    is_narrow = expected == FLOAT32 and found in FLOAT_DTYPES
-    if found != expected and not is_narrow:
-        raise StoreMismatchError(
-            f"{where}: expected {expected}, found {found}; cast it first"
-        )
 
 
 def _parts(

@@ -13,8 +13,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.replicas import gathered_replicas, gathered_whole, own_parts
-from jaxinf.engine.sharding import boxes_with_holders
+from jaxinf.engine.sharding import (
+    boxes_with_holders,
+    gathered_whole,
+    own_parts,
+    put_together,
+)
 from jaxinf.engine.state import committed_step, read_state
 from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import covers
@@ -82,7 +86,7 @@ def read_leaf(opened: OpenStore, number: int, like: Any, *states: int) -> jax.Ar
 
     sharding = getattr(like, "sharding", None)
     if not opened.group.is_alone:
-        return _read_parts(opened, number, shape, dtype, sharding, read_box)
+        return _read_parts(opened, number, shape, sharding, read_box)
     # As uncommitted as `like`; otherwise a jitted step would be compiled again.
     if sharding is None or not getattr(like, "committed", True):
         return jax.device_put(read(tuple(slice(None) for _ in shape)))
@@ -93,7 +97,6 @@ def _read_parts(
     opened: OpenStore,
     number: int,
     shape: tuple[int, ...],
-    dtype: np.dtype,
     sharding: Any,
     read_box: Callable[[Sequence[int], Sequence[int]], np.ndarray],
 ) -> jax.Array:
@@ -107,8 +110,8 @@ def _read_parts(
     is_global = isinstance(sharding, NamedSharding)
     is_global = is_global and isinstance(sharding.mesh, Mesh)
     if is_global and _fits(opened, number, sharding, shape):
-        own = in_all(what, lambda: own_parts(sharding, shape, dtype, read_box))
-        return gathered_replicas(sharding, shape, own)
+        own = in_all(what, lambda: own_parts(sharding, shape, read_box))
+        return put_together(own)
     part = in_all(what, lambda: read_box([0] * len(shape), shape))
     whole = gathered_whole(part)
     if sharding is None or not is_global:

@@ -1,18 +1,31 @@
-"""The shards of an array over the JAX devices of this process, and of others.
+"""Arrays over the JAX devices of this process, and of others.
 
-Invariant: of several replicas of a shard only one counts.
+     process 0:  a b 0 0 ─┐
+     process 1:  0 0 c d ─┴─► sum of bits ─► a b c d   on every device that wants it
+
+Invariant: of several replicas of a shard only one counts. Parts that processes hold are
+summed as integers, and all but one are zero, so that every bit is kept; these functions
+are collectives, which all processes call alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxinf import compat
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.processes import Group
 from jaxinf.typing import Array
+
+_BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+# --- shards, and who has them -------------------------------------------------------
 
 
 def shard_counts(
@@ -26,6 +39,24 @@ def shard_counts(
     return tuple(whole // part if part else 1 for whole, part in pairs)
 
 
+def boxes_with_holders(
+    sharding: NamedSharding, shape: Sequence[int]
+) -> list[tuple[tuple[int, ...], tuple[int, ...], set[int]]]:
+    """Returns origin and extent of each shard, and the processes that have it."""
+    found: dict[tuple[int, ...], tuple[tuple[int, ...], set[int]]] = {}
+    for device, index in sharding.devices_indices_map(tuple(shape)).items():
+        start, extent = _box(index, shape)
+        found.setdefault(start, (extent, set()))[1].add(device.process_index)
+    return [(start, *found[start]) for start in sorted(found)]
+
+
+def _box(
+    index: Sequence[slice], shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+    return tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
+
+
 def shard_holders(
     sharding: NamedSharding | None, shape: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
@@ -35,10 +66,8 @@ def shard_holders(
       sharding: on a mesh of devices, not of shapes alone; None for no mesh.
       shape: the array's.
     """
-    if sharding is None:
-        return ()
-    found = boxes_with_holders(sharding, shape)
-    return tuple(tuple(sorted(holders)) for _, _, holders in found)
+    boxes = [] if sharding is None else boxes_with_holders(sharding, shape)
+    return tuple(tuple(sorted(holders)) for _, _, holders in boxes)
 
 
 def has_shared_parts(sharding: NamedSharding, shape: Sequence[int]) -> bool:
@@ -63,6 +92,27 @@ def part_holders(
         shard = np.array(part, np.int64) * shards // np.array(counts, np.int64)
         found.append(holders[np.ravel_multi_index(tuple(shard), tuple(shards))])
     return tuple(found)
+
+
+def distinct_shards(leaf: Any) -> list[tuple[tuple[slice, ...], Array]]:
+    """Returns index and data of each part of an array in this process, replicas once.
+
+    The data are views if the platform supports them, as a CPU does.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        array = np.asarray(leaf)
+        return [((slice(None),) * array.ndim, array)]
+    return [(s.index, np.asarray(s.data)) for s in local_shards(leaf)]
+
+
+def local_shards(leaf: jax.Array) -> list[Any]:
+    """Returns each shard that a device of this process has, replicas once."""
+    found: dict[tuple[Any, ...], Any] = {}
+    for shard in leaf.addressable_shards:
+        key = tuple((s.start, s.stop) for s in shard.index)
+        found.setdefault(key, shard)
+    return list(found.values())
 
 
 def callers(mesh: Mesh, axes: Sequence[str]) -> Array:
@@ -92,8 +142,10 @@ def check_processes(group: Group, mesh: Any) -> None:
     """
     if jax.process_count() == 1:
         return
-    count, path = jax.process_count(), group.where
-    if group.is_alone and (mesh is None or _processes(mesh) == {jax.process_index()}):
+    count, path, found = jax.process_count(), group.where, set[int]()
+    if isinstance(mesh, Mesh):
+        found = {device.process_index for device in mesh.devices.flat}
+    if group.is_alone and (mesh is None or found == {jax.process_index()}):
         return
     if group.is_alone:
         raise DeviceConfigurationError(
@@ -110,8 +162,7 @@ def check_processes(group: Group, mesh: Any) -> None:
             "replicated ones), or give shardings=…. To train alone in each process, "
             "give each a path of its own"
         )
-    missing = sorted(set(range(count)) - _processes(mesh))
-    if missing:
+    if missing := sorted(set(range(count)) - found):
         raise DeviceConfigurationError(
             f"{path}: expected a mesh with devices of all {count} processes, as "
             "each has its member of the store, found none of process "
@@ -119,41 +170,113 @@ def check_processes(group: Group, mesh: Any) -> None:
         )
 
 
-def _processes(mesh: Any) -> set[int]:
-    if not isinstance(mesh, Mesh):
-        return set()
-    return {device.process_index for device in mesh.devices.flat}
+# --- arrays that processes hold in parts ----------------------------------------------
 
 
-def boxes_with_holders(
-    sharding: NamedSharding, shape: Sequence[int]
-) -> list[tuple[tuple[int, ...], tuple[int, ...], set[int]]]:
-    """Returns origin and extent of each shard, and the processes that have it."""
-    found: dict[tuple[int, ...], tuple[tuple[int, ...], set[int]]] = {}
-    for device, index in sharding.devices_indices_map(tuple(shape)).items():
-        bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-        extent = tuple(stop - start for start, stop in bounds)
-        start = tuple(start for start, _ in bounds)
-        found.setdefault(start, (extent, set()))[1].add(device.process_index)
-    return [(start, *found[start]) for start in sorted(found)]
+def sum_bits(value: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Sums bits over devices, all but one zero, so that -0.0 and NaN stay exact."""
+    axes = tuple(axes)
+    if value.dtype == jnp.bool_:
+        return lax.psum(value.astype(jnp.uint8), axes) > 0
+    raw = lax.bitcast_convert_type(value, _BITS[value.dtype.itemsize])
+    return lax.bitcast_convert_type(lax.psum(raw, axes), value.dtype)
 
 
-def distinct_shards(leaf: Any) -> list[tuple[tuple[slice, ...], Array]]:
-    """Yields index and data of each part of an array in this process, replicas once.
+def own_parts(
+    sharding: NamedSharding,
+    shape: Sequence[int],
+    read: Callable[[Sequence[int], Sequence[int]], Array],
+) -> jax.Array:
+    """Returns an array with what this process holds, for `put_together`; no collective.
 
-    The data are views if the platform supports them, as a CPU does.
+    Args:
+      sharding: the array's, on a mesh of all processes.
+      read: reads a box, by its origin and extent, with zeros for what others hold.
     """
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
-        array = np.asarray(leaf)
-        return [((slice(None),) * array.ndim, array)]
-    return [(s.index, np.asarray(s.data)) for s in local_shards(leaf)]
+    read_once = cache(read)
+    places = sharding.addressable_devices_indices_map(tuple(shape))
+    own = [
+        jax.device_put(read_once(*_box(index or (), shape)), device)
+        for device, index in places.items()
+    ]
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, own)
 
 
-def local_shards(leaf: jax.Array) -> list[Any]:
-    """Returns each shard that a device of this process has, replicas once."""
-    found: dict[tuple[Any, ...], Any] = {}
-    for shard in leaf.addressable_shards:
-        key = tuple((s.start, s.stop) for s in shard.index)
-        found.setdefault(key, shard)
-    return list(found.values())
+def put_together(parts: jax.Array, *, donates: bool = False) -> jax.Array:
+    """Puts shards together whose replicas have what their process has, else zeros.
+
+    No process may come without its parts: the others would wait for ever.
+
+    Args:
+      parts: the array; its sharding is on a mesh of all processes.
+      donates: whether its memory is reused.
+    """
+    sharding = parts.sharding
+    assert isinstance(sharding, NamedSharding)
+    if not _unused_axes(sharding):
+        return parts
+    return _together(sharding, donates)(parts)
+
+
+def gathered_whole(part: Array) -> Array:
+    """Returns an array of which every process has a part, in every process; blocks."""
+    whole = NamedSharding(_one_device_each(), PartitionSpec())
+    parts = own_parts(whole, part.shape, lambda origin, extent: part)
+    return np.asarray(put_together(parts).addressable_data(0))
+
+
+def replicas_differ(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Whether replicas of a shard have other bits, by a checksum; traceable.
+
+    Returns:
+      bool, the same on all devices.
+    """
+    mesh, unused = sharding.mesh, _unused_axes(sharding)
+    if not unused or array.size == 0:
+        return jnp.bool_(False)
+
+    def on_device(shard: jax.Array) -> jax.Array:
+        raw = lax.bitcast_convert_type(shard, _BITS[shard.dtype.itemsize]).ravel()
+        places = lax.iota(jnp.uint32, raw.size) * jnp.uint32(2654435761)
+        found = jnp.sum((raw.astype(jnp.uint32) + 1) * (places | 1), dtype=jnp.uint32)
+        differs = lax.pmax(found, unused) != lax.pmin(found, unused)
+        return lax.pmax(differs.astype(jnp.int32), mesh.axis_names) > 0
+
+    whole = PartitionSpec()
+    checked = compat.shard_map(
+        on_device, mesh=mesh, in_specs=(sharding.spec,), out_specs=whole
+    )
+    return checked(array)
+
+
+@cache
+def _one_device_each() -> Mesh:
+    first: dict[int, Any] = {}
+    for device in jax.devices():
+        first.setdefault(device.process_index, device)
+    return Mesh(np.array([first[n] for n in sorted(first)]), ("process",))
+
+
+@cache
+def _together(sharding: NamedSharding, donates: bool) -> Any:
+    """Returns a compiled `put_together`: of a process's replicas the first counts."""
+    mesh, axes = sharding.mesh, _unused_axes(sharding)
+    assert isinstance(mesh, Mesh), "its devices are known"
+    counts = callers(mesh, axes)
+
+    def on_device(part: jax.Array) -> jax.Array:
+        place = tuple(lax.axis_index(name) for name in mesh.axis_names)
+        own = jnp.where(jnp.asarray(counts)[place], part, jnp.zeros_like(part))
+        return sum_bits(own, axes)
+
+    spec = sharding.spec
+    mapped = compat.shard_map(on_device, mesh=mesh, in_specs=(spec,), out_specs=spec)
+    return jax.jit(mapped, donate_argnums=(0,) if donates else ())
+
+
+def _unused_axes(sharding: NamedSharding) -> tuple[str, ...]:
+    """Returns the axes of the mesh along which devices have replicas."""
+    used = set[str]()
+    for entry in sharding.spec:
+        used.update(entry if isinstance(entry, tuple) else (entry,))
+    return tuple(name for name in sharding.mesh.axis_names if name not in used)
