@@ -5,7 +5,7 @@ Invariant: no code here depends on a particular command.
 
 import dataclasses
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -74,6 +74,11 @@ class Flag:
             return ()
         return tuple(str(value) for value in get_args(literals[0]))
 
+    def is_none(self, value: object) -> bool:
+        """Whether a value is the word ``none``, which tyro knows as ``None`` alone."""
+        may_be_none = self.field.default is None and self.constructor is None
+        return may_be_none and isinstance(value, str) and value.lower() == "none"
+
 
 def flags_of(command: Any) -> Iterator[Flag]:
     """Yields the fields that a command line can set, in their order."""
@@ -91,6 +96,22 @@ def flags_of(command: Any) -> Iterator[Flag]:
             specs[0] if specs else None,
             "Positional" in map(_mark, marks),
         )
+
+
+def with_none(words: Sequence[str], command: Any) -> list[str]:
+    """Returns a command line in which ``none`` is written as tyro knows it."""
+    flags = {flag.name: flag for flag in flags_of(command)}
+    found, before = list[str](), ""
+    for word in words:
+        start, equals, value = word.partition("=")
+        if not (word.startswith("--") and equals):
+            start, value = before, word
+        flag = flags.get(start[2:].replace("_", "-"))
+        if start.startswith("--") and flag is not None and flag.is_none(value):
+            word = f"{start}=None" if equals else "None"
+        found.append(word)
+        before = word
+    return found
 
 
 def _unwrapped(hint: Any) -> tuple[Any, ...]:

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import tyro
 
 from jaxinf import compat
-from jaxinf.command_line import UsageError
+from jaxinf.command_line import UsageError, with_none
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import printable
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.help import PROGRAM, check_names, help_of, near, started_as
+from jaxinf.train.help import PROGRAM, check_names, help_of, started_as
 from jaxinf.train.loop import train
-from jaxinf.train.run_file import kept_run, read_run
+from jaxinf.train.run_file import base_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,23 +53,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def config_of(words: Sequence[str], prog: str = PROGRAM) -> TrainConfig:
-    """Returns the run that a command line asks for; its flags win over its file.
+    """Returns the run that a command line asks for.
 
-    A command line that says no more than which store it goes on with has the run's own
-    file, in its log directory.
+    Its flags change the run of --config, or else the one that its store goes on with.
 
     Raises:
-      UsageError: the file of --config cannot be read, or asks for what no run has.
+      UsageError: what they say cannot be read, or is what no run has.
     """
+    words = with_none(words, TrainConfig)
     config = tyro.cli(TrainConfig, prog=prog, args=words)
-    file = config.run_file or kept_run(config)
-    if file is None:
+    base, said = base_of(config, words)
+    if said is not None:
+        print(printable(said), file=sys.stderr)
+    if base is None:
         return config
-    if config.run_file is None:
-        text = f"settings of the run, but for flags that are given: {near(file)}"
-        print(text, file=sys.stderr)
-    kept = read_run(file, given=config, words=words)
-    return tyro.cli(TrainConfig, prog=prog, args=words, default=kept)
+    return tyro.cli(TrainConfig, prog=prog, args=words, default=base)
 
 
 def words_to_resume(words: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ Invariant: no combination of fields is ignored in silence.
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxinf_models import MODELS, ModelFiles, TaskName, abstract_params
@@ -27,10 +27,15 @@ _AT_LEAST = {
     **dict.fromkeys(("checkpoint_every", "sample_bytes"), 0),
     "seq_len": 2,
 }
-_OF_THE_STORE = ("store", "elastic", "csd_root", "csd", "memory", "durability")
-_OF_THE_STORE += ("state_tier", "state", "ema", "checkpoint_every", "export_to")
-_OF_THE_STORE += ("restore",)
-_OF_STREAMING = ("device_memory", "policy", "replan", "device_updates")
+_OF_THE_STORE = "store elastic csd-root csd memory durability state-tier state ema"
+_OF_THE_STORE += " checkpoint-every export-to restore"
+_OF_STREAMING = "device-memory policy replan device-updates"
+ONLY_IN: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(_OF_THE_STORE.split(), ("update", "stream")),
+    **dict.fromkeys(_OF_STREAMING.split(), ("stream",)),
+    "remat": ("update", "memory"),
+}
+"""Flags that some modes do not have."""
 
 
 def check(config: TrainConfig) -> TrainConfig:
@@ -227,7 +232,7 @@ def _of_store(config: TrainConfig) -> Iterator[str]:
         yield from _of_streaming(config)
     else:
         why = f"--mode {mode} does not have it; leave it out, or give --mode stream"
-        yield from _given(config, _OF_STREAMING, why)
+        yield from _given(config, _OF_STREAMING.replace("-", "_").split(), why)
     if config.export_to is not None:
         if config.distributed:
             yield (
@@ -259,7 +264,8 @@ def _of_store(config: TrainConfig) -> Iterator[str]:
         yield f"--csd: {error}"
     if mode == "memory":
         why = "--mode memory keeps nothing on drives; leave it out, or give --mode "
-        yield from _given(config, _OF_THE_STORE, f"{why}update")
+        names = _OF_THE_STORE.replace("-", "_").split()
+        yield from _given(config, names, f"{why}update")
     elif config.store is None:
         yield (
             "--store: expected a directory for the optimizer's state, got nothing; "

@@ -2,13 +2,12 @@
 
 Invariant: without --eval-batches the cost is bounded for any model size, and the result
 is a pure function of params, data and seed. A new loss is compared with the loss of the
-existing checkpoint, so a crash can miss a better step, but never keeps a worse one.
+existing checkpoint, which each later commit has, so none is replaced by a worse one.
 """
 
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,6 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, one_epoch
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.lora import model_of
-from jaxinf.train.metrics import read_lines
 from jaxinf.typing import PyTree
 
 BEST = "best"
@@ -62,21 +60,43 @@ class Evaluation(NamedTuple):
         return json.dumps({"step": step, "committed": committed, **means})
 
 
-def best_loss(store: Store | None, log: Path) -> float:
-    """Returns the loss of the checkpoint named best, or infinity if it is not known.
+class Best(NamedTuple):
+    """The checkpoint named best.
 
-    Args:
-      store: the run's; None in memory.
-      log: `validation.jsonl`, with the loss of each evaluated step.
+    Attributes:
+      step: that of its commit; -1 if there is none.
+      loss: None if nothing is known of it.
+    """
+
+    step: int = -1
+    loss: float | None = None
+
+    @property
+    def is_unknown(self) -> bool:
+        return self.step >= 0 and self.loss is None
+
+    def is_better(self, other: "Best") -> bool:
+        return self.loss is not None and self.loss < (
+            math.inf if other.loss is None else other.loss
+        )
+
+
+def best_of(store: Store | None) -> Best:
+    """Returns the checkpoint named best, with its loss as the last commit has it.
+
+    The commit that the checkpoint itself has cannot say it: then it is unknown, and an
+    evaluation of the store finds it again. Of a step that the run has left, as by
+    --restore, nothing counts any more.
     """
     held = store.checkpoints() if store is not None and store.exists else []
     steps = [one.step for one in held if one.name == BEST]
-    losses = (
-        float(line["loss"])
-        for line in read_lines(log)
-        if [line.get("committed")] == steps
-    )
-    return next(losses, math.inf)
+    if store is None or not steps:
+        return Best()
+    said = store.payload.get("best") if isinstance(store.payload, Mapping) else None
+    found = said if isinstance(said, Mapping) else {}
+    if found.get("step") == steps[0] and isinstance(found.get("loss"), int | float):
+        return Best(steps[0], float(found["loss"]))
+    return Best(steps[0]) if steps[0] == store.step else Best()
 
 
 class Evaluator:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import tempfile
@@ -34,14 +35,14 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.devices import connect, devices_of
-from jaxinf.train.evaluate import BEST, Evaluation, Evaluator, best_loss, num_tokens
+from jaxinf.train.evaluate import BEST, Best, Evaluation, Evaluator, best_of, num_tokens
 from jaxinf.train.in_memory import in_memory
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, sum_of_processes
 from jaxinf.train.modes import Done, Mode, import_weights, near_storage
 from jaxinf.train.opening import open_run
 from jaxinf.train.optimizers import check_optimizer
-from jaxinf.train.run_file import text_of_run
+from jaxinf.train.run_file import kept_in_store, text_of_run
 from jaxinf.train.schedules import learning_rates, resolved_settings
 from jaxinf.train.signals import stop_number, stop_requests
 from jaxinf.train.streamed import streamed
@@ -76,7 +77,8 @@ def train(
     config = check(config)
     check_optimizer(config)
     check_trackers(config)
-    console, run_file = console or make_console(soft_wrap=True), text_of_run(config)
+    console = console or make_console(soft_wrap=True)
+    run_file, kept = text_of_run(config), kept_in_store(config)
     group = Group("train")
     if config.distributed:
         connect(config.distributed)
@@ -101,7 +103,7 @@ def train(
         if config.eval_only:  # it writes nothing of the run's
             place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             config = dataclasses.replace(config, log_dir=place / "log", **_LEFT_OUT)
-        run = _Run(config, data, batches, group, console, stack)
+        run = _Run(config, kept, data, batches, group, console, stack)
         if not config.eval_only:
             _keep_config(run.step, config, run_file)
             signal_number = run.go()
@@ -117,12 +119,14 @@ class _Run:
     """A run on its way: its mode, its logs, and how far it is.
 
     Args:
+      kept: what each commit has of the run's settings.
       stack: closes what the run opens.
     """
 
     def __init__(
         self,
         config: TrainConfig,
+        kept: Mapping[str, Any],
         data: TrainingData,
         batches: Batches,
         group: Group,
@@ -141,7 +145,7 @@ class _Run:
                     f"--eval-only: expected a run in {config.store}, found none; name "
                     "its --store, or give --mode memory with --from"
                 )
-        self._identity = resume.identity_of(config, data)
+        self._identity = {**resume.identity_of(config, data), **kept}
         resume.check_same(self._identity, group)
         self.step = self._first_step(self._store)
         _check_log_dir(config.logs)  # before the store is made
@@ -196,7 +200,7 @@ class _Run:
                 self._sums = tracked(logs.parent)
         self._timer = StepTimer(self._config, self.step)
         closed(self._timer.close)
-        self._best_loss = best_loss(self._store, logs / "validation.jsonl")
+        self._best = best_of(self._store)
         self.exports = report.ExportsOfRun(self._store, self._console)
 
     def go(self) -> int:
@@ -210,8 +214,9 @@ class _Run:
         with report.saying_compilation(self._console):  # so that no step's time has it
             first_batch = self._devices.joined(self._batches[0])
             train_step, stopped = self._mode.compile(first_batch), 0
-        if config.eval_every and not first:
-            self._console.print(f"step 0: {report.describe(config, self.evaluate())}")
+        if self._best.is_unknown or (config.eval_every and not first):
+            text = report.describe(config, self.evaluate())
+            self._console.print(f"step {first}: {text}")
         unit = "images" if config.takes_images else "tokens"
         coming = self._batches.starting_at(Batches.position_of(first))
         with (
@@ -246,7 +251,8 @@ class _Run:
             payload = resume.payload_of(
                 self._identity, number, batch, self._batches.shard
             )
-            store.annotate(self._num_updates + 1, payload)
+            best: Any = self._best._asdict()
+            store.annotate(self._num_updates + 1, payload | {"best": best})
         try:
             with self._timer.step(number):
                 done = train_step(self._devices.joined(batch))
@@ -307,11 +313,14 @@ class _Run:
             line = found.line(self.step, committed)
             self._validation.write(self.step, line)
             self._trackers.send(json.loads(line), "held_out/")
-            is_offered = self._config.eval_every > 0 and self.step > 0
-            if self._store and is_offered and found.loss < self._best_loss:
-                self._store.checkpoint(BEST, state=self._mode.state(), overwrite=True)
-                self._console.print(f"step {self.step}: checkpoint {BEST}")
-                self._best_loss = found.loss
+        best = Best(self._num_updates, found.loss)
+        if self._best.is_unknown and math.isfinite(found.loss):
+            self._best = best
+        is_offered = self._config.eval_every > 0 and self.step > 0
+        if self._store and is_offered and best.is_better(self._best):
+            self._store.checkpoint(BEST, state=self._mode.state(), overwrite=True)
+            self._console.print(f"step {self.step}: checkpoint {BEST}")
+            self._best = best
         return found
 
     def report(self) -> None:

@@ -1,80 +1,194 @@
-"""A run as a file: the trainer's flags in TOML, read and written.
+"""A run's settings: as a file in TOML, and as its store keeps them.
 
     batch-size = 16
     data = ["corpus/**/*.txt"]
     memory = "4GiB"
 
-Invariant: a key is a flag's name and a value what the flag takes, of TOML's own type.
-What is written reads back as the same run from any directory.
+A key is a flag's name and a value what the flag takes, of TOML's own type. Each commit
+has them in its payload, so they are those of its step, wherever it is copied to.
+
+Invariant: what is written reads back as the same run from any directory. What a store
+says is a stranger's word: it sets `_KEPT` alone, which leads to no place to write to,
+to no program and to no other process.
 """
 
 import dataclasses
 import glob
 import json
+import math
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from jaxinf.command_line import Flag, UsageError, did_you_mean, flags_of
 from jaxinf.documents import convert, shown
+from jaxinf.errors import JaxinfError
+from jaxinf.store import find_members, is_run, look_at_store
+from jaxinf.train.checks import ONLY_IN
 from jaxinf.train.config import TrainConfig
 from jaxinf.typing import JsonValue
 
 NOT_IN_FILES = ("config", "restore", "trace", "eval-only")
 """Flags of one start of a run, not of the run."""
 
+_KEPT = {
+    *"data validation tokenizer fields loss-on mask-rate batch-size seq-len".split(),
+    *"model preset model-config from task freeze lora lora-alpha dtype".split(),
+    *"param-dtype optimizer optimizer-args learning-rate schedule".split(),
+    *"warmup-steps clip-norm compress ema seed steps epochs mode nonfinite".split(),
+    *"memory device-memory policy micro-batches remat durability state-tier".split(),
+    *"checkpoint-every eval-every eval-batches sample-bytes".split(),
+}
+_ASKED_AGAIN = ("log-dir", "export-to", "tensorboard", "wandb", "csd", "fsdp")
+_INSTEAD = {  # a flag takes the place of others
+    "steps": ("epochs",),
+    "epochs": ("steps",),
+    "from": ("model", "preset", "model-config"),
+    "model-config": ("model", "preset", "from"),
+    **dict.fromkeys(("model", "preset"), ("model-config", "from")),
+}
 _MOST_BYTES = 1 << 20
-_OF_THE_RUN = ("data", "validation", "tokenizer", "model", "preset", "model_file")
-_OF_THE_RUN += (
-    "source",
-    "task",
-    "batch_size",
-    "seq_len",
-    "optimizer",
-    "lora",
-    "freeze",
-)
+_MOST_NAMED = 5
 
 
-def kept_run(config: TrainConfig) -> Path | None:
-    """Returns the file that a store's run has kept, unless `config` says what it is."""
-    default = TrainConfig()
-    if any(getattr(config, name) != getattr(default, name) for name in _OF_THE_RUN):
-        return None
-    store = os.path.expanduser(config.store or os.devnull)
-    if not os.path.exists(os.path.join(store, "current")):
-        return None
-    path = config.logs / "config.toml"
-    return path if path.is_file() else None
-
-
-def read_run(
-    path: Path, *, given: TrainConfig | None = None, words: Sequence[str] = ()
-) -> TrainConfig:
-    """Reads a run's file; blocks.
+def base_of(
+    given: TrainConfig, words: Sequence[str]
+) -> tuple[TrainConfig | None, str | None]:
+    """Returns the run that flags change: that of --config, or of the store.
 
     Args:
-      given: what the command line says by itself. A list of it replaces the file's.
-      words: the command line, of which --steps and --epochs replace each other.
+      given: what the command line says by itself.
+      words: the command line. A list that it has replaces the run's.
+
+    Returns:
+      The run, and what to say of it; None if there is none.
+
+    Raises:
+      UsageError: names the file or the store, each wrong value, and what to do.
+    """
+    names = {w[2:].partition("=")[0] for w in words if w.startswith("--")}
+    names = {name.replace("_", "-").removeprefix("no-") for name in names}
+    if given.run_file is not None:
+        values = _values_of_file(given.run_file)
+        return _config(_left(values, names, given)), None
+    if given.store is None:
+        return None, None
+    store = os.path.expanduser(given.store)
+    payload, problem = _payload_in(Path(store))
+    held = payload.get("run")
+    if not isinstance(held, Mapping):
+        return None, problem
+    return _of_store(store, payload, held, names, given)
+
+
+def _of_store(
+    store: str,
+    payload: Mapping[str, Any],
+    held: Mapping[str, Any],
+    names: set[str],
+    given: TrainConfig,
+) -> tuple[TrainConfig, str | None]:
+    document = {key.replace("_", "-"): value for key, value in held.items()}
+    values: dict[str, Any] = {}
+    for name, flag in _flags().items():
+        if name in document and name in _KEPT and name not in names:
+            try:
+                values[name] = _read(flag, document[name])
+            except ValueError as error:
+                raise UsageError(
+                    f"{store}: settings of the run in its last commit: {error}; give "
+                    f"--{name} to replace it"
+                ) from error
+    left = _left(values, names, given)
+    no_mode = [n for n in left if "mode" in names and given.mode not in _modes(n)]
+    left = {name: value for name, value in left.items() if name not in no_mode}
+    own, asked = _settings(given), payload.get("run_had")
+    other = [n for n in sorted(names & _KEPT) if own.get(n) != document.get(n)]
+    had = [n for n in _ASKED_AGAIN if isinstance(asked, list) and n in asked]
+    found = {
+        "flags change": [f"--{name}" for name in other],
+        f"--mode {given.mode} has no": [f"--{name}" for name in no_mode],
+        "give again, if you want them": [f"--{n}" for n in had if n not in names],
+        "ignored, for this version has no such flags": sorted(
+            shown(name) for name in {*document} - _KEPT
+        ),
+    }
+    if not left and not any(found.values()):
+        return _config(left), None
+    parts = [f"{what} {_listed(which)}" for what, which in found.items() if which]
+    return _config(left), "; ".join([f"settings of the run in {store}", *parts])
+
+
+def _payload_in(store: Path) -> tuple[Mapping[str, Any], str | None]:
+    """Returns the payload of a store's last commit, and why it cannot be read."""
+    try:
+        place = find_members(store)[0] if is_run(store) else store
+        if not (place / "jaxinf.json").exists():
+            return {}, None
+        record = look_at_store(place).read_commit()
+    except (JaxinfError, OSError) as error:
+        return {}, f"settings of the run are not known: {error}"
+    payload = record.payload if record else None
+    return payload if isinstance(payload, Mapping) else {}, None
+
+
+def _left(
+    values: Mapping[str, Any], names: set[str], given: TrainConfig
+) -> dict[str, Any]:
+    """Returns the values that flags leave in place."""
+    gone = names.union(*(_INSTEAD.get(name, ()) for name in names))
+    if "lora" in names and given.lora is None:
+        gone.add("lora-alpha")
+    return {name: value for name, value in values.items() if name not in gone}
+
+
+def _modes(name: str) -> Sequence[str]:
+    return ONLY_IN.get(name, ("update", "stream", "memory"))
+
+
+def _config(values: Mapping[str, Any]) -> TrainConfig:
+    flags = _flags()
+    return TrainConfig(**{flags[n].field.name: value for n, value in values.items()})
+
+
+def _flags() -> dict[str, Flag]:
+    flags = flags_of(TrainConfig)
+    return {flag.name: flag for flag in flags if flag.name not in NOT_IN_FILES}
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    text = ", ".join(names[:_MOST_NAMED])
+    return f"{text} and {more} more" if more > 0 else text
+
+
+# --- reading -------------------------------------------------------------------------
+
+
+def read_run(path: Path) -> TrainConfig:
+    """Reads a run's file; blocks.
 
     Raises:
       UsageError: names the file, and each key that is unknown or has a wrong value.
     """
-    flags = {f.name: f for f in flags_of(TrainConfig) if f.name not in NOT_IN_FILES}
+    return _config(_values_of_file(path))
+
+
+def _values_of_file(path: Path) -> dict[str, Any]:
+    flags, problems = _flags(), list[str]()
     values: dict[str, Any] = {}
-    problems = []
     for key, value in _document(path).items():
         name = key.replace("_", "-")
         try:
             if name not in flags:
-                near = did_you_mean(name, [*flags]) or "--help-all lists them"
+                near = did_you_mean(name, flags) or "--help-all lists them"
                 raise ValueError(f"{shown(key)}: no setting of a run's file; {near}")
-            if flags[name].field.name in values:
+            if name in values:
                 raise ValueError(f"{key}: set twice, once with - and once with _")
-            values[flags[name].field.name] = _read(flags[name], value)
+            values[name] = _read(flags[name], value)
         except ValueError as error:
             problems.append(str(error))
     if problems:
@@ -82,15 +196,7 @@ def read_run(
         raise UsageError(
             f"--config {path}: expected a run's settings, found\n  {listed}"
         )
-    if given is None:
-        return TrainConfig(**values)
-    for one, other in (("steps", "epochs"), ("epochs", "steps")):
-        if any(word.partition("=")[0] == f"--{one}" for word in words):
-            values.pop(other, None)
-    # A repeated flag would be added to the default's list.
-    lists = {name for name, value in values.items() if isinstance(value, tuple)}
-    replaced = {name for name in lists if getattr(given, name)}
-    return TrainConfig(**{n: v for n, v in values.items() if n not in replaced})
+    return values
 
 
 def _document(path: Path) -> Mapping[str, Any]:
@@ -110,7 +216,7 @@ def _document(path: Path) -> Mapping[str, Any]:
 
 
 def _read(flag: Flag, value: Any) -> Any:
-    """Returns a value of TOML as the flag's.
+    """Returns a value of TOML or JSON as the flag's.
 
     Raises:
       ValueError: says what was expected, and what was found.
@@ -147,6 +253,16 @@ def _path(kind: type, value: Any) -> Any:
 # --- writing -------------------------------------------------------------------------
 
 
+def kept_in_store(config: TrainConfig) -> dict[str, JsonValue]:
+    """Returns what the payload of a commit has of a run's settings.
+
+    Also the names of flags that it had and that are asked for again.
+    """
+    found = _settings(config)
+    kept = {n: v for n, v in found.items() if n in _KEPT and _is_json(v)}
+    return {"run": kept, "run_had": [n for n in _ASKED_AGAIN if n in found]}
+
+
 def text_of_run(config: TrainConfig) -> str:
     """Returns a run as TOML: what differs from the defaults, and these as comments.
 
@@ -160,39 +276,66 @@ def text_of_run(config: TrainConfig) -> str:
         "# where flags win over the file. A line with # has the default.",
         "",
     ]
-    for flag in flags_of(TrainConfig):
-        value = getattr(config, flag.field.name)
-        if flag.name in NOT_IN_FILES:
-            continue
-        mark = "# " if value == flag.field.default else ""
-        plain = _plain(flag, value)
-        if flag.name == "validation" and config.held_out_share is not None:
-            plain = [*value]  # a share
-        text = "" if value is None else _toml(plain)
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            mark, text = "# ", f"{text!a} is not UTF-8; give --{flag.name}"
-        lines.append(f"{mark}{flag.name} = {text}".rstrip())
+    changed = _settings(config)
+    for name, flag in _flags().items():
+        mark = "" if name in changed else "# "
+        value = changed.get(name, _plain(config, flag))
+        text = "" if value is None else _toml(value)
+        if not _is_text(text):
+            mark, text = "# ", f"{text!a} is not UTF-8; give --{name}"
+        lines.append(f"{mark}{name} = {text}".rstrip())
     return "\n".join(lines) + "\n"
 
 
-def _plain(flag: Flag, value: Any) -> JsonValue:
-    """Returns a flag's value as it stands in a file."""
+def _settings(config: TrainConfig) -> dict[str, JsonValue]:
+    """Returns what differs from the defaults, as it stands in a file."""
+    return {
+        name: _plain(config, flag)
+        for name, flag in _flags().items()
+        if getattr(config, flag.field.name) != flag.field.default
+    }
+
+
+def _plain(config: TrainConfig, flag: Flag) -> JsonValue:
+    value = getattr(config, flag.field.name)
+    if flag.name == "validation" and config.held_out_share is not None:
+        return [*value]  # a share
+    if isinstance(value, Path):
+        return _absolute(value)
     if isinstance(value, tuple):
-        return [_plain(flag, one) for one in value]
-    if isinstance(value, Path) or flag.name in ("data", "validation"):
-        name, here = os.path.expanduser(value), os.getcwd()
-        is_pattern = isinstance(value, str) and {*name} & {*"*?["}
-        if is_pattern and not os.path.exists(name):
-            here = glob.escape(here)
-        return os.path.join(here, name)
+        are_paths = flag.name in ("data", "validation", "csd-root")
+        return [_absolute(one) if are_paths else str(one) for one in value]
     if value is None or flag.constructor is None or isinstance(value, str):
         return value
     return flag.constructor.str_from_instance(value)[0]
+
+
+def _absolute(path: str | Path) -> str:
+    name, here = os.path.expanduser(path), os.getcwd()
+    is_pattern = isinstance(path, str) and {*name} & {*"*?["}
+    if is_pattern and not os.path.exists(name):
+        here = glob.escape(here)
+    return os.path.join(here, name)
 
 
 def _toml(value: JsonValue) -> str:
     if isinstance(value, float):  # JSON has no infinity
         return repr(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _is_json(value: JsonValue) -> bool:
+    items: Iterable[JsonValue] = value if isinstance(value, list) else [value]
+    return all(
+        _is_text(one) if isinstance(one, str) else math.isfinite(one)  # pyright: ignore[reportArgumentType]
+        for one in items
+    )
+
+
+def _is_text(text: str) -> bool:
+    """Whether it is Unicode, which a name of a file need not be."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,7 +1,6 @@
 """The trainer keeps checkpoints, and restores them."""
 
 import json
-import math
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreMismatchError
 from jaxinf.train.__main__ import words_to_resume
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.evaluate import Evaluation, Evaluator, best_loss
+from jaxinf.train.evaluate import Best, Evaluation, Evaluator, best_of
 from jaxinf.train.loop import train
 from jaxinf.train.lora import model_of
 
@@ -119,16 +118,44 @@ def test_the_best_evaluated_step_is_kept(config, tmp_path):
         assert found[best] == min(found.values())
 
 
-def test_the_best_loss_is_found_again(tmp_path):
-    log = tmp_path / "validation.jsonl"
-    found = [Evaluation(2.0, 0.5), Evaluation(3.0, 0.5)]
-    lines = [one.line(n, n) for n, one in enumerate(found)]
-    held = SimpleNamespace(name="best", step=0)
-    store = SimpleNamespace(exists=True, checkpoints=lambda: [held])
-    assert best_loss(store, log) == math.inf
-    log.write_text("\n".join(lines))
-    assert best_loss(store, log) == 2.0
-    assert best_loss(None, log) == math.inf
+@pytest.mark.long
+@pytest.mark.parametrize("first", [2, 4])
+def test_no_worse_step_replaces_the_best_with_other_logs(
+    config, tmp_path, first, monkeypatch
+):
+    """Neither if the last commit has its loss, nor if that is the best's own."""
+    found = iter([5.0, 1.0, 2.0][: first // 2 + 1])  # of steps 0, 2 and perhaps 4
+
+    def evaluate(self, params):
+        return Evaluation(next(found), 0.5)
+
+    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
+    assert train(config(steps=first, eval_every=2)) == 0
+    # Of the store again, only if its last commit is the best's own; then later steps.
+    found = iter([1.0] * (first == 2) + [4.0, 3.0])
+    logs = {"log_dir": tmp_path / "others"}
+    assert train(config(steps=first + 4, eval_every=2, **logs)) == 0
+    assert next(found, None) is None
+    record = json.loads((tmp_path / "store/checkpoints/best/commit.json").read_text())
+    assert record["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"best": {"step": 2, "loss": 1.5}}, Best(2, 1.5)),
+        ({"best": {"step": 1, "loss": 1.5}}, Best()),
+        ({"best": {"step": 2, "loss": "x"}}, Best()),
+        ({"best": 3}, Best()),
+        (None, Best()),
+    ],
+)
+def test_the_best_loss_is_what_a_later_commit_says(said, expected):
+    held = SimpleNamespace(name="best", step=2)
+    given = {"exists": True, "checkpoints": lambda: [held], "payload": said}
+    assert best_of(SimpleNamespace(step=4, **given)) == expected
+    assert best_of(SimpleNamespace(step=2, **given)).is_unknown == (not expected.loss)
+    assert best_of(None) == Best()
 
 
 def test_an_evaluation_weighs_batches_by_their_tokens():

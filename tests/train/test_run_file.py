@@ -1,16 +1,20 @@
 """A run as a file: read, written, and refused."""
 
 import dataclasses
+import json
 import os
 import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
+import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinf.command_line import UsageError, flags_of
+from jaxinf.cli import main as jaxinf_main
+from jaxinf.command_line import UsageError, flags_of, with_none
+from jaxinf.train import run_file
 from jaxinf.train.__main__ import config_of, main
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.options import Launch
@@ -253,19 +257,197 @@ def test_flags_win(run, losses, tmp_path, tiny, capsys):
     assert "--csd-root: --mode memory keeps nothing" in capsys.readouterr().err
 
 
+# --- what a store keeps --------------------------------------------------------------
+
+
+def held(**payload):
+    """Returns a payload as a commit of the trainer has it."""
+    return {"made_by": "jaxinf.train", "run": {}, **payload}
+
+
+@pytest.fixture
+def of_store(monkeypatch):
+    """Returns the run of a command line beside a payload, and what is said."""
+
+    def call(payload, *words):
+        monkeypatch.setattr(run_file, "_payload_in", lambda store: (payload, None))
+        words = ["--store", "s", *map(str, words)]
+        given = tyro.cli(TrainConfig, args=with_none(words, TrainConfig))
+        return run_file.base_of(given, words)
+
+    return call
+
+
+ELSEWHERE = {
+    "log-dir": "/x",
+    "export-to": "file:///x",
+    "tensorboard": "/x",
+    "wandb": "x",
+    "csd": "smartssd:xclbin=/x",
+    "csd-root": ["/x"],
+    "state": "int8",
+    "elastic": True,
+    "replan": True,
+    "device-updates": "3",
+    "distributed": "10.0.0.1:1,2,0",
+    "fsdp": True,
+    "store": "/x",
+    "config": "/x",
+    "restore": "x",
+    "eval-only": True,
+    "trace": "1:3",
+}
+
+
+@pytest.mark.parametrize("mark", ["-", "_"])
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_stores_word_leads_nowhere_else(of_store, name, mark):
+    run = {name.replace("-", mark): ELSEWHERE[name], "seed": 3}
+    config, said = of_store(held(run=run))
+    assert config == TrainConfig(seed=3)
+    assert f"ignored, for this version has no such flags '{name}'" in said
+
+
+def test_each_flag_is_kept_or_leads_elsewhere():
+    """A new flag is in neither, so that somebody decides."""
+    assert {flag.name for flag in flags_of(TrainConfig)} == run_file._KEPT | {
+        *ELSEWHERE
+    }
+
+
+def test_what_a_store_keeps_reads_back(of_store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.replace(FULL, data=("a*.txt",), lora="8:x", ema="0.5")
+    payload = json.loads(json.dumps(held(**run_file.kept_in_store(config))))
+    found, said = of_store(payload)
+    for flag in flags_of(TrainConfig):
+        expected = flag.field.default
+        if flag.name in run_file._KEPT:
+            expected = getattr(config, flag.field.name)
+        if flag.name == "data":
+            expected = (str(tmp_path / "a*.txt"),)
+        assert getattr(found, flag.field.name) == expected, flag.name
+    assert said == "settings of the run in s; give again, if you want them --csd"
+
+
+def test_flags_that_change_a_run_are_named(of_store):
+    run = {"steps": 7, "seed": 2, "epochs": 2.0, "data": ["/a"], "preset": "small"}
+    config, said = of_store(
+        held(run=run), "--steps", 9, "--seed=2", "--data", "/b", "--clip_norm", 1
+    )
+    assert config == TrainConfig(preset="small")
+    assert said == "settings of the run in s; flags change --data, --steps"
+    given = ("--from", "/m", "--epochs", 3)
+    config, _ = of_store(held(run=run), *given)
+    assert (config.preset, config.steps, config.seed) == ("nano", 1000, 2)
+
+
+def test_a_run_that_all_flags_repeat_says_nothing(of_store):
+    assert of_store(held(run={"seed": 2}), "--seed", 2) == (TrainConfig(), None)
+    assert of_store(held()) == (TrainConfig(), None)
+
+
+def test_another_mode_drops_what_it_lacks(of_store):
+    run = {"mode": "stream", "memory": "1GiB", "policy": "keep", "device-memory": "9"}
+    config, said = of_store(held(run=run), "--mode", "update")
+    assert (config.memory, config.policy) == (1 << 30, "recompute")
+    assert "--mode update has no --device-memory, --policy" in said
+    config, said = of_store(held(run={"remat": True}), "--mode", "stream")
+    assert not config.remat
+    assert "--mode stream has no --remat" in said
+    assert of_store(held(run=run), "--mode", "stream")[0].policy == "keep"
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        ({"steps": "ten"}, "steps: expected a whole number, found 'ten'; give --steps"),
+        ({"data": "a"}, "data: expected a list, found 'a'; give --data to replace it"),
+        ({"mode": "x"}, "mode: expected one of update, stream, memory, found 'x'"),
+        ({"from": 3}, "from: expected a path in quotes, found 3"),
+        ({"batch_size": 1 << 64}, "batch-size: expected a number of at most 64 bits"),
+        ({"memory": [1]}, "memory: expected BYTES in quotes, or a number, found a li"),
+        ({"data": ["a\0"]}, "data: expected a text without NUL"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_store(of_store, run, expected):
+    with pytest.raises(UsageError) as refused:
+        of_store(held(run=run))
+    assert "s: settings of the run in its last commit: " in str(refused.value)
+    assert expected in str(refused.value)
+    (name,) = run
+    if name == "steps":
+        of_store(held(run=run), "--steps", 3)  # the remedy
+
+
+@pytest.mark.parametrize("run", [None, 3, [], "x"])
+def test_a_payload_without_settings(of_store, run):
+    assert of_store(held(run=run)) == (None, None)
+
+
+def test_names_of_another_version_are_ignored_and_named(of_store):
+    config, said = of_store(held(run={f"x{n}": n for n in range(9)} | {"\x1b": 1}))
+    assert config == TrainConfig()
+    assert "no such flags '\\x1b', 'x0', 'x1', 'x2', 'x3' and 5 more" in said
+
+
+def test_a_store_that_cannot_be_read_blocks_nothing(tmp_path, capsys):
+    words = ["--store", str(tmp_path)]
+    assert config_of(words) == TrainConfig(store=tmp_path)
+    assert not capsys.readouterr().err
+    (tmp_path / "jaxinf.json").write_text("{}")
+    assert config_of(words) == TrainConfig(store=tmp_path)
+    assert "settings of the run are not known" in capsys.readouterr().err
+
+
+def test_none_takes_a_value_back(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('tokenizer = "/t"\nlora = "8"\nlora-alpha = 3\nseq-len = 9')
+    words = ["--config", str(file), "--tokenizer", "none", "--lora=none"]
+    words += ["--seq_len", "None"]
+    config = config_of(words)
+    assert dataclasses.replace(config, run_file=None) == TrainConfig()
+
+
 @pytest.mark.long
 def test_a_store_alone_goes_on_with_its_run(run, losses, tmp_path, tiny, capsys):
+    """Also a copy of it, whatever the log directory has; as it is after a change."""
     store, words = tmp_path / "s", ("--seed", 5, "--learning-rate", "1e-3")
+    words = (*words, "--log-dir", tmp_path / "logs")
     assert run("--store", store, "--steps", 2, *words) == 0
+    words = (*words, "--log-dir", tmp_path / "t-log")
     assert run("--store", tmp_path / "t", "--steps", 4, *words) == 0
+    (tmp_path / "s-log").mkdir()
+    (tmp_path / "s-log/config.toml").write_text("seed = 9")
     with tiny():
         assert main(["--store", str(store), "--steps", "3"]) == 0
-        assert "s-log/config.toml" in capsys.readouterr().err
-        assert main(["--store", str(store), "--steps", "4", "--clip-norm", "1"]) == 0
-        assert losses(tmp_path / "s-log") == losses(tmp_path / "t-log")
+        err = capsys.readouterr().err
+        assert f"settings of the run in {store}; flags change --steps; give" in err
+        assert err.endswith("if you want them --log-dir\n")
+        copy = tmp_path / "copy"
+        assert jaxinf_main(["store", "copy", str(store), str(copy)]) == 0
+        for place in (store, copy):
+            assert main(["--store", str(place), "--steps", "4", "--clip-norm=1"]) == 0
+            found = losses(place.with_name(f"{place.name}-log"))
+            assert found[-1] == losses(tmp_path / "t-log")[-1]
         rate = ["--steps", "5", "--learning-rate", "2e-3"]
         assert main(["--store", str(store), *rate]) == 0
-    assert "learning_rate 0.001 -> 0.002" in capsys.readouterr().out
+        assert "learning_rate 0.001 -> 0.002" in capsys.readouterr().out
+        assert main(["--store", str(store), "--steps", "6"]) == 0
     written = tomllib.loads((tmp_path / "s-log" / "config.toml").read_text())
-    assert (written["steps"], written["learning-rate"]) == (5, 2e-3)
-    assert (tmp_path / "s-log" / "config.4.toml").is_file()
+    assert (written["steps"], written["learning-rate"]) == (6, 2e-3)
+    assert (tmp_path / "s-log" / "config.5.toml").is_file()
+
+
+@pytest.mark.long
+def test_data_that_is_gone_is_named(run, tmp_path, tiny, capsys, text):
+    data = tmp_path / "text.txt"
+    shutil.copy(text, data)
+    assert run("--store", tmp_path / "s", "--steps", 1, data=data) == 0
+    data.unlink()
+    capsys.readouterr()
+    with tiny():
+        assert main(["--store", str(tmp_path / "s"), "--steps", "2"]) == 2
+    err = capsys.readouterr().err
+    assert f"{data}" in err
+    assert f"settings of the run in {tmp_path / 's'}" in err
