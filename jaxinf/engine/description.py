@@ -5,11 +5,12 @@ must agree with, and nothing about the places of files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 
 import numpy as np
+from msgspec.structs import replace
 
 from jaxinf.csd import GradientForm, KernelNeed
 from jaxinf.errors import DeviceConfigurationError
@@ -25,11 +26,10 @@ from jaxinf.store import (
     ERROR_FEEDBACK,
     MASTER_PARAMS,
     Codecs,
-    LeafContents,
+    LeafRecord,
     Manifest,
     Member,
     StateRecord,
-    StoreContents,
     check_leaf_paths,
     coded_leaf,
     deal_to_members,
@@ -103,22 +103,24 @@ class StoreDescription:
         return {text: f"k{number}" for number, text in enumerate(texts)}
 
     @cached_property
-    def contents(self) -> StoreContents:
+    def contents(self) -> Manifest:
         """The contents of the store without any codec."""
         leaves = [
-            LeafContents(
+            LeafRecord(
                 path=leaf.path,
                 shape=leaf.shape,
                 dtype=leaf.dtype,
                 kernel=self._kernel_ids[leaf.kernel.identity],
                 states=leaf.states,
+                chunk_shape=(),
                 shard_counts=leaf.shard_counts,
+                csds=(),
             )
             for leaf in self.leaves
         ]
-        return StoreContents(
+        return Manifest.of_contents(
             kernels={key: text for text, key in self._kernel_ids.items()},
-            leaves=tuple(leaves),
+            leaves=leaves,
             created_by={name: version(name) for name in ("jaxinf", "jax", "optax")},
         )
 

@@ -5,9 +5,10 @@ written without the store's lock. Nothing here is thread-safe.
 """
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from jaxinf.csd import CsdFleet, open_csds
 from jaxinf.engine.admission import (

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from jaxinf.documents import Document, DocumentError, convert, parse_json
 from jaxinf.errors import ExchangeError, StoreFormatError
@@ -264,8 +264,8 @@ def num_at_once(manifest: Manifest, memory_bytes: int) -> int:
 
 
 def _documents(step: WholeStep, beside: Mapping[str, bytes]) -> dict[str, bytes]:
-    leaves = [replace(n, csds=(0,) * len(n.csds)) for n in step.manifest.leaves]
-    manifest = replace(step.manifest, csds=(), leaves=tuple(leaves))
+    leaves = [structs.replace(n, csds=(0,) * len(n.csds)) for n in step.manifest.leaves]
+    manifest = structs.replace(step.manifest, csds=(), leaves=tuple(leaves))
     carry = step.commit.carry
     return {
         **dict(step_documents(manifest, time.time_ns(), carry)),

@@ -40,13 +40,6 @@ from jaxinf.store.commit import (
     check_carry,
     schedule_free_params,
 )
-from jaxinf.store.contents import (
-    CODECS,
-    LeafContents,
-    StateRecord,
-    StoreContents,
-    dtype_of,
-)
 from jaxinf.store.copy_source import CopySource, store_source
 from jaxinf.store.copying import Copied, CopyLayout, copy_step, left_by_copy
 from jaxinf.store.creation import (
@@ -83,6 +76,12 @@ from jaxinf.store.formats import (
     coded_leaf,
     store_codecs,
 )
+from jaxinf.store.leaves import (
+    CODECS,
+    LeafRecord,
+    StateRecord,
+    dtype_of,
+)
 from jaxinf.store.lock import Holder, StoreLock, lock_exclusively
 from jaxinf.store.making import (
     BESIDE,
@@ -97,7 +96,7 @@ from jaxinf.store.making import (
     lay_out,
     room_for_shares,
 )
-from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest, Member
+from jaxinf.store.manifest import FORMAT_VERSION, Manifest, Member
 from jaxinf.store.names import (
     ERROR_FEEDBACK,
     MASTER_PARAMS,
@@ -179,7 +178,6 @@ __all__ = [
     "Holder",
     "Id",
     "KeptPlan",
-    "LeafContents",
     "LeafRecord",
     "Manifest",
     "MasterFormat",
@@ -194,7 +192,6 @@ __all__ = [
     "StateRecord",
     "StepId",
     "StepReader",
-    "StoreContents",
     "StoreDirectory",
     "StoreLock",
     "Sum",

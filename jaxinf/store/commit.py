@@ -17,7 +17,6 @@ from msgspec import Meta
 from jaxinf.documents import Document, pattern, shown
 from jaxinf.errors import StoreFormatError
 from jaxinf.io import crc32c
-from jaxinf.store.contents import dtype_of
 from jaxinf.store.documents import (
     Dtype,
     Lengths,
@@ -27,6 +26,7 @@ from jaxinf.store.documents import (
     refusing,
     write_document,
 )
+from jaxinf.store.leaves import dtype_of
 from jaxinf.store.manifest import (
     FORMAT_VERSION,
     MEMBER_VERSION,

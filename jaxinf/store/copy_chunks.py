@@ -31,14 +31,13 @@ from jaxinf.layout import (
     rounding_of_chunk,
 )
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.contents import StateRecord, dtype_of
 from jaxinf.store.copy_source import CopySource
 from jaxinf.store.creation import existing_parent
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.division import blocks_of
 from jaxinf.store.formats import scalars_of
+from jaxinf.store.leaves import LeafRecord, StateRecord, dtype_of
 from jaxinf.store.links import link_or_copy
-from jaxinf.store.manifest import LeafRecord
 from jaxinf.store.names import MASTER_PARAMS
 from jaxinf.store.reader import (
     PIECE_BYTES,

@@ -7,9 +7,11 @@ Invariant: the steps do not change while they are copied: they are pinned, or th
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from jaxinf.errors import StoreFormatError, StoreLockedError, StoreMismatchError
 from jaxinf.store.carry import read_carry

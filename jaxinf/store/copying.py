@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from jaxinf.errors import (
     ExchangeError,
     JaxinfError,
@@ -177,7 +179,7 @@ def _manifests(source: CopySource, layout: CopyLayout, target: Path) -> list[Man
                 f"{source.where}: leaf {new.name}: expected another grid or other "
                 "formats, found both; make two copies, one after the other"
             )
-    contents = replace(whole, leaves=division.leaves)
+    contents = structs.replace(whole, leaves=division.leaves)
     shapes = [leaf.chunk_shape for leaf in division.leaves]
     run, found = uuid.uuid4().hex, []
     for number in range(count):
@@ -222,7 +224,7 @@ def _is_same(parts: Sequence[Manifest], wanted: Sequence[Manifest]) -> bool:
     def form(manifest: Manifest) -> object:
         leaves = manifest.leaves
         if manifest.member is not None:
-            leaves = tuple(replace(leaf, csds=()) for leaf in leaves)
+            leaves = tuple(structs.replace(leaf, csds=()) for leaf in leaves)
         return manifest.csds, leaves
 
     return [*map(form, parts)] == [*map(form, wanted)]
@@ -306,7 +308,7 @@ def _begun(
             member = Member(first.run, member.number, member.count)
         store_id = there.manifest.store_id
         names = {f"checkpoints/{name}" for name in checkpoint_names(there)}
-        if there.manifest != replace(
+        if there.manifest != structs.replace(
             one.manifest, store_id=store_id, member=member
         ) or not names <= {*source.steps}:
             return None

@@ -22,8 +22,8 @@ from jaxinf.io import (
 from jaxinf.io.failures import translated
 from jaxinf.layout import Chunk
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
+from jaxinf.store.leaves import StateRecord
 from jaxinf.store.making import csd_bytes
 from jaxinf.store.owners import check_owners, check_places, make_csds
 from jaxinf.store.reader import over

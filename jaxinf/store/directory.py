@@ -30,10 +30,10 @@ from jaxinf.io import (
 from jaxinf.io.failures import translated
 from jaxinf.layout import Chunk, scale_chunks
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.contents import StateRecord
+from jaxinf.store.leaves import LeafRecord, StateRecord
 from jaxinf.store.links import copy_file, link_or_copy
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.manifest import LeafRecord, Manifest
+from jaxinf.store.manifest import Manifest
 from jaxinf.store.stock_documents import array_metadata
 from jaxinf.typing import PathLikeStr
 

@@ -6,16 +6,18 @@ Invariant: a division is as near to the present one as may be: a grid that shard
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
 from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import CODE_BLOCK, Chunk, LeafGrid, choose_grid, reassign_csds
+from jaxinf.store.leaves import LeafRecord
 from jaxinf.store.making import chunk_holders, is_unfinished
-from jaxinf.store.manifest import LeafRecord, Manifest
+from jaxinf.store.manifest import Manifest
 from jaxinf.store.whole import find_members
 from jaxinf.typing import Array
 

@@ -43,7 +43,6 @@ Roots: TypeAlias = Annotated[
 Lengths: TypeAlias = Annotated[
     tuple[Annotated[int, Meta(ge=0, le=2**62 - 1)], ...], Meta(max_length=64)
 ]
-Csds: TypeAlias = tuple[Annotated[int, Meta(ge=0, le=65535)], ...]
 Dtype: TypeAlias = Annotated[
     str,
     one_of(

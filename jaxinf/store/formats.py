@@ -5,12 +5,13 @@ Invariant: a leaf with other codecs has the same slots; only an average comes or
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 import numpy as np
+from msgspec import structs
 
 from jaxinf.store.commit import CommitRecord, ScalarState
-from jaxinf.store.contents import CODECS, MASTER_CODECS, LeafContents, StateRecord
+from jaxinf.store.leaves import CODECS, MASTER_CODECS, LeafRecord, StateRecord
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.names import ERROR_FEEDBACK, MASTER_PARAMS, encode_path
 from jaxinf.typing import AVERAGE, AVERAGE_SCALARS
@@ -18,8 +19,6 @@ from jaxinf.typing import AVERAGE, AVERAGE_SCALARS
 StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
 MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
 AverageChoice: TypeAlias = Literal["fp32", "bf16", "none"]
-
-_Leaf = TypeVar("_Leaf", bound=LeafContents)
 
 _MIN_CODED_ELEMENTS = 4096
 _NEVER_CODED = (
@@ -78,8 +77,8 @@ class Formats:
         leaves = []
         for leaf in held.leaves:
             states = _with_average(leaf.slots) if has_average else _without(leaf.slots)
-            leaves.append(coded_leaf(replace(leaf, states=states), codecs))
-        return replace(held, leaves=tuple(leaves))
+            leaves.append(coded_leaf(structs.replace(leaf, states=states), codecs))
+        return structs.replace(held, leaves=tuple(leaves))
 
     def _codecs(self, held: Manifest, where: str) -> Codecs:
         codecs = store_codecs(held)
@@ -135,7 +134,7 @@ def scalars_of(
     return [*kept, *(ScalarState(path, np.array(zero)) for path, zero in own.items())]
 
 
-def coded_leaf(leaf: _Leaf, codecs: Codecs) -> _Leaf:
+def coded_leaf(leaf: LeafRecord, codecs: Codecs) -> LeafRecord:
     """Returns a leaf with these codecs in place of its present ones."""
     is_small = np.prod(leaf.shape, dtype=np.int64) < _MIN_CODED_ELEMENTS
     stored: list[StateRecord] = []
@@ -146,7 +145,7 @@ def coded_leaf(leaf: _Leaf, codecs: Codecs) -> _Leaf:
         else:
             is_plain = is_small or not _may_be_coded(state)
         stored += state.coded(codec) if codec and not is_plain else (state,)
-    return replace(leaf, states=tuple(stored))
+    return structs.replace(leaf, states=tuple(stored))
 
 
 def _may_be_coded(state: StateRecord) -> bool:

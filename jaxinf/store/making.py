@@ -8,15 +8,22 @@ import os
 import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import StoreSpaceError
 from jaxinf.io import open_beneath, read_beneath
 from jaxinf.layout import assign_csds, assign_owners, reassign_csds
-from jaxinf.store.contents import StoreContents
-from jaxinf.store.manifest import MEMBER_VERSION, LeafRecord, Manifest, Member
+from jaxinf.store.leaves import LeafRecord
+from jaxinf.store.manifest import (
+    FORMAT_VERSION,
+    MEMBER_VERSION,
+    Manifest,
+    Member,
+    held_by,
+)
 from jaxinf.terminal import format_bytes
 
 BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+(?:\.[a-z]+)+")
@@ -27,7 +34,7 @@ _MOST_FILES = 2 << 20
 
 
 def lay_out(
-    contents: StoreContents,
+    contents: Manifest,
     chunk_shapes: Sequence[tuple[int, ...]],
     csd_roots: Sequence[str],
     *,
@@ -38,7 +45,7 @@ def lay_out(
     """Assigns places to the chunks of a store; every new manifest is made here.
 
     Args:
-      contents: the store's leaves; the places in a manifest are ignored.
+      contents: the store's leaves; their places are ignored.
       chunk_shapes: chunk shape of each leaf.
       csd_roots: CSD roots for the chunks; empty for the store itself.
       held, shares, room: as for `deal`.
@@ -47,16 +54,17 @@ def lay_out(
       StoreSpaceError: there are too many chunks for a store's record.
     """
     leaves = [
-        LeafRecord.of(leaf, shape, ())
+        replace(leaf, chunk_shape=shape, csds=(), owners=())
         for leaf, shape in zip(contents.leaves, chunk_shapes, strict=True)
     ]
     _check_count(leaves)  # before so many are listed
-    manifest = Manifest(
-        kernels=contents.kernels,
+    manifest = replace(
+        contents,
         leaves=tuple(replace(n, csds=(0,) * n.grid.num_chunks) for n in leaves),
-        created_by=contents.created_by,
         store_id=uuid.uuid4().hex,
         csds=tuple(csd_roots),
+        format_version=FORMAT_VERSION,
+        member=None,
     )
     return deal(manifest, held=held, shares=shares, room=room)
 
@@ -101,9 +109,8 @@ def deal(
         found = reassign_csds(sizes, before, num_csds, shares, room)
     csds, leaves = iter(found), []
     for leaf in manifest.leaves:
-        places = dict.fromkeys(range(len(leaf.csds)), 0)
-        places |= {chunk: next(csds) for chunk in leaf.held}
-        leaves.append(replace(leaf, csds=tuple(places.values())))
+        places = tuple(-1 if csd < 0 else next(csds) for csd in leaf.csds)
+        leaves.append(replace(leaf, csds=places))
     return replace(manifest, leaves=tuple(leaves))
 
 
@@ -132,7 +139,7 @@ def member_of(
 ) -> Manifest:
     """Returns a new store's manifest as a member's, by the owner of each chunk."""
     leaves = tuple(
-        replace(leaf, owners=tuple(own), member=member.number)
+        held_by(leaf, own, member)
         for leaf, own in zip(manifest.leaves, owners, strict=True)
     )
     version = MEMBER_VERSION

@@ -37,9 +37,9 @@ from jaxinf.layout import (
     scatter,
 )
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.contents import StateRecord, dtype_of
 from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.manifest import LeafRecord, Manifest
+from jaxinf.store.leaves import LeafRecord, StateRecord, dtype_of
+from jaxinf.store.manifest import Manifest
 from jaxinf.store.names import MASTER_PARAMS
 from jaxinf.typing import Array
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from jaxinf.errors import (
     StoreFormatError,
@@ -144,7 +145,7 @@ def joined_step(parts: Sequence[PinnedStep]) -> WholeStep:
     for held in zip(*(one.manifest.leaves for one in steps), strict=True):
         owners = held[0].owners
         csds = [starts[own] + held[own].csds[n] for n, own in enumerate(owners)]
-        leaves.append(replace(held[0], csds=tuple(csds), owners=(), member=0))
+        leaves.append(structs.replace(held[0], csds=tuple(csds), owners=()))
         for state in held[0].states:
             name = held[0].array_name(state.name)
             sums[name] = np.zeros(len(owners), np.uint32)
@@ -153,7 +154,7 @@ def joined_step(parts: Sequence[PinnedStep]) -> WholeStep:
     for one in steps:
         for name, bound in one.commit.inexact.items():
             bounds[name] = max(bound, bounds.get(name, 0))
-    manifest = replace(
+    manifest = structs.replace(
         first.manifest,
         leaves=tuple(leaves),
         csds=(),

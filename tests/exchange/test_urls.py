@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from copies import copied
 from families import family
+from msgspec import structs
 
 from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError, StoreFormatError
@@ -198,7 +199,7 @@ def test_places_that_are_refused_before_anything_is_written(make_step, place):
     refused(f"file://{place}/out", "found step 7 of store", step=later)
     (place / "out/export.json").unlink()
     refused(f"file://{place}/out", "exporting step 9", step=later)
-    member = replace(step, manifest=replace(step.manifest, member=object()))
+    member = replace(step, manifest=structs.replace(step.manifest, member=object()))
     with pytest.raises(StoreFormatError, match="give the path of the run"):
         export_url(member, f"file://{place}/part")
 

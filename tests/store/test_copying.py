@@ -298,9 +298,11 @@ def test_killed_at_random_calls(place, num_csds):
 
 # --- formats, drives and processes ---------------------------------------------------
 
-FORMATS, COUNTS = ["fp32", "bf16", "int8"], [1, 2]
+FORMATS, COUNTS, PLACES = ["fp32", "bf16", "int8"], [1, 2, 4], ["directory", "URL"]
 SHAPES = {"w": (10, 4096), "h": (5, 4096), "b": (70,)}
-CASES = covering(2, FORMATS, FORMATS, [0, 2], [0, 2], COUNTS, COUNTS)
+AXES = (FORMATS, [0, 2], COUNTS, PLACES)
+CASES = covering(2, *AXES, *AXES)
+"""Every two values meet, as what is copied and as its copy; S3: tests/object_store."""
 
 
 def trained(path, roots, state):
@@ -331,19 +333,36 @@ def numbers(path, checkpoint=None):
     return {name: np.frombuffer(raw, np.float32) for name, raw in arrays.items()}
 
 
+def test_the_forms_are_covered_by_few_copies():
+    assert len(CASES) <= 40
+
+
+def exported(path, place):
+    """Exports a store or a run to a URL below a place; returns the URL."""
+    url = f"file://{place}"
+    assert main(["store", "copy", str(path), url]) == 0
+    return url
+
+
 @pytest.mark.parametrize(
-    ("was", "state", "old_csds", "new_csds", "old_count", "count"),
-    family(CASES, short=CASES[1:2]),
+    ("old_form", "new_form"),
+    family([(row[:4], row[4:]) for row in CASES], short=[(CASES[1][:4], CASES[1][4:])]),
 )
-def test_every_two_forms(place, was, state, old_csds, new_csds, old_count, count):
+def test_every_two_forms(place, old_form, new_form):
+    (was, old_csds, old_count, old_place) = old_form
+    (state, new_csds, count, new_place) = new_form
     old, new, plain = place / "old", place / "new", place / "plain"
     alone = roots_of(place, "alone", old_csds, 1)
     trained(old, [root.replace("{process}", "0") for root in alone], was)
     if old_count > 1:
-        copied(old, processes=old_count, roots=roots_of(place, "o", old_csds, 2))
-    before, bits = numbers(old), {n: contents(old, n) for n in (None, "kept")}
-    roots = roots_of(place, "n", new_csds, 2)
-    done = copied(old, new, state=state, roots=roots, processes=count, checkpoints=True)
+        copied(
+            old, processes=old_count, roots=roots_of(place, "o", old_csds, old_count)
+        )
+    names = [None, "kept"] if old_place == "directory" else [None]
+    before, bits = numbers(old), {name: contents(old, name) for name in names}
+    source = old if old_place == "directory" else exported(old, place / "exported")
+    form = {"state": state, "roots": roots_of(place, "n", new_csds, count)}
+    done = copied(source, new, processes=count, checkpoints=True, **form)
     assert done.step == 2
     assert not leftovers(new)
     assert not damages(new)
@@ -355,9 +374,12 @@ def test_every_two_forms(place, was, state, old_csds, new_csds, old_count, count
     for name, values in numbers(new).items():
         least = 0.02 * np.abs(before[name]).max()
         assert np.abs(values - before[name]).max() <= least
-    # Bits depend on neither drives nor processes.
+    # Bits depend on neither drives nor processes, nor on a URL between.
     copied(old, plain, state=state, processes=1)
     assert raw(plain) == raw(new)
+    if new_place == "URL":
+        copied(exported(new, place / "new-exported"), place / "again")
+        assert raw(place / "again") == raw(new)
 
 
 def test_new_files_take_their_place_at_both_sides(place):

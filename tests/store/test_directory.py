@@ -1,6 +1,5 @@
 """Directories, slots and hard links of a store."""
 
-import dataclasses
 import json
 import os
 import re
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from jaxinf.errors import (
     StoreFormatError,
@@ -123,23 +123,21 @@ def test_space_of_csds_on_one_file_system_is_added_up(place, manifest_of):
     grid = choose_grid((elements,))
     roots = (str(place / "x"), str(place / "y"))
     leaf = manifest_of(roots, (StateRecord("params", "float32"),), {("w",): (8,)})
-    leaf = dataclasses.replace(
+    leaf = structs.replace(
         leaf.leaves[0],
         shape=(elements,),
         chunk_shape=grid.chunk_shape,
         csds=tuple(i % 2 for i in range(grid.num_chunks)),
         states=(StateRecord("params", "float32"), StateRecord("mu", "float32")),
     )
-    manifest = dataclasses.replace(manifest_of(roots), leaves=(leaf,))
+    manifest = structs.replace(manifest_of(roots), leaves=(leaf,))
     directory = StoreDirectory(place / "store", manifest)
     needs = required_bytes(directory)
     assert max(needs.values()) < stat.f_bavail * stat.f_frsize
     assert sum(needs.values()) < stat.f_bavail * stat.f_frsize
     check_space(directory)
-    doubled = dataclasses.replace(
-        leaf, states=(*leaf.states, StateRecord("nu", "float32"))
-    )
-    manifest = dataclasses.replace(manifest, leaves=(doubled,))
+    doubled = structs.replace(leaf, states=(*leaf.states, StateRecord("nu", "float32")))
+    manifest = structs.replace(manifest, leaves=(doubled,))
     directory = StoreDirectory(place / "store", manifest)
     assert max(required_bytes(directory).values()) < stat.f_bavail * stat.f_frsize
     with pytest.raises(StoreSpaceError, match="or more CSD roots"):

@@ -1,10 +1,9 @@
 """The manifest: round trip, refusals, and differences."""
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from jaxinf.errors import StoreFormatError
 from jaxinf.layout import choose_grid
@@ -57,6 +56,7 @@ def manifests(draw):
         )
     )
     return Manifest(
+        format_version=FORMAT_VERSION,
         store_id=draw(st.text("0123456789abcdef", min_size=32, max_size=32)),
         csds=tuple(f"/mnt/{root}" for root in roots),
         kernels={"k0": tuple(draw(st.lists(st.text(), max_size=3)))},
@@ -147,7 +147,8 @@ def test_a_members_chunks_have_owners(tmp_path, change, problem):
         chunk_shape=(4096,),
         csds=(0, 0),
     )
-    whole = Manifest(kernels={"k0": ("x",)}, leaves=(leaf,), store_id="a" * 32, csds=())
+    whole = Manifest.of_contents([leaf], {"k0": ("x",)}, {})
+    whole = structs.replace(whole, store_id="a" * 32)
     member = member_of(whole, Member("b" * 32, 1, 2), [(0, 1)])
     path = tmp_path / "jaxinf.json"
     member.write(path)
@@ -155,8 +156,8 @@ def test_a_members_chunks_have_owners(tmp_path, change, problem):
     assert held == member
     assert held.num_held_params == 4096
     assert list(held.leaves[0].held) == [1]
-    broken = dataclasses.replace(
-        member, leaves=(dataclasses.replace(member.leaves[0], **change),)
+    broken = structs.replace(
+        member, leaves=(structs.replace(member.leaves[0], **change),)
     )
     broken.write(path)
     with pytest.raises(StoreFormatError, match=problem):
@@ -219,13 +220,13 @@ def test_refuses_a_damaged_leaf(read_changed, key, value, message):
 def test_tree_difference_says_what_differs(manifest_of):
     ours = manifest_of()
     kernel, bias, *rest = ours.leaves
-    theirs = dataclasses.replace(
+    theirs = structs.replace(
         ours,
         leaves=(
-            dataclasses.replace(kernel, shape=(13, 128), dtype="bfloat16"),
-            dataclasses.replace(bias, states=bias.states[:2]),
+            structs.replace(kernel, shape=(13, 128), dtype="bfloat16"),
+            structs.replace(bias, states=bias.states[:2]),
             *rest[1:],
-            dataclasses.replace(rest[0], path=("new", "one")),
+            structs.replace(rest[0], path=("new", "one")),
         ),
     )
     assert ours.tree_difference(theirs) == [
@@ -242,19 +243,19 @@ def test_tree_difference_sees_the_order_and_not_the_places(manifest_of):
     ours = manifest_of()
     elsewhere = manifest_of(csds=("/mnt/a", "/mnt/b"))
     assert ours.tree_difference(elsewhere) == []
-    turned = dataclasses.replace(ours, leaves=ours.leaves[::-1])
+    turned = structs.replace(ours, leaves=ours.leaves[::-1])
     assert ours.tree_difference(turned) == ["the same leaves come in another order"]
 
 
 def test_kernel_difference_shows_the_equations(manifest_of):
     ours = manifest_of()
-    renamed = dataclasses.replace(
+    renamed = structs.replace(
         ours,
         kernels={"other": ours.kernels["k0"]},
-        leaves=tuple(dataclasses.replace(x, kernel="other") for x in ours.leaves),
+        leaves=tuple(structs.replace(x, kernel="other") for x in ours.leaves),
     )
     assert ours.kernel_difference(renamed) == []
-    theirs = dataclasses.replace(ours, kernels={"k0": ("%0 = neg x", "update = %0")})
+    theirs = structs.replace(ours, kernels={"k0": ("%0 = neg x", "update = %0")})
     assert ours.kernel_difference(theirs) == [
         "the update of leaf h0/attn/kernel has other equations:",
         "--- store",

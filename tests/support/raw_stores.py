@@ -13,11 +13,10 @@ import jaxinf
 from jaxinf.io import crc32c
 from jaxinf.layout import choose_grid
 from jaxinf.store import (
-    LeafContents,
+    LeafRecord,
     Manifest,
     Slot,
     StateRecord,
-    StoreContents,
     StoreDirectory,
     dtype_of,
     lay_out,
@@ -65,19 +64,21 @@ def make_manifest(
       csd_roots, chunk_elements: as for a real store.
     """
     records = [
-        LeafContents(
+        LeafRecord(
             path=path,
             shape=shape,
             dtype="float32",
             kernel="k0",
             states=tuple(states),
+            chunk_shape=(),
             shard_counts=shards,
+            csds=(),
         )
         for path, (shape, shards) in leaves.items()
     ]
-    contents = StoreContents(
+    contents = Manifest.of_contents(
         kernels={"k0": ("%0 = mul #, gradient", "update = %0")},
-        leaves=tuple(records),
+        leaves=records,
         created_by={"jaxinf": "0"},
     )
     grids = [

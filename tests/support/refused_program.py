@@ -5,7 +5,6 @@ import errno
 import shutil
 import sys
 import time
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -103,7 +102,7 @@ def moved(place, name, number, member_of):
     """Copies this process's member of a run, with another manifest."""
     target = copied(place, name, number)
     manifest = Manifest.read(target / "jaxinf.json")
-    own = replace(manifest, member=member_of(manifest.member))
+    own = structs.replace(manifest, member=member_of(manifest.member))
     own.write(target / "jaxinf.json")
     opened_unchanged(place, name, number)
 

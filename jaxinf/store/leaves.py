@@ -1,20 +1,20 @@
-"""The contents of a store without their places: leaves, states, kernels.
+"""A leaf of a store: its stored arrays, and the places of their chunks.
 
-Invariant: equal contents have the same optimizer and the same tree.
+Invariant: a record is the JSON of ``jaxinf.json``, and immutable.
 """
 
-import difflib
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cache, cached_property
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
+from msgspec import Meta
 
+from jaxinf.documents import Document, one_of
 from jaxinf.io import page_ceil
-from jaxinf.layout import CODE_BLOCK, Chunk
-from jaxinf.store.names import leaf_name
+from jaxinf.layout import CODE_BLOCK, Chunk, LeafGrid, scales_length, shared_grid
+from jaxinf.store.documents import Dtype, Lengths, Name
+from jaxinf.store.names import array_name, leaf_name
 
 CODECS = ("bf16", "int8")
 """Codecs of the optimizer's state."""
@@ -24,6 +24,17 @@ MASTER_CODECS = ("split", "bf16")
 
 # Codecs of arrays that belong to the array before them, and the ends of their names.
 BESIDE = {"scale": "_scale", "remainder": "_remainder"}
+
+Process: TypeAlias = Annotated[int, Meta(ge=0, lt=2**20)]
+"""Number of a process."""
+
+_Parts: TypeAlias = Annotated[
+    tuple[Annotated[int, Meta(ge=1, le=2**62 - 1)], ...], Meta(max_length=64)
+]
+_Path: TypeAlias = Annotated[
+    tuple[Annotated[str, Meta(max_length=255)], ...], Meta(max_length=255)
+]
+_Csd: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 
 
 @cache
@@ -36,8 +47,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-@dataclass(frozen=True)
-class StateRecord:
+class StateRecord(Document, frozen=True, array_like=True):
     """One stored array of a leaf.
 
     Attributes:
@@ -51,9 +61,9 @@ class StateRecord:
         stored elements.
     """
 
-    name: str
-    dtype: str
-    codec: str = ""
+    name: Name
+    dtype: Dtype
+    codec: Annotated[str, one_of("", *CODECS, *MASTER_CODECS, *BESIDE)] = ""
 
     @property
     def itemsize(self) -> int:
@@ -78,8 +88,6 @@ class StateRecord:
 
     def stored_bytes(self, chunk: Chunk) -> int:
         """Returns the bytes of a chunk's file in one slot on the drive: whole pages."""
-        if not chunk.num_elements:
-            return 0
         return page_ceil(self.num_elements(chunk.num_elements) * self.itemsize)
 
     def coded(self, codec: str) -> tuple["StateRecord", ...]:
@@ -98,30 +106,42 @@ class StateRecord:
         return StateRecord(self.slot, "float32") if self.codec else self
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeafContents:
+class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
     """One leaf of the params tree.
 
     Attributes:
       path: its keys.
       shape: its natural shape.
       dtype: the dtype of the params on the JAX device.
-      kernel: key into `StoreContents.kernels`.
+      kernel: key into `Manifest.kernels`.
       states: its stored arrays, the master params first.
+      chunk_shape: chunk shape of every state's array; empty before it is laid out.
       shard_counts: shards along each dimension when the store was made.
+      csds: the CSD of each chunk, in grid order; -1 (on disk 0) for one that another
+        member holds. Empty before the leaf is laid out.
+      owners: in a member, the number of the member that holds each chunk; else empty.
     """
 
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
+    path: _Path
+    shape: Lengths
+    dtype: Dtype
     kernel: str
-    states: tuple[StateRecord, ...]
-    shard_counts: tuple[int, ...]
+    states: Annotated[tuple[StateRecord, ...], Meta(min_length=1)]
+    chunk_shape: _Parts
+    shard_counts: _Parts
+    csds: tuple[_Csd, ...]
+    owners: tuple[Process, ...] = ()
 
     @property
     def name(self) -> str:
         """The leaf's keys joined by ``/``."""
         return leaf_name(self.path)
+
+    def array_name(self, state: str) -> str:
+        """Returns the directory of a state's array, relative to a slot."""
+        return array_name(state, self.path)
+
+    # --- states ----------------------------------------------------------------------
 
     def state(self, name: str) -> StateRecord:
         """Returns the record of a stored array, which must exist."""
@@ -137,68 +157,42 @@ class LeafContents:
         found = (s for s in self.states if s.is_beside and s.slot == state.name)
         return next(found, None)
 
-
-@dataclass(frozen=True, kw_only=True)
-class StoreContents:
-    """All leaves of a store.
-
-    Attributes:
-      kernels: the updates' equations as text, by id.
-      leaves: in the order of the flattened params tree.
-      created_by: versions of jaxinf, jax and optax.
-    """
-
-    kernels: Mapping[str, tuple[str, ...]]
-    leaves: tuple[LeafContents, ...]
-    created_by: Mapping[str, str] = field(default_factory=dict)
+    # --- chunks ----------------------------------------------------------------------
 
     @cached_property
-    def num_params(self) -> int:
-        """Elements over all leaves."""
-        return sum(math.prod(leaf.shape) for leaf in self.leaves)
+    def grid(self) -> LeafGrid:
+        """The chunk grid."""
+        return shared_grid(self.shape, self.chunk_shape)
 
-    def tree_difference(self, other: "StoreContents") -> list[str]:
-        """Lists differences between the leaves and states of `other` and these.
+    def array_grid(self, state: StateRecord) -> tuple[Sequence[int], Sequence[int]]:
+        """Returns shape and chunk shape of a state's array."""
+        if state.codec != "scale":
+            return self.shape, self.chunk_shape
+        length = scales_length(self.grid)
+        return (len(self.csds) * length,), (length,)
 
-        Grids, CSDs and versions are not compared; they may differ between stores.
-        """
-        mine = {leaf.name: leaf for leaf in self.leaves}
-        theirs = {leaf.name: leaf for leaf in other.leaves}
-        lines = [f"- leaf {n}: in the store only" for n in mine if n not in theirs]
-        lines += [f"+ leaf {n}: not in the store" for n in theirs if n not in mine]
-        for name in (n for n in mine if n in theirs):
-            lines += _leaf_difference(mine[name], theirs[name])
-        if not lines and list(mine) != list(theirs):
-            lines.append("the same leaves come in another order")
-        return lines
+    @property
+    def chunk_bytes(self) -> list[int]:
+        """Bytes of each chunk on the drive, all states together."""
+        chunks = self.grid.chunks()
+        return [sum(one.stored_bytes(chunk) for one in self.states) for chunk in chunks]
 
-    def kernel_difference(self, other: "StoreContents") -> list[str]:
-        """Describes the first update that differs; the leaves must be the same."""
-        for mine, theirs in zip(self.leaves, other.leaves, strict=True):
-            old, new = self.kernels[mine.kernel], other.kernels[theirs.kernel]
-            if old != new:
-                diff = difflib.unified_diff(old, new, "store", "optimizer", lineterm="")
-                return [f"the update of leaf {mine.name} has other equations:", *diff]
-        return []
+    @cached_property
+    def held(self) -> Sequence[int]:
+        """Numbers of the chunks that this store holds, in grid order."""
+        if not self.owners:
+            return range(len(self.csds))
+        return tuple(number for number, csd in enumerate(self.csds) if csd >= 0)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this store holds all chunks."""
+        return len(self.held) == len(self.csds)
 
-def _leaf_difference(old: LeafContents, new: LeafContents) -> list[str]:
-    lines = []
-    if old.shape != new.shape:
-        lines.append(
-            f"leaf {old.name}: shape {old.shape} in the store, {new.shape} given"
-        )
-    if old.dtype != new.dtype:
-        lines.append(
-            f"leaf {old.name}: params {old.dtype} in the store, {new.dtype} given"
-        )
-    if old.slots != new.slots:
-        lines.append(
-            f"leaf {old.name}: states {_states_text(old.slots)} in the store, "
-            f"{_states_text(new.slots)} given"
-        )
-    return lines
-
-
-def _states_text(states: Sequence[StateRecord]) -> str:
-    return "(" + ", ".join(f"{s.name} {s.dtype}" for s in states) + ")"
+    @cached_property
+    def places(self) -> Sequence[int]:
+        """Each chunk's position in `held`; -1 for one that is not held."""
+        if not self.owners:
+            return range(len(self.csds))
+        found = {number: place for place, number in enumerate(self.held)}
+        return tuple(found.get(number, -1) for number in range(len(self.csds)))
