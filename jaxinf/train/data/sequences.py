@@ -1,4 +1,4 @@
-"""Examples as token ids, and many of them in flat arrays with a fingerprint.
+"""Token ids of an example, and those of many in flat arrays with a fingerprint.
 
 Invariant: sequences are ordered by the SHA-256 of their content alone. This mixes them,
 so that the held-out tail is like the rest.
@@ -6,18 +6,12 @@ so that the held-out tail is like the rest.
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, zip_longest
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.examples import Example
-from jaxinf.train.data.tokenizer import FolderTokenizer, Tokenizer
 from jaxinf.typing import Array
-
-_EXAMPLES_AT_ONCE = 1024
 
 
 class Encoded(NamedTuple):
@@ -51,102 +45,9 @@ class Encoded(NamedTuple):
         return digest.digest()
 
 
-def encode_examples(
-    examples: Iterable[Example],
-    tokenizer: Tokenizer,
-    *,
-    most: int,
-    num_types: int = 0,
-    learn_all: bool = False,
-    is_apart: bool = False,
-) -> Iterator[tuple[Encoded, ...]]:
-    """Encodes examples, many in each call of the tokenizer.
-
-    Args:
-      most: most tokens of a labelled text or a source; more are cut.
-      num_types: types of tokens that the model tells apart; 0 for none.
-      learn_all: whether prompts are learned, too.
-      is_apart: whether sources and answers are apart, as for T5.
-
-    Yields:
-      The tokens of an example; of a source and its answer both, if `is_apart`.
-
-    Raises:
-      DataError: the tokenizer cannot read a text, or there is none.
-    """
-    coming = iter(examples)
-    while group := list(islice(coming, _EXAMPLES_AT_ONCE)):
-        if group[0].kind == "labelled":
-            found = ((_classified(e, tokenizer, most, num_types),) for e in group)
-        else:
-            limit = most if is_apart else None
-            found = _learned(group, tokenizer, limit, learn_all, is_apart)
-        for example, parts in zip(group, found, strict=True):
-            if not all(part.tokens.size for part in parts):
-                raise DataError(f"{example.where}: expected text, found none")
-            yield parts
-
-
-def _learned(
-    group: Sequence[Example],
-    tokenizer: Tokenizer,
-    most: int | None,
-    learn_all: bool,
-    is_apart: bool,
-) -> Iterator[tuple[Encoded, ...]]:
-    """Yields examples whose last text is learned, behind a prompt if there is one."""
-    is_whole = is_apart or group[0].kind == "text"
-    own = [example for example in group if not example.messages]
-    prompts = [(e.where, e.texts[0]) for e in own if len(e.texts) == 2]
-    both = zip_longest(
-        tokenizer.encode(prompts, is_whole=True, most=most),
-        tokenizer.encode([(e.where, e.texts[-1]) for e in own], is_whole=is_whole),
-    )
-    for example in group:
-        if example.messages:
-            assert isinstance(tokenizer, FolderTokenizer)
-            yield (Encoded(*tokenizer.conversation(example, learn_all=learn_all)),)
-            continue
-        prompt, ids = next(both)
-        if tokenizer.end is not None and not (is_whole and tokenizer.adds_end):
-            ids = np.append(ids, np.array([tokenizer.end], ids.dtype))
-        if prompt is None:
-            yield (Encoded(ids, _all(ids)),)
-        elif is_apart:
-            yield Encoded(prompt, ~_all(prompt)), Encoded(ids, _all(ids))
-        else:
-            joined = np.concatenate([prompt, ids])
-            is_learned = learn_all | (np.arange(joined.size) >= prompt.size)
-            yield (Encoded(joined, is_learned),)
-
-
-def _classified(
-    example: Example, tokenizer: Tokenizer, most: int, num_types: int
-) -> Encoded:
-    has_types, num_texts = num_types > 0, len(example.texts)
-    need = num_texts + tokenizer.num_special(num_texts, has_types=has_types)
-    if most < need:
-        raise DataError(
-            f"--seq-len: expected at least {need} tokens, for "
-            f"{('a text', 'two texts')[num_texts - 1]} and its special tokens, got "
-            f"{most}"
-        )
-    ids, types, num = tokenizer.classified(
-        example.where, example.texts, most=most, has_types=has_types
-    )
-    if types is not None and types.max() >= num_types:
-        raise DataError(
-            f"--tokenizer {tokenizer.name}: expected token types below {num_types}, as "
-            f"the model has, found {types.max()} in pairs of texts"
-        )
-    return Encoded(ids, _all(ids), example.label, types, num)
-
-
-def _all(tokens: Array) -> Array:
+def all_of(tokens: Array) -> Array:
+    """Returns True for each token, in no memory."""
     return np.broadcast_to(np.True_, tokens.shape)
-
-
-# --- many sequences ------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,7 +76,7 @@ class Sequences:
         is_all = all(map(np.all, learned))
         return cls(
             tokens=tokens,
-            is_learned=_all(tokens) if is_all else np.concatenate(learned),
+            is_learned=all_of(tokens) if is_all else np.concatenate(learned),
             ends=np.cumsum([len(e.tokens) for e in ordered], dtype=np.int64),
             labels=np.array([example.label for example in ordered], np.int32),
             token_types=np.concatenate(types) if types else None,
