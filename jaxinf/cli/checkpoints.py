@@ -1,6 +1,7 @@
-"""``jaxinf checkpoint``: keeps, lists, removes and restores committed steps.
+"""``jaxinf checkpoint``: keeps, lists, removes, restores and exports committed steps.
 
 Invariant: no command disturbs a running writer; to restore, the store must be closed.
+An export appears only when it is complete.
 """
 
 import json
@@ -8,16 +9,30 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from jaxinf.cli.exchange import Export
-from jaxinf.cli.options import StorePath, option
-from jaxinf.cli.terminal import make_table
-from jaxinf.command_line import UsageError
+from jaxinf.cli.looking import say_warning
+from jaxinf.cli.options import AnyPath, StorePath, Switch, option, whole_path
+from jaxinf.cli.terminal import make_table, show_progress
+from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.errors import StoreFormatError, StoreMismatchError
+from jaxinf.exchange import (
+    DEFAULT_FILE_BYTES,
+    DEFAULT_MEMORY_BYTES,
+    ObjectStore,
+    Transit,
+    export_adapters,
+    export_huggingface,
+    export_safetensors,
+    export_url,
+    is_url,
+    kept_tokenizer,
+    tokenizer_files,
+)
 from jaxinf.store import (
+    CopySource,
     StoreDirectory,
     find_checkpoint,
     hold_members,
@@ -26,6 +41,7 @@ from jaxinf.store import (
     remove_whole,
     restore_whole,
     save_whole,
+    store_source,
 )
 from jaxinf.terminal import format_bytes, make_console, printable
 
@@ -35,10 +51,8 @@ class Save:
     """Keep the committed step by hard links, without copying data; print its path."""
 
     store: StorePath
-    name: Annotated[
-        tyro.conf.Positional[str | None],
-        option("The checkpoint's name; by default the step's number.", "[NAME]"),
-    ] = None
+    # The checkpoint's name; by default the step's number.
+    name: Annotated[tyro.conf.Positional[str | None], option("[NAME]")] = None
 
     def run(self) -> None:
         print(save_whole(self.store, self.name))
@@ -49,7 +63,8 @@ class List:
     """Show the checkpoints: step, time, and the bytes that removing each would free."""
 
     store: StorePath
-    json: Annotated[bool, option("Print one JSON document instead.")] = False
+    # Print one JSON document instead.
+    json: Switch = False
 
     def run(self) -> None:
         found = list_whole(self.store)
@@ -80,9 +95,8 @@ class Remove:
     """Remove checkpoints and free their space."""
 
     store: StorePath
-    names: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], option("Their names.", "NAME [NAME ...]")
-    ]
+    # Their names.
+    names: Annotated[tyro.conf.Positional[tuple[str, ...]], option("NAME [NAME ...]")]
 
     def run(self) -> None:
         if not self.names:
@@ -97,10 +111,10 @@ class Restore:
     """Make the next run continue from a checkpoint, which stays as it is."""
 
     store: StorePath
-    name: Annotated[tyro.conf.Positional[str], option("Its name.", "NAME")]
-    discard_current: Annotated[
-        bool, option("Discard the committed step, even if no checkpoint keeps it.")
-    ] = False
+    # Its name.
+    name: Annotated[tyro.conf.Positional[str], option("NAME")]
+    # Discard the committed step, even if no checkpoint keeps it.
+    discard_current: Switch = False
 
     def run(self) -> None:
         with hold_members(self.store) as members:
@@ -135,6 +149,104 @@ def _check_kept(parts: Sequence[StoreDirectory], name: str, store: Path) -> None
                 f"checkpoint; keep it first (jaxinf checkpoint save {store} NAME), or "
                 f"give it up ({give_up})"
             )
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a step into a directory or to a URL, or its params as safetensors.
+
+    This works during a run; every checksum is verified. The format zarr has all state,
+    in the store's own chunks; Orbax reads it, and an import makes the same store again,
+    to the bit. If it is interrupted, give the command again. The format huggingface is
+    a folder that transformers loads, for models trained by jaxinf.train.
+    """
+
+    store: StorePath
+    # A directory that does not exist yet; for zarr also a URL of file://, gs:// or s3://.
+    destination: Annotated[tyro.conf.Positional[str], option("DEST")]
+    # Export this checkpoint instead of the last step.
+    checkpoint: Annotated[str | None, option("NAME")] = None
+    # All state as zarr, or params in another tool's format.
+    format: Literal["zarr", "safetensors", "huggingface"] = "zarr"
+    # Safetensors and huggingface: the params' average in their place.
+    average: Switch = False
+    # Huggingface: the adapters of --lora alone, in the form of PEFT. Without it they
+    # are added to their matrices.
+    adapters: Switch = False
+    # Huggingface: the folder that the params of a loop of your own came from; its
+    # config.json and its tokenizer are written again.
+    like: Annotated[AnyPath | None, option("FOLDER")] = None
+    # Huggingface: dtype of the tensors, rounded to nearest even; by default that of the
+    # params in training.
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        option("{float32,bfloat16,float16}"),
+    ] = None
+    # Start another safetensors file at this size.
+    max_file: Annotated[int, ByteSize] = DEFAULT_FILE_BYTES
+    # Memory for data in transit.
+    memory: Annotated[int, ByteSize] = DEFAULT_MEMORY_BYTES
+
+    def run(self) -> None:
+        """Exports, and prints the path and content of the export."""
+        where, store = self._checked(), self.store
+        with store_source(store, self.checkpoint) as source:
+            step, number = source.step, source.step.commit.step
+            say_warning(store, step)
+            if steps := step.commit.steps_without_params:
+                make_console(sys.stderr).print(
+                    f"warning: {store}: the last {steps} updates were given no params, "
+                    "so the exported ones were not compared with the program's"
+                )
+            with show_progress(f"step {number} to {where}") as progress:
+                transit = Transit(self.memory, progress, max_file_bytes=self.max_file)
+                content = self._write(source, where, transit)
+        print(f"{where}: step {number}, {content}")
+
+    def _checked(self) -> str:
+        """Returns the place of the export, if the flags fit it and each other."""
+        only = {"dtype": self.dtype, "like": self.like, "adapters": self.adapters}
+        for flag, value in only.items():
+            if value and self.format != "huggingface":
+                raise UsageError(f"--{flag} goes with --format huggingface")
+        if self.format == "zarr":
+            if self.average:
+                raise UsageError(
+                    "--average goes with --format safetensors or huggingface"
+                )
+            is_place = is_url(self.destination)
+            url = f"file://{whole_path(self.destination)}"
+            return ObjectStore(self.destination if is_place else url).where
+        if is_url(self.destination):
+            raise UsageError(
+                f"--format {self.format}: expected a directory, found a URL, which "
+                "takes --format zarr; export to a directory, and copy that"
+            )
+        return str(whole_path(self.destination))
+
+    def _write(self, source: CopySource, where: str, transit: Transit) -> str:
+        """Writes the export; returns what it has."""
+        step, destination = source.step, Path(where)
+        given: dict[str, Any] = {"average": self.average, "transit": transit}
+        if self.format == "zarr":
+            done = export_url(step, where, beside=source.beside(), transit=transit)
+            return (
+                f"{done.num_objects} objects, {format_bytes(done.num_bytes)}; "
+                f"{done.num_kept} chunks were there already"
+            )
+        if self.adapters:
+            export_adapters(step, destination, dtype=self.dtype, **given)
+        elif self.format == "huggingface":
+            if self.like is not None:
+                kept = tokenizer_files(weights=self.like)
+            else:
+                kept = kept_tokenizer(source.beside())
+            given |= {"dtype": self.dtype, "like": self.like, "beside": kept}
+            export_huggingface(step, destination, **given)
+        else:
+            export_safetensors(step, destination, **given)
+        files = [file for file in destination.rglob("*") if file.is_file()]
+        return format_bytes(sum(file.stat().st_size for file in files))
 
 
 @dataclass(frozen=True)

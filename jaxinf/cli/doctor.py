@@ -31,29 +31,15 @@ class Doctor:
     store.
     """
 
+    # Directories where a store or a CSD root could be.
     paths: Annotated[
-        tyro.conf.Positional[tuple[AnyPath, ...]],
-        tyro.conf.arg(
-            help="Directories where a store or a CSD root could be.",
-            metavar="[PATH ...]",
-        ),
+        tyro.conf.Positional[tuple[AnyPath, ...]], tyro.conf.arg(metavar="[PATH ...]")
     ] = (Path(),)
-    size: Annotated[
-        int,
-        ByteSize,
-        tyro.conf.arg(
-            help="Length of the temporary file; shorter if space is short. 0 measures "
-            "nothing."
-        ),
-    ] = 1 << 30
-    json: Annotated[
-        AnyPath | None,
-        option(
-            "Also measure programs, updates and commits, for some ten seconds, and "
-            "write the eight numbers that jaxinf plan --machine FILE takes.",
-            "FILE",
-        ),
-    ] = None
+    # Length of the temporary file; shorter if space is short. 0 measures nothing.
+    size: Annotated[int, ByteSize] = 1 << 30
+    # Also measure programs, updates and commits, for some ten seconds, and write the
+    # eight numbers that jaxinf plan --machine FILE takes.
+    json: Annotated[AnyPath | None, option("FILE")] = None
 
     def run(self) -> int:
         """Examines, and prints the findings; returns the exit status.

@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxinf.cli.looking import open_committed, over_members
-from jaxinf.cli.options import StorePath, option
+from jaxinf.cli.options import StorePath, Switch, option
 from jaxinf.cli.terminal import facts_table, heading, make_table
 from jaxinf.documents import DocumentError, decode
 from jaxinf.errors import StoreError
@@ -72,15 +72,11 @@ class Inspect:
     """
 
     store: StorePath
-    leaf: Annotated[
-        str | None,
-        option(
-            "Read this leaf, e.g. h0/attn/qkv/kernel: a summary of the numbers of each "
-            "of its states.",
-            "NAME",
-        ),
-    ] = None
-    json: Annotated[bool, option("Print one JSON document instead.")] = False
+    # Read this leaf, e.g. h0/attn/qkv/kernel: a summary of the numbers of each of its
+    # states.
+    leaf: Annotated[str | None, option("NAME")] = None
+    # Print one JSON document instead.
+    json: Switch = False
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""

@@ -11,9 +11,17 @@ import tyro
 from jaxinf.command_line import expand_home
 
 
-def option(text: str, metavar: str | None = None) -> Any:
-    """Describes an argument in ``--help``, without showing its default."""
+def option(metavar: str | None = None, text: str | None = None) -> Any:
+    """Describes an argument in ``--help``, without showing its default.
+
+    Args:
+      text: its help; by default the comment above its field.
+    """
     return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint="")
+
+
+Switch = Annotated[bool, option()]
+"""A flag without a value."""
 
 
 def whole_path(text: str) -> Path:
@@ -38,7 +46,7 @@ AnyPath = Annotated[
 """A path that is made whole."""
 
 StorePath = Annotated[
-    tyro.conf.Positional[AnyPath], option("The store's directory.", "STORE")
+    tyro.conf.Positional[AnyPath], option("STORE", "The store's directory.")
 ]
 """Annotates the first word after a command's verb."""
 

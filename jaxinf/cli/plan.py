@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from jaxinf.cli.options import FLAGS, option
+from jaxinf.cli.options import FLAGS, Switch, option
 from jaxinf.command_line import UsageError
 from jaxinf.terminal import make_console, printable
 from jaxinf.train.__main__ import config_of
@@ -46,24 +46,14 @@ class Plan:
     no weights are read. The exit status is 1 if the run does not fit.
     """
 
-    fit: Annotated[
-        bool,
-        option(
-            "Count a list of settings, print them as a table, and the fastest that "
-            "keeps all bits as a command line. Flags that are given stay as they are. "
-            "Needs --machine."
-        ),
-    ] = False
-    machine: Annotated[
-        Path | None,
-        option(
-            "Memory and rates of a machine, in a file that 'jaxinf doctor --json FILE' "
-            "wrote, or that you write (docs/training.md). By default this one, without "
-            "times.",
-            "FILE",
-        ),
-    ] = None
-    json: Annotated[bool, option("Print one JSON document instead.")] = False
+    # Count a list of settings, print them as a table, and the fastest that keeps all
+    # bits as a command line. Flags that are given stay as they are. Needs --machine.
+    fit: Switch = False
+    # Memory and rates of a machine, in a file that 'jaxinf doctor --json FILE' wrote,
+    # or that you write (docs/training.md). By default this one, without times.
+    machine: Annotated[Path | None, option("FILE")] = None
+    # Print one JSON document instead.
+    json: Switch = False
 
 
 def main(words: Sequence[str]) -> int:

@@ -66,14 +66,12 @@ class Report:
     'jaxinf[report]').
     """
 
+    # Log directories of runs.
     logs: Annotated[
-        tyro.conf.Positional[tuple[AnyPath, ...]],
-        option("Log directories of runs.", "LOG_DIR [LOG_DIR ...]"),
+        tyro.conf.Positional[tuple[AnyPath, ...]], option("LOG_DIR [LOG_DIR ...]")
     ]
-    output: Annotated[
-        AnyPath | None,
-        option("The page; by default report.html in the first LOG_DIR.", "FILE"),
-    ] = None
+    # The page; by default report.html in the first LOG_DIR.
+    output: Annotated[AnyPath | None, option("FILE")] = None
 
     def run(self) -> int:
         """Prints the page's path to standard output; returns the exit status."""

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import tyro
 
-from jaxinf.cli.exchange import Export
+from jaxinf.cli.checkpoints import Export
 from jaxinf.cli.looking import say_warning
-from jaxinf.cli.options import AnyPath, StorePath, option, whole_path
+from jaxinf.cli.options import AnyPath, StorePath, Switch, option, whole_path
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.engine.options import check_share
@@ -40,54 +40,31 @@ class Copy:
     command is interrupted, give it again.
     """
 
-    old: Annotated[
-        tyro.conf.Positional[str],
-        option("A store, a run's path, a checkpoint's directory, or an export.", "OLD"),
-    ]
-    new: Annotated[
-        tyro.conf.Positional[str],
-        option("The new store's directory, OLD itself, or a URL to export to.", "NEW"),
-    ]
-    state: Annotated[
-        StateFormat | None, option("Format of the state.", "{fp32,bf16,int8}")
-    ] = None
-    master: Annotated[
-        MasterFormat | None,
-        option(
-            "Format of the master of bfloat16 params: float32, the params with 16-bit "
-            "remainders, or no separate master.",
-            "{fp32,split,none}",
-        ),
-    ] = None
-    average: Annotated[
-        AverageChoice | None,
-        option(
-            "Format of the params' average; one that OLD does not have begins as a "
-            "copy of the params, and none drops it.",
-            "{fp32,bf16,none}",
-        ),
-    ] = None
+    # A store, a run's path, a checkpoint's directory, or an export.
+    old: Annotated[tyro.conf.Positional[str], option("OLD")]
+    # The new store's directory, OLD itself, or a URL to export to.
+    new: Annotated[tyro.conf.Positional[str], option("NEW")]
+    # Format of the state.
+    state: Annotated[StateFormat | None, option("{fp32,bf16,int8}")] = None
+    # Format of the master of bfloat16 params: float32, the params with 16-bit
+    # remainders, or no separate master.
+    master: Annotated[MasterFormat | None, option("{fp32,split,none}")] = None
+    # Format of the params' average; one that OLD does not have begins as a copy of the
+    # params, and none drops it.
+    average: Annotated[AverageChoice | None, option("{fp32,bf16,none}")] = None
+    # A CSD root of NEW; repeat it for all. {process} is its number.
     csd_root: Annotated[
-        tyro.conf.UseAppendAction[tuple[AnyPath, ...]],
-        option("A CSD root of NEW; repeat it for all. {process} is its number.", "DIR"),
+        tyro.conf.UseAppendAction[tuple[AnyPath, ...]], option("DIR")
     ] = ()
-    share: Annotated[
-        tyro.conf.UseAppendAction[tuple[float, ...]],
-        option(
-            "The share of a CSD root, as far as it has room; repeat it, in the order "
-            "of the roots.",
-            "N",
-        ),
-    ] = ()
-    processes: Annotated[
-        int | None, option("Divide it among so many processes.", "N")
-    ] = None
-    checkpoints: Annotated[
-        bool, option("Take the checkpoints along that all members have.")
-    ] = False
-    memory: Annotated[
-        int, ByteSize, tyro.conf.arg(help="Memory for data from or to a URL.")
-    ] = DEFAULT_MEMORY_BYTES
+    # The share of a CSD root, as far as it has room; repeat it, in the order of the
+    # roots.
+    share: Annotated[tyro.conf.UseAppendAction[tuple[float, ...]], option("N")] = ()
+    # Divide it among so many processes.
+    processes: Annotated[int | None, option("N")] = None
+    # Take the checkpoints along that all members have.
+    checkpoints: Switch = False
+    # Memory for data from or to a URL.
+    memory: Annotated[int, ByteSize] = DEFAULT_MEMORY_BYTES
 
     def run(self) -> None:
         """Copies, and prints what came of it."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from jaxinf.cli.looking import open_committed, over_members
-from jaxinf.cli.options import StorePath, option
+from jaxinf.cli.options import StorePath, Switch, option
 from jaxinf.cli.terminal import show_progress
 from jaxinf.store import (
     SLOTS,
@@ -42,10 +42,10 @@ class Verify:
     """
 
     store: StorePath
-    checkpoint: Annotated[
-        str | None, option("Verify this checkpoint alone.", "NAME")
-    ] = None
-    json: Annotated[bool, option("Print one JSON document instead.")] = False
+    # Verify this checkpoint alone.
+    checkpoint: Annotated[str | None, option("NAME")] = None
+    # Print one JSON document instead.
+    json: Switch = False
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""

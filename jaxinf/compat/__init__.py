@@ -81,12 +81,13 @@ Beyond names: `jaxinf.kernels.lowering` follows what XLA's CPU compiler does wit
 update. Another XLA may round otherwise; ``tests/kernels/test_bits.py`` compares.
 """
 
+from jax.experimental import io_callback
 from jax.extend.core import Literal
+from jax.tree_util import keystr
 
 from jaxinf.compat.callbacks import (
     CALLBACK_LOGGER,
     call_with_buffers,
-    call_with_copies,
     has_buffer_callback,
     raise_in_callback,
 )
@@ -101,7 +102,6 @@ from jaxinf.compat.jaxprs import (
     branches,
     called_jaxpr,
     inner_jaxprs,
-    select_primitive,
     source_frames,
     source_line,
     static_params,
@@ -113,12 +113,10 @@ from jaxinf.compat.libraries import (
     is_inside_multi_steps,
     is_params_placeholder,
     is_single_step,
-    multi_steps_of,
     register_with_flax,
 )
 from jaxinf.compat.meshes import (
     call_by_num_devices,
-    has_explicit_axes_only,
     manual_axes,
     mesh_in_use,
     shard_map,
@@ -135,15 +133,8 @@ from jaxinf.compat.tracing import (
     is_tracing,
     trace_context,
     without_examples,
-    x64,
 )
-from jaxinf.compat.trees import (
-    attribute_of,
-    key_name,
-    path_keys,
-    path_text,
-    register_checked,
-)
+from jaxinf.compat.trees import path_keys, path_names, register_checked
 from jaxinf.compat.xla import (
     CPU_THREADS_VARIABLE,
     DETERMINISTIC,
@@ -170,12 +161,10 @@ __all__ = [
     "Primitive",
     "Tracer",
     "all_equations",
-    "attribute_of",
     "bind",
     "branches",
     "call_by_num_devices",
     "call_with_buffers",
-    "call_with_copies",
     "called_jaxpr",
     "compile_lowered",
     "coordination",
@@ -184,25 +173,23 @@ __all__ = [
     "forget_failed_tokens",
     "has_backend",
     "has_buffer_callback",
-    "has_explicit_axes_only",
     "inner_jaxprs",
+    "io_callback",
     "is_in_transformation",
     "is_inside_lookahead",
     "is_inside_multi_steps",
     "is_params_placeholder",
     "is_single_step",
     "is_tracing",
-    "key_name",
+    "keystr",
     "manual_axes",
     "memory_registry",
     "mesh_in_use",
-    "multi_steps_of",
     "path_keys",
-    "path_text",
+    "path_names",
     "raise_in_callback",
     "register_checked",
     "register_with_flax",
-    "select_primitive",
     "shard_map",
     "source_frames",
     "source_line",
@@ -211,5 +198,4 @@ __all__ = [
     "varies_between_runs",
     "without_examples",
     "without_library_reductions",
-    "x64",
 ]

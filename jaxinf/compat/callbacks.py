@@ -7,8 +7,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from jax.experimental import io_callback
-
 try:
     from jax.experimental.buffer_callback import buffer_callback
 except ImportError:
@@ -53,12 +51,3 @@ def call_with_buffers(
     """
     assert buffer_callback is not None, "has_buffer_callback was not asked"
     return buffer_callback(function, avals, has_side_effect=True)(*arguments)
-
-
-def call_with_copies(
-    function: Callable[..., Any],
-    avals: Any,
-    *arguments: Any,
-) -> Any:
-    """Calls ``function(*arguments)``, which returns the results; traceable."""
-    return io_callback(function, avals, *arguments)

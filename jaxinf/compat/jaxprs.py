@@ -6,7 +6,6 @@ Invariant: an unknown primitive is refused by name, never guessed.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
@@ -89,11 +88,6 @@ def static_params(name: str, params: Mapping[str, Any]) -> dict[str, Any] | None
         bits = (int(params["exponent_bits"]), int(params["mantissa_bits"]))
         return {"to": _REDUCED[bits]} if bits in _REDUCED else None
     return {}
-
-
-def select_primitive() -> Primitive:
-    """The primitive of ``jax.lax.select_n``."""
-    return jax.lax.select_n_p
 
 
 def bind(

@@ -38,7 +38,7 @@ def _callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def multi_steps_of(tx: Any) -> Any:
+def _multi_steps_of(tx: Any) -> Any:
     """Returns the ``optax.MultiSteps`` that a transformation is, or is made by."""
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     found = owner if isinstance(owner, optax.MultiSteps) else tx
@@ -47,7 +47,7 @@ def multi_steps_of(tx: Any) -> Any:
 
 def is_single_step(tx: Any) -> bool:
     """Whether a transformation is ``MultiSteps(inner, 1)`` and skips no step."""
-    steps = multi_steps_of(tx)
+    steps = _multi_steps_of(tx)
     if steps is None:
         return False
     every = getattr(steps, "_every_k_schedule", None)

@@ -84,13 +84,6 @@ def mesh_in_use() -> Any:
     return get_concrete_mesh() or Mesh((), ())
 
 
-def has_explicit_axes_only(mesh: Any) -> bool:
-    """Whether the shardings over a mesh are part of types."""
-    if hasattr(mesh, "are_all_axes_explicit"):
-        return mesh.are_all_axes_explicit
-    return mesh._are_all_axes_explicit  # before JAX 0.7
-
-
 def manual_axes() -> dict[str, int]:
     """The axes, with sizes, of the ``pmap`` or ``shard_map`` that is being traced."""
     mesh = jax.sharding.get_abstract_mesh()

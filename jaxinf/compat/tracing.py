@@ -3,9 +3,7 @@
 Invariant: a primitive of our own leaves no trace in what is computed.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import jax
@@ -34,14 +32,6 @@ def is_tracing() -> bool:
 def is_in_transformation() -> bool:
     """Whether JAX traces a function or runs it by `jax.grad`, `jax.vmap` and so on."""
     return is_tracing() if trace_state_clean is None else not trace_state_clean()
-
-
-def x64(is_on: bool) -> AbstractContextManager[None]:
-    """Sets ``jax_enable_x64`` in this thread while the context lasts."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(is_on)
-    before_jax_0_8 = importlib.import_module("jax.experimental")
-    return before_jax_0_8.enable_x64(is_on)
 
 
 def without_examples(

@@ -12,25 +12,17 @@ from jax.tree_util import (
     FlattenedIndexKey,
     GetAttrKey,
     SequenceKey,
-    keystr,
 )
-
-
-def key_name(key: Any) -> str:
-    """Returns one entry of a key path as a string."""
-    match key:
-        case DictKey() | FlattenedIndexKey():
-            return str(key.key)
-        case GetAttrKey():
-            return key.name
-        case SequenceKey():
-            return str(key.idx)
-    return str(key)
 
 
 def path_keys(path: tuple[Any, ...]) -> tuple[tuple[str, Any], ...]:
     """Converts a key path to a `jaxinf.typing.KeyPath`, without JAX's classes."""
     return tuple(map(_kind_and_value, path))
+
+
+def path_names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """Returns the entries of a key path as strings."""
+    return tuple(str(value) for _, value in path_keys(path))
 
 
 def _kind_and_value(key: Any) -> tuple[str, Any]:
@@ -66,13 +58,3 @@ def register_checked(kind: type[tuple[Any, ...]], check: Callable[[], None]) -> 
     jax.tree_util.register_pytree_with_keys(
         kind, flatten_with_keys, lambda _, children: kind(*children), flatten
     )
-
-
-def attribute_of(key: Any) -> str | None:
-    """Returns the attribute that an entry of a key path names; None for other keys."""
-    return key.name if isinstance(key, GetAttrKey) else None
-
-
-def path_text(path: tuple[Any, ...]) -> str:
-    """Returns a key path as JAX prints it, e.g. ``[0].mu['w']``."""
-    return keystr(path)

@@ -77,22 +77,20 @@ def read_orbax(path: Path) -> dict[str, SourceArray]:
     document = read_foreign(file, _Metadata, _WHAT, _REMEDY)
     # jaxinf's own trees have their keys encoded already.
     is_ours = (directory / "commit.json").is_file()
-    entries = _entries(document.tree_metadata, str if is_ours else encode_key)
-    is_ocdbt = (directory / "manifest.ocdbt").is_file()
-    driver = "zarr3" if document.use_zarr3 else "zarr"
-    base, futures = {"driver": "file", "path": f"{directory}/"}, {}
-    for name, folder in entries.items():
+    folders = _folders(document.tree_metadata, str if is_ours else encode_key)
+    place: dict[str, Any] = {"driver": "file", "path": f"{directory}/"}
+    if (directory / "manifest.ocdbt").is_file():
+        place = {"driver": "ocdbt", "base": place, "path": ""}
+    driver, futures = "zarr3" if document.use_zarr3 else "zarr", {}
+    for name, folder in folders.items():
         if "/" in folder or folder in ("", ".", ".."):
             raise ExchangeError(
                 f"{file}: expected {_WHAT}, found the array {name!r} in {folder!r}, "
                 f"which is no folder of its own; {_REMEDY}"
             )
-        place: dict[str, Any] = {"driver": "file", "path": f"{directory / folder}/"}
-        if is_ocdbt:
-            place = {"driver": "ocdbt", "base": base, "path": f"{folder}/"}
-        futures[name] = tensorstore.open(
-            {"driver": driver, "kvstore": place}, open=True, read=True
-        )
+        own = {**place, "path": f"{place['path']}{folder}/"}
+        spec = {"driver": driver, "kvstore": own}
+        futures[name] = tensorstore.open(spec, open=True, read=True)
     arrays = {}
     for name, future in futures.items():
         array = _or_explain(future, directory, name)
@@ -114,9 +112,10 @@ def _blocks(name: str, array: Any, directory: Path) -> Blocks:
     yield (0,) * array.ndim, _or_explain(array.read(), directory, name)
 
 
-def _entries(
+def _folders(
     tree: Mapping[str, _Entry], encode: Callable[[str], str]
 ) -> dict[str, str]:
+    """Returns the folders of arrays by their names."""
     paths = [
         tuple(str(part.key) for part in entry.key_metadata)
         for entry in tree.values()
@@ -124,12 +123,12 @@ def _entries(
         and entry.value_metadata.value_type not in _NO_ARRAYS
     ]
     num_children = Counter(path[:-1] for path in paths)
-    entries: dict[str, str] = {}
+    folders: dict[str, str] = {}
     for path in paths:
         is_variable = path[-1:] in _VARIABLE_KEYS and num_children[path[:-1]] == 1
         keys = path[:-1] if is_variable and len(path) > 1 else path
-        entries[".".join(map(encode, keys))] = ".".join(path)
-    return entries
+        folders[".".join(map(encode, keys))] = ".".join(path)
+    return folders
 
 
 def _or_explain(future: Any, directory: Path, name: str) -> Any:

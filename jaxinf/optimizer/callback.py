@@ -260,11 +260,11 @@ def _call(host: Host, avals: PyTree, arguments: PyTree) -> Any:
     packed = packing.pack(arguments)
     if jax.default_backend() != "tpu":
         function = partial(_with_copies, host, avals, packing)
-        return compat.call_with_copies(function, avals, packed)
+        return compat.io_callback(function, avals, packed)
     # JAX gives all results of a call the first one's sharding, with as many axes.
     flat = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.size,), a.dtype), avals)
     function = partial(_with_copies, host, avals, packing, is_flat=True)
-    found = compat.call_with_copies(function, flat, packed)
+    found = compat.io_callback(function, flat, packed)
     return jax.tree.map(lambda x, aval: x.reshape(aval.shape), found, avals)
 
 

@@ -20,7 +20,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
-from jaxinf.compat import has_explicit_axes_only
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     KeptLeaf,
@@ -75,7 +74,7 @@ def traced_shardings(leaves: Sequence[Any]) -> tuple[NamedSharding, ...]:
     """
     seen = [getattr(jax.typeof(leaf), "sharding", None) for leaf in leaves]
     return on_one_mesh(
-        [s if s is not None and has_explicit_axes_only(s.mesh) else None for s in seen]
+        [s if s is not None and s.mesh.are_all_axes_explicit else None for s in seen]
     )
 
 

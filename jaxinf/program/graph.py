@@ -250,7 +250,7 @@ class _Rule:
         """Computes all branches and selects, since a body has no control flow."""
         index, *operands = inputs
         results = [self._call(eqn, branch, operands) for branch in branches]
-        select, sources = compat.select_primitive(), (eqn.source_info,)
+        select, sources = jax.lax.select_n_p, (eqn.source_info,)
         found: list[Value] = []
         for var, cases in zip(eqn.outvars, zip(*results, strict=True), strict=True):
             if all(case is cases[0] for case in cases):

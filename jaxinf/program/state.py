@@ -58,7 +58,7 @@ class StateLayout:
       treedef: Structure of the state tree.
       slots: The stored state of each params leaf.
       scalar_indices: Indices of the flat state leaves that stay in JAX.
-      scalar_paths: Their key paths as `compat.path_text` prints them, for errors.
+      scalar_paths: Their key paths as `compat.keystr` prints them, for errors.
       scalar_keys: Their key paths in the form that a store keeps.
       avals: Shape and dtype of every flat state leaf.
       keys: The key path of every flat state leaf.
@@ -132,7 +132,7 @@ def layout_of(state: PyTree, params: PyTree) -> StateLayout:
         treedef=treedef,
         slots=tuple(map(tuple, slots)),
         scalar_indices=tuple(scalars),
-        scalar_paths=tuple(compat.path_text(leaves[index][0]) for index in scalars),
+        scalar_paths=tuple(compat.keystr(leaves[index][0]) for index in scalars),
         scalar_keys=tuple(keys[index] for index in scalars),
         avals=tuple(aval for _, aval in leaves),
         keys=keys,
@@ -161,7 +161,7 @@ def _check_names(
     for index, name in names.items():
         if index < num and name == AVERAGE:
             raise UnsupportedTransformError(
-                f"optimizer state{compat.path_text(leaves[index][0])}: expected another"
+                f"optimizer state{compat.keystr(leaves[index][0])}: expected another"
                 f" name than {AVERAGE}, which is that of the params' average; rename "
                 "the field of the transformation's state, or leave the average out"
             )
@@ -220,14 +220,14 @@ def _slot_names(
 
 
 def _base_name(prefix: tuple[Any, ...]) -> str:
-    attributes = [a for a in map(compat.attribute_of, prefix) if a is not None]
-    name = attributes[-1] if attributes else "_".join(map(compat.key_name, prefix))
+    fields = [name for kind, name in compat.path_keys(prefix) if kind == "field"]
+    name = fields[-1] if fields else "_".join(compat.path_names(prefix))
     return re.sub(r"[^A-Za-z0-9_]+", "_", name) or "state"
 
 
 def _check_scalar_bytes(leaves: Sequence[tuple[tuple[Any, ...], Any]]) -> None:
     sizes = {
-        compat.path_text(path): math.prod(aval.shape) * aval.dtype.itemsize
+        compat.keystr(path): math.prod(aval.shape) * aval.dtype.itemsize
         for path, aval in leaves
     }
     total_bytes = sum(sizes.values())

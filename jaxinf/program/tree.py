@@ -70,9 +70,9 @@ def with_leaves(params: PyTree, leaves: Iterable[Any]) -> PyTree:
 
 def leaf_path(keys: tuple[Any, ...]) -> tuple[str, ...]:
     """Returns the path of a leaf from its key path, as in `LeafInfo`."""
-    if keys and compat.attribute_of(keys[-1]) == "value":
+    if compat.path_keys(keys)[-1:] == (("field", "value"),):
         keys = keys[:-1]
-    return tuple(compat.key_name(key) for key in keys)
+    return compat.path_names(keys)
 
 
 def path_name(path: tuple[Any, ...], whole: str = "params") -> str:
@@ -82,7 +82,7 @@ def path_name(path: tuple[Any, ...], whole: str = "params") -> str:
       path: Its key path.
       whole: The name of the tree, for a leaf without a path.
     """
-    return "/".join(map(compat.key_name, path)) or whole
+    return "/".join(compat.path_names(path)) or whole
 
 
 def is_trained(leaf: Any) -> bool:

@@ -297,7 +297,7 @@ def _state_leaves(state: PyTree, layout: StateLayout) -> list[jax.Array]:
         found = (jnp.shape(leaf), jnp.result_type(leaf))
         if found != (aval.shape, aval.dtype):
             raise UnsupportedTransformError(
-                f"optimizer state{compat.path_text(path)}: expected "
+                f"optimizer state{compat.keystr(path)}: expected "
                 f"{aval.dtype}{list(aval.shape)} as tx.init gives, found "
                 f"{found[1]}{list(found[0])} after tx.update; a transformation must "
                 "keep its state's dtypes and shapes"

@@ -106,7 +106,7 @@ class _Turn:
             return
         try:
             self.check()
-            with jax.default_device(self._device), compat.x64(self._x64):
+            with jax.default_device(self._device), jax.enable_x64(self._x64):
                 self._value = self._context.run(body, self.check)
         except BaseException as error:
             self._error = error

@@ -145,4 +145,4 @@ def _by_name(function: Callable[[str, Any], Any], params: PyTree) -> PyTree:
 
 
 def _name(keys: Any) -> str:
-    return "/".join(map(compat.key_name, keys))
+    return "/".join(compat.path_names(keys))

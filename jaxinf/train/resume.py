@@ -208,7 +208,7 @@ def _check_batch(
     # That part is compared which was kept: processes may be others now.
     number, count = loader.get("shard", batches.shard)
     if 0 <= number < count and config.batch_size % count == 0:
-        part = batches.shared(step - 1, (number, count))
+        part = batches.share((number, count))[step - 1]
         if batch_checksum(part) == loader["batch_crc32c"]:
             return
     raise StoreMismatchError(

@@ -9,7 +9,6 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinf.compat import has_explicit_axes_only
 from jaxinf.streaming.plan.calls import Call, Plan, Slot
 from jaxinf.streaming.plan.memory import num_together
 from jaxinf.streaming.program.graph import Batch, Const, Origin, Piece, aval_bytes
@@ -77,7 +76,7 @@ class Shardings:
         mesh = self._traced.mesh
         assert mesh is not None
         typed = typed_sharding(aval)
-        if typed is not None and has_explicit_axes_only(mesh):
+        if typed is not None and mesh.are_all_axes_explicit:
             return NamedSharding(mesh, typed.spec)
         match ref:
             case Slot():

@@ -106,18 +106,16 @@ def _pictures(roots: Sequence[Path], classes: list[str]) -> list[_Picture]:
                 f"{root}: expected folders of the classes {shown_names(classes)}, "
                 f"found {shown_names(own)}"
             )
-        pictures = [
-            _picture(path, label)
-            for label, folder in enumerate(folders)
-            for path in sorted(folder.rglob("*"))
-            if path.is_file() and not path.name.startswith(".")
-        ]
-        if not pictures:
+        num_before = len(found)
+        for label, folder in enumerate(folders):
+            for path in sorted(folder.rglob("*")):
+                if path.is_file() and not path.name.startswith("."):
+                    found.append(_picture(path, label))
+        if len(found) == num_before:
             raise DataError(
                 f"{root}: expected images, in a folder for each class, found "
                 f"{len(folders)} folders and no image"
             )
-        found += pictures
     return sorted(found, key=lambda picture: picture.identity)
 
 
@@ -132,13 +130,8 @@ def _picture(path: Path, label: int) -> _Picture:
 
 
 def _fingerprint(pictures: Sequence[_Picture], shape: ImageShape) -> str:
-    digest = hashlib.sha256(repr(shape).encode())
-    for picture in pictures:
-        digest.update(picture.identity)
-    return digest.hexdigest()
-
-
-# --- pixels --------------------------------------------------------------------------
+    parts = (repr(shape).encode(), *(picture.identity for picture in pictures))
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def _row(picture: _Picture, shape: ImageShape) -> Row:
@@ -151,10 +144,11 @@ def _row(picture: _Picture, shape: ImageShape) -> Row:
 
 def _pixels(path: Path, shape: ImageShape) -> Array:
     """Returns an image of a shape, resized bilinearly, each channel in float32."""
-    if shape[2] not in _MODES:
+    height, width, num_channels = shape
+    if num_channels not in _MODES:
         raise DataError(
             f"{path}: expected a model of 1, 3 or 4 channels, which image files have, "
-            f"found {shape[2]}"
+            f"found {num_channels}"
         )
     what = f"{path}: expected an image, but it cannot be read"
     with refusing(what, "mend or remove it"), path.open("rb") as file:
@@ -166,16 +160,11 @@ def _pixels(path: Path, shape: ImageShape) -> Array:
                 f"{path}: expected an image of at most {MOST_PIXELS:,} pixels, found "
                 f"{image.size[0]} x {image.size[1]}; scale it down"
             )
-        whole = np.asarray(image.convert(_MODES[shape[2]]))
-        size, whole = (shape[1], shape[0]), whole.reshape(*whole.shape[:2], shape[2])
+        whole = np.asarray(image.convert(_MODES[num_channels]))
+        whole = whole.reshape(*whole.shape[:2], num_channels)
         if whole.shape == shape:
             return whole
-        planes = [
-            np.ascontiguousarray(plane, np.float32)
-            for plane in whole.transpose(2, 0, 1)
-        ]
-        resized = [
-            np.asarray(Image.fromarray(plane).resize(size, Image.Resampling.BILINEAR))
-            for plane in planes
-        ]
+        planes = np.ascontiguousarray(whole.transpose(2, 0, 1), np.float32)
+        how = (width, height), Image.Resampling.BILINEAR
+        resized = [np.asarray(Image.fromarray(plane).resize(*how)) for plane in planes]
     return np.stack(resized, -1).round().astype(np.uint8)

@@ -53,11 +53,7 @@ class Batches:
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, from 0."""
-        return self.shared(number, self.shard)
-
-    def shared(self, number: int, shard: tuple[int, int]) -> Batch:
-        """Returns the part of batch `number` that a process among others would have."""
-        return self._share(shard)[number]
+        return self.share(self.shard)[number]
 
     def starting_at(
         self, position: Mapping[str, JsonValue]
@@ -67,7 +63,7 @@ class Batches:
         Returns:
           An endless iterator. Close it to end the thread.
         """
-        iterator: Any = iter(self._share(self.shard).to_iter_dataset(_READ_AHEAD))
+        iterator: Any = iter(self.share(self.shard).to_iter_dataset(_READ_AHEAD))
         iterator.set_state(dict(position))
         return iterator
 
@@ -76,7 +72,8 @@ class Batches:
         """Returns the state of Grain's iterator after a number of batches."""
         return {"next_index": num_batches}
 
-    def _share(self, shard: tuple[int, int]) -> Any:
+    def share(self, shard: tuple[int, int]) -> Any:
+        """Returns the batches that a process among others would have, by number."""
         number, num_shards = shard
         shares = self._rows.batch(self._batch_size // num_shards, drop_remainder=True)
         # Together they are the batch of one process, in its order.

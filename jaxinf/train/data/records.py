@@ -100,11 +100,8 @@ def _rows(path: Path, kind: str, used: Collection[str]) -> Iterator[Record]:
             whole = batch.select(columns)
             whole.validate(full=True)  # offsets outside it could end the process
             for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                part = whole.slice(start, _ROWS_AT_ONCE)
-                values = [column.to_pylist() for column in part.columns]
-                for row in range(min(_ROWS_AT_ONCE, batch.num_rows - start)):
+                for fields in whole.slice(start, _ROWS_AT_ONCE).to_pylist():
                     number += 1
-                    fields = {n: v[row] for n, v in zip(columns, values, strict=True)}
                     yield Record(f"{path}: row {number}", fields, unread)
 
 

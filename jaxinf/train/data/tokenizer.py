@@ -153,7 +153,7 @@ class FolderTokenizer:
         return [self._ids(ids) for ids in found]
 
     def num_special(self, num_texts: int, *, has_types: bool) -> int:
-        """Returns the number of special tokens around a text, or a pair of texts."""
+        """Returns the number of special tokens around a text, or a pair."""
         return self._tokenizer.num_special_tokens_to_add(pair=num_texts == 2)
 
     def classified(
