@@ -24,6 +24,7 @@ from jaxinf.engine.divergence import warn_of_unseen
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import closed_error
+from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.optax_state import placed_leaves, scalar_array
 from jaxinf.engine.reading import check_like, read_array, read_leaf
 from jaxinf.engine.retention import remove_surplus
@@ -35,7 +36,6 @@ from jaxinf.store import (
     CheckpointInfo,
     CommitRecord,
     Manifest,
-    StoreDirectory,
     checkpoint_names,
     find_leaf,
     list_checkpoints,
@@ -122,17 +122,15 @@ class Store:
 
     @property
     def _manifest(self) -> Manifest:
-        """The store's manifest: leaves, states, grids.
+        return self._engine.directory.manifest
 
-        Raises:
-          StoreFormatError: the store is still empty.
-        """
-        return self._directory.manifest
-
-    @property
-    def _directory(self) -> StoreDirectory:
-        self._engine.health.check()
-        return self._engine.opened.directory
+    @contextlib.contextmanager
+    def _at_last_step(self, state: Any = None) -> Iterator[OpenStore]:
+        """The open store at its last finished step; meanwhile no step begins."""
+        self._wait_for(state)
+        engine = self._engine
+        with engine.paused():
+            yield engine.opened
 
     def _last_commit(self) -> CommitRecord | None:
         self._engine.join()
@@ -188,13 +186,10 @@ class Store:
           StoreMismatchError: `like` has other leaves or shapes than the store, or the
             store has no average.
         """
-        self._wait_for(state)
         leaves, treedef = jax.tree.flatten(like)
-        check_like(self._engine.opened, trained(like))
         places = [place for place, leaf in enumerate(leaves) if is_trained(leaf)]
-        engine = self._engine
-        with engine.paused():
-            opened = engine.opened
+        with self._at_last_step(state) as opened:
+            check_like(opened, trained(like))
             warn_of_unseen(self.path, opened.finished.steps_without_params)
             for number, place in enumerate(places):
                 states = opened.averaged(number) if average else (0,)
@@ -221,11 +216,8 @@ class Store:
           StoreMismatchError: `like` has other leaves or shapes than the store.
           StaleStateError: no optimizer is bound to the store.
         """
-        self._wait_for(None)
-        engine = self._engine
-        with engine.paused():
-            opened = engine.opened
-            placed = placed_leaves(opened, engine.layout, like, "like")
+        with self._at_last_step() as opened:
+            placed = placed_leaves(opened, self._engine.layout, like, "like")
             scalars = opened.finished.scalar_state
             leaves = [
                 scalar_array(scalars[place.number].value, leaf)
@@ -252,9 +244,8 @@ class Store:
           StoreMismatchError: the step carries nothing, or other arrays; names them.
           StoreCorruptError: an array is damaged.
         """
-        self._wait_for(None)
-        with self._engine.paused():
-            return read_carried(self._engine.opened, like)
+        with self._at_last_step() as opened:
+            return read_carried(opened, like)
 
     def tensorstore(self, state: str, leaf: str) -> Any:
         """Opens a leaf's state as a read-only ``tensorstore.TensorStore``.
@@ -279,10 +270,11 @@ class Store:
                 "checkpoint (jaxinf checkpoint save PATH NAME)"
             )
         self._engine.wait()
-        slot = self._directory.committed_slot()
+        directory = self._engine.directory
+        slot = directory.committed_slot()
         assert slot is not None
-        self._directory.check_array(slot, record, state)
-        return open_array(self._directory.step_path(slot), record, state)
+        directory.check_array(slot, record, state)
+        return open_array(directory.step_path(slot), record, state)
 
     def read(self, state: str, leaf: str) -> Array:
         """Reads a leaf's state, decoded, after the steps in flight; blocks.
@@ -298,15 +290,14 @@ class Store:
         Raises:
           ValueError: no such leaf or state; lists what there is.
         """
-        self._wait_for(None)
         record = find_leaf(self._manifest, state, leaf)
         chosen = record.state(state)
         if chosen.is_beside:
             raise ValueError(
                 f"leaf {leaf}: {state} is a part of {chosen.slot}; read that"
             )
-        with self._engine.paused():
-            return read_array(self._engine.opened, record, chosen)
+        with self._at_last_step() as opened:
+            return read_array(opened, record, chosen)
 
     def load(self, params: PyTree, opt_state: PyTree, *, step: int) -> None:
         """Makes params and an optax state the store's step, in one commit; blocks.
@@ -362,7 +353,7 @@ class Store:
         with contextlib.ExitStack() as stack:
             yield group.in_all(
                 f"a snapshot of step {self.step}",
-                lambda: stack.enter_context(pinned_step(self._directory)).path,
+                lambda: stack.enter_context(pinned_step(self._engine.directory)).path,
             )
 
     # --- checkpoints ---------------------------------------------------------------
@@ -397,9 +388,8 @@ class Store:
           StoreSpaceError: the drives have too little room; nothing was made.
           ProcessError: another process failed, or did not call it after the same step.
         """
-        self._wait_for(state)
-        with self._engine.paused():
-            directory, given = self._directory, name or str(self.step)
+        with self._at_last_step(state) as opened:
+            directory, given = opened.directory, name or str(self.step)
             held = checkpoint_names(directory)
             replaces = overwrite or name is None
 
@@ -408,18 +398,18 @@ class Store:
 
             try:
                 what = f"checkpoint {given} of step {self.step}"
-                made = self._engine.group.in_all(what, save)
+                made = opened.group.in_all(what, save)
             except ProcessError:
                 if given not in held and given in checkpoint_names(directory):
                     remove_checkpoint(directory, given)
                 raise
-            remove_surplus(directory, self._engine.options.retention, made)
+            remove_surplus(directory, opened.options.retention, made)
             return made
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Returns all checkpoints, by step; waits for one that is being made."""
         self._engine.join()
-        return list_checkpoints(self._directory)
+        return list_checkpoints(self._engine.directory)
 
     def remove_checkpoint(self, name: str) -> None:
         """Removes a checkpoint and frees its space.
@@ -427,7 +417,7 @@ class Store:
         Raises:
           ValueError: there is no checkpoint of that name.
         """
-        remove_checkpoint(self._directory, name)
+        remove_checkpoint(self._engine.directory, name)
 
     # --- exports -------------------------------------------------------------------
 
@@ -464,12 +454,11 @@ class Store:
         raise_kept()
         if state is None:
             wait_for_callbacks()
-        else:
-            try:
-                jax.block_until_ready(state)
-            except Exception:
-                self._engine.health.check()  # raises the cause of JAX's exception
-                raise
+        try:
+            jax.block_until_ready(state)
+        except Exception:
+            self._engine.health.check()  # raises the cause of JAX's exception
+            raise
         self._engine.wait()
 
     def annotate(self, step: int, payload: JsonValue) -> None:
@@ -505,36 +494,32 @@ class Store:
             released, unless another method has raised it before, or JAX (whose error is
             being handled, or no result of the failed computation is left to read).
         """
-        held, health = self._run.handles, self._run.health
-        if len(held) == 1 and not health.is_closed:
+        engine, health = self._run, self._run.health
+        if len(engine.handles) == 1 and not health.is_closed:
             check_thread(f"{self.path}: close")
-        with self._run.path_lock:
-            if self not in held or health.is_closed:
+        with engine.path_lock:
+            if self not in engine.handles or health.is_closed:
                 return
-            if len(held) > 1:
-                held.remove(self)
+            if len(engine.handles) > 1:
+                engine.handles.remove(self)
                 return
-            self._close_last()
+            try:
+                wait_for_dispatched()
+            except KeyboardInterrupt:
+                engine.close()
+                _LOG.warning(
+                    "%s: interrupted while steps were under way: those after step %d, "
+                    "the last one that has arrived, are lost",
+                    self.path,
+                    engine.opened.finished.step if engine.has_files else 0,
+                )
+                raise
+            finally:
+                engine.close()
         if sys.exception() is None:
             raise_kept()
         if health.is_untold:
             health.check()
-
-    def _close_last(self) -> None:
-        engine = self._run
-        try:
-            wait_for_dispatched()
-        except KeyboardInterrupt:
-            engine.close()
-            _LOG.warning(
-                "%s: interrupted while steps were under way: those after step %d, the "
-                "last one that has arrived, are lost",
-                self.path,
-                engine.opened.finished.step if engine.has_files else 0,
-            )
-            raise
-        finally:
-            engine.close()
 
     def __enter__(self) -> "Store":
         return self
