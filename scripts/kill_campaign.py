@@ -39,10 +39,12 @@ from jaxinf.layout import choose
 from jaxinf.store import StoreDirectory, checkpoint_names, verify_step
 
 choose.DEFAULT_CHUNK_ELEMENTS = 4096  # so little data has several
-SIZES = (32, 128, 96, 8)
+SIZES = (32, 256, 256, 8)
 SCHEDULE_STEPS = 40
 CHECKPOINT_EVERY = 5
-TIERS = {"drives": 0, "host and drives": 100_000, "host": 1 << 20}
+MEMORY = {"little": 600_000, "some": 900_000, "enough": 1 << 22}
+"""Memory in which nothing stays, a part of the state, or all of it."""
+
 PHASES = ("creating", "opening", "restoring", "step", "checkpoint", "closing")
 
 _SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, SCHEDULE_STEPS)
@@ -84,7 +86,7 @@ class Run:
     optimizer: str
     num_csds: int
     durability: Durability
-    tier_bytes: int
+    memory_bytes: int
     place: Path
     num_kills: int = 0
     num_stores: int = 0
@@ -146,11 +148,10 @@ def train(run: Run, until: int, restore: str | None, say) -> None:
     store = jaxinf.open_store(
         run.store,
         csds=run.roots,
-        memory_bytes=1 << 22,
+        memory_bytes=run.memory_bytes,
         durability=run.durability,
         restore=restore,
         keep_steps=(0, 2),
-        tiers={"host": run.tier_bytes},
     )
     tx = jaxinf.smart_update(OPTIMIZERS[run.optimizer], store)
 
@@ -382,11 +383,11 @@ class Campaign:
 
 
 def _runs(directory: Path) -> Iterator[Run]:
-    cases = itertools.product(TIERS, ("step", 4, "checkpoint"), (1, 3), OPTIMIZERS)
-    for number, (tier, durability, num_csds, optimizer) in enumerate(cases):
-        name = f"{tier}, {durability}, {num_csds} CSDs, {optimizer}"
+    cases = itertools.product(MEMORY, ("step", 4, "checkpoint"), (1, 3), OPTIMIZERS)
+    for number, (memory, durability, num_csds, optimizer) in enumerate(cases):
+        name = f"{memory} memory, {durability}, {num_csds} CSDs, {optimizer}"
         place = directory / f"run-{number}"
-        yield Run(name, optimizer, num_csds, durability, TIERS[tier], place)
+        yield Run(name, optimizer, num_csds, durability, MEMORY[memory], place)
 
 
 def _step_of(run: Run) -> int:

@@ -187,15 +187,19 @@ class UpdateRig:
         ]
 
     def transfers(self) -> list[Transfer]:
-        """Returns the transfers of the next step, in order; nothing may be running."""
+        """Returns the transfers of the next step, in order; nothing may be running.
+
+        State that stays in memory is not read.
+        """
         opened = self.store._engine.opened
+        kept = opened.staying(opened.memory_bytes)
         return [
-            self._transfer(layout)
+            self._transfer(layout, is_kept=layout.subgroup in kept)
             for number, params in enumerate(self.params)
             for layout in opened.layouts(number, (0,), params.shape)
         ]
 
-    def _transfer(self, layout: SubgroupLayout) -> Transfer:
+    def _transfer(self, layout: SubgroupLayout, *, is_kept: bool) -> Transfer:
         opened = self.store._engine.opened
         states = range(len(layout.states))
 
@@ -211,7 +215,7 @@ class UpdateRig:
             reads=tuple(
                 piece(state, opened.chunks.source(layout, state))
                 for state in states
-                if state > 0 or not self._takes_params
+                if not is_kept and (state > 0 or not self._takes_params)
             ),
             writes=tuple(piece(state, opened.chunks.target) for state in states),
         )

@@ -21,10 +21,10 @@ def bench_update(directory, *arguments):
 @pytest.mark.parametrize(
     ("options", "read_bytes", "write_bytes"),
     [
-        ([], 8, 12),
-        (["--params-dtype", "bf16", "--state", "int8"], 4, 6),
+        ([], 0, 12),
+        (["--params-dtype", "bf16", "--state", "int8"], 0, 6),
         pytest.param(["--csd", "emulated"], 12, 12, marks=pytest.mark.long),
-        pytest.param(["--params-dtype", "bf16"], 10, 12, marks=pytest.mark.long),
+        pytest.param(["--params-dtype", "bf16"], 0, 12, marks=pytest.mark.long),
         pytest.param(
             ["--params-dtype", "bf16", "--csd", "emulated"],
             12,
@@ -33,17 +33,18 @@ def bench_update(directory, *arguments):
         ),
         pytest.param(
             ["--params-dtype", "bf16", "--state", "int8", "--master", "none"],
-            2,
+            0,
             4,
             marks=pytest.mark.long,
         ),
-        pytest.param(["--state", "bf16"], 4, 8, marks=pytest.mark.long),
-        pytest.param(["--state", "int8"], 2, 6, marks=pytest.mark.long),
-        pytest.param(["--average", "fp32"], 12, 16, marks=pytest.mark.long),
-        pytest.param(["--average", "bf16"], 10, 14, marks=pytest.mark.long),
+        pytest.param(["--state", "bf16"], 0, 8, marks=pytest.mark.long),
+        pytest.param(["--state", "int8"], 0, 6, marks=pytest.mark.long),
+        pytest.param(["--average", "fp32"], 0, 16, marks=pytest.mark.long),
+        pytest.param(["--average", "bf16"], 0, 14, marks=pytest.mark.long),
     ],
 )
 def test_update_moves_what_it_says(tmp_path, options, read_bytes, write_bytes):
+    """State that stays in memory is not read; that of cards does not stay there."""
     found = figures(bench_update(tmp_path, "--fio-seconds", 0, *options))
     padding = 5 * 4096 / 20_000
     assert 0 <= found["drive_read_bytes_per_param"] - read_bytes <= padding

@@ -86,6 +86,8 @@ class ChunkTable:
         self._loaded: dict[tuple[int, Slot], _Parts] = {}
         self._given: dict[int, _Parts] = {}
         self._storing: dict[int, _Parts] = {}
+        self._parts: dict[int, _Parts] = {}  # of newest versions, where they are known
+        self._pending_parts: dict[int, _Parts] = {}
         self._prepare_lock = threading.Lock()
         self._prepared: set[int] = set()
 
@@ -129,8 +131,10 @@ class ChunkTable:
     ) -> None:
         """Notes a part that was read; verifies a chunk when all its parts are.
 
-        A subgroup that is read again before the step ends is compared with the first
-        read, so that parts of two reads never count as one chunk.
+        Parts that this process has written are verified one by one, as those that stay
+        in memory are not read. A subgroup of another chunk that is read again before
+        the step ends is compared with the first read, so that parts of two reads never
+        count as one chunk.
 
         Raises:
           StoreCorruptError: the chunk is damaged.
@@ -139,6 +143,11 @@ class ChunkTable:
         found = checksum
         if layout.extents[state].num_bytes < self._lengths[entry]:
             offset = layout.subgroup.offset_elements
+            if entry in self._parts:
+                written, _ = self._parts[entry][offset]
+                if written != checksum:
+                    raise self._corrupt(layout, state, slot, written, checksum)
+                return
             with self._lock:
                 parts = self._loaded.setdefault((entry, slot), {})
                 first, _ = parts.get(offset, (None, 0))
@@ -184,7 +193,7 @@ class ChunkTable:
             parts = self._storing.setdefault(entry, {})
             whole = self._whole(parts, layout, state, checksum)
             if whole is not None:
-                del self._storing[entry]
+                self._pending_parts[entry] = self._storing.pop(entry)
                 self._pending[entry] = whole
 
     def prepare_write(self, layout: SubgroupLayout, state: int) -> Path:
@@ -244,13 +253,20 @@ class ChunkTable:
                 self._sums[entry] = checksum
                 self._is_working[entry] = True
                 self._is_in_memory[entry] = entry in self._deferred
+            self._parts |= self._pending_parts
             self._loaded.clear()
+        self.forget_step()
+
+    def end_flush(self) -> None:
+        """Notes that every newest version is on the drive."""
+        self._is_in_memory = bytearray(len(self._sums))
         self.forget_step()
 
     def forget_step(self) -> None:
         """Forgets the writes of a step that has not ended; its reads stay."""
         with self._lock:
             self._pending.clear()
+            self._pending_parts.clear()
             self._deferred.clear()
             self._storing.clear()
             self._given.clear()

@@ -4,21 +4,24 @@ Invariant: every worker (on a card, every worker of its share) can hold two subg
 `check_memory` accepts the budget, and each subgroup starts on a page of its files.
 """
 
-from collections.abc import Iterable, Sequence
-
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.io import free_memory
 from jaxinf.layout import (
     CHUNK_ALIGNMENT_ELEMENTS,
     DEFAULT_CHUNK_ELEMENTS,
     SCALES_ALIGNMENT_ELEMENTS,
-    Subgroup,
     subgroups,
 )
 from jaxinf.store import LeafRecord, Manifest
 
 _LEAST_SHARE = 4  # workers at one of several cards
+
+_EACH = 2
+"""Subgroups that a worker can hold: one that moves, one that is computed or waits."""
+
+_WINDOW_SHARE = 8
+"""Subgroups are so short that those of all workers are this part of the host's memory,
+so that the rest is for state that stays."""
 
 
 def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
@@ -27,8 +30,19 @@ def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
     At least the shortest possible one, for a store whose budget is not used.
     """
     unit, unit_bytes = _least_buffers(options, manifest)
-    fitting = max(0, _moving_bytes(options, manifest)) // unit_bytes * unit
+    window_bytes = _moving_bytes(options, manifest)
+    if not options.csd.has_cards:
+        window_bytes //= _WINDOW_SHARE
+    fitting = max(0, window_bytes) // unit_bytes * unit
     return max(unit, min(fitting, DEFAULT_CHUNK_ELEMENTS))
+
+
+def window_bytes(
+    options: StoreOptions, manifest: Manifest, layouts: list[list[list[SubgroupLayout]]]
+) -> int:
+    """Memory in which reads, updates and writes of subgroups on a host overlap."""
+    num_workers = options.workers_of(len(manifest.csds) or 1)
+    return _EACH * num_workers * longest(layouts)[0]
 
 
 def check_memory(options: StoreOptions, manifest: Manifest) -> None:
@@ -39,23 +53,19 @@ def check_memory(options: StoreOptions, manifest: Manifest) -> None:
     """
     _, need = _least_buffers(options, manifest)
     if _moving_bytes(options, manifest) < need:
-        tier = ""
-        if options.host_tier_bytes:
-            tier = f' beside the {options.host_tier_bytes} of tiers["host"]'
+        beside = ""
         if options.export_every:
-            tier += f" beside the {options.export_bytes(manifest)} of exports"
+            beside = f" beside the {options.export_bytes(manifest)} of exports"
         raise ValueError(
             f"memory_bytes={options.memory_bytes}: "
             f"{options.workers_of(len(manifest.csds) or 1)} workers need at least "
-            f"{need} bytes for this optimizer's state{tier}; give more memory"
-            + (", or a smaller tier" if tier else "")
+            f"{need} bytes for this optimizer's state{beside}; give more memory"
         )
 
 
 def _moving_bytes(options: StoreOptions, manifest: Manifest) -> int:
-    """Memory for state that moves, beside what stays on the host, and exports."""
-    beside = options.host_tier_bytes + options.export_bytes(manifest)
-    return options.memory_bytes - beside
+    """Memory for state, beside exports."""
+    return options.memory_bytes - options.export_bytes(manifest)
 
 
 def _least_buffers(options: StoreOptions, manifest: Manifest) -> tuple[int, int]:
@@ -68,7 +78,7 @@ def _least_buffers(options: StoreOptions, manifest: Manifest) -> tuple[int, int]
         workers = min(workers, max(_LEAST_SHARE, share))
     unit = max(map(_unit_elements, manifest.leaves), default=0)
     unit = max(unit, CHUNK_ALIGNMENT_ELEMENTS)
-    return unit, 2 * workers * element_bytes * unit
+    return unit, _EACH * workers * element_bytes * unit
 
 
 def cut_subgroups(
@@ -84,49 +94,6 @@ def cut_subgroups(
             per_chunk[item.chunk].append(SubgroupLayout.of(item, record))
         result.append(per_chunk)
     return result
-
-
-def staying(
-    chunks: Iterable[Sequence[SubgroupLayout]], num_bytes: int
-) -> frozenset[Subgroup]:
-    """Returns the subgroups that stay in a memory, in that many bytes.
-
-    They are of whole chunks, since a chunk is verified as a whole when it is read.
-    Short chunks come first: reading them costs most for the memory that they take.
-
-    Args:
-      chunks: those that may stay, by subgroups.
-    """
-    found: list[Subgroup] = []
-    for chunk in sorted(chunks, key=_held_bytes):
-        num_bytes -= _held_bytes(chunk)
-        if num_bytes < 0:
-            break
-        found += [layout.subgroup for layout in chunk]
-    return frozenset(found)
-
-
-def check_host_tier(
-    options: StoreOptions, layouts: list[list[list[SubgroupLayout]]]
-) -> None:
-    """Refuses a host tier whose state takes more memory than is free.
-
-    Raises:
-      ValueError: gives the memory that is free, and what limits it.
-    """
-    chunks = [chunk for leaf in layouts for chunk in leaf]
-    stays = staying(chunks, options.host_tier_bytes)
-    held = sum(_held_bytes(c) for c in chunks if c and c[0].subgroup in stays)
-    free = free_memory() if held else None
-    if free is not None and held > free[0]:
-        raise ValueError(
-            f'{options.path}: expected {held} bytes of free memory for tiers["host"], '
-            f"found {free[0]} ({free[1]}); give a smaller tier, or free memory"
-        )
-
-
-def _held_bytes(chunk: Sequence[SubgroupLayout]) -> int:
-    return sum(layout.num_bytes for layout in chunk)
 
 
 def longest(layouts: list[list[list[SubgroupLayout]]]) -> tuple[int, int]:

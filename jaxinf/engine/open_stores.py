@@ -61,7 +61,6 @@ def open_store(
     master: MasterChoice | None = None,
     state: StateFormat | None = None,
     keep_steps: KeepSteps | None = None,
-    tiers: Mapping[str, int | str] | None = None,
     export_every: int | None = None,
     export_to: str | None = None,
 ) -> Store:
@@ -84,7 +83,10 @@ def open_store(
         `jaxinf.csd.CsdSpec` may wrap the CSDs, for example to emulate another system.
       memory_bytes: all memory that state passes through: on the host; or for each card,
         its own memory and the host's for its gradients and results; in bytes, or as a
-        text such as ``"512MiB"``, which is the default.
+        text such as ``"512MiB"``, which is the default. On the host, state that fits
+        beside what passes through stays from step to step, and is not read again. A
+        step that commits writes it all the same; steps between commits do not
+        (`durability`), which makes drives last.
       durability: the steps that become durable by themselves: ``"step"`` (the default),
         each; a number k, every k-th; ``"checkpoint"``, none. `wait`, `close`,
         `checkpoint` and methods that read the store's state also commit. A crash or an
@@ -111,11 +113,6 @@ def open_store(
         that are named by their step the last n (by default 2) stay, and with n = 0
         all. `init` checks that there is room for 2 + n states. By default none is made,
         and all stay.
-      tiers: ``{"host": bytes}``: so much of `memory_bytes` holds state from step to
-        step, which is then not read again. Short chunks stay first. A step that commits
-        writes it all the same, so what is promised of crashes does not change; steps
-        between commits do not (`durability`), which makes drives last. By default none;
-        cards refuse it, and so does a machine or container with less memory free.
       export_every, export_to: each step that is a multiple of the first is exported
         to ``URL/STEP`` (``file://``, ``gs://``, ``s3://``) in a thread beside training;
         docs/checkpoints.md, "Exports beside training". `Store.exports` shows what came
@@ -156,7 +153,6 @@ def open_store(
         "master": master,
         "state": state,
         "keep_steps": keep_steps,
-        "tiers": tiers,
         "export_every": export_every,
         "export_to": export_to,
         "csd_shares": [*csds.values()] if isinstance(csds, Mapping) else None,

@@ -6,7 +6,7 @@ the first failure nothing more is written.
 
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.updaters import Assignment
 from jaxinf.errors import StoreMismatchError
 from jaxinf.io import ByteMeters, file_progress, span
+from jaxinf.layout import Subgroup
 from jaxinf.processes import Group
 from jaxinf.store import (
     COMMIT,
@@ -156,6 +157,7 @@ class OpenStore(StoreShape):
         `finish_initialisation` commits.
       finished: the record of the last finished step, which may not be committed yet.
       assignment: the updates that the CSDs do not compute.
+      memory_bytes: the limit of buffers on the host.
     """
 
     def __init__(
@@ -199,7 +201,11 @@ class OpenStore(StoreShape):
             num_kernels=self.fleet.num_kernels,
             failure=run.health.failure,
         )
-        self.handler.keep_in_memory(self.host_tier)
+        self._moved: frozenset[Subgroup] | None = None
+        self._staying: frozenset[Subgroup] = frozenset()
+        self.memory_bytes = self.options.memory_bytes - self.export_bytes
+        if not self.is_new:
+            self.keep_state()
 
     def averaged(self, leaf: int) -> tuple[int, ...]:
         """Returns the numbers of the states of which a leaf's average is made.
@@ -237,12 +243,45 @@ class OpenStore(StoreShape):
     def limit_memory(self, num_bytes: int) -> int:
         """Sets the limit of buffers on the host from now on, and returns it.
 
+        No step may be under way, nor a commit.
+
         Args:
           num_bytes: the wanted limit. It is raised to `least_memory_bytes`.
         """
         granted = max(num_bytes, self.least_memory_bytes)
+        if granted != self.memory_bytes:
+            self.memory_bytes = granted
+            if not self.is_new:
+                self.keep_state()
         self.fleet.limit_memory(granted)
         return granted
+
+    # --- state that stays in memory --------------------------------------------------
+
+    def keep_state(self) -> None:
+        """Chooses what stays in memory between steps; no task may be under way."""
+        self._keep(self.staying(self.memory_bytes, self._moved))
+
+    def keep_moved(self, moved: Collection[Subgroup]) -> None:
+        """The same if a step has moved other subgroups than those before it."""
+        if self._moved is None or not self._moved.issuperset(moved):
+            self._moved = (self._moved or frozenset()).union(moved)
+            self.keep_state()
+
+    def keep_nothing(self) -> None:
+        """Drops all state in memory, until the next choice."""
+        self._keep(frozenset())
+        self.handler.end_step()
+
+    def _keep(self, staying: frozenset[Subgroup]) -> None:
+        if staying != self._staying:
+            self._flush()
+            self.handler.keep(staying)
+            self._staying = staying
+
+    def _flush(self) -> None:
+        if self.handler.flush():
+            self.chunks.end_flush()
 
     def assign(self, assignment: Assignment) -> None:
         """Sets who computes updates; no step may be under way, nor a commit."""
@@ -280,8 +319,7 @@ class OpenStore(StoreShape):
 
     def publish(self) -> None:
         """Commits the last finished step; writes what was deferred of it."""
-        if self.handler.flush():
-            self.chunks.end_step()
+        self._flush()
         self.chunks.share_unwritten()
         group, slot = self.group, self.chunks.target
         record = replace(
@@ -304,7 +342,9 @@ class OpenStore(StoreShape):
                 actions[action]()
         self.chunks.end_commit()
         self.commit = self.finished = record
-        self.is_new = False
+        if self.is_new:
+            self.is_new = False
+            self.keep_state()
 
     def _put_carried(self, slot: Slot) -> Mapping[str, str]:
         """Writes what the step carries; returns the checksums of its documents."""

@@ -110,7 +110,7 @@ def load_step(
     stored, scalars = group.in_all(what, lambda: _given(opened, layout, params, state))
 
     def write() -> None:
-        opened.handler.prefetch(())  # forgets what was read of step 0
+        opened.keep_nothing()  # what was read is of step 0
         opened.begin_slot()
         opened.handler.defer_writes(False)
         for leaf, number, array in stored:
@@ -134,6 +134,7 @@ def load_step(
     except BaseException as error:
         opened.health.fail(error)
         raise
+    opened.keep_state()
 
 
 def _given(

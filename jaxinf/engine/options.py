@@ -5,7 +5,7 @@ Invariant: no option is ignored, and the error for a bad one names it.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -14,7 +14,6 @@ from jaxinf.engine.retention import KeepSteps, Retention
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore, least_memory
 from jaxinf.store import CODECS, Manifest, StateFormat
-from jaxinf.terminal import given_bytes
 
 Durability: TypeAlias = Literal["step", "checkpoint"] | int
 """The steps after which to commit; see `jaxinf.open_store`."""
@@ -45,7 +44,6 @@ class StoreOptions:
         master: MasterChoice = "auto",
         state: StateFormat | None = None,
         keep_steps: KeepSteps | None = None,
-        tiers: Mapping[str, int | str] | None = None,
         csd_shares: Sequence[float] = (),
         export_every: int | None = None,
         export_to: str | None = None,
@@ -77,8 +75,6 @@ class StoreOptions:
         self.state: StateFormat | None = state
         self.restore = restore
         self.master: MasterChoice = master
-        tiers = {} if tiers is None else tiers
-        self.host_tier_bytes = self._host_tier_bytes(tiers)
         _check_exports(export_every, export_to)
         self.export_to = export_to
         self.export_every = export_every or 0
@@ -95,20 +91,6 @@ class StoreOptions:
     def workers_of(self, num_csds: int) -> int:
         """Returns the number of requests at the drives at once, beside the kernels."""
         return max(LEAST_WORKERS, WORKERS_A_DRIVE * num_csds)
-
-    def _host_tier_bytes(self, tiers: Mapping[str, int | str]) -> int:
-        if not isinstance(tiers, Mapping) or tiers.keys() - {"host"}:
-            raise ValueError(
-                f"tiers={tiers!r}: expected the memory for state that stays on the "
-                'host, {"host": bytes}; there is no other tier'
-            )
-        found = given_bytes('tiers["host"]', tiers.get("host", 0), least=0)
-        if found and self.csd.has_cards:
-            raise ValueError(
-                f'tiers={tiers!r}: on csd="{self.csd.kind}" state moves between drives '
-                "and cards, and never passes the host; leave tiers out"
-            )
-        return found
 
     def mean_steps_per_commit(self, also_every: int = 0) -> float | None:
         """Returns steps a commit, on average; None if only the caller's calls commit.

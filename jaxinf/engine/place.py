@@ -23,7 +23,6 @@ from jaxinf.engine.admission import (
 )
 from jaxinf.engine.description import StoreDescription, kernel_needs
 from jaxinf.engine.division import (
-    check_host_tier,
     check_memory,
     cut_subgroups,
     longest,
@@ -204,7 +203,6 @@ def _open_csds(run: StoreRun, manifest: Manifest) -> _Csds:
     options, path = run.options, run.options.path
     here = next(p for p in (path, *path.parents) if p.exists())
     layouts = cut_subgroups(manifest, subgroup_elements(options, manifest))
-    check_host_tier(options, layouts)
     memory_bytes = options.memory_bytes - options.export_bytes(manifest)
     fleet = open_csds(
         options.csd,

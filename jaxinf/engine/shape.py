@@ -1,19 +1,19 @@
 """The shape of a store: its chunks, and the subgroups that they are moved in.
 
-Invariant: it is known before the store is made, and does not change; nor does what
-stays on the host.
+Invariant: it is known before the store is made, and does not change.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from jaxinf.engine.division import longest, staying
+from jaxinf.engine.division import longest, window_bytes
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreMismatchError
 from jaxinf.io.pages import page_ceil
-from jaxinf.layout import covers
+from jaxinf.layout import Subgroup, covers
 from jaxinf.store import StoreDirectory
+from jaxinf.transfer import stays
 
 
 class StoreShape:
@@ -23,9 +23,6 @@ class StoreShape:
       options: the options of `open_store`.
       directory: the store, whose files may be missing.
       layouts: its subgroups by leaf and chunk.
-
-    Attributes:
-      host_tier: subgroups whose states stay in the host's memory between steps.
     """
 
     def __init__(
@@ -37,8 +34,6 @@ class StoreShape:
         self.options = options
         self.directory = directory
         self._layouts = layouts
-        chunks = [chunk for leaf in layouts for chunk in leaf if chunk]
-        self.host_tier = staying(chunks, options.host_tier_bytes)
         self._boxes: dict[tuple[Any, ...], list[SubgroupLayout]] = {}
 
     def chunk_layouts(self, leaf: int) -> Sequence[Sequence[SubgroupLayout]]:
@@ -49,10 +44,37 @@ class StoreShape:
     def least_memory_bytes(self) -> int:
         """The least memory for buffers on the host, in bytes.
 
-        The host tier, and three of the longest subgroups: one to read into, one to
-        compute in, one to write from.
+        Three of the longest subgroups: one to read into, one to compute in, one to
+        write from.
         """
-        return self.options.host_tier_bytes + 3 * longest(self._layouts)[0]
+        return 3 * longest(self._layouts)[0]
+
+    def staying(
+        self, memory_bytes: int, moved: Collection[Subgroup] | None = None
+    ) -> frozenset[Subgroup]:
+        """Returns the subgroups whose states stay in the host's memory between steps.
+
+        Each is used once a step, so their order makes no difference to the bytes that
+        are not read again (docs/decisions, 36). Short ones stay first, as they cost the
+        most requests. State of cards never passes the host.
+
+        Args:
+          memory_bytes: the limit of buffers on the host.
+          moved: the subgroups that steps move; None for all.
+        """
+        if self.options.csd.has_cards:
+            return frozenset()
+        everything = [one for leaf in self._layouts for chunk in leaf for one in chunk]
+        if sum([one.num_bytes for one in everything]) > memory_bytes:
+            manifest = self.directory.manifest
+            memory_bytes -= window_bytes(self.options, manifest, self._layouts)
+        order = [
+            (one.subgroup, one.num_bytes)
+            for one in sorted(everything, key=lambda layout: layout.num_bytes)
+            if moved is None or one.subgroup in moved
+        ]
+        found = zip(order, stays(order, max(0, memory_bytes)), strict=True)
+        return frozenset(subgroup for (subgroup, _), is_kept in found if is_kept)
 
     @property
     def export_bytes(self) -> int:

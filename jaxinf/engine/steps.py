@@ -57,6 +57,7 @@ class StepMetrics:
       commit_s: time from then until the step was durable, or written.
       traffic: bytes on drives and host link since the previous step.
       is_committed: whether it was committed when it ended.
+      hit_share: share of the updated state that was in memory when it was needed.
     """
 
     step: int
@@ -64,6 +65,7 @@ class StepMetrics:
     commit_s: float
     traffic: ByteCounts
     is_committed: bool = True
+    hit_share: float = 0.0
 
 
 class _Arrival(NamedTuple):
@@ -72,6 +74,7 @@ class _Arrival(NamedTuple):
     layout: SubgroupLayout
     loads: Loads
     runs_kernel: bool
+    is_moved: bool
 
 
 _Arrivals: TypeAlias = dict[Subgroup, _Arrival]
@@ -150,7 +153,9 @@ class StepEngine:
             ]
             tasks = [task for one in found for task in one.tasks]
             arrivals = {
-                t.layout.subgroup: _Arrival(t.layout, t.loads, t.runs_kernel)
+                t.layout.subgroup: _Arrival(
+                    t.layout, t.loads, t.runs_kernel, bool(t.loads or t.stores)
+                )
                 for t in tasks
             }
             if arrivals.keys() & under_way.arrivals.keys():
@@ -413,6 +418,8 @@ class StepEngine:
             if opened.options.exports(record.step):
                 opened.exports.begin(opened.directory, record.step)
             traffic = opened.meters.snapshot()
+            updated = {s: one for s, one in ended.arrivals.items() if one.is_moved}
+            moved_bytes = sum([one.layout.num_bytes for one in updated.values()])
             self._metrics.append(
                 StepMetrics(
                     step=record.step,
@@ -420,9 +427,11 @@ class StepEngine:
                     commit_s=time.monotonic() - updated_s,
                     traffic=traffic - self._counted,
                     is_committed=opened.commit.step == record.step,
+                    hit_share=opened.handler.take_found_bytes() / max(1, moved_bytes),
                 )
             )
             self._counted = traffic
+            opened.keep_moved(updated.keys())
             if not opened.health.is_closed:
                 # A step that reads slots first would take what was read ahead.
                 _prefetch(opened, {} if ended.repeats else ended.arrivals)
@@ -478,6 +487,7 @@ def _prefetch(
         states = [state for state, _ in arrival.loads]
         return opened.chunks.sources(arrival.layout, states)
 
+    kept = opened.handler.end_step(given_up)
     opened.handler.prefetch(
         [
             Task(
@@ -486,9 +496,9 @@ def _prefetch(
                 loads=sources(arrival),
                 runs_kernel=arrival.runs_kernel,
             )
-            for arrival in arrivals.values()
-        ],
-        given_up,
+            for subgroup, arrival in arrivals.items()
+            if arrival.loads and subgroup not in kept
+        ]
     )
 
 

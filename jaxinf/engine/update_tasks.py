@@ -102,7 +102,7 @@ def request_tasks(
             kernel,
             rounding_of(layout, step),
             given=given if is_taken else None,
-            compared=given if is_given and inexact is not None else None,
+            compared=given if is_given and not is_taken else None,
             is_probed=is_first and request.probe.size > 0 and 0 in loads,
             is_first=step == 1,
             inexact=inexact or 0.0,

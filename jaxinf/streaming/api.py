@@ -49,7 +49,6 @@ def stream(
     deterministic: bool = True,
     device_updates: DeviceUpdates = None,
     carry: Callable[[PyTree], PyTree] | None = None,
-    state_tiers: Mapping[str, int | str] | None = None,
 ) -> StreamedStep:
     """Makes a training step for a model that need not fit in memory.
 
@@ -64,8 +63,7 @@ def stream(
       tx: An optax transformation (docs/optimizers.md lists them). If a leaf's update
         needs numbers of all gradients, such as their norm, gradients are spilled, to
         memory and to the store's drive, and updates follow the last one.
-      store: From `jaxinf.open_store`, or a path. Its own memory budget is not used, but
-        for its host tier, which is a part of `memory_bytes` here.
+      store: From `jaxinf.open_store`, or a path. Its own memory budget is not used.
       memory_bytes: All host memory of a step, including the store's buffers, on top of
         the memory that the process has before; in bytes, or as a text such as
         ``"4GiB"``.
@@ -106,7 +104,6 @@ def stream(
       carry: With `has_aux`, ``carry(aux)`` gives a tree of arrays that are committed
         with the step, 64 MiB at most: batch statistics, typed keys, counters.
         `Store.carried` returns them.
-      state_tiers: With a path as `store`, the `tiers` of `jaxinf.open_store`.
 
     Returns:
       The step: `StreamedStep.init` or `StreamedStep.load` first, then call it.
@@ -132,7 +129,7 @@ def stream(
     )
     if carry is not None and not has_aux:
         raise ValueError("carry: expected a loss with aux, found none; has_aux=True")
-    owned = _opened(store, options, state_tiers)
+    owned = _opened(store, options)
     check_compression(compress, owned)
     is_compressed = compress is not None
     check_device_updates(device_updates, owned, is_compressed=is_compressed)
@@ -221,22 +218,10 @@ def stream_function(
     return StreamedFunction(fn, owned, options, closes=closes, average=average)
 
 
-def _opened(
-    store: Store | PathLikeStr,
-    options: Options,
-    tiers: Mapping[str, int | str] | None = None,
-) -> Store:
+def _opened(store: Store | PathLikeStr, options: Options) -> Store:
     if isinstance(store, Store):
-        if tiers is not None:
-            raise ValueError(
-                f"state_tiers={tiers!r}: expected with a path, found the open store "
-                f"{store.path}; give tiers to jaxinf.open_store"
-            )
         return store
-    num_bytes = store_memory_bytes(options.memory_bytes)
-    if tiers and "host" in tiers:  # a part of the budget, which is of steps later
-        num_bytes += given_bytes('tiers["host"]', tiers["host"], least=0)
-    return open_store(store, memory_bytes=num_bytes, tiers=tiers)
+    return open_store(store, memory_bytes=store_memory_bytes(options.memory_bytes))
 
 
 def _options(

@@ -16,6 +16,7 @@ from jaxinf.engine import (
     moved_states,
 )
 from jaxinf.io import ByteCounts
+from jaxinf.layout import Subgroup
 from jaxinf.program import UpdateProgram, effect_of_nonfinite
 from jaxinf.store import MASTER_PARAMS, csd_shares, plans_folder
 from jaxinf.streaming.bound import Ends, Fitted
@@ -246,10 +247,22 @@ class StoreEnds(StoreParamsEnds):
         if (last := self.waiting(fitted)) is not None:
             read += (last.num_reads - 1) * file_bytes(last)
         given = {one.unit for one in fetches if one.gradient is not None}
+        staying = self._staying(fitted)
         for unit in self._units:
-            own = self._moved_by_update(unit, has_params=unit in given)
+            own = self._moved_by_update(unit, staying, has_params=unit in given)
             read, written = read + own[0], written + own[1]
         return ByteCounts(drive_read_bytes=read, drive_write_bytes=written)
+
+    def _staying(self, fitted: Fitted) -> frozenset[Subgroup]:
+        """Returns what stays in the memory that the store has while steps run."""
+        moved = {
+            layout.subgroup
+            for unit in self._units
+            for layout in self._layouts(unit)
+            if any(moved_states(self._program.leaves[unit.leaf].kernel, layout))
+        }
+        store_bytes = fitted.division.ring + fitted.reading.unused_bytes
+        return self._shape.staying(store_bytes, moved)
 
     def _layouts(self, unit: Unit) -> Sequence[SubgroupLayout]:
         return self._shape.layouts(unit.leaf, unit.origin, unit.extent)
@@ -260,10 +273,13 @@ class StoreEnds(StoreParamsEnds):
             self._shape.file_bytes(one, [_PARAMS]) for one in self._layouts(unit)
         )
 
-    def _moved_by_update(self, unit: Unit, *, has_params: bool) -> tuple[int, int]:
+    def _moved_by_update(
+        self, unit: Unit, staying: frozenset[Subgroup], *, has_params: bool
+    ) -> tuple[int, int]:
         """Returns bytes of state that a unit's update reads and writes.
 
         Args:
+          staying: What stays in memory.
           has_params: Whether it takes params that are in memory.
         """
         shape, kernel = self._shape, self._program.leaves[unit.leaf].kernel
@@ -272,7 +288,7 @@ class StoreEnds(StoreParamsEnds):
         read, written = 0, 0.0
         for layout in self._layouts(unit):
             loads, stores = moved_states(kernel, layout)
-            if layout.subgroup not in shape.host_tier:
+            if layout.subgroup not in staying:
                 loads -= {_PARAMS} if has_params else set()
                 read += shape.file_bytes(layout, loads)
                 read += shape.file_bytes(layout, map(layout.slots.index, names))

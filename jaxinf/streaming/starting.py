@@ -84,20 +84,18 @@ def planned_leaves(
     options: Options,
     leaves: MakeLeaves,
     check: Callable[[Mapping[str, int]], object] | None,
-    tier_bytes: int,
 ) -> Iterator[Iterable[Shard]]:
     """Returns the leaves to be made, if they and the program fit in memory.
 
     Args:
       check: Plans the program within budgets, or raises; None if it is not known.
-      tier_bytes: Memory for state that stays on the host.
 
     Raises:
       BudgetError: Memory does not suffice; names a budget that does.
     """
 
     def plan(budgets: Mapping[str, int]) -> Iterator[Iterable[Shard]]:
-        host_bytes = budgets["memory_bytes"] - tier_bytes
+        host_bytes = budgets["memory_bytes"]
         device_bytes = budgets.get("device_memory_bytes") or host_bytes
         made_bytes = min(device_bytes, host_bytes)
         made = options.together.group.in_all(

@@ -168,8 +168,7 @@ class StreamedStep(TrainingStep):
                 make = partial(StoreEnds, *what)
                 ends = self._together.group.in_all("the optimizer's programs", make)
                 check = partial(ends.fitted, ready)
-            tier_bytes = shape.options.host_tier_bytes
-            made = planned_leaves(self._options, leaves, check, tier_bytes)
+            made = planned_leaves(self._options, leaves, check)
         self._params = avals
         if engine.bind(description, may_create=True, uses_budget=False):
             given = made, self._options.memory_bytes
@@ -276,7 +275,10 @@ class StreamedStep(TrainingStep):
     def _take_turn(self, key: Any) -> Bound:
         engine_of(self.store).health.check()
         bound = super()._take_turn(key)
-        engine_of(self.store).opened.limit_memory(bound.store_bytes)
+        engine = engine_of(self.store)
+        if bound.store_bytes != engine.opened.memory_bytes:
+            engine.join()
+            engine.opened.limit_memory(bound.store_bytes)
         return bound
 
     def _join(self) -> None:

@@ -27,7 +27,7 @@ _AT_LEAST = {
     **dict.fromkeys(("checkpoint_every", "sample_bytes"), 0),
     "seq_len": 2,
 }
-_OF_THE_STORE = "store elastic csd-root csd memory durability state-tier state ema"
+_OF_THE_STORE = "store elastic csd-root csd memory durability state ema"
 _OF_THE_STORE += " checkpoint-every export-to restore"
 _OF_STREAMING = "device-memory policy replan device-updates"
 ONLY_IN: Mapping[str, Sequence[str]] = {

@@ -214,19 +214,27 @@ def _moved_by(
     """Returns bytes on disk, read, written, and of buffers; and updated params."""
     read = memory = updated = 0
     written = 0.0
-    for number, leaf in enumerate(jax.tree.leaves(config.abstract[1])):
-        has_params = can_take(shape, number, leaf.dtype)
-        for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape):
-            loads, stores = moved_states(description.leaves[number].kernel, layout)
-            memory += layout.num_bytes
-            updated += layout.extents[0].num_elements if stores else 0
-            every = 1.0
-            if layout.subgroup not in shape.host_tier:
-                loads -= {0} if has_params else set()
-                read += shape.file_bytes(layout, loads)
-            elif shape.options.rewrites_steps:  # commits alone write them
-                every = shape.options.mean_steps_per_commit(config.checkpoint_every)
-            written += shape.file_bytes(layout, stores) / (every or config.steps)
+    moved = [
+        (layout, can_take(shape, number, leaf.dtype), *moved_states(one.kernel, layout))
+        for number, (leaf, one) in enumerate(
+            zip(jax.tree.leaves(config.abstract[1]), description.leaves, strict=True)
+        )
+        for layout in shape.layouts(number, (0,) * leaf.ndim, leaf.shape)
+    ]
+    staying = shape.staying(
+        shape.options.memory_bytes - shape.export_bytes,
+        {layout.subgroup for layout, _, *states in moved if any(states)},
+    )
+    for layout, has_params, loads, stores in moved:
+        memory += layout.num_bytes
+        updated += layout.extents[0].num_elements if stores else 0
+        every = 1.0
+        if layout.subgroup not in staying:
+            loads -= {0} if has_params else set()
+            read += shape.file_bytes(layout, loads)
+        elif shape.options.rewrites_steps:  # commits alone write them
+            every = shape.options.mean_steps_per_commit(config.checkpoint_every)
+        written += shape.file_bytes(layout, stores) / (every or config.steps)
     return {
         "host_bytes": min(config.buffer_bytes, memory),
         "disk_bytes": sum(required_bytes(shape.directory).values()),

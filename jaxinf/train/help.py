@@ -32,7 +32,7 @@ _GROUPS = {
     "optimizer": "optimizer optimizer-args learning-rate schedule "
     "warmup-steps clip-norm compress ema",
     "memory and drives": "memory device-memory csd-root csd state "
-    "state-tier policy micro-batches remat device-updates replan",
+    "policy micro-batches remat device-updates replan",
     "commits and checkpoints": "durability checkpoint-every restore export-to",
     "several processes": "distributed elastic fsdp",
     "output": "log-dir eval-every eval-batches eval-only sample-bytes tensorboard "
@@ -83,6 +83,7 @@ _OTHER_NAMES = {
     "num-gpus nproc-per-node num-nodes": "leave it out: all devices are used; "
     "--distributed joins processes",
     "dry-run": "write jaxinf plan with the other flags",
+    "state-tier": "write --memory: what fits stays",
     "num-labels": "leave it out: the classes of the data are counted",
     "do-train do-eval": "leave it out: a run trains, and evaluates at its end; "
     "--eval-only evaluates alone",

@@ -46,6 +46,8 @@ class StepLine:
       commit_s: time from the last result until the step was durable, beside the next
         step; null if it did not commit (``--durability``), in mode memory and for a
         skipped step.
+      hit_share: share of the optimizer's state that was in memory when it was needed;
+        null in mode memory and for a skipped step.
       drive_read_bytes: bytes read from drives since the previous step. This and the
         next three are 0 in mode memory; a skipped step's traffic counts for the next
         commit.
@@ -76,6 +78,7 @@ class StepLine:
     step_s: float | None = None
     update_s: float | None = None
     commit_s: float | None = None
+    hit_share: float | None = None
     drive_read_bytes: int | None = None
     drive_write_bytes: int | None = None
     link_down_bytes: int | None = None

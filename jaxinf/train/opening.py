@@ -36,8 +36,9 @@ def open_run(config: TrainConfig, devices: Devices) -> Store:
     assert config.store is not None
     memory_bytes = config.buffer_bytes
     if config.mode == "stream":
-        # It decides how chunks are divided; a step's budget has the tier in it.
-        memory_bytes = store_memory_bytes(memory_bytes) + (config.state_tier or 0)
+        memory_bytes = store_memory_bytes(
+            memory_bytes
+        )  # decides how chunks are divided
     with refused_as_usage():
         if config.elastic:
             alone = SingleDeviceSharding(jax.devices()[0])
@@ -53,7 +54,6 @@ def open_run(config: TrainConfig, devices: Devices) -> Store:
             restore=config.restore,
             state=config.state,
             keep_steps=(0, _NUM_KEPT) if config.checkpoint_every else None,
-            tiers={"host": config.state_tier} if config.state_tier else None,
             export_every=config.checkpoint_every if config.export_to else None,
             export_to=config.export_to,
         )
@@ -118,6 +118,7 @@ def costs_of(store: Store, step: int, drive_bytes: int) -> dict[str, Any]:
     return {
         "update_s": metrics.update_s,
         "commit_s": metrics.commit_s if metrics.is_committed else None,
+        "hit_share": metrics.hit_share,
         **dataclasses.asdict(metrics.traffic),
         "memory": {"buffers": store.peak_memory_bytes, "drives": drive_bytes},
     }

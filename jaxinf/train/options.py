@@ -40,13 +40,6 @@ def _parse_memory(text: str) -> int | None:
     return None if text.lower() == "none" else parse_bytes(text)
 
 
-def _parse_state_tier(text: str) -> int | None:
-    tier, _, num_bytes = text.partition("=")
-    if text.lower() != "none" and (tier != "host" or not num_bytes):
-        raise ValueError(f"{text!r}: expected host=BYTES, such as host=2GiB")
-    return _parse_memory(num_bytes or text)
-
-
 def _parse_durability(text: str) -> Durability:
     if text not in ("step", "checkpoint") and not (text.isdecimal() and int(text)):
         raise ValueError(f"{text!r}: expected step, checkpoint, or a number of steps")
@@ -101,7 +94,6 @@ def _parse_launch(text: str) -> Launch | None:
 
 
 _MEMORY = spec("BYTES", _parse_memory, exact_bytes)
-_STATE_TIER = spec("host=BYTES", _parse_state_tier, lambda value: f"host={value}")
 _DURABILITY = spec("{step,INT,checkpoint}", _parse_durability)
 _DEVICE_UPDATES = spec(
     "{INT,auto,none,kept}",
@@ -174,10 +166,6 @@ class StoreOptions:
     # Steps to commit: every step (step), every n-th one (a number), or checkpoints
     # alone (checkpoint). A crash loses the steps since the last commit.
     durability: Annotated[Durability, _DURABILITY] = "step"
-
-    # A part of --memory in which state stays from step to step, so that it is not read
-    # again, and is written by steps that commit alone (--durability).
-    state_tier: Annotated[int | None, _STATE_TIER, shown("host=BYTES", "none")] = None
 
     # Format of the optimizer's float32 state in a new store: fp32, bfloat16 with
     # stochastic rounding, or 8 bits with a scale for each 256 elements.

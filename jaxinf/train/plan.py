@@ -193,8 +193,6 @@ def _words(changes: _Changes) -> list[str]:
     words = []
     for name, value in changes.items():
         text = exact_bytes(value) if name == "memory" else f"{value}"
-        if name == "state_tier":
-            text = f"host={exact_bytes(value)}"
         words += [f"--{name.replace('_', '-')}", text]
     return words
 
@@ -232,8 +230,7 @@ def _kinds(plan: Plan) -> tuple[list[_Changes], ...]:
     left = (memory - plan.needs.host_bytes) // _MIB * _MIB
     if config.mode != "update" or config.memory or left < _LEAST_KEPT_BYTES:
         return [stream], [], smaller
-    kept = {"state_tier": left, "memory": config.buffer_bytes + left}
-    return [stream], [kept], smaller
+    return [stream], [{"memory": config.buffer_bytes + left}], smaller
 
 
 def fit(

@@ -87,7 +87,6 @@ def opened(arguments: argparse.Namespace, every: int) -> Any:
     store = jaxinf.open_store(
         arguments.store / f"every-{every}",
         memory_bytes=32 * num + (64 << 20),
-        tiers={"host": 16 * num},
         durability="checkpoint",
     )
     step = jaxinf.stream(

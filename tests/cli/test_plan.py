@@ -183,7 +183,7 @@ def test_fit_prints_a_table_and_a_command(place, run, run_json):
     assert found.status == 0, found.err
     rows = found.out.splitlines()
     assert rows[0].split() == "settings host device disk a step limit".split()
-    for part in ("--mode stream", "--state int8", "--clip-norm 0.0", "--state-tier"):
+    for part in ("--mode stream", "--state int8", "--clip-norm 0.0", "--memory"):
         assert part in found.out
     assert "rounds state" in found.out
     assert "counting the run as it is" in found.err

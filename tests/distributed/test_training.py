@@ -16,10 +16,10 @@ FORMATS = {
     "compressed": ["--compress", "0.05"],
     "traced": ["--init", "traced"],
     "every third": ["--options", '{"durability": 3}'],
-    "tier": ["--options", '{"durability": 3, "tiers": {"host": 3000000}}'],
+    "little memory": ["--options", '{"durability": 3, "memory_bytes": 3000000}'],
 }
 TWO = [
-    ("fsdp", "tier"),
+    ("fsdp", "little memory"),
     ("mixed", "int8"),
     # Compiled as a run is: without optimizations its bits differ by the processes.
     pytest.param("replicated", "compressed", marks=pytest.mark.optimized),

@@ -19,8 +19,9 @@ NUM_KILLS = 12
 class Victim:
     """A process that trains a store; when it is killed, the next one continues."""
 
-    def __init__(self, path, roots, tier):
-        arguments = [sys.executable, PROGRAM, path, str(NUM_KILLS), str(tier), *roots]
+    def __init__(self, path, roots, memory, durability):
+        how = [str(NUM_KILLS), str(memory), str(durability)]
+        arguments = [sys.executable, PROGRAM, path, *how, *roots]
         self._process = subprocess.Popen(
             arguments, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -66,11 +67,11 @@ def victim(place):
     """Starts victims of a store on a number of CSD roots."""
     victims = []
 
-    def start(num_csds, tier=0):
+    def start(num_csds, memory, durability):
         roots = [place / f"csd{csd}" for csd in range(num_csds)]
         for root in roots:
             root.mkdir()
-        victims.append(Victim(place / "store", roots, tier))
+        victims.append(Victim(place / "store", roots, memory, durability))
         return victims[-1]
 
     yield start
@@ -78,20 +79,21 @@ def victim(place):
         item.end()
 
 
-# State of cards never passes the host.
-TIERS = [(0, 200_000), (3, 1 << 20)]
-if os.environ.get("JAXINF_TEST_CSD", "host") != "host":
-    TIERS = []
+PART, ALL = 400_000, 1 << 20
+"""Memory in which a part of the state stays, or all of it."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("num_csds", "tier"), family([(0, 0), (3, 0), *TIERS], short=TIERS[:1] or [(3, 0)])
+    ("num_csds", "memory", "durability"),
+    family(
+        [(0, PART, 1), (3, ALL, 1), (0, PART, 3), (3, ALL, 3)], short=[(0, PART, 3)]
+    ),
 )
-def test_killed_at_random_moments(place, victim, num_csds, tier):
-    process = victim(num_csds, tier)
+def test_killed_at_random_moments(place, victim, num_csds, memory, durability):
+    process = victim(num_csds, memory, durability)
     process.meet_next()
-    moments = random.Random(num_csds + tier)
+    moments = random.Random(num_csds + memory)
     last = 0
     for number in range(NUM_KILLS - 1):
         # A step takes some 10 ms: the delay reaches all stages of the next ones.

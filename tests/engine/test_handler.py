@@ -175,6 +175,7 @@ def test_prefetched_state_is_read_once(rig, memory_pages, order):
     item = rig(memory_pages)
     for _ in range(5):
         item.csd.reads.clear()
+        item.handler.end_step()
         item.handler.prefetch(item.tasks())
         item.handler.run(item.tasks()[::order])
         item.handler.drain()
@@ -281,13 +282,14 @@ def test_queued_tasks_take_what_was_read_for_them_before_memory_is_taken_away(ri
     assert len(item.csd.reads) == 2 * 4
 
 
-def test_a_prefetch_of_the_other_slot_is_not_used(rig):
+def test_a_prefetch_before_the_end_of_a_step_is_not_used_after_it(rig):
     item = rig()
     item.handler.run(item.tasks())
     item.handler.drain()
     item.handler.prefetch(item.tasks(source="a"))
     while len(item.csd.reads) < 2 * 20:
         time.sleep(0.001)
+    item.handler.end_step()
     item.handler.run(item.tasks(source="b", stores=()))
     assert all(value % 256 == 1 for _, value in item.seen[10:])
 
@@ -303,11 +305,11 @@ def test_a_prefetch_of_less_is_completed(rig, memory_pages):
     np.testing.assert_array_equal(master(item, "b"), master(item, "a") + 1)
 
 
-def test_a_prefetch_takes_the_place_of_the_one_before(rig):
+def test_the_end_of_a_step_drops_what_was_prefetched(rig):
     item = rig(memory_pages=8)
-    item.handler.prefetch(item.tasks()[:5])
-    item.handler.prefetch(item.tasks()[5:])
-    item.handler.prefetch([])
+    for tasks in (item.tasks()[:5], item.tasks()[5:], []):
+        item.handler.end_step()
+        item.handler.prefetch(tasks)
     item.handler.drain()
     assert item.pool.used_bytes == 0
 

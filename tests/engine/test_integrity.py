@@ -58,11 +58,29 @@ def read_again(driver, layouts):
     opened.handler.run(tasks)
 
 
+def written_before(drive):
+    """Opens a store of which this process knows no checksums of parts."""
+    drive(leaves=LEAVES, memory_bytes=1 << 18).init().steps(1).close()
+    driver = drive(leaves=LEAVES, memory_bytes=1 << 18).init()
+    assert not driver.opened.chunks._parts
+    return driver
+
+
+def test_a_part_that_was_written_is_verified_by_itself(drive):
+    driver = drive(leaves=LEAVES, memory_bytes=1 << 18).init().steps(1)
+    driver.store.wait()
+    number = list(driver.leaves).index("w")
+    layouts = driver.opened.layouts(number, (0, 0), (300, 1025))
+    driver.opened.handler.end_step()  # drops what was read ahead
+    flip(driver, "w", "trace", byte=5)
+    with pytest.raises(StoreCorruptError, match=r"leaf w, trace, .* as written, found"):
+        read_again(driver, layouts[:1])
+
+
 @pytest.mark.parametrize("num_read_first", [1, 2, None])
 def test_a_subgroup_that_is_read_twice_must_be_the_same(drive, num_read_first):
     """The chunk was complete in memory before, or not yet."""
-    driver = drive(leaves=LEAVES, memory_bytes=1 << 18).init().steps(1)
-    driver.store.wait()
+    driver = written_before(drive)
     number = list(driver.leaves).index("w")
     layouts = driver.opened.layouts(number, (0, 0), (300, 1025))
     assert len(layouts) > 10
@@ -80,8 +98,7 @@ def give_up_and_update(driver, number):
 
 
 def test_what_a_step_that_was_given_up_has_read_still_counts(drive):
-    driver = drive(leaves=LEAVES, memory_bytes=1 << 18).init().steps(1)
-    driver.store.wait()
+    driver = written_before(drive)
     number = list(driver.leaves).index("w")
     driver.update([number])
     flip(driver, "w", "trace", byte=5)

@@ -124,7 +124,7 @@ class Rig:
                 case Evict(resident):
                     self.queues.evict(resident)
                     self.release([resident])
-                    for state in resident.loaded:  # which may be read again
+                    for state in resident.task.loads:  # which may be read again
                         del self.loads[resident.task.layout.subgroup, state]
                     continue
             self.queues.begin(unit)
@@ -144,7 +144,7 @@ class Rig:
                 self.release(self.queues.end(unit, unchecked))
             case Compute(resident):
                 found = resident.task
-                assert not set(found.loads) - set(resident.loaded)
+                assert not resident.missing
                 self.computed[found] += 1
                 self.release(self.queues.end(unit))
             case Write(_, items):
@@ -242,17 +242,15 @@ def test_what_is_submitted_while_it_is_prefetched_is_not_read_again():
     assert kinds(rig.run()) == ["Compute"]
 
 
-def test_a_prefetch_of_less_is_completed_and_of_another_slot_replaced():
+def test_a_prefetch_of_less_is_completed():
     rig = Rig()
-    few, other = layout(0, SHORT), layout(3, SHORT)
-    rig.queues.prefetch([task(few, loads=(1,)), task(other, slot="b")])
+    few = layout(0, SHORT)
+    rig.queues.prefetch([task(few, loads=(1,))])
     rig.run()
-    rig.submit(task(few), task(other))
+    rig.submit(task(few))
     rig.run()
     assert rig.loads[few.subgroup, (1, "a")] == 1
     assert rig.loads[few.subgroup, (2, "a")] == 1
-    residents = {r.task.layout: r for r in rig.queues.residents}
-    assert set(residents[other].loaded) == {(n, "a") for n in range(NUM_STATES)}
 
 
 def test_a_prefetch_gives_its_memory_up_as_a_last_way():
@@ -312,20 +310,20 @@ def test_a_subgroup_that_fits_no_memory_is_no_deadlock():
 
 @given(
     lengths=st.lists(st.sampled_from([SHORT, LONG]), min_size=1, max_size=8),
-    tier=st.sets(st.integers(0, 7)),
+    staying=st.sets(st.integers(0, 7)),
     commits=st.lists(st.booleans(), min_size=1, max_size=5),
     at_once=st.sampled_from([(), (0,)]),
     room=st.integers(1, 3),
 )
 def test_what_stays_is_loaded_once_and_deferred_writes_are_made_by_commits(
-    lengths, tier, commits, at_once, room
+    lengths, staying, commits, at_once, room
 ):
     layouts = [layout(3 * n, length) for n, length in enumerate(lengths)]
-    held = [one for n, one in enumerate(layouts) if n in tier]
+    held = [one for n, one in enumerate(layouts) if n in staying]
     memory = sum(one.num_bytes for one in held) + room * layout(0, LONG).num_bytes
     rig = Rig(memory_bytes=(memory, 0))
     queues = rig.queues
-    queues.tier = frozenset(one.subgroup for one in held)
+    queues.keep(frozenset(one.subgroup for one in held))
     queues.at_once = frozenset(at_once)
     wanted, deferred = Counter(), set()
     for is_committing in commits:
@@ -342,7 +340,9 @@ def test_what_stays_is_loaded_once_and_deferred_writes_are_made_by_commits(
                     wanted[one, state] += 1
         if is_committing:
             assert not queues.flush()
-        rig.release(queues.drop_prefetched(named_slots))
+        rig.release(queues.end_step())
+    found_bytes = sum(one.num_bytes for one in held) * (len(commits) - 1)
+    assert queues.found_bytes == found_bytes
     assert queues.flush() == bool(deferred)
     rig.drain()
     wanted.update(deferred)
@@ -352,11 +352,24 @@ def test_what_stays_is_loaded_once_and_deferred_writes_are_made_by_commits(
         times = 1 if one in held else len(commits)
         found = [rig.loads[one.subgroup, (n, "a")] for n in range(NUM_STATES)]
         assert found == [times] * NUM_STATES
+    rig.release(queues.keep(frozenset()))
+    assert not queues.residents
 
 
-def named_slots(resident):
-    resident.name_slots(lambda states: tuple((state, "a") for state in states))
-    return True
+def test_what_a_step_computed_does_not_count_when_it_is_given_up():
+    rig = Rig()
+    where, other = layout(0, SHORT), layout(3, SHORT)
+    rig.queues.keep(frozenset({where.subgroup, other.subgroup}))
+    rig.submit(task(where), task(other))
+    rig.drain()
+    rig.submit(task(where))  # again in the same step
+    rig.drain()
+    assert rig.loads[where.subgroup, (0, "a")] == 2
+    rig.release(rig.queues.end_step(given_up=[where.subgroup]))
+    rig.submit(task(where), task(other))
+    rig.drain()
+    assert rig.loads[where.subgroup, (0, "a")] == 3
+    assert rig.loads[other.subgroup, (0, "a")] == 1
 
 
 class Pipeline(RuleBasedStateMachine):
@@ -399,7 +412,7 @@ class Pipeline(RuleBasedStateMachine):
     def prefetch(self, lengths, loads):
         queues = self.rig.queues
         queues.cancel_prefetches()
-        self.rig.release(queues.drop_prefetched())
+        self.rig.release(queues.end_step())
         self.step = self._new_layouts(lengths)
         queues.prefetch([task(where, loads) for where in self.step])
 

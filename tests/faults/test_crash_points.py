@@ -184,8 +184,8 @@ SCRIPTS = {
 }
 OPTIONS = {
     "rare": {"durability": 2},
-    "staying": {"durability": 2, "tiers": {"host": 512 << 10}},
-    "staying in part": {"durability": 2, "tiers": {"host": 40_000}},
+    "staying": {"durability": 2},
+    "staying in part": {"durability": 2, "memory_bytes": 400_000},
     "frozen": {"is_partly_frozen": True},
 }
 NAMES = ("jaxinf.json", "slots", "current", "commit.json")

@@ -16,13 +16,13 @@ RARE = ("", "-rare")
 TIMES = {"device": (2, 9), "updated": (4, 11), "write": (3, 4), "commit": (1, 2)}
 KILLS = [
     ("store", "device", 6),
-    ("tier", "device", 11),
+    ("store-rare", "device", 11),
     ("store", "updated", 14),
     ("store", "write", 3),
-    ("tier", "write", 6),
+    ("store-rare", "write", 6),
     ("store", "commit", 2),
 ]
-PLACES = [kind + rare for kind in ("store", "tier") for rare in RARE]
+PLACES = ["store" + rare for rare in RARE]
 MORE_KILLS = [
     (name, point, number)
     for name in PLACES

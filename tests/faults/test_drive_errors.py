@@ -60,27 +60,26 @@ def test_a_drive_that_fails(child, place, drive, where, num_csds):
     driver.steps(3).check(step + 3)
 
 
-@pytest.mark.parametrize("tier", [200_000, 2 << 20])
+@pytest.mark.parametrize("memory", [400_000, 2 << 20])
 @pytest.mark.parametrize("where", CASES)
-def test_a_drive_that_fails_under_state_that_stays(child, place, drive, where, tier):
+def test_a_drive_that_fails_under_state_that_stays(child, place, drive, where, memory):
     """With commits every three steps: the last one counts, with all bits of it."""
     call, on, message = CASES[where]
-    tiers = {"memory_bytes": tier + (1 << 20), "tiers": {"host": tier}}
-    options = {"durability": 3, **tiers}
+    options = {"durability": 3, "memory_bytes": memory}
     case = {"call": call, "on": on, "errno": errno.EIO, "steps": 4}
     answer = child(place / "store", 3, **case, options=options)
-    if where == "read" and tier == 2 << 20:
+    if where == "read" and memory == 2 << 20:
         assert not answer["hits"]  # nothing is read that stays
         assert "text" not in answer
     else:
         assert answer["hits"] >= 1
         assert answer["type"] == "StoreIOError"
         assert re.search(message, answer["text"])
-        if tier == 2 << 20 or where not in ("read", "write"):  # at the commit alone
+        if memory == 2 << 20 or where not in ("read", "write"):  # at the commit alone
             assert len(answer["notes"]) == 1
         for note in answer["notes"]:
             assert "lost, as the store's durability allows" in note
-    driver = drive(place / "store", **tiers).init()
+    driver = drive(place / "store", memory_bytes=memory).init()
     assert driver.at == answer["step"] == STEP + 4 * (not answer["hits"])
     driver.check(answer["step"])
     driver.steps(3).check(answer["step"] + 3)

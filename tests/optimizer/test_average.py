@@ -10,6 +10,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
+import small_stores
 import zarr
 from copies import copied
 
@@ -164,7 +165,8 @@ def inode(path, slot, state):
 
 
 @pytest.mark.long
-def test_between_two_averagings_files_are_linked(open_store):
+def test_between_two_averagings_files_are_linked(open_store, monkeypatch):
+    small_stores.keep_nothing(monkeypatch)
     store, written = open_store(), {}
 
     def seen(number):

@@ -64,7 +64,10 @@ def run(path, *, num_steps=5, tx=None, params=None, bad_steps=(), **options):
         pytest.param(3, 1 << 26, marks=pytest.mark.long),
     ],
 )
-def test_the_same_bits_for_a_third_less_reading(place, memory_bytes, durability):
+def test_the_same_bits_for_a_third_less_reading(
+    place, memory_bytes, durability, monkeypatch
+):
+    small_stores.keep_nothing(monkeypatch)
     options = {"memory_bytes": memory_bytes, "durability": durability}
     held, params, traffic = run(place / "auto", num_workers=2, **options)
     wanted, same, more = run(place / "read", num_workers=2, csd="emulated", **options)
@@ -84,6 +87,7 @@ def test_the_same_bits_for_a_third_less_reading(place, memory_bytes, durability)
 @pytest.mark.long
 @pytest.mark.parametrize("how", family(["io", "16-bit", "no params"], short=["16-bit"]))
 def test_from_the_drive_where_they_are_not_at_hand(place, how, monkeypatch):
+    small_stores.keep_nothing(monkeypatch)
     options = {}
     if how == "io":
         callback_form.use("io", monkeypatch)

@@ -133,8 +133,9 @@ def test_at_any_durability_and_budget_after_any_interruption(
     "state",
     [*(pytest.param(s, marks=pytest.mark.long) for s in ("fp32", "bf16")), "int8"],
 )
-def test_bytes_on_the_drive(tmp_path, state):
+def test_bytes_on_the_drive(tmp_path, state, monkeypatch):
     """Reads two bytes of master, writes four; with 8-bit moments 10.1 in all."""
+    small_stores.keep_nothing(monkeypatch)
     moments = {"fp32": 8, "bf16": 4, "int8": 2 + 2 / 64}[state]
     for master, read, written in (("auto", 2, 4), ("none", 0, 2)):
         path = tmp_path / master
@@ -149,6 +150,7 @@ def test_bytes_on_the_drive(tmp_path, state):
 
 @pytest.mark.long
 def test_both_halves_are_read_where_the_params_are_not_at_hand(tmp_path, monkeypatch):
+    small_stores.keep_nothing(monkeypatch)
     *_, given = run(tmp_path / "given", 3)
     callback_form.use("io", monkeypatch)
     *_, read = run(tmp_path / "read", 3)

@@ -90,8 +90,9 @@ def test_a_memory_budget_changes_no_bit(place, format):
 
 
 @pytest.mark.long
-def test_bytes_on_the_drive(place):
+def test_bytes_on_the_drive(place, monkeypatch):
     """Read: moments; written: master and moments. Small leaves stay as they are."""
+    small_stores.keep_nothing(monkeypatch)
     wanted = {"fp32": (8, 12), "bf16": (4, 8), "int8": (2 + 2 / 64, 6 + 2 / 64)}
     for format, (read, written) in wanted.items():
         *_, traffic = run(place / format, 3, state=format)

@@ -89,10 +89,9 @@ def test_the_stores_bits_are_those_of_the_host(opened, name, dtype):
 
 @pytest.mark.parametrize("durability", family([2, "checkpoint"], short=["checkpoint"]))
 def test_with_rare_commits_and_state_in_memory(opened, durability):
-    kept = {"tiers": {"host": 4 << 20}, "durability": durability}
     plain = opened(None, "plain")
     losses, expected = train(plain), states(plain.store)
-    step = opened(2, "kept", store=kept)
+    step = opened(2, "kept", store={"durability": durability})
     assert train(step) == losses
     assert_same(step, expected)
 
@@ -343,12 +342,3 @@ def test_what_is_measured_is_logged_and_kept(opened, monkeypatch, caplog, every)
     step(batches()[1])
     step.store.wait()
     assert step.store._engine.opened.commit.device_updates == every
-
-
-def test_a_path_is_opened_with_tiers(opened, place):
-    path, tiers = place / "path", {"host": "64MiB"}
-    with jaxinf.stream(loss, TX, path, memory_bytes="1GiB", state_tiers=tiers) as step:
-        step.load(params_of())
-        assert len(step.store._engine.opened.host_tier) == 4
-        with pytest.raises(ValueError, match=r"state_tiers=.*expected with a path"):
-            jaxinf.stream(loss, TX, step.store, memory_bytes="1GiB", state_tiers=tiers)

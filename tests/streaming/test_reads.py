@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import small_stores
 from families import family
 from streaming import read_ahead, states
 from zoo import ZOO
@@ -158,6 +159,7 @@ def trained(step, program):
 def test_params_from_memory_give_the_bits_of_params_from_the_drive(
     name, policy, open_store, monkeypatch
 ):
+    small_stores.keep_nothing(monkeypatch)  # of params, too, if they can stay
     program = ZOO[name]()
 
     def make(folder):

@@ -292,8 +292,8 @@ def test_drives_move_what_the_plan_says(name, tx, streamed, monkeypatch):
     traffic, planned = step.store.metrics.traffic, step.traffic
     assert traffic.drive_read_bytes == planned.drive_read_bytes
     assert traffic.drive_write_bytes == planned.drive_write_bytes
-    # Params, which stay in memory between programs, and two moments; gradients.
+    # Params, and two moments that are not read, as they stay in memory; gradients.
     all_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(program.params))
     assert traffic.drive_write_bytes >= 3 * all_bytes
-    assert traffic.drive_read_bytes >= 3 * all_bytes
+    assert traffic.drive_read_bytes >= all_bytes
     assert (step.metrics.spilled_drive_bytes > 0) == (tx is CLIPPED)

@@ -80,9 +80,8 @@ def open_step(store, every, tx=TX, dtype=np.float32, **options):
 
 def open_store(path):
     """Opens a store as its name says."""
-    tiers = {"host": 3 << 20} if "tier" in path.name else {}
     durability = 2 if "rare" in path.name else "step"
-    return small_stores.open_store(path, **CHUNKS, tiers=tiers, durability=durability)
+    return small_stores.open_store(path, **CHUNKS, durability=durability)
 
 
 def kill_at(point, number):

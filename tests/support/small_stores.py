@@ -22,6 +22,13 @@ def reset(*, chunk_elements: int | None = None, num_workers: int | None = None) 
     options.LEAST_WORKERS, options.WORKERS_A_DRIVE = workers
 
 
+def keep_nothing(monkeypatch: Any) -> None:
+    """Lets no state stay in memory in a test, so that all that steps use is read."""
+    monkeypatch.setattr(
+        "jaxinf.engine.shape.stays", lambda order, _: [False] * len(order)
+    )
+
+
 def open_store(
     path: Any,
     *,

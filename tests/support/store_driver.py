@@ -218,17 +218,10 @@ def main():
     """Trains until killed; reports each requested and each durable step.
 
     With a number of processes it forks them one after another, each when the one before
-    is dead, because importing takes longest. With a tier, state stays on the host, and
-    every third step commits.
+    is dead, because importing takes longest. Every `durability`-th step commits.
     """
-    path, num_processes, tier, *roots = sys.argv[1:]
-    options = {"memory_bytes": 1 << 20}
-    if int(tier):
-        options = {
-            "memory_bytes": int(tier) + (1 << 20),
-            "tiers": {"host": int(tier)},
-            "durability": 3,
-        }
+    path, num_processes, memory, durability, *roots = sys.argv[1:]
+    options = {"memory_bytes": int(memory), "durability": int(durability)}
     for _ in range(int(num_processes)):
         child = os.fork()
         if not child:

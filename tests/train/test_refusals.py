@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from families import family
 
 import jaxinf
 from jaxinf.command_line import UsageError
@@ -49,28 +48,6 @@ def test_resume_with_other_data_is_refused(run, tmp_path, capsys):
     other.write_text("something else entirely\n" * 100)
     assert run("--store", tmp_path / "store", "--steps", 4, data=other) == 1
     assert re.search(r"--data: the run has [\d,]+ rows", capsys.readouterr().err)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["update", "stream"])
-def test_a_tier_is_a_part_of_the_memory(mode, run, tmp_path, capsys):
-    words = ["--store", tmp_path / "store", "--mode", mode, "--memory", "64MiB"]
-    assert run(*words, "--state-tier", "host=64MiB", "--steps", 1) != 0
-    expected = {
-        "update": r"memory_bytes=67108864: .* beside the 67108864 of tiers",
-        "stream": r"--memory: init_fn: leaf .* found 0; --memory \d+MiB works",
-    }
-    assert re.search(expected[mode], capsys.readouterr().err)
-    assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.parametrize("mode", family(["update", "stream"], short=["update"]))
-def test_a_tier_beyond_the_free_memory(mode, run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("jaxinf.engine.division.free_memory", lambda: (9, "the box"))
-    words = ["--store", tmp_path / "store", "--mode", mode, "--memory", "64MiB"]
-    assert run(*words, "--state-tier", "host=1MiB", "--steps", 1) == 2
-    assert re.search(r"found 9 \(the box\); give a sm", capsys.readouterr().err)
-    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from jaxinf.cli import main as jaxinf_main
 from jaxinf.train.in_memory import held_params
 from jaxinf.train.lora import model_of, parse_lora
 
-KEYS = ["step", "loss", "tokens", "step_s", "update_s", "commit_s"]
+KEYS = ["step", "loss", "tokens", "step_s", "update_s", "commit_s", "hit_share"]
 KEYS += ["drive_read_bytes", "drive_write_bytes", "link_down_bytes", "link_up_bytes"]
 KEYS += ["rss_bytes", "learning_rate", "gradient_norm", "phases", "drives", "memory"]
 

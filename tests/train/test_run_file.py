@@ -36,7 +36,6 @@ FULL = TrainConfig(
     csd_root=(Path("/d0"), Path("/d{process}")),
     csd="emulated:buffers=2",
     durability=1024,
-    state_tier=1 << 20,
     state="int8",
     source=Path("/a/llama"),
     task="causal-lm",
@@ -165,7 +164,6 @@ def test_a_name_that_is_no_text_is_left_to_its_flag(read):
         ("memory = 1.5", "memory: expected BYTES in quotes, or a number, found 1.5"),
         ("memory = '1e'", "memory: '1e': expected a number of bytes"),
         (f"memory = '{'9' * 400}'", "expected a number of bytes such as 1GiB"),
-        ("state-tier = '2GiB'", "state-tier: '2GiB': expected host=BYTES, such"),
         ("durability = 'now'", "durability: 'now': expected step, checkpoint, or a n"),
         ("eval-batches = 0", "eval-batches: '0': expected all, or a number of batches"),
         ("restore = 'best'", "'restore': no setting of a run's file"),
@@ -197,7 +195,7 @@ def test_texts_that_are_taken(read):
     assert read("memory = 4096\ndurability = 3") == TrainConfig(
         memory=4096, durability=3
     )
-    assert read("memory = 'none'\nstate-tier = 'none'") == TrainConfig()
+    assert read("memory = 'none'") == TrainConfig()
     assert read("eval-batches = 'all'").eval_batches == "all"
     assert read("") == TrainConfig()
 

@@ -157,7 +157,8 @@ class Executor:
 
     def _target(self, resident: Resident, state: int) -> Transfer:
         layout = resident.task.layout
-        self._chunks.stored(layout, state, self._checksum(resident, state))
+        if not resident.is_flushed:  # else that was noted when it was computed
+            self._chunks.stored(layout, state, self._checksum(resident, state))
         file = self._chunks.prepare_write(layout, state)
         return Transfer(resident.buffer, layout.extents[state], file)
 

@@ -12,7 +12,6 @@ exception.
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 
 from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.chunks import ChunkTable
@@ -138,13 +137,22 @@ class TransferHandler:
             self._queues.limits = limits
         self._start_workers(sum(limits) - len(self._workers))
 
-    def keep_in_memory(self, subgroups: frozenset[Subgroup]) -> None:
-        """Sets the subgroups of the host tier, which stay in memory when written."""
+    def keep(self, subgroups: frozenset[Subgroup]) -> None:
+        """Sets the subgroups that stay in memory when their tasks are written.
+
+        Others leave it, except for those that have still to be written.
+        """
         with self._done:
-            self._queues.tier = subgroups
+            _release(self._queues.keep(subgroups))
+
+    def take_found_bytes(self) -> int:
+        """Length of the subgroups that updates have found in memory since the last."""
+        with self._done:
+            found, self._queues.found_bytes = self._queues.found_bytes, 0
+        return found
 
     def defer_writes(self, is_deferring: bool) -> None:
-        """Sets whether the tier's subgroups are written at the next `flush` alone."""
+        """Sets whether subgroups that stay are written at the next `flush` alone."""
         with self._done:
             self._queues.is_deferring = is_deferring
 
@@ -165,31 +173,31 @@ class TransferHandler:
             self.drain()
         return is_unwritten
 
-    def prefetch(
-        self, tasks: Sequence[Task], given_up: Collection[Subgroup] = ()
-    ) -> None:
+    def end_step(self, given_up: Collection[Subgroup] = ()) -> Collection[Subgroup]:
+        """Counts what tasks have computed as newest; returns what stays in memory.
+
+        Unused prefetches are dropped. No task may be under way.
+
+        Args:
+          given_up: subgroups whose states in memory are of a step that was given up.
+        """
+        queues = self._queues
+        with self._done:
+            queues.cancel_prefetches()
+            self._done.wait_for(lambda: not queues.num_prefetching)
+            _release(queues.end_step(given_up))
+            return {subgroup for memory in queues.memories for subgroup in memory.kept}
+
+    def prefetch(self, tasks: Sequence[Task]) -> None:
         """Loads the states of these tasks, in this order, as far as memory allows.
 
         Their `compute` is not called. A later task on the same subgroup uses the loaded
-        states. Earlier unused prefetches are dropped. No task may be under way.
+        states.
 
         Args:
           tasks: of a step that has not begun.
-          given_up: subgroups of the host tier whose states in memory are of a step that
-            was given up.
         """
-
-        def stays(resident: Resident) -> bool:
-            layout = resident.task.layout
-            if resident.unchecked or layout.subgroup in given_up:
-                return False
-            resident.name_slots(partial(self._chunks.sources, layout))
-            return True
-
         with self._done:
-            self._queues.cancel_prefetches()
-            self._done.wait_for(lambda: not self._queues.num_prefetching)
-            _release(self._queues.drop_prefetched(stays))
             self._queues.prefetch(tasks)
             self._to_do.notify()
 

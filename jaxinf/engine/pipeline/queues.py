@@ -4,14 +4,14 @@
                        ├─► load ──► prefetched ─┐ (when its task is submitted)
     submit ──► waiting ┘     └────────────► ready ──► compute ──► write ──► released
                                   ▲                                  │
-                              prefetched ◄─── of the host tier ──────┘
+                                 kept ◄──── if it stays in memory ───┘
 
 Invariant: every submitted task is in one place at a time, and is computed and written
   once. Plain data, without threads, locks or I/O.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 
 from jaxinf.csd import CsdBuffer
 from jaxinf.engine.pipeline.work import (
@@ -50,8 +50,11 @@ class Queues:
       num_draining: number of threads that wait until that is 0.
       is_stopped: whether no more units may begin.
       is_holding: whether no more prefetches may begin.
-      tier: subgroups that stay in memory when they are written.
+      staying: subgroups that stay in memory when they are written.
       is_deferring: whether these are not written, as the step does not commit.
+      step: counts the steps that have ended.
+      found_bytes: buffers of subgroups whose updates have found them in memory since
+        that was set to 0.
     """
 
     def __init__(self, csds: Sequence[CsdTraits], limits: Limits) -> None:
@@ -71,8 +74,9 @@ class Queues:
         self.num_moving_at = [0] * len(csds)
         self.num_unfinished = self.num_draining = 0
         self.is_stopped = self.is_holding = False
-        self.tier: frozenset[Subgroup] = frozenset()
+        self.staying: frozenset[Subgroup] = frozenset()
         self.is_deferring = False
+        self.step = self.found_bytes = 0
         self.at_once: frozenset[int] = frozenset()
         self._num_seen = 0
 
@@ -91,26 +95,32 @@ class Queues:
     # --- requests ------------------------------------------------------------------
 
     def submit(self, tasks: Sequence[Task], group: TaskGroup) -> None:
-        """Queues tasks; prefetched ones take over the memory of their prefetch."""
+        """Queues tasks; those that are in memory take that over."""
         self.num_unfinished += len(tasks)
         for task in tasks:
             task.group = group
             memory, subgroup = self.memory_of(task), task.layout.subgroup
             self.due[subgroup.csd].pop(subgroup, None)
-            resident = memory.prefetched.pop(subgroup, None)
-            if resident is None:
-                memory.waiting.append(self._numbered(task))
-            else:
+            resident = memory.kept.pop(subgroup, None)
+            if resident is not None:
+                resident.begin_task(task, self.step)
+                if task.stores and not resident.missing:
+                    self.found_bytes += task.layout.num_bytes
+            elif (resident := memory.prefetched.pop(subgroup, None)) is not None:
                 resident.task = task
-                memory.num_in_use += 1
-                if not resident.is_loading:
-                    self._route(resident)
+            else:
+                memory.waiting.append(self._numbered(task))
+                continue
+            memory.num_in_use += 1
+            if not resident.is_loading:
+                self._route(resident)
 
     def prefetch(self, tasks: Sequence[Task]) -> None:
         """Queues tasks to prefetch while no other task needs the memory."""
         for task in tasks:
-            subgroup = task.layout.subgroup
-            if task.loads and subgroup not in self.memory_of(task).prefetched:
+            subgroup, memory = task.layout.subgroup, self.memory_of(task)
+            is_there = subgroup in memory.prefetched or subgroup in memory.kept
+            if task.loads and not is_there:
                 self.due[subgroup.csd][subgroup] = self._numbered(task)
 
     def cancel_prefetches(self) -> None:
@@ -118,25 +128,41 @@ class Queues:
         for due in self.due:
             due.clear()
 
-    def drop_prefetched(
-        self, stays: Callable[[Resident], bool] = lambda resident: False
-    ) -> Sequence[Resident]:
-        """Forgets prefetched subgroups; returns those to release.
+    def end_step(self, given_up: Collection[Subgroup] = ()) -> Sequence[Resident]:
+        """Forgets prefetched subgroups; what tasks have computed counts from now on.
 
         Args:
-          stays: whether a subgroup of the host tier is not forgotten.
+          given_up: subgroups whose last task does not count.
+
+        Returns:
+          The subgroups to release.
         """
         assert not self.num_prefetching
-        dropped = [
-            resident
+        self.step += 1
+        dropped = [one for m in self.memories for one in m.prefetched.values()]
+        dropped += [
+            memory.kept[subgroup]
             for memory in self.memories
-            for subgroup, resident in memory.prefetched.items()
-            if subgroup not in self.tier or not stays(resident)
+            for subgroup in given_up
+            if subgroup in memory.kept
         ]
         for resident in dropped:
             self.evict(resident)
         for memory in self.memories:
             memory.refused_bytes = None
+        return dropped
+
+    def keep(self, staying: frozenset[Subgroup]) -> Sequence[Resident]:
+        """Sets the subgroups that stay in memory; returns others, to be released."""
+        self.staying = staying
+        dropped = [
+            resident
+            for memory in self.memories
+            for subgroup, resident in memory.kept.items()
+            if subgroup not in staying and not resident.unwritten
+        ]
+        for resident in dropped:
+            self.evict(resident)
         return dropped
 
     def stop(self) -> None:
@@ -177,9 +203,10 @@ class Queues:
         return Load(items, wanted.is_prefetch) if items else None
 
     def evict(self, resident: Resident) -> None:
-        """Takes a prefetched subgroup out of memory."""
-        memory = self.memory_of(resident.task)
-        del memory.prefetched[resident.task.layout.subgroup]
+        """Takes a subgroup without a task out of memory."""
+        memory, subgroup = self.memory_of(resident.task), resident.task.layout.subgroup
+        if memory.kept.pop(subgroup, None) is None:
+            del memory.prefetched[subgroup]
         memory.refused_bytes = None
         self.residents.remove(resident)
 
@@ -258,9 +285,10 @@ class Queues:
         """Takes a subgroup out of use: it stays in memory, or has to be released."""
         memory, subgroup = self.memory_of(resident.task), resident.task.layout.subgroup
         memory.num_in_use -= 1
-        if subgroup in self.tier and not self.is_stopped:
-            resident.end_task()
-            memory.prefetched[subgroup] = resident
+        has_moved = resident.task.loads or resident.task.stores
+        if subgroup in self.staying and has_moved and not self.is_stopped:
+            resident.end_task(self.step)
+            memory.kept[subgroup] = resident
             return True
         memory.refused_bytes = None
         self.residents.remove(resident)
@@ -287,7 +315,7 @@ class Queues:
         return ()
 
     def _deferred(self, task: Task) -> tuple[int, ...]:
-        if not self.is_deferring or task.layout.subgroup not in self.tier:
+        if not self.is_deferring or task.layout.subgroup not in self.staying:
             return ()
         return tuple([state for state in task.stores if state not in self.at_once])
 
@@ -299,11 +327,11 @@ class Queues:
         waiting = [
             (memory, resident)
             for memory in self.memories
-            for resident in memory.prefetched.values()
+            for resident in memory.kept.values()
             if resident.unwritten
         ]
         for memory, resident in waiting:
-            del memory.prefetched[resident.task.layout.subgroup]
+            del memory.kept[resident.task.layout.subgroup]
             memory.num_in_use += 1
             self.num_unfinished += 1
             states, resident.unwritten = resident.unwritten, frozenset()

@@ -115,9 +115,7 @@ def _next_eviction(queues: Queues) -> Evict | None:
     """Returns an eviction if no memory will be freed otherwise."""
     for memory in queues.memories:
         if memory.waiting and memory.prefetched and not memory.num_in_use:
-            for subgroup, resident in reversed(memory.prefetched.items()):
-                if subgroup not in queues.tier:
-                    return Evict(resident)
+            return Evict(next(reversed(memory.prefetched.values())))
     return None
 
 

@@ -5,7 +5,7 @@ time; a unit describes work and does none of it.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -92,9 +92,10 @@ class Resident:
     Attributes:
       task: its task, submitted or only prefetched.
       is_loading: whether a load of it is under way.
+      held: states in it, as the last finished step left them.
       unchecked: loaded states without a known checksum.
-      stored: states of which it has a newer version than those loaded, as its last task
-        computed them.
+      stored: states in it, as its last task computed them.
+      stored_in: the step of that task, by the queues' count.
       deferred: states that its task stores, and that are written at a commit alone.
       unwritten: states whose newest version is not on the drive.
       is_flushed: whether it is being written for a commit, not for its task.
@@ -104,9 +105,10 @@ class Resident:
     task: Task
     buffer: CsdBuffer
     is_loading: bool = False
-    loaded: Loads = ()
+    held: frozenset[int] = frozenset()
     unchecked: Loads = ()
     stored: frozenset[int] = frozenset()
+    stored_in: int = 0
     deferred: tuple[int, ...] = ()
     unwritten: frozenset[int] = frozenset()
     is_flushed: bool = False
@@ -115,43 +117,33 @@ class Resident:
 
     @property
     def missing(self) -> Loads:
-        """The task's states that are not loaded."""
-        return tuple([load for load in self.task.loads if load not in self.loaded])
+        """The task's states that are not in it."""
+        return tuple([load for load in self.task.loads if load[0] not in self.held])
 
     def add_loaded(self, states: Loads, unchecked: Loads) -> None:
-        """Adds states that have been read, in place of those of the same number."""
-        again = {state for state, _ in states}
-        self.stored, self.unwritten = self.stored - again, self.unwritten - again
-        if self.loaded:
-            replaced = {state for state, _ in states}
-            self.loaded = _without(self.loaded, replaced)
-            self.unchecked = _without(self.unchecked, replaced)
-        self.loaded += states
+        """Adds states that have been read, in place of what its task computed."""
+        read = frozenset([state for state, _ in states])
+        self.stored, self.unwritten = self.stored - read, self.unwritten - read
+        self.held |= read
         self.unchecked += unchecked
 
-    def end_task(self) -> None:
+    def begin_task(self, task: Task, step: int) -> None:
+        """Takes a task; what one of an earlier step has computed counts from now on."""
+        self.task = task
+        if self.stored and self.stored_in < step:
+            self.held, self.stored = self.held | self.stored, frozenset()
+
+    def end_task(self, step: int) -> None:
         """Notes that its task is done; the states stay, of the step's new version."""
         if not self.is_flushed:
-            self.stored |= set(self.task.stores)
-            self.loaded = _without(self.loaded, self.stored)
+            self.stored = self.stored.union(self.task.stores)
+            self.stored_in = step
+            self.held -= self.stored
             self.unchecked = ()
         self.is_flushed = False
 
-    def name_slots(self, sources: Callable[[Sequence[int]], Loads]) -> None:
-        """Takes what it holds as loaded, when the step has ended.
-
-        Args:
-          sources: returns states with the slots of their newest versions.
-        """
-        states = sorted({state for state, _ in self.loaded} | self.stored)
-        self.loaded, self.stored = sources(states), frozenset()
-
     def num_bytes(self, states: Iterable[int]) -> int:
         return sum([self.task.layout.extents[n].num_bytes for n in states])
-
-
-def _without(loads: Loads, states: Collection[int]) -> Loads:
-    return tuple(load for load in loads if load[0] not in states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +252,7 @@ class Memory:
     Attributes:
       waiting: submitted tasks without memory, in order.
       prefetched: subgroups whose tasks have not been submitted yet, in order.
+      kept: subgroups that stay from step to step, between their tasks.
       num_in_use: number of subgroups that will free their memory without an eviction:
         those of submitted tasks, and those being prefetched.
       refused_bytes: the length of the last refused request; None if memory was freed
@@ -268,5 +261,6 @@ class Memory:
 
     waiting: deque[NumberedTask] = field(default_factory=deque)
     prefetched: dict[Subgroup, Resident] = field(default_factory=dict)
+    kept: dict[Subgroup, Resident] = field(default_factory=dict)
     num_in_use: int = 0
     refused_bytes: int | None = None

@@ -1,4 +1,4 @@
-"""State that stays on the host between the steps of a stream: bits and traffic."""
+"""State that stays in memory between the steps of a stream: bits and traffic."""
 
 import functools
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_stores
 from families import family
 from streaming import CHUNKS
 from zoo import Program, normal
@@ -16,7 +17,6 @@ import jaxinf
 pytestmark = pytest.mark.optimized("long")
 
 MEMORY_BYTES = 256 << 20
-TIER_BYTES = 64 << 10
 ADAM = optax.adam(1e-2)
 
 
@@ -37,7 +37,7 @@ def small():
 
 def test_what_checkpoints_alone_write_is_none_of_a_steps(open_store):
     program = small()
-    options = {**CHUNKS, "durability": "checkpoint", "tiers": {"host": TIER_BYTES}}
+    options = {**CHUNKS, "durability": "checkpoint"}
     store = open_store("store", **options)
     with jaxinf.stream(program.loss, ADAM, store, memory_bytes=MEMORY_BYTES) as step:
         step.load(program.params, batch=program.batch)
@@ -56,26 +56,29 @@ def test_what_checkpoints_alone_write_is_none_of_a_steps(open_store):
 
 
 @pytest.mark.parametrize("durability", family(["step", 2], short=["step"]))
-def test_state_that_stays_on_the_host_moves_fewer_bytes(open_store, durability):
+def test_state_that_stays_moves_fewer_bytes(open_store, durability, monkeypatch):
     program, found = small(), []
-    for tier in (0, TIER_BYTES):
-        options = {**CHUNKS, "durability": durability, "tiers": {"host": tier}}
-        store = open_store(f"tier{tier}", **options)
+    for name in ("kept", "none kept"):
+        if name == "none kept":
+            small_stores.keep_nothing(monkeypatch)
+        store = open_store(name, **CHUNKS, durability=durability)
         with jaxinf.stream(
             program.loss, ADAM, store, memory_bytes=MEMORY_BYTES
         ) as step:
             step.load(program.params, batch=program.batch)
-            losses = [float(step(program.batch)[0]) for _ in range(2)]
-            losses += [float(step(program.batch)[0]) for _ in range(2)]
+            losses = [float(step(program.batch)[0]) for _ in range(4)]
             store.wait()
-            moved = [store.metrics_of(n).traffic.drive_write_bytes for n in (3, 4)]
-            assert sum(moved) == 2 * step.traffic.drive_write_bytes
+            moved = [store.metrics_of(n).traffic for n in (3, 4)]
             planned = step.traffic
+            assert {one.drive_read_bytes for one in moved} == {planned.drive_read_bytes}
+            written = [one.drive_write_bytes for one in moved]
+            assert sum(written) == 2 * planned.drive_write_bytes
             params = store.params(like=program.params)
+            assert store.metrics_of(4).hit_share == (name == "kept")
         found.append((losses, planned, jax.tree.leaves(params)))
-    (losses, plain, params), (same_losses, tiered, same_params) = found
+    (losses, kept, params), (same_losses, plain, same_params) = found
     assert losses == same_losses
     for one, other in zip(params, same_params, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert tiered.drive_read_bytes < plain.drive_read_bytes
-    assert (tiered.drive_write_bytes < plain.drive_write_bytes) == (durability == 2)
+    assert kept.drive_read_bytes < plain.drive_read_bytes
+    assert (kept.drive_write_bytes < plain.drive_write_bytes) == (durability == 2)

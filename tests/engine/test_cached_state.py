@@ -1,0 +1,205 @@
+"""State that stays in memory: fewer bytes move, and nothing else changes."""
+
+import shutil
+from itertools import product
+
+import pytest
+from families import family
+
+from jaxinf.errors import StoreCorruptError, StoreError
+from jaxinf.io.pages import page_ceil
+
+LEAVES = {
+    "bias": ((129,), "float32"),
+    "embed": ((40, 1024), "float32"),
+    "half": ((64, 1024), "bfloat16"),
+    "kernel": ((512, 128), "float32"),
+}
+LEAST = 1 << 18
+PART = 1 << 20
+ALL = 2 << 20
+
+
+@pytest.fixture
+def cached(drive):
+    """Makes drivers of stores with an amount of memory; leaves have several chunks."""
+
+    def make(name="store", *, memory, **options):
+        options = {"chunk_elements": 16384, "num_workers": 4} | options
+        return drive(name, memory_bytes=memory, leaves=LEAVES, **options)
+
+    return make
+
+
+def state_bytes(driver, *, staying):
+    """Bytes, in whole pages, of subgroups that stay, or of those that do not."""
+    opened, directory = driver.opened, driver.opened.directory
+    kept = opened.staying(opened.memory_bytes)
+    total = 0
+    for leaf, record in enumerate(directory.manifest.leaves):
+        whole = (0,) * len(record.shape), record.shape
+        for layout in opened.layouts(leaf, *whole):
+            if (layout.subgroup in kept) == staying:
+                total += sum(page_ceil(one.num_bytes) for one in layout.extents)
+    return total
+
+
+def moved(driver, num_steps):
+    """Bytes that the next steps read and write."""
+    before = driver.opened.meters.snapshot()
+    driver.steps(num_steps)
+    driver.engine.join()
+    traffic = driver.opened.meters.snapshot() - before
+    return traffic.drive_read_bytes, traffic.drive_write_bytes
+
+
+@pytest.mark.parametrize(
+    ("memory", "num_csds"),
+    family(product([LEAST, PART, ALL], [0, 3]), short=[(PART, 3)]),
+)
+def test_what_stays_is_not_read_again(cached, memory, num_csds):
+    options = {"num_csds": num_csds, "num_workers": 4}
+    driver = cached(memory=memory, **options).init().steps(2)
+    driver.engine.join()
+    stays = state_bytes(driver, staying=True)
+    rest = state_bytes(driver, staying=False)
+    assert (stays > 0) == (memory > LEAST)
+    assert (rest == 0) == (memory == ALL)
+    read, written = moved(driver, 6)
+    assert 5 * rest <= read <= 7 * rest  # a part of a step's bytes is read ahead
+    assert written >= 6 * (stays + rest)
+    share = driver.store.metrics_of(8).hit_share
+    assert share == pytest.approx(stays / (stays + rest))
+    driver.check(8)
+    driver.close()
+    driver = cached(memory=memory).init().steps(1)  # its first step reads all
+    assert driver.store.metrics_of(9).hit_share == 0
+    driver.check(9)
+
+
+def test_more_memory_reads_and_writes_less(drive):
+    """Of state of 12 MB, what does not fit beside what passes is read, and no more."""
+    leaves = {"a": ((375, 1000), "float32"), "b": ((1125, 1000), "float32")}
+    state, reads, writes = 12_000_000, [], []
+    for number, share in enumerate([0.022, 0.25, 0.5, 1.05]):
+        options = {"memory_bytes": int(share * state), "durability": 8}
+        driver = drive(f"store{number}", leaves=leaves, csd="host", **options).init()
+        driver.steps(8)
+        driver.engine.join()
+        read, written = moved(driver, 8)
+        reads.append(read / 8 / state)
+        writes.append(written / 8 / state)
+        driver.close()
+    for share, read, written in zip([0, 0.21, 0.43, 1], reads, writes, strict=True):
+        assert read <= 1.01 - share
+        assert written <= 1.01 - share * 7 / 8
+
+
+@pytest.mark.parametrize("memory", family([PART, ALL], short=[PART]))
+def test_with_rare_commits_it_is_written_at_a_commit_alone(cached, memory):
+    driver = cached(memory=memory, durability=3).init().steps(3)
+    driver.engine.join()
+    stays = state_bytes(driver, staying=True)
+    rest = state_bytes(driver, staying=False)
+    assert stays
+    for _ in range(2):
+        written = [moved(driver, 1)[1] for _ in range(3)]
+        assert written[0] == written[1] <= rest
+        assert written[2] >= stays + rest
+    driver.check(9)
+
+
+@pytest.mark.parametrize("memory", family([PART >> 1, PART, ALL], short=[PART]))
+@pytest.mark.parametrize("durability", family([3, "checkpoint"], short=[3]))
+def test_a_crash_costs_the_steps_since_the_last_commit(
+    cached, place, memory, durability
+):
+    driver = cached(memory=memory, durability=durability).init().steps(5)
+    driver.engine.join()
+    shutil.copytree(driver.store.path, place / "crashed", symlinks=True)
+    crashed = cached(place / "crashed", memory=memory)
+    committed = 3 if durability == 3 else 0
+    assert crashed.store.step == committed
+    crashed.init().check(committed)
+    crashed.steps(2).check(committed + 2)
+    driver.check(5)
+    driver.steps(2).check(7)
+
+
+def test_what_shows_the_store_writes_first(cached, place):
+    driver = cached(memory=ALL, durability="checkpoint").init().steps(3)
+    with driver.store.snapshot() as path:
+        driver.check(3, path)
+    driver.steps(2)
+    driver.store.checkpoint("five")
+    driver.steps(2).check(7)
+    driver.check(5, driver.store.path / "checkpoints" / "five")
+    before = moved(driver, 1)
+    assert before[1] == 0
+    driver.close()
+    assert cached(memory=LEAST).init().at == 8
+
+
+@pytest.mark.parametrize(
+    ("memory", "durability", "order"),
+    family(
+        product([PART, ALL], ["step", 3], [[0], [3, 1], [0, 1, 2, 3]]),
+        short=[(PART, "step", [3, 1]), (ALL, 3, [0, 1, 2, 3])],
+    ),
+)
+def test_a_step_that_is_given_up_leaves_memory_as_before(
+    cached, memory, durability, order
+):
+    driver = cached(memory=memory, durability=durability).init().steps(3)
+    driver.update(order, gradient=7.0)
+    driver.engine.steps.abandon()
+    driver.steps(4).check(7)
+
+
+def test_a_leaf_that_is_updated_again_in_a_step_starts_over(cached):
+    driver = cached(memory=ALL).init().steps(2)
+    driver.update([1, 2], gradient=7.0)
+    driver.steps(2).check(4)
+
+
+def test_uncommitted_steps_that_were_overwritten_in_memory_are_lost(cached):
+    driver = cached(memory=ALL, durability=10).init().steps(3)
+    driver.update([0])
+    with pytest.raises(StoreError, match="step 4 was given up"):
+        driver.engine.steps.abandon()
+    with pytest.raises(StoreError, match="step 4 was given up"):
+        driver.close()
+    cached(memory=ALL).init().check(0)
+
+
+def test_a_drive_that_fails_at_the_commit_costs_the_steps_since_the_last(
+    cached, monkeypatch
+):
+    driver = cached(memory=ALL, durability=10).init().steps(3)
+    driver.engine.join()
+    full = OSError(28, "No space left on device")
+    with monkeypatch.context() as context:
+
+        def refuse(transfers):
+            raise full
+
+        for csd in driver.opened.csds:
+            context.setattr(csd, "write", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            driver.store.wait()
+    with pytest.raises(OSError, match="No space left"):
+        driver.close()
+    cached(memory=ALL).init().check(0)
+
+
+def test_damage_is_found_when_the_state_is_read(cached):
+    driver = cached(memory=ALL).init().steps(2)
+    driver.close()
+    chunks = sorted((driver.store.path / "current" / "params.embed" / "c").rglob("*"))
+    chunk = next(path for path in chunks if path.is_file())
+    content = bytearray(chunk.read_bytes())
+    content[100] ^= 1
+    chunk.write_bytes(content)
+    driver = cached(memory=ALL)
+    with pytest.raises(StoreCorruptError, match=r"params.embed"):
+        driver.init().step()
