@@ -106,7 +106,6 @@ from jaxinf.store.names import (
     leaf_name,
 )
 from jaxinf.store.owned import (
-    hold_store,
     look_at_store,
     read_owned,
     trim_store,
@@ -232,7 +231,6 @@ __all__ = [
     "find_members",
     "held_steps",
     "hold_members",
-    "hold_store",
     "is_dealt_by",
     "is_divided_for",
     "is_run",

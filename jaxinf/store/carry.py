@@ -53,7 +53,7 @@ def make_carry(
                 os.unlink(entry.path)
         for one in carry:
             (step / one.chunk).parent.mkdir(parents=True)
-            (step / one.name / "zarr.json").write_bytes(_array_document(one))
+            (step / one.document).write_bytes(_array_document(one))
         if carry:
             document = tree_document(manifest, carry)
             write_bytes_atomically(step / "_METADATA", document)
@@ -79,7 +79,7 @@ def link_carry(source: Path, target: Path, carry: Sequence[CarriedArray]) -> Non
     """Links the arrays of a step into another one, without a record."""
     for one in carry:
         (target / one.chunk).parent.mkdir(parents=True, exist_ok=True)
-        for name in (f"{one.name}/zarr.json", one.chunk):
+        for name in (one.document, one.chunk):
             check_holds(source, name, 0)  # no link leads there
             (target / name).unlink(missing_ok=True)
             link_or_copy(source / name, target / name)
@@ -99,11 +99,7 @@ def read_carry(step: Path, carry: Sequence[CarriedArray]) -> list[bytes]:
 
 
 def checked_carry(one: CarriedArray, raw: bytes, where: object) -> bytes:
-    """Returns an array that was read.
-
-    Raises:
-      StoreCorruptError: it differs from its checksum.
-    """
+    """Returns an array that was read; refuses one that differs from its checksum."""
     found = crc32c(np.frombuffer(raw, np.uint8))
     if len(raw) != one.num_bytes or f"{found:08x}" != one.crc32c:
         raise StoreCorruptError(
@@ -119,7 +115,7 @@ def carry_files(
 ) -> Mapping[str, bytes]:
     """Returns all files of the arrays, by name in a step."""
     found = {one.chunk: value for one, value in zip(carry, values, strict=True)}
-    return found | {f"{one.name}/zarr.json": _array_document(one) for one in carry}
+    return found | {one.document: _array_document(one) for one in carry}
 
 
 def carry_problems(
@@ -127,17 +123,19 @@ def carry_problems(
 ) -> Iterator[tuple[str, str]]:
     """Yields the name and the problem of each file that is not as the record has it."""
     for one in carry:
-        document = f"{one.name}/zarr.json"
         try:
             read_carry(step, [one])
         except StoreError as error:
             yield one.chunk, str(error)
         try:
             expected = _array_document(one)
-            if read_beneath(step, document, 2 * len(expected)) != expected:
-                yield document, "expected the record's shape and dtype, found others"
+            if read_beneath(step, one.document, 2 * len(expected)) != expected:
+                yield (
+                    one.document,
+                    "expected the record's shape and dtype, found others",
+                )
         except StoreError as error:
-            yield document, str(error)
+            yield one.document, str(error)
 
 
 def _array_document(one: CarriedArray) -> bytes:

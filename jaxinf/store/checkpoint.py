@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxinf.documents import encode
 from jaxinf.errors import StoreError, StoreFormatError, StoreMismatchError
 from jaxinf.io import fsync_directory, write_bytes_atomically
 from jaxinf.io.failures import translated
@@ -33,9 +32,9 @@ from jaxinf.store.owned import current_store
 from jaxinf.store.reader import Damage
 from jaxinf.store.snapshot import link_step, remove_step
 from jaxinf.store.stock_documents import (
+    checkpoint_document,
     document_checksum,
     make_orbax_item,
-    orbax_checkpoint_metadata,
     stock_documents,
 )
 
@@ -257,8 +256,8 @@ def prune_leftovers(directory: StoreDirectory) -> None:
 def add_documents(directory: StoreDirectory, root: Path, record: CommitRecord) -> None:
     """Adds documents that a slot lacks: the manifest, and Orbax's."""
     directory.manifest.write(root / "jaxinf.json")
-    item = orbax_checkpoint_metadata(time.time_ns(), is_item=True)
-    write_bytes_atomically(root / "_CHECKPOINT_METADATA", encode(item))
+    item = checkpoint_document(time.time_ns(), is_item=True)
+    write_bytes_atomically(root / "_CHECKPOINT_METADATA", item)
     documents = stock_documents(root, directory.manifest)
     replace(record, documents=documents).write(root / "commit.json")
     make_orbax_item(root, directory.manifest, record.carry)

@@ -140,6 +140,11 @@ class CarriedArray(Document, frozen=True):
         return array_name(CARRY, self.path)
 
     @property
+    def document(self) -> str:
+        """Its ``zarr.json``, relative to a step."""
+        return f"{self.name}/zarr.json"
+
+    @property
     def chunk(self) -> str:
         """Its only chunk's file, relative to a step."""
         return "/".join((self.name, "c", *("0" for _ in self.shape)))

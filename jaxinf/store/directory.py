@@ -62,11 +62,7 @@ def next_slot(committed: Slot | None) -> Slot:
 
 
 def check_there(path: Path) -> None:
-    """Refuses a path without a manifest; opens nothing.
-
-    Raises:
-      StoreFormatError: says which path to give.
-    """
+    """Refuses a path without a manifest, and says which to give; opens nothing."""
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
         raise StoreFormatError(
@@ -105,11 +101,7 @@ class StoreDirectory:
 
     @classmethod
     def open(cls, path: Path) -> "StoreDirectory":
-        """Opens an existing store.
-
-        Raises:
-          StoreFormatError: `path` is not a store, or its manifest cannot be read.
-        """
+        """Opens an existing store; raises a StoreFormatError if it is none."""
         check_there(path)
         return cls(path, Manifest.read(path / "jaxinf.json"))
 
@@ -160,28 +152,20 @@ class StoreDirectory:
 
     def state_chunk(self, leaf: int, chunk: int, state: StateRecord) -> Chunk:
         """Returns the chunk of a state's array for a chunk of the leaf."""
-        if state.codec != "scale":
-            return self.chunks[leaf][chunk]
-        return self._scale_chunks[leaf][chunk]
+        is_scale = state.codec == "scale"
+        return (self._scale_chunks if is_scale else self.chunks)[leaf][chunk]
 
     @cached_property
     def _scale_chunks(self) -> tuple[tuple[Chunk, ...], ...]:
-        return tuple(
-            scale_chunks(leaf.grid, chunks)
-            for leaf, chunks in zip(self.manifest.leaves, self.chunks, strict=True)
-        )
+        pairs = zip(self.manifest.leaves, self.chunks, strict=True)
+        return tuple(scale_chunks(leaf.grid, chunks) for leaf, chunks in pairs)
 
     def state_bytes(self, leaf: int, chunk: int, state: StateRecord) -> int:
         """Returns the bytes of a state's elements in a chunk, without padding."""
         return self.state_chunk(leaf, chunk, state).num_elements * state.itemsize
 
     def check_layout(self) -> None:
-        """Refuses links, pipes and devices in the places of the store's own names.
-
-        Raises:
-          StoreFormatError: names the place.
-          StoreIOError: one of its documents or locks is not a file.
-        """
+        """Refuses links, pipes and devices in the places of the store's own names."""
         for name in _FOLDERS:
             self._check_folder(self.path, self.path / name)
         for name in _FILES:
@@ -220,24 +204,22 @@ class StoreDirectory:
         """Refuses an array that a reader who follows links must not open.
 
         Raises:
-          StoreFormatError: a chunk's link is not as the manifest has it.
+          StoreFormatError: a document or a chunk's link is not as the manifest has it.
           StoreIOError: something is missing, or not a file.
         """
-        leaf, held = self.manifest.leaves.index(record), record.state(state)
-        step, document = self.step_path(place), f"{record.array_name(state)}/zarr.json"
-        if problem := document_problem(step, document, record, held):
+        leaf, step = self.manifest.leaves.index(record), self.step_path(place)
+        document = f"{record.array_name(state)}/zarr.json"
+        if problem := document_problem(step, document, record, record.state(state)):
             raise StoreFormatError(
                 f"{step / document}: {problem}; restore it from a checkpoint"
             )
-        files = []
         for chunk in record.held:
-            files.append(self.chunk_file(place, leaf, chunk, state))
+            file = self.chunk_file(place, leaf, chunk, state)
             name = self.chunk_name(place, leaf, chunk, state)
-            if name != files[-1] and (problem := link_problem(name, files[-1])):
+            if name != file and (problem := link_problem(name, file)):
                 raise StoreFormatError(
                     f"{name}: {problem}; copy the store anew, with cp -a"
                 )
-        for file in files:
             with translated("look", file):
                 check_regular(file, os.lstat(file))
 
@@ -248,26 +230,22 @@ class StoreDirectory:
     def _known_chunk(
         self, place: str, leaf: int, chunk: int, state: str
     ) -> tuple[Path, int]:
-        """Returns a chunk's file and its length; those of slots are kept.
-
-        Every step asks for them.
-        """
+        """Returns a chunk's file and its length; every step asks for those of slots."""
         known = self._chunk_files.get((place, leaf, chunk, state))
         if known is not None:
             return known
         record = self.manifest.leaves[leaf]
-        root = self.data_path(place, record.csds[chunk])
-        stored = record.state(state)
+        csd, stored = record.csds[chunk], record.state(state)
         layout = self.state_chunk(leaf, chunk, stored)
-        file = root / record.array_name(state) / layout.key
-        csd_root = self.csd_directory(record.csds[chunk])
-        self._check_folder(csd_root, file.parent, is_slot=place in SLOTS)
+        file = self.data_path(place, csd) / record.array_name(state) / layout.key
+        is_slot = place in SLOTS
+        self._check_folder(self.csd_directory(csd), file.parent, is_slot=is_slot)
         with translated("look", file), contextlib.suppress(FileNotFoundError):
             # The opener refuses links.
             if not stat.S_ISLNK((status := os.lstat(file)).st_mode):
                 check_regular(file, status)
         found = file, layout.stored_elements * stored.itemsize
-        if place in SLOTS:
+        if is_slot:
             self._chunk_files[place, leaf, chunk, state] = found
         return found
 
@@ -279,11 +257,7 @@ class StoreDirectory:
     # --- slots -------------------------------------------------------------------
 
     def committed_slot(self) -> Slot | None:
-        """Returns the slot that `current` names; None before the first commit.
-
-        Raises:
-          StoreFormatError: `current` is not the symlink of a slot.
-        """
+        """Returns the slot that `current` names; None before the first commit."""
         current = self.path / "current"
         try:
             target = os.readlink(current)
@@ -303,11 +277,7 @@ class StoreDirectory:
         )
 
     def need_slot(self) -> Slot:
-        """Returns the slot of the committed step.
-
-        Raises:
-          StoreFormatError: no step is committed yet.
-        """
+        """Returns the slot of the committed step; refuses a store without one."""
         if slot := self.committed_slot():
             return slot
         raise StoreFormatError(
@@ -335,9 +305,6 @@ class StoreDirectory:
     def read_record(self, place: str) -> CommitRecord:
         """Returns the record of a step; it has a checksum for every chunk.
 
-        Args:
-          place: as for `step_path`.
-
         Raises:
           StoreFormatError: the record is missing, damaged, or has other arrays than the
             store.
@@ -352,25 +319,18 @@ class StoreDirectory:
 
         It reads no data, and looks at no chunk of ordinary size: its reader reports
         whether it is missing, too short, or not a file.
-
-        Raises:
-          StoreIOError: names the file.
         """
-        for number, leaf in enumerate(self.manifest.leaves):
-            for state in leaf.states:
-                if math.prod(leaf.chunk_shape) * state.itemsize <= _ORDINARY_BYTES:
-                    continue
-                for chunk in leaf.held:
-                    file = self.chunk_file(place, number, chunk, state.name)
-                    num_bytes = self.state_bytes(number, chunk, state)
-                    check_holds(file.parent, file.name, num_bytes)
+        for number, leaf, state, chunk in self.held():
+            if math.prod(leaf.chunk_shape) * state.itemsize > _ORDINARY_BYTES:
+                file = self.chunk_file(place, number, chunk, state.name)
+                num_bytes = self.state_bytes(number, chunk, state)
+                check_holds(file.parent, file.name, num_bytes)
+
+    # Each of the following refuses to go on if another process may hold the store's
+    # lock, too.
 
     def unpublish(self, slot: Slot) -> None:
-        """Removes the record of a slot that is about to be rewritten.
-
-        Raises:
-          StoreLockedError: another process may hold the store's lock, too.
-        """
+        """Removes the record of a slot that is about to be rewritten."""
         self._check_lock()
         assert slot != self.committed_slot()
         self.published.discard(slot)
@@ -385,38 +345,23 @@ class StoreDirectory:
             sync_filesystem(place)
 
     def publish(self, slot: Slot, record: CommitRecord) -> None:
-        """Commits a slot whose chunks are durable; see docs/format.md.
-
-        Raises:
-          StoreLockedError: another process may hold the store's lock, too.
-        """
+        """Commits a slot whose chunks are durable; see docs/format.md."""
         self.write_record(slot, record)
         self.flip(slot)
 
     def write_record(self, slot: Slot, record: CommitRecord) -> None:
-        """Writes the record of a slot whose chunks are durable.
-
-        Raises:
-          StoreLockedError: another process may hold the store's lock, too.
-        """
+        """Writes the record of a slot whose chunks are durable."""
         self._check_lock()
         record.write(self.step_path(slot) / "commit.json")
 
     def flip(self, slot: Slot) -> None:
-        """Makes a slot with a record the committed one.
-
-        Raises:
-          StoreLockedError: another process may hold the store's lock, too.
-        """
-        temporary = self.path / "current.tmp"
-        with (
-            translated("commit", self.path / "current"),
-            lock_exclusively(self.publish_lock),
-        ):
+        """Makes a slot with a record the committed one."""
+        temporary, current = self.path / "current.tmp", self.path / "current"
+        with translated("commit", current), lock_exclusively(self.publish_lock):
             self._check_lock()
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(f"slots/{slot}")
-            temporary.rename(self.path / "current")
+            temporary.rename(current)
             fsync_directory(self.path)
         self.published.add(slot)
 

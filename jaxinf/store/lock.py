@@ -22,7 +22,13 @@ import msgspec
 from msgspec import Meta
 
 from jaxinf.documents import DocumentError, decode
-from jaxinf.errors import StoreFormatError, StoreIOError, StoreLockedError
+from jaxinf.errors import (
+    StoreError,
+    StoreFormatError,
+    StoreIOError,
+    StoreLockedError,
+)
+from jaxinf.io import read_beneath
 from jaxinf.io.failures import store_error, translated
 
 
@@ -108,6 +114,49 @@ class LockFile:
                 self.fd = -1
 
 
+def _check_regular(path: Path) -> None:
+    """Refuses other files before they are opened: opening a device may have effects."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a directory fails to open
+        raise StoreFormatError(
+            f"{path}: expected a store's lock, a file, found "
+            f"{'a symlink' if stat.S_ISLNK(mode) else 'something else'}; jaxinf made "
+            "no such thing: find out who did, and remove it"
+        )
+
+
+def _held(path: Path, *, waits: bool) -> LockFile:
+    """Returns a locked file that has its name; raises as `LockFile.hold`."""
+    for _ in range(_NUM_ATTEMPTS):
+        file = LockFile(path)
+        try:
+            if file.hold(waits=waits):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+    raise StoreFormatError(
+        f"{path}: expected to open the file of that name, found another one in each of "
+        f"{_NUM_ATTEMPTS} attempts; another process replaces it all the time, or the "
+        "file system does not tell files apart: use a store on a local file system"
+    )
+
+
+@contextlib.contextmanager
+def lock_exclusively(path: Path) -> Iterator[None]:
+    """Waits for and holds an flock on a file, which is made if missing.
+
+    Raises:
+      StoreFormatError: the path is not a regular file.
+    """
+    with contextlib.closing(_held(path, waits=True)):
+        yield
+
+
 class StoreLock:
     """Holds ``STORE/lock`` from construction until `release`.
 
@@ -119,26 +168,14 @@ class StoreLock:
     """
 
     def __init__(self, store_path: Path) -> None:
-        self._store_path = store_path
-        for _ in range(_NUM_ATTEMPTS):
-            self._file = LockFile(store_path / "lock")
-            try:
-                is_held = self._file.hold(waits=False)
-            except StoreIOError:
-                self._file.close()
-                raise
-            except BlockingIOError as error:
-                holder = os.pread(self._file.fd, 4096, 0)
-                self._file.close()
-                raise StoreLockedError(
-                    f"{store_path}: expected to be the store's only writer, found it "
-                    f"locked by {_describe(holder)}"
-                ) from error
-            if is_held:
-                break
-            self._file.close()
-        else:
-            raise _never_in_place(store_path / "lock")
+        self._path = store_path
+        try:
+            self._file = _held(store_path / "lock", waits=False)
+        except BlockingIOError as error:
+            raise StoreLockedError(
+                f"{store_path}: expected to be the store's only writer, found it "
+                f"locked by {_holder(store_path / 'lock')}"
+            ) from error
         own = {"pid": os.getpid(), "host": socket.gethostname(), "command": sys.argv}
         try:
             with translated("locking", self._file.path):
@@ -155,7 +192,7 @@ class StoreLock:
         """
         if not self._file.is_in_place():
             raise StoreLockedError(
-                f"{self._store_path}: expected the file `lock` that this process "
+                f"{self._path}: expected the file `lock` that this process "
                 "holds, found it removed or replaced; another run may write to the "
                 "store now, so this one commits nothing more. Make sure that one run "
                 "is left, and open the store again; nothing needs that file removed"
@@ -178,56 +215,17 @@ class StoreLock:
             os.pwrite(self._file.fd, text.encode(), 0)
 
 
-def _check_regular(path: Path) -> None:
-    """Refuses other files before they are opened: opening a device may have effects."""
+def _holder(path: Path) -> str:
+    """Describes the process that holds a lock, as the file says."""
     try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a directory fails to open
-        raise StoreFormatError(
-            f"{path}: expected a store's lock, a file, found "
-            f"{'a symlink' if stat.S_ISLNK(mode) else 'something else'}; jaxinf made "
-            "no such thing: find out who did, and remove it"
-        )
-
-
-def _describe(holder: bytes) -> str:
-    try:
-        who = decode(holder, Holder)
-    except DocumentError:
+        who = decode(read_beneath(path.parent, path.name, 4096), Holder)
+    except (DocumentError, StoreError):
         return "a process that is just starting; try again"
     if who.pid == os.getpid() and who.host == socket.gethostname():
         return "this very process; close the store that is already open first"
     return (
         f"process {who.pid} on {who.host} ({' '.join(who.command)[:200]}); wait for it "
         f"or stop it (kill {who.pid}), or use another store"
-    )
-
-
-@contextlib.contextmanager
-def lock_exclusively(path: Path) -> Iterator[None]:
-    """Waits for and holds an flock on a file, which is made if missing.
-
-    Raises:
-      StoreFormatError: the path is not a regular file.
-    """
-    for _ in range(_NUM_ATTEMPTS):
-        file = LockFile(path)
-        try:
-            if file.hold():
-                yield
-                return
-        finally:
-            file.close()
-    raise _never_in_place(path)
-
-
-def _never_in_place(path: Path) -> StoreFormatError:
-    return StoreFormatError(
-        f"{path}: expected to open the file of that name, found another one in each of "
-        f"{_NUM_ATTEMPTS} attempts; another process replaces it all the time, or the "
-        "file system does not tell files apart: use a store on a local file system"
     )
 
 

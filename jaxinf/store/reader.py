@@ -7,6 +7,7 @@ Invariant: files are only read, through a few buffers of one piece each, or into
 caller's array. No caller gets all of a damaged chunk: it gets an error instead.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -100,7 +101,6 @@ def corrupt_chunk(
 
     Args:
       file: the chunk's name in the step.
-      leaf, state, chunk: the chunk.
       expected, found: CRC-32C; None if the record has none.
       when: the origin of the expected checksum.
       store: the store's path.
@@ -166,11 +166,9 @@ def stored_pieces(
 
 
 def file_checksum(file: Path, num_bytes: int, pool: BufferPool | None = None) -> int:
-    """Returns the CRC-32C of a file's beginning; blocks until it is read.
+    """Returns the CRC-32C of a chunk file's first bytes; blocks until they are read.
 
     Args:
-      file: a chunk's file.
-      num_bytes: number of bytes to read.
       pool: pool with room for one buffer of at most 4 MiB; made by default.
 
     Raises:
@@ -271,35 +269,30 @@ class StepReader:
         """Yields a state's elements, decoded; blocks.
 
         Args:
-          leaf: the leaf's record.
-          state: one of its states. Scales and remainders are yielded as stored, in
-            chunks of their own array.
+          state: one of the leaf's states. Scales and remainders are yielded as stored,
+            in chunks of their own array.
           chunks: numbers of the chunks to read, in this order; by default all.
 
         Raises:
           StoreCorruptError: a chunk is damaged; raised before its last piece.
           StoreIOError: a chunk is missing, too short, or the drive failed.
         """
-        beside = None if state.is_beside else leaf.beside(state)
+        is_coded = state.codec and not state.is_beside
+        beside = leaf.beside(state) if is_coded else None
         for number in leaf.held if chunks is None else chunks:
-            if beside is not None:
-                yield from self._decoded(leaf, state, beside, number)
-            elif state.codec and not state.is_beside:
-                for piece in self.stored(leaf, state, number):
-                    yield replace(piece, values=CodedSlot.of(piece.values).decode())
-            else:
-                yield from self.stored(leaf, state, number)
-
-    def _decoded(
-        self, leaf: LeafRecord, state: StateRecord, beside: StateRecord, number: int
-    ) -> Iterator[Piece]:
-        """Decodes codes with their scales or remainders, both to the last piece."""
-        per_piece = beside.num_elements(self._piece_elements)
-        codes = self.stored(leaf, state, number)
-        others = self.stored(leaf, beside, number, per_piece)
-        for piece, rest in zip(codes, others, strict=True):
-            values = CodedSlot.of(piece.values, rest.values).decode()
-            yield replace(piece, values=values)
+            found = self.stored(leaf, state, number)
+            if not is_coded:
+                yield from found
+                continue
+            others = itertools.repeat(None)
+            if beside is not None:  # its scales or remainders, both to the last piece
+                per_piece = beside.num_elements(self._piece_elements)
+                others = self.stored(leaf, beside, number, per_piece)
+            for piece, rest in zip(found, others, strict=beside is not None):
+                coded = CodedSlot.of(
+                    piece.values, None if rest is None else rest.values
+                )
+                yield replace(piece, values=coded.decode())
 
     def stored(
         self,
@@ -369,8 +362,7 @@ class StepReader:
         """Reads a whole array in the leaf's shape, coded states as float32; blocks.
 
         Raises:
-          StoreError: other members of the run hold some of its chunks.
-          StoreCorruptError, StoreIOError: as for `pieces`.
+          StoreError: other members of the run hold some of its chunks; or as `pieces`.
         """
         if not leaf.is_whole:
             raise StoreError(

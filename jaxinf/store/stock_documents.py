@@ -21,29 +21,22 @@ from jaxinf.store.leaves import dtype_of
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.names import encode_key
 
-COMMIT_SUCCESS_TEXT = "Checkpoint commit was successful.\n"
+ARRAYS = "*/zarr.json"
+"""The common name of all arrays' metadata."""
 
-ORBAX_ITEM = "default"
-"""The name of a checkpoint's only tree for Orbax's CheckpointManager."""
+_NAMES = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
 
-ORBAX_STATE = "state"
-"""The name of that tree for Orbax's newer Checkpointer."""
+STOCK_DOCUMENTS = (*_NAMES, ARRAYS)
+"""All names of `stock_documents`."""
 
-
-def group_metadata() -> dict[str, Any]:
-    """Returns ``zarr.json`` of a slot."""
-    return {"zarr_format": 3, "node_type": "group", "attributes": {}}
+_ITEM = "default"  # a checkpoint's only tree for Orbax's CheckpointManager
+_STATE = "state"  # the name of that tree for Orbax's newer Checkpointer
 
 
 def array_metadata(
     shape: Sequence[int], chunk_shape: Sequence[int], dtype: str
 ) -> dict[str, Any]:
-    """Returns ``zarr.json`` of one array.
-
-    Args:
-      chunk_shape: the chunk shape; every entry is at least 1.
-      dtype: NumPy's name of the dtype; zarr has the same name for all stored dtypes.
-    """
+    """Returns ``zarr.json`` of one array; zarr has NumPy's names of all dtypes."""
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -60,38 +53,39 @@ def array_metadata(
     }
 
 
-def orbax_tree_metadata(keys: Sequence[tuple[str, ...]]) -> dict[str, Any]:
-    """Returns ``_METADATA``: the pytree that Orbax restores, as nested dicts.
-
-    Args:
-      keys: for each array its state name followed by the leaf's path.
-    """
+def tree_document(manifest: Manifest, carry: Sequence[CarriedArray] = ()) -> bytes:
+    """Returns ``_METADATA``: the pytree that Orbax restores, as nested dicts."""
+    keys = [(s.name, *leaf.path) for leaf in manifest.leaves for s in leaf.states]
     tree: dict[str, Any] = {}
-    for raw in keys:
+    for raw in [*keys, *((CARRY, *one.path) for one in carry)]:
         path = tuple(encode_key(key) for key in raw)
         tree[str(path)] = {
             "key_metadata": [{"key": key, "key_type": ORBAX_DICT_KEY} for key in path],
             "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
         }
-    return {
-        "tree_metadata": tree,
-        "use_ocdbt": False,
-        "use_zarr3": True,
-        "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": None,
-    }
+    return encode(
+        {
+            "tree_metadata": tree,
+            "use_ocdbt": False,
+            "use_zarr3": True,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": None,
+        }
+    )
 
 
-def orbax_checkpoint_metadata(timestamp_ns: int, *, is_item: bool) -> dict[str, Any]:
+def checkpoint_document(timestamp_ns: int, *, is_item: bool) -> bytes:
     """Returns ``_CHECKPOINT_METADATA``, which marks a directory as a checkpoint."""
-    return {
-        "item_handlers": {ORBAX_ITEM: ORBAX_HANDLER} if is_item else ORBAX_HANDLER,
-        "metrics": {},
-        "performance_metrics": {},
-        "init_timestamp_nsecs": timestamp_ns,
-        "commit_timestamp_nsecs": timestamp_ns,
-        "custom_metadata": {},
-    }
+    return encode(
+        {
+            "item_handlers": {_ITEM: ORBAX_HANDLER} if is_item else ORBAX_HANDLER,
+            "metrics": {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": timestamp_ns,
+            "commit_timestamp_nsecs": timestamp_ns,
+            "custom_metadata": {},
+        }
+    )
 
 
 def step_documents(
@@ -107,26 +101,26 @@ def step_documents(
       manifest: manifest of the store.
       timestamp_ns: the time that they say.
       carry: arrays that the step carries, which have documents of their own.
-      is_item: whether the tree is the item `ORBAX_ITEM` of a checkpoint, as Orbax's
-        managers expect, rather than the checkpoint itself.
+      is_item: whether the tree is the item of a checkpoint, as Orbax's managers expect,
+        rather than the checkpoint itself.
     """
     for leaf in manifest.leaves:
         for state in leaf.states:
             shape, chunk_shape = map(tuple, leaf.array_grid(state))
             content = _array_document(shape, chunk_shape, state.dtype)
             yield f"{leaf.array_name(state.name)}/zarr.json", content
-    yield "zarr.json", encode(group_metadata())
+    group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    yield "zarr.json", encode(group)
     yield "_METADATA", tree_document(manifest, carry)
-    metadata = orbax_checkpoint_metadata(timestamp_ns, is_item=is_item)
-    yield "_CHECKPOINT_METADATA", encode(metadata)
-    yield "commit_success.txt", COMMIT_SUCCESS_TEXT.encode()
+    yield "_CHECKPOINT_METADATA", checkpoint_document(timestamp_ns, is_item=is_item)
+    yield "commit_success.txt", b"Checkpoint commit was successful.\n"
 
 
-def tree_document(manifest: Manifest, carry: Sequence[CarriedArray] = ()) -> bytes:
-    """Returns ``_METADATA``, which lists a step's arrays for Orbax."""
-    keys = [(s.name, *leaf.path) for leaf in manifest.leaves for s in leaf.states]
-    keys += [(CARRY, *one.path) for one in carry]
-    return encode(orbax_tree_metadata(keys))
+@cache
+def _array_document(
+    shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str
+) -> bytes:
+    return encode(array_metadata(shape, chunk_shape, dtype))
 
 
 def create_documents(
@@ -160,20 +154,7 @@ def make_folder(folder: str, made: set[str]) -> None:
         made.add(folder)
 
 
-@cache
-def _array_document(
-    shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str
-) -> bytes:
-    return encode(array_metadata(shape, chunk_shape, dtype))
-
-
-ARRAYS = "*/zarr.json"
-"""The common name of all arrays' metadata."""
-
-_NAMES = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
-
-STOCK_DOCUMENTS = (*_NAMES, ARRAYS)
-"""All names of `stock_documents`."""
+# --- checksums -----------------------------------------------------------------------
 
 
 def document_names(manifest: Manifest) -> list[str]:
@@ -198,6 +179,7 @@ def stock_documents(step: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def document_checksum(step: Path, manifest: Manifest, name: str) -> str:
+    """Returns one of `stock_documents`."""
     names = _arrays(manifest) if name == ARRAYS else [name]
     raw = b"".join(read_beneath(step, name, MOST_BYTES) for name in names)
     return f"{crc32c(np.frombuffer(raw, np.uint8)):08x}"
@@ -209,12 +191,14 @@ def _arrays(manifest: Manifest) -> Iterator[str]:
             yield f"{leaf.array_name(state.name)}/zarr.json"
 
 
+# --- Orbax's managers ----------------------------------------------------------------
+
+
 def orbax_links(manifest: Manifest, carry: Sequence[CarriedArray]) -> dict[str, str]:
     """Returns a checkpoint's links, by which Orbax's managers find its only item."""
     names = ["_METADATA", *(os.path.dirname(name) for name in _arrays(manifest))]
     names += [one.name for one in carry]
-    links = {f"{ORBAX_ITEM}/{name}": f"../{name}" for name in names}
-    return {**links, ORBAX_STATE: ORBAX_ITEM}
+    return {**{f"{_ITEM}/{name}": f"../{name}" for name in names}, _STATE: _ITEM}
 
 
 def make_orbax_item(
@@ -222,7 +206,7 @@ def make_orbax_item(
 ) -> None:
     """Makes a step's directory a checkpoint for Orbax's managers."""
     (step / "orbax.checkpoint").touch()
-    (step / ORBAX_ITEM).mkdir(exist_ok=True)
+    (step / _ITEM).mkdir(exist_ok=True)
     for name, target in orbax_links(manifest, carry).items():
         (step / name).unlink(missing_ok=True)
         (step / name).symlink_to(target)

@@ -62,21 +62,24 @@ def verify_step(
         return [Damage(step_path, record_path, "commit record", str(error))]
     place = _place(directory, step_path)
     damages = link_damages(directory, place, record.carry) if place else []
-    damages += _exchanged(directory, step_path)
-    damages += _documents(directory, step_path)
-    if place is not None and place.startswith("checkpoints/"):
-        damages += _checkpoint_documents(directory, step_path)
-    for damage in _sealed(directory, step_path, record):
-        if damage.what != ARRAYS or not damages:  # otherwise it is listed already
-            damages.append(damage)
+    damages += [
+        Damage(step_path, file, what, problem)
+        for file, what, problem in _documents(directory, step_path, place, record)
+    ]
+    if any(damage.what != ARRAYS for damage in damages):  # it is listed already
+        damages = [damage for damage in damages if damage.what != ARRAYS]
     for name, problem in carry_problems(step_path, record.carry):
         damages.append(Damage(step_path, step_path / name, name, problem))
-    damages += (without := _without_sums(directory, step_path, record)).values()
-    chunks = [
-        (number, leaf, state, chunk)
-        for number, leaf, state, chunk in directory.held()
-        if leaf.array_name(state.name) not in without
-    ]
+    chunks = list[HeldChunk]()
+    for number, leaf in enumerate(directory.manifest.leaves):
+        for state in leaf.states:
+            name = leaf.array_name(state.name)
+            if (found := len(record.checksums.get(name, ()))) == len(leaf.held):
+                chunks += [(number, leaf, state, chunk) for chunk in leaf.held]
+            else:
+                problem = f"expected {len(leaf.held)} checksums, found {found}"
+                what = f"leaf {leaf.name}, {state.name}"
+                damages.append(Damage(step_path, record_path, what, problem))
     seen, total, done = {} if seen is None else seen, step_bytes(directory), 0
     with closing(BufferPool(num_threads * PIECE_BYTES)) as pool:
 
@@ -145,23 +148,6 @@ def _problem(
     return None
 
 
-def _without_sums(
-    directory: StoreDirectory, step_path: Path, record: CommitRecord
-) -> dict[str, Damage]:
-    """Returns the arrays that have no checksum for each chunk, by name."""
-    found = {}
-    for leaf in directory.manifest.leaves:
-        for state in leaf.states:
-            name = leaf.array_name(state.name)
-            num_sums = len(record.checksums.get(name, ()))
-            if num_sums != len(leaf.held):
-                what = f"leaf {leaf.name}, {state.name}"
-                problem = f"expected {len(leaf.held)} checksums, found {num_sums}"
-                file = step_path / "commit.json"
-                found[name] = Damage(step_path, file, what, problem)
-    return found
-
-
 def link_damages(
     directory: StoreDirectory, place: str, carry: Sequence[CarriedArray] = ()
 ) -> list[Damage]:
@@ -194,67 +180,46 @@ def link_damages(
     return damages
 
 
-def _exchanged(directory: StoreDirectory, step_path: Path) -> Iterator[Damage]:
-    """Checks that a run's member lies at its own place in the run."""
-    member, path = directory.manifest.member, directory.path
-    own = None if member is None else member_name(member.number)
-    if own in (None, path.name) or not path.name.startswith("process-"):
-        return
-    yield Damage(
-        step_path,
-        path / "jaxinf.json",
-        "member",
-        f"expected this member of a run in {own}, found it in {path.name}; were "
-        "directories of members exchanged? Rename them back",
-    )
-
-
-def _checkpoint_documents(
-    directory: StoreDirectory, step_path: Path
-) -> Iterator[Damage]:
-    """Checks a checkpoint's manifest, and the documents that Orbax needs."""
-    file, manifest = step_path / "jaxinf.json", directory.manifest
-    try:
-        held = Manifest.read(file)
-    except StoreFormatError as error:
-        yield Damage(step_path, file, "manifest", str(error))
-    else:
-        if (held.store_id, held.leaves) != (manifest.store_id, manifest.leaves):
-            problem = "expected the arrays of this store, found another manifest"
-            yield Damage(step_path, file, "manifest", problem)
-    marker = step_path / "orbax.checkpoint"
-    if not marker.is_file():
-        problem = "expected the file by which Orbax knows a checkpoint, found none"
-        yield Damage(step_path, marker, "orbax.checkpoint", problem)
-
-
-def _sealed(
-    directory: StoreDirectory, step_path: Path, record: CommitRecord
-) -> Iterator[Damage]:
-    """Checks the documents that have checksums in the record."""
-    for name in STOCK_DOCUMENTS:
-        expected = record.documents.get(name)
-        if expected is None:
-            problem = "expected its CRC-32C in commit.json, found none"
-            yield Damage(step_path, step_path / name, name, problem)
-            continue
-        try:
-            found = document_checksum(step_path, directory.manifest, name)
-        except StoreError as error:
-            yield Damage(step_path, step_path / name, name, str(error))
-            continue
-        if found != expected:
-            problem = f"expected CRC-32C {expected}, found {found}"
-            yield Damage(step_path, step_path / name, name, problem)
-
-
-def _documents(directory: StoreDirectory, step_path: Path) -> Iterator[Damage]:
-    """Checks the zarr metadata, by which other tools read the arrays."""
-    for leaf in directory.manifest.leaves:
+def _documents(
+    directory: StoreDirectory, step_path: Path, place: str | None, record: CommitRecord
+) -> Iterator[tuple[Path, str, str]]:
+    """Yields the file, the name and the problem of each document that is not right."""
+    manifest, path, member = directory.manifest, directory.path, None
+    if directory.manifest.member is not None:
+        member = member_name(directory.manifest.member.number)
+    if member not in (None, path.name) and path.name.startswith("process-"):
+        problem = f"expected this member of a run in {member}, found it in {path.name}"
+        problem += "; were directories of members exchanged? Rename them back"
+        yield path / "jaxinf.json", "member", problem
+    for leaf in manifest.leaves:  # the zarr metadata, by which other tools read
         for state in leaf.states:
             name = f"{leaf.array_name(state.name)}/zarr.json"
-            file = step_path / name
-            problem = document_problem(step_path, name, leaf, state)
-            if problem:
+            if problem := document_problem(step_path, name, leaf, state):
                 what = f"leaf {leaf.name}, {state.name}, zarr metadata"
-                yield Damage(step_path, file, what, problem)
+                yield step_path / name, what, problem
+    if place is not None and place.startswith("checkpoints/"):
+        file, marker = step_path / "jaxinf.json", step_path / "orbax.checkpoint"
+        try:
+            held = Manifest.read(file)
+        except StoreFormatError as error:
+            yield file, "manifest", str(error)
+        else:
+            if (held.store_id, held.leaves) != (manifest.store_id, manifest.leaves):
+                problem = "expected the arrays of this store, found another manifest"
+                yield file, "manifest", problem
+        if not marker.is_file():
+            problem = "expected the file by which Orbax knows a checkpoint, found none"
+            yield marker, marker.name, problem
+    for name in STOCK_DOCUMENTS:  # those that have checksums in the record
+        expected = record.documents.get(name, "")
+        try:
+            found = document_checksum(step_path, manifest, name)
+        except StoreError as error:
+            yield step_path / name, name, str(error)
+            continue
+        if not expected:
+            problem = "expected its CRC-32C in commit.json, found none"
+            yield step_path / name, name, problem
+        elif found != expected:
+            problem = f"expected CRC-32C {expected}, found {found}"
+            yield step_path / name, name, problem
