@@ -25,12 +25,11 @@ from jaxinf.exchange import (
 )
 from jaxinf.processes import Group
 from jaxinf.store import (
-    PinnedStep,
     StoreDirectory,
+    WholeStep,
     check_pinnable,
     files_beside,
     pinned_step,
-    step_of,
 )
 from jaxinf.terminal import format_bytes
 from jaxinf.typing import ProgressCallback
@@ -131,10 +130,9 @@ class Exports:
             pin.close()
             self._note_failure(error)
 
-    def _run(self, pinned: PinnedStep, pin: contextlib.ExitStack) -> None:
+    def _run(self, step: WholeStep, pin: contextlib.ExitStack) -> None:
         try:
             with pin:
-                step = step_of(pinned.directory, pinned.path)
                 step.check()
                 transit = Transit(
                     least_memory(step.manifest),

@@ -130,10 +130,12 @@ from jaxinf.store.reader import (
     open_array,
     over,
 )
-from jaxinf.store.snapshot import (
-    PinnedStep,
+from jaxinf.store.steps import (
+    WholeStep,
     pinned_step,
     prune_snapshots,
+    readable_step,
+    step_of,
 )
 from jaxinf.store.stock_documents import step_documents, stock_documents
 from jaxinf.store.verify import link_damages, step_bytes, verify_step
@@ -150,7 +152,6 @@ from jaxinf.store.whole import (
     save_whole,
     to_step,
 )
-from jaxinf.store.whole_step import WholeStep, readable_step, step_of
 
 __all__ = [
     "BESIDE",
@@ -183,7 +184,6 @@ __all__ = [
     "Member",
     "Piece",
     "PieceRuns",
-    "PinnedStep",
     "ScalarState",
     "Shards",
     "Slot",

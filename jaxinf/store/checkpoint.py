@@ -30,7 +30,7 @@ from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.owned import current_store
 from jaxinf.store.reader import Damage
-from jaxinf.store.snapshot import link_step, remove_step
+from jaxinf.store.steps import link_step, remove_step
 from jaxinf.store.stock_documents import (
     checkpoint_document,
     document_checksum,

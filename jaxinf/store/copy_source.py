@@ -22,7 +22,14 @@ from jaxinf.store.making import files_beside
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.owned import look_at_store
 from jaxinf.store.reader import StepReader
-from jaxinf.store.snapshot import PinnedStep, pinned_step, prune_snapshots
+from jaxinf.store.steps import (
+    WholeStep,
+    joined_step,
+    pinned_step,
+    prune_snapshots,
+    readable_step,
+    step_of,
+)
 from jaxinf.store.whole import (
     agreed_of,
     all_members,
@@ -34,7 +41,6 @@ from jaxinf.store.whole import (
     of_one_commit,
     to_step,
 )
-from jaxinf.store.whole_step import WholeStep, joined_step, readable_step
 
 
 def _read_carry(step: WholeStep) -> list[bytes]:
@@ -123,7 +129,7 @@ def store_source(
             for one in parts:
                 prune_snapshots(one)
                 check_unread(one)
-            step = joined_step([_pinned(one, one.need_slot()) for one in parts])
+            step = _joined(parts)
         elif has_members:
             parts, step = _of_run(path, checkpoint, stack)
         else:
@@ -135,7 +141,7 @@ def store_source(
             dropped = {name for one in parts for name in checkpoint_names(one)}
             for name in _common_checkpoints(parts):
                 place = f"checkpoints/{name}"
-                steps[place] = joined_step([_pinned(one, place) for one in parts])
+                steps[place] = _joined(parts, place)
                 dropped.discard(name)
         yield CopySource(
             str(path),
@@ -169,9 +175,7 @@ def _of_run(
     parts = all_members(path)
     if checkpoint is not None:
         find_whole(parts, checkpoint)
-        return parts, joined_step(
-            [_pinned(n, f"checkpoints/{checkpoint}") for n in parts]
-        )
+        return parts, _joined(parts, f"checkpoints/{checkpoint}")
     if len({held_steps(one).current for one in parts}) > 1:  # a kill, or a run goes on
         with contextlib.suppress(StoreLockedError), hold_members(path) as members:
             to_step(members, agreed_of(members))
@@ -208,8 +212,11 @@ def _of_directory(path: Path) -> CopySource:
     return CopySource(str(path), [manifest], {"a": step}, beside, has_links=False)
 
 
-def _pinned(directory: StoreDirectory, place: str) -> PinnedStep:
-    return PinnedStep(directory, directory.step_path(place))
+def _joined(parts: Sequence[StoreDirectory], place: str | None = None) -> WholeStep:
+    """Returns a step of all members, by default the committed one."""
+    return joined_step(
+        [step_of(one, one.step_path(place or one.need_slot())) for one in parts]
+    )
 
 
 def _spares(directory: StoreDirectory) -> list[Path]:

@@ -20,12 +20,9 @@ StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
 MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
 AverageChoice: TypeAlias = Literal["fp32", "bf16", "none"]
 
+_CODEC_OF = {"fp32": "", "none": "bf16"}  # others are codecs themselves
 _MIN_CODED_ELEMENTS = 4096
-_NEVER_CODED = (
-    MASTER_PARAMS,
-    ERROR_FEEDBACK,
-    "acc_grads",
-)  # sums of gradients, in which every bit counts
+_NEVER_CODED = (ERROR_FEEDBACK, "acc_grads")  # sums, in which every bit counts
 
 
 @dataclass(frozen=True)
@@ -73,52 +70,34 @@ class Formats:
         """
         if self == AS_IT_IS:
             return held
-        codecs, has_average = self._codecs(held, where), self._keeps(held, where)
-        leaves = []
-        for leaf in held.leaves:
-            states = _with_average(leaf.slots) if has_average else _without(leaf.slots)
-            leaves.append(coded_leaf(structs.replace(leaf, states=states), codecs))
-        return structs.replace(held, leaves=tuple(leaves))
-
-    def _codecs(self, held: Manifest, where: str) -> Codecs:
-        codecs = store_codecs(held)
-        if self.state is not None:
-            codecs = replace(codecs, state="" if self.state == "fp32" else self.state)
-        if self.average is not None:
-            codecs = replace(codecs, average="bf16" if self.average == "bf16" else "")
-        if self.master is not None:
-            if all(leaf.dtype != "bfloat16" for leaf in held.leaves):
-                raise ValueError(
-                    f"{where}: master={self.master!r}: expected params that are "
-                    "bfloat16 on the JAX device, found none; their master has one "
-                    "form: leave it out"
-                )
-            master = {"fp32": "", "split": "split", "none": "bf16"}[self.master]
-            codecs = replace(codecs, master=master)
-        return codecs
-
-    def _keeps(self, held: Manifest, where: str) -> bool:
-        has_one = AVERAGE in held.state_names
-        if self.average == "none" and not has_one:
+        has_average = AVERAGE in held.state_names
+        if self.average == "none" and not has_average:
             raise ValueError(
                 f"{where}: average='none': expected a store with an average of the "
                 "params, found none; leave it out"
             )
-        return has_one if self.average is None else self.average != "none"
+        if self.master and all(leaf.dtype != "bfloat16" for leaf in held.leaves):
+            raise ValueError(
+                f"{where}: master={self.master!r}: expected params that are "
+                "bfloat16 on the JAX device, found none; their master has one "
+                "form: leave it out"
+            )
+        if self.average is not None:
+            has_average = self.average != "none"
+        asked = {name: form for name, form in vars(self).items() if form is not None}
+        changes = {name: _CODEC_OF.get(form, form) for name, form in asked.items()}
+        codecs, leaves = replace(store_codecs(held), **changes), []
+        for leaf in held.leaves:
+            states = [state for state in leaf.slots if state.name != AVERAGE]
+            if has_average:  # behind the states of the optimizer
+                place = sum(state.name != ERROR_FEEDBACK for state in states)
+                states.insert(place, StateRecord(AVERAGE, "float32"))
+            plain = structs.replace(leaf, states=tuple(states))
+            leaves.append(coded_leaf(plain, codecs))
+        return structs.replace(held, leaves=tuple(leaves))
 
 
 AS_IT_IS = Formats()
-
-
-def _without(states: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-    return tuple(state for state in states if state.name != AVERAGE)
-
-
-def _with_average(states: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
-    """Returns states with an average behind those of the optimizer."""
-    others = _without(states)
-    place = sum(state.name != ERROR_FEEDBACK for state in others)
-    return (*others[:place], StateRecord(AVERAGE, "float32"), *others[place:])
 
 
 def scalars_of(
@@ -143,13 +122,10 @@ def coded_leaf(leaf: LeafRecord, codecs: Codecs) -> LeafRecord:
         if state.name == MASTER_PARAMS:
             is_plain = leaf.dtype != "bfloat16"
         else:
-            is_plain = is_small or not _may_be_coded(state)
+            may_be_coded = state.dtype == "float32" and state.name not in _NEVER_CODED
+            is_plain = is_small or not may_be_coded
         stored += state.coded(codec) if codec and not is_plain else (state,)
     return structs.replace(leaf, states=tuple(stored))
-
-
-def _may_be_coded(state: StateRecord) -> bool:
-    return state.dtype == "float32" and state.name not in _NEVER_CODED
 
 
 def store_codecs(held: Manifest) -> Codecs:

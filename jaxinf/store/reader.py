@@ -214,8 +214,6 @@ class StepReader:
       places: directories of chunks by CSD, in place of those of a store.
       memory_bytes: approximate memory for the pieces read at a time.
       meters: counts the bytes read.
-      verify: whether checksums are verified; False if a writer may be changing the
-        files, since that looks like damage.
       read_pieces: reads chunks, as `stored_pieces` does; for those that are no files.
 
     Raises:
@@ -231,7 +229,6 @@ class StepReader:
         places: Sequence[Path] = (),
         memory_bytes: int = 8 * PIECE_BYTES,
         meters: ByteMeters | None = None,
-        verify: bool = True,
         read_pieces: Callable[..., Iterator[Array]] | None = None,
     ) -> None:
         self._read_pieces = read_pieces or stored_pieces
@@ -245,7 +242,6 @@ class StepReader:
         ]
         self._sums = (record or CommitRecord.read(step / "commit.json")).checksums
         self._meters = meters
-        self._verify = verify
         self.num_threads = max(1, min(_MOST_THREADS, memory_bytes // (2 * PIECE_BYTES)))
         fitting = memory_bytes // self.num_threads // 8
         # A piece has whole blocks of codes, and whole pages of their scales.
@@ -325,7 +321,7 @@ class StepReader:
         expected = int(sums[place]) if place < len(sums) else None
 
         def check(found: int) -> None:
-            if found != expected and self._verify:
+            if found != expected:
                 raise corrupt_chunk(
                     root / key, leaf, state.name, number, expected, found
                 )

@@ -33,7 +33,7 @@ from jaxinf.store.checkpoint import (
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory, next_slot
 from jaxinf.store.owned import hold_store, look_at_store
-from jaxinf.store.snapshot import PinnedStep
+from jaxinf.store.steps import WholeStep, step_of
 from jaxinf.store.stock_documents import create_documents
 
 _MEMBER = re.compile(r"process-\d{5,}")
@@ -161,8 +161,8 @@ def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:
 def of_one_commit(
     path: Path,
     members: Sequence[StoreDirectory],
-    take: Callable[[StoreDirectory, contextlib.ExitStack], PinnedStep],
-) -> tuple[list[PinnedStep], contextlib.ExitStack]:
+    take: Callable[[StoreDirectory, contextlib.ExitStack], WholeStep],
+) -> tuple[list[WholeStep], contextlib.ExitStack]:
     """Takes a step of one commit from all members, also while the run goes on; blocks.
 
     Args:
@@ -178,12 +178,11 @@ def of_one_commit(
     steps = ""
     for _ in range(_NUM_ATTEMPTS):
         with contextlib.ExitStack() as undo:
-            parts = [take(one, undo) for one in members]
-            records = [CommitRecord.read(one.path / "commit.json") for one in parts]
-            if len({record.commit for record in records}) == 1:
-                return parts, undo.pop_all()
-        pairs = zip(members, records, strict=True)
-        steps = ", ".join(f"{one.path.name}: {record.step}" for one, record in pairs)
+            found = [take(one, undo) for one in members]
+            if len({one.commit.commit for one in found}) == 1:
+                return found, undo.pop_all()
+        pairs = zip(members, found, strict=True)
+        steps = ", ".join(f"{one.path.name}: {n.commit.step}" for one, n in pairs)
         time.sleep(_PAUSE_S)
     raise ProcessError(
         f"{path}: expected all members at one step, found {steps}; a run that was "
@@ -216,10 +215,10 @@ def save_whole(path: Path, name: str | None = None) -> Path:
             f"{path}: there is a checkpoint {name!r} already; give another name"
         )
 
-    def keep(one: StoreDirectory, undo: contextlib.ExitStack) -> PinnedStep:
+    def keep(one: StoreDirectory, undo: contextlib.ExitStack) -> WholeStep:
         kept = save_checkpoint(one, name)
         undo.callback(remove_checkpoint, one, kept)
-        return PinnedStep(one, one.step_path(f"checkpoints/{kept}"))
+        return step_of(one, one.step_path(f"checkpoints/{kept}"))
 
     made, undo = of_one_commit(path, members, keep)
     undo.pop_all()

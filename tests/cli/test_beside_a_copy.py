@@ -108,7 +108,8 @@ def test_a_checkpoint_is_restored(moving, run):
 def test_a_snapshot(moving):
     directory = StoreDirectory.open(moving.path)
     moving.start()
-    with pinned_step(directory) as (_, path):
+    with pinned_step(directory) as step:
+        path = step.path
         assert moving.calls == ["publish.lock"]
         assert verify_step(StoreDirectory.open(moving.path), path) == []
     check_whole(moving.path, ["kept"])

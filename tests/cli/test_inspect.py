@@ -16,7 +16,7 @@ from jaxinf.cli.inspection import summary_of
 from jaxinf.errors import StoreIOError
 from jaxinf.io import crc32c
 from jaxinf.layout import LeafGrid, choose_grid
-from jaxinf.store import CommitRecord, LeafRecord, StateRecord, StepReader, whole_step
+from jaxinf.store import CommitRecord, LeafRecord, StateRecord, StepReader, steps
 
 STORE_KEYS = [
     "store",
@@ -256,7 +256,7 @@ def test_a_store_that_cannot_be_written_is_read(trained, code, run, monkeypatch)
     def refuse(directory):
         raise StoreIOError("no") from OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(whole_step, "pinned_step", refuse)
+    monkeypatch.setattr(steps, "pinned_step", refuse)
     result = run("inspect", trained.path, "--leaf", "scale", "--json")
     assert result.status == 0
     assert result.err.startswith("warning: ")
@@ -270,7 +270,7 @@ def test_a_failing_drive_is_no_reason_to_go_on(trained, run, monkeypatch):
     def fail(directory):
         raise StoreIOError("the drive failed") from OSError(errno.EIO, "I/O error")
 
-    monkeypatch.setattr(whole_step, "pinned_step", fail)
+    monkeypatch.setattr(steps, "pinned_step", fail)
     result = run("inspect", trained.path)
     assert (result.status, result.out) == (1, "")
     assert result.err == "jaxinf: the drive failed\n"

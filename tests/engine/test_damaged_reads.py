@@ -62,14 +62,16 @@ def convert(driver, leaf, state):
 
 def export(driver, leaf, state):
     files = driver.opened.directory
-    with pinned_step(files) as (_, path):
+    with pinned_step(files) as step:
+        path = step.path
         url = f"file://{files.path.with_name('out')}"
         export_url(step_of(files, path), url)
 
 
 def to_safetensors(driver, leaf, state):
     files = driver.opened.directory
-    with pinned_step(files) as (_, path):
+    with pinned_step(files) as step:
+        path = step.path
         export_safetensors(step_of(files, path), files.path.with_name("new"))
 
 

@@ -57,7 +57,8 @@ def test_each_is_one_step_of_a_run(place, num_csds):
             for _ in range(NUM_SNAPSHOTS):
                 assert stepped.wait(60)
                 stepped.clear()
-                with pinned_step(store._engine.opened.directory) as (_, path):
+                with pinned_step(store._engine.opened.directory) as step:
+                    path = step.path
                     seen.append(read_one(store, path))
         finally:
             stop.set()

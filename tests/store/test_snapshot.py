@@ -22,7 +22,8 @@ READER = """
 import sys, time
 from pathlib import Path
 from jaxinf.store import StoreDirectory, pinned_step
-with pinned_step(StoreDirectory.open(Path(sys.argv[1]))) as (_, path):
+with pinned_step(StoreDirectory.open(Path(sys.argv[1]))) as step:
+    path = step.path
     print(path, flush=True)
     time.sleep(600)
 """
@@ -43,12 +44,14 @@ def files_below(*roots):
 def test_holds_its_step(make_directory, write_step, place, num_csds):
     directory = make_directory(num_csds=num_csds)
     first = write_step(directory, "a", 0)
-    with pinned_step(directory) as (_, path):
+    with pinned_step(directory) as step:
+        path = step.path
         assert CommitRecord.read(path / "commit.json").step == 0
         for step in range(1, 5):
             write_step(directory, "b" if step % 2 else "a", step)
             check_holds(directory, path, first)
-        with pinned_step(directory) as (_, newer):
+        with pinned_step(directory) as step:
+            newer = step.path
             assert CommitRecord.read(newer / "commit.json").step == 4
         assert not newer.exists()
         check_holds(directory, path, first)
@@ -59,7 +62,8 @@ def test_holds_its_step(make_directory, write_step, place, num_csds):
 def test_moves_no_data(make_directory, write_step):
     directory = make_directory(num_csds=2)
     write_step(directory, "a", 0)
-    with pinned_step(directory) as (_, path):
+    with pinned_step(directory) as step:
+        path = step.path
         for number, leaf in enumerate(directory.manifest.leaves):
             for position, chunk in enumerate(directory.chunks[number]):
                 file = directory.chunk_file("a", number, position, "mu")
@@ -119,7 +123,8 @@ def test_those_of_the_dead_are_pruned(make_directory, write_step, read_elsewhere
     directory = make_directory(num_csds=2)
     first = write_step(directory, "a", 0)
     reader = read_elsewhere(directory.path)
-    with pinned_step(directory) as (_, mine):
+    with pinned_step(directory) as step:
+        mine = step.path
         assert reader.stdout is not None
         theirs = mine.with_name(os.path.basename(reader.stdout.readline().strip()))
         write_step(directory, "b", 1)
@@ -142,7 +147,8 @@ def test_pruning_is_not_disturbed(make_directory, write_step):
     directory = make_directory()
     prune_snapshots(directory)
     write_step(directory, "a", 0)
-    with pinned_step(directory) as (_, path):
+    with pinned_step(directory) as step:
+        path = step.path
         (path.parent / "stray").write_text("")
         (path.parent / "empty").mkdir()
         prune_snapshots(directory)

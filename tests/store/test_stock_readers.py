@@ -47,7 +47,8 @@ def opened(request, committed):
         save_checkpoint(directory, "best")
         yield directory.path / "checkpoints" / "best", arrays
     else:
-        with pinned_step(directory) as (_, path):
+        with pinned_step(directory) as step:
+            path = step.path
             yield path, arrays
 
 
@@ -116,7 +117,8 @@ def test_orbax_alone_in_every_way(committed, tmp_path):
     np.savez(tmp_path / "arrays.npz", **arrays)
     checkpoints = directory.path / "checkpoints"
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    with pinned_step(directory) as (_, pinned):
+    with pinned_step(directory) as step:
+        pinned = step.path
         places = [directory.path / "current", pinned]
         places += [checkpoints / "best", checkpoints / "3"]
         done = subprocess.run(

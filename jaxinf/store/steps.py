@@ -1,0 +1,275 @@
+"""A committed step that is read: of a store, or of all members of a run.
+
+     member 0:  a b . .  ─┐
+     member 1:  . . c d  ─┴─► manifest of a b c d, checksums of all, their directories
+
+Invariant: a step is of one commit in all members, and its files are only read. One that
+is pinned by hard links is the same, bit for bit, until it is released; see
+docs/format.md, "Hard links".
+"""
+
+import contextlib
+import errno
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from msgspec import structs
+
+from jaxinf.errors import (
+    StoreFormatError,
+    StoreIOError,
+    StoreMismatchError,
+    StoreSpaceError,
+)
+from jaxinf.io.failures import translated
+from jaxinf.store.carry import link_carry
+from jaxinf.store.commit import CarriedArray, CommitRecord
+from jaxinf.store.directory import StoreDirectory
+from jaxinf.store.links import link_or_copy
+from jaxinf.store.lock import LockFile, lock_exclusively
+from jaxinf.store.manifest import FORMAT_VERSION, Manifest
+from jaxinf.store.owned import current_store
+from jaxinf.store.reader import StepReader
+
+_CANNOT_PIN = {
+    *(errno.EACCES, errno.EDQUOT, errno.EMLINK, errno.ENOENT, errno.ENOSPC),
+    *(errno.EOPNOTSUPP, errno.EPERM, errno.EROFS),
+}
+_LIVE_ATTEMPTS = 20
+_LIVE_PAUSE_S = 0.05
+
+_OWNER_LOCK = "owner.lock"
+_SHARED = ("zarr.json", "_METADATA", "commit_success.txt")  # by all steps of a store
+_DOCUMENTS = ("_CHECKPOINT_METADATA", "commit.json")
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """A committed step with its chunks, which does not change while it is read.
+
+    Attributes:
+      path: a directory with a slot's layout, of a run the first member's.
+      manifest: the store's, as it was when the step was pinned; of a run that of a
+        store of one process. The CSDs of its chunks are `places`.
+      commit: the step's record, of a run with the checksums of all members.
+      places: directories that have chunks in a slot's layout.
+      warning: why chunks may change nevertheless; else empty.
+    """
+
+    path: Path
+    manifest: Manifest
+    commit: CommitRecord
+    places: tuple[Path, ...]
+    warning: str = ""
+
+    def check(self) -> None:
+        """Checks that the record is of the store's arrays.
+
+        Raises:
+          StoreFormatError: it is not.
+        """
+        self.commit.check_fits(self.path / "commit.json", self.manifest)
+
+    def reader(self, memory_bytes: int = 32 << 20) -> StepReader:
+        """Makes a reader of its chunks, with so much memory for pieces."""
+        options = {"places": self.places, "memory_bytes": memory_bytes}
+        return StepReader(self.path, self.commit, **options)
+
+
+def step_of(directory: StoreDirectory, path: Path) -> WholeStep:
+    """Returns a step of a store: a slot, a checkpoint or a snapshot.
+
+    Raises:
+      StoreFormatError: there is no record of it.
+    """
+    record = CommitRecord.read(path / "commit.json")
+    places = tuple(directory.data_paths(path))
+    return WholeStep(path, directory.manifest, record, places)
+
+
+@contextlib.contextmanager
+def pinned_step(directory: StoreDirectory) -> Iterator[WholeStep]:
+    """Pins the committed step until the context ends.
+
+    Any process may do this, beside a running writer; no data moves.
+
+    Raises:
+      StoreFormatError: no step is committed yet; or as `jaxinf.store.read_owned`.
+      StoreIOError: the store cannot be written to.
+    """
+    place = f"snapshots/{uuid.uuid4().hex}"
+    root = directory.step_path(place)
+    with contextlib.ExitStack() as undo:
+        with (
+            translated("snapshot of the committed step", root),
+            lock_exclusively(directory.publish_lock),
+        ):
+            directory = current_store(directory)
+            slot = directory.need_slot()
+            undo.callback(remove_step, directory, place)
+            root.mkdir(parents=True)
+            owner = LockFile(root / _OWNER_LOCK)
+            undo.callback(owner.close)
+            owner.hold()
+            carry = CommitRecord.read(directory.step_path(slot) / "commit.json").carry
+            link_step(directory, slot, place, carry)
+            for name in _DOCUMENTS:
+                link_or_copy(directory.step_path(slot) / name, root / name)
+        yield step_of(directory, root)
+
+
+@contextlib.contextmanager
+def readable_step(directory: StoreDirectory) -> Iterator[WholeStep]:
+    """Pins a store's committed step while the context lasts.
+
+    One that lacks a chunk, or whose store this user cannot write to, is read as it is,
+    with a warning.
+
+    Raises:
+      StoreFormatError: the store is damaged, or no step is committed yet.
+      StoreIOError: a CSD's directory is missing, or a drive failed.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            step = stack.enter_context(pinned_step(directory))
+        except (StoreIOError, StoreSpaceError) as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno not in _CANNOT_PIN:
+                raise
+            warning = (
+                f"the committed step cannot be pinned ({cause.strerror}); if a run is "
+                "writing to the store, chunks may be of different steps"
+            )
+            step = replace(_live_step(directory), warning=warning)
+        yield step
+
+
+def _live_step(directory: StoreDirectory) -> WholeStep:
+    for attempt in range(1, _LIVE_ATTEMPTS + 1):
+        path = directory.step_path(directory.need_slot())
+        try:
+            return step_of(directory, path)
+        except StoreFormatError as error:
+            # A writer has removed the record for its next step: `current` has changed.
+            is_taken = isinstance(error.__cause__, FileNotFoundError)
+            if not is_taken or attempt == _LIVE_ATTEMPTS:
+                raise
+            time.sleep(_LIVE_PAUSE_S)
+    raise AssertionError("the last attempt raises")
+
+
+def joined_step(steps: Sequence[WholeStep]) -> WholeStep:
+    """Returns one step of those of all members by number, or of a store alone.
+
+    Raises:
+      StoreMismatchError: they have other leaves or owners.
+      StoreFormatError: a record is not of its member.
+    """
+    first = steps[0]
+    for one in steps:
+        if one.manifest.common != first.manifest.common:
+            raise StoreMismatchError(
+                f"{one.path}: expected the leaves and owners of {first.path}, found "
+                "others; restore the member's jaxinf.json"
+            )
+        one.check()
+    if first.manifest.member is None:
+        return first
+    starts = np.cumsum([0, *(len(one.places) for one in steps)]).tolist()
+    leaves, sums, bounds = [], {}, dict[str, float]()
+    for held in zip(*(one.manifest.leaves for one in steps), strict=True):
+        owners = held[0].owners
+        csds = [starts[own] + held[own].csds[n] for n, own in enumerate(owners)]
+        leaves.append(structs.replace(held[0], csds=tuple(csds), owners=()))
+        for state in held[0].states:
+            name = held[0].array_name(state.name)
+            sums[name] = np.zeros(len(owners), np.uint32)
+            for leaf, one in zip(held, steps, strict=True):
+                sums[name][list(leaf.held)] = one.commit.checksums[name]
+    for one in steps:
+        for name, bound in one.commit.inexact.items():
+            bounds[name] = max(bound, bounds.get(name, 0))
+    manifest = structs.replace(
+        first.manifest,
+        leaves=tuple(leaves),
+        csds=(),
+        member=None,
+        format_version=FORMAT_VERSION,
+    )
+    commit = replace(first.commit, checksums=sums, commit="", inexact=bounds)
+    places = tuple(place for one in steps for place in one.places)
+    return WholeStep(first.path, manifest, commit, places)
+
+
+# --- links to a step's files ---------------------------------------------------------
+
+
+def link_step(
+    directory: StoreDirectory,
+    source: str,
+    place: str,
+    carry: Sequence[CarriedArray],
+    *,
+    named: str | None = None,
+) -> None:
+    """Links a slot's arrays, and those of its documents that all steps share.
+
+    Links lead to real files inside the same CSD root, because a link to a symlink would
+    pin nothing, and hard links do not cross file systems.
+
+    Args:
+      place: the new place, an existing directory in the store.
+      carry: arrays that the step carries.
+      named: the name that the place gets when it is complete.
+    """
+    step, root = directory.step_path(source), directory.step_path(place)
+    link_carry(step, root, carry)
+    for document in _SHARED:
+        link_or_copy(step / document, root / document)
+    made: set[Path] = set()
+    for leaf, record in enumerate(directory.manifest.leaves):
+        for state in record.states:
+            name = record.array_name(state.name)
+            (root / name).mkdir()
+            held = directory.array_path(source, leaf, state.name)
+            link_or_copy(held / "zarr.json", root / name / "zarr.json")
+            for number in record.held:
+                key = f"{name}/{directory.state_chunk(leaf, number, state).key}"
+                target = directory.chunk_file(place, leaf, number, state.name)
+                for parent in {(root / key).parent, target.parent} - made:
+                    parent.mkdir(parents=True, exist_ok=True)
+                    made.add(parent)
+                old = directory.chunk_file(source, leaf, number, state.name)
+                link_or_copy(old, target)
+                if directory.manifest.csds:
+                    data = directory.data_path(named or place, record.csds[number])
+                    (root / key).symlink_to(data / key)
+
+
+def remove_step(directory: StoreDirectory, place: str) -> None:
+    """Removes the result of `link_step` at a place, on every CSD and in the store."""
+    paths = [directory.data_path(place, csd) for csd in range(directory.num_csds)]
+    for path in (*paths, directory.step_path(place)):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def prune_snapshots(directory: StoreDirectory) -> None:
+    """Removes snapshots of ended processes; the caller is the store's writer."""
+    root = directory.path / "snapshots"
+    if not root.is_dir():
+        return
+    with lock_exclusively(directory.publish_lock):
+        for entry in root.iterdir():
+            if not entry.is_dir() or entry.is_symlink():
+                continue
+            # The snapshot's owner may be removing it at this moment.
+            with contextlib.suppress(FileNotFoundError):
+                owner = LockFile(entry / _OWNER_LOCK)
+                with contextlib.closing(owner), contextlib.suppress(BlockingIOError):
+                    owner.hold(waits=False)
+                    remove_step(directory, f"snapshots/{entry.name}")
