@@ -4,13 +4,13 @@ Invariant: host memory does not grow with the model; a step is all or nothing.
 """
 
 from jaxinf.engine.carry import carried_leaves, check_carried
-from jaxinf.engine.compression import (
-    check_compressed,
+from jaxinf.engine.description import (
+    LeafDescription,
+    StoreDescription,
     check_compression,
-    gradient_forms,
+    describe,
     keeps_feedback,
 )
-from jaxinf.engine.description import LeafDescription, StoreDescription, describe
 from jaxinf.engine.divergence import warn_of_unseen
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
@@ -21,7 +21,6 @@ from jaxinf.engine.open_stores import (
     open_store,
     store_of,
 )
-from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.options import Durability, MasterChoice
 from jaxinf.engine.reading import check_like, read_leaf
 from jaxinf.engine.redivision import divide_for
@@ -50,7 +49,7 @@ from jaxinf.engine.store import Store, engine_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.update_request import KeptLeaf, SlotRequest, UpdateRequest
 from jaxinf.engine.update_tasks import can_take, moved_states
-from jaxinf.engine.updaters import Assignment, Updater, assigned
+from jaxinf.engine.updaters import Assignment, assigned
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
@@ -62,7 +61,6 @@ __all__ = [
     "KeptLeaf",
     "LeafDescription",
     "MasterChoice",
-    "OpenStore",
     "ParamsReader",
     "SlotRequest",
     "StepMetrics",
@@ -71,14 +69,12 @@ __all__ = [
     "StoreShape",
     "SubgroupLayout",
     "UpdateRequest",
-    "Updater",
     "assigned",
     "callers",
     "can_take",
     "carried_leaves",
     "check_announced",
     "check_carried",
-    "check_compressed",
     "check_compression",
     "check_like",
     "check_processes",
@@ -87,7 +83,6 @@ __all__ = [
     "distinct_shards",
     "divide_for",
     "engine_of",
-    "gradient_forms",
     "has_params",
     "has_shared_parts",
     "keeps_feedback",

@@ -1,10 +1,11 @@
 """The description of a store that a transform needs.
 
 Invariant: a description has everything about the optimizer and the tree that the store
-must agree with, and nothing about the places of files.
+must agree with, and nothing about the places of files. A compression that passes the
+checks here can be carried out.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -12,8 +13,10 @@ from importlib.metadata import version
 import numpy as np
 from msgspec.structs import replace
 
+from jaxinf.compress import TopK
 from jaxinf.csd import GradientForm, KernelNeed
-from jaxinf.errors import DeviceConfigurationError
+from jaxinf.engine.options import StoreOptions
+from jaxinf.errors import DeviceConfigurationError, UnsupportedTransformError
 from jaxinf.layout import choose_grid
 from jaxinf.program import (
     Average,
@@ -164,20 +167,22 @@ def describe(
     shard_counts: Sequence[tuple[int, ...]],
     *,
     average: Average | None = None,
-    has_feedback: bool = False,
-    forms: Callable[[np.dtype], tuple[GradientForm, ...]] | None = None,
+    compression: TopK | None = None,
     holders: Sequence[tuple[tuple[int, ...], ...]] = (),
 ) -> StoreDescription:
     """Describes the store that an optimizer on a tree needs.
 
     Args:
-      update, init: The optimizer, traced on the params.
-      shard_counts: For each leaf, separately updated parts along each dimension.
-      average: The average of the params that the optimizer keeps.
-      has_feedback: Whether the store keeps error feedback.
-      forms: The forms of gradients of params of a dtype; by default dense.
-      holders: Of each leaf, see `LeafDescription`.
+      update, init: the optimizer, traced on the params.
+      shard_counts: for each leaf, separately updated parts along each dimension.
+      average: the average of the params that the optimizer keeps.
+      compression: that of its gradients.
+      holders: of each leaf, see `LeafDescription`.
+
+    Raises:
+      UnsupportedTransformError: its gradients cannot be sent compressed.
     """
+    _check_compressed(compression, update)
     leaves = []
     for leaf, first, counts, held in zip(
         update.leaves,
@@ -187,7 +192,7 @@ def describe(
         strict=True,
     ):
         slots = [StateRecord(slot.name, slot.dtype.name) for slot in leaf.slots]
-        if has_feedback:
+        if keeps_feedback(compression):
             slots.append(StateRecord(ERROR_FEEDBACK, "float32"))
         leaves.append(
             LeafDescription(
@@ -198,7 +203,7 @@ def describe(
                 kernel=leaf.kernel,
                 init_kernel=first.kernel,
                 shard_counts=counts,
-                gradients=() if forms is None else forms(leaf.info.dtype),
+                gradients=_gradient_forms(compression, leaf.info.dtype),
                 holders=held,
             )
         )
@@ -223,3 +228,78 @@ def kernel_needs(description: StoreDescription, held: Manifest) -> list[KernelNe
         )
         for leaf, record in zip(description.leaves, held.leaves, strict=True)
     ]
+
+
+# --- compression ----------------------------------------------------------------------
+
+
+def keeps_feedback(compression: TopK | None) -> bool:
+    """Whether elements that are not sent are added to the next gradient."""
+    return compression is not None and compression.error_feedback
+
+
+def _gradient_forms(
+    compression: TopK | None, dtype: np.dtype
+) -> tuple[GradientForm, ...]:
+    """Returns the forms in which the CSDs get gradients of a dtype."""
+    if compression is None:
+        return (GradientForm(dtype),)
+    sparse = GradientForm(compression._value_dtype(dtype), is_sparse=True)
+    return (sparse, *[GradientForm(dtype)][: compression.warmup_steps])
+
+
+def check_compression(compression: TopK | None, options: StoreOptions) -> None:
+    """Refuses an invalid compression, or one that the store cannot keep.
+
+    Raises:
+      TypeError: it is not a compression.
+      ValueError: the store cannot keep its error feedback.
+    """
+    if compression is not None and not isinstance(compression, TopK):
+        raise TypeError(
+            f"compress={compression!r}: expected jaxinf.top_k(ratio) or None"
+        )
+    if keeps_feedback(compression) and options.steps_per_commit != 1:
+        raise ValueError(
+            f"{options.path}: error_feedback=True: each step commits its error "
+            'feedback, expected durability="step", found a store with fewer commits; '
+            'open it with durability="step", or leave error feedback out'
+        )
+
+
+def _check_compressed(compression: TopK | None, program: UpdateProgram) -> None:
+    """Refuses an optimizer whose gradients cannot be sent compressed.
+
+    Raises:
+      UnsupportedTransformError: gives the reason and the remedy.
+    """
+    if compression is None:
+        return
+    if program.recall is not None and program.recall.counter is None:
+        raise UnsupportedTransformError(
+            "with compress= this optimizer's update lacks the elements that were not "
+            "sent, and it computes a quantity of the whole update, such as its norm; "
+            "leave compress= out"
+        )
+    if program.recall is not None:
+        raise UnsupportedTransformError(
+            "with compress= the stored sum of optax.MultiSteps lacks the elements that "
+            "were not sent, and this optimizer computes a quantity of the whole sum, "
+            "such as its norm; compute it of each gradient: smart_update(optax.chain("
+            "optax.clip_by_global_norm(…), optax.MultiSteps(…)), store, compress=…)"
+        )
+    dense = next((p for p in program.leaves if p.kernel.num_arrays), None)
+    if dense is not None:
+        raise UnsupportedTransformError(
+            f"{dense.info.name}: with compress= nothing dense crosses the link, "
+            "but this optimizer's update needs another number for each element; "
+            "put what computes it in front: optax.chain(…, smart_update(tx, "
+            "store, compress=…))"
+        )
+    if keeps_feedback(compression) and program.reads_gradients:
+        raise UnsupportedTransformError(
+            "error_feedback=True: this optimizer computes a quantity of all gradients, "
+            "such as their norm, which would miss the elements that are not sent; put "
+            "that in front: optax.chain(optax.clip_by_global_norm(…), "
+            "smart_update(tx, store, compress=…))"
+        )

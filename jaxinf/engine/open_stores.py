@@ -121,7 +121,7 @@ def open_store(
     In a program of several processes (`jax.distributed.initialize`), all open one path,
     and each has its member of the run in it, ``path/process-00000`` and so on; or each
     has a path and a store of its own. ``{process}`` in `csds` is the process's number.
-    Of one run only `csds`, `csd`, `memory_bytes` and `tiers` may differ.
+    Of one run only `csds`, `csd` and `memory_bytes` may differ.
 
     Raises:
       ValueError: an argument is out of range, or differs from the open store's; or

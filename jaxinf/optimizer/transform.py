@@ -103,7 +103,7 @@ def smart_update(
     if updates not in get_args(UpdateDtype):
         raise ValueError(f'updates={updates!r}: expected "gradient" or "float32"')
     owned = store if isinstance(store, Store) else open_store(store)
-    check_compression(compress, owned)
+    check_compression(compress, engine_of(owned).options)
     wrapped = Wrapped(
         averaged(_as_transformation(tx), average),
         HostSide(owned, nonfinite),

@@ -11,7 +11,7 @@ more often, or differentiate it, is refused while it is traced.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import jax
@@ -26,10 +26,8 @@ from jaxinf.engine import (
     Engine,
     Store,
     StoreDescription,
-    check_compressed,
     check_processes,
     describe,
-    gradient_forms,
     keeps_feedback,
     shard_counts,
     shard_holders,
@@ -298,7 +296,6 @@ class Wrapped:
                 f"extra_args={{{examples}}}), and its value to each update: tx.update("
                 f"grads, state, params, {', '.join(f'{name}=…' for name in names)})"
             ) from None
-        check_compressed(self.compression, update)
         self.host.settle(update)
         traced = trace_init(self.tx, params), update
         if not extra_args:
@@ -330,8 +327,7 @@ class Wrapped:
             counts,
             holders=holders,
             average=self.average,
-            has_feedback=self.has_feedback,
-            forms=partial(gradient_forms, self.compression),
+            compression=self.compression,
         )
 
     def structure_of_feedback(self, params: PyTree) -> Any:

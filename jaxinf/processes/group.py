@@ -39,7 +39,7 @@ _LOG = logging.getLogger("jaxinf")
 _numbers = itertools.count(1)
 
 deserted: list["Group"] = []
-"""Groups of this process in which another one was silent for too long."""
+"""Groups in which another process was silent for too long, since all were there."""
 
 
 class Group:
@@ -101,6 +101,7 @@ class Group:
         topic = self._next()
         self._say_made(topic, what, make)
         found = self._values(topic, what, range(self.count))
+        deserted.clear()
         self._forget_read(topic)
         return found
 
@@ -184,6 +185,7 @@ class Group:
             )
         if failed:
             raise self._failed_error(failed, what, step)
+        deserted.clear()
         if self.number == 0:
             self.forget(f"barrier/{self.num_barriers - 1}")
 

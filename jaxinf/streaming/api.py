@@ -130,7 +130,7 @@ def stream(
     if carry is not None and not has_aux:
         raise ValueError("carry: expected a loss with aux, found none; has_aux=True")
     owned = _opened(store, options)
-    check_compression(compress, owned)
+    check_compression(compress, engine_of(owned).options)
     is_compressed = compress is not None
     check_device_updates(device_updates, owned, is_compressed=is_compressed)
     options = replace(options, together=GroupStep(engine_of(owned)))

@@ -4,7 +4,6 @@ Invariant: nothing is written before the leaves and the program are known to fit
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -16,10 +15,7 @@ from jaxinf.engine import (
     Engine,
     FirstParams,
     StoreDescription,
-    check_compressed,
     describe,
-    gradient_forms,
-    keeps_feedback,
     part_holders,
 )
 from jaxinf.program import UpdateProgram, trace_init
@@ -55,14 +51,12 @@ def described(
     passes_for(update, pieces, is_alone=is_alone)
     first, held = trace_init(tx, without_shardings(avals)), jax.tree.leaves(avals)
     compress, counts = options.compress, part_counts(held, pieces)
-    check_compressed(compress, update)
     description = describe(
         update,
         first,
         counts,
         average=options.average,
-        has_feedback=keeps_feedback(compress),
-        forms=partial(gradient_forms, compress),
+        compression=compress,
         holders=() if is_alone else _holders(held, counts, mesh_of(avals)),
     )
     return first, description

@@ -11,7 +11,6 @@ import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,8 @@ from jaxinf.engine import (
     StoreDescription,
     StoreShape,
     can_take,
-    check_compressed,
     describe,
     engine_of,
-    gradient_forms,
-    keeps_feedback,
     moved_states,
 )
 from jaxinf.program import averaged, trace_init
@@ -276,14 +272,12 @@ def _described(config: TrainConfig) -> StoreDescription:
         holders.append(own if count > 1 else ())
     compress, tx = config.compression, averaged(make_optimizer(config), config.average)
     update = trace_optimizer(tx, params)
-    check_compressed(compress, update)
     return describe(
         update,
         trace_init(tx, params),
         shards,
         average=config.average,
-        has_feedback=keeps_feedback(compress),
-        forms=partial(gradient_forms, compress),
+        compression=compress,
         holders=holders,
     )
 

@@ -164,6 +164,9 @@ def test_none_goes_on_that_comes_to_a_barrier_too_late(groups):
     )
     with pytest.raises(ProcessError, match="it waited for process 2 in vain"):
         groups[2].barrier("x")
+    assert {*processes.group.deserted} >= {*groups[:2]}
+    in_each(groups, lambda group: group.gather("y", int))
+    assert not processes.group.deserted  # all are there again
 
 
 def reporting(group, number):
