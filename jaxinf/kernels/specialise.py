@@ -20,6 +20,7 @@ from jaxinf.program.ir import (
     Operand,
     Result,
     inputs_of,
+    needed_by,
 )
 from jaxinf.program.kernel import Kernel
 from jaxinf.typing import Array
@@ -61,7 +62,7 @@ def scalars_used(
     """
     pairs = list(zip(kernel.scalar_dtypes, scalars, strict=True))
     known = tuple(bool(s) if dtype == np.bool_ else None for dtype, s in pairs)
-    taken = _Folder(kernel, known, (False,) * len(known)).fold()
+    taken = _folded(kernel, known, (False,) * len(known))
     inputs = inputs_of(taken.equations, [taken.update, *taken.new_slots])
     return frozenset(index for kind, index in inputs if kind == "scalar")
 
@@ -73,7 +74,12 @@ def state_read(kernel: Kernel) -> frozenset[str]:
     """
     memo = _memo(kernel, "state_read")
     if not memo:
-        memo[None] = _state_read(kernel)
+        states = zip(kernel.slots, kernel.new_slots, strict=True)
+        changed = [value for name, value in states if name not in kernel.unchanged]
+        inputs = inputs_of(kernel.equations, [kernel.update, *changed])
+        names = {kernel.slots[index] for kind, index in inputs if kind == "slot"}
+        needs_params = ("params", 0) in inputs or kernel.update is not None
+        memo[None] = frozenset(names | ({"params"} if needs_params else set()))
     return memo[None]
 
 
@@ -82,85 +88,68 @@ def _memo(kernel: Kernel, name: str) -> dict[Any, Any]:
     return vars(kernel).setdefault(f"_{name}", {})
 
 
-def _state_read(kernel: Kernel) -> frozenset[str]:
-    changed = [
-        value
-        for name, value in zip(kernel.slots, kernel.new_slots, strict=True)
-        if name not in kernel.unchanged
-    ]
-    inputs = inputs_of(kernel.equations, [kernel.update, *changed])
-    names = {kernel.slots[index] for kind, index in inputs if kind == "slot"}
-    needs_params = ("params", 0) in inputs or kernel.update is not None
-    return frozenset(names | ({"params"} if needs_params else set()))
-
-
 def _specialised(kernel: Kernel, known: _Known, zeros: tuple[bool, ...]) -> Kernel:
-    chosen = _Folder(kernel, known, (False,) * len(zeros)).fold()
+    chosen = _folded(kernel, known, (False,) * len(zeros))
     if chosen.unchanged == kernel.unchanged:
         return kernel
-    return _Folder(kernel, known, zeros).fold()
+    return _folded(kernel, known, zeros)
 
 
-class _Folder:
-    """Rewrites a body equation by equation."""
+def _folded(kernel: Kernel, known: _Known, zeros: tuple[bool, ...]) -> Kernel:
+    """Rewrites a body equation by equation; what nothing needs any more stays."""
+    values: list[Operand] = []
+    equations: list[Equation] = []
 
-    def __init__(self, kernel: Kernel, known: _Known, zeros: tuple[bool, ...]) -> None:
-        self._kernel = kernel
-        self._known = known
-        self._zeros = zeros
-        self._values: list[Operand] = []
-        self._equations: list[Equation] = []
-
-    def fold(self) -> Kernel:
-        for equation in self._kernel.equations:
-            inputs = tuple(map(self._value, equation.inputs))
-            value = self._folded(equation, inputs)
-            if value is None:
-                value = Result(len(self._equations), equation.dtype)
-                self._equations.append(
-                    Equation(equation.op, inputs, equation.params, equation.dtype)
-                )
-            self._values.append(value)
-        update = None
-        if self._kernel.update is not None:
-            update = self._value(self._kernel.update)
-            update = None if _is_zero(update) else update
-        new_slots = tuple(map(self._value, self._kernel.new_slots))
-        reduced = [self._values[number] for number in self._kernel.reduced]
-        kernel = replace(
-            self._kernel,
-            reduced=tuple(v.index for v in reduced if isinstance(v, Result)),
-        )
-        return _without_dead_code(kernel, self._equations, update, new_slots)
-
-    def _value(self, operand: Operand) -> Operand:
+    def value_of(operand: Operand) -> Operand:
         if isinstance(operand, Result):
-            return self._values[operand.index]
+            return values[operand.index]
         if isinstance(operand, Input) and operand.kind == "scalar":
-            known = self._known[operand.index]
-            if known is not None and operand.dtype == np.bool_:
-                return Constant.of(known, operand.dtype)
-            if self._zeros[operand.index]:
+            if (is_true := known[operand.index]) is not None:
+                return Constant.of(is_true, operand.dtype)
+            if zeros[operand.index]:
                 return Constant.of(0, operand.dtype)
         return operand
 
-    def _folded(
-        self, equation: Equation, inputs: tuple[Operand, ...]
-    ) -> Operand | None:
-        """Returns the operand that the result equals, or None if it is not decided."""
-        first = inputs[0]
-        if equation.op == "select_n" and isinstance(first, Constant):
-            return inputs[1 + int(first.value)]
-        literals = [bool(i.value) for i in inputs if isinstance(i, Constant)]
-        if first.dtype == np.bool_ and len(literals) == len(inputs):
-            return _logic(equation, literals)
-        is_zero = [_is_zero(operand) for operand in inputs]
-        if equation.dtype.kind in "fV" and any(self._zeros):
-            if equation.op == "mul" and any(is_zero):
-                return Constant.of(0, equation.dtype)
-            if equation.op in _KEEP_ZERO and is_zero[0]:
-                return Constant.of(0, equation.dtype)
-        return None
+    for equation in kernel.equations:
+        inputs = tuple(map(value_of, equation.inputs))
+        value = _decided(equation, inputs, any(zeros))
+        if value is None:
+            value = Result(len(equations), equation.dtype)
+            equations.append(replace(equation, inputs=inputs))
+        values.append(value)
+    update = None if kernel.update is None else value_of(kernel.update)
+    update = None if update is None or _is_zero(update) else update
+    new_slots = tuple(map(value_of, kernel.new_slots))
+    needed = needed_by(equations, [update, *new_slots])
+    reduced = [values[number] for number in kernel.reduced]
+    return replace(
+        kernel,
+        equations=tuple(equations),
+        update=update,
+        new_slots=new_slots,
+        reduced=tuple(
+            v.index for v in reduced if isinstance(v, Result) and v in needed
+        ),
+    )
+
+
+def _decided(
+    equation: Equation, inputs: tuple[Operand, ...], has_zeros: bool
+) -> Operand | None:
+    """Returns the operand that the result equals, or None if it is not decided."""
+    first = inputs[0]
+    if equation.op == "select_n" and isinstance(first, Constant):
+        return inputs[1 + int(first.value)]
+    literals = [bool(i.value) for i in inputs if isinstance(i, Constant)]
+    if first.dtype == np.bool_ and len(literals) == len(inputs):
+        return _logic(equation, literals)
+    is_zero = [_is_zero(operand) for operand in inputs]
+    if equation.dtype.kind in "fV" and has_zeros:
+        if equation.op == "mul" and any(is_zero):
+            return Constant.of(0, equation.dtype)
+        if equation.op in _KEEP_ZERO and is_zero[0]:
+            return Constant.of(0, equation.dtype)
+    return None
 
 
 def _logic(equation: Equation, inputs: list[bool]) -> Operand | None:
@@ -180,35 +169,3 @@ def _logic(equation: Equation, inputs: list[bool]) -> Operand | None:
 
 def _is_zero(operand: Operand) -> bool:
     return isinstance(operand, Constant) and not np.any(operand.value)
-
-
-def _without_dead_code(
-    kernel: Kernel,
-    equations: Sequence[Equation],
-    update: Operand | None,
-    new_slots: tuple[Operand, ...],
-) -> Kernel:
-    outputs = [*new_slots, *([] if update is None else [update])]
-    needed = {o.index for o in outputs if isinstance(o, Result)}
-    for index in reversed(range(len(equations))):
-        if index in needed:
-            needed |= {
-                o.index for o in equations[index].inputs if isinstance(o, Result)
-            }
-    places = {old: new for new, old in enumerate(sorted(needed))}
-
-    def moved(operand: Operand) -> Operand:
-        if isinstance(operand, Result):
-            return Result(places[operand.index], operand.dtype)
-        return operand
-
-    kept = [equations[index] for index in sorted(needed)]
-    return replace(
-        kernel,
-        equations=tuple(
-            Equation(e.op, tuple(map(moved, e.inputs)), e.params, e.dtype) for e in kept
-        ),
-        update=None if update is None else moved(update),
-        new_slots=tuple(map(moved, new_slots)),
-        reduced=tuple(places[old] for old in kernel.reduced if old in places),
-    )

@@ -123,13 +123,23 @@ def describe_body(
     return lines
 
 
+def needed_by(
+    equations: Sequence[Equation], outputs: Sequence[Operand | None]
+) -> set[Operand]:
+    """Returns all that outputs depend on, themselves included."""
+    needed = {operand for operand in outputs if operand is not None}
+    for index, equation in reversed([*enumerate(equations)]):
+        if Result(index, equation.dtype) in needed:
+            needed |= {*equation.inputs}
+    return needed
+
+
 def inputs_of(
     equations: Sequence[Equation], outputs: Sequence[Operand | None]
 ) -> set[tuple[str, int]]:
-    """Kind and index of every input that a body reads."""
-    operands = [operand for eqn in equations for operand in eqn.inputs]
-    operands += [operand for operand in outputs if operand is not None]
-    return {(o.kind, o.index) for o in operands if isinstance(o, Input)}
+    """Kind and index of every input that outputs depend on."""
+    needed = needed_by(equations, outputs)
+    return {(o.kind, o.index) for o in needed if isinstance(o, Input)}
 
 
 def _params(equation: Equation) -> str:
