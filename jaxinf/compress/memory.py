@@ -47,11 +47,13 @@ def sparsify(compression: TopK) -> optax.GradientTransformation:
         return SparsifyState(jnp.int32(0), feedback)
 
     def sent(gradients: list[Any], held: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = [
-            _sent(gradient, left, compression)
-            for gradient, left in zip(gradients, held, strict=True)
-        ]
-        return [dense for dense, _ in results], [left for _, left in results]
+        all_dense, all_left = [], []
+        for gradient, before in zip(gradients, held, strict=True):
+            grid = choose_grid(tuple(gradient.shape))
+            compressed, left = compress_leaf(gradient, grid, compression, before)
+            all_dense.append(dense_leaf(compressed, gradient, grid))
+            all_left.append(left)
+        return all_dense, all_left
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None
@@ -61,7 +63,7 @@ def sparsify(compression: TopK) -> optax.GradientTransformation:
         held = jax.tree.leaves(state.error_feedback) or [None] * len(gradients)
         if compression.warmup_steps:
             is_dense = state.step < compression.warmup_steps
-            results = lax.cond(is_dense, _as_they_are, sent, gradients, held)
+            results = lax.cond(is_dense, lambda *both: both, sent, gradients, held)
         else:
             results = sent(gradients, held)
         # Like a link, this keeps XLA from fusing the optimizer with the selection.
@@ -72,15 +74,3 @@ def sparsify(compression: TopK) -> optax.GradientTransformation:
         return treedef.unflatten(new), SparsifyState(state.step + 1, feedback)
 
     return optax.GradientTransformation(init, update)
-
-
-def _as_they_are(gradients: list[Any], held: list[Any]) -> tuple[list[Any], list[Any]]:
-    return gradients, held
-
-
-def _sent(
-    gradient: jax.Array, feedback: jax.Array | None, compression: TopK
-) -> tuple[jax.Array, jax.Array | None]:
-    grid = choose_grid(tuple(gradient.shape))
-    compressed, left = compress_leaf(gradient, grid, compression, feedback)
-    return dense_leaf(compressed, gradient, grid), left

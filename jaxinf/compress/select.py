@@ -44,7 +44,9 @@ def select(block: jax.Array, k: int, selection: Selection) -> jax.Array:
     magnitudes = jnp.pad(magnitudes, (0, padding), constant_values=-1)
     above = _packed(magnitudes >= high)
     near = _packed((magnitudes >= low) & (magnitudes < high))
-    return _set_bits(above | _first_bits(near, k - _num_bits(above)), k)
+    num_above = jnp.sum(lax.population_count(above).astype(jnp.int32))
+    chosen = above | _first_bits(near, k - num_above)
+    return _positions(chosen, jnp.arange(k, dtype=jnp.int32))
 
 
 def _threshold(magnitudes: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -80,10 +82,6 @@ def _packed(flags: jax.Array) -> jax.Array:
     return jnp.sum(bits << jnp.arange(_WORD, dtype=jnp.uint32), 1, dtype=jnp.uint32)
 
 
-def _num_bits(words: jax.Array) -> jax.Array:
-    return jnp.sum(lax.population_count(words).astype(jnp.int32))
-
-
 def _first_bits(words: jax.Array, number: jax.Array) -> jax.Array:
     """Clears all set bits after the first `number`, which is at least 1."""
     last = _positions(words, (number - 1)[None])[0]
@@ -92,10 +90,6 @@ def _first_bits(words: jax.Array, number: jax.Array) -> jax.Array:
     all_bits = jnp.uint32(0xFFFFFFFF)
     shift = jnp.minimum(_WORD - kept, _WORD - 1)  # a shift by 32 is undefined
     return jnp.where(kept == 0, jnp.uint32(0), words & (all_bits >> shift))
-
-
-def _set_bits(words: jax.Array, k: int) -> jax.Array:
-    return _positions(words, jnp.arange(k, dtype=jnp.int32))
 
 
 def _positions(words: jax.Array, ranks: jax.Array) -> jax.Array:

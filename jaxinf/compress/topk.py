@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 Selection: TypeAlias = Literal["threshold", "exact"]
@@ -19,6 +20,9 @@ ValueDType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 INDEX_BYTES = 4
 """Bytes of an index on the link, an int32."""
+
+_FORM = "top_k:RATIO, then ,warmup_steps=N ,error_feedback=true ,values=DTYPE "
+_FORM += "or ,selection=NAME as wanted"
 
 
 @dataclass(frozen=True)
@@ -129,36 +133,16 @@ def parse_compression(text: str) -> TopK:
     Raises:
       ValueError: the text does not parse; gives the expected form.
     """
-    name, colon, rest = text.strip().partition(":")
-    if name != "top_k" or not colon:
+    name, _, rest = text.strip().partition(":")
+    ratio, *words = rest.split(",")
+    pairs = (word.partition("=") for word in words)
+    given = {"ratio": ratio} | {option: value for option, _, value in pairs}
+    if name != "top_k" or given.keys() - {field.name for field in fields(TopK)}:
         raise ValueError(
-            f"{text!r}: expected top_k:RATIO, such as top_k:0.02; top_k is the only "
+            f"{text!r}: expected {_FORM}, such as top_k:0.02; top_k is the only "
             "compression there is"
         )
-    ratio, *words = rest.split(",")
-    return TopK(_number(ratio, float), **dict(_option(word) for word in words))
-
-
-def _option(word: str) -> tuple[str, Any]:
-    name, _, text = word.partition("=")
-    match name:
-        case "warmup_steps":
-            return name, _number(text, int)
-        case "error_feedback" if text in ("true", "false"):
-            return name, text == "true"
-        case "values" | "selection":
-            return name, text
-    raise ValueError(
-        f"{word!r}: expected warmup_steps=N, error_feedback=true or false, "
-        "values=DTYPE or selection=NAME after the ratio"
-    )
-
-
-def _number(text: str, kind: type) -> Any:
     try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(
-            f"{text!r}: expected {'a whole number' if kind is int else 'a number'} in "
-            "top_k:RATIO[,warmup_steps=N…]"
-        ) from None
+        return msgspec.convert(given, TopK, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{text!r}: expected {_FORM}; {error}") from None

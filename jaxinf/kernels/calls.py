@@ -5,7 +5,6 @@ update has the results of separate passes over the arrays, and is done in the sa
 """
 
 import ctypes
-import functools
 import operator
 import struct
 import sys
@@ -96,54 +95,6 @@ class EntryPoint:
         self.holding: Callable[..., int] = prototype(address)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """All arguments of one call in one piece of memory: packed at once.
-
-    It has arrays, passage, words (scalars, constants, sums), and the wanted flags.
-
-    Attributes:
-      offsets: offsets of gradient, params, out, slots, arrays, scalars, constants,
-        passage.
-    """
-
-    packer: struct.Struct
-    num_bytes: int
-    offsets: tuple[int, ...]
-    sums: int
-    sums_unpacker: struct.Struct
-    wanted: int
-
-
-@functools.cache
-def _block(
-    num_slots: int, num_arrays: int, num_scalars: int, num_words: int, num_sums: int
-) -> _Block:
-    """Makes the block for these numbers; the words are scalars and constants."""
-    length = struct.calcsize(_ARRAY)
-    arrays = 3 + num_slots
-    passage = (arrays + num_arrays) * length
-    words = passage + struct.calcsize(_PASSAGE)
-    first_sum = words + 4 * num_words
-    wanted = first_sum + 4 * num_sums
-    packer = struct.Struct(
-        _ARRAY * (arrays + num_arrays)
-        + _PASSAGE
-        + f"{num_words}I{4 * num_sums}x{num_sums}s"
-    )
-    return _Block(
-        packer,
-        packer.size,
-        (
-            0, length, 2 * length, 3 * length, arrays * length,
-            words, words + 4 * num_scalars, passage,
-        ),
-        first_sum,
-        struct.Struct(f"{num_sums}I"),
-        wanted,
-    )  # fmt: skip
-
-
 class _Place(NamedTuple):
     """Where a buffer has params or a slot, and how they are stored.
 
@@ -166,7 +117,9 @@ class Call:
     """A kernel's call on arrays like those that it was made from. Thread-safe.
 
     The states, params and slots, lie at the same places of any buffer. It releases the
-    GIL while the kernel runs, unless that takes some microseconds only.
+    GIL while the kernel runs, unless that takes some microseconds only. All arguments
+    are in one piece of memory, packed at once: arrays, passage, words (scalars,
+    constants, sums), and the wanted flags.
 
     Attributes:
       num_elements: the arrays' length.
@@ -188,7 +141,9 @@ class Call:
     _gradient_code: int
     _out_code: int
     _num_stored: int
-    _block: _Block
+    _packer: struct.Struct
+    _offsets: tuple[int, ...]
+    _sums_at: int
 
     @classmethod
     def of(
@@ -219,6 +174,17 @@ class Call:
         """
         places = tuple(_place(state, address, key, first) for state in states)
         num_stored = len(places) + sum(p.beside_bytes is not None for p in places)
+        num_words, num_sums = len(scalar_dtypes) + len(constants), 2 * num_stored
+        length = struct.calcsize(_ARRAY)
+        arrays_at = (2 + len(places)) * length  # behind gradient, params, out, slots
+        passage_at = arrays_at + num_arrays * length
+        words_at = passage_at + struct.calcsize(_PASSAGE)
+        constants_at = words_at + 4 * len(scalar_dtypes)
+        packer = struct.Struct(
+            _ARRAY * (2 + len(places) + num_arrays)
+            + _PASSAGE
+            + f"{num_words}I{4 * num_sums}x{num_sums}s"
+        )
         is_short = gradient.size <= _SHORT_ELEMENTS
         params = states[0]
         return cls(
@@ -234,13 +200,12 @@ class Call:
             _CODES[gradient.dtype],
             _CODES[out.dtype],
             num_stored,
-            _block(
-                len(places) - 1,
-                num_arrays,
-                len(scalar_dtypes),
-                len(scalar_dtypes) + len(constants),
-                2 * num_stored,
+            packer,
+            (
+                *(0, length, 2 * length, 3 * length),
+                *(arrays_at, words_at, constants_at, passage_at),
             ),
+            words_at + 4 * num_words,
         )
 
     def fits(
@@ -295,8 +260,8 @@ class Call:
         given, num_stored = passage.given, self._num_stored
         none = bytes(num_stored)
         wanted = bytes(passage.reads or none) + bytes(passage.writes or none)
-        block = self._block
-        memory = ctypes.create_string_buffer(block.num_bytes)
+        sums_at, num_sums = self._sums_at, 2 * num_stored
+        memory = ctypes.create_string_buffer(self._packer.size)
         start = ctypes.addressof(memory)
         master, *slots = [
             (
@@ -314,20 +279,21 @@ class Call:
             fields += slot
         for array in arrays:
             fields += array_fields(array)
-        block.packer.pack_into(
+        self._packer.pack_into(
             memory,
             0,
             *fields,
             0 if given is None else given.ctypes.data,
-            start + block.sums,
-            start + block.wanted,
+            start + sums_at,
+            start + sums_at + 4 * num_sums,
             passage.wants_params,
             *map(scalar_word, scalars),
             *self._constants,
             wanted,
         )
-        finite = self._function(self.num_elements, *[start + n for n in block.offsets])
-        sums = block.sums_unpacker.unpack_from(memory, block.sums)
+        offsets = [start + offset for offset in self._offsets]
+        finite = self._function(self.num_elements, *offsets)
+        sums = struct.unpack_from(f"{num_sums}I", memory, sums_at)
         told = tuple(map(operator.mul, sums, wanted))
         passage.read, passage.written = told[:num_stored], told[num_stored:]
         return bool(finite)

@@ -67,16 +67,10 @@ def portions(grid: LeafGrid, max_elements: int) -> list[Portion]:
     """Returns a leaf's portions by chunk, and within it in the order of the file."""
     result = []
     for box in LeafGrid(grid.shape, portion_shape(grid, max_elements)).chunks():
-        index = tuple(s // c for s, c in zip(box.start, grid.chunk_shape, strict=True))
-        inside = [s % c for s, c in zip(box.start, grid.chunk_shape, strict=True)]
-        result.append(
-            Portion(
-                chunk=ravel(index, grid.grid_shape),
-                start=box.start,
-                extent=box.extent,
-                offset_elements=ravel(inside, grid.chunk_shape),
-            )
-        )
+        both = list(map(divmod, box.start, grid.chunk_shape))
+        chunk = ravel([index for index, _ in both], grid.grid_shape)
+        offset = ravel([inside for _, inside in both], grid.chunk_shape)
+        result.append(Portion(chunk, box.start, box.extent, offset))
     return sorted(result, key=lambda p: (p.chunk, p.offset_elements))
 
 

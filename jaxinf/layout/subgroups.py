@@ -4,10 +4,10 @@ Invariant: the subgroups of a leaf partition its elements. Each lies in one chun
 so on one CSD, and starts on a page of its file in every dtype.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from jaxinf.layout.grid import CHUNK_ALIGNMENT_ELEMENTS, LeafGrid
 
@@ -76,10 +76,8 @@ def subgroups(
 def _cut(num_elements: int, max_units: int, unit: int) -> list[tuple[int, int]]:
     num_units = -(-num_elements // unit)
     num_runs = -(-num_units // max_units)
-    bounds = [
-        min(i * num_units // num_runs * unit, num_elements) for i in range(num_runs + 1)
-    ]
-    return [(bounds[i], bounds[i + 1] - bounds[i]) for i in range(num_runs)]
+    bounds = [i * num_units // num_runs * unit for i in range(num_runs)]
+    return [(a, b - a) for a, b in pairwise([*bounds, num_elements])]
 
 
 class _Loads:
@@ -219,7 +217,11 @@ def reassign_csds(
     result = [-1] * len(chunk_bytes)
     largest_first = sorted(range(len(chunk_bytes)), key=lambda i: -chunk_bytes[i])
     for num_bytes, group in groupby(largest_first, key=lambda i: chunk_bytes[i]):
-        for csd, positions in _by_csd(held, group).items():
+        by_csd = defaultdict[int, list[int]](list)
+        for position in group:
+            if (csd := held[position]) is not None:
+                by_csd[csd].append(position)
+        for csd, positions in by_csd.items():
             left_bytes = max(0, wanted[csd] - loads.bytes[csd])
             num_kept = len(positions)
             if num_bytes:
@@ -231,17 +233,6 @@ def reassign_csds(
         if result[position] < 0:
             result[position] = loads.add(chunk_bytes[position])
     return result
-
-
-def _by_csd(
-    held: Sequence[int | None], positions: Iterable[int]
-) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for position in positions:
-        csd = held[position]
-        if csd is not None:
-            found.setdefault(csd, []).append(position)
-    return found
 
 
 def _in_proportion(counts: Counter[int]) -> list[int]:

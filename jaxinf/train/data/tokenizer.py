@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxinf.train.data.errors import DataError, refusing
-from jaxinf.train.data.examples import Example, Message, Text
+from jaxinf.train.data.examples import Example, Text
 from jaxinf.typing import Array
 
 Place: TypeAlias = tuple[str, Text]
@@ -145,11 +145,10 @@ class FolderTokenizer:
         """
         if not texts:
             return []
-        strings, read = [_as_str(*text) for text in texts], self._tokenizer
+        strings, is_cut = [_as_str(*text) for text in texts], most is not None
+        how = {"truncation": is_cut, "max_length": most, "add_special_tokens": is_whole}
         with refusing(f"--tokenizer {self.name}: expected ids of {texts[0][0]}"):
-            found = read(strings, add_special_tokens=is_whole).input_ids
-            for n in [n for n, ids in enumerate(found) if most and len(ids) > most]:
-                found[n] = read(strings[n], truncation=True, max_length=most).input_ids
+            found = self._tokenizer(strings, **how).input_ids
         return [self._ids(ids) for ids in found]
 
     def num_special(self, num_texts: int, *, has_types: bool) -> int:
@@ -191,9 +190,8 @@ class FolderTokenizer:
         with refusing(f"{what}--tokenizer {self.name} can write"):
             template = self._tokenizer.get_chat_template(tools=example.tools)
             if _MARKS_ANSWERS.search(template) and not learn_all:
-                found = self._rendered(
-                    example, tokenize=True, return_assistant_tokens_mask=True
-                )
+                how = {"return_dict": True, "return_assistant_tokens_mask": True}
+                found = self._rendered(example, tokenize=True, **how)
                 is_learned = np.array(found["assistant_masks"], np.bool_)
                 return self._ids(found["input_ids"]), is_learned
             text = self._rendered(example)
@@ -239,25 +237,12 @@ class FolderTokenizer:
             yield start, stop
             at = stop
 
-    def _rendered(
-        self,
-        example: Example,
-        num: int | None = None,
-        *,
-        tokenize: bool = False,
-        **how: Any,
-    ) -> Any:
+    def _rendered(self, example: Example, num: int | None = None, **how: Any) -> Any:
         """Returns the first messages, or all, as the template writes them."""
-        messages: list[Message] = [*example.messages[:num]]
         template = self._tokenizer.get_chat_template(tools=example.tools)
-        return self._tokenizer.apply_chat_template(
-            messages,
-            tools=example.tools,
-            chat_template=_FIXED_DATE + template,
-            tokenize=tokenize,
-            return_dict=tokenize,
-            **how,
-        )
+        how = {"tokenize": False, "return_dict": False, "tools": example.tools, **how}
+        messages, whole = [*example.messages[:num]], _FIXED_DATE + template
+        return self._tokenizer.apply_chat_template(messages, chat_template=whole, **how)
 
     def _ids(self, ids: Sequence[int]) -> Array:
         found = np.array(ids, np.uint32)
