@@ -22,8 +22,7 @@ from jaxinf.program.on_device import (
     kernel_function,
     split_params,
 )
-from jaxinf.program.parts import LeafPart
-from jaxinf.program.passes import Passes
+from jaxinf.program.passes import LeafPart, Passes
 from jaxinf.program.prologue import LeafInputs, key_data
 from jaxinf.program.recall import Recall
 from jaxinf.program.state import (

@@ -5,13 +5,27 @@ values are numbers, or do not depend on any leaf.
 """
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
 
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.graph import Node, Value
-from jaxinf.program.parts import TOTALS
 from jaxinf.program.split import is_elementwise, origin_of
+
+TOTALS: Mapping[str, Callable[..., jax.Array]] = {
+    "reduce_sum": jnp.add,
+    "reduce_max": jnp.maximum,
+    "reduce_min": jnp.minimum,
+    "reduce_and": jnp.logical_and,
+    "reduce_or": jnp.logical_or,
+}
+"""Reductions of slices, and how their results are combined."""
+
+# Values of no leaf up to this many elements are computed once, not by each part.
+_FEW = 64
 
 
 @dataclass(frozen=True)
@@ -35,16 +49,24 @@ class Flow:
     mixed: set[Value]
     spread: set[Value]
 
-    def put(self, value: Value, stage: int) -> None:
-        """Notes a value whose owner is known."""
-        self.stages[value] = stage
-        if value not in self.owners:
-            self.numbers[value] = stage
-        elif value.node is None or not is_light(value.node):
-            self.numbers[value] = stage + 1
-        else:
-            read = (v for v in value.node.inputs if v.constant is None)
-            self.numbers[value] = max(self.numbers[v] for v in read)
+    def known_at(self, value: Value, leaf: int) -> int:
+        """The first pass in which a leaf's part can have a value."""
+        is_own = self.owners.get(value, leaf) == leaf
+        return self.stages[value] if is_own else self.numbers[value]
+
+    def is_own(self, value: Value, leaf: int, number: int) -> bool:
+        """Whether a leaf's part in a pass computes a value by itself."""
+        if self.owners.get(value) != leaf:
+            return False
+        return not is_one(value) or self.numbers[value] > number
+
+    def is_number(self, value: Value, leaf: int, number: int) -> bool:
+        """Whether a leaf's part in a pass gets a value as a number."""
+        if value in self.owners:
+            return not self.is_own(value, leaf, number)
+        if value.node is None or value in self.mixed:
+            return True
+        return value not in self.spread and math.prod(value.shape) <= _FEW
 
 
 def flow_of(
@@ -66,7 +88,7 @@ def flow_of(
     """
     flow = Flow(dict(owners), {}, {}, {}, set(), set())
     for value in inputs:
-        flow.put(value, int(value in late))
+        _put(flow, value, int(value in late))
     from_slices = {gradients[leaf] for leaf in sliced}
     for node in nodes:
         read = [value for value in node.inputs if value.constant is None]
@@ -90,8 +112,20 @@ def flow_of(
             flow.mixed.update(node.outputs)
         for value in node.outputs:
             flow.owners.update((value, leaf) for leaf in leaves)
-            flow.put(value, stage)
+            _put(flow, value, stage)
     return flow
+
+
+def _put(flow: Flow, value: Value, stage: int) -> None:
+    """Notes a value whose owner is known."""
+    flow.stages[value] = stage
+    if value not in flow.owners:
+        flow.numbers[value] = stage
+    elif value.node is None or not is_light(value.node):
+        flow.numbers[value] = stage + 1
+    else:
+        read = (v for v in value.node.inputs if v.constant is None)
+        flow.numbers[value] = max(flow.numbers[v] for v in read)
 
 
 def is_one(value: Value) -> bool:

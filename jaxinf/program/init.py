@@ -37,7 +37,6 @@ class InitProgram:
     layout: StateLayout
     leaves: tuple[LeafKernel, ...]
     _prologue: Prologue = field(repr=False)
-    _scalar_prologue: Prologue = field(repr=False)
 
     @property
     def reads_params(self) -> bool:
@@ -53,10 +52,6 @@ class InitProgram:
           params: Flat leaves, each in its own dtype; widened if they are needed.
         """
         return self._prologue(params)
-
-    def scalar_state(self, params: Sequence[jax.Array]) -> list[jax.Array]:
-        """The first scalar state alone; traceable."""
-        return self._scalar_prologue(params)[0]
 
 
 def trace_init(
@@ -74,27 +69,14 @@ def trace_init(
     closed, state = jax.make_jaxpr(tx.init, return_shape=True)(avals)
     layout = layout_of(state, avals)
     graph = graph_of(closed)
-    scalar_state = [graph.results[index] for index in layout.scalar_indices]
     kernels: dict[Kernel, Kernel] = {}
     leaves, builders = [], []
-    for index, info in enumerate(infos):
-        slots = layout.slots[index]
-        builder = BodyBuilder(info, {graph.inputs[index]: Input("params", 0, FLOAT32)})
-        values = [builder.operand(graph.results[slot.state_index]) for slot in slots]
-        kernel = Kernel(
-            slots=tuple(slot.name for slot in slots),
-            slot_dtypes=tuple(slot.dtype for slot in slots),
-            scalar_dtypes=builder.scalar_dtypes,
-            array_dtypes=builder.array_dtypes,
-            equations=tuple(builder.equations),
-            update=None,
-            new_slots=tuple(values),
-        )
+    for info, slots, own in zip(infos, layout.slots, graph.inputs, strict=True):
+        builder = BodyBuilder(info, {own: Input("params", 0, FLOAT32)})
+        first = [builder.operand(graph.results[slot.state_index]) for slot in slots]
+        kernel = builder.kernel(slots, None, first)
         leaves.append(LeafKernel(info, slots, kernels.setdefault(kernel, kernel)))
         builders.append(builder)
-    return InitProgram(
-        layout=layout,
-        leaves=tuple(leaves),
-        _prologue=Prologue.of(graph.nodes, graph.inputs, scalar_state, builders),
-        _scalar_prologue=Prologue.of(graph.nodes, graph.inputs, scalar_state, ()),
-    )
+    scalar_state = [graph.results[index] for index in layout.scalar_indices]
+    prologue = Prologue.of(graph.nodes, graph.inputs, scalar_state, builders)
+    return InitProgram(layout, tuple(leaves), prologue)

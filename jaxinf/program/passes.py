@@ -10,35 +10,168 @@ numbers that are combined before its pass. A leaf may arrive in slices along lea
 axes if its parts only take sums, maxima or minima of the gradient.
 """
 
-import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.program.flow import Flow, flow_of, is_light, is_one, too_much
-from jaxinf.program.graph import Node, Value, prune
-from jaxinf.program.parts import Combination, LeafPart
-from jaxinf.program.prologue import Prologue
+from jaxinf.program.flow import TOTALS, Flow, flow_of, is_light, is_one, too_much
+from jaxinf.program.graph import Node, Value, bind, evaluate, prune
+from jaxinf.program.prologue import Prologue, as_array, as_scalar
 from jaxinf.program.split import origin_of
 from jaxinf.program.state import StateSlot
 
 MAX_PASSES = 3
 """Passes over the gradients, of which the last one updates."""
 
-# Values of no leaf up to this many elements are computed once, not by each part.
-_FEW = 64
+
+@dataclass(frozen=True, eq=False)
+class LeafPart:
+    """The computation of one pass on one leaf.
+
+    Attributes:
+      leaf: The leaf's number.
+      shape: Its shape.
+      own: The leaf's inputs: gradient, params, recalled slots.
+      numbers: Further inputs, known before the pass.
+      nodes: The computation.
+      exports: Numbers for later passes.
+      scalars, arrays: Inputs of the leaf's kernel.
+      is_sliced: Whether slices of the gradient are enough; `gather` then combines what
+        each gives.
+    """
+
+    leaf: int
+    shape: tuple[int, ...]
+    own: tuple[Value, ...]
+    numbers: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    exports: tuple[Value, ...]
+    scalars: tuple[Value, ...]
+    arrays: tuple[Value, ...]
+    is_sliced: bool
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """All inputs, in the order of a call."""
+        return self.own + self.numbers
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        """All results, in the order of a call."""
+        return self.exports + self.scalars + self.arrays
+
+    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+        """Computes the results; traceable. A slice keeps its leading axes."""
+        env: dict[Value, Any] = dict(zip(self.inputs, arrays, strict=True))
+
+        def compute(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
+            if self.is_sliced and node.is_spread:  # as long as the slice
+                return [lax.broadcast(operands[0], env[self.own[0]].shape)]
+            return bind(node, operands)
+
+        found = iter(evaluate(self.nodes, self.outputs, env, compute))
+        return [
+            *(as_array(next(found)) for _ in self.exports),
+            *(as_scalar(next(found), value) for value in self.scalars),
+            *(jnp.broadcast_to(next(found), self.shape) for _ in self.arrays),
+        ]
+
+    def gather(
+        self, some: Sequence[jax.Array], more: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Combines the exports of two slices."""
+        made = {value: node for node in self.nodes for value in node.outputs}
+        return [
+            TOTALS[made[value].name](one, other)
+            for value, one, other in zip(self.exports, some, more, strict=True)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Combination:
+    """The computation between two passes, on numbers alone."""
+
+    inputs: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    numbers: tuple[Value, ...]
+    scalars: tuple[Value, ...]
+
+    def __call__(self, *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Computes the results; traceable."""
+        env: dict[Value, Any] = dict(zip(self.inputs, arrays, strict=True))
+        found = iter(evaluate(self.nodes, (*self.numbers, *self.scalars), env))
+        return (
+            [as_array(next(found)) for _ in self.numbers],
+            [as_scalar(next(found), value) for value in self.scalars],
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Passes:
     """A prologue in passes.
 
+    Attributes:
+      gradients, params: The inputs that are gradients and params, by leaf.
+      recalled: The inputs that are stored state, each with its leaf and its slot.
+      num_passes: Number of passes; with one no gradient waits.
+      parts: By pass and leaf, the computation of a pass on a leaf.
+      combinations: The computation before each pass, from the exports of all before it.
+      closing: The computation of the new scalar state, after the last pass.
+    """
+
+    prologue: Prologue
+    gradients: Sequence[Value]
+    params: Sequence[Value]
+    recalled: Mapping[Value, tuple[int, StateSlot]]
+    num_passes: int
+    parts: Mapping[tuple[int, int], LeafPart]
+    combinations: Sequence[Combination]
+    closing: Combination
+    sliced: Set[int]
+
+    def part(self, number: int, leaf: int) -> LeafPart | None:
+        """Returns the computation of a pass on a leaf; None if there is none."""
+        return self.parts.get((number, leaf))
+
+    def combination(self, number: int) -> Combination:
+        """Returns the computation before a pass."""
+        return self.combinations[number]
+
+    @property
+    def whole(self) -> Set[int]:
+        """Leaves in slices that have to be gathered before a pass."""
+        parts = self.parts.values()
+        return {p.leaf for p in parts if p.leaf in self.sliced and not p.is_sliced}
+
+    @property
+    def computed(self) -> Set[int]:
+        """Leaves of which the last pass computes something; they are needed whole."""
+        last = self.num_passes - 1
+        return {leaf for number, leaf in self.parts if number == last}
+
+
+def in_passes(
+    prologue: Prologue,
+    gradients: Sequence[Value],
+    params: Sequence[Value],
+    recalled: Mapping[Value, tuple[int, StateSlot]],
+    *,
+    late: Set[Value] = frozenset(),
+    sliced: Set[int] = frozenset(),
+) -> Passes:
+    """Divides a prologue into passes.
+
     Args:
       prologue: Its inputs are gradients, params, scalar state, extra arguments and
         recalled slots.
-      gradients, params: The inputs that are gradients and params, by leaf.
-      recalled: The inputs that are stored state, each with its leaf and its slot.
+      gradients, params, recalled: As in `Passes`.
       late: Numbers that are known after the first pass only, such as the loss.
       sliced: Leaves whose gradients arrive in slices along leading axes.
 
@@ -46,98 +179,54 @@ class Passes:
       UnsupportedTransformError: More than a few numbers of a leaf are needed together
         with others, or more than `MAX_PASSES` passes.
     """
+    owners = {value: leaf for leaf, value in enumerate(gradients)}
+    owners |= {value: leaf for leaf, value in enumerate(params)}
+    owners |= {value: leaf for value, (leaf, _) in recalled.items()}
+    flow = flow_of(prologue.nodes, prologue.inputs, owners, gradients, late, sliced)
+    cut = _Cut(prologue, flow, owners, gradients, sliced)
+    last = cut.num_passes - 1
+    exports = cut.exports()
+    parts = cut.parts(exports)
+    combinations: list[Combination] = []
+    done: set[Value] = set()
+    for number in range(cut.num_passes):
+        known = cut.known_before(number, exports) | done
+        own = [part for (n, _), part in parts.items() if n == number]
+        needed = dict.fromkeys(v for p in own for v in p.numbers if v not in known)
+        scalars = cut.shared_scalars() if number == last else ()
+        combinations.append(cut.combination(known, tuple(needed), scalars))
+        done.update(needed)
+    known = cut.known_before(cut.num_passes, exports)
+    closing = cut.combination(known, tuple(dict.fromkeys(cut.new_state)), ())
+    return Passes(
+        prologue,
+        gradients,
+        params,
+        recalled,
+        cut.num_passes,
+        parts,
+        combinations,
+        closing,
+        sliced,
+    )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A prologue between its passes."""
 
     prologue: Prologue
+    flow: Flow
+    own_inputs: Mapping[Value, int]
     gradients: Sequence[Value]
-    params: Sequence[Value]
-    recalled: Mapping[Value, tuple[int, StateSlot]]
-    late: Set[Value] = frozenset()
-    sliced: Set[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        if self.num_passes > MAX_PASSES:
-            raise UnsupportedTransformError(
-                f"optimizer: expected to need at most {MAX_PASSES} passes over the "
-                f"gradients, found one that needs {self.num_passes}, for "
-                f"{self._culprit}; leave one of its norms out, or use "
-                "jaxinf.smart_update"
-            )
-
-    # --- the passes ----------------------------------------------------------------
+    sliced: Set[int]
 
     @cached_property
-    def owners(self) -> Mapping[Value, int]:
-        """The leaf of each input that is a leaf's own; the others are numbers."""
-        found = {value: leaf for leaf, value in enumerate(self.gradients)}
-        found |= {value: leaf for leaf, value in enumerate(self.params)}
-        return found | {value: leaf for value, (leaf, _) in self.recalled.items()}
-
-    @cached_property
-    def num_passes(self) -> int:
-        """Number of passes; with one no gradient waits."""
-        stages = [self._known_at(value, leaf) for value, leaf in self._wanted]
-        ends = [self._flow.numbers[value] - 1 for value in self._new_state]
-        return 1 + max([0, *stages, *ends])
-
-    @cached_property
-    def whole(self) -> Set[int]:
-        """Leaves in slices that have to be gathered before a pass."""
-        parts = [
-            part
-            for number in range(self.num_passes)
-            for leaf in self.sliced
-            if (part := self.part(number, leaf)) is not None
-        ]
-        return {part.leaf for part in parts if not part.is_sliced}
-
-    @cached_property
-    def computed(self) -> Set[int]:
-        """Leaves of which the last pass computes something; they are needed whole."""
-        last = self.num_passes - 1
-        return {leaf for number, leaf in self._parts if number == last}
-
-    def part(self, number: int, leaf: int) -> LeafPart | None:
-        """Returns the computation of a pass on a leaf; None if there is none."""
-        return self._parts.get((number, leaf))
-
-    def combination(self, number: int) -> Combination:
-        """Returns the computation before a pass, from the exports of all before it."""
-        return self._combinations[number]
-
-    @cached_property
-    def closing(self) -> Combination:
-        """Returns the computation of the new scalar state, after the last pass."""
-        known = self._known_before(self.num_passes)
-        return self._combine(known, tuple(dict.fromkeys(self._new_state)), ())
-
-    # --- the flow ------------------------------------------------------------------
-
-    @cached_property
-    def _flow(self) -> Flow:
-        prologue = self.prologue
-        return flow_of(
-            prologue.nodes,
-            prologue.inputs,
-            self.owners,
-            self.gradients,
-            self.late,
-            self.sliced,
-        )
-
-    @property
-    def _owners(self) -> Mapping[Value, int]:
-        return self._flow.owners
-
-    @property
-    def _stages(self) -> Mapping[Value, int]:
-        return self._flow.stages
-
-    @property
-    def _new_state(self) -> list[Value]:
+    def new_state(self) -> list[Value]:
         return [v for v in self.prologue.scalar_state if v.constant is None]
 
     @cached_property
-    def _wanted(self) -> list[tuple[Value, int]]:
+    def wanted(self) -> list[tuple[Value, int]]:
         """Values that kernels take, with their leaves."""
         return [
             (value, number)
@@ -146,82 +235,89 @@ class Passes:
             if value.constant is None
         ]
 
-    def _known_at(self, value: Value, leaf: int) -> int:
-        """The first pass in which a leaf's part can have a value."""
-        if self._owners.get(value, leaf) == leaf:
-            return self._stages[value]
-        return self._flow.numbers[value]
-
-    def _is_own(self, value: Value, leaf: int, number: int) -> bool:
-        """Whether a leaf's part in a pass computes a value by itself."""
-        if self._owners.get(value) != leaf:
-            return False
-        return not is_one(value) or self._flow.numbers[value] > number
-
     @cached_property
-    def _exports(self) -> Mapping[Value, tuple[int, int]]:
-        """Numbers that leaves give, each with its leaf and its pass."""
-        found: dict[Value, tuple[int, int]] = {}
-        for value, leaf in self._flow.gathered.items():
-            found[value] = leaf, self._stages[value] - 1
-        for value in self._given_away():
-            for root in self._roots(value):
-                found[root] = self._owners[root], self._stages[root]
+    def num_passes(self) -> int:
+        stages = [self.flow.known_at(value, leaf) for value, leaf in self.wanted]
+        ends = [self.flow.numbers[value] - 1 for value in self.new_state]
+        found = 1 + max([0, *stages, *ends])
+        if found > MAX_PASSES:
+            raise UnsupportedTransformError(
+                f"optimizer: expected to need at most {MAX_PASSES} passes over the "
+                f"gradients, found one that needs {found}, for {self.culprit()}; leave "
+                "one of its norms out, or use jaxinf.smart_update"
+            )
         return found
 
-    def _given_away(self) -> list[Value]:
-        """Values of one leaf that others use, or later passes again."""
-        last = self.num_passes - 1
-        found = dict.fromkeys(self._new_state)
+    def culprit(self) -> str:
+        """The computation that needs the most passes, in words."""
+        stages, nodes = self.flow.stages, self.prologue.nodes
+        values = [*(value for value, _ in self.wanted), *self.new_state]
+        nodes = prune(nodes, [max(values, key=lambda value: stages[value])])
+        latest = max((stages[n.outputs[0]] for n in nodes), default=0)
+        first = next(n for n in nodes if stages[n.outputs[0]] == latest)
+        return f"{first.name}{origin_of(first)}"
+
+    def exports(self) -> dict[Value, tuple[int, int]]:
+        """Returns numbers that leaves give, each with its pass and its leaf."""
+        owners, stages = self.flow.owners, self.flow.stages
+        found = {v: (stages[v] - 1, leaf) for v, leaf in self.flow.gathered.items()}
+        for value in self.given_away():
+            for root in self.roots(value):
+                found[root] = stages[root], owners[root]
+        return found
+
+    def given_away(self) -> list[Value]:
+        """Returns values of one leaf that others use, or later passes again."""
+        flow, last = self.flow, self.num_passes - 1
+        reads = [(value, None) for value in self.new_state]
         for node in self.prologue.nodes:
             out = node.outputs[0]
-            leaf = self._owners.get(out)
-            if leaf is None and out not in self._flow.gathered:
-                found |= dict.fromkeys(node.inputs)
-            elif leaf is not None:
-                found |= dict.fromkeys(
-                    v for v in node.inputs if not self._is_own(v, leaf, last)
-                )
-        found |= dict.fromkeys(
-            value for value, leaf in self._wanted if not self._is_own(value, leaf, last)
+            if out not in flow.gathered:
+                reads += [(value, flow.owners.get(out)) for value in node.inputs]
+        reads += self.wanted
+        return list(
+            dict.fromkeys(
+                value
+                for value, leaf in reads
+                if value in flow.owners
+                and (leaf is None or not flow.is_own(value, leaf, last))
+            )
         )
-        return [value for value in found if value in self._owners]
 
-    def _roots(self, value: Value) -> list[Value]:
-        """The values from which a leaf's number follows by operations on numbers."""
+    def roots(self, value: Value) -> list[Value]:
+        """Returns values from which a leaf's number follows by those on numbers."""
         stack, found = [value], dict[Value, None]()
         while stack:
             one = stack.pop()
             if one.node is not None and is_light(one.node):
-                stack += [v for v in one.node.inputs if v in self._owners]
-            elif not is_one(one) and one not in self._new_state:
+                stack += [v for v in one.node.inputs if v in self.flow.owners]
+            elif not is_one(one) and one not in self.new_state:
                 raise too_much(one)
             else:
                 found[one] = None
         return list(found)
 
-    # --- parts ---------------------------------------------------------------------
-
-    @cached_property
-    def _parts(self) -> Mapping[tuple[int, int], LeafPart]:
-        last = self.num_passes - 1
-        outputs: dict[tuple[int, int], list[Value]] = {}
-        for value, (leaf, stage) in self._exports.items():
-            outputs.setdefault((stage, leaf), []).append(value)
+    def parts(
+        self, exports: Mapping[Value, tuple[int, int]]
+    ) -> dict[tuple[int, int], LeafPart]:
+        flow, last = self.flow, self.num_passes - 1
+        given: defaultdict[tuple[int, int], list[Value]] = defaultdict(list)
+        for value, at in exports.items():
+            given[at].append(value)
         found = {}
         for leaf, kernel in enumerate(self.prologue.leaves):
             for number in range(self.num_passes):
-                exports = outputs.get((number, leaf), [])
-                scalars = [v for v in kernel.scalars if self._is_own(v, leaf, last)]
-                arrays = list(kernel.arrays)
-                if number != last:
-                    scalars, arrays = [], []
-                if exports or scalars or arrays:
-                    part = self._part(number, leaf, exports, scalars, arrays)
+                own = given[number, leaf]
+                scalars, arrays = list[Value](), list[Value]()
+                if number == last:
+                    arrays += kernel.arrays
+                    scalars += [v for v in kernel.scalars if flow.is_own(v, leaf, last)]
+                if own or scalars or arrays:
+                    part = self.part(number, leaf, own, scalars, arrays)
                     found[number, leaf] = part
         return found
 
-    def _part(
+    def part(
         self,
         number: int,
         leaf: int,
@@ -229,27 +325,24 @@ class Passes:
         scalars: Sequence[Value],
         arrays: Sequence[Value],
     ) -> LeafPart:
-        def is_own(value: Value) -> bool:
-            return value.node is None and value in self.owners
+        outputs = (*exports, *scalars, *arrays)
 
         def is_given(value: Value) -> bool:
-            is_export = value in exports
-            return is_own(value) or (
-                not is_export and self._is_number(value, number, leaf)
-            )
+            if value in self.own_inputs:
+                return True
+            return value not in exports and self.flow.is_number(value, leaf, number)
 
-        given, nodes = self._needed((*exports, *scalars, *arrays), is_given)
-        own = tuple(value for value in given if is_own(value))
-        outputs = [v for v in (*exports, *scalars, *arrays) if v.constant is None]
+        given, nodes = self.needed(outputs, is_given)
+        own = tuple(value for value in given if value in self.own_inputs)
         # Slices of the gradient, with leading axes kept, may be enough.
         takes_slices = own == (self.gradients[leaf],) and all(
-            value in self._flow.gathered for value in outputs
+            v in self.flow.gathered for v in outputs if v.constant is None
         )
         return LeafPart(
             leaf,
             self.prologue.leaves[leaf].shape,
             own,
-            tuple(value for value in given if not is_own(value)),
+            tuple(value for value in given if value not in self.own_inputs),
             nodes,
             tuple(exports),
             tuple(dict.fromkeys(scalars)),
@@ -257,13 +350,36 @@ class Passes:
             leaf in self.sliced and takes_slices,
         )
 
-    def _needed(
+    def known_before(
+        self, number: int, exports: Mapping[Value, tuple[int, int]]
+    ) -> set[Value]:
+        """Returns numbers that need no computation: inputs, and earlier exports."""
+        return {
+            value
+            for value in self.prologue.inputs
+            if value not in self.own_inputs and self.flow.stages[value] <= number
+        } | {value for value, (n, _) in exports.items() if n < number}
+
+    def shared_scalars(self) -> tuple[Value, ...]:
+        """Returns kernels' scalars that no leaf's part computes."""
+        last = self.num_passes - 1
+        leaves = enumerate(self.prologue.leaves)
+        own = ((value, leaf) for leaf, kernel in leaves for value in kernel.scalars)
+        shared = (v for v, leaf in own if not self.flow.is_own(v, leaf, last))
+        return tuple(dict.fromkeys(shared))
+
+    def combination(
+        self, known: Set[Value], numbers: tuple[Value, ...], scalars: tuple[Value, ...]
+    ) -> Combination:
+        inputs, nodes = self.needed((*numbers, *scalars), known.__contains__)
+        return Combination(inputs, nodes, numbers, scalars)
+
+    def needed(
         self, outputs: Sequence[Value], is_given: Callable[[Value], bool]
     ) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
         """Returns the given values that outputs follow from, and the computation."""
-        given: set[Value] = set()
-        nodes: set[Node] = set()
-        stack, seen = list(outputs), set[Value]()
+        given, nodes, seen = set[Value](), set[Node](), set[Value]()
+        stack = list(outputs)
         while stack:
             value = stack.pop()
             if value.constant is not None or value in seen:
@@ -275,78 +391,14 @@ class Passes:
                 assert value.node is not None, "an input is given"
                 nodes.add(value.node)
                 stack += value.node.inputs
-        places = self._places
+        places = self.places
         return (
             tuple(sorted(given, key=places.__getitem__)),
             tuple(sorted(nodes, key=lambda node: places[node.outputs[0]])),
         )
 
     @cached_property
-    def _places(self) -> Mapping[Value, int]:
+    def places(self) -> Mapping[Value, int]:
         """The position of each value, so that parts of equal leaves are alike."""
-        values = [
-            *self.prologue.inputs,
-            *(value for node in self.prologue.nodes for value in node.outputs),
-        ]
-        return {value: place for place, value in enumerate(values)}
-
-    def _is_number(self, value: Value, number: int, leaf: int) -> bool:
-        """Whether a part gets a value as a number, instead of computing it."""
-        if value in self._owners:
-            return not self._is_own(value, leaf, number)
-        if value.node is None or value in self._flow.mixed:
-            return True
-        return value not in self._flow.spread and math.prod(value.shape) <= _FEW
-
-    # --- combinations --------------------------------------------------------------
-
-    @cached_property
-    def _combinations(self) -> Sequence[Combination]:
-        last = self.num_passes - 1
-        made: list[Combination] = []
-        done: set[Value] = set()
-        for number in range(self.num_passes):
-            parts = [p for (n, _), p in self._parts.items() if n == number]
-            known = self._known_before(number) | done
-            needed = dict.fromkeys(
-                v for part in parts for v in part.numbers if v not in known
-            )
-            scalars: dict[Value, None] = {}
-            if number == last:
-                scalars = dict.fromkeys(
-                    value
-                    for leaf, own in enumerate(self.prologue.leaves)
-                    for value in own.scalars
-                    if not self._is_own(value, leaf, last)
-                )
-            combination = self._combine(known, tuple(needed), tuple(scalars))
-            done.update(needed)
-            made.append(combination)
-        return made
-
-    def _known_before(self, number: int) -> set[Value]:
-        """Numbers that need no computation: inputs, and exports of earlier passes."""
-        inputs = {
-            value
-            for value in self.prologue.inputs
-            if value not in self.owners and self._stages[value] <= number
-        }
-        return inputs | {v for v, (_, n) in self._exports.items() if n < number}
-
-    def _combine(
-        self, known: Set[Value], numbers: tuple[Value, ...], scalars: tuple[Value, ...]
-    ) -> Combination:
-        inputs, nodes = self._needed((*numbers, *scalars), known.__contains__)
-        return Combination(inputs, nodes, numbers, scalars)
-
-    @property
-    def _culprit(self) -> str:
-        """The computation that needs the most passes, in words."""
-        value = max(
-            [*(value for value, _ in self._wanted), *self._new_state],
-            key=lambda value: self._stages[value],
-        )
-        nodes = prune(self.prologue.nodes, [value])
-        latest = max((self._stages[n.outputs[0]] for n in nodes), default=0)
-        first = next(n for n in nodes if self._stages[n.outputs[0]] == latest)
-        return f"{first.name}{origin_of(first)}"
+        made = (value for node in self.prologue.nodes for value in node.outputs)
+        return {value: i for i, value in enumerate((*self.prologue.inputs, *made))}

@@ -67,47 +67,35 @@ class Prologue:
         wanted = [*scalar_state, *(value for leaf in own for value in leaf.values)]
         return cls(prune(nodes, wanted), tuple(inputs), tuple(scalar_state), own)
 
+    @property
+    def outputs(self) -> list[Value]:
+        """All results: the new scalar state, then the inputs of each body."""
+        own = (value for leaf in self.leaves for value in leaf.values)
+        return [*self.scalar_state, *own]
+
     def reads(self, inputs: Iterable[Value]) -> bool:
         """Whether any output depends on one of these inputs."""
-        wanted = {value for node in self.nodes for value in node.inputs}
-        wanted.update(self.wanted())
-        return not wanted.isdisjoint(inputs)
+        read = {value for node in self.nodes for value in node.inputs}
+        return not read.union(self.outputs).isdisjoint(inputs)
 
     def __call__(
         self, inputs: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
         """Computes the new scalar state and the kernels' inputs; traceable."""
         env: dict[Value, Any] = dict(zip(self.inputs, inputs, strict=True))
-        return self.outputs_from(self.nodes, env)
-
-    def wanted(self) -> list[Value]:
-        """All results: the new scalar state, then the inputs of each body."""
-        own = (value for leaf in self.leaves for value in leaf.values)
-        return [*self.scalar_state, *own]
-
-    def outputs_from(
-        self, nodes: Sequence[Node], env: dict[Value, Any]
-    ) -> tuple[list[jax.Array], list[LeafInputs]]:
-        """Computes the results with some of the nodes from known values; traceable."""
-        results = iter(evaluate(nodes, self.wanted(), env))
-        scalar_state = [as_array(next(results)) for _ in self.scalar_state]
-        scalars: dict[Value, jax.Array] = {}
-        return scalar_state, [
-            _leaf_inputs(leaf, results, scalars) for leaf in self.leaves
-        ]
-
-
-def _leaf_inputs(
-    leaf: _Wanted, results: Any, known: dict[Value, jax.Array]
-) -> LeafInputs:
-    """Takes a leaf's inputs from `results`; leaves share the scalars in `known`."""
-    for value in leaf.scalars:
-        found = next(results)
-        if value not in known:
-            known[value] = as_scalar(found, value)
-    scalars = tuple(known[value] for value in leaf.scalars)
-    arrays = tuple(jnp.broadcast_to(next(results), leaf.shape) for _ in leaf.arrays)
-    return LeafInputs(scalars, arrays)
+        found = iter(evaluate(self.nodes, self.outputs, env))
+        scalar_state = [as_array(next(found)) for _ in self.scalar_state]
+        known: dict[Value, jax.Array] = {}  # leaves share scalars
+        leaves = []
+        for leaf in self.leaves:
+            for value in leaf.scalars:
+                one = next(found)
+                if value not in known:
+                    known[value] = as_scalar(one, value)
+            arrays = (jnp.broadcast_to(next(found), leaf.shape) for _ in leaf.arrays)
+            scalars = tuple(known[value] for value in leaf.scalars)
+            leaves.append(LeafInputs(scalars, tuple(arrays)))
+        return scalar_state, leaves
 
 
 def as_scalar(found: Any, value: Value) -> jax.Array:

@@ -24,6 +24,8 @@ from jaxinf.program.ir import (
     is_supported_dtype,
     scalar_dtype,
 )
+from jaxinf.program.kernel import Kernel
+from jaxinf.program.state import StateSlot
 from jaxinf.program.tree import LeafInfo
 
 _REMEDY = (
@@ -57,14 +59,6 @@ class BodyBuilder:
     _known: dict[Value, Operand] = field(default_factory=dict)
     _results: dict[Equation, Result] = field(default_factory=dict)
 
-    @property
-    def scalar_dtypes(self) -> tuple[np.dtype, ...]:
-        return tuple(scalar_dtype(value.dtype) for value in self.scalars)
-
-    @property
-    def array_dtypes(self) -> tuple[np.dtype, ...]:
-        return tuple(np.dtype(value.dtype) for value in self.arrays)
-
     def scalar(self, index: int) -> Input:
         return Input("scalar", index, np.dtype(self.scalars[index].dtype))
 
@@ -91,6 +85,27 @@ class BodyBuilder:
             self._known[value] = operand
             stack.pop()
         return self._known[root]
+
+    def kernel(
+        self,
+        slots: Sequence[StateSlot],
+        update: Operand | None,
+        new_slots: Sequence[Operand],
+        reciprocals: tuple[bool, ...] = (),
+        reduced: tuple[int, ...] = (),
+    ) -> Kernel:
+        """Returns the kernel of the equations so far; see `Kernel`."""
+        return Kernel(
+            slots=tuple(slot.name for slot in slots),
+            slot_dtypes=tuple(slot.dtype for slot in slots),
+            scalar_dtypes=tuple(scalar_dtype(value.dtype) for value in self.scalars),
+            array_dtypes=tuple(np.dtype(value.dtype) for value in self.arrays),
+            equations=tuple(self.equations),
+            update=update,
+            new_slots=tuple(new_slots),
+            reciprocals=reciprocals,
+            reduced=reduced,
+        )
 
     def also_used_by(self, nodes: Sequence[Node]) -> tuple[int, ...]:
         """Numbers of the equations whose values enter nodes outside of the body."""

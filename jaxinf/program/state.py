@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from jaxinf.program.wrappers import is_guarded, refuse_lookahead
 from jaxinf.typing import AVERAGE, FLOAT32, FLOAT_DTYPES, KeyPath, PyTree
 
 SCALAR_STATE_LIMIT_BYTES = 64 << 10
+Path: TypeAlias = tuple[Any, ...]  # of keys of a tree, as JAX has them
 _SLOT_DTYPES = (*FLOAT_DTYPES, *map(np.dtype, ("int32", "uint32", "bool")))
 
 
@@ -118,23 +119,27 @@ def layout_of(state: PyTree, params: PyTree) -> StateLayout:
     refuse_lookahead(state)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     param_keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    owners = _owners(leaves, param_keys, infos)
-    names = _slot_names(leaves, owners, param_keys)
-    _check_names(state, leaves, names)
+    paths, avals = [path for path, _ in leaves], [aval for _, aval in leaves]
+    by_keys = dict(zip(param_keys, enumerate(infos), strict=True))
+    owners = [_owner(path, aval, by_keys) for path, aval in leaves]
+    names = _slot_names(paths, owners, param_keys)
+    _check_names(state, paths, names)
     slots: list[list[StateSlot]] = [[] for _ in infos]
-    for index, ((_, aval), owner) in enumerate(zip(leaves, owners, strict=True)):
+    for index, owner in enumerate(owners):
         if owner is not None:
-            slots[owner].append(StateSlot(names[index], np.dtype(aval.dtype), index))
+            dtype = np.dtype(avals[index].dtype)
+            slots[owner].append(StateSlot(names[index], dtype, index))
     scalars = [index for index, owner in enumerate(owners) if owner is None]
-    _check_scalar_bytes([leaves[index] for index in scalars])
+    texts = [compat.keystr(paths[index]) for index in scalars]
+    _check_scalar_bytes(texts, [avals[index] for index in scalars])
     keys = tuple(state_keys(state))
     return StateLayout(
         treedef=treedef,
         slots=tuple(map(tuple, slots)),
         scalar_indices=tuple(scalars),
-        scalar_paths=tuple(compat.keystr(leaves[index][0]) for index in scalars),
+        scalar_paths=tuple(texts),
         scalar_keys=tuple(keys[index] for index in scalars),
-        avals=tuple(aval for _, aval in leaves),
+        avals=tuple(avals),
         keys=keys,
         is_guarded=is_guarded(state),
     )
@@ -143,16 +148,14 @@ def layout_of(state: PyTree, params: PyTree) -> StateLayout:
 def state_keys(state: PyTree) -> list[KeyPath]:
     """Returns the key path of every leaf, in the optimizer's own state if averaged."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-    return [_without_average(compat.path_keys(path), state) for path in paths]
-
-
-def _without_average(keys: KeyPath, state: PyTree) -> KeyPath:
-    is_inner = isinstance(state, AveragedState) and keys[0] == ("field", "inner")
-    return keys[1:] if is_inner else keys
+    keys = [compat.path_keys(path) for path in paths]
+    if not isinstance(state, AveragedState):
+        return keys
+    return [one[1:] if one[0] == ("field", "inner") else one for one in keys]
 
 
 def _check_names(
-    state: PyTree, leaves: Sequence[tuple[Any, Any]], names: Mapping[int, str]
+    state: PyTree, paths: Sequence[Path], names: Mapping[int, str]
 ) -> None:
     """Refuses a state of the average's name in an optimizer that has an average."""
     if not isinstance(state, AveragedState):
@@ -161,46 +164,36 @@ def _check_names(
     for index, name in names.items():
         if index < num and name == AVERAGE:
             raise UnsupportedTransformError(
-                f"optimizer state{compat.keystr(leaves[index][0])}: expected another"
-                f" name than {AVERAGE}, which is that of the params' average; rename "
+                f"optimizer state{compat.keystr(paths[index])}: expected another "
+                f"name than {AVERAGE}, which is that of the params' average; rename "
                 "the field of the transformation's state, or leave the average out"
             )
 
 
-def _owners(
-    leaves: Sequence[tuple[tuple[Any, ...], Any]],
-    param_keys: Sequence[tuple[Any, ...]],
-    infos: Sequence[LeafInfo],
-) -> list[int | None]:
-    by_keys = {keys: index for index, keys in enumerate(param_keys)}
-    owners: list[int | None] = []
-    for path, aval in leaves:
-        # The longest matching path: params may hold both a/b and b.
-        suffixes = (by_keys.get(path[start:]) for start in range(len(path) + 1))
-        owner = next((index for index in suffixes if index is not None), None)
-        if owner is not None and not _fits(aval, infos[owner]):
-            owner = None
-        owners.append(owner)
-    return owners
-
-
-def _fits(aval: Any, info: LeafInfo) -> bool:
-    if tuple(aval.shape) != info.shape:
-        return False
+def _owner(
+    path: Path, aval: Any, by_keys: Mapping[Path, tuple[int, LeafInfo]]
+) -> int | None:
+    """Returns the params leaf whose slot a state leaf is."""
+    # The longest matching path: params may hold both a/b and b.
+    suffixes = (by_keys.get(path[start:]) for start in range(len(path) + 1))
+    found = next((one for one in suffixes if one is not None), None)
+    if found is None:
+        return None
+    owner, info = found
     # A count differs from the slot of a 0-d or bare leaf only in its dtype.
-    anonymous = not info.shape or not info.path
-    return aval.dtype in (FLOAT_DTYPES if anonymous else _SLOT_DTYPES)
+    is_anonymous = not info.shape or not info.path
+    dtypes = FLOAT_DTYPES if is_anonymous else _SLOT_DTYPES
+    fits = tuple(aval.shape) == info.shape and aval.dtype in dtypes
+    return owner if fits else None
 
 
 def _slot_names(
-    leaves: Sequence[tuple[tuple[Any, ...], Any]],
-    owners: Sequence[int | None],
-    param_keys: Sequence[tuple[Any, ...]],
+    paths: Sequence[Path], owners: Sequence[int | None], param_keys: Sequence[Path]
 ) -> dict[int, str]:
     """Slot name per flat state index: one per prefix, unique within each leaf."""
-    leaves_of: dict[tuple[Any, ...], set[int]] = {}
-    prefix_of: dict[int, tuple[Any, ...]] = {}
-    for index, ((path, _), owner) in enumerate(zip(leaves, owners, strict=True)):
+    leaves_of: dict[Path, set[int]] = {}
+    prefix_of: dict[int, Path] = {}
+    for index, (path, owner) in enumerate(zip(paths, owners, strict=True)):
         if owner is not None:
             prefix = path[: len(path) - len(param_keys[owner])]
             prefix_of[index] = prefix
@@ -208,7 +201,7 @@ def _slot_names(
     bases = {prefix: _base_name(prefix) for prefix in leaves_of}
     reserved = {"params", *bases.values()}
     taken: dict[str, set[int]] = {"params": set(range(len(param_keys)))}
-    names: dict[tuple[Any, ...], str] = {}
+    names: dict[Path, str] = {}
     for prefix, members in leaves_of.items():
         name, count = bases[prefix], 0
         while taken.get(name, set()) & members or (count and name in reserved):
@@ -219,24 +212,19 @@ def _slot_names(
     return {index: names[prefix] for index, prefix in prefix_of.items()}
 
 
-def _base_name(prefix: tuple[Any, ...]) -> str:
+def _base_name(prefix: Path) -> str:
     fields = [name for kind, name in compat.path_keys(prefix) if kind == "field"]
     name = fields[-1] if fields else "_".join(compat.path_names(prefix))
     return re.sub(r"[^A-Za-z0-9_]+", "_", name) or "state"
 
 
-def _check_scalar_bytes(leaves: Sequence[tuple[tuple[Any, ...], Any]]) -> None:
-    sizes = {
-        compat.keystr(path): math.prod(aval.shape) * aval.dtype.itemsize
-        for path, aval in leaves
-    }
-    total_bytes = sum(sizes.values())
-    if total_bytes <= SCALAR_STATE_LIMIT_BYTES:
-        return
-    largest = max(sizes, key=lambda path: sizes[path])
-    raise UnsupportedTransformError(
-        f"optimizer state{largest}: expected state of the shape of its params leaf "
-        f"(kept on storage) or at most {SCALAR_STATE_LIMIT_BYTES} bytes in all of "
-        f"other state (kept in JAX), found {total_bytes} bytes, {sizes[largest]} of "
-        "them here; use a transformation without factored or per-row state"
-    )
+def _check_scalar_bytes(paths: Sequence[str], avals: Sequence[Any]) -> None:
+    sizes = [math.prod(aval.shape) * aval.dtype.itemsize for aval in avals]
+    if sum(sizes) > SCALAR_STATE_LIMIT_BYTES:
+        most, largest = max(zip(sizes, paths, strict=True), key=lambda one: one[0])
+        raise UnsupportedTransformError(
+            f"optimizer state{largest}: expected state of the shape of its params leaf "
+            f"(kept on storage) or at most {SCALAR_STATE_LIMIT_BYTES} bytes in all of "
+            f"other state (kept in JAX), found {sum(sizes)} bytes, {most} of them "
+            "here; use a transformation without factored or per-row state"
+        )

@@ -4,10 +4,9 @@ Invariant: prologue and kernels together compute what ``tx.update`` on float32 p
 and gradients computes, up to rounding; leaves with equal bodies share one `Kernel`.
 """
 
-import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,16 +18,10 @@ import optax
 from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.arguments import ExtraArgs
-from jaxinf.program.graph import (
-    Graph,
-    Node,
-    Value,
-    graph_of,
-    prune,
-)
+from jaxinf.program.graph import Graph, Node, Value, graph_of, prune
 from jaxinf.program.ir import Constant, Input, Operand
 from jaxinf.program.kernel import Kernel
-from jaxinf.program.passes import Passes
+from jaxinf.program.passes import Passes, in_passes
 from jaxinf.program.prologue import LeafInputs, Prologue
 from jaxinf.program.recall import Recall, find_recall, recall_all
 from jaxinf.program.split import BodyBuilder, is_elementwise, refusal, stored_culprit
@@ -49,17 +42,20 @@ class UpdateProgram:
 
     Attributes:
       leaves: One per params leaf, in flattening order.
-      num_scalar_state: Number of state leaves that stay in JAX.
       recall: Stored state that the prologue needs; None if it needs none.
       is_guarded: Whether the optimizer has a rule of its own for NaN; see `is_guarded`.
     """
 
     leaves: tuple[LeafKernel, ...]
-    num_scalar_state: int
     _extra_args: ExtraArgs = field(repr=False)
     _prologue: Prologue = field(repr=False)
     recall: Recall | None = None
     is_guarded: bool = False
+
+    @property
+    def num_scalar_state(self) -> int:
+        """Number of state leaves that stay in JAX."""
+        return len(self._prologue.scalar_state)
 
     def prologue(
         self,
@@ -116,20 +112,19 @@ class UpdateProgram:
             passes.
         """
         inputs, num = self._prologue.inputs, len(self.leaves)
-        recalled = {}
+        first = 2 * num + self.num_scalar_state
+        names = self._extra_args.dynamic_names
+        extra, recalled = inputs[first : first + len(names)], {}
         if self.recall is not None:
             own = zip(self.recall.leaves, self.recall.slots, strict=True)
-            last = inputs[len(inputs) - len(self.recall.slots) :]
-            recalled = dict(zip(last, own, strict=True))
-        first = 2 * num + self.num_scalar_state
-        extra = zip(inputs[first:], self._extra_args.dynamic_names, strict=False)
-        return Passes(
+            recalled = dict(zip(inputs[first + len(names) :], own, strict=True))
+        return in_passes(
             self._prologue,
             inputs[:num],
             inputs[num : 2 * num],
             recalled,
-            frozenset(value for value, name in extra if name in late),
-            sliced,
+            late={v for v, name in zip(extra, names, strict=True) if name in late},
+            sliced=sliced,
         )
 
     def numbers(
@@ -147,22 +142,10 @@ class UpdateProgram:
         Raises:
           ValueError: The arguments are not of the kind the program was traced with.
         """
-        extra = self._extra_args.dynamic_values(extra_args or {})
-        first = 2 * len(self.leaves)
-        given = [*scalar_state, *extra]
-        inputs = self._prologue.inputs[first : first + len(given)]
-        return {
-            value: _typed(array, value)
-            for value, array in zip(inputs, given, strict=True)
-        }
-
-    def fingerprint(self) -> str:
-        """SHA-256 over the kernels and slots; the same for other literal values."""
-        digest = hashlib.sha256()
-        for leaf in self.leaves:
-            lines = [f"{slot.name}:{slot.dtype}" for slot in leaf.slots]
-            digest.update("\n".join([*lines, *leaf.kernel.describe(), ""]).encode())
-        return digest.hexdigest()
+        given = [*scalar_state, *self._extra_args.dynamic_values(extra_args or {})]
+        inputs = self._prologue.inputs[2 * len(self.leaves) :][: len(given)]
+        pairs = zip(inputs, given, strict=True)
+        return {value: _typed(array, value) for value, array in pairs}
 
 
 def trace_update(
@@ -216,25 +199,52 @@ def _divided(
     recall: Recall | None,
 ) -> UpdateProgram:
     graph = _update_graph(tx, avals, layout, extra, recall)
-    parts = _Parts.of(graph, infos, layout, recall)
-    _check_scalar_state(parts, layout)
+    num, num_state = len(infos), len(layout.avals)
+    state = graph.inputs[2 * num : 2 * num + num_state]
+    new_state = graph.results[num:]
+    scalar_state = [new_state[index] for index in layout.scalar_indices]
+    _check_scalar_state(layout, scalar_state)
+    recalled = {
+        state[slot.state_index]: leaf
+        for slot, leaf in (recall.pairs() if recall is not None else ())
+    }
+    local = _local_values(graph, infos, recalled)
+    nodes = prune(graph.nodes, graph.results)
+    uses = _uses(nodes, graph.results)
     kernels: dict[Kernel, Kernel] = {}
     leaves, builders = [], []
-    for index, info in enumerate(infos):
-        kernel, builder = _leaf_kernel(parts, layout, index, info)
-        kernel = kernels.setdefault(kernel, kernel)
-        leaves.append(LeafKernel(info, layout.slots[index], kernel))
+    for index, (info, slots) in enumerate(zip(infos, layout.slots, strict=True)):
+        inputs = {
+            graph.inputs[index]: Input("gradient", 0, FLOAT32),
+            graph.inputs[num + index]: Input("params", 0, FLOAT32),
+        }
+        own = [Input("slot", n, slot.dtype) for n, slot in enumerate(slots)]
+        places = [slot.state_index for slot in slots]
+        inputs |= zip([state[place] for place in places], own, strict=True)
+        builder = BodyBuilder(info, inputs, local.get(index, set()))
+        update: Operand | None = builder.operand(graph.results[index])
+        new: list[Operand] = [builder.operand(new_state[place]) for place in places]
+        if isinstance(update, Constant) and np.all(update.value == 0):
+            update = None  # and the average of frozen params are these
+            triples = zip(slots, own, new, strict=True)
+            new = [old if slot.name == AVERAGE else n for slot, old, n in triples]
+        kernel = builder.kernel(
+            slots,
+            update,
+            new,
+            reciprocals=_reciprocals(builder, uses),
+            reduced=builder.also_used_by(nodes) if recalled else (),
+        )
+        leaves.append(LeafKernel(info, slots, kernels.setdefault(kernel, kernel)))
         builders.append(builder)
-    return UpdateProgram(
-        leaves=tuple(leaves),
-        num_scalar_state=len(layout.scalar_indices),
-        _extra_args=extra,
-        _prologue=Prologue.of(
-            graph.nodes, parts.prologue_inputs, parts.new_scalar_state, builders
-        ),
-        recall=recall,
-        is_guarded=layout.is_guarded,
-    )
+    prologue_inputs = [
+        *graph.inputs[: 2 * num],
+        *(state[index] for index in layout.scalar_indices),
+        *graph.inputs[2 * num + num_state :],
+        *recalled,
+    ]
+    prologue = Prologue.of(graph.nodes, prologue_inputs, scalar_state, builders)
+    return UpdateProgram(tuple(leaves), extra, prologue, recall, layout.is_guarded)
 
 
 def _update_graph(
@@ -305,98 +315,44 @@ def _state_leaves(state: PyTree, layout: StateLayout) -> list[jax.Array]:
     return [leaf for _, leaf in leaves]
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """The graph's inputs and outputs, sorted."""
-
-    gradients: Sequence[Value]
-    params: Sequence[Value]
-    state: Sequence[Value]
-    updates: Sequence[Value]
-    new_state: Sequence[Value]
-    prologue_inputs: Sequence[Value]
-    new_scalar_state: Sequence[Value]
-    local: Mapping[int, set[Value]]
-    uses: Mapping[Value, int]
-    nodes: Sequence[Node]
-    has_recalled: bool
-
-    @classmethod
-    def of(
-        cls,
-        graph: Graph,
-        infos: Sequence[LeafInfo],
-        layout: StateLayout,
-        recall: Recall | None,
-    ) -> "_Parts":
-        num, num_state = len(infos), len(layout.avals)
-        state = graph.inputs[2 * num : 2 * num + num_state]
-        new_state = graph.outputs[num:]
-        scalar_state = [state[index] for index in layout.scalar_indices]
-        extra = graph.inputs[2 * num + num_state :]
-        slots = () if recall is None else recall.slots
-        recalled = [state[slot.state_index] for slot in slots]
-        owners = () if recall is None else recall.leaves
-        return cls(
-            gradients=graph.inputs[:num],
-            params=graph.inputs[num : 2 * num],
-            state=state,
-            updates=graph.outputs[:num],
-            new_state=new_state,
-            prologue_inputs=[
-                *graph.inputs[: 2 * num],
-                *scalar_state,
-                *extra,
-                *recalled,
-            ],
-            new_scalar_state=[new_state[index] for index in layout.scalar_indices],
-            local=_local_values(graph, infos, zip(recalled, owners, strict=True)),
-            uses=_uses(graph),
-            nodes=prune(graph.nodes, graph.outputs),
-            has_recalled=bool(recalled),
-        )
-
-
 def _local_values(
-    graph: Graph, infos: Sequence[LeafInfo], recalled: Iterable[tuple[Value, int]]
+    graph: Graph, infos: Sequence[LeafInfo], recalled: Mapping[Value, int]
 ) -> dict[int, set[Value]]:
     """Returns values of 0-d leaves that are elementwise in their own inputs.
 
     Shapes cannot tell these values from the prologue's scalars; in the body they
     read the master params, and the body is that of other leaves.
     """
-    num = len(infos)
-    own = [(value, n % num) for n, value in enumerate(graph.inputs[: 2 * num])]
-    owners = {
-        value: index for value, index in [*own, *recalled] if not infos[index].shape
-    }
-    mixed, found = -1, dict(owners)
+    num, mixed = len(infos), -1
+    own = {value: n % num for n, value in enumerate(graph.inputs[: 2 * num])}
+    own |= recalled
+    found = {value: leaf for value, leaf in own.items() if not infos[leaf].shape}
     for node in graph.nodes:
         sources = {found[value] for value in node.inputs if value in found}
         if sources:
-            own = sources - {mixed}
-            is_local = len(own) == 1 and is_elementwise(node)
-            found.update(dict.fromkeys(node.outputs, own.pop() if is_local else mixed))
+            only = sources - {mixed}
+            is_local = len(only) == 1 and is_elementwise(node)
+            found |= dict.fromkeys(node.outputs, only.pop() if is_local else mixed)
     local: dict[int, set[Value]] = {}
-    for value, index in found.items():
-        local.setdefault(index, set()).add(value)
+    for value, leaf in found.items():
+        local.setdefault(leaf, set()).add(value)
     return local
 
 
-def _uses(graph: Graph) -> Mapping[Value, int]:
+def _uses(nodes: Sequence[Node], results: Sequence[Value]) -> Mapping[Value, int]:
     """Counts the uses of each value as an operand or an output of needed nodes.
 
     As XLA does, which drops what has no elements before it looks at them.
     """
-    uses = Counter(graph.outputs)
-    for node in prune(graph.nodes, graph.outputs):
+    uses = Counter(results)
+    for node in nodes:
         if any(math.prod(value.shape) for value in node.outputs):
             uses.update(node.inputs)
     return uses
 
 
-def _check_scalar_state(parts: _Parts, layout: StateLayout) -> None:
-    for path, value in zip(layout.scalar_paths, parts.new_scalar_state, strict=True):
+def _check_scalar_state(layout: StateLayout, scalar_state: Sequence[Value]) -> None:
+    for path, value in zip(layout.scalar_paths, scalar_state, strict=True):
         if value.stored:
             culprit = stored_culprit([value])
             where = f"optimizer state{path}"
@@ -408,39 +364,6 @@ def _check_scalar_state(parts: _Parts, layout: StateLayout) -> None:
             )
 
 
-def _leaf_kernel(
-    parts: _Parts, layout: StateLayout, index: int, info: LeafInfo
-) -> tuple[Kernel, BodyBuilder]:
-    slots = layout.slots[index]
-    inputs = {
-        parts.gradients[index]: Input("gradient", 0, FLOAT32),
-        parts.params[index]: Input("params", 0, FLOAT32),
-    }
-    for number, slot in enumerate(slots):
-        value = parts.state[slot.state_index]
-        inputs[value] = Input("slot", number, slot.dtype)
-    builder = BodyBuilder(info, inputs, parts.local.get(index, set()))
-    update = builder.operand(parts.updates[index])
-    update = None if _is_zero(update) else update
-    new_slots = [builder.operand(parts.new_state[slot.state_index]) for slot in slots]
-    if update is None:  # the average of frozen params are these
-        new_slots = [
-            Input("slot", number, slot.dtype) if slot.name == AVERAGE else new
-            for number, (slot, new) in enumerate(zip(slots, new_slots, strict=True))
-        ]
-    return Kernel(
-        slots=tuple(slot.name for slot in slots),
-        slot_dtypes=tuple(slot.dtype for slot in slots),
-        scalar_dtypes=builder.scalar_dtypes,
-        array_dtypes=builder.array_dtypes,
-        equations=tuple(builder.equations),
-        update=update,
-        new_slots=tuple(new_slots),
-        reciprocals=_reciprocals(builder, parts.uses),
-        reduced=builder.also_used_by(parts.nodes) if parts.has_recalled else (),
-    ), builder
-
-
 def _reciprocals(builder: BodyBuilder, uses: Mapping[Value, int]) -> tuple[bool, ...]:
     if math.prod(builder.info.shape) == 1:
         return ()
@@ -450,10 +373,6 @@ def _reciprocals(builder: BodyBuilder, uses: Mapping[Value, int]) -> tuple[bool,
         for index, value in enumerate(builder.scalars)
     )
     return flags if any(flags) else ()
-
-
-def _is_zero(operand: Operand) -> bool:
-    return isinstance(operand, Constant) and bool(np.all(operand.value == 0))
 
 
 def _typed(array: jax.Array, like: Value) -> jax.Array:

@@ -134,7 +134,7 @@ def test_everything_works_inside_a_trace(near, tree):
     def prologue(params, gradients):
         leaves = jax.tree.leaves(params)
         program, init = trace_update(tx, params), trace_init(tx, params)
-        scalar_state = init.scalar_state(leaves)
+        scalar_state = init.prologue(leaves)[0]
         return program.prologue(jax.tree.leaves(gradients), leaves, scalar_state)
 
     found = prologue(tree(0), tree(1))
