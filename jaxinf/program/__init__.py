@@ -22,7 +22,7 @@ from jaxinf.program.on_device import (
     kernel_function,
     split_params,
 )
-from jaxinf.program.passes import LeafPart, Passes
+from jaxinf.program.passes import Part, Passes
 from jaxinf.program.prologue import LeafInputs, key_data
 from jaxinf.program.recall import Recall
 from jaxinf.program.state import (
@@ -57,8 +57,8 @@ __all__ = [
     "LeafInfo",
     "LeafInputs",
     "LeafKernel",
-    "LeafPart",
     "NonFinitePolicy",
+    "Part",
     "Passes",
     "Recall",
     "StateLayout",

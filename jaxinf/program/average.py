@@ -4,7 +4,9 @@ Invariant: the average follows the params that ``optax.apply_updates`` gives, in
   order of operations of ``optax.incremental_update``, and changes no update.
 """
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -113,10 +115,12 @@ def parse_ema(text: str) -> Average:
       ValueError: The text does not parse, or a value is out of range.
     """
     first, *words = text.strip().split(",")
+    read = {"start": int, "every": int, "debias": _FLAGS.__getitem__, "form": str}
     try:
-        options = dict(_option(word) for word in words)
+        pairs = [word.partition("=") for word in words]
+        options: dict[str, Any] = {name: read[name](value) for name, _, value in pairs}
         decay = float(first)
-    except ValueError:
+    except (KeyError, ValueError):
         raise ValueError(
             f"{text!r}: expected DECAY, such as 0.999, and then start=N, every=N, "
             "debias=true or form=bf16, separated by commas"
@@ -124,16 +128,7 @@ def parse_ema(text: str) -> Average:
     return ema(decay, **options)
 
 
-def _option(word: str) -> tuple[str, Any]:
-    name, _, text = word.partition("=")
-    match name:
-        case "start" | "every":
-            return name, int(text)
-        case "debias" if text in ("true", "false"):
-            return name, text == "true"
-        case "form":
-            return name, text
-    raise ValueError(word)
+_FLAGS = {"true": True, "false": False}
 
 
 def _check_decay(decay: Decay) -> None:
@@ -237,10 +232,7 @@ def _is_due(
         conditions.append(count >= average.start)
     if average.every > 1:
         conditions.append((count - average.start) % average.every == 0)
-    is_due = None
-    for condition in conditions:
-        is_due = condition if is_due is None else is_due & condition
-    return is_due
+    return _all(conditions)
 
 
 def _is_emitted(old: PyTree, new: PyTree) -> jax.Array | None:
@@ -249,14 +241,19 @@ def _is_emitted(old: PyTree, new: PyTree) -> jax.Array | None:
     An ``optax.MultiSteps`` counts its emissions, and an ``optax.apply_if_finite`` tells
     whether the last update was finite.
     """
-    found = None
-    for before, after in zip(_conditional(old), _conditional(new), strict=True):
-        if isinstance(after, optax.MultiStepsState):
-            this = after.gradient_step != before.gradient_step
-        else:
-            this = after.last_finite
-        found = this if found is None else found & this
-    return found
+    pairs = zip(_conditional(old), _conditional(new), strict=True)
+    return _all(
+        [
+            after.gradient_step != before.gradient_step
+            if isinstance(after, optax.MultiStepsState)
+            else after.last_finite
+            for before, after in pairs
+        ]
+    )
+
+
+def _all(conditions: Sequence[jax.Array]) -> jax.Array | None:
+    return functools.reduce(operator.and_, conditions) if conditions else None
 
 
 def _conditional(state: PyTree) -> list[Any]:

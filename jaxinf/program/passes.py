@@ -32,30 +32,29 @@ MAX_PASSES = 3
 
 
 @dataclass(frozen=True, eq=False)
-class LeafPart:
-    """The computation of one pass on one leaf.
+class Part:
+    """A computation of a pass: on one leaf, or before the pass on numbers alone.
 
     Attributes:
-      leaf: The leaf's number.
-      shape: Its shape.
-      own: The leaf's inputs: gradient, params, recalled slots.
-      numbers: Further inputs, known before the pass.
+      own: The leaf's inputs: gradient, params, recalled slots; none of numbers.
+      numbers: Further inputs, known before.
       nodes: The computation.
-      exports: Numbers for later passes.
-      scalars, arrays: Inputs of the leaf's kernel.
+      exports: Numbers for later computations.
+      scalars, arrays: Inputs of kernels; arrays are of the leaf's shape.
+      leaf, shape: The leaf's number and shape.
       is_sliced: Whether slices of the gradient are enough; `gather` then combines what
         each gives.
     """
 
-    leaf: int
-    shape: tuple[int, ...]
     own: tuple[Value, ...]
     numbers: tuple[Value, ...]
     nodes: tuple[Node, ...]
     exports: tuple[Value, ...]
     scalars: tuple[Value, ...]
-    arrays: tuple[Value, ...]
-    is_sliced: bool
+    arrays: tuple[Value, ...] = ()
+    leaf: int = -1
+    shape: tuple[int, ...] = ()
+    is_sliced: bool = False
 
     @property
     def inputs(self) -> tuple[Value, ...]:
@@ -95,25 +94,6 @@ class LeafPart:
 
 
 @dataclass(frozen=True, eq=False)
-class Combination:
-    """The computation between two passes, on numbers alone."""
-
-    inputs: tuple[Value, ...]
-    nodes: tuple[Node, ...]
-    numbers: tuple[Value, ...]
-    scalars: tuple[Value, ...]
-
-    def __call__(self, *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Computes the results; traceable."""
-        env: dict[Value, Any] = dict(zip(self.inputs, arrays, strict=True))
-        found = iter(evaluate(self.nodes, (*self.numbers, *self.scalars), env))
-        return (
-            [as_array(next(found)) for _ in self.numbers],
-            [as_scalar(next(found), value) for value in self.scalars],
-        )
-
-
-@dataclass(frozen=True, eq=False)
 class Passes:
     """A prologue in passes.
 
@@ -121,9 +101,9 @@ class Passes:
       gradients, params: The inputs that are gradients and params, by leaf.
       recalled: The inputs that are stored state, each with its leaf and its slot.
       num_passes: Number of passes; with one no gradient waits.
-      parts: By pass and leaf, the computation of a pass on a leaf.
-      combinations: The computation before each pass, from the exports of all before it.
-      closing: The computation of the new scalar state, after the last pass.
+      parts: By pass and leaf, what a pass computes of the leaf.
+      before: What is computed before each pass, from the exports of all before it; and
+        after the last one, the new scalar state.
     """
 
     prologue: Prologue
@@ -131,26 +111,21 @@ class Passes:
     params: Sequence[Value]
     recalled: Mapping[Value, tuple[int, StateSlot]]
     num_passes: int
-    parts: Mapping[tuple[int, int], LeafPart]
-    combinations: Sequence[Combination]
-    closing: Combination
+    parts: Mapping[tuple[int, int], Part]
+    before: Sequence[Part]
     sliced: Set[int]
 
-    def part(self, number: int, leaf: int) -> LeafPart | None:
+    def part(self, number: int, leaf: int) -> Part | None:
         """Returns the computation of a pass on a leaf; None if there is none."""
         return self.parts.get((number, leaf))
 
-    def combination(self, number: int) -> Combination:
-        """Returns the computation before a pass."""
-        return self.combinations[number]
-
-    @property
+    @cached_property
     def whole(self) -> Set[int]:
         """Leaves in slices that have to be gathered before a pass."""
         parts = self.parts.values()
         return {p.leaf for p in parts if p.leaf in self.sliced and not p.is_sliced}
 
-    @property
+    @cached_property
     def computed(self) -> Set[int]:
         """Leaves of which the last pass computes something; they are needed whole."""
         last = self.num_passes - 1
@@ -184,30 +159,22 @@ def in_passes(
     owners |= {value: leaf for value, (leaf, _) in recalled.items()}
     flow = flow_of(prologue.nodes, prologue.inputs, owners, gradients, late, sliced)
     cut = _Cut(prologue, flow, owners, gradients, sliced)
-    last = cut.num_passes - 1
+    num_passes = cut.num_passes
     exports = cut.exports()
     parts = cut.parts(exports)
-    combinations: list[Combination] = []
+    before: list[Part] = []
     done: set[Value] = set()
-    for number in range(cut.num_passes):
+    for number in range(num_passes):
         known = cut.known_before(number, exports) | done
         own = [part for (n, _), part in parts.items() if n == number]
         needed = dict.fromkeys(v for p in own for v in p.numbers if v not in known)
-        scalars = cut.shared_scalars() if number == last else ()
-        combinations.append(cut.combination(known, tuple(needed), scalars))
+        scalars = cut.shared_scalars() if number == num_passes - 1 else ()
+        before.append(cut.on_numbers(known, tuple(needed), scalars))
         done.update(needed)
-    known = cut.known_before(cut.num_passes, exports)
-    closing = cut.combination(known, tuple(dict.fromkeys(cut.new_state)), ())
+    known = cut.known_before(num_passes, exports)
+    before.append(cut.on_numbers(known, tuple(dict.fromkeys(cut.new_state))))
     return Passes(
-        prologue,
-        gradients,
-        params,
-        recalled,
-        cut.num_passes,
-        parts,
-        combinations,
-        closing,
-        sliced,
+        prologue, gradients, params, recalled, num_passes, parts, before, sliced
     )
 
 
@@ -299,7 +266,7 @@ class _Cut:
 
     def parts(
         self, exports: Mapping[Value, tuple[int, int]]
-    ) -> dict[tuple[int, int], LeafPart]:
+    ) -> dict[tuple[int, int], Part]:
         flow, last = self.flow, self.num_passes - 1
         given: defaultdict[tuple[int, int], list[Value]] = defaultdict(list)
         for value, at in exports.items():
@@ -324,7 +291,7 @@ class _Cut:
         exports: Sequence[Value],
         scalars: Sequence[Value],
         arrays: Sequence[Value],
-    ) -> LeafPart:
+    ) -> Part:
         outputs = (*exports, *scalars, *arrays)
 
         def is_given(value: Value) -> bool:
@@ -338,17 +305,26 @@ class _Cut:
         takes_slices = own == (self.gradients[leaf],) and all(
             v in self.flow.gathered for v in outputs if v.constant is None
         )
-        return LeafPart(
-            leaf,
-            self.prologue.leaves[leaf].shape,
+        return Part(
             own,
             tuple(value for value in given if value not in self.own_inputs),
             nodes,
             tuple(exports),
             tuple(dict.fromkeys(scalars)),
             tuple(dict.fromkeys(arrays)),
+            leaf,
+            self.prologue.leaves[leaf].shape,
             leaf in self.sliced and takes_slices,
         )
+
+    def on_numbers(
+        self,
+        known: Set[Value],
+        exports: tuple[Value, ...],
+        scalars: tuple[Value, ...] = (),
+    ) -> Part:
+        inputs, nodes = self.needed((*exports, *scalars), known.__contains__)
+        return Part((), inputs, nodes, exports, scalars)
 
     def known_before(
         self, number: int, exports: Mapping[Value, tuple[int, int]]
@@ -367,12 +343,6 @@ class _Cut:
         own = ((value, leaf) for leaf, kernel in leaves for value in kernel.scalars)
         shared = (v for v, leaf in own if not self.flow.is_own(v, leaf, last))
         return tuple(dict.fromkeys(shared))
-
-    def combination(
-        self, known: Set[Value], numbers: tuple[Value, ...], scalars: tuple[Value, ...]
-    ) -> Combination:
-        inputs, nodes = self.needed((*numbers, *scalars), known.__contains__)
-        return Combination(inputs, nodes, numbers, scalars)
 
     def needed(
         self, outputs: Sequence[Value], is_given: Callable[[Value], bool]

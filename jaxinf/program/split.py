@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -235,7 +234,11 @@ def origin_of(node: Node) -> str:
 
 
 def _callers(node: Node) -> list[tuple[str, str]]:
-    return [caller for source in node.sources for caller in _frames(source)]
+    """Returns file and function of each caller outside of JAX and of this room."""
+    frames = [f for source in node.sources for f in compat.source_frames(source)]
+    paths = [(file.replace("\\", "/"), name) for file, name in frames]
+    internal = "/jax/", "/jaxinf/program/"
+    return [one for one in paths if not any(part in one[0] for part in internal)]
 
 
 def _keeps_shape(node: Node) -> bool:
@@ -279,13 +282,3 @@ def _remedy(frames: Sequence[tuple[str, str]]) -> str:
         f"{transform} to the gradients instead, before the optimizer: "
         f"optax.chain(optax.{transform}(…), optax.adamw(…))"
     )
-
-
-def _frames(source: Any) -> list[tuple[str, str]]:
-    frames = compat.source_frames(source)
-    paths = [(file.replace("\\", "/"), name) for file, name in frames]
-    return [(file, name) for file, name in paths if not _is_internal(file)]
-
-
-def _is_internal(file: str) -> bool:
-    return "/jax/" in file or "/jaxinf/program/" in file

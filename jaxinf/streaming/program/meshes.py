@@ -59,29 +59,19 @@ def mesh_of(params: PyTree, batch: PyTree = None) -> Mesh | None:
     for whole, tree in (("params", params), ("the batch", batch)):
         for path, leaf in jax.tree.leaves_with_path(tree):
             name = path_name(path, whole)
-            mesh = _mesh(sharding_of(name, leaf))
-            if mesh is not None and first is None:
-                first = name, mesh
-            elif mesh is not None and first is not None and mesh != first[1]:
+            sharding = sharding_of(name, leaf)
+            mesh: Any = None if sharding is None else sharding.mesh
+            first = (name, mesh) if first is None and mesh is not None else first
+            if first is not None and mesh not in (None, first[1]):
                 raise StreamError(
                     f"jaxinf.stream: expected arrays on one mesh, found {first[0]} on "
                     f"{mesh_text(first[1])} and {name} on {mesh_text(mesh)}; put all "
                     "params and the batch on one"
                 )
-    return _current_mesh() if first is None else first[1]
-
-
-def _mesh(sharding: NamedSharding | None) -> Mesh | None:
-    mesh = None if sharding is None else sharding.mesh
-    assert mesh is None or isinstance(mesh, Mesh), "its devices are known"
-    return mesh
-
-
-def _current_mesh() -> Mesh | None:
+    if first is not None:
+        return first[1]
     mesh = compat.mesh_in_use()
-    if mesh.size < 2:
-        return None
-    return mesh
+    return mesh if mesh.size > 1 else None
 
 
 @contextlib.contextmanager
@@ -122,9 +112,8 @@ def mesh_in_program(closed: Any, known: Mesh | None) -> Mesh | None:
       StreamError: The program uses the devices of another mesh.
     """
     for mesh in _meshes(closed):
-        if known is None:
-            known = mesh
-        elif tuple(mesh.devices.flat) != tuple(known.devices.flat):
+        known = mesh if known is None else known
+        if tuple(mesh.devices.flat) != tuple(known.devices.flat):
             raise StreamError(
                 "jaxinf.stream: expected a function on the mesh of its arguments, "
                 f"{mesh_text(known)}, found one that uses {mesh_text(mesh)}; make both "
@@ -172,14 +161,14 @@ def sharded_like(avals: PyTree, shardings: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(_sharded, avals, shardings)
 
 
-def _sharded(path: Any, leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Any:
+def _sharded(path: Any, leaf: jax.ShapeDtypeStruct, sharding: Any) -> Any:
     try:
         sharding.shard_shape(leaf.shape)
     except ValueError as error:
         raise StreamError(
             f"shardings: expected one that divides {path_name(path)} of shape "
             f"{leaf.shape} evenly, found {sharding.spec} over "
-            f"{mesh_text(_mesh(sharding))}; pad the leaf, or shard another dimension"
+            f"{mesh_text(sharding.mesh)}; pad the leaf, or shard another dimension"
         ) from error
     return leaf.update(sharding=sharding)
 

@@ -79,8 +79,21 @@ def check_params(params: PyTree) -> list[jax.ShapeDtypeStruct]:
     Raises:
       StreamError: One of them is not an array of floating-point numbers.
     """
-    paths = jax.tree.leaves_with_path(params)
-    return [_param_leaf(path_name(path), leaf) for path, leaf in paths]
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not _is_array(leaf):
+            raise StreamError(
+                f"params leaf {path_name(path)}: expected an array, found "
+                f"{type(leaf).__name__}; put other values into the batch, or close "
+                "over it (Equinox: equinox.partition(model, equinox.is_inexact_array))"
+            )
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise StreamError(
+                f"params leaf {path_name(path)}: expected floating-point numbers, "
+                f"which have a gradient, found {leaf.dtype}; pass it as part of the "
+                "batch, and return its new value as aux (NNX: nnx.split(model, "
+                "nnx.Param, ...))"
+            )
+    return jax.tree.leaves(abstract(params))
 
 
 def abstract(tree: PyTree) -> PyTree:
@@ -91,7 +104,20 @@ def abstract(tree: PyTree) -> PyTree:
     Raises:
       StreamError: An array is on several devices in another way.
     """
-    return jax.tree_util.tree_map_with_path(_abstract_leaf, tree)
+
+    def of(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+        if not _is_array(leaf):
+            leaf = np.asarray(leaf, jax.dtypes.result_type(leaf))
+        sharding = sharding_of(path_name(path, "the array"), leaf)
+        if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is leaf.sharding:
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def trace(
@@ -173,32 +199,6 @@ def _finished(given: Traced, closed: Any, aux_tree: Any, seed_dtype: Any) -> Tra
     )
 
 
-def _abstract_leaf(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        leaf = np.asarray(leaf, jax.dtypes.result_type(leaf))
-    sharding = sharding_of(path_name(path, "the array"), leaf)
-    if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is leaf.sharding:
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _param_leaf(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise StreamError(
-            f"params leaf {name}: expected an array, found {type(leaf).__name__}; "
-            "put other values into the batch, or close over it "
-            "(Equinox: equinox.partition(model, equinox.is_inexact_array))"
-        )
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise StreamError(
-            f"params leaf {name}: expected floating-point numbers, which have a "
-            f"gradient, found {leaf.dtype}; pass it as part of the batch, and return "
-            "its new value as aux (NNX: nnx.split(model, nnx.Param, ...))"
-        )
-    sharding = sharding_of(name, leaf)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
 def _check_result(out: Any, has_aux: bool) -> tuple[Any, PyTree]:
     is_pair = isinstance(out, tuple) and len(out) == 2
     if has_aux and not is_pair:
@@ -206,8 +206,7 @@ def _check_result(out: Any, has_aux: bool) -> tuple[Any, PyTree]:
             "the loss function: expected a pair (loss, aux) because of has_aux=True, "
             f"found {_described(out)}; return the pair, or leave has_aux out"
         )
-    result: tuple[Any, PyTree] = out if has_aux else (out, ())
-    loss = result[0]
+    loss, aux = out if has_aux else (out, ())
     if not hasattr(loss, "shape"):
         hint = "; pass has_aux=True if it returns (loss, aux)" if is_pair else ""
         raise StreamError(
@@ -218,13 +217,12 @@ def _check_result(out: Any, has_aux: bool) -> tuple[Any, PyTree]:
             "the loss function: expected a floating-point scalar, found an array of "
             f"{loss.dtype} of shape {loss.shape}; take its mean or sum"
         )
-    return result
+    return loss, aux
 
 
 def _described(out: Any) -> str:
-    if hasattr(out, "shape"):
-        return f"an array of shape {out.shape}"
-    return f"a {type(out).__name__}"
+    has_shape = hasattr(out, "shape")
+    return f"an array of shape {out.shape}" if has_shape else f"a {type(out).__name__}"
 
 
 def _check_effects(closed: Any) -> None:

@@ -10,7 +10,7 @@ alone; on several devices in its distinct shards.
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -50,6 +50,15 @@ class Unit:
     sharding: NamedSharding | None = None
     is_divided: bool = field(default=True, compare=False)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.leaf, self.index, self.shape))
+
+    # Its parts.
+
     @property
     def whole(self) -> Box:
         return Box.whole(self.shape)
@@ -72,23 +81,69 @@ class Unit:
         """The parts that the store moves: the shards, or all at once."""
         return self.shards if self.is_divided else (self.whole,)
 
+    @property
+    def is_apart(self) -> bool:
+        return self.shards != (self.whole,)
+
+    @cached_property
+    def is_shared(self) -> bool:
+        """Whether several processes have a shard, of whose chunks each has some."""
+        return self.sharding is not None and has_shared_parts(self.sharding, self.shape)
+
+    # Its place in the leaf.
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Its leaf, and where it begins there: units of a step differ in it."""
+        return (self.leaf, *self.index)
+
+    def origin_of(self, box: Box) -> tuple[int, ...]:
+        """Index in the leaf of a part's first element."""
+        return (*self.index, *box.start)
+
+    def extent_of(self, box: Box) -> tuple[int, ...]:
+        """Shape of a part in the leaf."""
+        return (*(1 for _ in self.index), *box.shape)
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        return self.origin_of(self.whole)
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        return self.extent_of(self.whole)
+
+    # Its bytes.
+
+    def _bytes_of(self, box: Box) -> int:
+        return math.prod(box.shape) * self.dtype.itemsize
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of the params on this process's JAX devices, replicas once."""
+        return sum(map(self._bytes_of, self.shards))
+
+    @property
+    def whole_bytes(self) -> int:
+        return self._bytes_of(self.whole)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of its shards on this process's devices, each replica counted."""
+        return sum(map(self._bytes_of, self._of_devices.values()))
+
     @cached_property
     def held_bytes(self) -> int:
-        """Bytes in the host's memory, where each shard is aligned."""
+        """Bytes in the host's memory, where each of several shards is aligned."""
         if len(self.shards) == 1:
-            return self._bytes_of(self.shards[0])
+            return self.num_bytes
         return sum(_aligned(self._bytes_of(box)) for box in self.shards)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.leaf, self.index, self.shape))
 
     @cached_property
     def page_bytes(self) -> int:
         return page_ceil(max(self.held_bytes, 1))
+
+    # Its arrays.
 
     def views(self, memory: Array) -> tuple[Array, ...]:
         """Returns the arrays of its shards in `held_bytes` from a page on."""
@@ -98,11 +153,6 @@ class Unit:
             found.append(memory[first:end].view(self.dtype).reshape(box.shape))
             first = _aligned(end)
         return tuple(found)
-
-    def on_devices(self, shards: Sequence[Array]) -> jax.Array:
-        """Puts its shards on their devices, which read them in place; blocks."""
-        places = self.places(shards)
-        return self.of_parts([jax.device_put(shard, place) for shard, place in places])
 
     def places(
         self, shards: Sequence[Array | jax.Array], device: Any = None
@@ -124,6 +174,11 @@ class Unit:
             self.shape, self.sharding, list(parts)
         )
 
+    def on_devices(self, shards: Sequence[Array]) -> jax.Array:
+        """Puts its shards on their devices, which read them in place; blocks."""
+        places = self.places(shards)
+        return self.of_parts([jax.device_put(shard, place) for shard, place in places])
+
     def put_together(self, shards: Sequence[Array]) -> jax.Array:
         """As `on_devices`, of shards of which each process has some chunks; blocks.
 
@@ -133,61 +188,10 @@ class Unit:
           shards: Of this process, with zeros where others hold the chunks.
         """
         array = jax.block_until_ready(put_together(self.on_devices(shards)))
-        found = {
-            Box.of(shard.index, self.shape): shard.data
-            for shard in array.addressable_shards
-        }
+        found = {Box.of(s.index, self.shape): s.data for s in array.addressable_shards}
         for box, shard in zip(self.shards, shards, strict=True):
             np.copyto(shard, np.asarray(found[box]))
         return self.on_devices(shards)
-
-    def origin_of(self, box: Box) -> tuple[int, ...]:
-        """Index in the leaf of a part's first element."""
-        return (*self.index, *box.start)
-
-    def extent_of(self, box: Box) -> tuple[int, ...]:
-        """Shape of a part in the leaf."""
-        return (*(1 for _ in self.index), *box.shape)
-
-    @cached_property
-    def num_bytes(self) -> int:
-        """Bytes of the params on this process's JAX devices, replicas once."""
-        return sum(map(self._bytes_of, self.shards))
-
-    @property
-    def is_apart(self) -> bool:
-        return self.shards != (self.whole,)
-
-    @property
-    def whole_bytes(self) -> int:
-        return self._bytes_of(self.whole)
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of its shards on this process's devices, each replica counted."""
-        return sum(map(self._bytes_of, self._of_devices.values()))
-
-    @cached_property
-    def is_shared(self) -> bool:
-        """Whether several processes have a shard, of whose chunks each has some."""
-        return self.sharding is not None and has_shared_parts(self.sharding, self.shape)
-
-    @property
-    def place(self) -> tuple[int, ...]:
-        """Its leaf, and where it begins there: units of a step differ in it."""
-        return (self.leaf, *self.index)
-
-    @property
-    def origin(self) -> tuple[int, ...]:
-        """Index in the leaf of its first element."""
-        return self.origin_of(self.whole)
-
-    @property
-    def extent(self) -> tuple[int, ...]:
-        return self.extent_of(self.whole)
-
-    def _bytes_of(self, box: Box) -> int:
-        return math.prod(box.shape) * self.dtype.itemsize
 
 
 def _aligned(num_bytes: int) -> int:
@@ -210,15 +214,14 @@ class StoreUnits:
         undivided: Container[int] = (),
     ) -> None:
         self._leaves = leaves
-        self._can_move = can_move
+        self._can_move = cache(can_move)
         self._undivided = undivided
         self._units: dict[Any, Unit] = {}
-        self._depths: dict[tuple[int, int], int] = {}
 
     def unit(self, piece: Piece) -> Unit:
         key = piece.leaf, piece.index
         if key not in self._units:
-            self._units[key] = self._find(piece)
+            self._units[key] = self._find(*key)
         return self._units[key]
 
     @staticmethod
@@ -226,12 +229,18 @@ class StoreUnits:
         """Returns the piece of the unit's array for a piece of the leaf."""
         return Piece(piece.leaf, piece.index[len(unit.index) :], piece.rows)
 
-    def _find(self, piece: Piece) -> Unit:
-        leaf, index = piece.leaf, piece.index
-        aval, own = self._leaves[leaf], index[: self._depth(leaf, len(index))]
+    def _find(self, leaf: int, index: tuple[int, ...]) -> Unit:
+        aval, depth = self._leaves[leaf], len(index)
+        # On its leading axes chunks have the length 1. The first box decides for all,
+        # since the last one may be a partial chunk.
+        origin = (0,) * len(aval.shape)
+        while depth and not self._can_move(
+            leaf, origin, (*(1,) * depth, *aval.shape[depth:])
+        ):
+            depth -= 1
+        own = index[:depth]
         sharding = piece_sharding(aval.sharding, Piece(leaf, own))
-        dtype = np.dtype(aval.dtype)
-        unit = Unit(leaf, own, aval.shape[len(own) :], dtype, sharding)
+        unit = Unit(leaf, own, aval.shape[depth:], np.dtype(aval.dtype), sharding)
         is_divided = not unit.is_apart or (
             leaf not in self._undivided
             and all(
@@ -240,20 +249,6 @@ class StoreUnits:
             )
         )
         return replace(unit, is_divided=is_divided)
-
-    def _depth(self, leaf: int, most: int) -> int:
-        """Counts the leading axes, up to `most`, on which chunks have the length 1."""
-        key = (leaf, most)
-        if key not in self._depths:
-            shape = self._leaves[leaf].shape
-            depth = most
-            # The first box decides for all, since the last one may be a partial chunk.
-            while depth and not self._can_move(
-                leaf, (0,) * len(shape), (*(1,) * depth, *shape[depth:])
-            ):
-                depth -= 1
-            self._depths[key] = depth
-        return self._depths[key]
 
 
 def shared_bytes(units: Iterable[Unit]) -> int:

@@ -24,7 +24,7 @@ from jaxinf.engine import (
     SlotRequest,
 )
 from jaxinf.io.buffers import aligned_array
-from jaxinf.program import LeafPart, Passes, UpdateProgram, key_data
+from jaxinf.program import Part, Passes, UpdateProgram, key_data
 from jaxinf.program.graph import Value
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.program.graph import Piece
@@ -53,13 +53,10 @@ class PassRunner:
         self._program = program
         self._compiled: dict[Any, Any] = {}
         self._keys = Keys()
-        self._part_keys: dict[LeafPart, str] = {}
+        self._part_keys: dict[Part, str] = {}
         options = compat.deterministic_options(is_deterministic)
         self._jit = partial(jax.jit, compiler_options=options)
-        self._combine = [
-            self._jit(passes.combination(number)) for number in range(self.num_passes)
-        ]
-        self._close = self._jit(passes.closing)
+        self._between = [self._jit(part) for part in passes.before]
         self._env: dict[Value, Any] = {}
         self._kernel_scalars: dict[Value, Array] = {}
         self._shared: dict[tuple[int, ...], ScalarInputs] = {}
@@ -164,9 +161,7 @@ class PassRunner:
 
     def finish(self) -> list[Array]:
         """Returns the new scalar state, after the last pass."""
-        closing = self.passes.closing
-        found, _ = self._close(*(self._env[value] for value in closing.inputs))
-        new = dict(zip(closing.numbers, found, strict=True))
+        new, _ = self._computed_before(self.num_passes)
         self.close()
         return [
             np.array(key_data(new[value]) if value.constant is None else value.constant)
@@ -188,23 +183,30 @@ class PassRunner:
 
     def _start(self, number: int) -> None:
         self._number, self._given, self._shared = number, set(), {}
-        combination = self.passes.combination(number)
-        known = [self._env[value] for value in combination.inputs]
-        numbers, scalars = self._combine[number](*known)
-        self._env.update(zip(combination.numbers, numbers, strict=True))
-        self._kernel_scalars = {
-            value: np.asarray(one)
-            for value, one in zip(combination.scalars, scalars, strict=True)
-        }
+        numbers, scalars = self._computed_before(number)
+        self._env.update(numbers)
+        self._kernel_scalars = {v: np.asarray(one) for v, one in scalars.items()}
 
-    def _note(self, part: LeafPart, found: Sequence[jax.Array]) -> None:
+    def _computed_before(
+        self, number: int
+    ) -> tuple[dict[Value, jax.Array], dict[Value, jax.Array]]:
+        """Returns the numbers and the kernels' scalars of what comes before a pass."""
+        part = self.passes.before[number]
+        found = self._between[number](*(self._env[value] for value in part.inputs))
+        num = len(part.exports)
+        return (
+            dict(zip(part.exports, found[:num], strict=True)),
+            dict(zip(part.scalars, found[num:], strict=True)),
+        )
+
+    def _note(self, part: Part, found: Sequence[jax.Array]) -> None:
         if part.leaf in self._given:
             found = part.gather([self._env[v] for v in part.exports], found)
         self._given.add(part.leaf)
         self._env.update(zip(part.exports, found, strict=True))
 
     def _run(
-        self, part: LeafPart, gradient: jax.Array | Array, params: Array | None
+        self, part: Part, gradient: jax.Array | Array, params: Array | None
     ) -> Sequence[jax.Array]:
         executable = self._executable(part, tuple(gradient.shape))
         arrays = [self._own(part.leaf, value, gradient, params) for value in part.own]
@@ -237,7 +239,7 @@ class PassRunner:
         self._engine.steps.recall(step, request, repeats=True)
         return jnp.asarray(array)
 
-    def _executable(self, part: LeafPart, shape: tuple[int, ...]) -> Any:
+    def _executable(self, part: Part, shape: tuple[int, ...]) -> Any:
         """Returns a part's program, compiled once for all leaves with equal ones."""
         if part not in self._part_keys:
             key = self._keys.program(part.inputs, part.nodes, part.outputs)
@@ -248,9 +250,7 @@ class PassRunner:
             self._compiled[key] = self._jit(part).lower(*avals).compile()
         return self._compiled[key]
 
-    def _avals(
-        self, part: LeafPart, shape: tuple[int, ...]
-    ) -> list[jax.ShapeDtypeStruct]:
+    def _avals(self, part: Part, shape: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
         info = self._program.leaves[part.leaf].info
         avals = []
         for value in part.own:
