@@ -4,6 +4,7 @@ Invariant: cuts depend on the graph and the limit alone; equal blocks are cut al
 """
 
 from collections.abc import Hashable, Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ def choose_cuts(
         values. If a single node needs more, it becomes a segment.
     """
     cuts = [0]
-    for run in find_runs(tokens):
+    for run in _runs(tuple(tokens)):
         blocks = _blocks(lifetimes, run)
         if blocks is None or blocks[0] < cuts[-1]:
             continue
@@ -156,6 +157,11 @@ def _group(num_blocks: int, most: int) -> int:
     It is the same for models of 12, 24 and 48 blocks, so they have the same programs.
     """
     return 1 << (min(most, num_blocks).bit_length() - 1)
+
+
+@lru_cache(maxsize=1)  # a program is cut for many limits
+def _runs(tokens: tuple[Hashable, ...]) -> list[Run]:
+    return find_runs(tokens)
 
 
 def find_runs(tokens: Sequence[Hashable], start: int = 0) -> list[Run]:

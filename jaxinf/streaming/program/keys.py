@@ -57,6 +57,7 @@ class Keys:
         self._objects: dict[Any, int] = {}
         self._unhashable: list[Any] = []  # held, so that ids stay theirs
         self._nodes: dict[Node, str] = {}
+        self._values: dict[Value, str] = {}
 
     def once(self, what: Hashable, make: Callable[[], _Made]) -> _Made:
         """Returns what was made of the graph before by this name; else makes it."""
@@ -97,10 +98,12 @@ class Keys:
         yield ",".join(map(read, outputs))
 
     def _input(self, value: Value) -> str:
-        text = _aval(value.aval)
-        if value.constant is None:
-            return text
-        return f"{text}={self._text(value.constant)}"
+        if value not in self._values:
+            text = _aval(value.aval)
+            if value.constant is not None:
+                text += f"={self._text(value.constant)}"
+            self._values[value] = text
+        return self._values[value]
 
     def _once(self, item: Any) -> str:
         """Text of an object that nodes of unrolled iterations share."""
