@@ -13,7 +13,7 @@ from jaxinf.cli.looking import say_warning
 from jaxinf.cli.options import AnyPath, StorePath, Switch, option, whole_path
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
-from jaxinf.engine.options import check_share
+from jaxinf.engine import check_share
 from jaxinf.exchange import DEFAULT_MEMORY_BYTES, export_source, export_url_at, is_url
 from jaxinf.store import (
     AverageChoice,

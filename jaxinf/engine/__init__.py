@@ -15,13 +15,13 @@ from jaxinf.engine.divergence import warn_of_unseen
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
 from jaxinf.engine.failure import check_announced
-from jaxinf.engine.open_stores import (
+from jaxinf.engine.open_stores import close, open_store, store_of
+from jaxinf.engine.options import (
     DEFAULT_MEMORY_BYTES,
-    close,
-    open_store,
-    store_of,
+    Durability,
+    MasterChoice,
+    check_share,
 )
-from jaxinf.engine.options import Durability, MasterChoice
 from jaxinf.engine.reading import check_like, read_leaf
 from jaxinf.engine.redivision import divide_for
 from jaxinf.engine.shape import StoreShape
@@ -78,6 +78,7 @@ __all__ = [
     "check_compression",
     "check_like",
     "check_processes",
+    "check_share",
     "close",
     "describe",
     "distinct_shards",

@@ -9,12 +9,12 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxinf import compat
-from jaxinf.csd import CsdSpec
+from jaxinf.csd import CsdSpec, parse_csd
 from jaxinf.engine.admission import join_run
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.options import (
@@ -30,15 +30,7 @@ from jaxinf.store import member_name
 from jaxinf.terminal import given_bytes
 from jaxinf.typing import PathLikeStr
 
-DEFAULT_MEMORY_BYTES = 512 << 20
-_DEFAULTS: dict[str, Any] = {
-    "csd_roots": (),
-    "csd": "host",
-    "memory_bytes": DEFAULT_MEMORY_BYTES,
-}
-
 _LOG = logging.getLogger("jaxinf")
-
 
 _ALIKE = ("durability", "keep_steps", "restore", "master", "state")
 _ALIKE += ("export_to", "export_every")
@@ -142,36 +134,33 @@ def open_store(
             # JAX ends its service at the exit; what is registered later, runs before.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
-    if memory_bytes is not None:
-        memory_bytes = given_bytes("memory_bytes", memory_bytes)
-    given = {
-        "csd_roots": None if csds is None else [_of_process(root) for root in csds],
-        "csd": csd,
-        "memory_bytes": memory_bytes,
-        "durability": durability,
-        "restore": restore,
-        "master": master,
-        "state": state,
-        "keep_steps": keep_steps,
-        "export_every": export_every,
-        "export_to": export_to,
-        "csd_shares": [*csds.values()] if isinstance(csds, Mapping) else None,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
+    group = group or Group(path)
 
-    def options() -> StoreOptions:
-        return StoreOptions(path, **{**_DEFAULTS, **given})
+    def read() -> tuple[StoreOptions, dict[str, Any]]:
+        given = {
+            "csd_roots": None if csds is None else tuple(map(_of_process, csds)),
+            "csd_shares": tuple(csds.values()) if isinstance(csds, Mapping) else None,
+            "csd": parse_csd(csd) if isinstance(csd, str) else csd,
+            "memory_bytes": None
+            if memory_bytes is None
+            else given_bytes("memory_bytes", memory_bytes),
+            "durability": durability,
+            "restore": restore,
+            "master": master,
+            "state": state,
+            "keep_steps": keep_steps,
+            "export_every": export_every,
+            "export_to": export_to,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        return StoreOptions(path, **given), given
 
     with _lock(path):
-        return Store(_engine(path, options, given, group or Group(path)))
+        options, given = group.in_all("the options of open_store", read)
+        return Store(_engine(options, given, group))
 
 
-def _engine(
-    path: Path,
-    make_options: Callable[[], StoreOptions],
-    given: Mapping[str, Any],
-    group: Group,
-) -> Engine:
+def _engine(options: StoreOptions, given: Mapping[str, Any], group: Group) -> Engine:
     """Returns the engine of the store that is open at a path, or opens one.
 
     A store that a failure has stopped is closed and opened anew.
@@ -179,7 +168,7 @@ def _engine(
     Args:
       given: the options that the caller has set, by name.
     """
-    options = group.in_all("the options of open_store", make_options)
+    path = options.path
     held = _get(path)
     if held is not None and held.health.error is not None:
         _LOG.warning(

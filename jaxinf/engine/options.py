@@ -5,7 +5,7 @@ Invariant: no option is ignored, and the error for a bad one names it.
 
 import math
 import os
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -25,6 +25,10 @@ LEAST_WORKERS, WORKERS_A_DRIVE = 4, 2
 """Requests at the drives at once."""
 
 
+DEFAULT_MEMORY_BYTES = 512 << 20
+
+
+@dataclass(eq=False)
 class StoreOptions:
     """The options of `jaxinf.open_store`. Checked on construction.
 
@@ -32,52 +36,38 @@ class StoreOptions:
       ValueError: an option is invalid; names it.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        csd_roots: Sequence[Path],
-        csd: str | CsdSpec,
-        memory_bytes: int,
-        durability: Durability = "step",
-        restore: str | None = None,
-        master: MasterChoice = "auto",
-        state: StateFormat | None = None,
-        keep_steps: KeepSteps | None = None,
-        csd_shares: Sequence[float] = (),
-        export_every: int | None = None,
-        export_to: str | None = None,
-    ) -> None:
-        self.durability: Durability = durability
-        self.keep_steps = keep_steps
-        self.steps_per_commit = _steps_per_commit(durability)
-        self.retention = Retention.of(keep_steps)
-        for root in csd_roots:
+    path: Path
+    csd_roots: tuple[Path, ...] = ()
+    csd_shares: tuple[float, ...] = ()
+    csd: CsdSpec = field(default_factory=lambda: parse_csd("host"))
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    durability: Durability = "step"
+    restore: str | None = None
+    master: MasterChoice = "auto"
+    state: StateFormat | None = None
+    keep_steps: KeepSteps | None = None
+    export_every: int = 0
+    export_to: str | None = None
+
+    def __post_init__(self) -> None:
+        for root in self.csd_roots:
             if not root.is_dir():
                 raise ValueError(
                     f"CSD root {root}: expected a directory on a mounted drive, found "
                     f"{'a file' if root.exists() else 'nothing'}; create or mount it"
                 )
             check_writable(root)
-        if len(set(csd_roots)) != len(csd_roots):
-            raise ValueError(f"csds: the same root is given twice: {list(csd_roots)}")
-        self.path = path
-        self.csd_roots = tuple(csd_roots)
-        self.csd_shares = tuple(csd_shares)
-        for root, share in zip(csd_roots, csd_shares, strict=False):
+        if len(set(self.csd_roots)) != len(self.csd_roots):
+            raise ValueError(f"csds: the same root is given twice: {self.csd_roots}")
+        for root, share in zip(self.csd_roots, self.csd_shares, strict=False):
             check_share(root, share)
-        self.csd = parse_csd(csd) if isinstance(csd, str) else csd
-        self.memory_bytes = memory_bytes
-        if master not in get_args(MasterChoice):
-            raise ValueError(f"master={master!r}: expected 'auto' or 'none'")
-        if state not in (None, "fp32", *CODECS):
-            raise ValueError(f"state={state!r}: expected 'fp32', 'bf16' or 'int8'")
-        self.state: StateFormat | None = state
-        self.restore = restore
-        self.master: MasterChoice = master
-        _check_exports(export_every, export_to)
-        self.export_to = export_to
-        self.export_every = export_every or 0
+        if self.master not in get_args(MasterChoice):
+            raise ValueError(f"master={self.master!r}: expected 'auto' or 'none'")
+        if self.state not in (None, "fp32", *CODECS):
+            raise ValueError(f"state={self.state!r}: expected 'fp32', 'bf16' or 'int8'")
+        self.retention = Retention.of(self.keep_steps)
+        self.steps_per_commit = _steps_per_commit(self.durability)
+        _check_exports(self.export_every, self.export_to)
 
     def exports(self, step: int) -> bool:
         """Whether a step is due for export, and therefore committed."""
@@ -126,17 +116,15 @@ def _steps_per_commit(durability: Durability) -> int | None:
     return durability
 
 
-def _check_exports(every: int | None, url: str | None) -> None:
-    if every is None and url is None:
+def _check_exports(every: int, url: str | None) -> None:
+    if every == 0 and url is None:
         return
-    if every is None or url is None:
+    if type(every) is not int or every < 1 or url is None:
         raise ValueError(
-            "expected export_every and export_to together, the steps between exports "
-            f"and their URL, found export_every={every!r}, export_to="
+            "expected export_every and export_to together, at least 1 step between "
+            f"exports and their URL, found export_every={every!r}, export_to="
             f"{'none' if url is None else 'a URL'}"
         )
-    if type(every) is not int or every < 1:
-        raise ValueError(f"export_every={every!r}: expected at least 1 step")
     try:
         ObjectStore(url)
     except ExchangeError as error:

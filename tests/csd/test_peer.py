@@ -203,5 +203,5 @@ def test_a_card_that_gives_nothing(tmp_path, monkeypatch):
     [("host", 1, 4), ("host", 10, 20), ("emulated", 2, 4), ("smartssd", 3, 6)],
 )
 def test_workers(tmp_path, csd, num_csds, expected):
-    options = StoreOptions(tmp_path, csd_roots=(), csd=csd, memory_bytes=1 << 20)
+    options = StoreOptions(tmp_path, csd=parse_csd(csd))
     assert options.workers_of(num_csds) == expected
