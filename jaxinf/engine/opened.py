@@ -26,7 +26,6 @@ from jaxinf.io import ByteMeters, file_progress, span
 from jaxinf.layout import Subgroup
 from jaxinf.processes import Group
 from jaxinf.store import (
-    COMMIT,
     SCHEDULE_FREE,
     CarriedArray,
     CommitAction,
@@ -337,7 +336,7 @@ class OpenStore(StoreShape):
             ),
             CommitAction.FLIP: lambda: self.directory.flip(slot),
         }
-        for action in COMMIT:
+        for action in CommitAction:
             with span(_SPANS[action], f"step {record.step}"):
                 actions[action]()
         self.chunks.end_commit()

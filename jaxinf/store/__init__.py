@@ -5,7 +5,6 @@ Invariant: at every instant the last committed step is complete on the drives
 """
 
 from jaxinf.store.agreement import (
-    COMMIT,
     CommitAction,
     HeldSteps,
     StepId,
@@ -96,11 +95,10 @@ from jaxinf.store.making import (
     lay_out,
     room_for_shares,
 )
-from jaxinf.store.manifest import FORMAT_VERSION, Manifest, Member
+from jaxinf.store.manifest import Manifest, Member
 from jaxinf.store.names import (
     ERROR_FEEDBACK,
     MASTER_PARAMS,
-    array_name,
     check_leaf_paths,
     encode_path,
     leaf_name,
@@ -157,9 +155,7 @@ __all__ = [
     "BESIDE",
     "CARRY",
     "CODECS",
-    "COMMIT",
     "ERROR_FEEDBACK",
-    "FORMAT_VERSION",
     "MASTER_PARAMS",
     "SCHEDULE_FREE",
     "SLOTS",
@@ -196,7 +192,6 @@ __all__ = [
     "Sum",
     "WholeStep",
     "agreed_step",
-    "array_name",
     "carry_files",
     "check_carry",
     "check_free_space",

@@ -10,7 +10,9 @@ from enum import Enum
 
 
 class CommitAction(Enum):
-    """An action of a commit; each is over, and durable, before the next begins.
+    """The actions of a commit in their order; see docs/format.md for the argument.
+
+    Each is over, and durable, before the next begins.
 
     Attributes:
       SYNC: the step's chunks become durable.
@@ -23,10 +25,6 @@ class CommitAction(Enum):
     RECORD = "record"
     MEET = "meet"
     FLIP = "flip"
-
-
-COMMIT = tuple(CommitAction)
-"""The actions of a commit in their order; see docs/format.md for the argument."""
 
 
 @dataclass(frozen=True, order=True)

@@ -35,15 +35,15 @@ from jaxinf.store.checkpoint import add_documents, checkpoint_names
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.copy_chunks import CopiedChunk, copied_chunks, make_steps, room_needed
 from jaxinf.store.copy_source import CopySource, check_unread
-from jaxinf.store.creation import check_free_space, make_chunks
+from jaxinf.store.creation import begin_store, check_free_space, make_place
 from jaxinf.store.directory import SLOTS, StoreDirectory
 from jaxinf.store.division import Division, ShardsOf, division_for
 from jaxinf.store.formats import AS_IT_IS, Formats
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.making import lay_out, member_of, process_roots, room_for_shares
 from jaxinf.store.manifest import Manifest, Member
-from jaxinf.store.owners import check_owners, check_places, claim_csds, make_csds
-from jaxinf.store.stock_documents import create_documents, stock_documents
+from jaxinf.store.owners import check_owners, check_places, claim_csds
+from jaxinf.store.stock_documents import stock_documents
 from jaxinf.store.whole import find_members, link_whole, member_name
 from jaxinf.typing import ProgressCallback
 
@@ -327,16 +327,13 @@ def _make(
     ids = {place: f"{uuid.uuid4().hex}-0" if is_run else "" for place in source.steps}
     for part in parts:
         with translated("copy", part.path):
-            part.path.mkdir(exist_ok=True)
-            part.manifest.write(part.path / "jaxinf.json")
-            make_csds(part)
+            begin_store(part)
     records, beside = make_steps(source, chunks, progress), source.beside()
     timestamp_ns = time.time_ns()
     for part in parts:
         with translated("copy", part.path):
             for place in (*records, "b"):
-                create_documents(part.step_path(place), part.manifest, timestamp_ns)
-                make_chunks(part, place)
+                make_place(part, place, timestamp_ns)
             for name, content in beside.items():
                 (part.path / name).parent.mkdir(exist_ok=True)
                 write_bytes_atomically(part.path / name, content)

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from jaxinf.documents import MOST_BYTES
@@ -22,7 +23,7 @@ from jaxinf.io import (
 from jaxinf.io.failures import translated
 from jaxinf.layout import Chunk
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
+from jaxinf.store.directory import SLOTS, StoreDirectory, other_slot
 from jaxinf.store.leaves import StateRecord
 from jaxinf.store.making import csd_bytes
 from jaxinf.store.owners import check_owners, check_places, make_csds
@@ -122,20 +123,26 @@ def create_store(directory: StoreDirectory) -> None:
     """
     check_places(directory)
     with translated("creation", directory.path):
-        directory.path.mkdir(parents=True, exist_ok=True)
-        directory.manifest.write(directory.path / "jaxinf.json")
-        make_csds(directory)
-        timestamp_ns = time.time_ns()
-
-        def make(slot: Slot) -> None:
-            step = directory.step_path(slot)
-            create_documents(step, directory.manifest, timestamp_ns)
-            make_chunks(directory, slot)
-
+        begin_store(directory)
+        make = partial(make_place, directory, timestamp_ns=time.time_ns())
         for _ in over(SLOTS, make, len(SLOTS)):  # their calls of the system overlap
             pass
     directory.sync()
     fsync_directory(directory.path)
+
+
+def begin_store(directory: StoreDirectory) -> None:
+    """Makes a store's own directories; with its manifest, its owner is known."""
+    directory.path.mkdir(parents=True, exist_ok=True)
+    directory.manifest.write(directory.path / "jaxinf.json")
+    make_csds(directory)
+
+
+def make_place(directory: StoreDirectory, place: str, timestamp_ns: int) -> None:
+    """Makes the documents of a step, and the chunk files that are not there."""
+    step = directory.step_path(place)
+    create_documents(step, directory.manifest, timestamp_ns)
+    _make_chunks(directory, place)
 
 
 def complete_spare(directory: StoreDirectory) -> None:
@@ -177,7 +184,7 @@ def complete_spare(directory: StoreDirectory) -> None:
             (step / name).parent.mkdir(parents=True, exist_ok=True)
             content = read_beneath(source, name, MOST_BYTES)
             write_bytes_atomically(step / name, content)
-        make_chunks(directory, spare)
+        _make_chunks(directory, spare)
     directory.sync()
 
 
@@ -239,7 +246,7 @@ def check_never_committed(directory: StoreDirectory) -> None:
             )
 
 
-def make_chunks(directory: StoreDirectory, place: str) -> None:
+def _make_chunks(directory: StoreDirectory, place: str) -> None:
     """Makes chunk files of a step, with room, and their names, where there are none."""
     made: set[str] = set()
     for layout, state, paths in _chunks(directory, place):

@@ -18,6 +18,10 @@ from jaxinf.io.failures import translated
 from jaxinf.store.documents import read_document
 from jaxinf.store.reader import Damage
 
+_FOLDER = "stream"
+_WHAT = "a plan of a streamed program"
+_REMEDY = "remove the file, and the program is planned anew (its bits may differ then)"
+
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62 - 1)]
 _Length: TypeAlias = Annotated[int, Meta(ge=1, le=2**62 - 1)]
 
@@ -42,11 +46,6 @@ class KeptPlan(Document, frozen=True):
             raise ValueError("cuts: expected numbers that rise from 0, found others")
 
 
-_FOLDER = "stream"
-_WHAT = "a plan of a streamed program"
-_REMEDY = "remove the file, and the program is planned anew (its bits may differ then)"
-
-
 def check_plans_folder(store: Path) -> Path:
     """Returns the folder of a store's plans, which may still be missing.
 
@@ -63,12 +62,7 @@ def check_plans_folder(store: Path) -> Path:
 
 
 def plans_folder(store: Path) -> Path:
-    """Returns the folder of a store's plans; makes it if it is missing.
-
-    Raises:
-      StoreFormatError: There is something else.
-      StoreError: It cannot be made.
-    """
+    """Returns the folder of a store's plans; makes it if it is missing."""
     folder = check_plans_folder(store)
     with translated("creation", folder):
         folder.mkdir(exist_ok=True)
@@ -81,11 +75,7 @@ def drive_of(folder: Path) -> str:
 
 
 def read_plan(path: Path) -> KeptPlan:
-    """Reads a plan.
-
-    Raises:
-      StoreFormatError: It is damaged, or something else.
-    """
+    """Reads a plan; refuses one that is damaged, or something else."""
     return read_document(path, KeptPlan, _WHAT, _REMEDY)
 
 

@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from jaxinf.store import StoreDirectory, copy_chunks, copying, owners
+from jaxinf.store import StoreDirectory, copy_chunks, copying, creation, owners
 
 
 def main(name, num_calls, source, new, *csds):
@@ -22,6 +22,8 @@ def main(name, num_calls, source, new, *csds):
         "mkdir": Path,
         "_claim": owners,
         "_recode": copy_chunks,
+        "make_csds": creation,
+        "create_documents": creation,
     }.get(name, copying)
     real, calls = getattr(owner, name), 0
 

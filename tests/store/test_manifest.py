@@ -8,7 +8,6 @@ from msgspec import structs
 from jaxinf.errors import StoreFormatError
 from jaxinf.layout import choose_grid
 from jaxinf.store import (
-    FORMAT_VERSION,
     LeafRecord,
     Manifest,
     Member,
@@ -17,6 +16,7 @@ from jaxinf.store import (
     seal,
 )
 from jaxinf.store.making import member_of
+from jaxinf.store.manifest import FORMAT_VERSION
 
 HEADER = {"format": "jaxinf", "format_version": FORMAT_VERSION}
 KEYS = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=8)

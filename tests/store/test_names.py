@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinf.store import array_name, check_leaf_paths, leaf_name
-from jaxinf.store.names import encode_key
+from jaxinf.store import check_leaf_paths, leaf_name
+from jaxinf.store.names import array_name, encode_key
 
 KEYS = st.text(st.characters(blacklist_categories=("Cs",)))
 

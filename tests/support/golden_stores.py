@@ -17,7 +17,7 @@ import optax
 
 import jaxinf
 from jaxinf.csd import CsdSpec
-from jaxinf.store import FORMAT_VERSION
+from jaxinf.store.manifest import FORMAT_VERSION
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 IS_SPLIT = {"store": False, "split": True, "scalars": False}

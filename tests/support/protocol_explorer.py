@@ -2,26 +2,27 @@
 
 A member is a small model of a store: two slots, each with data and a record, and the
 name `current`. The order of a commit and the choice after a crash are the real code's,
-`jaxinf.store.COMMIT` and `agreed_step`. Whatever was not synced may be lost in part.
+`jaxinf.store.CommitAction` and `agreed_step`. Whatever was not synced may be lost in
+part.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxinf.store import COMMIT, CommitAction, HeldSteps, StepId, agreed_step
+from jaxinf.store import CommitAction, HeldSteps, StepId, agreed_step
 
 __all__ = ["EARLY", "WITHOUT_MEETING", "Explored", "Violation", "explore"]
 
 UNPUBLISH, WRITE, REWRITE = "unpublish", "write", "rewrite"
 TORN = StepId(-1, "torn")
 
-WITHOUT_MEETING = tuple(a for a in COMMIT if a is not CommitAction.MEET)
+WITHOUT_MEETING = tuple(a for a in CommitAction if a is not CommitAction.MEET)
 """A broken commit: no member waits for another."""
 
 EARLY = tuple(
     action
-    for part in COMMIT
+    for part in CommitAction
     for action in ((REWRITE, part) if part is CommitAction.MEET else (part,))
 )
 """A broken commit: the next step begins before all members have this one."""
@@ -68,7 +69,10 @@ class _State(NamedTuple):
 
 
 def explore(
-    num_members: int, num_steps: int, num_crashes: int, commit: Sequence[Any] = COMMIT
+    num_members: int,
+    num_steps: int,
+    num_crashes: int,
+    commit: Sequence[Any] = tuple(CommitAction),
 ) -> Explored:
     """Visits every state; raises `Violation` at the first that breaks a promise."""
     actions = (UNPUBLISH, WRITE, *commit)
