@@ -31,7 +31,6 @@ from jaxinf.store.steps import (
     step_of,
 )
 from jaxinf.store.whole import (
-    agreed_of,
     all_members,
     find_whole,
     held_steps,
@@ -39,7 +38,6 @@ from jaxinf.store.whole import (
     is_of_all,
     is_run,
     of_one_commit,
-    to_step,
 )
 
 
@@ -125,7 +123,6 @@ def store_source(
     with contextlib.ExitStack() as stack:
         if holds:
             parts = stack.enter_context(hold_members(path, named))
-            to_step(parts, agreed_of(parts))
             for one in parts:
                 prune_snapshots(one)
                 check_unread(one)
@@ -177,8 +174,8 @@ def _of_run(
         find_whole(parts, checkpoint)
         return parts, _joined(parts, f"checkpoints/{checkpoint}")
     if len({held_steps(one).current for one in parts}) > 1:  # a kill, or a run goes on
-        with contextlib.suppress(StoreLockedError), hold_members(path) as members:
-            to_step(members, agreed_of(members))
+        with contextlib.suppress(StoreLockedError), hold_members(path):
+            pass  # they go to the common one
         parts = all_members(path)
     pinned, undo = of_one_commit(
         path, parts, lambda one, held: held.enter_context(pinned_step(one))

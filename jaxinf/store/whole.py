@@ -103,21 +103,35 @@ def hold_members(
 ) -> Iterator[list[StoreDirectory]]:
     """Makes this process the only writer of all members while the context lasts.
 
+    Members that were at different steps go to the common one, as a run of them does.
+
     Args:
       named: CSD roots of a store of one process that the user has named.
 
     Raises:
       StoreLockedError: a run has them open.
-      ProcessError, StoreError: a member cannot be seen, or is damaged.
+      ProcessError: a member cannot be seen, or they have no step in common.
+      StoreError: a member is damaged.
     """
     with contextlib.ExitStack() as stack:
         if not is_run(path):
             yield [stack.enter_context(hold_store(path, named))]
             return
-        members = all_members(path)
-        yield [
-            stack.enter_context(hold_store(one.path, is_member=True)) for one in members
+        members = [
+            stack.enter_context(hold_store(one.path, is_member=True))
+            for one in all_members(path)
         ]
+        held = [held_steps(one) for one in members]
+        try:
+            step = agreed_step(held)
+        except LookupError:
+            pairs = zip(members, held, strict=True)
+            listed = ", ".join(f"{one.path.name}: {steps}" for one, steps in pairs)
+            raise ProcessError(
+                f"expected a step that all have, found {listed}"
+            ) from None
+        to_step(members, step)
+        yield members
 
 
 # --- their common step ---------------------------------------------------------------
@@ -131,19 +145,6 @@ def held_steps(directory: StoreDirectory) -> HeldSteps:
     return HeldSteps(*(one and StepId(one.step, one.commit) for one in records))
 
 
-def agreed_of(members: Sequence[StoreDirectory]) -> StepId | None:
-    """Returns the step that a run of these members would go on from.
-
-    Raises:
-      ProcessError: they have none in common.
-    """
-    try:
-        return agreed_step([held_steps(one) for one in members])
-    except LookupError:
-        listed = ", ".join(f"{one.path.name}: {held_steps(one)}" for one in members)
-        raise ProcessError(f"expected a step that all have, found {listed}") from None
-
-
 def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:
     """Makes a step the committed one in these members; the caller holds them.
 
@@ -151,7 +152,7 @@ def to_step(members: Sequence[StoreDirectory], step: StepId | None) -> None:
     overwritten since; see docs/format.md.
 
     Args:
-      step: the result of `agreed_of`; each has it in a slot.
+      step: the result of `agreed_step`; each has it in a slot.
     """
     for one in members:
         if step is not None and held_steps(one).current != step:
@@ -287,7 +288,6 @@ def restore_whole(members: Sequence[StoreDirectory], name: str) -> CommitRecord:
       StoreSpaceError: the drives have too little room.
     """
     find_whole(members, name)
-    to_step(members, agreed_of(members))
     records = [restore_checkpoint(one, name) for one in members]
     return records[0]
 
