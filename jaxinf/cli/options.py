@@ -30,7 +30,7 @@ def whole_path(text: str) -> Path:
     Raises:
       UsageError: there is no such user.
     """
-    return expand_home(Path(text), "jaxinf:").absolute()
+    return expand_home(Path(text), "the path").absolute()
 
 
 AnyPath = Annotated[

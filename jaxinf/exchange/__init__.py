@@ -5,7 +5,6 @@ Invariant: memory stays within a budget for leaves of any size, unless another t
   wrong with another tool's files, or with a place, is an ExchangeError.
 """
 
-from jaxinf.exchange.export_source import export_source
 from jaxinf.exchange.huggingface_config import (
     Architecture,
     read_config_file,
@@ -30,6 +29,7 @@ from jaxinf.exchange.tokenizer_files import (
 )
 from jaxinf.exchange.url_export import (
     check_exports,
+    export_source,
     export_url,
     export_url_at,
     least_memory,

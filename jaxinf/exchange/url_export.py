@@ -2,45 +2,53 @@
 
       export-begun.json ─► chunks ─► documents ─► export.json
 
-Invariant: memory stays within the budget. An object that is there and right is not
+Invariant: memory stays within the budget. A chunk that is there and right is not
   written again, and no other is believed; `MANIFEST` is written when every other has
-  been read back.
+  been read back. A copy from there uses an object if it is as the manifest says, and a
+  name becomes a path only if it is one of `BESIDE`.
 """
 
 import math
 import os
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 from msgspec import Meta, structs
 
 from jaxinf.documents import Document, DocumentError, convert, parse_json
-from jaxinf.errors import ExchangeError, StoreFormatError
+from jaxinf.errors import ExchangeError, StoreCorruptError, StoreFormatError
 from jaxinf.exchange.object_store import ObjectStore, Stamp, is_url, stamp_of
-from jaxinf.exchange.params import Transit
-from jaxinf.io import crc32c_combine
+from jaxinf.exchange.params import DEFAULT_MEMORY_BYTES, Transit
+from jaxinf.io import BufferPool, crc32c, crc32c_combine
 from jaxinf.layout import scale_chunks
 from jaxinf.store import (
+    BESIDE,
     CommitRecord,
+    CopySource,
     Id,
     LeafRecord,
     Manifest,
     StateRecord,
+    StepReader,
     Sum,
     WholeStep,
     carry_files,
     check_free_space,
     check_seal,
+    checked_carry,
     over,
     read_carry,
     seal,
     step_documents,
 )
+from jaxinf.typing import Array
 
 BEGUN = "export-begun.json"
 """The first object: whose export lies here."""
@@ -56,6 +64,8 @@ _REMEDY = "export to this URL again, use a newer jaxinf, or remove what is there
 _COPIES = 5  # of an object: in the reader, as read, as bytes, in tensorstore, sent
 _MOST_THREADS = 8
 _LEAST_BYTES = 1 << 20
+_NUM_GETS = 8  # documents that are read at once
+_AGAIN = "export to this URL again, which writes what is missing or differs"
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
 
@@ -123,13 +133,8 @@ class UrlReport(NamedTuple):
     num_kept: int
 
 
-class ChunkObject(NamedTuple):
-    """A chunk as an object: its elements, and zeros up to the grid's chunk shape.
-
-    Attributes:
-      leaf, state, number: the array, and the chunk's number in its grid.
-      stamp: length and CRC-32C of the object, as the commit has it.
-    """
+class _ChunkObject(NamedTuple):
+    """A chunk as an object: its elements, and zeros up to the grid's chunk shape."""
 
     leaf: LeafRecord
     state: StateRecord
@@ -143,7 +148,7 @@ def _stamp_of_zeros(num_bytes: int) -> Stamp:
     return stamp_of(bytes(num_bytes))
 
 
-def chunk_objects(manifest: Manifest, commit: CommitRecord) -> Iterator[ChunkObject]:
+def _chunk_objects(manifest: Manifest, commit: CommitRecord) -> Iterator[_ChunkObject]:
     """Yields the held chunks of a step, state by state in each leaf."""
     for leaf in manifest.leaves:
         grid = leaf.grid.chunks()
@@ -157,7 +162,7 @@ def chunk_objects(manifest: Manifest, commit: CommitRecord) -> Iterator[ChunkObj
                 padding, crc = _stamp_of_zeros(num_bytes - elements_bytes)
                 whole = crc32c_combine([(checksum, elements_bytes), (crc, padding)])
                 key = f"{name}/{chunk.key}"
-                yield ChunkObject(leaf, state, number, key, (num_bytes, whole))
+                yield _ChunkObject(leaf, state, number, key, (num_bytes, whole))
 
 
 def export_url(
@@ -193,8 +198,8 @@ def export_url(
         )
     transit = transit or Transit()
     place = ObjectStore(url, transit.stop)
-    chunks = list(chunk_objects(step.manifest, step.commit))
-    num_threads = num_at_once(step.manifest, transit.memory_bytes)
+    chunks = list(_chunk_objects(step.manifest, step.commit))
+    num_threads = _num_at_once(step.manifest, transit.memory_bytes)
     documents = _documents(step, beside or {})
     commit = f"{stamp_of(documents['commit.json'])[1]:08x}"
     store_id, number = step.manifest.store_id, step.commit.step
@@ -211,7 +216,7 @@ def export_url(
     total_bytes, done_bytes, num_kept = sum(x.stamp[0] for x in chunks), 0, 0
     with step.reader(transit.memory_bytes // _COPIES) as reader:
 
-        def bring(chunk: ChunkObject) -> bool:
+        def bring(chunk: _ChunkObject) -> bool:
             """Writes a chunk, unless it is there and right; returns whether it was."""
             if chunk.name in there and place.has(chunk.name, chunk.stamp):
                 return True
@@ -247,12 +252,8 @@ def least_memory(manifest: Manifest) -> int:
     return max(_LEAST_BYTES, _COPIES * max(sizes, default=0))
 
 
-def num_at_once(manifest: Manifest, memory_bytes: int) -> int:
-    """Returns the number of threads that may have an object each.
-
-    Raises:
-      ValueError: there is too little memory for one.
-    """
+def _num_at_once(manifest: Manifest, memory_bytes: int) -> int:
+    """Returns the number of threads that may have an object each; refuses none."""
     least = least_memory(manifest)
     if memory_bytes < least:
         raise ValueError(
@@ -318,3 +319,112 @@ def check_exports(url: str, step: int) -> None:
             "another URL, or remove it"
         )
     ObjectStore(url).put(_ROOT, seal(_PLACE))
+
+
+# --- out of an export ---------------------------------------------------------------
+
+
+def export_source(url: str, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> CopySource:
+    """Returns the step of an `export_url`, whose objects are all there; blocks.
+
+    Args:
+      url: its place.
+      memory_bytes: memory for data in transit.
+
+    Raises:
+      ExchangeError: there is no export, it was interrupted, or objects are gone or
+        torn; names them.
+      StoreFormatError: its manifest or record is of another format.
+      ValueError: too little memory; says how much is needed.
+    """
+    place = ObjectStore(url)
+    listed = _listed(place)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("jaxinf.json", "commit.json"):
+            if name not in listed:
+                raise ExchangeError(f"{place.where}: {MANIFEST} lists no {name}")
+            (Path(folder) / name).write_bytes(place.get(name, listed[name]))
+        manifest = Manifest.read(Path(folder) / "jaxinf.json")
+        commit = CommitRecord.read(Path(folder) / "commit.json")
+        commit.check_fits(Path(folder) / "commit.json", manifest)
+    chunks = list(_chunk_objects(manifest, commit))
+    names = {chunk.name for chunk in chunks} | {one.chunk for one in commit.carry}
+    missing = sorted(names - set(listed))
+    if missing:
+        raise ExchangeError(
+            f"{place.where}: {MANIFEST} does not list {missing[0]}, a chunk of its "
+            f"jaxinf.json; {_AGAIN}"
+        )
+    beside = listed.keys() - {chunk.name for chunk in chunks}
+    for _ in over(sorted(beside), lambda n: place.get(n, listed[n]), _NUM_GETS):
+        pass
+
+    def files_beside() -> dict[str, bytes]:
+        names = filter(BESIDE.fullmatch, listed)
+        return {name: place.get(name, listed[name]) for name in names}
+
+    def read_carried(step: WholeStep) -> list[bytes]:
+        pairs = [(x, place.get(x.chunk, listed[x.chunk])) for x in step.commit.carry]
+        return [checked_carry(one, raw, place.where) for one, raw in pairs]
+
+    read_pieces = _pieces_of(place, listed)
+    return CopySource(
+        place.where,
+        [manifest],
+        {"a": WholeStep(Path(place.where), manifest, commit, ())},
+        files_beside,
+        lambda step: StepReader(step.path, step.commit, read_pieces=read_pieces),
+        has_links=False,
+        read_carry=read_carried,
+        num_threads=_num_at_once(manifest, memory_bytes),
+    )
+
+
+def _listed(place: ObjectStore) -> dict[str, Stamp]:
+    """Returns bytes and CRC-32C of each object of a complete export, by name."""
+    export = ExportManifest.read(place, MANIFEST)
+    if export is None:
+        begun = ExportManifest.read(place, BEGUN)
+        found = "nothing of one"
+        if begun is not None:
+            found = (
+                f"none, and {BEGUN} of step {begun.step}: the export was "
+                "interrupted, or the manifest is gone"
+            )
+        raise ExchangeError(
+            f"{place.where}: expected {MANIFEST}, which completes an export, found "
+            f"{found}; {_AGAIN if begun else 'check the URL'}"
+        )
+    listed = {n: (b, int(crc, 16)) for n, (b, crc) in export.objects.items()}
+    place.check_all(listed, f"they were removed: {_AGAIN}")
+    return listed
+
+
+def _pieces_of(
+    place: ObjectStore, listed: Mapping[str, Stamp]
+) -> Callable[..., Iterator[Array]]:
+    """Returns what reads a chunk's object as `stored_pieces` reads its file."""
+
+    def pieces(
+        _root: Path,
+        name: str,
+        num_bytes: int,
+        _pool: BufferPool,
+        check: Callable[[int], object],
+        *,
+        piece_bytes: int,
+        **_options: Any,
+    ) -> Iterator[Array]:
+        content = np.frombuffer(place.get(name, listed[name]), np.uint8)[:num_bytes]
+        found = crc32c(content) if num_bytes else 0
+        try:
+            check(found)
+        except StoreCorruptError:
+            raise ExchangeError(
+                f"{place.where}: {name}: expected the CRC-32C that its commit.json "
+                f"says, found {found:08x}; {_AGAIN}"
+            ) from None
+        for offset in range(0, num_bytes, piece_bytes):
+            yield content[offset : offset + piece_bytes]
+
+    return pieces
