@@ -68,11 +68,12 @@ class Flag:
     @property
     def choices(self) -> tuple[str, ...]:
         """The texts that it may be, if these are all."""
-        members = [self.type, *get_args(self.type)]
-        literals = [one for one in members if get_origin(one) is Literal]
-        if self.constructor is not None or len(literals) != 1:
+        is_one = get_origin(self.type) is Literal
+        members = (self.type,) if is_one else get_args(self.type)
+        kinds = [one for one in members if one is not type(None)]
+        if self.constructor is not None or [*map(get_origin, kinds)] != [Literal]:
             return ()
-        return tuple(str(value) for value in get_args(literals[0]))
+        return tuple(str(value) for value in get_args(kinds[0]))
 
     def is_none(self, value: object) -> bool:
         """Whether a value is the word ``none``, which tyro knows as ``None`` alone."""

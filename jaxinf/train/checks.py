@@ -1,12 +1,14 @@
 """Refusals of run configurations that are invalid, or contradict themselves.
 
-Invariant: no combination of fields is ignored in silence.
+Invariant: no combination of fields is ignored in silence. Functions yield what is
+wrong, in words; the first of these is raised.
 """
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from jaxinf_models import MODELS, ModelFiles, TaskName, abstract_params
 
@@ -21,18 +23,23 @@ from jaxinf.train.data.options import DataOptions
 from jaxinf.train.freezing import check_frozen
 from jaxinf.train.lora import check_lora
 
+_Problems: TypeAlias = Iterator[str]
+
 _AT_LEAST = {
-    **dict.fromkeys(("batch_size", "memory", "device_memory", "micro_batches"), 1),
-    **dict.fromkeys(("warmup_steps", "clip_norm", "seed", "eval_every"), 0),
-    **dict.fromkeys(("checkpoint_every", "sample_bytes"), 0),
-    "seq_len": 2,
+    **dict.fromkeys("batch-size memory device-memory micro-batches".split(), 1),
+    **dict.fromkeys("durability eval-batches".split(), 1),
+    **dict.fromkeys("warmup-steps clip-norm seed eval-every".split(), 0),
+    **dict.fromkeys("checkpoint-every sample-bytes".split(), 0),
+    "seq-len": 2,
 }
-_OF_THE_STORE = "store elastic csd-root csd memory durability state ema"
-_OF_THE_STORE += " checkpoint-every export-to restore"
-_OF_STREAMING = "device-memory policy replan device-updates"
+_OF_THE_STORE = (
+    "store elastic csd-root csd memory durability state ema "
+    "checkpoint-every export-to restore"
+).split()
+_OF_STREAMING = "device-memory policy replan device-updates".split()
 ONLY_IN: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(_OF_THE_STORE.split(), ("update", "stream")),
-    **dict.fromkeys(_OF_STREAMING.split(), ("stream",)),
+    **dict.fromkeys(_OF_THE_STORE, ("update", "stream")),
+    **dict.fromkeys(_OF_STREAMING, ("stream",)),
     "remat": ("update", "memory"),
 }
 """Flags that some modes do not have."""
@@ -53,19 +60,25 @@ def check(config: TrainConfig) -> TrainConfig:
         for path in value if isinstance(value, tuple) else (value,):
             if isinstance(path, Path):
                 expand_home(path, f"--{flag.name}")
-    _refuse_first(_of_numbers(config))
-    _refuse_first(_of_model_source(config))
+        least = _AT_LEAST.get(flag.name)
+        if least is not None and isinstance(value, int | float) and not value >= least:
+            raise UsageError(f"--{flag.name}: expected at least {least}, got {value}")
+    _refuse(_of_numbers(config))
+    _refuse(_of_model_source(config))
     if config.source is not None:
         files = ModelFiles.of_folder(config.source)
         config = dataclasses.replace(config, files=files)
     elif config.model_file is not None:
         files = ModelFiles.of_config(config.model_file)
         config = dataclasses.replace(config, files=files)
-    _refuse_first(_of_model(config))
+    _refuse(_of_model(config))
     check_data(config, config.task_name, takes_images=config.takes_images)
     _check_trained(config)
     _ = config.average  # refuses an --ema that does not parse
-    _refuse_first(_of_store(config))
+    _refuse(_of_modes(config))
+    _refuse(_of_compression(config))
+    _refuse(_of_processes(config))
+    _refuse(_of_places(config))
     return config
 
 
@@ -80,25 +93,47 @@ def check_data(
     Raises:
       UsageError: names the flag, the value found and the remedy.
     """
-    _refuse_first(_of_data(options, task, takes_images=takes_images))
+    _refuse(_of_data(options, task, takes_images=takes_images))
 
 
-def _refuse_first(problems: Iterator[str]) -> None:
+def _of_data(options: DataOptions, task: TaskName, *, takes_images: bool) -> _Problems:
+    shares = {"validation": options.held_out_share, "mask-rate": options.mask_rate}
+    for name, share in shares.items():
+        if share is not None and not 0 < share < 1:
+            yield f"--{name}: expected more than 0, less than 1, got {share}"
+    try:
+        field_map(options.fields)
+    except DataError as error:
+        yield str(error)
+    if task != "masked-lm":
+        yield from _given(options, f"--task {task} hides no tokens", "mask-rate")
+    if task != "causal-lm":
+        yield from _given(options, f"--task {task} learns no prompts", "loss-on")
+    if takes_images:
+        yield from _given(options, "the model takes images", "tokenizer", "fields")
+
+
+def _refuse(problems: _Problems) -> None:
     for problem in problems:
         raise UsageError(problem)
 
 
-def _of_numbers(config: TrainConfig) -> Iterator[str]:
+def _given(options: DataOptions, why: str, *names: str) -> _Problems:
+    """Yields a refusal for each flag that has another value than the default."""
+    flags = {flag.name: flag.field for flag in flags_of(type(options))}
+    for name in names:
+        if getattr(options, flags[name].name) != flags[name].default:
+            yield f"--{name}: {why}{'' if why.endswith(' or') else ';'} leave it out"
+
+
+def _of_numbers(config: TrainConfig) -> _Problems:
     least_steps, also = (1, "; 0 imports what --from names")
     if config.source is not None:
         least_steps, also = 0, ""
+    num_tokens = config.batch_size * (config.seq_len or 1)
     if config.steps < least_steps:
         yield f"--steps: expected at least {least_steps}, got {config.steps}{also}"
-    for name, least in _AT_LEAST.items():
-        value = getattr(config, name)
-        if value is not None and not value >= least:
-            yield f"{_flag(name)}: expected at least {least}, got {value}"
-    if (num_tokens := config.batch_size * (config.seq_len or 1)) >= 1 << 31:
+    if num_tokens >= 1 << 31:
         yield (
             "--batch-size, --seq-len: expected fewer than 2**31 tokens in a batch, got "
             f"{num_tokens}"
@@ -110,43 +145,34 @@ def _of_numbers(config: TrainConfig) -> Iterator[str]:
         )
     if config.seed >= 1 << 32:
         yield f"--seed: expected less than 2**32, got {config.seed}"
+    rates = {"epochs": config.epochs, "learning-rate": config.learning_rate}
+    for name, value in {**rates, "lora-alpha": config.lora_alpha}.items():
+        if value is not None and not 0 < value < math.inf:
+            yield f"--{name}: expected more than 0, and finite, got {value}"
     if config.epochs is not None:
-        if not 0 < config.epochs < math.inf:
-            yield f"--epochs: expected more than 0, got {config.epochs}"
-        why = "--epochs says how long the run is; leave it out"
-        yield from _given(config, ("steps",), why)
+        yield from _given(config, "--epochs says how long the run is", "steps")
     if config.eval_only:
-        why = "--eval-only changes no run; leave it out"
-        yield from _given(config, ("restore", "elastic"), why)
-        if config.mode == "memory" and config.source is None:
-            yield "--eval-only: expected --from with --mode memory"
+        yield from _given(config, "--eval-only changes no run", "restore", "elastic")
+    if config.eval_only and config.mode == "memory" and config.source is None:
+        yield "--eval-only: expected --from with --mode memory"
     if config.lora is None:
-        yield from _given(config, ("lora_alpha",), "expected with --lora; leave it out")
-    if not 0 < config.lora_alpha < math.inf:
-        yield (
-            f"--lora-alpha: expected a finite number above 0, got {config.lora_alpha}"
-        )
-    if config.learning_rate is not None and not 0 < config.learning_rate < math.inf:
-        yield (
-            f"--learning-rate: expected more than 0, and finite, got "
-            f"{config.learning_rate}"
-        )
+        yield from _given(config, "expected with --lora", "lora-alpha")
 
 
-def _of_model_source(config: TrainConfig) -> Iterator[str]:
+def _of_model_source(config: TrainConfig) -> _Problems:
     """Flags that contradict the config.json of --from or --model-config; presets."""
-    if config.source is None and config.model_file is None:
-        presets = MODELS[config.model].presets
-        if config.preset not in presets:
-            yield (
-                f"--preset: expected one of {config.model}'s, {', '.join(presets)}, "
-                f"got {config.preset}"
-            )
-        return
-    given, others = f"--model-config {config.model_file}", ("model", "preset")
-    if config.source is not None:
-        given, others = f"--from {config.source}", (*others, "model_file")
-    yield from _given(config, others, f"{given} says which model it is; leave it out")
+    if (source := config.source) is not None:
+        why = f"--from {source} says which model it is"
+        yield from _given(config, why, "model", "preset", "model-config")
+    if config.model_file is not None:
+        why = f"--model-config {config.model_file} says which model it is"
+        yield from _given(config, why, "model", "preset")
+    presets = MODELS[config.model].presets
+    if config.preset not in presets:
+        yield (
+            f"--preset: expected one of {config.model}'s, {', '.join(presets)}, got "
+            f"{config.preset}"
+        )
     if config.mode == "memory" and not config.steps and not config.eval_only:
         yield (
             "--steps 0: --mode memory has no store to import into; leave it out, or "
@@ -154,12 +180,12 @@ def _of_model_source(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _of_model(config: TrainConfig) -> Iterator[str]:
-    tasks = config.family.tasks
-    if config.task_name not in tasks:
-        able = [name for name, m in MODELS.items() if config.task_name in m.tasks]
+def _of_model(config: TrainConfig) -> _Problems:
+    tasks, task = config.family.tasks, config.task_name
+    able = [name for name, m in MODELS.items() if task in m.tasks]
+    if task not in tasks:
         yield (
-            f"--task {config.task_name}: expected one of {config.family.name}'s, "
+            f"--task {task}: expected one of {config.family.name}'s, "
             f"{', '.join(tasks)}; --model with that task: {', '.join(able)}"
         )
     if config.seq_len is None:
@@ -167,34 +193,12 @@ def _of_model(config: TrainConfig) -> Iterator[str]:
     if config.takes_images:
         yield "--seq-len: the model takes images; leave it out"
     limit = getattr(config.model_config, "num_positions", None)
+    owner = config.source or config.model_file or f"preset {config.preset}"
     if limit is not None and config.seq_len > limit and config.steps:
-        owner = config.source or config.model_file or f"preset {config.preset}"
         yield (
             f"--seq-len: expected at most {limit}, the positions of {owner}, got "
             f"{config.seq_len}"
         )
-
-
-def _of_data(
-    options: DataOptions, task: TaskName, *, takes_images: bool
-) -> Iterator[str]:
-    shares = {"validation": options.held_out_share, "mask-rate": options.mask_rate}
-    for name, share in shares.items():
-        if share is not None and not 0 < share < 1:
-            yield f"--{name}: expected more than 0, less than 1, got {share}"
-    try:
-        field_map(options.fields)
-    except DataError as error:
-        yield str(error)
-    if task != "masked-lm":
-        why = f"--task {task} hides no tokens; leave it out"
-        yield from _given(options, ("mask_rate",), why)
-    if task != "causal-lm":
-        why = f"--task {task} learns no prompts; leave it out"
-        yield from _given(options, ("loss_on",), why)
-    if takes_images:
-        why = "the model takes images; leave it out"
-        yield from _given(options, ("tokenizer", "fields"), why)
 
 
 def _check_trained(config: TrainConfig) -> None:
@@ -212,92 +216,90 @@ def _check_trained(config: TrainConfig) -> None:
         check_lora(config.adapters, params, config.model_name)
 
 
-def _of_store(config: TrainConfig) -> Iterator[str]:
-    """Flags of a store, of streaming, of exports and of several processes."""
-    mode, compression = config.mode, config.compression
-    if compression is not None and compression.error_feedback:
-        if mode == "stream" and config.clip_norm:
-            yield (
-                f"--compress {config.compress}: with --mode stream the global norm "
-                "would miss what error feedback adds; give --clip-norm 0, or leave "
-                "error feedback out"
-            )
-        if mode != "memory" and config.durability not in ("step", 1):
-            yield (
-                f"--compress {config.compress}: each step commits its error feedback, "
-                f"expected --durability step, got {config.durability}; leave error "
-                "feedback out, or commit each step"
-            )
-    if mode == "stream":
-        yield from _of_streaming(config)
-    else:
-        why = f"--mode {mode} does not have it; leave it out, or give --mode stream"
-        yield from _given(config, _OF_STREAMING.replace("-", "_").split(), why)
-    if config.export_to is not None:
-        if config.distributed:
-            yield (
-                "--export-to: a run of several processes exports nothing beside "
-                "training; leave it out, and export its checkpoints: jaxinf "
-                f"checkpoint export {config.store} URL --checkpoint NAME"
-            )
-        if not config.checkpoint_every:
-            yield (
-                "--export-to: expected --checkpoint-every K, whose steps are exported; "
-                "give that, or leave it out"
-            )
-        try:
-            ObjectStore(config.export_to)
-        except ExchangeError as error:
-            yield f"--export-to: {error}"
-    if config.fsdp and not config.distributed:
-        yield "--fsdp: expected with --distributed; add that"
-    if config.distributed and not config.steps:
-        yield "--distributed: --steps 0 runs in one process; leave --distributed out"
-    if config.distributed and config.policy not in ("recompute", "keep"):
-        yield (
-            f"--policy {config.policy}: not supported yet with --distributed; give "
-            "--policy recompute or keep"
-        )
-    try:
-        parse_csd(config.csd)
-    except ValueError as error:
-        yield f"--csd: {error}"
+def _of_modes(config: TrainConfig) -> _Problems:
+    mode = config.mode
     if mode == "memory":
-        why = "--mode memory keeps nothing on drives; leave it out, or give --mode "
-        names = _OF_THE_STORE.replace("-", "_").split()
-        yield from _given(config, names, f"{why}update")
-    elif config.store is None:
-        yield (
-            "--store: expected a directory for the optimizer's state, got nothing; "
-            "name one (it may be new), or give --mode memory to train without"
-        )
-    elif config.logs.is_relative_to(config.store.expanduser().absolute()):
-        yield (
-            f"--log-dir {config.logs}: expected a place outside the store "
-            f"{config.store}, which holds nothing but the store's own files"
-        )
-
-
-def _of_streaming(config: TrainConfig) -> Iterator[str]:
-    yield from _given(config, ("remat",), "--policy recompute, the default, does that")
-    if config.memory is None:
+        why = "--mode memory keeps nothing on drives; give --mode update"
+        yield from _given(config, f"{why}, or", *_OF_THE_STORE)
+    if mode != "stream":
+        why = f"--mode {mode} does not have it; give --mode stream, or"
+        yield from _given(config, why, *_OF_STREAMING)
+    else:
+        yield from _given(config, "--policy recompute, the default, does it", "remat")
+    if mode == "stream" and config.memory is None:
         yield (
             "--memory: expected the bytes of host memory that a step may take, such as "
             "4GiB, got nothing; --mode stream needs it"
         )
-    if not config.steps:
+    if mode == "stream" and not config.steps:
         yield (
             "--steps 0: imports in --mode update; go on with --mode stream and the "
             "same --store"
         )
 
 
-def _given(config: DataOptions, names: Collection[str], why: str) -> Iterator[str]:
-    """Yields a refusal for each field that has another value than the default."""
-    for field in dataclasses.fields(config):
-        if field.name in names and getattr(config, field.name) != field.default:
-            yield f"{_flag(field.name.replace('_file', '_config'))}: {why}"
+def _of_compression(config: TrainConfig) -> _Problems:
+    if config.compression is None or not config.compression.error_feedback:
+        return
+    if config.mode == "stream" and config.clip_norm:
+        yield (
+            f"--compress {config.compress}: with --mode stream the global norm would "
+            "miss what error feedback adds; give --clip-norm 0, or leave error "
+            "feedback out"
+        )
+    if config.mode != "memory" and config.durability not in ("step", 1):
+        yield (
+            f"--compress {config.compress}: each step commits its error feedback, "
+            f"expected --durability step, got {config.durability}; leave error "
+            "feedback out, or commit each step"
+        )
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _of_processes(config: TrainConfig) -> _Problems:
+    several = config.distributed
+    if several and config.export_to is not None:
+        yield (
+            "--export-to: a run of several processes exports nothing beside training; "
+            "leave it out, and export its checkpoints: jaxinf checkpoint export "
+            f"{config.store} URL --checkpoint NAME"
+        )
+    if config.fsdp and not several:
+        yield "--fsdp: expected with --distributed; add that"
+    if several and not config.steps:
+        yield "--distributed: --steps 0 runs in one process; leave --distributed out"
+    if several and config.policy not in ("recompute", "keep"):
+        yield (
+            f"--policy {config.policy}: not supported yet with --distributed; give "
+            "--policy recompute or keep"
+        )
+
+
+def _of_places(config: TrainConfig) -> _Problems:
+    """The store's CSDs, exports, and places outside the store."""
+    if config.export_to is not None and not config.checkpoint_every:
+        yield (
+            "--export-to: expected --checkpoint-every K, whose steps are exported; "
+            "give that, or leave it out"
+        )
+    try:
+        _ = config.export_to is not None and ObjectStore(config.export_to)
+    except ExchangeError as error:
+        yield f"--export-to: {error}"
+    try:
+        parse_csd(config.csd)
+    except ValueError as error:
+        yield f"--csd: {error}"
+    if config.mode == "memory":
+        return
+    if config.store is None:
+        raise UsageError(
+            "--store: expected a directory for the optimizer's state, got nothing; "
+            "name one (it may be new), or give --mode memory to train without"
+        )
+    store = config.store.expanduser().absolute()
+    for name, place in (("log-dir", config.logs), ("tensorboard", config.tensorboard)):
+        if place and place.expanduser().absolute().is_relative_to(store):
+            yield (
+                f"--{name} {place}: expected a place outside the store {config.store}, "
+                "which holds nothing but the store's own files"
+            )

@@ -33,7 +33,6 @@ from jaxinf.train.options import (
     RunOptions,
     StoreOptions,
     StreamOptions,
-    spec,
 )
 from jaxinf.typing import JsonValue, PyTree
 
@@ -41,14 +40,6 @@ ModelName: TypeAlias = Literal["gpt2", "bert", "t5", "vit", "bloom", "llama"]
 DTypeName: TypeAlias = Literal["float32", "bfloat16"]
 ScheduleName: TypeAlias = Literal["constant", "cosine", "linear", "wsd"]
 EvalBatches: TypeAlias = int | Literal["all"] | None
-
-
-def _parse_eval_batches(text: str) -> EvalBatches:
-    if text in ("all", "none"):
-        return "all" if text == "all" else None
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"{text!r}: expected all, or a number of batches from 1 on")
-    return int(text)
 
 
 def _parsed(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
@@ -180,7 +171,6 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # Batches of the held-out data in an evaluation, always the same: a number, or all.
     eval_batches: Annotated[
         EvalBatches,
-        spec("{INT,all}", _parse_eval_batches),
         shown("{INT,all}", "at most 64, fewer for a large model"),
     ] = None
 

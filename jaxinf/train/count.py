@@ -9,7 +9,7 @@ Invariant: nothing is compiled or written, and no param is made.
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,25 +17,23 @@ from typing import Any
 import jax
 from jaxinf_models import num_params
 
-from jaxinf.command_line import UsageError
 from jaxinf.engine import (
     Store,
     StoreDescription,
-    StoreShape,
     can_take,
     describe,
     engine_of,
     moved_states,
 )
 from jaxinf.program import averaged, trace_init
-from jaxinf.store import Member, required_bytes
+from jaxinf.store import required_bytes
 from jaxinf.streaming import Count as StepCount
 from jaxinf.streaming import DeviceLimit, trace_optimizer
 from jaxinf.streaming.count import Needs, num_operations
 from jaxinf.streaming.program.peak import peak_memory
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
-from jaxinf.train.devices import Devices, sharded_dimension
+from jaxinf.train.devices import Devices
 from jaxinf.train.freezing import trained, with_zeros
 from jaxinf.train.opening import open_run
 from jaxinf.train.optimizers import make_optimizer
@@ -46,12 +44,12 @@ from jaxinf.typing import FLOAT32, PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class RunNeeds(Needs):
-    """What one process of a run takes, beside some 400 MB of the process itself.
+    """What a run in one process takes, beside some 400 MB of the process itself.
 
     Attributes:
-      num_params: Of the whole model.
-      num_drives: Drives that share the store's bytes.
-      updated: Params that the host's processor updates in a step.
+      num_params: of the whole model.
+      num_drives: drives that share the store's bytes.
+      updated: params that the host's processor updates in a step.
     """
 
     num_params: int
@@ -68,35 +66,27 @@ def count(
     """Counts what a run takes; traces it, for some seconds.
 
     Args:
-      config: A run that `check` has returned. Of several processes, the one is counted
-        that takes the most.
-      batch: A batch of one process; only its shapes count. None leaves programs out,
-        which a streamed run cannot.
-      device_bytes: Memory of the JAX device; None if it computes in the host's.
-      like: What this returned for a run with the same model, task and precision.
+      config: a run in one process that `check` has returned.
+      batch: a batch; only its shapes count. None leaves programs out, which a streamed
+        run cannot.
+      device_bytes: memory of the JAX device; None if it computes in the host's.
+      like: what this returned for a run with the same model, task and precision.
 
     Returns:
       The count, and what another need not trace again.
 
     Raises:
-      UsageError: Several processes stream.
-      JaxinfError: As `jaxinf.open_store`, `jaxinf.smart_update`, `jaxinf.stream`.
+      JaxinfError: as `jaxinf.open_store`, `jaxinf.smart_update`, `jaxinf.stream`.
     """
-    shared = {
-        "num_params": num_params(config.model_config),
-        "num_drives": _num_drives(config),
-    }
+    found = None
     if config.mode == "stream":
         assert batch is not None
         found = _dry_run(config, batch, device_bytes, like)
-        return RunNeeds(**shared, **_streamed(config, found, device_bytes)), found
-    moved = _moved(config) if config.mode == "update" else {}
-    return RunNeeds(**shared, **_whole(config, batch, device_bytes, moved)), None
-
-
-def num_processes(config: TrainConfig) -> int:
-    """Returns the number of processes of a run."""
-    return (config.distributed and config.distributed.num_processes) or 1
+        needs = _streamed(config, found, device_bytes)
+    else:
+        needs = _whole(config, batch, device_bytes)
+    size, drives = num_params(config.model_config), _num_drives(config)
+    return RunNeeds(num_params=size, num_drives=drives, **needs), found
 
 
 def _dry_run(
@@ -105,11 +95,6 @@ def _dry_run(
     device_bytes: int | None,
     like: StepCount | None,
 ) -> StepCount:
-    if num_processes(config) > 1:
-        raise UsageError(
-            "--distributed: expected --mode update, got stream, whose processes share "
-            "params and values; count it without --distributed"
-        )
     limit = None
     if device_bytes is not None:
         limit = DeviceLimit(config.device_memory or device_bytes, is_host=False)
@@ -134,29 +119,20 @@ def _streamed(
     return needs | {"updated": num_trained - on_device}
 
 
-# --- a step whose loss and gradient are one program ----------------------------------
-
-
 def _whole(
-    config: TrainConfig,
-    batch: Batch | None,
-    device_bytes: int | None,
-    moved: Mapping[str, int],
+    config: TrainConfig, batch: Batch | None, device_bytes: int | None
 ) -> dict[str, Any]:
-    """Adds programs, and what crosses the link, to what updates move."""
+    """A step whose loss and gradient are one program."""
+    moved = _moved(config) if config.mode == "update" else {}
     params = jax.tree.leaves(config.abstract[1])
     gradients = FLOAT32.itemsize * _num_trained(config)
     # Gradients, clipped gradients, updates; without clipping they are soon gone.
-    programs = _num_bytes(params) + (3 if waits(config) else 1) * gradients
+    programs = sum(leaf.size * leaf.dtype.itemsize for leaf in params)
+    programs += (3 if waits(config) else 1) * gradients
     operations = 0.0
     if batch is not None:
         peak_bytes, operations = _program(config, batch)
         programs = max(programs, peak_bytes)
-    if config.fsdp:
-        parts = num_processes(config)
-        divided = [x for x in params if sharded_dimension(x.shape, parts) is not None]
-        elsewhere = _num_bytes(divided) - _num_bytes(divided) // parts
-        programs -= 2 * elsewhere  # params and gradients
     needs = {"host_bytes": 0, "operations": operations, **moved}
     if device_bytes is None:
         needs["host_bytes"] += programs
@@ -193,21 +169,10 @@ def _program(config: TrainConfig, batch: Batch) -> tuple[int, float]:
 
 
 def _moved(config: TrainConfig) -> dict[str, int]:
-    """Returns what updates take of disk and buffers, read and write."""
-    description, count = _described(config), num_processes(config)
-    members = [Member("0" * 32, n, count) for n in range(count)]
-    with _planned_store(config) as (_, store):
-        of_each = [
-            _moved_by(config, description, engine_of(store).shape(description, member))
-            for member in (members if count > 1 else [None])
-        ]
-    return {name: max(one[name] for one in of_each) for name in of_each[0]}
-
-
-def _moved_by(
-    config: TrainConfig, description: StoreDescription, shape: StoreShape
-) -> dict[str, int]:
     """Returns bytes on disk, read, written, and of buffers; and updated params."""
+    description = _described(config)
+    with _planned_store(config) as (_, store):
+        shape = engine_of(store).shape(description)
     read = memory = updated = 0
     written = 0.0
     moved = [
@@ -252,7 +217,6 @@ def _planned_store(config: TrainConfig) -> Iterator[tuple[TrainConfig, Store]]:
             store=Path(folder, "store"),
             csd_root=roots,
             restore=None,
-            distributed=None,
             device_updates=None,  # would try the device
         )
         with contextlib.closing(open_run(elsewhere, Devices())) as store:
@@ -261,24 +225,15 @@ def _planned_store(config: TrainConfig) -> Iterator[tuple[TrainConfig, Store]]:
 
 def _described(config: TrainConfig) -> StoreDescription:
     """Describes the store of a run; traces its optimizer, which takes seconds."""
-    params, count = config.abstract[1], num_processes(config)
-    shards, holders = [], []
-    for leaf in jax.tree.leaves(params):
-        along = sharded_dimension(leaf.shape, count) if config.fsdp else None
-        parts = (count if n == along else 1 for n in range(leaf.ndim))
-        shards.append(tuple(parts))
-        everyone = tuple(range(count))
-        own = tuple((n,) for n in everyone) if along is not None else (everyone,)
-        holders.append(own if count > 1 else ())
-    compress, tx = config.compression, averaged(make_optimizer(config), config.average)
+    params, compress = config.abstract[1], config.compression
+    tx = averaged(make_optimizer(config), config.average)
     update = trace_optimizer(tx, params)
     return describe(
         update,
         trace_init(tx, params),
-        shards,
+        [(1,) * leaf.ndim for leaf in jax.tree.leaves(params)],
         average=config.average,
         compression=compress,
-        holders=holders,
     )
 
 
@@ -290,10 +245,6 @@ def waits(config: TrainConfig) -> bool:
 def _num_trained(config: TrainConfig) -> int:
     leaves = jax.tree.leaves(trained(config.frozen, config.abstract[1]))
     return sum(leaf.size for leaf in leaves)
-
-
-def _num_bytes(tree: PyTree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _num_drives(config: TrainConfig) -> int:

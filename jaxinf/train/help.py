@@ -39,55 +39,41 @@ _GROUPS = {
     "wandb trace",
 }
 
-_OTHER_NAMES = {
-    "lr": "write --learning-rate",
-    "num-epochs num-train-epochs max-epochs": "write --epochs",
-    "max-steps num-steps num-train-steps max-iters": "write --steps",
-    "gradient-accumulation-steps grad-accum": "write --micro-batches N, the parts of a "
-    "--batch-size",
-    "per-device-train-batch-size train-batch-size": "write --batch-size, that of all "
-    "devices together",
-    "output-dir out-dir output": "write --store for the state, --log-dir for logs",
-    "model-name-or-path model-name": "write --from DIR, or for new weights --model and "
-    "--preset",
-    "tokenizer-name": "write --tokenizer DIR",
-    "dataset dataset-name train-file": "write --data PATH",
-    "validation-file eval-file": "write --validation PATH",
-    "validation-split-percentage validation-fraction": "write --validation 0.1",
-    "max-seq-length max-seq-len max-length block-size": "write --seq-len",
-    "optim": "write --optimizer",
-    "weight-decay": "write --optimizer-args weight_decay=0.1",
-    "momentum": "write --optimizer-args momentum=0.9",
-    "adam-beta1 adam-beta2 adam-epsilon": "write --optimizer-args b1=0.9 b2=0.999 "
-    "eps=1e-8",
-    "lr-scheduler-type lr-scheduler scheduler": "write --schedule",
-    "warmup warmup-ratio num-warmup-steps": "write --warmup-steps N",
-    "max-grad-norm grad-clip": "write --clip-norm",
-    "bf16 fp16 mixed-precision precision": "write --dtype bfloat16, or --param-dtype "
-    "bfloat16 for params, too",
-    "gradient-checkpointing": "write --remat",
-    "eval-steps eval-interval": "write --eval-every",
-    "save-steps save-interval": "write --checkpoint-every; each step is committed",
-    "save-total-limit keep-last": "leave it out: the last three of --checkpoint-every "
-    "are kept",
-    "export-every": "write --checkpoint-every; --export-to takes these steps",
-    "resume resume-from-checkpoint": "leave it out: the same command resumes; "
-    "--restore NAME goes back to a checkpoint",
-    "logging-steps log-interval": "leave it out: LOG_DIR/metrics.jsonl has each step",
-    "logging-dir": "write --log-dir",
-    "report-to": "write --tensorboard DIR or --wandb PROJECT",
-    "lora-r lora-rank": "write --lora RANK",
-    "deepspeed": "leave it out: --mode update has the optimizer's state on drives, "
-    "--mode stream params, too",
-    "coordinator num-processes process-id": "write --distributed HOST:PORT,N,I",
-    "num-gpus nproc-per-node num-nodes": "leave it out: all devices are used; "
-    "--distributed joins processes",
-    "dry-run": "write jaxinf plan with the other flags",
-    "state-tier": "write --memory: what fits stays",
-    "num-labels": "leave it out: the classes of the data are counted",
-    "do-train do-eval": "leave it out: a run trains, and evaluates at its end; "
-    "--eval-only evaluates alone",
-}
+_OTHER_NAMES = """
+lr: --learning-rate
+num-epochs num-train-epochs max-epochs: --epochs
+max-steps num-steps num-train-steps max-iters: --steps
+gradient-accumulation-steps grad-accum: --micro-batches, the parts of a --batch-size
+per-device-train-batch-size train-batch-size: --batch-size, that of all devices together
+output-dir out-dir output: --store for the state, --log-dir for logs
+model-name-or-path model-name: --from DIR, or for new weights --model and --preset
+tokenizer-name: --tokenizer DIR
+dataset dataset-name train-file: --data PATH
+validation-file eval-file: --validation PATH
+validation-split-percentage validation-fraction: --validation 0.1
+max-seq-length max-seq-len max-length block-size: --seq-len
+optim: --optimizer
+weight-decay: --optimizer-args weight_decay=0.1
+momentum: --optimizer-args momentum=0.9
+adam-beta1 adam-beta2 adam-epsilon: --optimizer-args b1=0.9 b2=0.999 eps=1e-8
+lr-scheduler-type lr-scheduler scheduler: --schedule
+warmup warmup-ratio num-warmup-steps: --warmup-steps N
+max-grad-norm grad-clip: --clip-norm
+bf16 fp16 mixed-precision precision: --dtype bfloat16, for params --param-dtype, too
+gradient-checkpointing: --remat
+eval-steps eval-interval: --eval-every
+save-steps save-interval save-total-limit export-every: --checkpoint-every
+resume resume-from-checkpoint: --store alone, which resumes, or --restore NAME
+logging-dir: --log-dir, where metrics.jsonl has each step
+report-to: --tensorboard DIR or --wandb PROJECT
+lora-r lora-rank: --lora RANK
+deepspeed: --mode update, with the optimizer's state on drives, or --mode stream
+coordinator num-processes process-id nproc-per-node: --distributed HOST:PORT,N,I
+state-tier: --memory, what fits stays
+dry-run: jaxinf plan with the other flags
+do-eval: --eval-only
+"""
+"""Flags of other programs, and what to write instead."""
 
 
 def check_names(words: Sequence[str]) -> None:
@@ -96,11 +82,15 @@ def check_names(words: Sequence[str]) -> None:
     Raises:
       UsageError: says what to write instead.
     """
-    advice = {f"--{n}": said for ns, said in _OTHER_NAMES.items() for n in ns.split()}
+    advice = {
+        f"--{name}": line.partition(": ")[2]
+        for line in _OTHER_NAMES.strip().splitlines()
+        for name in line.partition(": ")[0].split()
+    }
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
         if name in advice:
-            raise UsageError(f"{name}: not known; {advice[name]}")
+            raise UsageError(f"{name}: not known; write {advice[name]}")
 
 
 def started_as() -> str:

@@ -32,44 +32,12 @@ NO_TRAFFIC: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(ByteCounts)}
 
 @dataclasses.dataclass(frozen=True)
 class StepLine:
-    """One line.
+    """One line; docs/reports.md says what each field is.
 
-    Attributes:
-      step: number of batches trained on, including this one.
-      loss: mean cross entropy of the batch before the update, in nats per learned token
-        or label; null if it is not finite.
-      tokens: number of tokens in the batch, with padding; number of images if it has no
-        tokens.
-      step_s: time from the batch being ready to the new params being ready.
-      update_s: time from the first gradient's arrival at the store to the last result;
-        null in mode memory and for a skipped step.
-      commit_s: time from the last result until the step was durable, beside the next
-        step; null if it did not commit (``--durability``), in mode memory and for a
-        skipped step.
-      hit_share: share of the optimizer's state that was in memory when it was needed;
-        null in mode memory and for a skipped step.
-      drive_read_bytes: bytes read from drives since the previous step. This and the
-        next three are 0 in mode memory; a skipped step's traffic counts for the next
-        commit.
-      link_down_bytes: bytes over the host link to the CSDs: gradients.
-      link_up_bytes: bytes over the host link from the CSDs: updates or new params.
-      rss_bytes: resident memory of the process after the step.
-      gradient_norm: global norm of the gradients, before clipping; null if it is not
-        finite, and in mode stream, where the gradients never exist at once.
-      phases: seconds since the step before, or since an evaluation after it, in which
-        some thread did that: ``read`` and ``write`` of drives, ``update`` of the
-        optimizer's state, ``commit``, ``copy`` between host and JAX device; ``wait``,
-        in which programs waited for the store;
-        ``program``, in which they ran. They overlap: their sum is not `step_s`.
-      drives: share of that time in which each drive was busy, by its directory.
-      memory: bytes by tier: ``host`` (as `rss_bytes`), ``buffers`` (of the host's, most
-        so far of those for state on its way), ``device`` (null where that is the
-        host's), ``drives`` (the store's, and values and gradients that waited there).
-      stream: in mode stream the fields of `streaming.step.StreamMetrics`; the line of
-        another mode does not have it.
-
-    If a process was killed after a commit and before it wrote the line, all fields but
-    `step` are null.
+    Null: a loss or a norm that is not finite, the norm in mode stream, where gradients
+    never exist at once, what a mode or a skipped step does not have, and all but `step`
+    if a process was killed after a commit and before it wrote the line. The traffic of
+    a skipped step counts for the next commit.
     """
 
     step: int

@@ -40,12 +40,6 @@ def _parse_memory(text: str) -> int | None:
     return None if text.lower() == "none" else parse_bytes(text)
 
 
-def _parse_durability(text: str) -> Durability:
-    if text not in ("step", "checkpoint") and not (text.isdecimal() and int(text)):
-        raise ValueError(f"{text!r}: expected step, checkpoint, or a number of steps")
-    return int(text) if text.isdecimal() else text  # pyright: ignore[reportReturnType]
-
-
 def _parse_device_updates(text: str) -> DeviceUpdates:
     words: dict[str, DeviceUpdates] = {"kept": None, "none": 0, "auto": "auto"}
     if text not in words and not text.isdecimal():
@@ -94,7 +88,6 @@ def _parse_launch(text: str) -> Launch | None:
 
 
 _MEMORY = spec("BYTES", _parse_memory, exact_bytes)
-_DURABILITY = spec("{step,INT,checkpoint}", _parse_durability)
 _DEVICE_UPDATES = spec(
     "{INT,auto,none,kept}",
     _parse_device_updates,
@@ -165,7 +158,7 @@ class StoreOptions:
 
     # Steps to commit: every step (step), every n-th one (a number), or checkpoints
     # alone (checkpoint). A crash loses the steps since the last commit.
-    durability: Annotated[Durability, _DURABILITY] = "step"
+    durability: Annotated[Durability, shown("{step,INT,checkpoint}", "step")] = "step"
 
     # Format of the optimizer's float32 state in a new store: fp32, bfloat16 with
     # stochastic rounding, or 8 bits with a scale for each 256 elements.

@@ -1,16 +1,14 @@
-"""A run before it begins: what it needs, what there is, and settings that are better.
+"""A run before it begins: what it needs, what there is, and what helps if it lacks.
 
 Invariant: nothing is compiled, trained or written; advice is counted, not guessed.
 """
 
 import contextlib
-import math
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,8 +34,6 @@ _DAY_S = 86_400.0
 _MOST_S = 1e6 * _DAY_S
 _SHARE = 0.9  # of memory, where no limit is given
 _MIB = 1 << 20
-_LEAST_KEPT_BYTES = 64 * _MIB
-_TIERS = ("host", "device", "disk")
 
 
 @dataclass(frozen=True)
@@ -45,12 +41,11 @@ class Plan:
     """A run, what it takes, and what there is.
 
     Attributes:
-      changes: What differs from the run that was given, by field.
-      tiers: Bytes needed and there, of what the run uses; None if unknown.
+      changes: what differs from the run that was given, by field.
+      tiers: bytes needed and there, of what the run uses; None if unknown.
       time: None if a number of the machine is missing.
-      missing: Says which.
-      cost: What `changes` cost, such as bits.
-      like: What the plan of another way of the run need not trace again.
+      missing: says which.
+      like: what the plan of another way of the run need not trace again.
     """
 
     config: TrainConfig
@@ -59,13 +54,7 @@ class Plan:
     tiers: Mapping[str, tuple[int, float | None]]
     time: StepTime | None = None
     missing: str = ""
-    cost: str = ""
     like: StepCount | None = field(default=None, repr=False)
-
-    @property
-    def words(self) -> list[str]:
-        """The changes on a command line."""
-        return _words(self.changes)
 
     @property
     def excess(self) -> float:
@@ -73,15 +62,9 @@ class Plan:
         known = [(n, there) for n, there in self.tiers.values() if there is not None]
         return max((needed / max(there, 1) for needed, there in known), default=0.0)
 
-    @property
-    def misfits(self) -> list[str]:
-        """Tiers that are too small."""
-        tiers = self.tiers.items()
-        return [name for name, (n, there) in tiers if there is not None and n > there]
-
     def to_json(self) -> Mapping[str, JsonValue]:
         """For ``--json``."""
-        document: dict[str, Any] = {"fits": not self.misfits}
+        document: dict[str, Any] = {"fits": self.excess <= 1}
         document["tiers"] = {
             name: {"needed_bytes": needed, "there_bytes": there}
             for name, (needed, there) in self.tiers.items()
@@ -104,14 +87,14 @@ def plan_run(
     """Plans a run; takes some seconds.
 
     Args:
-      config: A run that `check` has returned, and whose data is loaded.
-      batch: A batch of one process; only its shapes count.
-      changes: Of the run, by field.
-      like: That of the plan of another way of the same run.
+      config: a run that `check` has returned, and whose data is loaded.
+      batch: a batch of one process; only its shapes count.
+      changes: of the run, by field.
+      like: that of the plan of another way of the same run.
 
     Raises:
-      UsageError: The changes are refused.
-      JaxinfError: As `count`.
+      UsageError: the changes are refused.
+      JaxinfError: as `count`.
     """
     if changes:
         config = check(replace(config, **changes))
@@ -120,8 +103,9 @@ def plan_run(
     needs, made = count(config, batch, None if apart is None else int(apart), like)
     needed = needs.host_bytes, needs.device_bytes, needs.disk_bytes
     there = machine.host_bytes, machine.device_bytes, _free_bytes(config)
-    pairs = zip(_TIERS, zip(needed, there, strict=True), strict=True)
-    tiers = {name: pair for name, pair in pairs if pair[0]}
+    names = ("host", "device", "disk")
+    found = zip(names, needed, there, strict=True)
+    tiers = {name: (need, has) for name, need, has in found if need}
     plan = Plan(config, changes or {}, needs, tiers, like=made)
     try:
         return replace(plan, time=step_time(config, needs, machine))
@@ -146,11 +130,11 @@ def _free_bytes(config: TrainConfig) -> float | None:
 def plan_text(plan: Plan, batch: Batch) -> str:
     """Returns a plan for a terminal, with what helps most if it does not fit."""
     lines = _table([*_rows(plan)])
-    for name in plan.misfits:
-        needed, there = plan.tiers[name]
-        has = format_bytes(int(there or 0))
-        lines += [f"does not fit: the {name} needs {format_bytes(needed)}, has {has}"]
-    if plan.misfits:
+    for name, (needed, there) in plan.tiers.items():
+        if there is not None and needed > there:
+            pair = f"{format_bytes(needed)}, has {format_bytes(int(there))}"
+            lines.append(f"does not fit: the {name} needs {pair}")
+    if plan.excess > 1:
         lines.append(_advice(plan, batch))
     return "\n".join([*lines, "nothing was trained or written"])
 
@@ -186,119 +170,38 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-# --- other settings ------------------------------------------------------------------
-
-
-def _words(changes: _Changes) -> list[str]:
-    words = []
-    for name, value in changes.items():
-        text = exact_bytes(value) if name == "memory" else f"{value}"
-        words += [f"--{name.replace('_', '-')}", text]
-    return words
-
-
 def _advice(plan: Plan, batch: Batch) -> str:
     """Names the setting after which the tightest tier is the least tight."""
     best = plan
-    state: list[_Changes] = [] if plan.config.state else [{"state": "int8"}]
-    for changes in chain(*_kinds(plan), state):
+    for changes in _smaller(plan.config, machine_of(plan.config)):
         with contextlib.suppress(JaxinfError, UsageError):
             one = plan_run(plan.config, batch, changes, plan.like)
             best = min(best, one, key=lambda plan: plan.excess)
     if best is plan:
         return "no setting helps: take a smaller model, or a larger machine"
+    words = []
+    for name, value in best.changes.items():
+        text = exact_bytes(value) if name == "memory" else f"{value}"
+        words += [f"--{name.replace('_', '-')}", text]
     tiers = best.tiers.items()
     found = ", ".join(f"{name} {format_bytes(needed)}" for name, (needed, _) in tiers)
-    fits = "still does not fit" if best.misfits else "fits"
-    return f"what helps most: {shlex.join(best.words)}, which {fits}: {found}"
+    fits = "still does not fit" if best.excess > 1 else "fits"
+    return f"what helps most: {shlex.join(words)}, which {fits}: {found}"
 
 
-def _kinds(plan: Plan) -> tuple[list[_Changes], ...]:
-    """Returns changes to try that cost no bits: of mode, of what stays, of parts."""
-    config, host_bytes = plan.config, machine_of(plan.config).host_bytes or 0
-    memory = int(host_bytes * _SHARE) // _MIB * _MIB
-    parts, num_rows = 4 * config.micro_batches, config.batch_size
-    smaller: list[_Changes] = [] if num_rows % parts else [{"micro_batches": parts}]
-    if config.mode == "stream":
-        policies = {"recompute", "keep", "offload"} - {config.policy}
-        return [], [{"policy": policy} for policy in sorted(policies)], smaller
-    stream: _Changes = {"mode": "stream"}
-    if not config.memory:
-        stream["memory"] = memory
-    if config.store is None:
-        stream["store"] = Path("STORE")
-    left = (memory - plan.needs.host_bytes) // _MIB * _MIB
-    if config.mode != "update" or config.memory or left < _LEAST_KEPT_BYTES:
-        return [stream], [], smaller
-    return [stream], [{"memory": config.buffer_bytes + left}], smaller
-
-
-def fit(
-    config: TrainConfig, batch: Batch, say: Callable[[str], object]
-) -> tuple[list[Plan], list[str]]:
-    """Plans a run with a list of settings, for some seconds.
-
-    One kind of setting after another is tried on the best so far. Flags with another
-    value than the default stay as they are.
-
-    Args:
-      say: takes what is counted now.
-
-    Returns:
-      Plans, the best first, at the end those that cost something; and what is refused.
-
-    Raises:
-      UsageError: A rate of the machine is missing.
-    """
-    default, found, refused = TrainConfig(), list[Plan](), list[str]()
-
-    def add(changes: _Changes, cost: str = "") -> None:
-        if any(getattr(config, name) != getattr(default, name) for name in changes):
-            return
-        words = " ".join(_words(changes)) or "the run as it is"
-        say(f"counting {words}")
-        like = None if "clip_norm" in changes else found[0].like if found else None
-        try:
-            plan = plan_run(config, batch, changes, like)
-        except (JaxinfError, UsageError) as error:
-            refused.append(f"refused: {words}: {str(error).partition(';')[0]}")
-            return
-        if plan.missing:
-            raise UsageError(
-                f"--fit: expected {plan.missing} of the machine; give --machine FILE "
-                "that 'jaxinf doctor --json FILE' wrote"
-            )
-        found.append(replace(plan, cost=cost))
-
-    add({})
-    for kind in range(3):
-        for best in sorted(found, key=_order)[:1]:
-            for changes in _kinds(best)[kind]:
-                add({**best.changes, **changes})
-    found.sort(key=_order)
-    for best in found[:1]:
-        for state in "bf16", "int8":
-            add({**best.changes, "state": state}, "rounds state")
-        if config.clip_norm and not config.compress:
-            add({**best.changes, "clip_norm": 0.0}, "no clipping")
-    return found, refused
-
-
-def _order(plan: Plan) -> tuple[float, float]:
-    """Sorts what fits before what does not, the faster first."""
-    return max(1.0, plan.excess), plan.time.step_s if plan.time else math.inf
-
-
-def fit_table(plans: Sequence[Plan]) -> list[str]:
-    """Returns the lines of a table."""
-    rows: list[tuple[str, ...]] = [("settings", *_TIERS, "a step", "limit")]
-    for plan in plans:
-        assert plan.time is not None
-        needed = [plan.tiers.get(name, (0, None))[0] for name in _TIERS]
-        host, device, disk = (format_bytes(n) if n else "-" for n in needed)
-        over = " and the ".join(plan.misfits)
-        note = f"does not fit the {over}" if over else plan.cost
-        limit = "; ".join(filter(None, (plan.time.limit, note)))
-        words, time = " ".join(plan.words) or "as given", f"{plan.time.step_s:.3g} s"
-        rows.append((words, host, device, disk, time, limit))
-    return _table(rows)
+def _smaller(config: TrainConfig, machine: Machine) -> Iterator[_Changes]:
+    """Yields changes that may take less: of mode, of what stays, of parts, of state."""
+    if config.mode != "stream":
+        host_bytes = int((machine.host_bytes or 0) * _SHARE)
+        stream: _Changes = {"mode": "stream"}
+        if not config.memory:
+            stream["memory"] = host_bytes // _MIB * _MIB
+        if config.store is None:
+            stream["store"] = Path("STORE")
+        yield stream
+    elif config.policy != "offload":
+        yield {"policy": "offload"}
+    if config.batch_size % (parts := 4 * config.micro_batches) == 0:
+        yield {"micro_batches": parts}
+    if config.state is None:
+        yield {"state": "int8"}

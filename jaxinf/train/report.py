@@ -10,7 +10,8 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import jax
@@ -44,31 +45,41 @@ _EXPORT_FAILED = 3  # the exit status of a complete run
 
 def say_config(console: Console, config: TrainConfig, data: TrainingData) -> None:
     """Describes the run in a few lines."""
-    model = config.model_config
     source = "Python's standard library" if not config.data else " ".join(config.data)
-    notes = "".join(f"        {note}\n" for note in data.notes)
-    batch = f"{config.batch_size} images"
+    batch, num_rows = f"{config.batch_size} images", len(data.train)
+    rows = [
+        (
+            "model",
+            f"{config.model_name}: {num_params(config.model_config):,} params in "
+            f"{config.param_dtype}, computed in {config.dtype}",
+        ),
+        ("task", config.task_name),
+        ("data", f"{source}: {data.description}"),
+        *(("", note) for note in data.notes),
+    ]
     if data.tokenizer is not None:
         unit = "bytes" if data.tokenizer.name == "bytes" else "tokens"
         batch = f"{config.batch_size} x {config.seq_len} {unit}"
         if config.source is not None:
-            notes += f"        tokens by {data.tokenizer.name}\n"
-        notes += f"example {data.example}\n"
+            rows.append(("", f"tokens by {data.tokenizer.name}"))
+        rows.append(("example", data.example))
+    epochs = config.steps * config.batch_size / num_rows
+    steps = f"{config.steps} of {batch}, seed {config.seed}: {epochs:.3g} epochs of "
+    rows += [("steps", f"{steps}{num_rows:,} rows"), ("rate", _rate_line(config))]
+    if (send := config.compression) is not None:
+        share = f"{100 * send.ratio:g} % of the gradients' bytes"
+        rows.append(("send", f"{send.describe()}: {share}"))
+    if config.frozen:
+        params = config.abstract[1]
+        own, num = (
+            sum(leaf.size for leaf in jax.tree.leaves(tree))
+            for tree in (trained(config.frozen, params), params)
+        )
+        share = f"({100 * own / num:.3g} %); others stay"
+        rows.append(("train", f"{own:,} of {num:,} params {share}"))
     place = "memory" if config.store is None else f"store {config.store.absolute()}"
-    console.print(
-        f"model   {config.model_name}: {num_params(model):,} params in "
-        f"{config.param_dtype}, computed in {config.dtype}\n"
-        f"task    {config.task_name}\n"
-        f"data    {source}: {data.description}\n"
-        f"{notes}"
-        f"steps   {config.steps} of {batch}, seed {config.seed}: "
-        f"{config.steps * config.batch_size / len(data.train):.3g} epochs of "
-        f"{len(data.train):,} rows\n"
-        f"rate    {_rate_line(config)}\n"
-        f"{_compression_line(config)}"
-        f"{_trained_line(config)}"
-        f"state   in {place}; logs in {config.logs}"
-    )
+    rows.append(("state", f"in {place}; logs in {config.logs}"))
+    console.print("\n".join(f"{name:7} {text}" for name, text in rows))
 
 
 def _rate_line(config: TrainConfig) -> str:
@@ -85,98 +96,59 @@ def _rate_line(config: TrainConfig) -> str:
     return line
 
 
-def _trained_line(config: TrainConfig) -> str:
-    if not config.frozen:
-        return ""
-    params = config.abstract[1]
-    own, num = (
-        sum(leaf.size for leaf in jax.tree.leaves(tree))
-        for tree in (trained(config.frozen, params), params)
-    )
-    return f"train   {own:,} of {num:,} params ({100 * own / num:.3g} %); others stay\n"
-
-
-def _compression_line(config: TrainConfig) -> str:
-    compression = config.compression
-    if compression is None:
-        return ""
-    return (
-        f"send    {compression.describe()}: {100 * compression.ratio:g} % of the "
-        "gradients' bytes\n"
-    )
-
-
 def say_sample(console: Console, prompt: bytes, text: bytes) -> None:
     """Prints what the model goes on with after a prompt, if there is one."""
     if prompt:
-        shown = _shown(text) or "(the end, at once)"
-        console.print(f"\nsample, after {_shown(prompt)!r}:\n{shown}\n")
+        given, found = (
+            printable(one.decode("utf-8", errors="replace"), keep="\n\t")
+            for one in (prompt, text)
+        )
+        shown = found or "(the end, at once)"
+        console.print(f"\nsample, after {given!r}:\n{shown}\n")
 
 
 def say_results(
     console: Console, config: TrainConfig, store: Store | None, idle_bytes: int
 ) -> None:
-    """Prints what was found, and the paths of the results.
+    """Prints what steps took, and the paths of the results.
 
     Args:
       idle_bytes: resident memory of the process before it had the run's params.
     """
-    lines = [*read_lines(config.logs / "metrics.jsonl")]
-    text = "\n".join([*_costs(lines), _memory_line(config, idle_bytes)])
-    console.print(text, markup=False, highlight=False)
-    jaxinf, logs = installed("jaxinf"), near(config.logs)
-    if store is not None:
-        console.print(
-            f"store   {store.path}: step {store.step}; to look inside:\n"
-            f"  {jaxinf} inspect {near(store.path)}"
-        )
-    console.print(
-        f"logs    {config.logs / 'metrics.jsonl'}; to make a page of them:\n"
-        f"  {jaxinf} report {logs}"
-    )
-
-
-def _costs(lines: Sequence[Any]) -> list[str]:
-    """Says what steps took: those of which there is a complete line, but the first."""
-    said, taken = [], [line for line in lines if line["step_s"]]
-    taken = taken[_NUM_FIRST:] or taken
-    if taken:
-        step_s = statistics.median(line["step_s"] for line in taken)
+    said, logs = [], config.logs / "metrics.jsonl"
+    lines = [line for line in read_lines(logs) if line["step_s"]]
+    if lines := lines[_NUM_FIRST:] or lines:
+        step_s = statistics.median(line["step_s"] for line in lines)
         said.append(f"time    {step_s:.3g} s a step (median)")
-        read, written = (
-            statistics.fmean(line[f"drive_{way}_bytes"] or 0 for line in taken)
+        moved = [
+            statistics.fmean(line[f"drive_{way}_bytes"] or 0 for line in lines)
             for way in ("read", "write")
-        )
-        if read or written:
-            said.append(
-                f"drives  {format_bytes(round(read))} read and "
-                f"{format_bytes(round(written))} written a step (mean)"
-            )
-    return said
-
-
-def _memory_line(config: TrainConfig, idle_bytes: int) -> str:
-    """Says what the run took beside the process itself, as --memory means it."""
+        ]
+        if any(moved):
+            read, written = (format_bytes(round(num_bytes)) for num_bytes in moved)
+            said.append(f"drives  {read} read and {written} written a step (mean)")
+    # As --memory means it: beside the process itself.
     taken = format_bytes(max(0, peak_rss_bytes() - idle_bytes))
-    asked = ""
     if config.mode == "stream" and config.memory is not None:
-        asked = f" of --memory {format_bytes(config.memory)}"
-    idle = format_bytes(idle_bytes)
-    return f"memory  at most {taken}{asked}, beside {idle} of the process itself"
+        taken += f" of --memory {format_bytes(config.memory)}"
+    idle = f"{format_bytes(idle_bytes)} of the process itself"
+    said.append(f"memory  at most {taken}, beside {idle}")
+    jaxinf = installed("jaxinf")
+    if store is not None:
+        said.append(f"store   {store.path}: step {store.step}; to look inside:")
+        said.append(f"  {jaxinf} inspect {near(store.path)}")
+    said.append(f"logs    {logs}; to make a page of them:")
+    said.append(f"  {jaxinf} report {near(config.logs)}")
+    console.print("\n".join(said), markup=False, highlight=False)
 
 
 def say_stopped(console: Console, config: TrainConfig, step: int, command: str) -> None:
     """Says at which step a signal stopped the run, and how to resume it."""
-    if config.store is None:
-        console.print(
-            f"stopped after step {step} of {config.steps}; --mode memory keeps nothing "
-            "to resume"
-        )
-        return
-    console.print(
-        f"stopped after step {step} of {config.steps}, which is committed to "
-        f"{config.store.absolute()}; to go on from there:\n  {command}"
-    )
+    text = "; --mode memory keeps nothing to resume"
+    if config.store is not None:
+        place = config.store.absolute()
+        text = f", which is committed to {place}; to go on from there:\n  {command}"
+    console.print(f"stopped after step {step} of {config.steps}{text}")
 
 
 def describe(config: TrainConfig, found: Evaluation) -> str:
@@ -185,13 +157,6 @@ def describe(config: TrainConfig, found: Evaluation) -> str:
     if config.task_name != "classification":
         text += f"perplexity {found.perplexity:,.2f}, "
     return f"{text}{100 * found.accuracy:.1f} % right"
-
-
-def _shown(text: bytes) -> str:
-    return printable(text.decode("utf-8", errors="replace"), keep="\n\t")
-
-
-# --- progress ------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -263,46 +228,27 @@ class Progress(contextlib.ExitStack):
         self._tokens_per_s += (1 - weight) * (rate - self._tokens_per_s)
         if math.isfinite(line.loss):
             self._loss += (1 - weight) * (line.loss - self._loss)
+        now_s, is_end = time.monotonic(), line.step in (self._first + 1, self._last)
         if self._live is not None:
             self._live.update(Text(self._text(line), no_wrap=True, overflow="crop"))
-        elif self._is_due(line.step):
+        elif is_end or now_s - self._shown_s >= _PLAIN_INTERVAL_S:
+            self._shown_s = now_s
             self._console.print(self._text(line))
 
-    def _is_due(self, step: int) -> bool:
-        now_s = time.monotonic()
-        is_end = step in (self._first + 1, self._last)
-        if not is_end and now_s - self._shown_s < _PLAIN_INTERVAL_S:
-            return False
-        self._shown_s = now_s
-        return True
-
     def _text(self, line: StepLine) -> str:
+        num_done, rate = line.step - self._first, self._tokens_per_s
+        elapsed_s, left = time.monotonic() - self._started_s, ""
+        is_settled = num_done >= _NUM_SETTLING or elapsed_s >= _SETTLING_S
+        if is_settled or line.step == self._last:
+            left_s = round(elapsed_s / num_done * (self._last - line.step))
+            clock = str(timedelta(seconds=left_s))
+            left = f"  {clock.removeprefix('0:').removeprefix('0')} left"
+        speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
         return (
-            f"step {line.step}/{self._last}{self._left(line.step)}  "
-            f"loss {self._loss:.3f}  {_rate(self._tokens_per_s)} {self._unit}/s  "
-            f"memory {format_bytes(line.rss_bytes or 0)}{self._drive}{self._stream}"
+            f"step {line.step}/{self._last}{left}  loss {self._loss:.3f}  {speed} "
+            f"{self._unit}/s  memory {format_bytes(line.rss_bytes or 0)}"
+            f"{self._drive}{self._stream}"
         )
-
-    def _left(self, step: int) -> str:
-        num_done = step - self._first
-        elapsed_s = time.monotonic() - self._started_s
-        is_early = num_done < _NUM_SETTLING and elapsed_s < _SETTLING_S
-        if is_early and step < self._last:
-            return ""
-        return f"  {_clock(elapsed_s / num_done * (self._last - step))} left"
-
-
-def _rate(per_s: float) -> str:
-    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-# --- exports -------------------------------------------------------------------------
 
 
 class ExportsOfRun:
@@ -318,8 +264,7 @@ class ExportsOfRun:
 
     def say_new(self) -> None:
         """Says which steps have been exported since the last call."""
-        infos = [] if self._store is None else self._store.exports()
-        for info in infos[self._num_said :]:
+        for info in self._infos()[self._num_said :]:
             if info.outcome == "under way":
                 break
             self._num_said += 1
@@ -334,29 +279,18 @@ class ExportsOfRun:
         if self._store is None:
             return 0
         self._store.wait()  # for the last step, which may be due
-        under_way = [i for i in self._store.exports() if i.outcome == "under way"]
-        try:
+        under_way = [i.step for i in self._infos() if i.outcome == "under way"]
+        with contextlib.suppress(KeyboardInterrupt):  # it is given up, and logged
             if under_way and waits:
-                self._wait(self._store, under_way[0].step)
+                step = f"the export of step {under_way[0]}"
+                self._console.print(f"waiting for {step}; Ctrl-C gives it up")
             self._store.end_export(waits=waits)
-        except KeyboardInterrupt:
-            pass  # the export was given up, which the store has logged
         self.say_new()
-        failed = [i.step for i in self._store.exports() if i.outcome == "failed"]
+        failed = [f"{i.step}" for i in self._infos() if i.outcome == "failed"]
         if failed and waits:  # else the status is that of the signal
-            steps = ", ".join(map(str, failed))
-            text = f"exports of step {steps} failed: exit status {_EXPORT_FAILED}"
-            self._console.print(text)
+            text = f"exports of step {', '.join(failed)} failed: exit status"
+            self._console.print(f"{text} {_EXPORT_FAILED}")
         return _EXPORT_FAILED if failed else 0
 
-    def _wait(self, store: Store, step: int) -> None:
-        text = f"waiting for the export of step {step}; Ctrl-C gives it up"
-        if not self._console.is_terminal:
-            self._console.print(text)
-        with self._console.status(text) as status:
-
-            def show(done: int, total: int) -> None:
-                sizes = f"{format_bytes(done)} of {format_bytes(total)}"
-                status.update(f"{text}: {sizes}")
-
-            store.end_export(progress=show)
+    def _infos(self) -> Any:
+        return [] if self._store is None else self._store.exports()

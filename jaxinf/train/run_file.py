@@ -15,20 +15,20 @@ to no program and to no other process.
 import dataclasses
 import glob
 import json
-import math
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from jaxinf.command_line import Flag, UsageError, did_you_mean, flags_of
-from jaxinf.documents import convert, shown
+from jaxinf.documents import convert, encode, shown
 from jaxinf.errors import JaxinfError
 from jaxinf.store import find_members, is_run, look_at_store
 from jaxinf.train.checks import ONLY_IN
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.freezing import shown_names
 from jaxinf.typing import JsonValue
 
 NOT_IN_FILES = ("config", "restore", "trace", "eval-only")
@@ -39,7 +39,7 @@ _KEPT = {
     *"model preset model-config from task freeze lora lora-alpha dtype".split(),
     *"param-dtype optimizer optimizer-args learning-rate schedule".split(),
     *"warmup-steps clip-norm compress ema seed steps epochs mode nonfinite".split(),
-    *"memory device-memory policy micro-batches remat durability state-tier".split(),
+    *"memory device-memory policy micro-batches remat durability".split(),
     *"checkpoint-every eval-every eval-batches sample-bytes".split(),
 }
 _ASKED_AGAIN = ("log-dir", "export-to", "tensorboard", "wandb", "csd", "fsdp")
@@ -51,7 +51,6 @@ _INSTEAD = {  # a flag takes the place of others
     **dict.fromkeys(("model", "preset"), ("model-config", "from")),
 }
 _MOST_BYTES = 1 << 20
-_MOST_NAMED = 5
 
 
 def base_of(
@@ -118,7 +117,7 @@ def _of_store(
     }
     if not left and not any(found.values()):
         return _config(left), None
-    parts = [f"{what} {_listed(which)}" for what, which in found.items() if which]
+    parts = [f"{what} {shown_names(which)}" for what, which in found.items() if which]
     return _config(left), "; ".join([f"settings of the run in {store}", *parts])
 
 
@@ -157,12 +156,6 @@ def _config(values: Mapping[str, Any]) -> TrainConfig:
 def _flags() -> dict[str, Flag]:
     flags = flags_of(TrainConfig)
     return {flag.name: flag for flag in flags if flag.name not in NOT_IN_FILES}
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    text = ", ".join(names[:_MOST_NAMED])
-    return f"{text} and {more} more" if more > 0 else text
 
 
 # --- reading -------------------------------------------------------------------------
@@ -281,7 +274,7 @@ def text_of_run(config: TrainConfig) -> str:
         mark = "" if name in changed else "# "
         value = changed.get(name, _plain(config, flag))
         text = "" if value is None else _toml(value)
-        if not _is_text(text):
+        if not _is_json(text):
             mark, text = "# ", f"{text!a} is not UTF-8; give --{name}"
         lines.append(f"{mark}{name} = {text}".rstrip())
     return "\n".join(lines) + "\n"
@@ -325,17 +318,9 @@ def _toml(value: JsonValue) -> str:
 
 
 def _is_json(value: JsonValue) -> bool:
-    items: Iterable[JsonValue] = value if isinstance(value, list) else [value]
-    return all(
-        _is_text(one) if isinstance(one, str) else math.isfinite(one)  # pyright: ignore[reportArgumentType]
-        for one in items
-    )
-
-
-def _is_text(text: str) -> bool:
-    """Whether it is Unicode, which a name of a file need not be."""
+    """Whether JSON has a form for it: for no infinity, nor for any name of a file."""
     try:
-        text.encode()
-    except UnicodeEncodeError:
+        encode(value)
+    except ValueError:
         return False
     return True

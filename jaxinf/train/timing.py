@@ -1,13 +1,12 @@
 """A step, measured: its time, memory, what was busy, and on demand each piece of work.
 
 ``trace.json`` has the pieces of some steps in Chrome's form, which
-https://ui.perfetto.dev opens: a track for each thread, for each drive (several if it
-had several requests at once) and for programs, and counters.
+https://ui.perfetto.dev opens: tracks for threads, for a drive's requests by thread, and
+for programs, and a counter of memory.
 
 Invariant: what is busy counts from the end of the step before, so a commit that goes on
 counts for the step after. Evaluations and checkpoints count for none. A trace holds
-whole steps, up to the end of the last one's commit, and is in memory until then. No two
-spans of a drive's track overlap.
+whole steps, up to the end of the last one's commit, and is in memory until then.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ import resource
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +48,12 @@ class StepTimer:
             first = min(step + _NUM_BEFORE + 1, config.steps)
             last = step + _NUM_BEFORE + _NUM_TRACED
         self._traced = range(first, min(last, config.steps) + 1)
-        self._trace = _Trace(config.logs / "trace.json")
+        self._path, self._steps = config.logs / "trace.json", list[Span]()
+        self._samples = list[tuple[float, dict[str, int]]]()
+        self._is_over = threading.Event()
+        self._sampler = threading.Thread(
+            target=self._sample, name="jaxinf-trace", daemon=True
+        )
         self._step_s = self._busy_s = 0.0
         self._since_s: float | None = None
         self._busy = Busy({}, {})
@@ -59,15 +62,19 @@ class StepTimer:
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Measures the body, and records it if it is one of the steps to trace."""
+        if number in self._traced and not self._steps:
+            self._sampler.start()
+            timeline.start(annotate=jax.profiler.TraceAnnotation)
         if self._since_s is None:
             timeline.take_busy()
             self._since_s = time.monotonic()
-        began_s = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            if number in self._traced:
-                stack.enter_context(self._trace.step(number))
+        began_s, began = time.monotonic(), time.perf_counter()
+        with jax.profiler.StepTraceAnnotation("step", step_num=number):
             yield
         ended_s = time.monotonic()
+        if number in self._traced:
+            ended = time.perf_counter()
+            self._steps.append(Span("step", number, ("steps", 0), began, ended))
         self._step_s, self._busy_s = ended_s - began_s, ended_s - self._since_s
         self._busy, self._since_s = timeline.take_busy(), ended_s
         self._drives |= dict.fromkeys(self._busy.drives)
@@ -105,49 +112,20 @@ class StepTimer:
 
     def close(self) -> None:
         """Writes what was traced and is not written."""
-        self._trace.close()
-
-
-class _Trace:
-    """Spans of all threads, and samples of memory, from its first step on."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._steps: list[Span] = []
-        self._samples: list[tuple[float, dict[str, int]]] = []
-        self._is_over = threading.Event()
-        self._sampler: threading.Thread | None = None
-
-    @contextlib.contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        if self._sampler is None:
-            self._sampler = threading.Thread(
-                target=self._sample, name="jaxinf-trace", daemon=True
-            )
-            self._sampler.start()
-            timeline.start(annotate=jax.profiler.TraceAnnotation)
-        began_s = time.perf_counter()
-        with jax.profiler.StepTraceAnnotation("step", step_num=number):
-            yield
-        ended_s = time.perf_counter()
-        self._steps.append(Span("step", number, ("steps", 0), began_s, ended_s))
+        if self._sampler.is_alive():
+            self._is_over.set()
+            self._sampler.join()
+            document = _document(timeline.stop(), self._steps, self._samples)
+            write_bytes_atomically(self._path, json.dumps(document).encode())
 
     def _sample(self) -> None:
         is_over = False
         while not is_over:
-            counts = {"process": rss_bytes()}
-            if (on_device := device_bytes()) is not None:
-                counts["JAX device"] = on_device
+            on_device = device_bytes()
+            counts = {} if on_device is None else {"JAX device": on_device}
+            counts["process"] = rss_bytes()
             self._samples.append((time.perf_counter(), counts))
             is_over = self._is_over.wait(_SAMPLE_S)
-
-    def close(self) -> None:
-        if self._sampler is None or self._is_over.is_set():
-            return
-        self._is_over.set()
-        self._sampler.join()
-        document = _document(timeline.stop(), self._steps, self._samples)
-        write_bytes_atomically(self._path, json.dumps(document).encode())
 
 
 # --- memory --------------------------------------------------------------------------
@@ -186,92 +164,59 @@ def _document(
     spans: Sequence[Span],
     steps: Sequence[Span],
     samples: Sequence[tuple[float, Mapping[str, int]]],
-) -> dict[str, JsonValue]:
+) -> JsonValue:
     """Returns a trace in Chrome's form, with times in us from the first begin."""
     spans = [one for one in spans if not _is_nothing(one)]
-    begin_s = min([one.began_s for one in (*steps, *spans)], default=0.0)
+    zero_s = min([one.began_s for one in (*steps, *spans)], default=0.0)
+    tracks: dict[tuple[int, Any], int] = {}
     events: list[dict[str, Any]] = []
-    tracks: dict[tuple[str, str], int] = {}
 
-    def add(form: str, process: str, at_s: float, name: str, **more: Any) -> None:
-        at_us = round((at_s - begin_s) * 1e6, 1)
-        place = {"pid": _PROCESSES.index(process) + 1, "tid": 0, "ts": at_us}
-        events.append({"ph": form, "name": name[:_NAME_LENGTH]} | place | more)
+    def name_it(kind: str, pid: int, tid: int, name: str) -> None:
+        args = {"name": name[:_NAME_LENGTH]}
+        events.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args})
 
-    def add_span(process: str, track: str, span: Span) -> None:
+    def add(process: str, track: Any, title: str, span: Span) -> None:
+        pid = _PROCESSES.index(process) + 1
+        if (pid, track) not in tracks:
+            tracks[pid, track] = len(tracks) + 1
+            name_it("thread_name", pid, tracks[pid, track], title)
         what = " ".join(map(str, span.what)) if type(span.what) is tuple else span.what
-        args = {"drive": span.drive} if span.drive is not None else {}
-        args |= {"bytes": span.num_bytes} if span.num_bytes else {}
-        more = {"cat": PHASES.get(span.kind, span.kind), "args": args}
-        more["dur"] = round((span.ended_s - span.began_s) * 1e6, 1)
-        more["tid"] = tracks.setdefault((process, track), len(tracks) + 1)
-        name = f"{span.kind} {what}".rstrip()
-        add("X", process, span.began_s, name, **more)
+        args = {"drive": span.drive, "bytes": span.num_bytes}
+        events.append(
+            {
+                "ph": "X",
+                "name": f"{span.kind} {what}".rstrip()[:_NAME_LENGTH],
+                "cat": PHASES.get(span.kind, span.kind),
+                "pid": pid,
+                "tid": tracks[pid, track],
+                "ts": round((span.began_s - zero_s) * 1e6, 1),
+                "dur": round((span.ended_s - span.began_s) * 1e6, 1),
+                "args": {name: value for name, value in args.items() if value},
+            }
+        )
 
+    for number, process in enumerate(_PROCESSES, 1):
+        name_it("process_name", number, 0, process)
     for step in steps:
-        add_span("threads", "steps", step)
-    drives: defaultdict[str, list[Span]] = defaultdict(list)
-    names = _thread_names(spans)
+        add("threads", "steps", "steps", step)
     for span in spans:
+        # Python calls a thread that it did not start a dummy.
+        thread = span.thread[0]
+        thread = "JAX callback" if thread.startswith("Dummy") else thread
         if span.kind == "program":
-            add_span("JAX device", "programs", span)
+            add("JAX device", "programs", "programs", span)
         else:
-            add_span("threads", names[span.thread], span)
-        if span.drive is not None:
-            drives[span.drive].append(span)
-    for drive, requests in drives.items():
-        for lane, span in _lanes(requests):
-            add_span("drives", drive if not lane else f"{drive} ({lane + 1})", span)
-        under_way = {"read": 0, "write": 0}
-        begins = [(one.began_s, one.kind, one.num_bytes) for one in requests]
-        ends = [(one.ended_s, one.kind, -one.num_bytes) for one in requests]
-        for at_s, kind, change in sorted(begins + ends):
-            under_way[kind] += change
-            name = f"bytes on their way: {drive}"
-            add("C", "drives", at_s, name, args=dict(under_way))
+            add("threads", span.thread, thread, span)
+        if span.drive is not None:  # requests of a thread do not overlap
+            add("drives", (span.drive, span.thread), f"{span.drive}: {thread}", span)
     for at_s, counts in samples:
-        add("C", "threads", at_s, "memory", args=dict(counts))
-    pids = dict.fromkeys(one["pid"] for one in events)
-    named: list[JsonValue] = [
-        _named("process_name", pid, 0, _PROCESSES[pid - 1]) for pid in pids
-    ]
-    named += [
-        _named("thread_name", _PROCESSES.index(process) + 1, number, track)
-        for (process, track), number in tracks.items()
-    ]
+        counter = {"ph": "C", "name": "memory", "pid": 1, "tid": 0, "args": counts}
+        events.append({**counter, "ts": round((at_s - zero_s) * 1e6, 1)})
     return {
         "displayTimeUnit": "ms",
         "otherData": {"version": 1, "steps": [one.what for one in steps]},
-        "traceEvents": [*named, *sorted(events, key=lambda one: one["ts"])],
+        "traceEvents": sorted(events, key=lambda one: one.get("ts", -1.0)),
     }
-
-
-def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, JsonValue]:
-    args: JsonValue = {"name": name[:_NAME_LENGTH]}
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
-
-
-def _thread_names(spans: Sequence[Span]) -> dict[tuple[str, int], str]:
-    """Returns names of threads, which are told apart where several have one."""
-    found: dict[tuple[str, int], str] = {}
-    num_named: defaultdict[str, int] = defaultdict(int)
-    for thread in dict.fromkeys(span.thread for span in spans):
-        # Python calls a thread that it did not start a dummy.
-        name = "JAX callback" if thread[0].startswith("Dummy") else thread[0]
-        num_named[name] += 1
-        count = num_named[name]
-        found[thread] = name if count == 1 else f"{name} ({count})"
-    return found
-
-
-def _lanes(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Yields a drive's requests, each with the number of a lane that is free."""
-    ends: list[float] = []
-    for span in sorted(spans, key=lambda one: one.began_s):
-        free = (lane for lane, end_s in enumerate(ends) if end_s <= span.began_s)
-        lane = next(free, len(ends))
-        ends[lane : lane + 1] = [span.ended_s]
-        yield lane, span
 
 
 def _is_nothing(span: Span) -> bool:

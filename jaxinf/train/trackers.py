@@ -20,19 +20,13 @@ _NUM_AGAIN = 1000  # steps that a killed process may not have written for Tensor
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Refuses a tracker whose package is missing, and a place for it in the store."""
+    """Refuses a tracker whose package is missing."""
     for flag, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
         if getattr(config, flag) is not None and find_spec(package) is None:
             raise UsageError(
                 f"--{flag}: expected the package {package}, found none; install it "
                 f"with: pip install 'jaxinf[{flag}]'"
             )
-    board, store = config.tensorboard, config.store
-    if board and store and board.absolute().is_relative_to(store.absolute()):
-        raise UsageError(
-            f"--tensorboard {board}: expected a place outside the store {store}, which "
-            "holds nothing but the store's own files"
-        )
 
 
 class Trackers(contextlib.ExitStack):
@@ -44,7 +38,7 @@ class Trackers(contextlib.ExitStack):
 
     def begin(self, path: Path, step: int) -> None:
         """Opens them after the last step in `path`, ``metrics.jsonl``; blocks."""
-        config, logs = self._config, self._config.logs
+        config, logs, again = self._config, self._config.logs, max(0, step - _NUM_AGAIN)
         begun = []
         if config.wandb is not None:
             import wandb  # pyright: ignore[reportMissingImports]
@@ -52,28 +46,28 @@ class Trackers(contextlib.ExitStack):
             if not (kept := logs / "wandb.id").exists():
                 kept.write_text(uuid.uuid4().hex)
             one = {"project": config.wandb, "id": kept.read_text(), "dir": str(logs)}
-            made = wandb.init(**one, config=config.to_json(), resume="allow")
-            log = self.enter_context(made).log
-            begun.append((step, lambda n, values: log(values, step=n)))
+            run = self.enter_context(
+                wandb.init(**one, config=config.to_json(), resume="allow")
+            )
+            begun.append((step, lambda n, values: run.log(values, step=n)))
         if config.tensorboard is not None:
-            import tensorboardX
+            from tensorboardX import SummaryWriter
 
             # Readers leave out what a file has of the steps that a later one begins at.
-            since = max(0, step - _NUM_AGAIN)
-            made = tensorboardX.SummaryWriter(
-                str(config.tensorboard.expanduser()),
-                purge_step=since + 1,
-                flush_secs=1,
-                filename_suffix=f".{since}.{os.getpid()}",
+            place, name = config.tensorboard.expanduser(), f".{again}.{os.getpid()}"
+            made = SummaryWriter(
+                str(place), purge_step=again + 1, flush_secs=1, filename_suffix=name
             )
-            add = self.enter_context(made).add_scalar
-            begun.append((since, lambda n, v: [add(name, v[name], n) for name in v]))
-        self._sends = [send for _, send in begun]
+            writer = self.enter_context(made)
+            begun.append(
+                (again, lambda n, v: [writer.add_scalar(k, v[k], n) for k in v])
+            )
         for file, before in ((path, ""), (logs / "validation.jsonl", "held_out/")):
             for line in read_lines(file) if begun else ():
                 for since, send in begun:
                     if line["step"] > since:
                         send(line["step"], _scalars(line, before))
+        self._sends = [send for _, send in begun]
 
     def send(self, line: Mapping[str, Any], before: str = "") -> None:
         """Takes a line of ``metrics.jsonl``, or ``held_out/`` one of an evaluation."""

@@ -7,7 +7,6 @@ import sys
 import pytest
 from raw_stores import memory_directory
 
-from jaxinf.cli import main
 from jaxinf.train.help import started_as
 
 GPU = {
@@ -52,7 +51,6 @@ def place(monkeypatch):
 
 
 SMALL = ("tiny.json", "--data", "text.txt", "--seq-len", 8)
-TWO = ("--distributed", "host:1,2,0")
 
 
 def machine(place, **changes):
@@ -117,7 +115,6 @@ def test_drives_share_what_a_step_moves(place, run_json):
     [
         ((), "what helps most: --micro-batches 4, which still does not fit"),
         (("--mode", "memory", "--batch-size", 6), "no setting helps"),
-        (TWO, "what helps most"),
     ],
 )
 def test_memory_that_is_too_small(place, run, run_json, words, advice):
@@ -153,7 +150,6 @@ def test_a_disk_that_is_too_small(place, run, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.long
 def test_an_8b_model_does_not_fit_a_device_of_24_gb(place, run):
     found = run("plan", "8b.json", "--data", "text.txt", "--machine", "gpu.machine")
     assert found.status == 1
@@ -164,71 +160,10 @@ def test_an_8b_model_does_not_fit_a_device_of_24_gb(place, run):
     )
 
 
-@pytest.mark.long
-def test_the_fastest_of_an_8b_model_starts_with_what_was_given(place, capfd):
-    words = ["plan", "8b.json", "--data", "text.txt", "--machine", "gpu.machine"]
-    assert main([*words, "--fit"]) == 0
-    out, err = capfd.readouterr()
-    assert "counting --mode stream" in err
-    line = out.splitlines()[-1].strip()
-    assert line.startswith("jaxinf train --model-config 8b.json --data text.txt --mode")
-    assert line.endswith("--store STORE")
-    assert "the fastest that fits:" in out
-
-
-@pytest.mark.long
-def test_fit_prints_a_table_and_a_command(place, run, run_json):
-    words = ("plan", *SMALL, "--machine", "cpu.machine", "--fit", "--store", "new")
-    found = run(*words)
-    assert found.status == 0, found.err
-    rows = found.out.splitlines()
-    assert rows[0].split() == "settings host device disk a step limit".split()
-    for part in ("--mode stream", "--state int8", "--clip-norm 0.0", "--memory"):
-        assert part in found.out
-    assert "rounds state" in found.out
-    assert "counting the run as it is" in found.err
-    line = rows[-1].strip()
-    assert line.startswith("jaxinf train --model-config tiny.json --data text.txt")
-    assert "--machine" not in line
-    assert "--fit" not in line
-    found = run_json(*words)
-    assert found["best"] == line
-    assert "STORE" not in line
-    times = [one["plan"]["time"]["step_s"] for one in found["settings"] if one["plan"]]
-    kept = times[: len(times) - 3]  # bits and clipping are not given up
-    assert kept == sorted(kept)
-
-
-def test_fit_keeps_what_is_given(place, run_json):
-    words = ("plan", *SMALL, "--machine", "cpu.machine", "--fit")
-    found = run_json(*words, "--mode", "stream", "--memory", "64MiB", "--state", "bf16")
-    for one in found["settings"]:
-        assert not {"--mode", "--memory", "--state"} & {*one["flags"]}
-
-
-def test_nothing_fits(place, run):
-    few = machine(place, host_bytes=1000)
-    found = run("plan", *SMALL, *few, "--fit")
-    assert found.status == 1
-    assert "nothing fits" in found.out
-
-
-def test_processes_take_a_share(place, run_json):
-    whole = run_json("plan", *SMALL)["step"]
-    share = run_json("plan", *SMALL, *TWO)["step"]
-    for name in ("disk_bytes", "updated"):
-        assert 0.4 * whole[name] < share[name] < 0.7 * whole[name]
-    sharded = run_json("plan", *SMALL, *TWO, "--fsdp")["step"]
-    assert sharded["host_bytes"] < share["host_bytes"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--distributed",), "to plan a run of N, write HOST:PORT,N,0"),
-        (("--distributed", "host:1,3,0"), "a multiple of 3 processes"),
-        ((*TWO, "--mode", "stream", "--memory", "1GiB"), "expected --mode update"),
-        (("--fit",), "expected commit_s, drive_bytes_per_s"),
+        (("--distributed",), "one process is planned; leave it out"),
         (("--machine", "gone"), "No such file"),
         (("--lr", 1), "write --learning-rate"),
     ],
@@ -279,8 +214,8 @@ def test_a_broken_config(place, run, text, message):
 
 def test_help_is_short(run):
     short = re.findall(r"(?m)^  (--[\w-]+)", run("plan", "--help").out)
-    assert short[:3] == ["--fit", "--machine", "--json"]
-    assert len(short) == 3 + 12
+    assert short[:2] == ["--machine", "--json"]
+    assert len(short) == 2 + 12
     long = re.findall(r"(?m)^  (--[\w-]+)", run("plan", "--help-all").out)
     assert {*short} < {*long}
 

@@ -46,6 +46,7 @@ def test_names_of_other_programs_are_answered(start, word, answer, capsys):
 
 
 def test_answers_name_flags():
-    for names, answer in _OTHER_NAMES.items():
+    for line in _OTHER_NAMES.strip().splitlines():
+        names, _, answer = line.partition(": ")
         assert FLAGS.issuperset(re.findall(r"--[\w-]+", answer))
         assert FLAGS.isdisjoint(f"--{name}" for name in names.split())

@@ -99,6 +99,7 @@ def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
         (("--store", "s", "--seq-len", 17), "--seq-len: expected at most 16"),
         (("--store", "s", "--epochs", 1, "--steps", 3), "--epochs says how long"),
         (("--store", "s", "--epochs", 0), "--epochs: expected more than 0"),
+        (("--store", "s", "--eval-batches", 0), "--eval-batches: expected at least 1"),
         (
             ("--store", "s", "--micro-batches", 3),
             "a divisor of the --batch",

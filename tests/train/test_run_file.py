@@ -164,8 +164,8 @@ def test_a_name_that_is_no_text_is_left_to_its_flag(read):
         ("memory = 1.5", "memory: expected BYTES in quotes, or a number, found 1.5"),
         ("memory = '1e'", "memory: '1e': expected a number of bytes"),
         (f"memory = '{'9' * 400}'", "expected a number of bytes such as 1GiB"),
-        ("durability = 'now'", "durability: 'now': expected step, checkpoint, or a n"),
-        ("eval-batches = 0", "eval-batches: '0': expected all, or a number of batches"),
+        ("durability = 'now'", "durability: Invalid enum value 'now'"),
+        ("eval-batches = 1.5", "eval-batches: expected a"),
         ("restore = 'best'", "'restore': no setting of a run's file"),
         ("seq_len = 8\nseq-len = 8", "seq-len: set twice, once with - and once with _"),
         ("steps = 1\nsteps = 2", "found: Cannot overwrite a value"),
@@ -384,9 +384,10 @@ def test_a_payload_without_settings(of_store, run):
 
 
 def test_names_of_another_version_are_ignored_and_named(of_store):
-    config, said = of_store(held(run={f"x{n}": n for n in range(9)} | {"\x1b": 1}))
+    config, said = of_store(held(run={f"x{n}": n for n in range(12)} | {"\x1b": 1}))
     assert config == TrainConfig()
-    assert "no such flags '\\x1b', 'x0', 'x1', 'x2', 'x3' and 5 more" in said
+    assert "no such flags '\\x1b', 'x0', 'x1', 'x10', 'x11', " in said
+    assert said.endswith(" and 5 more")
 
 
 def test_a_store_that_cannot_be_read_blocks_nothing(tmp_path, capsys):

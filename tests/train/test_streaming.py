@@ -45,7 +45,7 @@ def test_a_run_goes_on_in_other_modes(
     assert int(said) > 1
     assert run(*where, *STREAM, "--steps", 4) == 0
     assert "resuming at step 2" in capsys.readouterr().out
-    assert run(*where, "--steps", 6) == 0
+    assert run(*where, "--mode", "update", "--steps", 6) == 0
     assert run(*where, *STREAM, "--steps", 7) == 0
     log = tmp_path / "store-log"
     np.testing.assert_allclose(losses(log), uninterrupted[:7], rtol=1e-4)

@@ -12,7 +12,7 @@ MODES = {"update": (), "stream": ("--mode", "stream", "--memory", "64MiB")}
 def checked(path):
     """Reads a trace as Perfetto does; returns spans by process and track."""
     document = json.loads(path.read_text())
-    names, tracks = {}, defaultdict(list)
+    names, tracks, by_number = {}, defaultdict(list), defaultdict(list)
     for event in document["traceEvents"]:
         assert isinstance(event["pid"], int)
         assert isinstance(event["tid"], int)
@@ -27,9 +27,10 @@ def checked(path):
                 assert event["dur"] >= 0
                 place = names[event["pid"], 0], names[event["pid"], event["tid"]]
                 tracks[place].append(event)
+                by_number[event["tid"]].append(event)
             case other:
                 raise AssertionError(other)
-    for spans in tracks.values():
+    for spans in by_number.values():  # several threads may have one name
         _check_nested(spans)
     return document, tracks
 
@@ -54,7 +55,11 @@ def test_a_trace_has_steps_threads_drives_and_programs(run, tmp_path, mode):
     assert document["otherData"] == {"version": 1, "steps": [3, 4]}
     steps = tracks["threads", "steps"]
     assert [one["name"] for one in steps] == ["step 3", "step 4"]
-    on_drive = tracks["drives", str(tmp_path / "s")]
+    drives = {
+        name: spans for (process, name), spans in tracks.items() if process == "drives"
+    }
+    assert all(name.startswith(f"{tmp_path / 's'}: ") for name in drives)
+    on_drive = [one for spans in drives.values() for one in spans]
     assert {one["cat"] for one in on_drive} == {"read", "write"}
     assert all(one["args"]["bytes"] > 0 for one in on_drive)
     names = " ".join(one["name"] for spans in tracks.values() for one in spans)
