@@ -42,9 +42,9 @@ CASES = {
 @pytest.mark.parametrize("where", CASES)
 def test_a_drive_that_fails(child, place, drive, where, num_csds):
     call, on, message = CASES[where]
-    answer = child(
-        place / "store", num_csds, call=call, on=on, errno=errno.EIO, steps=2
-    )
+    case = {"call": call, "on": on, "errno": errno.EIO, "steps": 2}
+    options = {"memory_bytes": 400_000}  # in which no leaf stays as a whole
+    answer = child(place / "store", num_csds, **case, options=options)
     assert answer["hits"] >= 1
     assert answer["type"] == "StoreIOError"
     assert re.search(message, answer["text"])
@@ -60,7 +60,7 @@ def test_a_drive_that_fails(child, place, drive, where, num_csds):
     driver.steps(3).check(step + 3)
 
 
-@pytest.mark.parametrize("memory", [400_000, 2 << 20])
+@pytest.mark.parametrize("memory", [450_000, 2 << 20])
 @pytest.mark.parametrize("where", CASES)
 def test_a_drive_that_fails_under_state_that_stays(child, place, drive, where, memory):
     """With commits every three steps: the last one counts, with all bits of it."""
