@@ -14,10 +14,10 @@ from jaxinf.csd import Csd, CsdFleet
 from jaxinf.documents import encode, parse_json
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.division import longest
+from jaxinf.engine.executor import make_mover
 from jaxinf.engine.exports import Exports
 from jaxinf.engine.failure import StoreHealth
 from jaxinf.engine.options import StoreOptions
-from jaxinf.engine.pipeline import TransferHandler
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.updaters import Assignment
@@ -192,7 +192,7 @@ class OpenStore(StoreShape):
         )
         roots = [directory.csd_directory(c) for c in range(directory.num_csds)]
         self.csds: list[Csd] = list(self.fleet.attach(roots, *longest(self._layouts)))
-        self.handler = TransferHandler(
+        self.handler = make_mover(
             directory,
             self.chunks,
             self.csds,

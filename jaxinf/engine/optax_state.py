@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.pipeline import Task
 from jaxinf.engine.sharding import distinct_shards
 from jaxinf.engine.subgroup_arrays import gather_run
 from jaxinf.engine.subgroup_layout import SubgroupLayout
@@ -21,6 +20,7 @@ from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import CodedSlot
 from jaxinf.program import StateLayout, key_data, state_keys
 from jaxinf.store import CommitRecord, ScalarState
+from jaxinf.transfer import Task
 from jaxinf.typing import (
     AVERAGE,
     AVERAGE_SCALARS,

@@ -13,7 +13,6 @@ import numpy as np
 from jaxinf.csd import Csd, CsdBuffer, ScalarInputs, initialise_states
 from jaxinf.engine.divergence import same_values
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.pipeline import Task
 from jaxinf.engine.subgroup_arrays import gather_inputs, gather_run, rounding_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.update_tasks import AT_ONCE
@@ -31,6 +30,7 @@ from jaxinf.store import (
     over,
     schedule_free_params,
 )
+from jaxinf.transfer import Task
 from jaxinf.typing import Array
 
 

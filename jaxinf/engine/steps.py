@@ -20,7 +20,6 @@ from typing import NamedTuple, TypeAlias
 
 from jaxinf.engine.divergence import stale_state
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.pipeline import Loads, Task
 from jaxinf.engine.retention import keep_step
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.update_request import KeptLeaf, SlotRequest, UpdateRequest
@@ -37,6 +36,7 @@ from jaxinf.interrupts import Ending
 from jaxinf.io import ByteCounts, span, timeline
 from jaxinf.layout import Subgroup
 from jaxinf.store import CarriedArray, CommitRecord, ScalarState
+from jaxinf.transfer import Loads, Task
 from jaxinf.typing import Array
 
 _LOG = logging.getLogger("jaxinf")
@@ -153,8 +153,8 @@ class StepEngine:
             ]
             tasks = [task for one in found for task in one.tasks]
             arrivals = {
-                t.layout.subgroup: _Arrival(
-                    t.layout, t.loads, t.runs_kernel, bool(t.loads or t.stores)
+                t.piece.subgroup: _Arrival(
+                    t.piece, t.loads, t.runs_kernel, bool(t.loads or t.stores)
                 )
                 for t in tasks
             }

@@ -28,6 +28,20 @@ class SubgroupLayout:
     slots: tuple[str, ...]
     extents: tuple[Extent, ...]
 
+    @property
+    def key(self) -> Subgroup:
+        return self.subgroup
+
+    @property
+    def drive(self) -> int:
+        """The number of its CSD."""
+        return self.subgroup.csd
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of each state."""
+        return tuple(extent.num_bytes for extent in self.extents)
+
     @cached_property
     def feedback(self) -> int | None:
         """Number of the error feedback, the last state, if there is one."""

@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxinf.csd import Csd, CsdBuffer, is_idle
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.pipeline import Task
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.subgroup_arrays import rounding_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
@@ -25,6 +24,7 @@ from jaxinf.kernels.specialise import scalars_used, specialise, state_read
 from jaxinf.layout import scatter
 from jaxinf.program import Kernel
 from jaxinf.store import ERROR_FEEDBACK, ScalarState, dtype_of
+from jaxinf.transfer import Task
 from jaxinf.typing import Array
 
 AT_ONCE = frozenset({0})
@@ -124,13 +124,13 @@ def request_tasks(
     link_up_bytes = request.link_up_bytes
     if not opened.directory.manifest.leaves[request.leaf].is_whole:
         num_all = max(1, math.prod(request.gradient.shape))
-        num_held = sum(task.layout.subgroup.num_elements for task in tasks)
+        num_held = sum(task.piece.subgroup.num_elements for task in tasks)
         link_down_bytes = link_down_bytes * num_held // num_all
         link_up_bytes = link_up_bytes * num_held // num_all
     sent = [one for one in (request.gradient, given) if isinstance(one, np.ndarray)]
     for task, update in zip(tasks, updates, strict=True):
         if update.updater is not None:
-            extents, num = task.layout.extents, task.layout.subgroup.num_elements
+            extents, num = task.piece.extents, task.piece.subgroup.num_elements
             link_up_bytes += sum([extents[n].num_bytes for n, _ in task.loads])
             link_up_bytes += sum([num * array.itemsize for array in sent])
             link_down_bytes += sum([extents[n].num_bytes for n in task.stores])

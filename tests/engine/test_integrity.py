@@ -9,8 +9,8 @@ from families import family
 from flipped_bits import LEAVES, flip
 
 import jaxinf
-from jaxinf.engine.pipeline import Task
 from jaxinf.errors import StoreCorruptError
+from jaxinf.transfer import Task
 
 CASES = [("w", 0), ("w", 300 * 1025 * 4 - 1), ("w", 700_001), ("s", 3), ("h", 153)]
 

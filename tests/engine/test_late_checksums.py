@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from flipped_bits import LEAVES, flip
 
-from jaxinf.engine.pipeline import Task
 from jaxinf.errors import StoreCorruptError
+from jaxinf.transfer import Task
 
 
 @pytest.mark.parametrize("state", ["params", "trace"])

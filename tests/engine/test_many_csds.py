@@ -6,8 +6,8 @@ import time
 import pytest
 
 import jaxinf.csd.cards.card as card
-from jaxinf.engine.pipeline import drive_monitor
 from jaxinf.errors import CsdError, StoreIOError
+from jaxinf.transfer import drive_monitor
 
 LEAVES = {"w": ((9, 4096), "float32"), "v": ((3, 4096), "float32")}
 

@@ -186,7 +186,7 @@ def test_a_further_leaf_costs_xla_less_than_in_optax(place):
 
 
 def test_init_waits_once_for_small_leaves(place, monkeypatch):
-    handler, waits = jaxinf.engine.pipeline.TransferHandler, []
+    handler, waits = jaxinf.transfer.Mover, []
     for name in ("run", "drain"):
         wait = getattr(handler, name)
         monkeypatch.setattr(

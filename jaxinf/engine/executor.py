@@ -10,18 +10,54 @@ from typing import Literal
 
 from jaxinf.csd import Csd, CsdBuffer, Transfer
 from jaxinf.engine.chunks import ChunkTable
-from jaxinf.engine.pipeline.drive_monitor import DriveMonitor
-from jaxinf.engine.pipeline.work import (
-    Compute,
-    Load,
-    Loads,
-    Resident,
-    Task,
-    Work,
-    Write,
-)
+from jaxinf.engine.failure import Failure
 from jaxinf.io import crc32c, span, timeline
 from jaxinf.store import Slot, StoreDirectory
+from jaxinf.transfer import (
+    Compute,
+    DriveMonitor,
+    Limits,
+    Load,
+    Loads,
+    Mover,
+    Queues,
+    Resident,
+    Task,
+    Unit,
+    Write,
+)
+
+
+def make_mover(
+    directory: StoreDirectory,
+    chunks: ChunkTable,
+    csds: Sequence[Csd],
+    *,
+    num_workers: int,
+    num_kernels: int,
+    failure: Failure,
+) -> Mover:
+    """Makes the mover of a store.
+
+    Args:
+      directory: the store's files.
+      chunks: the slots to read and write, and the checksums.
+      csds: the store's CSDs, by number.
+      num_workers: number of requests that move bytes at once.
+      num_kernels: number of tasks that compute at once; CSDs may allow fewer.
+      failure: receives a task's error; once it is set, no more work is done.
+
+    Raises:
+      StoreError: the process can have no more threads.
+    """
+    queues = Queues(
+        [(id(csd.memory), csd.is_host) for csd in csds],
+        lambda task: csds[task.piece.drive].acquire(task.piece.num_bytes),
+        Limits(num_workers, num_kernels),
+    )
+    monitor = DriveMonitor(directory.manifest.csds or [str(directory.path)])
+    executor = Executor(directory, chunks, csds, monitor)
+    return Mover(directory.path, queues, executor.perform, failure, monitor)
 
 
 class Executor:
@@ -44,7 +80,7 @@ class Executor:
         self._monitor = monitor
         self._drives = [str(directory.csd_directory(n)) for n in range(len(csds))]
 
-    def perform(self, unit: Work) -> Sequence[Loads]:
+    def perform(self, unit: Unit) -> Sequence[Loads]:
         """Executes a unit; for a load, returns the result of `load`.
 
         Raises:
@@ -72,19 +108,19 @@ class Executor:
             for resident, states in load.items
             for state, slot in states
         ]
-        csd, found = load.items[0][0].task.csd, [resident for resident, _ in load.items]
-        with self._request(csd, "read", transfers, found):
-            self._csds[csd].read(transfers)
+        found = [resident for resident, _ in load.items]
+        with self._request(load.drive, "read", transfers, found):
+            self._csds[load.drive].read(transfers)
         return [self._check_loaded(*item) for item in load.items]
 
     def _source(self, resident: Resident, state: int, slot: Slot) -> Transfer:
-        layout = resident.task.layout
+        layout = resident.task.piece
         file = self._directory.chunk_file(slot, *layout.place(state))
         for_host = not resident.task.runs_kernel
         return Transfer(resident.buffer, layout.extents[state], file, for_host)
 
     def _check_loaded(self, resident: Resident, states: Loads) -> Loads:
-        layout, csd = resident.task.layout, self._csds[resident.task.csd]
+        layout, csd = resident.task.piece, self._csds[resident.task.piece.drive]
         unchecked: list[tuple[int, Slot]] = []
         for state, slot in states:
             with span("checksum"):
@@ -106,18 +142,18 @@ class Executor:
         """
         resident = compute.resident
         task, unchecked = resident.task, resident.unchecked
-        csd = self._csds[task.csd]
+        csd = self._csds[task.piece.drive]
         if not task.runs_kernel:
             self._check_on_host(csd, task, resident.buffer, unchecked)
             unchecked = ()
         what = self._leaves_of([resident])
-        with self._monitor.request(task.csd, "update"), span("update", what):
+        with self._monitor.request(task.piece.drive, "update"), span("update", what):
             wanted = [state for state, _ in unchecked]
             checksums = task.compute(csd, resident.buffer, wanted) or {}
         self._check_told(task, unchecked, checksums)
         for state in resident.deferred:
             checksum = self._checksum(resident, state)
-            self._chunks.stored(task.layout, state, checksum, is_in_memory=True)
+            self._chunks.stored(task.piece, state, checksum, is_in_memory=True)
 
     def _check_on_host(
         self, csd: Csd, task: Task, buffer: CsdBuffer, states: Loads
@@ -125,8 +161,8 @@ class Executor:
         """Verifies states that the host is about to read itself."""
         for state, slot in states:
             with span("checksum"):
-                checksum = crc32c(csd.view(buffer, task.layout.extents[state]))
-            self._chunks.loaded(task.layout, state, slot, checksum)
+                checksum = crc32c(csd.view(buffer, task.piece.extents[state]))
+            self._chunks.loaded(task.piece, state, slot, checksum)
 
     def _check_told(
         self, task: Task, states: Loads, checksums: Mapping[int, int]
@@ -134,7 +170,7 @@ class Executor:
         """Verifies the checksums from a kernel, before its results are used."""
         for state, slot in states:
             if state in checksums:
-                self._chunks.loaded(task.layout, state, slot, checksums[state])
+                self._chunks.loaded(task.piece, state, slot, checksums[state])
             else:  # prefetched, but not used by the update
                 assert (state, slot) not in task.loads
 
@@ -152,18 +188,19 @@ class Executor:
             for state in states
         ]
         found = [resident for resident, _ in write.items]
-        with self._request(write.csd, "write", transfers, found):
-            self._csds[write.csd].write(transfers)
+        with self._request(write.drive, "write", transfers, found):
+            self._csds[write.drive].write(transfers)
 
     def _target(self, resident: Resident, state: int) -> Transfer:
-        layout = resident.task.layout
+        layout = resident.task.piece
         if not resident.is_flushed:  # else that was noted when it was computed
             self._chunks.stored(layout, state, self._checksum(resident, state))
         file = self._chunks.prepare_write(layout, state)
         return Transfer(resident.buffer, layout.extents[state], file)
 
     def _checksum(self, resident: Resident, state: int) -> int:
-        csd, extent = self._csds[resident.task.csd], resident.task.layout.extents[state]
+        layout = resident.task.piece
+        csd, extent = self._csds[layout.drive], layout.extents[state]
         with span("checksum"):
             checksum = csd.checksum(resident.buffer, extent)
             if checksum is None:  # no kernel has computed it
@@ -189,5 +226,5 @@ class Executor:
         if not timeline.is_recording:
             return ""
         leaves = self._directory.manifest.leaves
-        numbers = dict.fromkeys(one.task.layout.subgroup.leaf for one in residents)
+        numbers = dict.fromkeys(one.task.piece.subgroup.leaf for one in residents)
         return ", ".join(leaves[number].name for number in numbers)

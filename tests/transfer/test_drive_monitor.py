@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jaxinf.engine.pipeline import drive_monitor
+from jaxinf.transfer import drive_monitor
 
 
 class Clock:

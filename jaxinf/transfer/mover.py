@@ -1,4 +1,4 @@
-"""The transfer handler: worker threads, and callers that wait for them.
+"""The mover: worker threads, and callers that wait for them.
 
 A worker executes one unit of work at a time, always the next one. There are limits for
 workers that move bytes and for those that compute, so that neither drives nor
@@ -11,75 +11,83 @@ exception.
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Protocol
 
-from jaxinf.csd import Csd, CsdBuffer
-from jaxinf.engine.chunks import ChunkTable
-from jaxinf.engine.failure import Failure, closed_error
-from jaxinf.engine.pipeline import drive_monitor
-from jaxinf.engine.pipeline.executor import Executor
-from jaxinf.engine.pipeline.queues import Queues
-from jaxinf.engine.pipeline.scheduling import has_next, next_own, next_unit
-from jaxinf.engine.pipeline.work import (
-    Allocate,
+from jaxinf.errors import StoreClosedError, StoreError
+from jaxinf.transfer import drive_monitor
+from jaxinf.transfer.queues import Queues
+from jaxinf.transfer.scheduling import has_next, next_own, next_unit
+from jaxinf.transfer.tasks import (
     Compute,
-    CsdTraits,
-    Evict,
-    Limits,
     Load,
-    Resident,
+    Loads,
     Task,
     TaskGroup,
-    Work,
+    Unit,
     Write,
 )
-from jaxinf.errors import StoreError
-from jaxinf.layout import Subgroup
-from jaxinf.store import StoreDirectory
 
 
-class TransferHandler:
+class Failure(Protocol):
+    """The one error of all who use the mover, which stops it."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error."""
+        ...
+
+    def set(self, error: BaseException) -> None:
+        """Keeps an error, if it is the first, and tells the listeners."""
+        ...
+
+    def check(self) -> None:
+        """Raises the error, if there is one."""
+        ...
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Registers what an error calls."""
+        ...
+
+
+class Mover:
     """Worker threads that run tasks. Thread-safe.
 
     Args:
-      directory: the store's files.
-      chunks: the slots to read and write, and the checksums.
-      csds: the store's CSDs, by number.
-      num_workers: number of requests that move bytes at once.
-      num_kernels: number of tasks that compute at once; CSDs may allow fewer.
+      name: names it in errors.
+      queues: what is to be done.
+      perform: executes a unit, and blocks meanwhile; of a load it returns, by piece,
+        the states without verification.
       failure: receives a task's error; once it is set, no more work is done.
+      monitor: names drives that are slow, or that do not come back.
+
+    Raises:
+      StoreError: the process can have no more threads.
     """
 
     def __init__(
         self,
-        directory: StoreDirectory,
-        chunks: ChunkTable,
-        csds: Sequence[Csd],
-        *,
-        num_workers: int,
-        num_kernels: int,
+        name: object,
+        queues: Queues,
+        perform: Callable[[Unit], Sequence[Loads]],
         failure: Failure,
+        monitor: drive_monitor.DriveMonitor,
     ) -> None:
-        self._path = directory.path
-        self._chunks = chunks
-        self._csds = csds
-        self._failure = failure
-        self._monitor = drive_monitor.DriveMonitor(
-            directory.manifest.csds or [str(directory.path)]
-        )
-        self._executor = Executor(directory, chunks, csds, self._monitor)
-        self._queues = Queues(_traits(csds), Limits(num_workers, num_kernels))
+        self._name, self._queues = name, queues
+        self._work_on, self._failure, self._monitor = perform, failure, monitor
         lock = threading.RLock()
         self._to_do = threading.Condition(lock)  # for workers
         self._done = threading.Condition(lock)  # for callers
         self._is_closing = False
-        failure.listen(self._stop)
         self._workers: list[threading.Thread] = []
-        self._start_workers(num_workers + num_kernels)
+        failure.listen(self._stop)
+        self._start_workers()
 
-    def _start_workers(self, num_threads: int) -> None:
+    def _start_workers(self) -> None:
+        limits = self._queues.limits
+        num_wanted = limits.moving + limits.computing + limits.elsewhere
         try:
-            for _ in range(num_threads):
+            while len(self._workers) < num_wanted:
                 name = f"jaxinf-{len(self._workers)}"
                 worker = threading.Thread(target=self._work, name=name, daemon=True)
                 worker.start()
@@ -87,12 +95,12 @@ class TransferHandler:
         except RuntimeError as error:
             self.close()
             raise StoreError(
-                f"{self._path}: expected to start {num_threads} worker threads, "
-                f"found no room for another after {len(self._workers)} ({error}); "
-                "raise the limit (ulimit -u, the cgroup's pids.max)"
+                f"{self._name}: expected to start {num_wanted} worker threads, found "
+                f"no room for another after {len(self._workers)} ({error}); raise the "
+                "limit (ulimit -u, the cgroup's pids.max)"
             ) from error
 
-    # --- for the engine ------------------------------------------------------------
+    # --- tasks -----------------------------------------------------------------------
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Submits tasks and blocks until all have computed; they are written later.
@@ -102,7 +110,7 @@ class TransferHandler:
 
         Raises:
           BaseException: the first error of any task, the same object every time.
-          StoreClosedError: the handler was closed before they had.
+          StoreClosedError: the mover was closed before they had.
         """
         self._check_done(not self._is_closing)
         group = TaskGroup(num_waiting=len(tasks))
@@ -133,26 +141,44 @@ class TransferHandler:
           StoreError: the process can have no more threads.
         """
         with self._done:
-            limits = self._queues.limits._replace(elsewhere=num_tasks)
-            self._queues.limits = limits
-        self._start_workers(sum(limits) - len(self._workers))
+            self._queues.limits.elsewhere = num_tasks
+        self._start_workers()
 
-    def keep(self, subgroups: frozenset[Subgroup]) -> None:
-        """Sets the subgroups that stay in memory when their tasks are written.
+    def drain(self) -> None:
+        """Blocks until every submitted task is written (not: durably).
+
+        Raises:
+          BaseException: as `run`.
+        """
+        queues = self._queues
+        with self._done:
+            queues.num_draining += 1
+            self._to_do.notify()
+            try:
+                self._wait_for(lambda: not queues.num_unfinished or self._is_over())
+            finally:
+                queues.num_draining -= 1
+            self._check_done(not queues.num_unfinished)
+        self._monitor.end_round()
+
+    # --- between steps ---------------------------------------------------------------
+
+    def keep(self, staying: frozenset[Hashable]) -> None:
+        """Sets the pieces that stay in memory when their tasks are written.
 
         Others leave it, except for those that have still to be written.
         """
         with self._done:
-            _release(self._queues.keep(subgroups))
+            self._queues.keep(staying)
 
     def take_found_bytes(self) -> int:
-        """Length of the subgroups that updates have found in memory since the last."""
+        """Length of the pieces that updates have found in memory since the last."""
         with self._done:
             found, self._queues.found_bytes = self._queues.found_bytes, 0
         return found
 
     def defer_writes(self, is_deferring: bool) -> None:
-        """Sets whether subgroups that stay are written at the next `flush` alone."""
+        """Sets whether pieces that stay are written at the next `flush` alone."""
         with self._done:
             self._queues.is_deferring = is_deferring
 
@@ -173,25 +199,25 @@ class TransferHandler:
             self.drain()
         return is_unwritten
 
-    def end_step(self, given_up: Collection[Subgroup] = ()) -> Collection[Subgroup]:
+    def end_step(self, given_up: Collection[Hashable] = ()) -> Collection[Hashable]:
         """Counts what tasks have computed as newest; returns what stays in memory.
 
         Unused prefetches are dropped. No task may be under way.
 
         Args:
-          given_up: subgroups whose states in memory are of a step that was given up.
+          given_up: pieces whose states in memory are of a step that was given up.
         """
         queues = self._queues
         with self._done:
             queues.cancel_prefetches()
             self._done.wait_for(lambda: not queues.num_prefetching)
-            _release(queues.end_step(given_up))
-            return {subgroup for memory in queues.memories for subgroup in memory.kept}
+            queues.end_step(given_up)
+            return {key for room in queues.rooms for key in room.kept}
 
     def prefetch(self, tasks: Sequence[Task]) -> None:
         """Loads the states of these tasks, in this order, as far as memory allows.
 
-        Their `compute` is not called. A later task on the same subgroup uses the loaded
+        Their `compute` is not called. A later task on the same piece uses the loaded
         states.
 
         Args:
@@ -207,23 +233,6 @@ class TransferHandler:
             self._queues.is_holding = is_holding
             self._wake_worker()
 
-    def drain(self) -> None:
-        """Blocks until every submitted task is written (not: durably).
-
-        Raises:
-          BaseException: as `run`.
-        """
-        queues = self._queues
-        with self._done:
-            queues.num_draining += 1
-            self._to_do.notify()
-            try:
-                self._wait_for(lambda: not queues.num_unfinished or self._is_over())
-            finally:
-                queues.num_draining -= 1
-            self._check_done(not queues.num_unfinished)
-        self._monitor.end_round()
-
     def close(self) -> None:
         """Stops the workers, each after its present unit; idempotent."""
         with self._done:
@@ -233,14 +242,12 @@ class TransferHandler:
             worker.join()
         with self._done:
             self._done.wait_for(lambda: not self._queues.submitting)
-            residents = self._queues.residents
-            while residents:
-                residents.pop().buffer.release()
+            self._queues.release()
 
     # --- waiting -------------------------------------------------------------------
 
     def _wait_for(self, predicate: Callable[[], bool]) -> None:
-        """Waits for a condition; from time to time, reports an overdue CSD."""
+        """Waits for a condition; from time to time, names an overdue request."""
         while not self._done.wait_for(predicate, drive_monitor.OVERDUE_S):
             self._monitor.report_overdue()
 
@@ -259,7 +266,10 @@ class TransferHandler:
     def _check_done(self, is_done: bool) -> None:
         self._failure.check()
         if not is_done:
-            raise closed_error(self._path)
+            raise StoreClosedError(
+                f"{self._name}: the store is closed; open it again with "
+                "jaxinf.open_store to go on at its last committed step"
+            )
 
     def _stop(self) -> None:
         """Prevents the start of any more units, after a failure or at the end."""
@@ -271,12 +281,10 @@ class TransferHandler:
     # --- work ----------------------------------------------------------------------
 
     def _compute_own(self, group: TaskGroup) -> None:
-        """Computes loaded tasks of host CSDs on the caller's thread."""
+        """Computes loaded tasks of the host on the caller's thread."""
         while True:
             with self._done:
                 unit = next_own(self._queues, group)
-                if unit is not None:
-                    self._queues.begin(unit)
                 self._wake_worker()
             if unit is None:
                 return
@@ -296,13 +304,12 @@ class TransferHandler:
             except BaseException as error:
                 self._failure.set(error)
 
-    def _await_work(self) -> Work | None:
+    def _await_work(self) -> Unit | None:
         """Blocks until there is work, and begins it; returns None when closed."""
         with self._to_do:
             while not self._is_closing:
-                unit = _next_work(self._queues, self._csds)
+                unit = next_unit(self._queues)
                 if unit is not None:
-                    self._queues.begin(unit)
                     self._wake_worker()  # there may be more work
                     return unit
                 self._to_do.wait()
@@ -312,10 +319,10 @@ class TransferHandler:
         if has_next(self._queues):
             self._to_do.notify()
 
-    def _perform(self, unit: Work) -> None:
+    def _perform(self, unit: Unit) -> None:
         try:
             self._failure.check()
-            unchecked = self._executor.perform(unit)
+            unchecked = self._work_on(unit)
         except BaseException as error:
             self._failure.set(error)
             with self._done:
@@ -323,11 +330,11 @@ class TransferHandler:
                 self._done.notify_all()
             raise
         with self._done:
-            _release(self._queues.end(unit, unchecked))
+            self._queues.end(unit, unchecked)
             if self._is_awaited(unit):
                 self._done.notify_all()
 
-    def _is_awaited(self, unit: Work) -> bool:
+    def _is_awaited(self, unit: Unit) -> bool:
         """Whether a thread may be waiting for the end of a unit."""
         queues = self._queues
         match unit:
@@ -338,56 +345,3 @@ class TransferHandler:
                 return is_last or self._is_closing or not queues.num_unfinished
             case Write():
                 return not queues.num_unfinished
-
-
-def _traits(csds: Sequence[Csd]) -> list[CsdTraits]:
-    numbers: dict[int, int] = {}
-    return [
-        CsdTraits(numbers.setdefault(id(csd.memory), len(numbers)), csd.is_host)
-        for csd in csds
-    ]
-
-
-# --- memory ------------------------------------------------------------------------
-
-
-def _next_work(queues: Queues, csds: Sequence[Csd]) -> Work | None:
-    """Returns the next unit of work, with memory for it.
-
-    Raises:
-      CsdError: a CSD lends no memory.
-    """
-    while True:
-        unit = next_unit(queues)
-        match unit:
-            case Allocate(tasks):
-                load = queues.allocate(unit, _acquire(tasks, csds))
-                if load is not None:
-                    return load
-            case Evict(resident):
-                queues.evict(resident)
-                _release((resident,))
-            case _:
-                return unit
-
-
-def _release(residents: Iterable[Resident]) -> None:
-    """Releases the memory of subgroups that are in no queue."""
-    for resident in residents:
-        resident.buffer.release()
-
-
-def _acquire(tasks: Sequence[Task], csds: Sequence[Csd]) -> list[CsdBuffer]:
-    """Acquires buffers for the first of the tasks, as many as fit."""
-    buffers: list[CsdBuffer] = []
-    try:
-        for task in tasks:
-            buffer = csds[task.csd].acquire(task.layout.num_bytes)
-            if buffer is None:
-                break
-            buffers.append(buffer)
-    except BaseException:
-        for buffer in buffers:
-            buffer.release()
-        raise
-    return buffers

@@ -1,24 +1,19 @@
-"""The data of the pipeline: tasks, subgroups in memory, and units of work on them.
+"""What the mover works on: tasks, pieces in memory, and units of work on them.
 
-Invariant: plain data. A task names everything it touches, the handler decides only the
+Invariant: plain data. A task names everything it touches, the mover decides only the
 time; a unit describes work and does none of it.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
-
-from jaxinf.csd import Csd, CsdBuffer
-from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.layout import Subgroup
-from jaxinf.store import Slot
+from typing import Any, TypeAlias
 
 _TOGETHER_BYTES = 4 << 20
 _MOST_TOGETHER = 64
 
-Loads: TypeAlias = tuple[tuple[int, Slot], ...]
-"""States of a subgroup by number, each with the slot to read from."""
+Loads: TypeAlias = tuple[tuple[int, Any], ...]
+"""States of a piece by number, each with the place to read it from."""
 
 
 @dataclass(eq=False)
@@ -27,6 +22,7 @@ class TaskGroup:
 
     Attributes:
       num_waiting: number of tasks that have not computed.
+      num_running: number of those that a worker computes.
     """
 
     num_waiting: int = 0
@@ -39,33 +35,29 @@ _NOBODY = TaskGroup()
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """The work on one subgroup: load → compute → write.
+    """The work on one piece: load → compute → write.
 
     Attributes:
-      layout: the subgroup and its buffer.
+      piece: a run of bytes with its states. It has a `key`, the number of its `drive`,
+        the `num_bytes` of its buffer, and the `sizes` of its states in bytes.
       compute: the computation on the loaded buffer. It runs once, on a worker or on the
-        submitter's thread. Its argument are the states without a known checksum as
-        loaded; it returns these checksums by state.
-      loads: states to read, as indices into the layout's states, each with its slot.
-      stores: states to write, to the slot that the step builds.
-      runs_kernel: whether `compute` runs a kernel of the CSD over the loaded states,
+        submitter's thread. Its arguments are what the drive computes with, the buffer,
+        and the states without a known checksum as loaded; it returns these by state.
+      loads: states to read, each with its place.
+      stores: states to write.
+      runs_kernel: whether `compute` runs a kernel of the drive over the loaded states,
         which computes these checksums; otherwise the host computes them before.
       is_elsewhere: whether `compute` waits for a processor that is not the host's.
       group: the group to notify when `compute` is done.
     """
 
-    layout: SubgroupLayout
-    compute: Callable[[Csd, CsdBuffer, Collection[int]], Mapping[int, int] | None]
+    piece: Any
+    compute: Callable[[Any, Any, Collection[int]], Mapping[int, int] | None]
     loads: Loads = ()
     stores: tuple[int, ...] = ()
     runs_kernel: bool = False
     is_elsewhere: bool = False
     group: TaskGroup = _NOBODY
-
-    @property
-    def csd(self) -> int:
-        """The number of the subgroup's CSD."""
-        return self.layout.subgroup.csd
 
 
 @dataclass
@@ -87,10 +79,11 @@ class Batch:
 
 @dataclass(eq=False, slots=True)
 class Resident:
-    """A subgroup in memory.
+    """A piece in memory.
 
     Attributes:
       task: its task, submitted or only prefetched.
+      buffer: its memory, which `release` gives back.
       is_loading: whether a load of it is under way.
       held: states in it, as the last finished step left them.
       unchecked: loaded states without a known checksum.
@@ -103,7 +96,7 @@ class Resident:
     """
 
     task: Task
-    buffer: CsdBuffer
+    buffer: Any
     is_loading: bool = False
     held: frozenset[int] = frozenset()
     unchecked: Loads = ()
@@ -120,18 +113,18 @@ class Resident:
         """The task's states that are not in it."""
         return tuple([load for load in self.task.loads if load[0] not in self.held])
 
+    def begin_task(self, task: Task, step: int) -> None:
+        """Takes a task; what one of an earlier step has computed counts from now on."""
+        self.task = task
+        if self.stored and self.stored_in < step:
+            self.held, self.stored = self.held | self.stored, frozenset()
+
     def add_loaded(self, states: Loads, unchecked: Loads) -> None:
         """Adds states that have been read, in place of what its task computed."""
         read = frozenset([state for state, _ in states])
         self.stored, self.unwritten = self.stored - read, self.unwritten - read
         self.held |= read
         self.unchecked += unchecked
-
-    def begin_task(self, task: Task, step: int) -> None:
-        """Takes a task; what one of an earlier step has computed counts from now on."""
-        self.task = task
-        if self.stored and self.stored_in < step:
-            self.held, self.stored = self.held | self.stored, frozenset()
 
     def end_task(self, step: int) -> None:
         """Notes that its task is done; the states stay, of the step's new version."""
@@ -143,42 +136,24 @@ class Resident:
         self.is_flushed = False
 
     def num_bytes(self, states: Iterable[int]) -> int:
-        return sum([self.task.layout.extents[n].num_bytes for n in states])
+        sizes = self.task.piece.sizes
+        return sum([sizes[state] for state in states])
 
 
-@dataclass(frozen=True, slots=True)
-class Allocate:
-    """Find memory for tasks of one CSD, in their order.
-
-    Attributes:
-      is_prefetch: whether they have not been submitted yet.
-    """
-
-    tasks: tuple[Task, ...]
-    is_prefetch: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Evict:
-    """Evict a prefetched subgroup, to free memory for a submitted task."""
-
-    resident: Resident
-
-
-LoadItem: TypeAlias = tuple[Resident, Loads]
-"""A subgroup, and its states to read."""
+# --- units of work -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Read states of one CSD.
+    """Read states of one drive.
 
     Attributes:
-      items: subgroups and states; a prefetch may have several short subgroups.
-      is_prefetch: whether they had not been submitted when this began.
+      items: pieces, and their states; short ones may be read together.
+      is_prefetch: whether their tasks had not been submitted when this began.
     """
 
-    items: tuple[LoadItem, ...]
+    drive: int
+    items: tuple[tuple[Resident, Loads], ...]
     is_prefetch: bool
 
 
@@ -194,46 +169,29 @@ class Compute:
     is_own: bool = False
 
 
-WriteItem: TypeAlias = tuple[Resident, tuple[int, ...]]
-"""A subgroup, and its states to write."""
-
-
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write states of one CSD.
+    """Write states of one drive.
 
     Attributes:
-      items: a long state, or short ones together.
+      items: pieces, and their states: a long one, or short ones together.
     """
 
-    csd: int
-    items: tuple[WriteItem, ...]
+    drive: int
+    items: tuple[tuple[Resident, tuple[int, ...]], ...]
 
 
-Work: TypeAlias = Load | Compute | Write
-"""A unit of work for a thread."""
-
-Unit: TypeAlias = Allocate | Evict | Work
-"""The next action: find or free memory, or work."""
+Unit: TypeAlias = Load | Compute | Write
 
 
-# --- resources ---------------------------------------------------------------------
-
-
-class CsdTraits(NamedTuple):
-    """The traits of a CSD that matter for scheduling."""
-
-    memory: int
-    is_host: bool
-
-
-class Limits(NamedTuple):
-    """Limits for the number of units under way.
+@dataclass(slots=True)
+class Limits:
+    """Numbers of units that may be under way.
 
     Attributes:
-      moving: limit for loads and writes.
-      computing: limit for computations, including those of submitters.
-      elsewhere: limit for those that wait for another processor than the host's.
+      moving: loads and writes.
+      computing: computations, including those of submitters.
+      elsewhere: those that wait for another processor than the host's.
     """
 
     moving: int
@@ -241,26 +199,24 @@ class Limits(NamedTuple):
     elsewhere: int = 0
 
 
-NumberedTask: TypeAlias = tuple[int, Task]
-"""A task with its number in the order of submission, or of prefetches."""
-
-
 @dataclass(slots=True)
-class Memory:
-    """A memory: the tasks that wait for it, and the subgroups in it.
+class Room:
+    """A memory that drives share: the tasks that wait for it, and the pieces in it.
 
     Attributes:
-      waiting: submitted tasks without memory, in order.
-      prefetched: subgroups whose tasks have not been submitted yet, in order.
-      kept: subgroups that stay from step to step, between their tasks.
-      num_in_use: number of subgroups that will free their memory without an eviction:
+      waiting: submitted tasks without memory, each with its number, in order.
+      prefetched: pieces whose tasks have not been submitted yet, in order.
+      kept: pieces that stay from step to step, between their tasks.
+      num_in_use: number of pieces that will free their memory without an eviction:
         those of submitted tasks, and those being prefetched.
+      num_writes: number of writes under way, which may free memory.
       refused_bytes: the length of the last refused request; None if memory was freed
         since, or none was refused.
     """
 
-    waiting: deque[NumberedTask] = field(default_factory=deque)
-    prefetched: dict[Subgroup, Resident] = field(default_factory=dict)
-    kept: dict[Subgroup, Resident] = field(default_factory=dict)
+    waiting: deque[tuple[int, Task]] = field(default_factory=deque)
+    prefetched: dict[Hashable, Resident] = field(default_factory=dict)
+    kept: dict[Hashable, Resident] = field(default_factory=dict)
     num_in_use: int = 0
+    num_writes: int = 0
     refused_bytes: int | None = None

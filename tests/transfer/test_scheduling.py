@@ -1,4 +1,4 @@
-"""The pipeline's next unit, against a simple model without threads and files."""
+"""The mover's next unit, against a simple model without threads and files."""
 
 from collections import Counter
 
@@ -15,49 +15,29 @@ from hypothesis.stateful import (
 )
 
 from jaxinf.csd import Extent
-from jaxinf.engine.pipeline.queues import Queues
-from jaxinf.engine.pipeline.scheduling import has_next, next_own, next_unit
-from jaxinf.engine.pipeline.work import (
-    Allocate,
-    Compute,
-    CsdTraits,
-    Evict,
-    Limits,
-    Load,
-    Task,
-    TaskGroup,
-    Write,
-)
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.layout import Subgroup
+from jaxinf.transfer import Compute, Limits, Load, Queues, Task, Write
+from jaxinf.transfer.scheduling import has_next, next_own, next_unit
+from jaxinf.transfer.tasks import TaskGroup
 
 PAGE = 4096
 NUM_STATES = 3
 # The host's drives share its memory; cards have their own.
-TRAITS = [CsdTraits(0, True), CsdTraits(0, True), CsdTraits(1, False)]
+DRIVES = [(0, True), (0, True), (1, False)]
 SHORT, LONG = PAGE, 1 << 20
 """Elements; the states of a long subgroup are worth a request each."""
 
 
 def layout(number, num_elements):
     """Subgroup `number`, whose CSD depends on it."""
-    subgroup = Subgroup(number, 0, number % len(TRAITS), 0, num_elements)
+    subgroup = Subgroup(number, 0, number % len(DRIVES), 0, num_elements)
     extents = tuple(
         Extent(np.dtype(np.float32), num_elements, 0, 4 * num_elements * state)
         for state in range(NUM_STATES)
     )
     names = ("params", "mu", "nu")
     return SubgroupLayout(subgroup, names, names, extents)
-
-
-class Buffer:
-    """A buffer of a modelled CSD."""
-
-    def __init__(self, num_bytes):
-        self.num_bytes = num_bytes
-
-    def release(self):
-        raise AssertionError("the queues release nothing themselves")
 
 
 def task(where, loads=(0, 1, 2), stores=(0, 1, 2), slot="a", *, is_elsewhere=False):
@@ -71,11 +51,22 @@ def task(where, loads=(0, 1, 2), stores=(0, 1, 2), slot="a", *, is_elsewhere=Fal
     )
 
 
+class Buffer:
+    """A buffer of a modelled memory."""
+
+    def __init__(self, rig, memory, piece):
+        self.rig, self.memory, self.piece = rig, memory, piece
+
+    def release(self):
+        self.rig.free_bytes[self.memory] += self.piece.num_bytes
+        self.rig.forgotten(self.piece)
+
+
 class Rig:
     """Queues over memories of a given length; records the work on each task."""
 
     def __init__(self, limits=(2, 2), memory_bytes=(1 << 40, 1 << 40)):
-        self.queues = Queues(TRAITS, Limits(*limits))
+        self.queues = Queues(DRIVES, self.acquire, Limits(*limits))
         self.free_bytes = list(memory_bytes)
         self.under_way = []
         self.groups = []
@@ -92,66 +83,49 @@ class Rig:
         self.submitted.extend(tasks)
         return group
 
-    def allocate(self, unit):
-        """Allocates like a CSD: in order, as far as there is room."""
-        memory = TRAITS[unit.tasks[0].csd].memory
-        buffers = []
-        for wanted in unit.tasks:
-            if wanted.layout.num_bytes > self.free_bytes[memory]:
-                break
-            self.free_bytes[memory] -= wanted.layout.num_bytes
-            buffers.append(Buffer(wanted.layout.num_bytes))
-        return self.queues.allocate(unit, buffers)
+    def forgotten(self, piece):
+        """What was evicted before its task may be read again."""
+        own = [one for one in self.submitted if one.piece == piece]
+        if not any(self.computed[one] for one in own):
+            for state in range(NUM_STATES):
+                self.loads.pop((piece.subgroup, (state, "a")), None)
 
-    def release(self, residents):
-        for resident in residents:
-            memory = TRAITS[resident.task.csd].memory
-            self.free_bytes[memory] += resident.buffer.num_bytes
+    def acquire(self, wanted):
+        memory, num_bytes = DRIVES[wanted.piece.drive][0], wanted.piece.num_bytes
+        if num_bytes > self.free_bytes[memory]:
+            return None
+        self.free_bytes[memory] -= num_bytes
+        return Buffer(self, memory, wanted.piece)
 
     def begin(self):
         """Begins the next unit, and returns it."""
-        while True:
-            unit = next_unit(self.queues)
-            assert unit == next_unit(self.queues)  # asking changes nothing
-            assert has_next(self.queues) == (unit is not None)
-            match unit:
-                case None:
-                    return None
-                case Allocate():
-                    unit = self.allocate(unit)
-                    if unit is None:
-                        continue
-                case Evict(resident):
-                    self.queues.evict(resident)
-                    self.release([resident])
-                    for state in resident.task.loads:  # which may be read again
-                        del self.loads[resident.task.layout.subgroup, state]
-                    continue
-            self.queues.begin(unit)
+        foreseen = has_next(self.queues)
+        unit = next_unit(self.queues)
+        assert foreseen or unit is None
+        if unit is not None:
             self.under_way.append(unit)
-            if isinstance(unit, Write):
-                self.begun += [(r.task, n) for r, states in unit.items for n in states]
-            return unit
+        if isinstance(unit, Write):
+            self.begun += [(r.task, n) for r, states in unit.items for n in states]
+        return unit
 
     def end(self, unit):
         self.under_way.remove(unit)
         match unit:
-            case Load(items):
-                unchecked = [()] * len(items)
+            case Load(_, items):
                 for resident, states in items:
                     for state in states:
-                        self.loads[resident.task.layout.subgroup, state] += 1
-                self.release(self.queues.end(unit, unchecked))
+                        self.loads[resident.task.piece.subgroup, state] += 1
+                self.queues.end(unit, [()] * len(items))
             case Compute(resident):
                 found = resident.task
                 assert not resident.missing
                 self.computed[found] += 1
-                self.release(self.queues.end(unit))
+                self.queues.end(unit)
             case Write(_, items):
                 for resident, states in items:
                     assert self.computed[resident.task] == 1
                     self.written.extend((resident.task, state) for state in states)
-                self.release(self.queues.end(unit))
+                self.queues.end(unit)
 
     def run(self):
         """Performs units until there is none."""
@@ -263,7 +237,7 @@ def test_a_prefetch_gives_its_memory_up_as_a_last_way():
     rig.run()
     assert not group.num_waiting
     assert rig.loads[layout(0, SHORT).subgroup, (0, "a")] == 1
-    assert [r.task.layout for r in rig.queues.memories[0].prefetched.values()] in (
+    assert [r.task.piece for r in rig.queues.rooms[0].prefetched.values()] in (
         [],
         [layout(3, SHORT)],
     )
@@ -280,7 +254,6 @@ def test_submitters_compute_what_the_host_has_loaded():
     assert unit is not None
     assert unit.is_own
     assert unit.resident.task is on_host
-    rig.queues.begin(unit)
     assert next_own(rig.queues, group) is None
     assert rig.queues.submitting == {group}
     rig.queues.end(unit)
@@ -340,19 +313,19 @@ def test_what_stays_is_loaded_once_and_deferred_writes_are_made_by_commits(
                     wanted[one, state] += 1
         if is_committing:
             assert not queues.flush()
-        rig.release(queues.end_step())
+        queues.end_step()
     found_bytes = sum(one.num_bytes for one in held) * (len(commits) - 1)
     assert queues.found_bytes == found_bytes
     assert queues.flush() == bool(deferred)
     rig.drain()
     wanted.update(deferred)
-    assert Counter((t.layout, state) for t, state in rig.written) == wanted
-    assert {r.task.layout for r in queues.residents} == set(held)
+    assert Counter((t.piece, state) for t, state in rig.written) == wanted
+    assert {r.task.piece for r in queues.residents} == set(held)
     for one in layouts:
         times = 1 if one in held else len(commits)
         found = [rig.loads[one.subgroup, (n, "a")] for n in range(NUM_STATES)]
         assert found == [times] * NUM_STATES
-    rig.release(queues.keep(frozenset()))
+    queues.keep(frozenset())
     assert not queues.residents
 
 
@@ -365,7 +338,7 @@ def test_what_a_step_computed_does_not_count_when_it_is_given_up():
     rig.submit(task(where))  # again in the same step
     rig.drain()
     assert rig.loads[where.subgroup, (0, "a")] == 2
-    rig.release(rig.queues.end_step(given_up=[where.subgroup]))
+    rig.queues.end_step(given_up=[where.subgroup])
     rig.submit(task(where), task(other))
     rig.drain()
     assert rig.loads[where.subgroup, (0, "a")] == 3
@@ -412,7 +385,7 @@ class Pipeline(RuleBasedStateMachine):
     def prefetch(self, lengths, loads):
         queues = self.rig.queues
         queues.cancel_prefetches()
-        self.rig.release(queues.end_step())
+        queues.end_step()
         self.step = self._new_layouts(lengths)
         queues.prefetch([task(where, loads) for where in self.step])
 
@@ -428,8 +401,7 @@ class Pipeline(RuleBasedStateMachine):
         unit = self.rig.begin()
         if isinstance(unit, Load) and unit.is_prefetch:
             # No submitted task waited for this memory.
-            memory = TRAITS[unit.items[0][0].task.csd].memory
-            assert not self.rig.queues.memories[memory].waiting
+            assert not self.rig.queues.drives[unit.drive].room.waiting
 
     @rule(which=st.integers(0, 5))
     @precondition(lambda self: self.rig.under_way)
@@ -442,10 +414,11 @@ class Pipeline(RuleBasedStateMachine):
     def begin_own(self, which):
         groups = self.rig.groups
         group = groups[which % len(groups)]
+        if group in self.rig.queues.submitting:
+            return
         unit = next_own(self.rig.queues, group)
-        if unit is not None and group not in self.rig.queues.submitting:
+        if unit is not None:
             assert unit.resident.task.group is group
-            self.rig.queues.begin(unit)
             self.own.append(unit)
 
     @rule()
@@ -483,7 +456,7 @@ class Pipeline(RuleBasedStateMachine):
             return
         used = [0, 0]
         for resident in self.rig.queues.residents:
-            used[TRAITS[resident.task.csd].memory] += resident.buffer.num_bytes
+            used[resident.buffer.memory] += resident.task.piece.num_bytes
         free = self.rig.free_bytes
         assert all(n >= 0 for n in free)
         assert [u + f for u, f in zip(used, free, strict=True)] == self.capacity
@@ -494,12 +467,12 @@ class Pipeline(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         queues = self.rig.queues
-        for number, memory in enumerate(queues.memories):
+        for number, memory in enumerate(queues.rooms):
             idle = [r for r in memory.prefetched.values() if not r.is_loading]
             others = [
                 resident
                 for resident in queues.residents.difference(idle)
-                if TRAITS[resident.task.csd].memory == number
+                if resident.buffer.memory == number
             ]
             assert memory.num_in_use >= 0
             assert bool(memory.num_in_use) == bool(others)
@@ -542,7 +515,7 @@ class Pipeline(RuleBasedStateMachine):
         if self.rig.under_way or self.own:
             return
         if any(group.num_waiting for group in self.rig.groups):
-            assert next_unit(queues) is not None
+            assert has_next(queues)
 
 
 Pipeline.TestCase.settings = settings(
