@@ -150,7 +150,7 @@ class OpenStore(StoreShape):
       directory: the files.
       chunks: the newest version of each chunk.
       fleet, csds: the CSDs that update the chunks.
-      handler: the workers.
+      mover: the workers.
       is_new: whether no step is committed yet; then every leaf must be initialised.
       commit: the last committed step's record. For a new store it says step 0, until
         `finish_initialisation` commits.
@@ -192,7 +192,7 @@ class OpenStore(StoreShape):
         )
         roots = [directory.csd_directory(c) for c in range(directory.num_csds)]
         self.csds: list[Csd] = list(self.fleet.attach(roots, *longest(self._layouts)))
-        self.handler = make_mover(
+        self.mover = make_mover(
             directory,
             self.chunks,
             self.csds,
@@ -236,7 +236,7 @@ class OpenStore(StoreShape):
 
     def close(self) -> None:
         """Stops the workers and frees their memory; commits nothing."""
-        self.handler.close()
+        self.mover.close()
         self.fleet.close()
 
     def limit_memory(self, num_bytes: int) -> int:
@@ -270,22 +270,22 @@ class OpenStore(StoreShape):
     def keep_nothing(self) -> None:
         """Drops all state in memory, until the next choice."""
         self._keep(frozenset())
-        self.handler.end_step()
+        self.mover.end_step()
 
     def _keep(self, staying: frozenset[Subgroup]) -> None:
         if staying != self._staying:
             self._flush()
-            self.handler.keep(staying)
+            self.mover.keep(staying)
             self._staying = staying
 
     def _flush(self) -> None:
-        if self.handler.flush():
+        if self.mover.flush():
             self.chunks.end_flush()
 
     def assign(self, assignment: Assignment) -> None:
         """Sets who computes updates; no step may be under way, nor a commit."""
         if assignment.updater is not None:
-            self.handler.compute_elsewhere(assignment.updater.num_at_once)
+            self.mover.compute_elsewhere(assignment.updater.num_at_once)
         self.assignment = assignment
 
     # --- failure -------------------------------------------------------------------

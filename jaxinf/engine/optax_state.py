@@ -112,17 +112,17 @@ def load_step(
     def write() -> None:
         opened.keep_nothing()  # what was read is of step 0
         opened.begin_slot()
-        opened.handler.defer_writes(False)
+        opened.mover.defer_writes(False)
         for leaf, number, array in stored:
             for origin, values in _parts(opened, leaf, array):
                 _write_part(opened, leaf, number, origin, [values])
                 del values  # frees a deferred leaf before the next is read
-            opened.handler.drain()
+            opened.mover.drain()
 
     try:
         group.in_all(what, write)
     except BaseException:  # perhaps of another process
-        opened.handler.drain()
+        opened.mover.drain()
         opened.chunks.forget_step()
         raise
     opened.chunks.end_step()
@@ -251,7 +251,7 @@ def _write_part(
 
         return Task(layout, compute, stores=stores)
 
-    opened.handler.run([task(x) for x in opened.layouts(leaf, origin, held[0].shape)])
+    opened.mover.run([task(x) for x in opened.layouts(leaf, origin, held[0].shape)])
     held.clear()
 
 

@@ -62,7 +62,7 @@ def initialise(
     held, tasks = list(given), []
     for place, one in enumerate(given):
         tasks += _first_tasks(opened, kernels[one.leaf], held, place)
-    opened.handler.run(tasks)
+    opened.mover.run(tasks)
     held.clear()  # a worker keeps a reference to its last task
 
 
@@ -94,7 +94,7 @@ def _first_tasks(
 
 def finish_initialisation(opened: OpenStore, scalars: Sequence[ScalarState]) -> None:
     """Commits step 0; every leaf must have been initialised."""
-    opened.handler.drain()
+    opened.mover.drain()
     opened.health.check()
     opened.chunks.end_step()
     assert opened.chunks.is_all_written
@@ -215,7 +215,7 @@ class ParamsReader:
         self._opened = opened
         self._is_average = average
         chunks, directory = opened.chunks, opened.directory
-        opened.handler.write_at_once(AT_ONCE)  # read from the drive here
+        opened.mover.write_at_once(AT_ONCE)  # read from the drive here
         slots: list[Slot] = []
         if not chunks.is_all_written:
             slots.append(chunks.committed)

@@ -161,12 +161,12 @@ class StepEngine:
             if arrivals.keys() & under_way.arrivals.keys():
                 # The computation failed elsewhere and is run again. Its earlier writes
                 # must not come after the new ones.
-                self._opened.handler.drain()
+                self._opened.mover.drain()
                 _check_undoable(self._opened, under_way.arrivals)
             under_way.arrivals |= arrivals
             under_way.nan_scalars += bad
         with span("leaf", self._shown(requests)):
-            self._opened.handler.run(tasks)
+            self._opened.mover.run(tasks)
         self._opened.meters.add(
             link_down_bytes=sum([one.link_down_bytes for one in found]),
             link_up_bytes=sum([one.link_up_bytes for one in found]),
@@ -193,7 +193,7 @@ class StepEngine:
                 task for one in requests for task in recall_tasks(self._opened, one)
             ]
         with span("leaf", self._shown(requests)):
-            self._opened.handler.run(tasks)
+            self._opened.mover.run(tasks)
         up_bytes = sum([request.out.nbytes for request in requests])
         self._opened.meters.add(link_up_bytes=up_bytes)
 
@@ -279,7 +279,7 @@ class StepEngine:
         with self._guard:
             if self._step is not None:
                 arrivals = self._step.arrivals
-                self._opened.handler.drain()
+                self._opened.mover.drain()
                 _check_undoable(self._opened, arrivals)
                 self._opened.chunks.forget_step()
                 _prefetch(self._opened, arrivals, given_up=arrivals)
@@ -377,7 +377,7 @@ class StepEngine:
                     opened.begin_slot()
                 if not self._metrics:  # earlier traffic is of `init`, not of a step
                     self._counted = opened.meters.snapshot()
-                opened.handler.defer_writes(not opened.must_commit(step + 1))
+                opened.mover.defer_writes(not opened.must_commit(step + 1))
                 self._step = _Step(time.monotonic())
             return self._step
 
@@ -408,7 +408,7 @@ class StepEngine:
         opened = self._opened
         try:
             with span("drain", f"step {record.step}"):
-                opened.handler.drain()
+                opened.mover.drain()
             opened.chunks.end_step()
             opened.finished = record
             if opened.must_commit(record.step):
@@ -427,7 +427,7 @@ class StepEngine:
                     commit_s=time.monotonic() - updated_s,
                     traffic=traffic - self._counted,
                     is_committed=opened.commit.step == record.step,
-                    hit_share=opened.handler.take_found_bytes() / max(1, moved_bytes),
+                    hit_share=opened.mover.take_found_bytes() / max(1, moved_bytes),
                 )
             )
             self._counted = traffic
@@ -487,8 +487,8 @@ def _prefetch(
         states = [state for state, _ in arrival.loads]
         return opened.chunks.sources(arrival.layout, states)
 
-    kept = opened.handler.end_step(given_up)
-    opened.handler.prefetch(
+    kept = opened.mover.end_step(given_up)
+    opened.mover.prefetch(
         [
             Task(
                 arrival.layout,

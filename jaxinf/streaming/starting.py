@@ -112,7 +112,7 @@ def write_leaf(
 ) -> None:
     """Makes the next leaf, and writes its params and first state; blocks."""
     opened = engine.opened
-    opened.handler.drain()
+    opened.mover.drain()
     opened.fleet.limit_memory(0)  # idle buffers leave the leaf their memory
     shards = next(made)
     opened.limit_memory(memory_bytes // BUFFERS_SHARE)

@@ -138,10 +138,10 @@ def test_stopped_at_each_stage(place, drive, stage, num_csds):
         files.unpublish("a")
     elif stage == "half":
         driver.update([0, 3])
-        driver.opened.handler.drain()
+        driver.opened.mover.drain()
     elif stage != "nothing":
         driver.update()
-        driver.opened.handler.drain()
+        driver.opened.mover.drain()
         if stage != "all":
             files.sync()
         if stage in ("record", "link"):

@@ -55,7 +55,7 @@ def read_again(driver, layouts):
         Task(layout, lambda *_: None, loads=((1, opened.chunks.source(layout, 1)),))
         for layout in layouts
     ]
-    opened.handler.run(tasks)
+    opened.mover.run(tasks)
 
 
 def written_before(drive):
@@ -71,7 +71,7 @@ def test_a_part_that_was_written_is_verified_by_itself(drive):
     driver.store.wait()
     number = list(driver.leaves).index("w")
     layouts = driver.opened.layouts(number, (0, 0), (300, 1025))
-    driver.opened.handler.end_step()  # drops what was read ahead
+    driver.opened.mover.end_step()  # drops what was read ahead
     flip(driver, "w", "trace", byte=5)
     with pytest.raises(StoreCorruptError, match=r"leaf w, trace, .* as written, found"):
         read_again(driver, layouts[:1])

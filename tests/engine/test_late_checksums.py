@@ -22,10 +22,10 @@ def test_a_flipped_bit_is_found_by_the_update(drive, state, memory_bytes, ahead)
     number = list(again.leaves).index("w")
     if ahead:
         again.store._engine.steps.update(2, again.part(list(again.leaves).index("s")))
-        handler, chunks = again.opened.handler, again.opened.chunks
+        mover, chunks = again.opened.mover, again.opened.chunks
         shape = again.part(number).gradient.shape
         layouts = again.opened.layouts(number, (0, 0), shape)
-        handler.prefetch(
+        mover.prefetch(
             [
                 Task(
                     layout,

@@ -73,7 +73,7 @@ def test_a_drive_that_fails(driver, drive):
     """Its files are gone: the message has their place."""
     driver.store.wait()
     root = driver.opened.directory.csd_directory(1)
-    driver.opened.handler.end_step()
+    driver.opened.mover.end_step()
     hidden = root.with_name("hidden")
     root.rename(hidden)
     with pytest.raises(StoreIOError, match=r"csd1/jaxinf-") as error:

@@ -109,7 +109,7 @@ class StoreReader:
         self.close()
         self._reader = self._open(self._engine.opened)
         self._num_read = 0
-        self._engine.opened.handler.hold_prefetches(self._num_first > 0)
+        self._engine.opened.mover.hold_prefetches(self._num_first > 0)
 
     def read(self, unit: Unit, shards: Sequence[Array]) -> None:
         """Fills arrays with a unit's shards; blocks."""
@@ -120,11 +120,11 @@ class StoreReader:
             _read(self._reader, unit, shards)
         self._num_read += 1
         if self._num_read == self._num_first:
-            opened.handler.hold_prefetches(False)
+            opened.mover.hold_prefetches(False)
 
     def close(self) -> None:
         """Frees its memory."""
-        self._engine.opened.handler.hold_prefetches(False)
+        self._engine.opened.mover.hold_prefetches(False)
         if self._reader is not None:
             self._reader.close()
             self._reader = None
