@@ -200,6 +200,7 @@ class Queues:
     # --- units of work ---------------------------------------------------------------
 
     def begin(self, unit: Unit) -> None:
+        """Notes that a unit is under way."""
         match unit:
             case Load(number, items):
                 self._count_moving(number, 1)
@@ -329,6 +330,7 @@ class Queues:
         resident.buffer.release()
 
     def drive_of(self, resident: Resident) -> Drive:
+        """Returns the drive that a piece is on."""
         return self.drives[resident.task.piece.drive]
 
     def _ready_of(self, resident: Resident) -> dict[Resident, None]:

@@ -136,6 +136,7 @@ class Resident:
         self.is_flushed = False
 
     def num_bytes(self, states: Iterable[int]) -> int:
+        """Returns the bytes of states of it."""
         sizes = self.task.piece.sizes
         return sum([sizes[state] for state in states])
 
