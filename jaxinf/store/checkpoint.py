@@ -406,16 +406,17 @@ def _check_space(
 def _files_to_make(
     files: list[Path], pinned: Slot | None, gone: os.stat_result | None
 ) -> int:
-    """Counts the files of a chunk in both slots that the writer must make."""
+    """Counts the files of a chunk in both slots that the writer must make.
+
+    A file to which others have a link, too, is replaced in each slot that has it;
+    otherwise the last slot keeps it.
+    """
     if missing := [file for file in files if not file.exists()]:
         return len(missing)
-    found = [os.stat(file) for file in files]
-    links = [
-        status.st_nlink - (gone is not None and os.path.samestat(status, gone))
-        for status in found
-    ]
-    if os.path.samestat(*found):
-        return 2 if links[0] > 2 or pinned else 1
-    if pinned:
-        links[SLOTS.index(pinned)] += 1
-    return sum(count > 1 for count in links)
+    found, num_files = [os.stat(file) for file in files], 0
+    owners = [SLOTS] if os.path.samestat(*found) else [(slot,) for slot in SLOTS]
+    for status, slots in zip(found, owners, strict=False):
+        others = status.st_nlink - len(slots) + (pinned in slots)
+        others -= gone is not None and os.path.samestat(status, gone)
+        num_files += len(slots) - (others <= 0)
+    return num_files

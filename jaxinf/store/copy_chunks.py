@@ -349,7 +349,7 @@ def _regrid_scales(
     whole = np.empty(-(-old.grid.num_elements // CODE_BLOCK), dtype_of(state.dtype))
     for number, chunk in enumerate(old.grid.chunks()):
         blocks = blocks_of(old.grid, chunk)
-        assert blocks is not None, "`division_for` has seen that"
+        assert blocks is not None, "`divided_leaves` has seen that"
         for piece in reader.stored(old, state, number):
             whole[blocks[piece.start : piece.start + piece.values.size]] = piece.values
     for one in new:

@@ -37,7 +37,7 @@ from jaxinf.store.copy_chunks import CopiedChunk, copied_chunks, make_steps, roo
 from jaxinf.store.copy_source import CopySource, check_unread
 from jaxinf.store.creation import begin_store, check_free_space, make_place
 from jaxinf.store.directory import SLOTS, StoreDirectory
-from jaxinf.store.division import Division, ShardsOf, division_for
+from jaxinf.store.division import ShardsOf, divided_leaves, owned_leaves
 from jaxinf.store.formats import AS_IT_IS, Formats
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.making import lay_out, member_of, process_roots, room_for_shares
@@ -171,22 +171,23 @@ def _manifests(source: CopySource, layout: CopyLayout, target: Path) -> list[Man
     if not 1 <= count <= _MOST_PROCESSES:
         raise ValueError(f"processes={count}: expected from 1 to {_MOST_PROCESSES}")
     whole = layout.formats.of(source.whole, source.where)
-    held = Division.of(source.parts[0], whole.leaves)
-    division = division_for(held, count, layout.shards_of, source.where)
-    for old, new in zip(source.whole.leaves, division.leaves, strict=True):
+    held = owned_leaves(source.parts[0], whole.leaves)
+    counts = len(source.parts), count
+    leaves = divided_leaves(held, counts, layout.shards_of, source.where)
+    for old, new in zip(source.whole.leaves, leaves, strict=True):
         if old.chunk_shape != new.chunk_shape and old.states != new.states:
             raise StoreMismatchError(
                 f"{source.where}: leaf {new.name}: expected another grid or other "
                 "formats, found both; make two copies, one after the other"
             )
-    contents = structs.replace(whole, leaves=division.leaves)
-    shapes = [leaf.chunk_shape for leaf in division.leaves]
+    contents = structs.replace(whole, leaves=tuple(leaves))
+    shapes, owners = [n.chunk_shape for n in leaves], [n.owners for n in leaves]
     run, found = uuid.uuid4().hex, []
     for number in range(count):
         roots = _roots(source, layout, number)
         if count > 1:
             made = lay_out(contents, shapes, roots)
-            made = member_of(made, Member(run, number, count), division.owners)
+            made = member_of(made, Member(run, number, count), owners)
         else:  # chunks stay on their drives if they may
             before = source.parts[0] if len(source.parts) == 1 else None
             if before and [leaf.chunk_shape for leaf in before.leaves] != shapes:

@@ -42,60 +42,52 @@ ShardsOf: TypeAlias = Callable[[LeafRecord], Shards]
 """Returns the shards of a leaf in the run that a store is divided for."""
 
 
-@dataclass(frozen=True)
-class Division:
-    """The leaves with their grids, and by leaf the owner of each chunk, of so many."""
-
-    count: int
-    leaves: tuple[LeafRecord, ...]
-    owners: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, part: Manifest, leaves: tuple[LeafRecord, ...]) -> "Division":
-        """Returns the present one, from the manifest of a member or of a store."""
-        count = 1 if part.member is None else part.member.count
-        alone = tuple(leaf.owners or (0,) * len(leaf.csds) for leaf in part.leaves)
-        return cls(count, leaves, alone)
+def owned_leaves(part: Manifest, leaves: Sequence[LeafRecord]) -> list[LeafRecord]:
+    """Returns leaves with the owners that a member of their store has in its own."""
+    owners = [leaf.owners or (0,) * len(leaf.csds) for leaf in part.leaves]
+    return [replace(n, owners=own) for n, own in zip(leaves, owners, strict=True)]
 
 
-def division_for(
-    held: Division, count: int, shards_of: ShardsOf | None, where: str
-) -> Division:
-    """Returns the division that shards need; by default, that of devices in a line.
+def divided_leaves(
+    leaves: Sequence[LeafRecord],
+    counts: tuple[int, int],
+    shards_of: ShardsOf | None,
+    where: str,
+) -> list[LeafRecord]:
+    """Returns leaves with the grids and owners that shards need.
+
+    Args:
+      leaves: the result of `owned_leaves`.
+      counts: the numbers of processes, today's and the wanted one.
+      shards_of: by default, shards of devices in a line.
 
     Raises:
       StoreMismatchError: a new grid would cut blocks of codes.
     """
-    keeps = count == held.count
+    keeps, count = counts[0] == counts[1], counts[1]
     if keeps and shards_of is None:
-        return held
-    most = max((math.prod(n.chunk_shape) for n in held.leaves), default=1)
-    sizes, present, leaves = [], [], []
-    owners: list[tuple[int, ...] | None] = []
-    for leaf, own in zip(held.leaves, held.owners, strict=True):
+        return [*leaves]
+    most = max((math.prod(n.chunk_shape) for n in leaves), default=1)
+    sizes, present, found = [], [], []
+    for leaf in leaves:
         shards = shards_of(leaf) if shards_of else _in_line(leaf, count)
         new = _with_grid(leaf, shards.counts, most, where)
-        before = own if new is leaf else (_NOBODY,) * len(new.csds)
-        leaves.append(new)
+        before = new.owners or (_NOBODY,) * len(new.csds)
         if (num_shards := math.prod(shards.counts)) > 1:
             line = [(shard * count // num_shards,) for shard in range(num_shards)]
             places = chunk_holders(new, shards.counts, shards.holders or line)
             pairs = enumerate(zip(before, places, strict=True))
-            owners.append(
-                tuple(now if now in by else by[n % len(by)] for n, (now, by) in pairs)
-            )
-        elif keeps and new is leaf:
-            owners.append(own)
-        else:
-            owners.append(None)
+            before = [now if now in by else by[n % len(by)] for n, (now, by) in pairs]
+        elif not keeps or new is not leaf:
             sizes += new.chunk_bytes
             present += [n if 0 <= n < count else None for n in before]
+            before = None
+        found.append((new, before))
     dealt = iter(reassign_csds(sizes, present, count))
-    found = (
-        tuple(next(dealt) for _ in leaf.csds) if own is None else own
-        for leaf, own in zip(leaves, owners, strict=True)
-    )
-    return Division(count, tuple(leaves), tuple(found))
+    return [
+        replace(new, owners=tuple(own or (next(dealt) for _ in new.csds)))
+        for new, own in found
+    ]
 
 
 def is_divided_for(path: Path, shards_of: ShardsOf) -> bool:
@@ -110,8 +102,9 @@ def is_divided_for(path: Path, shards_of: ShardsOf) -> bool:
     if is_unfinished(first):
         return True
     manifest = Manifest.read(first / "jaxinf.json")
-    held = Division.of(manifest, manifest.leaves)
-    return division_for(held, held.count, shards_of, str(path)) == held
+    count = 1 if manifest.member is None else manifest.member.count
+    held = owned_leaves(manifest, manifest.leaves)
+    return divided_leaves(held, (count, count), shards_of, str(path)) == held
 
 
 def num_processes(path: Path) -> int | None:
