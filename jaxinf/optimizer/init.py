@@ -65,26 +65,16 @@ def run_prologue(
     """
     if not any(isinstance(leaf, DeferredArray) for leaf in leaves):
         return jax.jit(program.prologue)(leaves)
-    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    needed = _needed(program, avals)
-    given = {n: np.asarray(leaves[n]) for n in needed}
+    given = {n: np.asarray(leaves[n]) for n in program.needed_params}
 
     def run(given: dict[int, Any]) -> Any:
         # Leaves that are not needed are only shapes, which XLA drops.
-        stand_ins = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+        stand_ins = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
         return program.prologue(
             [given.get(n, other) for n, other in enumerate(stand_ins)]
         )
 
     return jax.jit(run)(given)
-
-
-def _needed(program: InitProgram, avals: Sequence[Any]) -> list[int]:
-    """Returns numbers of the leaves whose elements the prologue needs."""
-    jaxpr = jax.make_jaxpr(program.prologue)(avals).jaxpr
-    read = {id(var) for equation in jaxpr.eqns for var in equation.invars}
-    read |= {id(var) for var in jaxpr.outvars}
-    return [n for n, var in enumerate(jaxpr.invars) if id(var) in read]
 
 
 class HostInit:

@@ -19,9 +19,8 @@ others. The elements that compression sends are selected on the gradient's devic
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,70 +83,42 @@ SPAN_BYTES = 64 << 20
 """No gradient waits for more bytes of others, long leaves between them included."""
 
 
-class Member(NamedTuple):
-    """A leaf with the data for grouping.
-
-    Attributes:
-      number: number of the leaf.
-      num_bytes: bytes of its gradient on each JAX device, at 4 bytes an element.
-      kind: leaves of different kinds never share a call.
-    """
-
-    number: int
-    num_bytes: int
-    kind: Hashable
-
-
-@dataclass
-class _Group:
-    """A call that may still get more leaves.
-
-    Attributes:
-      began: bytes that arrived before its first leaf.
-    """
-
-    began: int
-    num_bytes: int = 0
-    numbers: list[int] = field(default_factory=list)
-
-
-def grouped(members: Sequence[Member]) -> list[list[int]]:
-    """Returns the leaves of each call, in the order of the first gradients.
+def grouped(leaves: Sequence[tuple[int, Hashable]]) -> list[list[int]]:
+    """Returns the numbers of the leaves of each call, in the order of first gradients.
 
     Args:
-      members: in the order of the tree; gradients arrive in the reverse order.
+      leaves: bytes of each leaf's gradient on each JAX device, at 4 bytes an element,
+        and its kind: leaves of different kinds never share a call. They are in the
+        order of the tree; gradients arrive in the reverse order.
     """
-    groups: list[_Group] = []
-    filling: dict[Hashable, _Group] = {}
+    groups: list[list[int]] = []
+    filling: dict[Hashable, tuple[list[int], int, int]] = {}
     arrived = 0
-    for member in reversed(members):
-        is_small = member.num_bytes < SMALL_BYTES
-        group = filling.get(member.kind) if is_small else None
-        if group is None or not _has_room(group, member.num_bytes, arrived):
-            group = _Group(arrived)
+    for number, (num_bytes, kind) in reversed([*enumerate(leaves)]):
+        group, held, began = filling.get(kind, ([], 0, arrived))
+        fits = (
+            held + num_bytes <= GROUP_BYTES
+            and arrived + num_bytes - began <= SPAN_BYTES
+        )
+        if num_bytes >= SMALL_BYTES or not fits:
+            group, held, began = [], 0, arrived
+        if num_bytes < SMALL_BYTES:
+            filling[kind] = group, held + num_bytes, began
+        if not group:
             groups.append(group)
-            if is_small:
-                filling[member.kind] = group
-        group.numbers.append(member.number)
-        group.num_bytes += member.num_bytes
-        arrived += member.num_bytes
-    return [group.numbers for group in groups]
+        group.append(number)
+        arrived += num_bytes
+    return groups
 
 
 def grouped_leaves(leaves: Sequence[LeafCall]) -> list[list[int]]:
     """Returns the numbers of the leaves of each call; see `grouped`."""
-    members = []
+    kinds = []
     for leaf in leaves:
         axes = frozenset[Axis](axis for own in leaf.split for axis in own)
         num_parts = 1 if leaf.kept is not None else math.prod(a.size for a in axes)
-        num_bytes = 4 * math.prod(leaf.shape) // num_parts
-        members.append(Member(leaf.number, num_bytes, axes))
-    return grouped(members)
-
-
-def _has_room(group: _Group, num_bytes: int, arrived: int) -> bool:
-    fits = group.num_bytes + num_bytes <= GROUP_BYTES
-    return fits and arrived + num_bytes - group.began <= SPAN_BYTES
+        kinds.append((4 * math.prod(leaf.shape) // num_parts, axes))
+    return [[leaves[n].number for n in group] for group in grouped(kinds)]
 
 
 class StepCalls:

@@ -1,5 +1,8 @@
 """Optimizers as programs: an optax update split between JAX and the storage.
 
+    tx.update ─► graph ─► split ─────► kernel, one a leaf (ir)    runs near the storage
+                   └────► prologue ─► passes (flow)               runs in JAX
+
 Invariant: optax is the only definition of an optimizer; nothing here knows one by
 name, but `wrappers` knows two transformations around others. `trace_update` divides
 ``tx.update`` into a *prologue* (scalars and reductions, run in JAX) and one elementwise
@@ -30,7 +33,6 @@ from jaxinf.program.state import (
     StateLayout,
     StateSlot,
     state_keys,
-    state_layout,
 )
 from jaxinf.program.tree import (
     LeafInfo,
@@ -81,7 +83,6 @@ __all__ = [
     "path_name",
     "split_params",
     "state_keys",
-    "state_layout",
     "trace_init",
     "trace_update",
     "trained",

@@ -39,9 +39,10 @@ class InitProgram:
     _prologue: Prologue = field(repr=False)
 
     @property
-    def reads_params(self) -> bool:
-        """Whether the prologue needs the params themselves, not only their shapes."""
-        return self._prologue.reads(self._prologue.inputs)
+    def needed_params(self) -> list[int]:
+        """Numbers of the leaves that the prologue needs, not only their shapes."""
+        read = self._prologue.read
+        return [n for n, v in enumerate(self._prologue.inputs) if v in read]
 
     def prologue(
         self, params: Sequence[jax.Array]

@@ -158,28 +158,28 @@ def in_passes(
     owners |= {value: leaf for leaf, value in enumerate(params)}
     owners |= {value: leaf for value, (leaf, _) in recalled.items()}
     flow = flow_of(prologue.nodes, prologue.inputs, owners, gradients, late, sliced)
-    cut = _Cut(prologue, flow, owners, gradients, sliced)
-    num_passes = cut.num_passes
-    exports = cut.exports()
-    parts = cut.parts(exports)
+    division = _Division(prologue, flow, owners, gradients, sliced)
+    num_passes = division.num_passes
+    exports = division.exports()
+    parts = division.parts(exports)
     before: list[Part] = []
     done: set[Value] = set()
     for number in range(num_passes):
-        known = cut.known_before(number, exports) | done
+        known = division.known_before(number, exports) | done
         own = [part for (n, _), part in parts.items() if n == number]
         needed = dict.fromkeys(v for p in own for v in p.numbers if v not in known)
-        scalars = cut.shared_scalars() if number == num_passes - 1 else ()
-        before.append(cut.on_numbers(known, tuple(needed), scalars))
+        scalars = division.shared_scalars() if number == num_passes - 1 else ()
+        before.append(division.on_numbers(known, tuple(needed), scalars))
         done.update(needed)
-    known = cut.known_before(num_passes, exports)
-    before.append(cut.on_numbers(known, tuple(dict.fromkeys(cut.new_state))))
+    known = division.known_before(num_passes, exports)
+    before.append(division.on_numbers(known, tuple(dict.fromkeys(division.new_state))))
     return Passes(
         prologue, gradients, params, recalled, num_passes, parts, before, sliced
     )
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Division:
     """A prologue between its passes."""
 
     prologue: Prologue

@@ -3,7 +3,7 @@
 Invariant: only nodes that the outputs need are computed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,10 @@ class Prologue:
         own = (value for leaf in self.leaves for value in leaf.values)
         return [*self.scalar_state, *own]
 
-    def reads(self, inputs: Iterable[Value]) -> bool:
-        """Whether any output depends on one of these inputs."""
-        read = {value for node in self.nodes for value in node.inputs}
-        return not read.union(self.outputs).isdisjoint(inputs)
+    @property
+    def read(self) -> set[Value]:
+        """The values, inputs among them, on which an output depends."""
+        return {v for node in self.nodes for v in node.inputs}.union(self.outputs)
 
     def __call__(
         self, inputs: Sequence[jax.Array]

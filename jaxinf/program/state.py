@@ -98,23 +98,13 @@ def float32_avals(params: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(params), avals)
 
 
-def state_layout(
-    tx: optax.GradientTransformation | optax.MultiSteps, params: PyTree
-) -> StateLayout:
-    """Divides the state of `tx` for `params` into slots and scalar state.
-
-    Nothing is computed: `tx.init` is traced on float32 avals.
+def layout_of(state: PyTree, params: PyTree) -> StateLayout:
+    """Divides the state of an optimizer for `params` into slots and scalar state.
 
     Raises:
-      TypeError, ValueError: See `leaf_infos`.
       UnsupportedTransformError: More than 64 KiB of state is not of a leaf's shape, or
-        `tx` has an ``optax.lookahead``.
+        there is an ``optax.lookahead``.
     """
-    avals = float32_avals(params)
-    return layout_of(jax.eval_shape(as_transform(tx).init, avals), avals)
-
-
-def layout_of(state: PyTree, params: PyTree) -> StateLayout:
     infos = leaf_infos(params)
     refuse_lookahead(state)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)

@@ -96,7 +96,8 @@ class UpdateProgram:
     @property
     def reads_gradients(self) -> bool:
         """Whether the prologue depends on gradients, such as their norm."""
-        return self._prologue.reads(self._prologue.inputs[: len(self.leaves)])
+        gradients = self._prologue.inputs[: len(self.leaves)]
+        return not self._prologue.read.isdisjoint(gradients)
 
     def passes(
         self, *, sliced: Set[int] = frozenset(), late: Set[str] = frozenset()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jaxinf
 from jaxinf.optimizer import step_calls
-from jaxinf.optimizer.step_calls import Member, grouped
+from jaxinf.optimizer.step_calls import grouped
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -19,11 +19,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def members(*sizes, kinds=None):
-    kinds = kinds or [None] * len(sizes)
-    return [
-        Member(n, size, kind)
-        for n, (size, kind) in enumerate(zip(sizes, kinds, strict=True))
-    ]
+    return list(zip(sizes, kinds or [None] * len(sizes), strict=True))
 
 
 def test_small_neighbours_share_a_call_and_long_leaves_have_their_own():

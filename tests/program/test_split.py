@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.kernels import compiled
-from jaxinf.program import leaf_infos, state_layout, trace_init, trace_update
+from jaxinf.program import leaf_infos, trace_init, trace_update
 from jaxinf.program.ir import inputs_of
 
 pytestmark = pytest.mark.optimized
@@ -85,7 +85,7 @@ def test_disjoint_prefixes_share_a_name():
         {"one": optax.adam(1e-3), "two": optax.adam(1e-2)},
         {"b": "one", "w": "two", "z": "one"},
     )
-    slots = state_layout(tx, PARAMS).slots
+    slots = trace_init(tx, PARAMS).layout.slots
     assert [[slot.name for slot in leaf] for leaf in slots] == [["mu", "nu"]] * 3
 
 
@@ -94,7 +94,7 @@ def test_prefixes_on_one_leaf_get_numbers_on_all():
         optax.masked(optax.adam(1e-3), {"b": True, "w": False, "z": True}),
         optax.adam(1e-3),
     )
-    b, w, z = state_layout(tx, PARAMS).slots
+    b, w, z = trace_init(tx, PARAMS).layout.slots
     assert [slot.name for slot in b] == ["mu", "nu", "mu_1", "nu_1"]
     assert [slot.name for slot in w] == ["mu_1", "nu_1"]
     assert [slot.name for slot in z] == ["mu", "nu", "mu_1", "nu_1"]
@@ -105,20 +105,20 @@ def test_names_without_attributes_and_reserved_names():
         return {"params": params}, (params,), params
 
     tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
-    (slots,) = state_layout(tx, {"w": jnp.zeros(3)}).slots
+    (slots,) = trace_init(tx, {"w": jnp.zeros(3)}).layout.slots
     assert [slot.name for slot in slots] == ["0_params", "1_0", "2"]
 
     tx = optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s))
-    assert state_layout(tx, {"w": jnp.zeros(3)}).slots[0][0].name == "state"
+    assert trace_init(tx, {"w": jnp.zeros(3)}).layout.slots[0][0].name == "state"
 
     tx = optax.GradientTransformation(
         lambda p: {"params": p}, lambda u, s, p=None: (u, s)
     )
-    assert state_layout(tx, {"w": jnp.zeros(3)}).slots[0][0].name == "params_1"
+    assert trace_init(tx, {"w": jnp.zeros(3)}).layout.slots[0][0].name == "params_1"
 
 
 def test_layout_of_adam():
-    layout = state_layout(optax.adam(1e-3), PARAMS)
+    layout = trace_init(optax.adam(1e-3), PARAMS).layout
     assert layout.scalar_paths == ("[0].count",)
     assert layout.scalar_indices == (0,)
     assert [slot.state_index for slot in layout.slots[1]] == [2, 5]
@@ -132,7 +132,7 @@ def test_bare_params(shape):
         lambda updates, state, params=None: (updates, state),
     )
     tx = optax.chain(noise, optax.adam(0.1))
-    layout = state_layout(tx, jnp.zeros(shape))
+    layout = trace_init(tx, jnp.zeros(shape)).layout
     assert [slot.name for slot in layout.slots[0]] == ["mu", "nu"]
     assert len(layout.scalar_paths) == 3
     assert leaf_infos(jnp.zeros(shape))[0].path == ()
@@ -140,7 +140,7 @@ def test_bare_params(shape):
 
 def test_a_leaf_whose_path_ends_another():
     params = {"a": {"b": jnp.zeros(3)}, "b": jnp.zeros(3)}
-    slots = state_layout(optax.sgd(0.1, momentum=0.9), params).slots
+    slots = trace_init(optax.sgd(0.1, momentum=0.9), params).layout.slots
     assert [[slot.state_index for slot in leaf] for leaf in slots] == [[0], [1]]
 
 

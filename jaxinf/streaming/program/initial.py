@@ -220,7 +220,7 @@ def check_init(program: InitProgram) -> None:
     Raises:
       UnsupportedTransformError: The state depends on all params.
     """
-    if program.reads_params or any(one.kernel.array_dtypes for one in program.leaves):
+    if program.needed_params or any(one.kernel.array_dtypes for one in program.leaves):
         raise UnsupportedTransformError(
             "jaxinf.stream: expected an optimizer whose first state is made leaf by "
             "leaf, found one that computes something of all params first; use "
