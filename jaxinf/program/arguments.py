@@ -27,16 +27,14 @@ class ExtraArgs:
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any]) -> "ExtraArgs":
-        leaves, treedef = jax.tree.flatten(dict(extra_args))
-        avals = tuple(_aval(leaf) for leaf in leaves if _is_dynamic(leaf))
-        static = tuple(None if _is_dynamic(leaf) else (leaf,) for leaf in leaves)
-        names = tuple(
-            name
-            for name in sorted(extra_args)
-            for leaf in jax.tree.leaves(extra_args[name])
-            if _is_dynamic(leaf)
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(dict(extra_args))
+        dynamic = [(path[0].key, leaf) for path, leaf in leaves if _is_dynamic(leaf)]
+        return cls(
+            treedef,
+            tuple(_aval(leaf) for _, leaf in dynamic),
+            tuple(None if _is_dynamic(leaf) else (leaf,) for _, leaf in leaves),
+            tuple(name for name, _ in dynamic),
         )
-        return cls(treedef, avals, static, names)
 
     def rebuild(self, dynamic: Sequence[jax.Array]) -> dict[str, Any]:
         values = iter(dynamic)

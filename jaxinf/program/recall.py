@@ -10,7 +10,7 @@ All state, for optimizers that reduce over it, such as LAMB.
 Invariant: a kernel reads the same slot by itself, so that a prologue gets copies.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxinf.program.state import StateLayout, StateSlot
@@ -32,10 +32,6 @@ class Recall:
     slots: tuple[StateSlot, ...]
     leaves: tuple[int, ...]
     counter: int | None
-
-    def pairs(self) -> Iterator[tuple[StateSlot, int]]:
-        """Yields each slot with its leaf."""
-        return zip(self.slots, self.leaves, strict=True)
 
 
 def recall_all(layout: StateLayout) -> Recall | None:

@@ -182,32 +182,38 @@ def trace_update(
     recalls: list[Recall | None] = [None]
     recalls += [find_recall(layout)] if may_recall else []
     recalls += [recall_all(layout)] if may_recall_all else []
-    refusals = []
+    closed, refusals = _update_jaxpr(tx, avals, layout, extra), []
     for recall in dict.fromkeys(recalls):
         try:
-            return _divided(tx, avals, layout, extra, infos, recall)
+            return _divided(closed, layout, extra, infos, recall)
         except UnsupportedTransformError as error:
             refusals.append(error)
     raise refusals[0]
 
 
 def _divided(
-    tx: optax.GradientTransformationExtraArgs,
-    avals: PyTree,
+    closed: compat.ClosedJaxpr,
     layout: StateLayout,
     extra: ExtraArgs,
     infos: Sequence[LeafInfo],
     recall: Recall | None,
 ) -> UpdateProgram:
-    graph = _update_graph(tx, avals, layout, extra, recall)
     num, num_state = len(infos), len(layout.avals)
+    slots_read = () if recall is None else recall.slots
+    stored = {
+        2 * num + slot.state_index
+        for slots in layout.slots
+        for slot in slots
+        if slot not in slots_read
+    }
+    graph = graph_of(closed, stored)
     state = graph.inputs[2 * num : 2 * num + num_state]
     new_state = graph.results[num:]
     scalar_state = [new_state[index] for index in layout.scalar_indices]
     _check_scalar_state(layout, scalar_state)
     recalled = {
         state[slot.state_index]: leaf
-        for slot, leaf in (recall.pairs() if recall is not None else ())
+        for slot, leaf in zip(slots_read, recall.leaves if recall else (), strict=True)
     }
     local = _local_values(graph, infos, recalled)
     nodes = prune(graph.nodes, graph.results)
@@ -229,13 +235,9 @@ def _divided(
             update = None  # and the average of frozen params are these
             triples = zip(slots, own, new, strict=True)
             new = [old if slot.name == AVERAGE else n for slot, old, n in triples]
-        kernel = builder.kernel(
-            slots,
-            update,
-            new,
-            reciprocals=_reciprocals(builder, uses),
-            reduced=builder.also_used_by(nodes) if recalled else (),
-        )
+        reduced = builder.also_used_by(nodes) if recalled else ()
+        flags = _reciprocals(builder, uses)
+        kernel = builder.kernel(slots, update, new, flags, reduced)
         leaves.append(LeafKernel(info, slots, kernels.setdefault(kernel, kernel)))
         builders.append(builder)
     prologue_inputs = [
@@ -248,13 +250,12 @@ def _divided(
     return UpdateProgram(tuple(leaves), extra, prologue, recall, layout.is_guarded)
 
 
-def _update_graph(
+def _update_jaxpr(
     tx: optax.GradientTransformationExtraArgs,
     params: PyTree,
     layout: StateLayout,
     extra: ExtraArgs,
-    recall: Recall | None,
-) -> Graph:
+) -> compat.ClosedJaxpr:
     """Inputs: gradients, params, state, extra args; outputs: updates, new state."""
     leaves, treedef = jax.tree.flatten(params)
     num, num_state = len(leaves), len(layout.avals)
@@ -272,14 +273,7 @@ def _update_graph(
         return [*_update_leaves(updates, treedef, leaves), *new_leaves]
 
     avals = [*leaves, *leaves, *layout.avals, *extra.avals]
-    recalled = () if recall is None else recall.slots
-    stored = {
-        2 * num + slot.state_index
-        for slots in layout.slots
-        for slot in slots
-        if slot not in recalled
-    }
-    return graph_of(jax.make_jaxpr(update)(*avals), stored)
+    return jax.make_jaxpr(update)(*avals)
 
 
 def _update_leaves(updates: PyTree, treedef: Any, avals: Sequence[Any]) -> list[Any]:

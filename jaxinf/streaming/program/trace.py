@@ -206,7 +206,8 @@ def _check_result(out: Any, has_aux: bool) -> tuple[Any, PyTree]:
             "the loss function: expected a pair (loss, aux) because of has_aux=True, "
             f"found {_described(out)}; return the pair, or leave has_aux out"
         )
-    loss, aux = out if has_aux else (out, ())
+    result: tuple[Any, PyTree] = out if has_aux else (out, ())
+    loss, aux = result
     if not hasattr(loss, "shape"):
         hint = "; pass has_aux=True if it returns (loss, aux)" if is_pair else ""
         raise StreamError(
