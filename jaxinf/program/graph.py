@@ -1,7 +1,7 @@
 """A jaxpr as a graph: nodes in an order in which they can be computed.
 
     interpret   walks a jaxpr; a rule says what an equation becomes
-    graph_of    by the rule of optimizers: calls inlined, conditionals selected from
+    graph_of    by the rule of optimizers: calls inlined, conditionals as selects
 
 Invariant: every value has the node that computes it. Streaming has a rule of its own,
 which unrolls scans.
