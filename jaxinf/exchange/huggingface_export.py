@@ -17,7 +17,6 @@ from jaxinf.exchange.huggingface_source import HuggingFaceFolder
 from jaxinf.exchange.params import (
     ParamArray,
     Transit,
-    adapter_alpha,
     adapters,
     param_arrays,
     said_architecture,
@@ -154,11 +153,10 @@ def export_adapters(
             f"{step.path}: expected a step of jaxinf.train --lora, found no adapters "
             "in it; export its params"
         )
-    family, rank = architecture.family, 0
+    family, (first, _, alpha) = architecture.family, next(iter(parts.values()))
     tensors, layers = [], []
-    for path, (a, b) in parts.items():
+    for path, (a, b, _) in parts.items():
         layers.append(_module(family.find("/".join((*path, "kernel")))[0]))
-        rank = a.leaf.shape[1]
         for param, theirs in ((a, "lora_A"), (b, "lora_B")):
             held = dtype_of(dtype or param.leaf.dtype)
             tensors.append(Tensor(f"{layers[-1]}.{theirs}.weight", param, held, (1, 0)))
@@ -173,8 +171,8 @@ def export_adapters(
         # PEFT's wrapper of classes is for tokens.
         "task_type": None if architecture.model == "vit" else _PEFT_TASKS.get(task),
         "base_model_name_or_path": base if isinstance(base, str) else None,
-        "r": rank,
-        "lora_alpha": adapter_alpha(step),
+        "r": first.leaf.shape[1],
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": not family.transposed,

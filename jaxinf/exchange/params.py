@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -85,13 +85,13 @@ class ParamArray:
       step: its step.
       leaf: its leaf's record.
       average: whether it is the params' average, in their place.
-      adapter: A, B and alpha if an adapter is to be added.
+      adapter: what is to be added.
     """
 
     step: WholeStep
     leaf: LeafRecord
     average: bool = False
-    adapter: "tuple[ParamArray, ParamArray, float] | None" = None
+    adapter: "Adapter | None" = None
 
     @property
     def path(self) -> str:
@@ -123,8 +123,9 @@ class ParamArray:
         if self.adapter is None:
             yield from portions
             return
-        a, b = (part._whole() for part in self.adapter[:2])
-        scale = np.float32(self.adapter[2] / a.shape[1])
+        *parts, alpha = self.adapter
+        a, b = (part._whole() for part in parts)
+        scale = np.float32(alpha / a.shape[1])
         for portion, values in portions:
             rows, columns = portion.slices
             added = a[rows] @ b[:, columns] * scale
@@ -147,6 +148,10 @@ class ParamArray:
         return whole
 
 
+Adapter: TypeAlias = tuple[ParamArray, ParamArray, float]
+"""A, B and alpha."""
+
+
 def said_architecture(step: WholeStep) -> Mapping[str, Any]:
     """Returns the model as `jaxinf.train` writes it into the commit, else nothing."""
     payload = step.commit.payload
@@ -154,17 +159,12 @@ def said_architecture(step: WholeStep) -> Mapping[str, Any]:
     return said if isinstance(said, Mapping) else {}
 
 
-def adapter_alpha(step: WholeStep) -> float | None:
-    """Returns alpha as the commit says it; without, leaves are no adapters."""
-    found = said_architecture(step).get("lora_alpha")
-    return float(found) if isinstance(found, int | float) else None
-
-
 def adapters(
     step: WholeStep, *, average: bool = False
-) -> dict[tuple[str, ...], tuple[ParamArray, ParamArray]]:
-    """Returns A and B by the path of their layer; none if the commit has no alpha."""
-    if adapter_alpha(step) is None:
+) -> dict[tuple[str, ...], Adapter]:
+    """Returns adapters by the path of their layer; none if the commit has no alpha."""
+    alpha = said_architecture(step).get("lora_alpha")
+    if not isinstance(alpha, int | float):
         return {}
     arrays = {
         leaf.path: ParamArray(step, leaf, average)
@@ -172,7 +172,7 @@ def adapters(
         if leaf.path
     }
     return {
-        path[:-1]: (a, arrays[*path[:-1], LORA_B])
+        path[:-1]: (a, arrays[*path[:-1], LORA_B], float(alpha))
         for path, a in arrays.items()
         if path[-1] == LORA_A
     }
@@ -186,14 +186,11 @@ def param_arrays(step: WholeStep, *, average: bool = False) -> list[ParamArray]:
             f"{step.path}: expected a store with an average of the params, found "
             f"{', '.join(names)}; leave --average out"
         )
-    alpha, beside = adapter_alpha(step), adapters(step, average=average)
-    result = []
+    beside, result = adapters(step, average=average), []
     for leaf in step.manifest.leaves:
         *owner, name = leaf.path or ("",)
-        parts, adapter = beside.get(tuple(owner)), None
-        if parts is not None and name in (LORA_A, LORA_B):
-            continue
-        if parts is not None and alpha is not None and name == "kernel":
-            adapter = (*parts, alpha)
-        result.append(ParamArray(step, leaf, average, adapter))
+        adapter = beside.get(tuple(owner))
+        if adapter is None or name not in (LORA_A, LORA_B):
+            own = adapter if name == "kernel" else None
+            result.append(ParamArray(step, leaf, average, own))
     return result
