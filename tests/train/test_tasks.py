@@ -135,8 +135,8 @@ def check_best(place):
         (
             "gpt2",
             "pairs",
-            ("--tokenizer", "none"),
-            "--tokenizer none: expected a folder",
+            ("--tokenizer", "nowhere"),
+            "--tokenizer nowhere: expected a folder",
         ),
         ("gpt2", "pairs", ("--seed", 2**32), "--seed: expected less than 2**32"),
         ("gpt2", "pairs", ("--seq-len", 1), "--seq-len: expected at least 2"),
