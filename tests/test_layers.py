@@ -214,7 +214,7 @@ def length(body):
 def test_parts_are_small():
     for path in files_of("streaming"):
         text = path.read_bytes()
-        assert len(text.splitlines()) <= 400, path
+        assert len(text.splitlines()) <= 450, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 assert length(node.body) <= 60, f"{path}: {node.name}"

@@ -10,9 +10,9 @@ from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import Plan, Policy
 from jaxinf.streaming.plan.memory import DeviceLimit, store_memory_bytes
+from jaxinf.streaming.plan.options import DeviceUpdates
 from jaxinf.streaming.program.initial import check_init
 from jaxinf.streaming.streamed_step import StreamedStep
-from jaxinf.streaming.update.assigning import DeviceUpdates
 from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
 
 __all__ = [

@@ -6,18 +6,19 @@ Invariant: no program is compiled, nothing is written, and params are never made
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from jaxinf import compat
 from jaxinf.program import UpdateProgram
-from jaxinf.streaming.bound import Ends, Fitted, within
 from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.compiled import compiled_temp_bytes
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import NUM_STAGED
+from jaxinf.streaming.plan.planned import Planned
+from jaxinf.streaming.planning import plan_step
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.programs import Program
-from jaxinf.streaming.run import compiled_temp_bytes
+from jaxinf.streaming.update.sink import Sink, drive_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class Count(Needs):
 
 
 def count(
-    ends: Ends,
+    sink: Sink,
     ready: Prepared,
     update: UpdateProgram | None = None,
     store_bytes: int = 0,
@@ -72,7 +73,7 @@ def count(
     """Plans a step and counts; blocks.
 
     Args:
-      ends: Made for programs that are not compiled.
+      sink: Made for programs that are not compiled.
       update: The optimizer, if its state is in a store.
       store_bytes: Bytes of the store with both slots.
 
@@ -80,23 +81,23 @@ def count(
       BudgetError: A budget is too small; names one that works.
       StreamError: The program cannot be cut to fit, or the saved plan is another's.
     """
-    fitted = within(ends.options, partial(ends.fitted, ready))
-    plan, traffic = fitted.plan, ends.traffic(fitted)
-    host_bytes, device_bytes = _memory(ends, fitted)
+    planned = plan_step(sink, ready)
+    plan, traffic = planned.plan, sink.traffic(planned)
+    host_bytes, device_bytes = _memory(sink, planned)
     up = down = 0
     if device_bytes:
         away = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
-        up = away + sum(one.unit.num_bytes for one in fitted.reading.fetches)
+        up = away + sum(one.unit.num_bytes for one in planned.reading.repeated)
         down = away + sum(
             call.program.output_bytes[i]
             for call in plan.calls
             for i in {i for _, i in call.gradients}
         )
     return Count(
-        plan=plan.without_graph(compiled_temp_bytes(plan, ends.options.executables)),
+        plan=plan.without_graph(compiled_temp_bytes(plan, sink.options.executables)),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
-        disk_bytes=store_bytes + ends.waiting_bytes(fitted),
+        disk_bytes=store_bytes + drive_bytes(sink, planned),
         now_bytes=now_bytes,
         drive_read_bytes=traffic.drive_read_bytes,
         drive_write_bytes=traffic.drive_write_bytes,
@@ -108,29 +109,29 @@ def count(
     )
 
 
-def _memory(ends: Ends, fitted: Fitted) -> tuple[int, int]:
+def _memory(sink: Sink, planned: Planned) -> tuple[int, int]:
     """Returns the memory of the host at a step's peak, and of a device with its own."""
-    plan, reading, division = fitted.plan, fitted.reading, fitted.division
+    plan, reading, division = planned.plan, planned.reading, planned.division
     programs = plan.peak_bytes + plan.resident_bytes
-    if ends.options.limit.is_host:  # where gradients wait in the programs' memory
-        last = ends.waiting(fitted)
+    if sink.options.limit.is_host:  # where gradients wait in the programs' memory
+        last = sink.waiting(planned)
         if last is not None:
-            most = _most_bytes(ends, plan, last.on_drive)
+            most = _most_bytes(sink, plan, last.on_drive)
             programs = max(programs, most + plan.resident_bytes)
         spare = max(0, division.programs - plan.peak_bytes)
         ahead = max(0, spare - reading.unused_bytes)
         return programs + ahead + division.ring, 0
-    tiers = fitted.tiers
+    tiers = planned.tiers
     pinned = division.gradients + (0 if tiers is None else tiers.host_bytes)
     params = NUM_STAGED * reading.largest_bytes
     host_bytes = division.ring + division.pool_factor * pinned + params
     return host_bytes, programs + division.leaving
 
 
-def _most_bytes(ends: Ends, plan: Plan, on_drive: Mapping[Piece, int]) -> int:
+def _most_bytes(sink: Sink, plan: Plan, on_drive: Mapping[Piece, int]) -> int:
     """Memory of programs at their most, with gradients that wait for the last one."""
     most = held = 0
-    temps = compiled_temp_bytes(plan, ends.options.executables)
+    temps = compiled_temp_bytes(plan, sink.options.executables)
     for call, num_bytes in zip(plan.calls, plan.call_bytes(temps), strict=True):
         most = max(most, held + num_bytes)
         held += sum(

@@ -7,86 +7,21 @@
 Invariant: a call reads one finished step of the store, and writes nothing.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxinf.engine import (
-    Store,
-    check_like,
-    engine_of,
-)
+from jaxinf.engine import Store, check_like, engine_of
 from jaxinf.errors import StreamError
-from jaxinf.streaming.bound import Fitted
-from jaxinf.streaming.near_storage import StoreParamsEnds
-from jaxinf.streaming.options import Options
-from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.plan.fit import Prepared, prepare_function
-from jaxinf.streaming.plan.memory import Division, divide_rest, reader_bytes
-from jaxinf.streaming.plan.reads import Reading
-from jaxinf.streaming.program.initial import BUFFERS_SHARE
+from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.program.units import SHARED, StoreUnits, shared_bytes
 from jaxinf.streaming.step import Step
-from jaxinf.streaming.update.sink import NoGradients, Sink
+from jaxinf.streaming.update.sink import NoGradients
 from jaxinf.typing import PyTree
-
-# A function of a step reads so much less ahead, for what its compilation takes.
-_OWN_SHARE = 6
-
-
-class FunctionEnds(StoreParamsEnds):
-    """A store as params source; there are no gradients.
-
-    Args:
-      ready: The function, traced for the batch.
-      beside_bytes: Memory of the store's buffers for the step whose memory it has, 0 if
-        none has run; None if it has its own.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        ready: Prepared,
-        options: Options,
-        beside_bytes: int | None,
-        *,
-        average: bool,
-    ) -> None:
-        engine = engine_of(store)
-        if average:
-            engine.opened.averaged(0)  # or refuses
-        store_units = StoreUnits(ready.traced.params, engine.opened.can_move)
-        super().__init__(store, store_units, options, average=average)
-        self._units = {store_units.unit(piece) for piece in ready.lifetimes.sizes}
-        self._beside_bytes = beside_bytes
-
-    def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
-        memory_bytes = budgets["memory_bytes"]
-        if (beside_bytes := self._beside_bytes) is not None:
-            if not beside_bytes or memory_bytes != self.options.memory_bytes:
-                beside_bytes = max(beside_bytes, memory_bytes // BUFFERS_SHARE)
-            memory_bytes -= beside_bytes
-        limit = self.options.limit_within(budgets, ready.traced.mesh)
-        own_bytes = memory_bytes - self._engine.opened.export_bytes
-        division = divide_rest(own_bytes - reader_bytes(own_bytes), limit)
-        return division.without(
-            max((u.whole_bytes for u in self._units if not u.is_divided), default=0),
-            "reading shards of params that are not stored alone",
-        ).without(shared_bytes(self._units), SHARED)
-
-    def reading(self, plan: Plan, division: Division) -> Reading:
-        if self._beside_bytes is not None and self.options.limit.is_host:
-            # A step's own programs stay in memory beside those of its functions.
-            less = division.programs - self.options.memory_bytes // _OWN_SHARE
-            division = replace(division, programs=max(plan.peak_bytes, less))
-        return super().reading(plan, division)
-
-    def sink(self, fitted: Fitted) -> Sink:
-        return NoGradients(self.options.together)
 
 
 class StreamedFunction(Step):
@@ -106,6 +41,8 @@ class StreamedFunction(Step):
     Attributes:
       store: The store.
     """
+
+    _named = "a function"
 
     def __init__(
         self,
@@ -189,18 +126,21 @@ class StreamedFunction(Step):
             is_deterministic=self._options.deterministic,
         )
 
-    def _ends(self, ready: Prepared) -> FunctionEnds:
+    def _sink(self, ready: Prepared, options: Options | None = None) -> NoGradients:
         beside_bytes = None
         if self._step_beside is not None:
             last = self._step_beside._last
-            beside_bytes = 0 if last is None else last.store_bytes
-        return FunctionEnds(
-            self.store, ready, self._options, beside_bytes, average=self._average
+            beside_bytes = 0 if last is None else last.planned.store_bytes
+        options = options or self._options
+        return NoGradients(
+            self.store, ready, options, beside_bytes, average=self._average
         )
 
-    @property
-    def _named(self) -> str:
-        return "a function"
+    def _dry(
+        self, batch: PyTree, params: PyTree, options: Options, like: Count | None
+    ) -> Count:
+        ready = self._prepare(batch)
+        return count(self._sink(ready, options), ready)
 
     def _join(self) -> None:
         if self._average:

@@ -7,7 +7,7 @@ Invariant: updates have the bits of jitted optax on the same gradients. A step t
   early leaves params and state as they were.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,74 +15,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxinf.errors import BudgetError, StreamError
-from jaxinf.streaming.bound import Ends, Fitted, within
+from jaxinf.errors import StreamError
 from jaxinf.streaming.count import Count, count
-from jaxinf.streaming.move.params import MemoryParams
-from jaxinf.streaming.move.scratch import Scratch
-from jaxinf.streaming.options import Options
-from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.fit import Prepared, prepare
-from jaxinf.streaming.plan.memory import Division, divide_rest
-from jaxinf.streaming.program.graph import aval_bytes
+from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.planning import plan_step
 from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.meshes import mesh_text
-from jaxinf.streaming.program.trace import Traced, abstract, check_params
-from jaxinf.streaming.step import TrainingStep
+from jaxinf.streaming.program.trace import abstract, check_params
+from jaxinf.streaming.step import Step
 from jaxinf.streaming.update.micro_batches import first_part
 from jaxinf.streaming.update.optax_sink import OptaxSink
 from jaxinf.typing import PathLikeStr, PyTree
 
 
-class MemoryEnds(Ends):
-    """Memory as params source and gradient sink.
-
-    Args:
-      folder: On a drive, for values.
-    """
-
-    def __init__(
-        self, sink: OptaxSink, tx: Any, traced: Traced, options: Options, folder: Any
-    ) -> None:
-        super().__init__(options)
-        self._sink, self._folder = sink, folder
-        self._params_bytes = sum(map(aval_bytes, traced.params))
-        params = traced.params_tree.unflatten(traced.params)
-        state = jax.tree.leaves(jax.eval_shape(tx.init, params))
-        # Params, gradients and the state.
-        self.held_bytes = 2 * self._params_bytes + sum(map(aval_bytes, state))
-
-    def scratch(self, content: str) -> Scratch:
-        return Scratch([self._folder], content=content)
-
-    def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
-        limit = self.options.limit_within(budgets)
-        return divide_rest(budgets["memory_bytes"], limit)
-
-    def check_held(self, division: Division) -> None:
-        if self.held_bytes > division.programs:
-            raise BudgetError(
-                division.limit,
-                "expected room for params, gradients and optax's state, "
-                f"{self.held_bytes} bytes, found {division.programs}",
-                self.held_bytes - division.programs + 1,
-                ", or give a store, which keeps the state on drives",
-            )
-
-    def staying(self, plan: Plan) -> Plan:
-        pieces = {piece for call in plan.calls for piece in call.reads}
-        # A part of a leaf is copied for its calls.
-        whole = frozenset(p for p in pieces if not p.index and not p.rows)
-        return plan.varied(resident=whole, resident_bytes=self._params_bytes)
-
-    def sink(self, fitted: Fitted) -> OptaxSink:
-        return self._sink
-
-    def source(self, fitted: Fitted) -> MemoryParams:
-        return MemoryParams(lambda: jax.tree.leaves(self._sink.params))
-
-
-class InMemoryStep(TrainingStep):
+class InMemoryStep(Step):
     """Made by `jaxinf.stream_in_memory`; also a context manager. Not thread-safe.
 
     ``loss, aux = step(batch)`` runs one step; aux is None without `has_aux`. Params
@@ -104,11 +51,7 @@ class InMemoryStep(TrainingStep):
     ) -> None:
         super().__init__(options)
         self._loss_fn = loss_fn
-        self._scratch = scratch
-        self._tx = tx
-        self._sink = OptaxSink(
-            tx, options.nonfinite, is_deterministic=options.deterministic
-        )
+        self._trained = OptaxSink(tx, options, scratch)
 
     def init(
         self, init_fn: Callable[..., PyTree], *args: Any, batch: PyTree = None
@@ -127,7 +70,7 @@ class InMemoryStep(TrainingStep):
         """
         check_init_fn(init_fn)
         self._check(jax.eval_shape(init_fn, *args), batch)
-        self._sink.load(jax.jit(init_fn)(*args), None)
+        self._trained.load(jax.jit(init_fn)(*args), None)
         if batch is not None:
             self.compile(batch)
 
@@ -147,7 +90,7 @@ class InMemoryStep(TrainingStep):
         """
         self._check(params, batch)
         own = partial(jax.tree.map, lambda leaf: jnp.array(leaf, copy=True))
-        self._sink.load(own(params), None if state is None else own(state))
+        self._trained.load(own(params), None if state is None else own(state))
         if batch is not None:
             self.compile(batch)
 
@@ -162,13 +105,18 @@ class InMemoryStep(TrainingStep):
           ValueError: `like` has other leaves or shapes than the params.
         """
         self._turns.settle()
-        params = self._sink.lend()[0]
+        params = self._trained.lend()[0]
         return params if like is None else _formed(params, like)
 
     def state(self) -> PyTree:
         """Returns optax's state, which later steps leave alone."""
         self._turns.settle()
-        return self._sink.lend()[1]
+        return self._trained.lend()[1]
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of steps skipped for a non-finite gradient, with ``"skip"``."""
+        return self._num_skipped
 
     def __call__(self, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Runs one step.
@@ -192,10 +140,10 @@ class InMemoryStep(TrainingStep):
         check_params(params)
         if batch is not None:
             ready = self._traced(abstract(params), batch)
-            within(self._options, partial(self._ends(ready).fitted, ready))
+            plan_step(self._trained, ready)
 
     def _prepare(self, batch: PyTree) -> Prepared:
-        return self._traced(abstract(self._sink.params), batch)
+        return self._traced(abstract(self._trained.params), batch)
 
     def _traced(self, params: PyTree, batch: PyTree) -> Prepared:
         part = first_part(batch, self._options.micro_batches)
@@ -219,14 +167,12 @@ class InMemoryStep(TrainingStep):
     def _dry(
         self, batch: PyTree, params: PyTree, options: Options, like: Count | None
     ) -> Count:
-        params = abstract(self._sink.params) if params is None else params
+        params = abstract(self._trained.params) if params is None else params
         ready = self._traced(params, batch)
-        return count(self._ends(ready, options), ready)
+        return count(self._trained.like(options), ready)
 
-    def _ends(self, ready: Prepared, options: Options | None = None) -> MemoryEnds:
-        options = options or self._options
-        what = self._sink, self._tx, ready.traced
-        return MemoryEnds(*what, options, self._scratch)
+    def _sink(self, ready: Prepared) -> OptaxSink:
+        return self._trained
 
 
 def _formed(params: PyTree, like: PyTree) -> PyTree:

@@ -19,8 +19,8 @@ from jaxinf.engine import (
     part_holders,
 )
 from jaxinf.program import UpdateProgram, trace_init
-from jaxinf.streaming.bound import within
-from jaxinf.streaming.options import Options
+from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.planning import within
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.initial import BUFFERS_SHARE, Shard
 from jaxinf.streaming.program.meshes import mesh_of, on_mesh, without_shardings

@@ -1,4 +1,4 @@
-"""One step: a params source, a schedule and a gradient sink, by the batch's shape.
+"""One step: a plan, a source of params and a sink of gradients, by the batch's shape.
 
     batch ─► bound to its shape? ─► programs, one after another ─► results
                                      ▲ params      │ gradients
@@ -10,28 +10,36 @@ leaves nothing under way.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 import numpy as np
 from jax.dtypes import result_type
 
 from jaxinf.io import ByteCounts
-from jaxinf.streaming.bound import Bound, Ends, bind
 from jaxinf.streaming.count import Count
 from jaxinf.streaming.move.mover import MoverCounts
-from jaxinf.streaming.options import Options
+from jaxinf.streaming.move.params import Params
+from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.compiled import Estimates
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
+from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.planned import Planned
+from jaxinf.streaming.plan.reads import used_bytes
+from jaxinf.streaming.plan.saved import save_plan
+from jaxinf.streaming.planning import plan_step
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.run import Estimates
+from jaxinf.streaming.run import Runner
 from jaxinf.streaming.turns import Check, Turns, check_not_traced
 from jaxinf.streaming.update.micro_batches import shares_of
+from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import PyTree
 
 Results: TypeAlias = tuple[Any, PyTree]
@@ -44,7 +52,7 @@ class StreamMetrics:
 
     Attributes:
       fetched_memory_bytes: Bytes of params that a program found in memory, because a
-        program before it had used them.
+        program before it had used them, in this step or an earlier one.
       spilled_memory_bytes, spilled_drive_bytes: Bytes of gradients that waited for the
         last one, in memory and in a file.
       offloaded_drive_bytes: Bytes of activations that were on a drive meanwhile,
@@ -73,24 +81,20 @@ class StreamMetrics:
     waited_updates_s: float
     dispatched_s: float
 
-    @classmethod
-    def of(cls, bound: Bound, values: MoverCounts, waited_updates_s: float) -> Self:
-        """Returns the metrics of a step from the counts of its parts."""
-        params, spilled_bytes = bound.params.counts, bound.sink.spilled_bytes
-        return cls(
-            fetched_drive_bytes=params.num_read_bytes,
-            fetched_memory_bytes=bound.ends.reused_bytes(bound.fitted),
-            spilled_memory_bytes=spilled_bytes[0],
-            spilled_drive_bytes=spilled_bytes[1],
-            offloaded_drive_bytes=values.num_written_bytes,
-            offloaded_host_bytes=values.num_out_bytes,
-            prefetch_hit_rate=params.hit_rate,
-            waited_params_s=params.waited_s,
-            waited_values_s=values.waited_s,
-            waited_device_s=bound.runner.waited_s,
-            waited_updates_s=waited_updates_s,
-            dispatched_s=bound.runner.dispatched_s,
-        )
+
+class Bound(NamedTuple):
+    """What runs batches of one shape."""
+
+    planned: Planned
+    runner: Runner
+    params: Params
+    sink: Sink
+
+    def close(self) -> None:
+        """Frees memory and files; idempotent."""
+        self.runner.values.close()
+        self.params.close()
+        self.sink.close()
 
 
 class Step(ABC):
@@ -101,9 +105,11 @@ class Step(ABC):
       step: The step whose memory a function has, if there is one. They run in turns.
     """
 
+    _named = "a step"
+
     def __init__(self, options: Options, step: "Step | None" = None) -> None:
-        self._options = options
-        self._together = options.together
+        return_freed_memory(collects=False)
+        self._options, self._together = options, options.together
         self._turns = Turns() if step is None else step._turns
         self._in_turn: list[Step] = [] if step is None else step._in_turn
         self._in_turn.append(self)
@@ -126,145 +132,49 @@ class Step(ABC):
         """
         self._turns.settle()
         key = self._key(batch)
-        bound = self._turns.run(lambda check: self._take_turn(key))
-        return bound.runner.plan
+        return self._turns.run(lambda check: self._take_turn(key)).planned.plan
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the last run, or of the first once it is planned; else None."""
-        return None if self._last is None else self._last.runner.plan
-
-    @abstractmethod
-    def close(self) -> None:
-        """Frees what it holds; idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    # --- what configures it --------------------------------------------------------
-
-    @abstractmethod
-    def _prepare(self, batch: PyTree) -> Prepared:
-        """Traces the function for batches like this one."""
-
-    @abstractmethod
-    def _ends(self, ready: Prepared) -> Ends:
-        """Returns the params source and the gradient sink of what was traced."""
-
-    def _join(self) -> None:
-        """Waits for the updates of the step before; there are none by default."""
-
-    # --- a run ---------------------------------------------------------------------
-
-    def _key(self, batch: PyTree) -> Any:
-        """Binds batches of this shape unless they are, and returns their key."""
-        leaves, tree = jax.tree.flatten(abstract(batch))
-        key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
-        if key not in self._bound:
-            ready, ends = self._together.group.in_all(
-                f"the trace of {self._named}", lambda: self._traced_ends(batch)
-            )
-            with outside_mesh():
-                self._bound[key] = bind(ends, ready)
-            return_freed_memory()  # of planning and compilation
-        return key
-
-    def _traced_ends(self, batch: PyTree) -> tuple[Prepared, Ends]:
-        ready = self._prepare(batch)
-        with outside_mesh():
-            return ready, self._ends(ready)
+        return None if self._last is None else self._last.planned.plan
 
     @property
-    def _named(self) -> str:
-        return "a step"
+    def traffic(self) -> ByteCounts | None:
+        """Bytes that the plan moves on the drive in a step; None before the first.
 
-    def _take_turn(self, key: Any) -> Bound:
-        """Returns what batches are bound to, and gives it the memory for reading."""
-        bound = self._bound[key]
-        for other in self._in_turn:
-            if other._last is not None and other._last is not bound:
-                other._last.params.rest()
-        self._last = bound
-        return bound
+        An optimizer that leaves state alone in some steps moves fewer in those. Of
+        state that stays in a memory, what commits alone write is divided among their
+        steps; with ``durability="checkpoint"`` it does not count.
+        """
+        last = self._last
+        return None if last is None else last.sink.traffic(last.planned)
 
-    def _call(self, batch: PyTree, extra_args: Mapping[str, Any] | None) -> Results:
-        check_not_traced(batch, extra_args)
-        self._turns.settle()
-        key = self._key(batch)
-
-        def body(check: Check) -> Results:
-            bound = self._take_turn(key)
-            noting = self._together.noting(check)
-            with outside_mesh():
-                return self._step(bound, batch, extra_args or {}, noting)
-
-        return self._turns.run(body)
-
-    def _step(
-        self, bound: Bound, batch: PyTree, own_args: Mapping[str, Any], check: Check
-    ) -> Results:
-        sink, given = bound.sink, {**self._options.extra_args, **own_args}
-
-        def prepare() -> None:
-            began_s = time.perf_counter()
-            self._join()
-            self._waited_s = time.perf_counter() - began_s
-            bound.begin()
-            sink.begin(given, bound.params)
-
-        shares = shares_of(batch, self._options.micro_batches, self._weights)
-        self._together.begin(self._named, _form(batch), prepare)
-        try:
-            loss, aux = _run(bound, batch, check, shares)
-            self._values = bound.runner.values.counts()
-            self._waited_s += sink.waited_s
-            began_s = time.perf_counter()
-            if "value" in given and "value" not in own_args:
-                given["value"] = on_this_process(loss)
-            self._num_skipped += not sink.finish(given, (loss, aux), check)
-            self._waited_s += time.perf_counter() - began_s
-        except BaseException:
-            sink.abandon()
-            raise
-        return loss, aux if self._options.has_aux else None
-
-    def _close_bound(self) -> None:
-        self._turns.settle()
-        for bound in self._bound.values():
-            bound.close()
-
-
-def _form(batch: PyTree) -> str:
-    leaves, tree = jax.tree.flatten(batch)
-    shapes = [(str(result_type(leaf)), np.shape(leaf)) for leaf in leaves]
-    return f"{tree} {shapes}"
-
-
-def _run(bound: Bound, batch: PyTree, check: Check, shares: Sequence[float]) -> Results:
-    """Runs the programs; nothing is in flight when it ends."""
-    params, runner = bound.params, bound.runner
-    try:
-        params.begin()
-        return runner(batch, params, bound.sink.put, check, shares)
-    finally:
-        runner.settle()  # before the memory that they read is freed
-        params.stop()
-
-
-class TrainingStep(Step):
-    """A step, with or without a store."""
-
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        return_freed_memory(collects=False)
+    @property
+    def metrics(self) -> StreamMetrics | None:
+        """Metrics of the last step; None before the first."""
+        bound, values = self._last, self._values
+        if bound is None or values is None:
+            return None
+        counts, sink, plan = bound.params.counts, bound.sink, bound.planned.plan
+        found = 0
+        if sink.units is not None:
+            used = used_bytes(plan.calls, sink.units)
+            found = max(0, used - counts.num_read_bytes)
+        return StreamMetrics(
+            fetched_drive_bytes=counts.num_read_bytes,
+            fetched_memory_bytes=found,
+            spilled_memory_bytes=sink.spilled_bytes[0],
+            spilled_drive_bytes=sink.spilled_bytes[1],
+            offloaded_drive_bytes=values.num_written_bytes,
+            offloaded_host_bytes=values.num_out_bytes,
+            prefetch_hit_rate=counts.hit_rate,
+            waited_params_s=counts.waited_s,
+            waited_values_s=values.waited_s,
+            waited_device_s=bound.runner.waited_s,
+            waited_updates_s=self._waited_s,
+            dispatched_s=bound.runner.dispatched_s,
+        )
 
     def dry_run(
         self,
@@ -305,19 +215,158 @@ class TrainingStep(Step):
     ) -> Count:
         """As `dry_run`, with its options; params are the step's if they are None."""
 
-    @property
-    def num_skipped(self) -> int:
-        """Number of steps skipped for a non-finite gradient, with ``"skip"``."""
-        return self._num_skipped
+    @abstractmethod
+    def close(self) -> None:
+        """Frees what it holds; idempotent."""
 
-    @property
-    def traffic(self) -> ByteCounts | None:
-        """Bytes that the plan moves on the drive in a step; None before the first.
+    def __enter__(self) -> Self:
+        return self
 
-        An optimizer that leaves state alone in some steps moves fewer in those. Of
-        state that stays in a memory, what commits alone write is divided among their
-        steps; with ``durability="checkpoint"`` it does not count.
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- what configures it --------------------------------------------------------
+
+    @abstractmethod
+    def _prepare(self, batch: PyTree) -> Prepared:
+        """Traces the function for batches like this one."""
+
+    @abstractmethod
+    def _sink(self, ready: Prepared) -> Sink:
+        """Returns what takes the gradients of what was traced."""
+
+    def _join(self) -> None:
+        """Waits for the updates of the step before; there are none by default."""
+
+    # --- batches of one shape ------------------------------------------------------
+
+    def _key(self, batch: PyTree) -> Any:
+        """Binds batches of this shape unless they are, and returns their key."""
+        leaves, tree = jax.tree.flatten(abstract(batch))
+        key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        if key not in self._bound:
+            group = self._together.group
+            ready, sink = group.in_all(
+                f"the trace of {self._named}", lambda: self._traced_sink(batch)
+            )
+            with outside_mesh():
+                self._bound[key] = self._bind(sink, ready)
+            return_freed_memory()  # of planning and compilation
+        return key
+
+    def _traced_sink(self, batch: PyTree) -> tuple[Prepared, Sink]:
+        ready = self._prepare(batch)
+        with outside_mesh():
+            return ready, self._sink(ready)
+
+    def _bind(self, sink: Sink, ready: Prepared) -> Bound:
+        """Plans, compiles, saves a new plan, and takes the room of its step; blocks.
+
+        What one process is refused, by its device or its drive, all are: none goes on
+        to a step, where it would wait for the others.
         """
-        return (
-            None if self._last is None else self._last.ends.traffic(self._last.fitted)
-        )
+        planned = plan_step(sink, ready)
+        with ExitStack() as undone:
+            made = self._together.group.in_all(
+                "the room for a step", lambda: self._made(sink, ready, planned, undone)
+            )
+            undone.pop_all()
+        return made
+
+    def _made(
+        self, sink: Sink, ready: Prepared, planned: Planned, undone: ExitStack
+    ) -> Bound:
+        plan = planned.plan
+        if sink.keeps_plans_in is not None and not planned.is_saved:
+            save_plan(sink.keeps_plans_in, ready, plan)
+        undone.callback(sink.close)
+        sink.open(planned)
+        values = Values()
+        if plan.is_offloaded:
+            values = Values(plan, sink.scratch("activations"), planned.tiers)
+        undone.callback(values.close)
+        runner = Runner(plan, self._options.executables, values)
+        planned = replace(planned, plan=runner.plan)
+        params = sink.source(planned)
+        undone.callback(params.close)
+        return Bound(planned, runner, params, sink)
+
+    def _close_bound(self) -> None:
+        self._turns.settle()
+        for bound in self._bound.values():
+            bound.close()
+
+    # --- a run ---------------------------------------------------------------------
+
+    def _take_turn(self, key: Any) -> Bound:
+        """Returns what batches are bound to, and gives it the memory for reading."""
+        bound = self._bound[key]
+        for other in self._in_turn:
+            if other._last is not None and other._last is not bound:
+                other._last.params.rest()
+        self._last = bound
+        return bound
+
+    def _call(self, batch: PyTree, extra_args: Mapping[str, Any] | None) -> Results:
+        check_not_traced(batch, extra_args)
+        self._turns.settle()
+        key = self._key(batch)
+
+        def body(check: Check) -> Results:
+            bound = self._take_turn(key)
+            noting = self._together.noting(check)
+            with outside_mesh():
+                return self._step(bound, batch, extra_args or {}, noting)
+
+        return self._turns.run(body)
+
+    def _step(
+        self, bound: Bound, batch: PyTree, own_args: Mapping[str, Any], check: Check
+    ) -> Results:
+        sink, given = bound.sink, {**self._options.extra_args, **own_args}
+
+        def prepare() -> None:
+            began_s = time.perf_counter()
+            self._join()
+            self._waited_s = time.perf_counter() - began_s
+            bound.params.counts = MoverCounts()
+            bound.runner.values.counts()
+            sink.begin(given, bound.params)
+
+        shares = shares_of(batch, self._options.micro_batches, self._weights)
+        self._together.begin(self._named, _form(batch), prepare)
+        try:
+            loss, aux = _run(bound, batch, check, shares)
+            self._values = bound.runner.values.counts()
+            self._waited_s += sink.waited_s
+            began_s = time.perf_counter()
+            if "value" in given and "value" not in own_args:
+                given["value"] = on_this_process(loss)
+            self._num_skipped += not sink.finish(given, (loss, aux), check)
+            self._waited_s += time.perf_counter() - began_s
+        except BaseException:
+            sink.abandon()
+            raise
+        return loss, aux if self._options.has_aux else None
+
+
+def _form(batch: PyTree) -> str:
+    leaves, tree = jax.tree.flatten(batch)
+    shapes = [(str(result_type(leaf)), np.shape(leaf)) for leaf in leaves]
+    return f"{tree} {shapes}"
+
+
+def _run(bound: Bound, batch: PyTree, check: Check, shares: Any) -> Results:
+    """Runs the programs; nothing is in flight when it ends."""
+    params, runner = bound.params, bound.runner
+    try:
+        params.begin()
+        return runner(batch, params, bound.sink.put, check, shares)
+    finally:
+        runner.settle()  # before the memory that they read is freed
+        params.stop()

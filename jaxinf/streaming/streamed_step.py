@@ -26,13 +26,12 @@ from jaxinf.engine import (
 from jaxinf.errors import StreamError
 from jaxinf.program import UpdateProgram, averaged
 from jaxinf.store import required_bytes
-from jaxinf.streaming.bound import Bound
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.function import StreamedFunction
-from jaxinf.streaming.near_storage import StoreEnds
-from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.fit import Prepared, prepare
 from jaxinf.streaming.plan.memory import check_mesh, return_freed_memory
+from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.planning import plan_within
 from jaxinf.streaming.program.initial import (
     Shard,
     initial_inputs,
@@ -51,13 +50,14 @@ from jaxinf.streaming.starting import (
     planned_leaves,
     write_leaf,
 )
-from jaxinf.streaming.step import StreamMetrics, TrainingStep
+from jaxinf.streaming.step import Bound, Step
 from jaxinf.streaming.update.micro_batches import first_part
 from jaxinf.streaming.update.optimizer import trace_optimizer
+from jaxinf.streaming.update.store_sink import StoreSink
 from jaxinf.typing import JsonValue, PyTree
 
 
-class StreamedStep(TrainingStep):
+class StreamedStep(Step):
     """Made by `jaxinf.stream`; also a context manager. Not thread-safe.
 
     ``loss, aux = step(batch)`` runs one step and starts its commit; aux is None without
@@ -165,9 +165,9 @@ class StreamedStep(TrainingStep):
             check, shape = None, engine.shape(description)
             if ready is not None:
                 what = self.store, ready, update, shape, self._options
-                make = partial(StoreEnds, *what)
-                ends = self._together.group.in_all("the optimizer's programs", make)
-                check = partial(ends.fitted, ready)
+                make = partial(StoreSink, *what)
+                sink = self._together.group.in_all("the optimizer's programs", make)
+                check = partial(plan_within, sink, ready)
             made = planned_leaves(self._options, leaves, check)
         self._params = avals
         if engine.bind(description, may_create=True, uses_budget=False):
@@ -244,10 +244,10 @@ class StreamedStep(TrainingStep):
         check_processes(engine_of(self.store).group, ready.traced.mesh)
         return ready
 
-    def _ends(self, ready: Prepared) -> StoreEnds:
+    def _sink(self, ready: Prepared) -> StoreSink:
         program = self._traced_optimizer(self._started())
         shape = engine_of(self.store).opened
-        return StoreEnds(self.store, ready, program, shape, self._options)
+        return StoreSink(self.store, ready, program, shape, self._options)
 
     def _dry(
         self, batch: PyTree, params: PyTree, options: Options, like: Count | None
@@ -261,9 +261,9 @@ class StreamedStep(TrainingStep):
             _, made = described(*self._made_of, update, avals, ready.gradient_pieces)
             shape = engine.shape(made)
             num_bytes = sum(required_bytes(shape.directory).values())
-            ends = StoreEnds(self.store, ready, update, shape, options)
+            sink = StoreSink(self.store, ready, update, shape, options)
             now_bytes = 0 if engine.commit is None else num_bytes
-            return count(ends, ready, update, num_bytes, now_bytes)
+            return count(sink, ready, update, num_bytes, now_bytes)
 
     def _traced_optimizer(self, params: PyTree) -> UpdateProgram:
         if self._update is None or self._update[0] is not params:
@@ -275,10 +275,10 @@ class StreamedStep(TrainingStep):
     def _take_turn(self, key: Any) -> Bound:
         engine_of(self.store).health.check()
         bound = super()._take_turn(key)
-        engine = engine_of(self.store)
-        if bound.store_bytes != engine.opened.memory_bytes:
+        engine, store_bytes = engine_of(self.store), bound.planned.store_bytes
+        if store_bytes != engine.opened.memory_bytes:
             engine.join()
-            engine.opened.limit_memory(bound.store_bytes)
+            engine.opened.limit_memory(store_bytes)
         return bound
 
     def _join(self) -> None:
@@ -306,12 +306,9 @@ class StreamedStep(TrainingStep):
     # --- control -------------------------------------------------------------------
 
     @property
-    def metrics(self) -> StreamMetrics | None:
-        """Metrics of the last step; None before the first."""
-        bound = self._last
-        if bound is None or self._values is None:
-            return None
-        return StreamMetrics.of(bound, self._values, self._waited_s)
+    def num_skipped(self) -> int:
+        """Number of steps skipped for a non-finite gradient, with ``"skip"``."""
+        return self._num_skipped
 
     def annotate(self, payload: JsonValue) -> None:
         """Sets the caller's payload for the commit of the next step.

@@ -25,7 +25,7 @@ from throttled import Server
 
 import jaxinf
 from jaxinf.csd import HostCsd
-from jaxinf.streaming import near_storage
+from jaxinf.streaming.update import stored
 from jaxinf.streaming.update.on_device import DeviceUpdater
 from jaxinf.streaming.update.rates import interval
 from jaxinf.streaming.update.store_sink import StoreSink
@@ -67,7 +67,7 @@ def emulate(host: float, device: float, link: float) -> None:
             return super()._down(arrays, **named)
 
     HostCsd.update = on_host
-    near_storage.DeviceUpdater = Emulated
+    stored.DeviceUpdater = Emulated
 
 
 def update_s(host_s: float, device_s: float, every: int) -> float:

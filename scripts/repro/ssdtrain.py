@@ -46,10 +46,11 @@ from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.move.scratch import Part, Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.compiled import Executables, compiled_temp_bytes
 from jaxinf.streaming.plan.fit import Prepared, prepare
 from jaxinf.streaming.plan.offload import fitted
 from jaxinf.streaming.program.cut import choose_cuts
-from jaxinf.streaming.run import Executables, Runner, compiled_temp_bytes
+from jaxinf.streaming.run import Runner
 
 sys.path.append(str(Path(__file__).parents[1]))
 from ratios import interval

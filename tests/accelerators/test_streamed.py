@@ -21,11 +21,13 @@ from zoo import ZOO, Program
 
 import jaxinf
 from jaxinf.kernels.standard import standard_kernels
-from jaxinf.streaming import options as step_options
 from jaxinf.streaming.plan import device as planned_device
+from jaxinf.streaming.plan import options as step_options
+from jaxinf.streaming.plan.compiled import compile_plan, compiled_bytes
 from jaxinf.streaming.plan.fit import prepare, prepare_function
+from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.planning import plan_within
 from jaxinf.streaming.program.graph import aval_bytes
-from jaxinf.streaming.run import compile_plan, compiled_bytes
 from jaxinf.streaming.update.on_device import UpdatePrograms
 from jaxinf.streaming.update.optax_sink import OptaxSink
 
@@ -102,7 +104,7 @@ def plan_step(place, note, monkeypatch):
             step.load(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params))
             with compiling_for(target) as built, jax.default_device(target.devices[0]):
                 ready = step._traced(params, program.batch)
-                fitted = step._ends(ready).fitted(ready, step._options.budgets)
+                fitted = plan_within(step._sink(ready), ready, step._options.budgets)
         note(" ".join([name, *options]), device, built)
         return fitted, built
 
@@ -165,7 +167,7 @@ def test_an_update_in_memory(note, device):
     params = shapes_of(program_of("gpt2").params)
     state = jax.eval_shape(CLIPPED.init, params)
     with compiling_for(target) as built, jax.default_device(target.devices[0]):
-        update, add = OptaxSink(CLIPPED).functions(donates=True)
+        update, add = OptaxSink(CLIPPED, Options(1 << 30), ".").functions(donates=True)
         update.lower(params, state, params).compile()
         add.lower(params, params).compile()
     note("gpt2 in memory", device, built)

@@ -17,9 +17,9 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
-from jaxinf.streaming import options as step_options
 from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.plan import device, memory
+from jaxinf.streaming.plan import options as step_options
 from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.plan.memory import DeviceLimit
 from jaxinf.streaming.plan.reads import Fetch
@@ -234,7 +234,7 @@ def replicas(place):
     expected = np.arange(16 * 50, dtype=np.float32).reshape(shape)
 
     class Expected:
-        def begin(self):
+        def begin(self, num_first):
             pass
 
         def read(self, unit, shards):

@@ -37,7 +37,7 @@ class Numbers:
     def __init__(self):
         self.read_leaves = []
 
-    def begin(self):
+    def begin(self, num_first):
         self.read_leaves.clear()
 
     def read(self, unit, shards):

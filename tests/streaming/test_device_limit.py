@@ -10,8 +10,8 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
-from jaxinf.streaming import options as step_options
 from jaxinf.streaming.plan import memory
+from jaxinf.streaming.plan import options as step_options
 from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, divide
 

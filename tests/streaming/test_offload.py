@@ -13,13 +13,13 @@ from zoo import ONLY_PLANNED, ZOO
 
 import jaxinf
 from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
-from jaxinf.streaming import run
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan import offload
+from jaxinf.streaming.plan import compiled, offload
 from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.compiled import compiled_temp_bytes
 from jaxinf.streaming.plan.offload import evicted, fitted, least_bytes
-from jaxinf.streaming.run import Runner, compiled_temp_bytes
+from jaxinf.streaming.run import Runner
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -121,7 +121,9 @@ def test_values_come_back_in_the_order_of_use(share):
 @pytest.fixture
 def everything_leaves(monkeypatch):
     """Lets every value leave that can, although the budget has room."""
-    monkeypatch.setattr(run, "evicted", lambda plan, _, temps: evicted(plan, 0, temps))
+    monkeypatch.setattr(
+        compiled, "evicted", lambda plan, _, temps: evicted(plan, 0, temps)
+    )
 
 
 def opened(open_store, name, policy, program, tx=TX, **options):

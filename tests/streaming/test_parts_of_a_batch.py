@@ -21,7 +21,7 @@ from zoo import ZOO, Program, normal
 
 import jaxinf
 from jaxinf.errors import BudgetError
-from jaxinf.streaming import run as running
+from jaxinf.streaming.plan import compiled as running
 from jaxinf.streaming.plan import offload
 from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.plan.reads import fetches_of

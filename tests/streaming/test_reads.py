@@ -11,7 +11,14 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.streaming.plan import reads
-from jaxinf.streaming.plan.reads import Fetch, hand_over, held_bytes, keep_between
+from jaxinf.streaming.plan.reads import (
+    Fetch,
+    Reading,
+    hand_over,
+    held_bytes,
+    keep_between,
+    keep_frozen,
+)
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import Unit
 
@@ -89,6 +96,41 @@ def test_a_unit_stays_for_all_calls_that_read_it():
     assert joined(fetches, 1) == [(0, 0, 6)]
 
 
+def kept(fetches, room_pages, frozen):
+    """The reads of the first step, and the leaves that later ones read."""
+    held = held_bytes(fetches, NUM_CALLS)
+    most = held.max() + room_pages * PAGE_BYTES
+    found = keep_frozen(
+        fetches, held, room_pages * PAGE_BYTES, lambda unit: unit.leaf in frozen
+    )
+    assert held.max() <= most
+    again = [fetch.unit.leaf for fetch in Reading(found).repeated]
+    return [(fetch.unit.leaf, fetch.first, fetch.last) for fetch in found], again
+
+
+def test_units_that_no_update_changes_stay_from_step_to_step():
+    fetches = [
+        Fetch(unit(0), 0, 0),
+        Fetch(unit(1), 1, 1),
+        Fetch(unit(2), 2, 3),
+        Fetch(unit(1), 5, 5),
+        Fetch(unit(0), 7, 7),
+    ]
+    alone = [(fetch.unit.leaf, fetch.first, fetch.last) for fetch in fetches]
+    assert kept(fetches, 8, {}) == (alone, [0, 1, 2, 1, 0])
+    everything = [(0, 0, 7), (1, 1, 5), (2, 2, 3)]
+    assert kept(fetches, 3, {0, 1, 2}) == (everything, [])
+    assert kept(fetches, 8, {1}) == (
+        [*alone[:1], (1, 1, 5), alone[2], alone[4]],
+        [0, 2, 0],
+    )
+    found, again = kept(fetches, 4, {0, 1, 2, 3})
+    assert (found, again) == (everything, [])
+    found, again = kept(fetches, 2, {0, 1, 2})  # half of the room is to read ahead
+    assert len(again) < len(fetches)
+    assert again
+
+
 def test_staged_units_are_in_memory_only_for_their_update():
     fetches = [Fetch(unit(0), 0, 1), Fetch(unit(1), 2, 2), Fetch(unit(2), 3, 3)]
     found = hand_over(
@@ -105,7 +147,7 @@ def test_staged_units_are_in_memory_only_for_their_update():
 class Ones:
     """Units of ones."""
 
-    def begin(self):
+    def begin(self, num_first):
         pass
 
     def read(self, unit, shards):
@@ -130,6 +172,71 @@ def test_a_step_is_given_up_while_a_read_waits_for_an_update():
     params.free(unit(0))
     np.testing.assert_array_equal(params.get(1, Piece(1)), np.ones(1024))
     params.close()
+
+
+def test_a_frozen_base_that_fits_is_read_once(open_store):
+    program = ZOO["half_precision_loss"]()
+    paths = jax.tree.leaves_with_path(program.params)
+    trained = {jax.tree_util.keystr(paths[0][0])}
+    labels = jax.tree_util.tree_map_with_path(
+        lambda path, _: "tx" if jax.tree_util.keystr(path) in trained else "frozen",
+        program.params,
+    )
+    tx = optax.multi_transform(
+        {"tx": optax.adamw(1e-2), "frozen": optax.set_to_zero()}, labels
+    )
+    found = {}
+    for memory_bytes in ("256MiB", "24MiB"):
+        store = open_store(memory_bytes, chunk_elements=4096, memory_bytes=16 << 20)
+        step = jaxinf.stream(
+            program.loss,
+            tx,
+            store,
+            memory_bytes=memory_bytes,
+            has_aux=program.has_aux,
+        )
+        step.load(program.params, batch=program.batch)
+        read_bytes = []
+        for _ in range(3):
+            step(program.batch)
+            store.wait()
+            assert step.metrics.fetched_drive_bytes <= sum(
+                np.asarray(leaf).nbytes for _, leaf in paths
+            )
+            read_bytes.append(step.metrics.fetched_drive_bytes)
+        found[memory_bytes] = states(store), read_bytes
+        traffic, planned = store.metrics.traffic, step.traffic
+        assert traffic.drive_read_bytes == planned.drive_read_bytes
+        if memory_bytes == "256MiB":
+            assert "of params stay from step to step" in str(step.plan)
+    own_bytes = np.asarray(paths[0][1]).nbytes
+    first, *others = found["256MiB"][1]
+    assert first > 2 * own_bytes
+    assert others == [own_bytes, own_bytes]
+    for key, array in found["24MiB"][0].items():
+        np.testing.assert_array_equal(found["256MiB"][0][key], array, err_msg=str(key))
+
+
+def test_a_function_reads_params_again_after_a_step(open_store):
+    program = ZOO["half_precision_loss"]()
+    store = open_store(chunk_elements=4096, memory_bytes=16 << 20)
+    step = jaxinf.stream(
+        program.loss,
+        optax.sgd(0.1),
+        store,
+        memory_bytes=256 << 20,
+        has_aux=program.has_aux,
+    )
+    step.load(program.params, batch=program.batch)
+    with jaxinf.stream_function(program.loss, store, memory_bytes=64 << 20) as f:
+        f.load(program.params)
+        before = np.asarray(jax.tree.leaves(f(program.batch))[0])
+        assert f.fetched_bytes > 0
+        np.testing.assert_array_equal(jax.tree.leaves(f(program.batch))[0], before)
+        assert f.fetched_bytes == 0
+        step(program.batch)
+        assert np.asarray(jax.tree.leaves(f(program.batch))[0]) != before
+        assert f.fetched_bytes > 0
 
 
 def trained(step, program):

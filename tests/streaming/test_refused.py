@@ -264,3 +264,11 @@ def test_a_store_that_is_renamed_while_it_is_open_is_named(num_steps, streamed):
         step(program.batch)
     with suppress(StoreIOError):  # one that read data has stopped the store
         step.store.check()
+
+
+def test_memory_is_half_of_what_is_free(monkeypatch, caplog):
+    free = 100 << 20, "the box"
+    monkeypatch.setattr("jaxinf.streaming.api.free_memory", lambda: free)
+    step = jaxinf.stream_in_memory(lambda params, batch: params.sum(), optax.sgd(0.1))
+    assert step._options.memory_bytes == 50 << 20
+    assert "50.0 MiB, half of the 100 MiB that the box leaves" in caplog.text

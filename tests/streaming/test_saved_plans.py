@@ -24,10 +24,10 @@ from jaxinf.errors import (
     StreamError,
 )
 from jaxinf.store import plan_damages, seal
-from jaxinf.streaming.bound import within
-from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.plan.memory import divide
+from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.planning import within
 from jaxinf.terminal import parse_bytes
 
 

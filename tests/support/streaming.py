@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from jaxinf.store import StoreDirectory
-from jaxinf.streaming import near_storage
 from jaxinf.streaming.move.params import MemoryParams, StoreParams
 from jaxinf.streaming.move.spill import waiting
 from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.program.units import StoreUnits
 from jaxinf.streaming.run import Runner
+from jaxinf.streaming.update import stored
 
 __all__ = [
     "CHUNKS",
@@ -122,9 +122,7 @@ def states(store):
 
 def spill_beyond(monkeypatch, num_bytes):
     """Lets gradients that wait have so much memory, and beyond it the drive."""
-    monkeypatch.setattr(
-        near_storage, "waiting", lambda sizes, *_: waiting(sizes, num_bytes)
-    )
+    monkeypatch.setattr(stored, "waiting", lambda sizes, *_: waiting(sizes, num_bytes))
 
 
 @contextlib.contextmanager

@@ -1,14 +1,19 @@
 """Moves tensors between the device, the host and drives, on threads.
 
-Each hop has a queue: the copies out, those back, and one for each drive. What is next
-is what `move.moves` says, under one lock.
+    out ─► write ─► drive ─► read ─► back     each hop has a queue of its own, and each
+                                              drive one for both ways
+
+What is next is what `move.moves` says, under one lock. Copies to a device with memory
+of its own wait for each other, and one call begins all of them; what comes meanwhile
+waits for the next call.
 
 Invariant: the host's memory stays within what the caller gives, however fast the
-drives are. A tensor comes back with the bits that it left with, but for the low ones if
-it was coded.
+drives are. A tensor comes back with the bits that it left with. A source's memory is
+used again only after its copies have ended, also if a step is given up.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +23,7 @@ import jax
 
 from jaxinf.io import PAGE_BYTES, BufferPool, span
 from jaxinf.io.buffers import Buffer, Registry, aligned
-from jaxinf.streaming.move.link import Link
+from jaxinf.streaming.move.link import copied
 from jaxinf.streaming.move.moves import Kind, Moves, Tensor
 from jaxinf.streaming.move.tensors import Moved
 from jaxinf.streaming.move.workers import THREADS_PER_DRIVE, Job, Workers
@@ -102,12 +107,13 @@ class Mover:
         self._pool = pool = None
         if reuses:
             self._pool = pool = BufferPool(capacity_bytes, registry=registry)
-        self._link: Link | None = None
-        if has_link:
-            is_registered = pool is not None and registry is not None
-            self._link = Link(pinned_bytes, is_registered=is_registered)
+        self._has_link, self._pinned_bytes = has_link, pinned_bytes
+        self._is_registered = pool is not None and registry is not None
+        self._crossing: deque[Any] = deque()  # what waits for its copy, in order
+        # A copy to new memory of the device waits for programs that were enqueued
+        # before it, so two calls are under way where nothing else limits them.
+        hops = [1, 2 if self._is_registered else 1] if has_link else []
         self._hops = {"out": len(drives), "back": len(drives) + 1}
-        hops = [] if self._link is None else [1, self._link.num_calls]
         self._workers = Workers([*drives, *hops], name)
         self._changed = self._workers.changed
         self._counts = MoverCounts()
@@ -179,6 +185,28 @@ class Mover:
         tensor.value = tensor.completed(tensor.value)
         return tensor.value
 
+    def keep(self, key: Hashable, new: Hashable, *, stays: bool) -> bool:
+        """Gives a tensor that has stayed another key; returns whether it is there.
+
+        Args:
+          stays: Whether it stays on.
+        """
+        with self._changed:
+            tensor = self._moves.tensors.pop(key, None)
+            if tensor is None or not (tensor.stays and tensor.is_back):
+                return False
+            tensor.key, tensor.stays = new, stays
+            self._moves.tensors[new] = tensor
+            return True
+
+    def drop(self, key: Hashable) -> None:
+        """Ends that a tensor stays, if it does; nothing reads it."""
+        with self._changed:
+            tensor = self._moves.tensors.get(key)
+            if tensor is not None and tensor.stays:
+                tensor.stays = False
+                self._moves.release(tensor)
+
     def held(self, key: Hashable) -> Array | None:
         """Returns the memory of a tensor that is held; None if it is not here."""
         with self._changed:
@@ -209,14 +237,13 @@ class Mover:
             self._moves.release(tensor)
 
     def reset(self, order: Iterable[Hashable] = ()) -> None:
-        """Drops all tensors but those that are held; blocks while any is moved.
+        """Drops all but what is held or stays; blocks while any is moved.
 
         Args:
           order: Keys of values that may be read ahead of `prefetch`, in order.
         """
         self._workers.reset()
-        if self._link is not None:
-            self._link.waiting.clear()
+        self._crossing.clear()
         self._moves.clear(order)
 
     def rest(self) -> None:
@@ -260,62 +287,81 @@ class Mover:
         return buffer
 
     def _start(self, tensor: Any, kind: Kind, part: int) -> None:
-        is_hop = kind in self._hops
-        queue = self._hops[kind] if is_hop else tensor.queue(part)
+        job: Job = partial(self._move, tensor, kind, part)
         if kind == "back":
-            assert self._link is not None, "it has memory of its own"
-            self._link.waiting.append(tensor)
-            self._workers.submit(queue, Job(self._cross, lambda *_: None))
-            return
+            self._crossing.append(tensor)
+            job = self._cross
+        is_hop = kind in self._hops
+        self._workers.submit(self._hops[kind] if is_hop else tensor.queue(part), job)
 
-        def ended(found: Any, error: BaseException | None) -> None:
-            if error is None:
-                self._count(tensor, kind, found)
-            self._moves.ended(tensor, kind, found, error)
+    def _move(self, tensor: Any, kind: Kind, part: int, bounce: Array) -> None:
+        try:
+            found = _moved(tensor, kind, part, bounce)
+        except BaseException as error:
+            self._ended(tensor, kind, None, error)
+        else:
+            self._ended(tensor, kind, found, None)
 
-        self._workers.submit(queue, Job(partial(self._move, tensor, kind, part), ended))
-
-    def _count(self, tensor: Any, kind: Kind, found: Any) -> None:
+    def _ended(
+        self, tensor: Any, kind: Kind, found: Any, error: BaseException | None
+    ) -> None:
         counts = self._counts
-        match kind:
-            case "out":
+        with self._changed:
+            if error is not None:
+                pass
+            elif kind == "out":
                 counts.num_out_bytes += found.nbytes
-            case "write":
+            elif kind == "write":
                 counts.num_written_bytes += found
-            case "read":
+            elif kind == "read":
                 counts.num_read_bytes += found
-            case "back":
+            else:
                 counts.num_back_bytes += found.nbytes
+            self._moves.ended(tensor, kind, found, error)
+            self._changed.notify_all()
 
-    def _move(self, tensor: Any, kind: Kind, part: int, bounce: Array) -> Any:
-        match kind:
-            case "out":
-                jax.block_until_ready(tensor.value)
-                with span("out", tensor.key, num_bytes=tensor.value.nbytes):
-                    return tensor.copied_out()
-            case "write":
-                jax.block_until_ready(tensor.host)
-                return tensor.write(part, bounce)
-            case _:
-                return tensor.read(part, tensor.memory.array)
+    # --- copies to the device ------------------------------------------------------
 
     def _cross(self, bounce: Array) -> None:
         """Copies what waits to the device, if another call has not; on a thread."""
         del bounce
-        assert self._link is not None
         with self._changed:
-            batch = self._link.take()
+            batch = self._next_copies()
         if not batch:
             return
         num_bytes = sum(tensor.host_bytes for tensor in batch)
         with span("back", batch[0].key, num_bytes=num_bytes):
-            for tensor, found, error in self._link.cross(batch):
-                with self._changed:
-                    if error is None:
-                        self._count(tensor, "back", found)
-                    self._moves.ended(tensor, "back", found, error)
-                    self._changed.notify_all()
+            for tensor, found, error in copied(
+                batch, through_pinned=not self._is_registered
+            ):
+                self._ended(tensor, "back", found, error)
                 del tensor, found, error
+
+    def _next_copies(self) -> deque[Any]:
+        """Removes and returns the tensors of the next call, as pinned memory allows."""
+        found: deque[Any] = deque()
+        room_bytes = self._pinned_bytes
+        while self._crossing:
+            first = self._crossing[0]
+            is_pinned = self._is_registered or first.host is not None
+            room_bytes -= 0 if is_pinned else first.host_bytes
+            if found and room_bytes < 0:
+                break
+            found.append(self._crossing.popleft())
+        return found
+
+
+def _moved(tensor: Any, kind: Kind, part: int, bounce: Array) -> Any:
+    match kind:
+        case "out":
+            jax.block_until_ready(tensor.value)
+            with span("out", tensor.key, num_bytes=tensor.value.nbytes):
+                return tensor.copied_out()
+        case "write":
+            jax.block_until_ready(tensor.host)
+            return tensor.write(part, bounce)
+        case _:
+            return tensor.read(part, tensor.memory.array)
 
 
 def drive_threads(num_drives: int) -> list[int]:

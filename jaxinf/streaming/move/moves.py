@@ -37,6 +37,7 @@ class Tensor:
       is_forwarded: Whether it comes back from `host`, although a drive will have it.
       is_due: Whether the device has memory for it, and its way back has not begun.
       is_held: Whether someone uses it on the host, until `free`.
+      stays: Whether it is kept when all others are forgotten.
       has_room: Whether it has taken room on the device for itself.
     """
 
@@ -54,6 +55,7 @@ class Tensor:
     is_due: bool = False
     is_back: bool = False
     is_held: bool = False
+    stays: bool = False
     is_over: bool = False
     has_room: bool = False
     error: BaseException | None = None
@@ -107,13 +109,19 @@ class Moves:
         self.clear()
 
     def clear(self, order: Iterable[Hashable] = ()) -> None:
-        """Forgets all tensors but those that are held; no move is under way.
+        """Forgets all tensors but those that are held or stay; no move is under way.
 
         Args:
           order: Keys of those that may be read ahead of `prefetch`, in order.
         """
-        held = {k: t for k, t in self.tensors.items() if t.is_held and t.is_back}
+        held = {
+            key: tensor
+            for key, tensor in self.tensors.items()
+            if (tensor.is_held or tensor.stays) and tensor.is_back
+        }
         for key, tensor in self.tensors.items():
+            if key in held and tensor.stays:
+                continue
             if key in held:
                 tensor.value, tensor.is_over, tensor.has_room = None, True, False
             else:
@@ -124,8 +132,11 @@ class Moves:
         self._leaving: deque[Any] = deque()
         self._ahead = deque(order)
         self._due: deque[Any] = deque()
-        self._way_room, self._device_room = self._way_bytes, self._device_bytes
-        self._read_used = sum(tensor.host_bytes for tensor in held.values())
+        own = [tensor for tensor in held.values() if tensor.memory is not None]
+        self._read_used = sum(tensor.host_bytes for tensor in own)
+        there = [tensor for tensor in held.values() if tensor.has_room]
+        self._device_room = self._device_bytes - sum(t.device_bytes for t in there)
+        self._way_room = self._way_bytes
 
     def evict(self, tensor: Any) -> None:
         """Lets a tensor leave the device, when there is room for it on its way."""

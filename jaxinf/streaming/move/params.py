@@ -28,9 +28,8 @@ from jaxinf.engine import (
 )
 from jaxinf.io import span
 from jaxinf.io.buffers import aligned
-from jaxinf.streaming.move.link import Crossing
 from jaxinf.streaming.move.mover import Mover, MoverCounts
-from jaxinf.streaming.move.tensors import Moved
+from jaxinf.streaming.move.tensors import Crossing, Moved
 from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.plan.reads import Fetch, Reading
 from jaxinf.streaming.program.graph import Piece
@@ -87,29 +86,31 @@ class StoreReader:
 
     Args:
       memory_bytes: Memory for reads, beside the units.
-      num_first: Number of units that have room when a step begins.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        memory_bytes: int,
-        num_first: int,
-        *,
-        average: bool = False,
+        self, engine: Engine, memory_bytes: int, *, average: bool = False
     ) -> None:
         self._engine = engine
         self._open = partial(ParamsReader, memory_bytes=memory_bytes, average=average)
-        self._num_first = num_first
-        self._num_read = 0
+        self._num_first = self._num_read = 0
         self._reader: ParamsReader | None = None
 
-    def begin(self) -> None:
-        """Begins a step; there is no commit before it ends."""
+    @property
+    def step(self) -> int:
+        """The finished step, whose params it reads."""
+        return self._engine.opened.finished.step
+
+    def begin(self, num_first: int) -> None:
+        """Begins a step; there is no commit before it ends.
+
+        Args:
+          num_first: Number of units that have room when it begins.
+        """
         self.close()
         self._reader = self._open(self._engine.opened)
-        self._num_read = 0
-        self._engine.opened.mover.hold_prefetches(self._num_first > 0)
+        self._num_first, self._num_read = num_first, 0
+        self._engine.opened.mover.hold_prefetches(num_first > 0)
 
     def read(self, unit: Unit, shards: Sequence[Array]) -> None:
         """Fills arrays with a unit's shards; blocks."""
@@ -192,6 +193,7 @@ class StoreParams(Params):
       reading: The reads of each run. Of a device with memory of its own, its host's
         memory is for buffers: two of the largest unit, and room for the units that wait
         for their update. A third one is taken beside it, pinned.
+      are_frozen: Whether what stays is the same after a step of the store.
     """
 
     def __init__(
@@ -201,8 +203,11 @@ class StoreParams(Params):
         reading: Reading,
         device: Any,
         together: GroupStep | None = None,
+        *,
+        are_frozen: bool = True,
     ) -> None:
         self.counts = MoverCounts()
+        self._reading, self._are_frozen, self._step = reading, are_frozen, 0
         self._together = together or GroupStep()
         self._store_units, self._reader, self._device = store_units, reader, device
         room_bytes, host_bytes = reading.room_bytes, reading.host_bytes
@@ -221,7 +226,8 @@ class StoreParams(Params):
         self._ends: dict[int, list[tuple[Unit, int]]] = {}  # by their last call
         for fetch in self._fetches:
             self._lasts.setdefault(fetch.unit, []).append(fetch.last)
-            self._ends.setdefault(fetch.last, []).append((fetch.unit, fetch.last))
+            if not fetch.stays:
+                self._ends.setdefault(fetch.last, []).append((fetch.unit, fetch.last))
         self._updates = {
             one.unit: (one.unit, one.last)
             for one in self._fetches
@@ -232,9 +238,26 @@ class StoreParams(Params):
         """Starts to read."""
         self._free_updates()
         self.stop()
-        if self._fetches:
-            self._reader.begin()
-            self._mover.load(map(self._fetched, self._fetches))
+        if not self._are_frozen and self._step != self._reader.step:
+            self._drop_staying()
+            self._step = self._reader.step
+        new = [fetch for fetch in self._fetches if not self._has_stayed(fetch)]
+        if new:
+            self._reader.begin(self._reading.num_first(new))
+            self._mover.load(map(self._fetched, new))
+
+    def _has_stayed(self, fetch: Fetch) -> bool:
+        """Whether a unit's first read is that of the step before."""
+        first, last = self._lasts[fetch.unit][0], self._lasts[fetch.unit][-1]
+        if fetch.last != first:
+            return False
+        keys = (fetch.unit, last), (fetch.unit, first)
+        return self._mover.keep(*keys, stays=fetch.stays)
+
+    def _drop_staying(self) -> None:
+        for fetch in self._fetches:
+            if fetch.stays:
+                self._mover.drop((fetch.unit, fetch.last))
 
     def _fetched(self, fetch: Fetch) -> _Fetched:
         unit = fetch.unit
@@ -244,6 +267,7 @@ class StoreParams(Params):
             host_bytes=unit.page_bytes,
             device_bytes=unit.num_bytes if self._has_link else 0,
             is_held=fetch.gradient is not None,
+            stays=fetch.stays,
             unit=unit,
             reader=self._reader,
             device=self._device,
@@ -301,11 +325,13 @@ class StoreParams(Params):
 
     def rest(self) -> None:
         self._free_updates()
+        self._drop_staying()
         self._mover.rest()
 
     def close(self) -> None:
         self.stop()
         self._free_updates()
+        self._drop_staying()
         self._mover.close()
 
 

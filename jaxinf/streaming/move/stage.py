@@ -1,23 +1,18 @@
 """Gradients on their way to an action, which works on them while programs run.
 
-    put ─► waits for room ─► a thread, in order ─► action
+    put ─► waits for room ─► action, one after another in order ─► its work, on threads
 
 Invariant: what waits is bounded in bytes; one gradient is always accepted.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import (
-    ALL_COMPLETED,
-    FIRST_COMPLETED,
-    Future,
-    ThreadPoolExecutor,
-    wait,
-)
+from functools import partial
 from typing import TypeAlias
 
-from jaxinf.streaming.move.workers import Job, Workers
+from jaxinf.streaming.move.workers import Workers
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import Gradient
 from jaxinf.typing import Array
@@ -25,32 +20,39 @@ from jaxinf.typing import Array
 Handed: TypeAlias = tuple[Piece, Gradient]
 """A piece of a leaf and its gradient."""
 
-Action: TypeAlias = Callable[[Sequence[Handed]], None]
+Work: TypeAlias = Callable[[], None]
+
+Action: TypeAlias = Callable[[Sequence[Handed]], Work | None]
+"""Returns work that may run beside the work of other gradients."""
 
 
 class Stage:
-    """Passes gradients to an action, in their order, on a thread.
+    """Passes gradients to an action, in their order, on threads.
 
     Args:
-      capacity_bytes: Bytes of gradients that may wait.
+      capacity_bytes: Bytes of gradients that may wait or be worked on.
       short_bytes: Gradients up to this long are passed on together, if several wait.
+      num_threads: Number of works at a time. One that takes long holds up no other.
 
     Attributes:
       waited_s: Time that gradients waited for room since the caller set it to 0.
     """
 
-    def __init__(self, name: str, capacity_bytes: int, short_bytes: int = 0) -> None:
+    def __init__(
+        self, name: str, capacity_bytes: int, short_bytes: int = 0, num_threads: int = 1
+    ) -> None:
         self._capacity_bytes = max(1, capacity_bytes)
         self._short_bytes = short_bytes
-        self._workers = Workers([1], name)
+        self._workers = Workers([num_threads], name)
         self._changed = self._workers.changed
+        self._in_order = threading.Lock()
         self._action: Action | None = None
         self.waited_s = 0.0
         self._clear()
 
     def _clear(self) -> None:
         self._waiting: deque[Handed] = deque()
-        self._used_bytes = self._num_left = 0
+        self._used_bytes = self._num_running = 0
         self._error: BaseException | None = None
 
     def start(self, action: Action) -> None:
@@ -65,12 +67,11 @@ class Stage:
         """
         began_s = time.perf_counter()
         most = self._capacity_bytes - min(gradient.nbytes, self._capacity_bytes)
-        self._await(lambda: self._used_bytes <= most)
         with self._changed:
+            self._await(lambda: self._used_bytes <= most)
             self._waiting.append((piece, gradient))
             self._used_bytes += gradient.nbytes
-            self._num_left += 1
-            self._workers.submit(0, Job(self._take, self._taken))
+            self._workers.submit(0, self._pass_on)
         self.waited_s += time.perf_counter() - began_s
 
     def end(self) -> None:
@@ -79,7 +80,8 @@ class Stage:
         Raises:
           BaseException: The exception that stopped the action.
         """
-        self._await(lambda: not self._num_left)
+        with self._changed:
+            self._await(lambda: not (self._waiting or self._num_running))
 
     def abandon(self) -> None:
         """Waits for what is under way; what waits is dropped."""
@@ -88,76 +90,49 @@ class Stage:
         self._clear()
 
     def close(self) -> None:
-        """Ends the thread; idempotent."""
+        """Ends the threads; idempotent."""
         self.abandon()
         self._workers.close()
 
     def _await(self, is_done: Callable[[], bool]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: is_done() or self._error is not None)
-            if self._error is not None:
-                raise self._error
+        self._changed.wait_for(lambda: is_done() or self._error is not None)
+        if self._error is not None:
+            raise self._error
 
-    def _take(self, bounce: Array) -> int:
-        """Passes a gradient on, or several short ones, unless it was; on the thread."""
+    def _pass_on(self, bounce: Array) -> None:
+        """Works on the next gradients, unless others took them; on a thread."""
         del bounce
-        action, taken = self._action, list[Handed]()
+        with self._in_order:
+            if not (taken := self._next()):
+                return
+            num_bytes = sum(gradient.nbytes for _, gradient in taken)
+            action = self._action
+            work = None if action is None else self._tried(partial(action, taken))
+            del taken
+        if work is not None:
+            self._tried(work)
         with self._changed:
-            while self._waiting and (not taken or self._are_short(taken[-1])):
+            self._used_bytes -= num_bytes
+            self._num_running -= 1
+
+    def _next(self) -> list[Handed]:
+        """Takes a gradient, or several short ones."""
+        with self._changed:
+            taken = [self._waiting.popleft()] if self._waiting else []
+            while taken and self._waiting and self._are_short(taken[-1]):
                 taken.append(self._waiting.popleft())
-        if action is not None and taken:
-            action(taken)
-        return sum(gradient.nbytes for _, gradient in taken)
+            self._num_running += bool(taken)
+            return taken
 
     def _are_short(self, last: Handed) -> bool:
         """Whether the next gradient goes with the last."""
         both = last, self._waiting[0]
         return all(gradient.nbytes <= self._short_bytes for _, gradient in both)
 
-    def _taken(self, num_bytes: int | None, error: BaseException | None) -> None:
-        self._num_left -= 1
-        self._used_bytes -= num_bytes or 0
-        if error is not None:
-            self._error, self._action = self._error or error, None
-
-
-class UnderWay:
-    """Updates of several units at a time, so that a device's hide behind the host's.
-
-    They begin in their order, and one that takes long holds up none behind it. Its
-    calls come one after another.
-    """
-
-    def __init__(self, num_at_once: int) -> None:
-        self._num_at_once = num_at_once
-        self._threads = ThreadPoolExecutor(num_at_once, "jaxinf-update")
-        self._running: set[Future[None]] = set()
-
-    def start(self, action: Callable[[], None]) -> None:
-        """Starts an action; blocks while too many are under way.
-
-        Raises:
-          BaseException: An earlier action's.
-        """
-        if len(self._running) == self._num_at_once:
-            self._await(FIRST_COMPLETED)
-        self._running.add(self._threads.submit(action))
-
-    def end(self) -> None:
-        """Waits for all; raises what one has raised."""
-        self._await(ALL_COMPLETED)
-
-    def abandon(self) -> None:
-        """Waits for all; what they raise does not count, as the step is given up."""
-        wait(self._running)
-        self._running.clear()
-
-    def close(self) -> None:
-        """Waits for all, and ends the threads; idempotent."""
-        self.abandon()
-        self._threads.shutdown()
-
-    def _await(self, until: str) -> None:
-        done, self._running = wait(self._running, return_when=until)
-        for one in done:
-            one.result()
+    def _tried(self, call: Callable[[], Work | None]) -> Work | None:
+        try:
+            return call()
+        except BaseException as error:
+            with self._changed:
+                self._error, self._action = self._error or error, None
+            return None

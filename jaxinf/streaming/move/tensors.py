@@ -7,16 +7,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from jaxinf.streaming.move.link import Crossing
 from jaxinf.streaming.move.moves import Tensor
 from jaxinf.streaming.move.scratch import Place, Scratch, raw_bytes
 from jaxinf.streaming.program.shards import PINNED
 from jaxinf.typing import Array
+
+Crossing: TypeAlias = list[tuple[Array | jax.Array, Any]]
+"""Arrays on the host, and where each of them goes."""
 
 
 @dataclass(eq=False)

@@ -101,6 +101,8 @@ class Plan:
         that are never on a drive.
       resident: Parts of params that are in memory in any case, and do not count.
       resident_bytes: Memory of params that stay between steps, in addition.
+      kept, kept_bytes: Parts of params that only the first step reads: they stay as far
+        as memory goes that programs leave.
       output_bytes: On several devices, the bytes of each call's outputs in one memory;
         None for one device.
       memory_bytes: Memory during each call, once the programs are compiled.
@@ -117,6 +119,8 @@ class Plan:
     lenders: frozenset[Slot] | None = None
     resident: frozenset[Piece] = frozenset()
     resident_bytes: int = 0
+    kept: frozenset[Piece] = frozenset()
+    kept_bytes: int = 0
     output_bytes: Sequence[Sequence[int]] | None = None
     memory_bytes: Sequence[int] = ()
 
@@ -252,8 +256,9 @@ class Plan:
         return lives
 
     def read_bytes(self, number: int) -> int:
-        """Bytes of params that a call reads and that the one before it does not."""
-        held = self.resident.union(self.calls[number - 1].reads if number else ())
+        """Bytes of params that a call reads and that were not in memory before it."""
+        before = self.calls[number - 1].reads if number else ()
+        held = self.resident.union(self.kept, before)
         own = self.calls[number].params
         return sum(size for piece, size in own if piece not in held)
 

@@ -1,7 +1,8 @@
 """Plans the reads of params: which units are read for which calls, and what stays.
 
-A read may serve the calls of a later one. The last read of a unit before its gradient
-is complete may serve its update, too; the unit then stays until it is updated.
+A read may serve the calls of a later one, and those of the next step if no update
+changes the unit. The last read of a unit before its gradient is complete may serve its
+update, too; the unit then stays until it is updated.
 
 Invariant: the memory of params is what the plan leaves for them, on the host and on the
 JAX device, at least the most of `held_bytes`; beyond it a unit is read again.
@@ -20,6 +21,7 @@ from jaxinf.streaming.plan.calls import Call, Plan
 from jaxinf.streaming.plan.memory import NUM_STAGED, Division
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 from jaxinf.streaming.program.units import StoreUnits, Unit
+from jaxinf.transfer.cache import stays
 
 
 class Fetch(NamedTuple):
@@ -29,12 +31,14 @@ class Fetch(NamedTuple):
       first, last: Numbers of the first and the last call that use it.
       gradient: Number of the call that completes its gradient, if the update takes the
         params from this read; None if it reads them again.
+      stays: Whether the unit's first call of the next step finds it in memory.
     """
 
     unit: Unit
     first: int
     last: int
     gradient: int | None = None
+    stays: bool = False
 
     @property
     def end(self) -> int:
@@ -46,7 +50,7 @@ class Reading(NamedTuple):
     """The reads of a plan.
 
     Attributes:
-      fetches: The reads of a step, in order.
+      fetches: The reads of the first step, in order.
       room_bytes: Memory on the device for their units.
       host_bytes: Memory on the host of a device with memory of its own; else None.
       unused_bytes: Memory that the plan leaves for units, and no read needs.
@@ -58,10 +62,27 @@ class Reading(NamedTuple):
     unused_bytes: int = 0
 
     @property
-    def num_first(self) -> int:
-        """Number of units that have room when a step begins."""
-        sizes = (fetch.unit.page_bytes for fetch in self.fetches)
-        return bisect_right([*accumulate(sizes)], self.room_bytes)
+    def repeated(self) -> tuple[Fetch, ...]:
+        """The reads of each step after the first."""
+        staying = {fetch.unit for fetch in self.fetches if fetch.stays}
+        first = {fetch.unit: fetch for fetch in reversed(self.fetches)}
+        return tuple(
+            fetch
+            for fetch in self.fetches
+            if fetch.unit not in staying or fetch is not first[fetch.unit]
+        )
+
+    @property
+    def never_again(self) -> frozenset[Unit]:
+        """Units that no step after the first reads."""
+        read = {fetch.unit for fetch in self.repeated}
+        return frozenset(one.unit for one in self.fetches if one.unit not in read)
+
+    def num_first(self, fetches: Sequence[Fetch]) -> int:
+        """Number of reads that have room when a step begins, of those that it does."""
+        held_bytes = sum(f.unit.page_bytes for f in {*self.fetches} - {*fetches})
+        sizes = accumulate(fetch.unit.page_bytes for fetch in fetches)
+        return bisect_right([*sizes], self.room_bytes - held_bytes)
 
     @property
     def largest_bytes(self) -> int:
@@ -73,12 +94,14 @@ def plan_reads(
     store_units: StoreUnits,
     division: Division,
     can_take: Callable[[Unit], bool],
+    is_frozen: Callable[[Unit], bool] = lambda unit: False,
 ) -> Reading:
     """Plans the reads of a step.
 
     Args:
       can_take: Whether the update of a unit can take params that were read for a
         program.
+      is_frozen: Whether no update changes a unit.
 
     Raises:
       BudgetError: The host has no room for params on their way to the device.
@@ -89,6 +112,8 @@ def plan_reads(
     held = held_bytes(fetches, len(calls))
     room = int(held.max(initial=0)) + spare
     is_staged = division.staged > 0
+    fetches = keep_frozen(fetches, held, spare, is_frozen)
+    spare = room - int(held.max(initial=0))
     # The rest is for reading ahead.
     fetches = keep_between(fetches, held, room - spare // 2)
     limit, largest = room - spare // 4, Reading(fetches).largest_bytes
@@ -126,16 +151,13 @@ def staged_bytes(store_units: StoreUnits, plan: Plan) -> int:
     return NUM_STAGED * max(sizes, default=PAGE_BYTES)
 
 
-def reused_bytes(
-    fetches: Sequence[Fetch], calls: Sequence[Call], store_units: StoreUnits
-) -> int:
-    """Bytes that calls of a step find in memory, because a call before used them."""
-    used = sum(
+def used_bytes(calls: Sequence[Call], store_units: StoreUnits) -> int:
+    """Bytes of params that the calls of a step use, each time counted."""
+    return sum(
         unit.num_bytes
         for call in calls
         for unit in {store_units.unit(piece) for piece in call.program.pieces}
     )
-    return used - sum(fetch.unit.num_bytes for fetch in fetches)
 
 
 def fetches_of(uses: Iterable[Iterable[Unit]]) -> tuple[Fetch, ...]:
@@ -167,6 +189,53 @@ def held_bytes(fetches: Sequence[Fetch], num_calls: int) -> np.ndarray:
     return occupancy(num_calls + 2, stays)
 
 
+def keep_frozen(
+    fetches: Sequence[Fetch],
+    held: np.ndarray,
+    room_bytes: int,
+    is_frozen: Callable[[Unit], bool],
+) -> tuple[Fetch, ...]:
+    """Joins reads of units that no update changes, also with those of the next step.
+
+    What is needed last leaves first (see `jaxinf.transfer.stays`).
+
+    Args:
+      fetches: The reads of a step, in order.
+      held: Memory for units during each call; updated.
+      room_bytes: Memory for units beyond the most of it.
+    """
+    frozen = [
+        number
+        for number, one in enumerate(fetches)
+        if is_frozen(one.unit) and not one.unit.is_shared
+    ]
+    order = [(one.unit, one.unit.page_bytes) for one in (fetches[n] for n in frozen)]
+    if not order:
+        return tuple(fetches)
+    frozen_bytes = sum(dict(order).values())
+    others = sum(one.unit.page_bytes for one in fetches) - sum(n for _, n in order)
+    # Some is for reading ahead, unless all of it has been read.
+    capacity = room_bytes - min(room_bytes // 2, others)
+    if frozen_bytes > capacity:
+        capacity = room_bytes // 2
+    joined = dict(enumerate(fetches))
+    follows: dict[Unit, int] = {}  # the read of each unit's next use, if it stays
+    firsts = {fetches[n].unit: n for n in reversed(frozen)}
+    kept = dict(zip(frozen, stays(order, capacity), strict=True))
+    for number in reversed(frozen):
+        one, after = joined[number], follows.get(fetches[number].unit)
+        if kept[number] and after is None:
+            held[one.end + 2 :] += one.unit.page_bytes
+            held[: fetches[firsts[one.unit]].first] += one.unit.page_bytes
+            joined[number] = one._replace(stays=True)
+        elif kept[number] and after is not None:
+            other = joined.pop(after)
+            held[one.end + 2 : other.first] += one.unit.page_bytes
+            joined[number] = one._replace(last=other.last, stays=other.stays)
+        follows[one.unit] = number
+    return tuple(joined[number] for number in sorted(joined))
+
+
 def keep_between(
     fetches: Sequence[Fetch], held: np.ndarray, limit_bytes: int
 ) -> tuple[Fetch, ...]:
@@ -182,7 +251,8 @@ def keep_between(
     joined = list(fetches)
     for other in sorted(before, reverse=True):
         one = before[other]
-        joined[one] = joined[one]._replace(last=joined[other].last)
+        last, stays_on = joined[other].last, joined[other].stays
+        joined[one] = joined[one]._replace(last=last, stays=stays_on)
     return tuple(fetch for i, fetch in enumerate(joined) if i not in before)
 
 

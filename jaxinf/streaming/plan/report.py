@@ -35,8 +35,8 @@ def plan_text(plan: Any) -> str:
         head += f"; {plan.num_parts} parts of a batch"
     if traced.mesh is not None:
         head += f"; on {mesh_text(traced.mesh)}"
-    if plan.resident_bytes:
-        head += f"; {format_bytes(plan.resident_bytes)} of params stay"
+    if stay_bytes := plan.resident_bytes + plan.kept_bytes:
+        head += f"; {format_bytes(stay_bytes)} of params stay from step to step"
     lines = [_TITLES, *_lines(plan)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     cells = ([*map(str.rjust, line[:-1], widths), line[-1]] for line in lines)

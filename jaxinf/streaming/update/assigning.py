@@ -5,8 +5,7 @@ changed, and a resumed run keeps to the choice that its commit records.
 """
 
 import logging
-from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh
 
@@ -19,20 +18,20 @@ from jaxinf.engine import (
     engine_of,
 )
 from jaxinf.errors import AssignmentError, StreamError
-from jaxinf.program import Kernel, UpdateProgram
+from jaxinf.program import Kernel
 from jaxinf.store import CommitRecord
 from jaxinf.streaming.plan.memory import Division
+from jaxinf.streaming.plan.options import DeviceUpdates
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import mesh_text
+from jaxinf.streaming.update.near_storage import Updates
 from jaxinf.streaming.update.on_device import NUM_ROOMS, DeviceUpdater, room_bytes
 from jaxinf.streaming.update.rates import measured_interval
-from jaxinf.streaming.update.store_sink import NUM_UNDER_WAY
 
 _LOG = logging.getLogger("jaxinf")
 
-DeviceUpdates: TypeAlias = int | Literal["auto"] | None
-"""The device computes every so many subgroups, 0 for none; None for as many as in the
-store's last step."""
+NUM_UNDER_WAY = 4
+"""Units whose updates are under way at a time, where a device computes some."""
 
 
 def check_device_updates(
@@ -66,112 +65,105 @@ def check_device_updates(
         )
 
 
-class Assigning:
-    """Assigns subgroups of a store to a device.
+def asked_interval(value: DeviceUpdates, store: Store, *, replan: bool) -> int | None:
+    """Returns k, where the device is to update each k-th subgroup; None to measure it.
 
     Args:
       value: What the run was asked for.
       store: The store, which may be empty.
-      mesh: The run's devices; None for one.
       replan: Whether the choice of its commit may change.
 
     Raises:
       AssignmentError: The store's commit records another choice.
-      StreamError: The device can compute none of the store, or the run has several
-        devices.
     """
+    if (last := _last_step(store)) is not None:
+        kept = last.device_updates
+        if not replan and isinstance(value, int) and value != kept:
+            raise AssignmentError(str(store.path), kept, value)
+        if value is None or (value == "auto" and not replan):
+            return kept
+    return None if value == "auto" else value or 0
 
-    def __init__(
-        self,
-        value: DeviceUpdates,
-        store: Store,
-        shape: StoreShape,
-        program: UpdateProgram,
-        updater: DeviceUpdater,
-        mesh: Mesh | None,
-        *,
-        replan: bool,
-    ) -> None:
-        self._store, self._shape, self._updater = store, shape, updater
-        self._kernels = [leaf.kernel for leaf in program.leaves]
-        self._every: int | None = None  # to be measured
-        if (last := _last_step(store)) is not None:
-            if not replan:
-                _check_kept(last, value, str(store.path))
-            if value is None or (value == "auto" and not replan):
-                self._every = last.device_updates
-        if value != "auto" and self._every is None:
-            self._every = value or 0
-        self._is_auto = value == "auto"
-        self._planned = Assignment()
-        if self._is_auto or self._every:
-            self._check_alone(mesh)
-            self._planned = self._assigned(1 if self._is_auto else self._every or 0)
 
-    def without(
-        self, division: Division, gradient_bytes: Mapping[Piece, int]
-    ) -> Division:
-        """Returns memory without what updates on the device take there, and here.
+def assignment(
+    updates: Updates, updater: DeviceUpdater, every: int, *, is_auto: bool
+) -> Assignment:
+    """Returns the updates of each so many subgroups, those that the device can compute.
 
-        Raises:
-          BudgetError: Nothing is left for the programs.
-        """
-        layouts = self._layouts()
-        if not layouts:
-            return division
-        num_bytes = NUM_ROOMS * room_bytes([layout for layout, _ in layouts])
-        purpose = "updates on the device"
-        division = division.without(num_bytes, purpose, is_on_device=True)
-        num_bytes = (NUM_UNDER_WAY - 1) * max(gradient_bytes.values(), default=0)
-        return division.without(num_bytes, "gradients of updates under way")
-
-    def chosen(self, room_bytes: int) -> Assignment:
-        """Returns the assignment of steps; with ``"auto"`` measures it, and blocks.
-
-        Args:
-          room_bytes: Memory of the host that is free between steps.
-        """
-        layouts = self._layouts()
-        if self._every is None and layouts:
-            longest = max(layouts, key=lambda pair: pair[0].subgroup.num_elements)
-            self._every = measured_interval(self._updater, *longest, room_bytes)
-            _LOG.info("device_updates=%s, as measured", self._every)
-        return self._assigned(self._every or 0)
-
-    # --- inside --------------------------------------------------------------------
-
-    def _assigned(self, every: int) -> Assignment:
-        found = assigned(self._shape, self._kernels, self._updater, every)
-        if every and not found.subgroups and not self._is_auto:
-            raise StreamError(
-                f"device_updates={every}: expected more subgroups that the "
-                "device can compute: of 65536 params or more, with state that is not "
-                "coded, and an update without arrays from outside; leave "
-                "device_updates out, or give a smaller number"
-            )
-        return found
-
-    def _layouts(self) -> list[tuple[SubgroupLayout, Kernel]]:
-        records = self._shape.directory.manifest.leaves
-        return [
-            (layout, kernel)
-            for leaf, (record, kernel) in enumerate(
-                zip(records, self._kernels, strict=True)
-            )
-            for layout in self._shape.layouts(
-                leaf, (0,) * len(record.shape), record.shape
-            )
-            if layout.subgroup in self._planned.subgroups
-        ]
-
-    def _check_alone(self, mesh: Mesh | None) -> None:
-        if mesh is None and self._shape.directory.manifest.member is None:
-            return
-        where = "several processes" if mesh is None else mesh_text(mesh)
+    Raises:
+      StreamError: It can compute none, and was told to.
+    """
+    kernels = [leaf.kernel for leaf in updates.program.leaves]
+    found = assigned(updates.shape, kernels, updater, every)
+    if every and not found.subgroups and not is_auto:
         raise StreamError(
-            f"device_updates: expected one device, found {where}; leave it out, or, "
-            "if the store's last step had it, give 0 for it and replan=True"
+            f"device_updates={every}: expected more subgroups that the "
+            "device can compute: of 65536 params or more, with state that is not "
+            "coded, and an update without arrays from outside; leave "
+            "device_updates out, or give a smaller number"
         )
+    return found
+
+
+def layouts_of(
+    updates: Updates, chosen: Assignment
+) -> list[tuple[SubgroupLayout, Kernel]]:
+    """Returns the subgroups that a device updates, with their kernels."""
+    shape, leaves = updates.shape, updates.program.leaves
+    records = shape.directory.manifest.leaves
+    return [
+        (layout, leaf.kernel)
+        for number, (record, leaf) in enumerate(zip(records, leaves, strict=True))
+        for layout in shape.layouts(number, (0,) * len(record.shape), record.shape)
+        if layout.subgroup in chosen.subgroups
+    ]
+
+
+def without_updates(
+    division: Division,
+    layouts: Sequence[tuple[SubgroupLayout, Kernel]],
+    gradient_bytes: Mapping[Piece, int],
+) -> Division:
+    """Returns memory without what updates on the device take there, and here.
+
+    Raises:
+      BudgetError: Nothing is left for the programs.
+    """
+    if not layouts:
+        return division
+    num_bytes = NUM_ROOMS * room_bytes([layout for layout, _ in layouts])
+    division = division.without(num_bytes, "updates on the device", is_on_device=True)
+    num_bytes = (NUM_UNDER_WAY - 1) * max(gradient_bytes.values(), default=0)
+    return division.without(num_bytes, "gradients of updates under way")
+
+
+def measured(
+    updater: DeviceUpdater,
+    layouts: Sequence[tuple[SubgroupLayout, Kernel]],
+    memory_bytes: int,
+) -> int:
+    """Returns k as measured; blocks.
+
+    Args:
+      memory_bytes: Memory of the host that is free between steps.
+    """
+    if not layouts:
+        return 0
+    longest = max(layouts, key=lambda pair: pair[0].subgroup.num_elements)
+    every = measured_interval(updater, *longest, memory_bytes)
+    _LOG.info("device_updates=%s, as measured", every)
+    return every
+
+
+def check_alone(shape: StoreShape, mesh: Mesh | None) -> None:
+    """Refuses several devices; raises StreamError."""
+    if mesh is None and shape.directory.manifest.member is None:
+        return
+    where = "several processes" if mesh is None else mesh_text(mesh)
+    raise StreamError(
+        f"device_updates: expected one device, found {where}; leave it out, or, "
+        "if the store's last step had it, give 0 for it and replan=True"
+    )
 
 
 def _last_step(store: Store) -> CommitRecord | None:
@@ -180,13 +172,3 @@ def _last_step(store: Store) -> CommitRecord | None:
     if engine.commit is None or not engine.opened.finished.step:
         return None
     return engine.opened.finished
-
-
-def _check_kept(last: CommitRecord, value: DeviceUpdates, store: str) -> None:
-    """Refuses another choice than that of a store's last step.
-
-    Raises:
-      AssignmentError: It was asked for.
-    """
-    if isinstance(value, int) and value != last.device_updates:
-        raise AssignmentError(store, last.device_updates, value)

@@ -14,16 +14,18 @@ import optax
 
 from jaxinf import compat
 from jaxinf.errors import NonFiniteGradientError, StreamError
-from jaxinf.program import (
-    NonFinitePolicy,
-    effect_of_nonfinite,
-    is_guarded,
-    path_name,
-)
-from jaxinf.streaming.move.params import Params
-from jaxinf.streaming.program.graph import Piece
+from jaxinf.program import effect_of_nonfinite, is_guarded, path_name
+from jaxinf.streaming.move.params import MemoryParams, Params
+from jaxinf.streaming.move.scratch import Scratch
+from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.fit import Prepared
+from jaxinf.streaming.plan.memory import Division, divide_rest
+from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.planned import Planned
+from jaxinf.streaming.program.graph import Piece, aval_bytes
+from jaxinf.streaming.program.trace import Traced
 from jaxinf.streaming.update.sink import Sink
-from jaxinf.typing import Array, PyTree
+from jaxinf.typing import Array, PathLikeStr, PyTree
 
 
 class OptaxSink(Sink):
@@ -32,20 +34,18 @@ class OptaxSink(Sink):
     It holds these whole or in slices of stacks. The update and the addition are each a
     jit.
 
+    It serves batches of all shapes.
+
     Args:
-      nonfinite: The effect of a non-finite gradient; None for the usual one.
+      folder: On a drive, for values.
     """
 
     def __init__(
-        self,
-        tx: optax.GradientTransformation,
-        nonfinite: NonFinitePolicy | None = None,
-        *,
-        is_deterministic: bool = True,
+        self, tx: optax.GradientTransformation, options: Options, folder: PathLikeStr
     ) -> None:
-        self._tx = tx
-        self._nonfinite: NonFinitePolicy | None = nonfinite
-        self._options = compat.deterministic_options(is_deterministic)
+        super().__init__(options)
+        self._tx, self._folder = tx, folder
+        self._compiler_options = compat.deterministic_options(options.deterministic)
         self._trained: tuple[PyTree, PyTree] | None = None
         self._is_lent = False
         self._compiled: dict[bool, tuple[Any, Any]] = {}
@@ -56,6 +56,10 @@ class OptaxSink(Sink):
         if state is None:
             state = jax.jit(self._tx.init)(params)
         self._trained, self._is_lent = (params, state), False
+
+    def like(self, options: Options) -> "OptaxSink":
+        """Returns one to plan with other options."""
+        return OptaxSink(self._tx, options, self._folder)
 
     @property
     def params(self) -> PyTree:
@@ -74,12 +78,37 @@ class OptaxSink(Sink):
           donates: Whether they reuse the memory of state and params.
         """
         if donates not in self._compiled:
-            jit = partial(jax.jit, compiler_options=self._options)
+            jit = partial(jax.jit, compiler_options=self._compiler_options)
             self._compiled[donates] = (
                 jit(self._tx.update, donate_argnums=(0, 1) if donates else (0,)),
                 jit(optax.apply_updates, donate_argnums=(0,) if donates else ()),
             )
         return self._compiled[donates]
+
+    # --- what it takes -------------------------------------------------------------
+
+    def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
+        limit = self.options.limit_within(budgets)
+        return divide_rest(budgets["memory_bytes"], limit)
+
+    def held_bytes(self, traced: Traced) -> int:
+        params = traced.params_tree.unflatten(traced.params)
+        state = jax.tree.leaves(jax.eval_shape(self._tx.init, params))
+        params_bytes = sum(map(aval_bytes, traced.params))
+        return 2 * params_bytes + sum(map(aval_bytes, state))  # with gradients
+
+    def staying(self, plan: Plan) -> Plan:
+        pieces = {piece for call in plan.calls for piece in call.reads}
+        # A part of a leaf is copied for its calls.
+        whole = frozenset(p for p in pieces if not p.index and not p.rows)
+        params_bytes = sum(map(aval_bytes, plan.traced.params))
+        return plan.varied(resident=whole, resident_bytes=params_bytes)
+
+    def source(self, planned: Planned) -> Params:
+        return MemoryParams(lambda: jax.tree.leaves(self.params))
+
+    def scratch(self, content: str) -> Scratch:
+        return Scratch([self._folder], content=content)
 
     # --- a step --------------------------------------------------------------------
 
@@ -97,7 +126,9 @@ class OptaxSink(Sink):
         paths, tree = jax.tree_util.tree_flatten_with_path(params)
         taken = {id(leaf) for leaf in jax.tree.leaves(results)}
         gradients = [self._taken(leaf, taken) for leaf in range(len(paths))]
-        policy = effect_of_nonfinite(self._nonfinite, is_guarded=is_guarded(state))
+        policy = effect_of_nonfinite(
+            self.options.nonfinite, is_guarded=is_guarded(state)
+        )
         if policy != "allow":
             finite = zip(paths, _are_finite(gradients), strict=True)
             bad = [path_name(path) for (path, _), is_finite in finite if not is_finite]

@@ -1,28 +1,140 @@
-"""Where the gradients of a step go.
+"""Where the gradients of a step go, and what they take beside its programs.
 
 Invariant: a step that is abandoned, or refused, leaves params as they were.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxinf.engine import Store, engine_of
 from jaxinf.errors import StreamError
-from jaxinf.streaming.move.params import Params
-from jaxinf.streaming.plan.group_step import GroupStep
+from jaxinf.io import ByteCounts
+from jaxinf.streaming.move.params import Params, StoreParams, StoreReader
+from jaxinf.streaming.move.scratch import Scratch
+from jaxinf.streaming.move.spill import Waiting, file_bytes
+from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.fit import Prepared
+from jaxinf.streaming.plan.memory import (
+    READER_BYTES,
+    Division,
+    divide_rest,
+    reader_bytes,
+)
+from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.planned import Planned
+from jaxinf.streaming.plan.reads import Reading, plan_reads, staged_bytes
 from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.initial import BUFFERS_SHARE
 from jaxinf.streaming.program.meshes import on_this_process
+from jaxinf.streaming.program.trace import Traced
+from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
 from jaxinf.typing import Array, PyTree
 
 # Elements whose finiteness is looked at together: it takes memory.
 _RUN_ELEMENTS = 1 << 18
+# A function of a step reads so much less ahead, for what its compilation takes.
+_OWN_SHARE = 6
 
 
 class Sink(ABC):
-    """Takes the gradients of steps."""
+    """Takes the gradients of steps, for batches of one shape.
+
+    Args:
+      store: The store that params are read from; None if they are in memory.
+      units: How they are read.
+
+    Attributes:
+      num_drives: Number of drives that values may wait on.
+      keeps_plans_in: The store that keeps cuts; None if bits need not last.
+      average: Whether the store's average is read.
+      are_frozen: Whether params that stay are the same after a step of the store.
+    """
+
+    num_drives = 1
+    keeps_plans_in: Path | None = None
+    average = False
+    are_frozen = True
+
+    def __init__(
+        self,
+        options: Options,
+        store: Store | None = None,
+        units: StoreUnits | None = None,
+    ) -> None:
+        self.options, self.store, self.units = options, store, units
+        self._together = options.together
+
+    # --- what it takes -------------------------------------------------------------
+
+    @abstractmethod
+    def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
+        """Divides the memory of budgets, without that of values on their way.
+
+        Raises:
+          BudgetError: A budget does not suffice.
+        """
+
+    def held_bytes(self, traced: Traced) -> int:
+        """Memory for what stays beside the programs from step to step."""
+        return 0
+
+    def staying(self, plan: Plan) -> Plan:
+        """Returns the plan with the params that stay in memory."""
+        return plan
+
+    def is_frozen(self, unit: Unit) -> bool:
+        """Whether no update changes a unit, so that it may stay from step to step."""
+        return False
+
+    def takes_read(self, unit: Unit) -> bool:
+        """Whether a unit's update can take what was read for a program."""
+        return False
+
+    def waiting(self, planned: Planned) -> Waiting | None:
+        """Returns the gradients that wait for the last one; None if none does."""
+        return None
+
+    def traffic(self, planned: Planned) -> ByteCounts:
+        """Returns the bytes that a step moves on drives."""
+        waits = planned.away_bytes
+        return ByteCounts(drive_read_bytes=waits, drive_write_bytes=waits)
+
+    # --- the source of params ------------------------------------------------------
+
+    def passing_bytes(self, plan: Plan) -> int:
+        """Memory of the host that params take on their way to a device with its own."""
+        return 0 if self.units is None else staged_bytes(self.units, plan)
+
+    def reading(self, plan: Plan, division: Division) -> Reading:
+        """Plans the reads of params; raises BudgetError."""
+        if self.units is None:
+            return Reading()
+        how = self.takes_read, self.is_frozen
+        return plan_reads(plan, self.units, division, *how)
+
+    def source(self, planned: Planned) -> Params:
+        """Makes what gives params to programs."""
+        assert self.store is not None, "params are read from a store"
+        assert self.units is not None, "which has units"
+        engine, where = engine_of(self.store), (self.options.device, self._together)
+        reader = StoreReader(engine, READER_BYTES, average=self.average)
+        how = {"are_frozen": self.are_frozen}
+        return StoreParams(self.units, reader, planned.reading, *where, **how)
+
+    def scratch(self, content: str) -> Scratch:
+        """Returns files on drives for what waits there; none by default."""
+        return Scratch(())
+
+    # --- a step --------------------------------------------------------------------
+
+    def open(self, planned: Planned) -> None:
+        """Takes the room of a step, before the first."""
 
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
         """Gets ready for a step.
@@ -73,10 +185,56 @@ class Sink(ABC):
 
 
 class NoGradients(Sink):
-    """The sink of a function without a gradient."""
+    """The sink of a function without a gradient. Until a step, all params may stay.
 
-    def __init__(self, together: GroupStep) -> None:
-        self._together = together
+    Args:
+      beside_bytes: Memory of the store's buffers for the step whose memory it has, 0 if
+        none has run; None if it has its own.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ready: Prepared,
+        options: Options,
+        beside_bytes: int | None,
+        *,
+        average: bool,
+    ) -> None:
+        self.are_frozen = False
+        opened = engine_of(store).opened
+        if average:
+            opened.averaged(0)  # or refuses
+        units = StoreUnits(ready.traced.params, opened.can_move)
+        super().__init__(options, store, units)
+        self.average, self._beside_bytes = average, beside_bytes
+        self._export_bytes = opened.export_bytes
+
+    def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
+        assert self.units is not None
+        memory_bytes = budgets["memory_bytes"]
+        if (beside_bytes := self._beside_bytes) is not None:
+            if not beside_bytes or memory_bytes != self.options.memory_bytes:
+                beside_bytes = max(beside_bytes, memory_bytes // BUFFERS_SHARE)
+            memory_bytes -= beside_bytes
+        limit = self.options.limit_within(budgets, ready.traced.mesh)
+        own_bytes = memory_bytes - self._export_bytes
+        division = divide_rest(own_bytes - reader_bytes(own_bytes), limit)
+        units = {self.units.unit(piece) for piece in ready.lifetimes.sizes}
+        return division.without(
+            max((u.whole_bytes for u in units if not u.is_divided), default=0),
+            "reading shards of params that are not stored alone",
+        ).without(shared_bytes(units), SHARED)
+
+    def reading(self, plan: Plan, division: Division) -> Reading:
+        if self._beside_bytes is not None and self.options.limit.is_host:
+            # A step's own programs stay in memory beside those of its functions.
+            less = division.programs - self.options.memory_bytes // _OWN_SHARE
+            division = replace(division, programs=max(plan.peak_bytes, less))
+        return super().reading(plan, division)
+
+    def is_frozen(self, unit: Unit) -> bool:
+        return True
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
         raise AssertionError("a function without a gradient")
@@ -86,6 +244,12 @@ class NoGradients(Sink):
     ) -> bool:
         self._together.agree(lambda: ())
         return False
+
+
+def drive_bytes(sink: Sink, planned: Planned) -> int:
+    """Returns the bytes of values and gradients that wait on drives, at most."""
+    last = sink.waiting(planned)
+    return planned.away_bytes + (0 if last is None else file_bytes(last))
 
 
 def is_finite(array: Array) -> bool:

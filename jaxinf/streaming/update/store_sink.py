@@ -7,30 +7,31 @@ Invariant: the store advances by one step if every gradient arrived and was fini
   otherwise it does not advance.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxinf.csd import ScalarInputs, is_idle
+from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     Assignment,
-    Engine,
     KeptLeaf,
+    Store,
+    StoreShape,
     UpdateRequest,
     carried_leaves,
     check_carried,
 )
-from jaxinf.errors import NonFiniteGradientError
-from jaxinf.program import NonFinitePolicy, Passes, UpdateProgram
+from jaxinf.program import UpdateProgram, effect_of_nonfinite
 from jaxinf.store import ScalarState
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.spill import Spill
-from jaxinf.streaming.move.stage import Handed, Stage, UnderWay
-from jaxinf.streaming.plan.calls import Call
-from jaxinf.streaming.plan.group_step import GroupStep
+from jaxinf.streaming.move.stage import Handed, Stage, Work
+from jaxinf.streaming.plan.fit import Prepared
+from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.planned import Planned
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import (
     Gradient,
@@ -39,77 +40,73 @@ from jaxinf.streaming.program.shards import (
     shards_of,
     whole,
 )
-from jaxinf.streaming.program.units import StoreUnits, Unit
-from jaxinf.streaming.update.compressing import Compressor
-from jaxinf.streaming.update.passes import PassRunner
-from jaxinf.streaming.update.sink import Sink, is_finite, on_host
+from jaxinf.streaming.program.units import Unit
+from jaxinf.streaming.update.assigning import (
+    NUM_UNDER_WAY,
+    measured,
+)
+from jaxinf.streaming.update.near_storage import (
+    non_finite,
+)
+from jaxinf.streaming.update.sink import is_finite, on_host
+from jaxinf.streaming.update.stored import Stored
 from jaxinf.typing import Array, PyTree
 
 _NO_PARAMS = np.empty(0, np.float32)
 # Gradients up to this long share a call of the engine.
 _SHORT_BYTES = 1 << 20
 
-NUM_UNDER_WAY = 4
-"""Units whose updates are under way at a time, where a device computes some."""
 
-
-class StoreSink(Sink):
+class StoreSink(Stored):
     """The optimizer's side of a streamed step.
 
     Gradients are deferred if the optimizer needs numbers of all of them, such as their
     norm, or if a step overwrites one that is not committed. Updates then start when all
     have arrived, and with them all reads of params are over.
 
-    Args:
-      compressor: Compresses gradients, if that is on.
-      idle: From `idle_leaves`; the store keeps these as they are.
-      capacity_bytes: Bytes of gradients that may wait; one is always accepted.
+    Attributes:
       spill: Holds gradients until the last one arrives; None if none waits.
-      assignment: The updates that a JAX device computes.
-      copies: Whether gradients are copied to pinned memory of the host, from a device
-        with memory of its own.
-      carry: Returns the arrays to commit with a step, from its aux.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        store: Store,
+        ready: Prepared,
         program: UpdateProgram,
-        passes: PassRunner,
-        compressor: Compressor,
-        store_units: StoreUnits,
-        idle: Set[int],
-        together: GroupStep,
-        capacity_bytes: int,
-        spill: Spill | None,
-        nonfinite: NonFinitePolicy,
-        assignment: Assignment,
-        *,
-        copies: bool,
-        carry: Callable[[PyTree], PyTree] | None = None,
+        shape: StoreShape,
+        options: Options,
     ) -> None:
-        self._engine = engine
-        self._program = program
-        self._store_units, self._together = store_units, together
-        self._idle, self._kept = idle, set[Unit]()
-        self._stage = Stage("jaxinf-updates", capacity_bytes, _SHORT_BYTES)
-        self._nonfinite: NonFinitePolicy = nonfinite
-        self._copies, self._carry = copies, carry
-        self._carried: Mapping[tuple[str, ...], Array] = {}
-        self._assignment = assignment
-        self._under_way = UnderWay(NUM_UNDER_WAY)
-        self._fetched: Params
-        self.spill = spill
-        self._passes = passes
+        super().__init__(store, ready, program, shape, options)
+        self._nonfinite = effect_of_nonfinite(
+            options.nonfinite, is_guarded=program.is_guarded
+        )
+        self._kept = set[Unit]()
         # Passes look at whole gradients, in every process.
-        self._is_gathered = not together.group.is_alone
-        self._compressor = compressor
+        self._is_gathered = not self._together.group.is_alone
+        self._carried: Mapping[tuple[str, ...], Array] = {}
         self._gathering: dict[Unit, _Gathered] = {}
         self._bad: list[str] = []
-        self._step = 0
-        self._num_skipped = 0
+        self._step = self._num_skipped = 0
+        self.spill: Spill | None = None
+        self._assignment = Assignment()
+        self._stage = Stage("jaxinf-updates", 1, _SHORT_BYTES)
+        self._fetched: Params
 
-    # --- a step --------------------------------------------------------------------
+    def open(self, planned: Planned) -> None:
+        division, waits = planned.division, self.waiting(planned)
+        room_bytes = division.gradients
+        if waits is not None:
+            self.spill = Spill(self.scratch("gradients"), waits)
+            room_bytes -= waits.capacity_bytes
+        room_bytes, num_threads = min(room_bytes, division.leaving), 1
+        if self._every is None:
+            self._every = measured(self._updater, self._layouts, division.gradients)
+        self._assignment = self._assigned(self._every)
+        if self._assignment.updater is not None:
+            num_threads = NUM_UNDER_WAY
+            room_bytes += (num_threads - 1) * max(self._gradient_bytes.values())
+        how = room_bytes, _SHORT_BYTES, num_threads
+        self._stage = Stage("jaxinf-updates", *how)
 
     def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
         self._fetched = params
@@ -134,7 +131,8 @@ class StoreSink(Sink):
             gradient = gathered(gradient)
         with self._together.holding():
             stays = self.spill is not None and self._passes.looks_first(piece.leaf)
-            own = handed_out(gradient, copies=self._copies, stays=stays)
+            copies = not self.options.limit.is_host
+            own = handed_out(gradient, copies=copies, stays=stays)
             self._stage.put(piece, own)
 
     def finish(
@@ -154,7 +152,7 @@ class StoreSink(Sink):
             if self._nonfinite == "skip":
                 self._num_skipped += 1
                 return False
-            raise _non_finite(self._step, self._bad)
+            raise non_finite(self._step, self._bad)
         assert not self._gathering, "every part of a unit has its gradient"
         self._keep()
         record = self._engine.opened.finished
@@ -170,7 +168,6 @@ class StoreSink(Sink):
     def abandon(self) -> None:
         """Abandons the step without a commit."""
         self._stage.abandon()
-        self._under_way.abandon()
         if self.spill is not None:
             self.spill.reset()
         self._passes.close()
@@ -188,7 +185,6 @@ class StoreSink(Sink):
     def close(self) -> None:
         """Frees the files of gradients that wait, and ends the thread."""
         self._stage.close()
-        self._under_way.close()
         self._passes.close()
         if self.spill is not None:
             self.spill.close()
@@ -227,7 +223,7 @@ class StoreSink(Sink):
             self._stage.put(piece, gradient)
             if not overwrites:
                 check()
-        self._end_updates()
+        self._stage.end()
 
     def _keep(self) -> None:
         """Tells the store of leaves that stay as they are."""
@@ -239,14 +235,10 @@ class StoreSink(Sink):
         if self._kept:
             self._engine.steps.update(self._step, *kept)
 
-    def _end_updates(self) -> None:
-        self._stage.end()
-        self._under_way.end()
-
     def _end_all(self, results: PyTree) -> None:
-        self._end_updates()
-        if self._carry is not None:
-            carried = carried_leaves(self._carry(results[1]))
+        self._stage.end()
+        if (carry := self.options.carry) is not None:
+            carried = carried_leaves(carry(results[1]))
             names = self._engine.opened.directory.manifest.state_names
             check_carried(self._engine, carried, names)
             self._carried = {path: on_host(x) for path, x in carried.items()}
@@ -269,7 +261,7 @@ class StoreSink(Sink):
             if piece.leaf not in self._idle:
                 self.spill.put(piece, array)
 
-    def _update(self, taken: Sequence[Handed]) -> None:
+    def _update(self, taken: Sequence[Handed]) -> Work | None:
         asked: dict[Unit, list[UpdateRequest]] = {}
         for piece, gradient in taken:
             unit = self._store_units.unit(piece)
@@ -281,12 +273,7 @@ class StoreSink(Sink):
                 self._fetched.free(unit)
             else:
                 asked[unit] = self._requests(unit, gathered)
-        if not asked:
-            return
-        if self._assignment.updater is None:
-            self._run(asked)
-        else:
-            self._under_way.start(partial(self._run, asked))
+        return partial(self._run, asked) if asked else None
 
     def _run(self, asked: Mapping[Unit, Sequence[UpdateRequest]]) -> None:
         requests = [request for own in asked.values() for request in own]
@@ -356,42 +343,3 @@ class _Gathered:
         self.array[part.index] = gradient
         self._num_missing -= gradient.size
         return not self._num_missing
-
-
-def idle_leaves(program: UpdateProgram, passes: Passes) -> frozenset[int]:
-    """Returns the leaves that stay as they are, whose gradients need not wait."""
-
-    def is_read(leaf: int) -> bool:
-        first = min(1, passes.num_passes - 1)
-        later = range(first, passes.num_passes)
-        return any(passes.part(number, leaf) is not None for number in later)
-
-    leaves = enumerate(program.leaves)
-    return frozenset(n for n, x in leaves if is_idle(x.kernel) and not is_read(n))
-
-
-def deferred_bytes(
-    calls: Iterable[Call], whole: Container[int], sizes: Mapping[Piece, int]
-) -> Mapping[Piece, int]:
-    """Returns the bytes of gradients that wait for the last one, in their order.
-
-    Args:
-      whole: Leaves that the passes need as a whole, whose parts wait together.
-    """
-    found: dict[Piece, int] = {}
-    for call in calls:
-        for piece, _ in call.gradients:
-            key = Piece(piece.leaf) if piece.leaf in whole else piece
-            found[key] = found.pop(key, 0) + sizes[piece]
-    return found
-
-
-def _non_finite(step: int, bad: Sequence[str]) -> NonFiniteGradientError:
-    names = list(dict.fromkeys(bad))
-    more = f" and {len(names) - 5} more leaves" if len(names) > 5 else ""
-    return NonFiniteGradientError(
-        f"step {step + 1}: NaN or Inf in the gradient of "
-        f"{', '.join(names[:5])}{more}; the step was refused, the store stays at "
-        f"step {step}. Lower the learning rate or clip the gradients, or "
-        'pass nonfinite="skip" to go on without such steps, as with a loss scale'
-    )

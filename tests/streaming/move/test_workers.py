@@ -2,46 +2,33 @@
 
 import threading
 
-from jaxinf.streaming.move.workers import Job, Workers
+from jaxinf.streaming.move.workers import Workers
 
 
 def test_jobs_of_a_queue_run_in_order():
-    workers, found = Workers([1, 1]), []
+    workers, found = Workers([1, 1], "jaxinf-test"), []
     with workers.changed:
         for number in range(20):
-            job = Job(lambda _, n=number: n, lambda moved, _: found.append(moved))
-            workers.submit(number % 2, job)
+            workers.submit(number % 2, lambda _, n=number: found.append(n))
         workers.changed.wait_for(lambda: len(found) == 20)
     assert [n for n in found if n % 2] == list(range(1, 20, 2))
     assert [n for n in found if not n % 2] == list(range(0, 20, 2))
     workers.close()
 
 
-def test_an_error_is_handed_on():
-    workers, found = Workers([1]), []
-    with workers.changed:
-        workers.submit(0, Job(lambda _: 1 // 0, lambda *ended: found.append(ended)))
-        workers.changed.wait_for(lambda: found)
-    ((moved, error),) = found
-    assert moved is None
-    assert isinstance(error, ZeroDivisionError)
-    workers.close()
-
-
 def test_a_reset_drops_what_the_end_of_a_job_submits(monkeypatch):
-    workers, ran = Workers([1]), []
+    workers, ran = Workers([1], "jaxinf-test"), []
     begun, waiting = threading.Event(), threading.Event()
 
     def move(bounce):
         begun.set()
         assert waiting.wait(60)
-
-    def ended(moved, error):
-        workers.submit(0, Job(lambda _: ran.append("next"), lambda *_: None))
+        with workers.changed:
+            workers.submit(0, lambda _: ran.append("next"))
 
     with workers.changed:
-        workers.submit(0, Job(move, ended))
-        workers.submit(0, Job(lambda _: ran.append("queued"), lambda *_: None))
+        workers.submit(0, move)
+        workers.submit(0, lambda _: ran.append("queued"))
     assert begun.wait(60)
     real = workers.changed.wait_for
 
@@ -53,7 +40,7 @@ def test_a_reset_drops_what_the_end_of_a_job_submits(monkeypatch):
         patched.setattr(workers.changed, "wait_for", wait_for)
         workers.reset()
     with workers.changed:
-        workers.submit(0, Job(lambda _: ran.append("later"), lambda *_: None))
+        workers.submit(0, lambda _: ran.append("later"))
         workers.changed.wait_for(lambda: "later" in ran)
     assert ran == ["later"]
     workers.close()

@@ -11,9 +11,9 @@ from jaxinf_models import MODELS, abstract_params, config_for, task_loss
 from streaming import smallest_bytes
 from zoo import ZOO
 
+from jaxinf.streaming.plan.compiled import Estimates, compiled_bytes
 from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.program.peak import peak_memory
-from jaxinf.streaming.run import Estimates, compiled_bytes
 
 pytestmark = pytest.mark.optimized
 

@@ -6,20 +6,23 @@ Invariant: values are checked before they come here.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from jax.sharding import Mesh
 
 from jaxinf.compress import TopK
 from jaxinf.program import Average, NonFinitePolicy
 from jaxinf.streaming.plan.calls import Policy, may_leave
+from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.device import device_limit, mesh_limit
 from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.plan.memory import DeviceLimit
 from jaxinf.streaming.program.meshes import default_device
-from jaxinf.streaming.run import Executables
-from jaxinf.streaming.update.assigning import DeviceUpdates
 from jaxinf.typing import PyTree
+
+DeviceUpdates: TypeAlias = int | Literal["auto"] | None
+"""The device computes every so many subgroups, 0 for none; None for as many as in the
+store's last step."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,202 @@
+"""Plans a step for batches of one shape, within its memory.
+
+    memory, less what the sink takes ─► cuts that fit ─► values that leave ─► reads
+
+Invariant: what a step takes stays within its budgets, in all processes alike. A refused
+budget is refused with one that works. Nothing is written.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from jaxinf.errors import BudgetError, StreamError
+from jaxinf.streaming.move.workers import writing_bytes
+from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.compiled import (
+    compiled_bytes,
+    compiled_temp_bytes,
+    offloaded,
+)
+from jaxinf.streaming.plan.device import check_pinned
+from jaxinf.streaming.plan.fit import Prepared
+from jaxinf.streaming.plan.memory import Division
+from jaxinf.streaming.plan.offload import check_leaving, check_tiers, plan_tiers
+from jaxinf.streaming.plan.options import Options
+from jaxinf.streaming.plan.planned import Planned
+from jaxinf.streaming.plan.saved import saved_cuts, saved_plan
+from jaxinf.streaming.update.sink import Sink
+from jaxinf.terminal import exact_bytes
+from jaxinf.typing import JsonValue
+
+_Plan = TypeVar("_Plan")
+
+# Of what is added to a budget, so much at least goes where bytes are missing: buffers
+# take at most three eighths. The last of three tries is generous.
+_SHARES = 5 / 8, 5 / 8, 1 / 8
+
+
+def plan_step(sink: Sink, ready: Prepared) -> Planned:
+    """Plans a step within the budgets of its options; compiles it, and blocks.
+
+    Raises:
+      BudgetError: A budget is too small; names one that works.
+      StreamError: The program cannot be cut, or the saved plan is another's.
+    """
+    return within(sink.options, partial(plan_within, sink, ready))
+
+
+def plan_within(sink: Sink, ready: Prepared, budgets: Mapping[str, int]) -> Planned:
+    """As `plan_step`, with other budgets; an error names no budget that works."""
+    group = sink.options.together.group
+    division, cuts, is_saved = _memory_of_all(sink, ready, budgets)
+    found: list[Planned] = []
+
+    def plan() -> JsonValue:
+        found.append(_planned(sink, ready, division, cuts, is_saved=is_saved))
+        return None if group.is_alone else found[0].digest
+
+    remedy = "give all the same options, and the same versions of packages"
+    group.agree("the plan of a step", plan, remedy)
+    return found[0]
+
+
+def _memory_of_all(
+    sink: Sink, ready: Prepared, budgets: Mapping[str, int]
+) -> tuple[Division, Sequence[int] | None, bool]:
+    """Returns the memory that all processes have, and the cuts that one has kept.
+
+    Raises:
+      StreamError: They have kept others.
+    """
+    options, own = sink.options, list[Division]()
+    read: Sequence[int] | None = None
+
+    def divided() -> JsonValue:
+        nonlocal read
+        given = ready.given_bytes
+        division = sink.divided(ready, budgets)
+        purpose = "holding its batch and constants"
+        division = division.without(given, purpose, is_on_device=True)
+        # A plan that was kept before these counted still fits.
+        division = replace(division, spare=division.spare + given)
+        pool_bytes = division.pool_bytes(with_values=options.may_leave)
+        check_pinned(options.device, pool_bytes)
+        if options.may_leave:
+            num_bytes = writing_bytes(sink.num_drives)
+            division = division.without(num_bytes, "writing its values to drives")
+        own.append(division)
+        if sink.keeps_plans_in is not None and not options.replan:
+            read = saved_cuts(sink.keeps_plans_in, ready)
+        return [division.programs, division.staged, division.spare, read]
+
+    told = options.together.group.gather("the memory of a step", divided)
+    programs, staged, spare = (min(one[n] for one in told) for n in range(3))
+    kept = {tuple(cuts) for *_, cuts in told if cuts is not None}
+    if len(kept) > 1:
+        raise StreamError(
+            f"{sink.keeps_plans_in}: expected one plan that all processes have kept, "
+            f"found {len(kept)}; pass replan=True for another one (bits then "
+            "differ from here on)"
+        )
+    division = replace(own[0], programs=programs, staged=staged, spare=spare)
+    return division, kept.pop() if kept else None, read is not None
+
+
+def _planned(
+    sink: Sink,
+    ready: Prepared,
+    division: Division,
+    cuts: Sequence[int] | None,
+    *,
+    is_saved: bool,
+) -> Planned:
+    held_bytes = sink.held_bytes(ready.traced)
+    if held_bytes > division.programs:
+        raise BudgetError(
+            division.limit,
+            "expected room for params, gradients and optax's state, "
+            f"{held_bytes} bytes, found {division.programs}",
+            held_bytes - division.programs + 1,
+            ", or give a store, which keeps the state on drives",
+        )
+    policy, executables = sink.options.policy, sink.options.executables
+
+    def measure(plan: Plan) -> int:
+        return held_bytes + compiled_bytes(sink.staying(plan), executables)
+
+    if cuts is None:
+        plan = ready.plan(division.programs, policy, measure, division.limit)
+    else:
+        most, folder = division.programs + division.spare, sink.keeps_plans_in
+        plan = saved_plan(folder, ready, cuts, most, policy, measure, division.limit)
+        programs = max(division.programs, plan.peak_bytes)  # with what is spare
+        division = replace(division, programs=programs)
+    division = replace(division, programs=division.programs - held_bytes)
+    plan = sink.staying(plan).varied(peak_bytes=plan.peak_bytes - held_bytes)
+    host_bytes = division.staged
+    if division.staged and plan.is_offloaded:
+        host_bytes = (host_bytes - sink.passing_bytes(plan)) // division.pool_factor
+        temps = compiled_temp_bytes(plan, executables)
+        check_leaving(plan, division.programs, temps, host_bytes)
+    if plan.is_offloaded:
+        plan = offloaded(plan, executables, division.programs)
+    tiers = plan_tiers(plan, host_bytes) if division.staged else None
+    if tiers is not None:
+        check_tiers(tiers, host_bytes)
+        if sink.units is not None:
+            pool_bytes = division.pool_factor * tiers.host_bytes
+            division = division.without(pool_bytes, "keeping values")
+    reading = sink.reading(plan, division)
+    if sink.units is not None:
+        kept, unit = reading.never_again, sink.units.unit
+        pieces = {piece for call in plan.calls for piece in call.reads}
+        plan = plan.varied(
+            kept=frozenset(piece for piece in pieces if unit(piece) in kept),
+            kept_bytes=sum(one.num_bytes for one in kept),
+        )
+    return Planned(plan, division, tiers, reading, is_saved)
+
+
+def within(options: Options, plan: Callable[[Mapping[str, int]], _Plan]) -> _Plan:
+    """Returns what `plan` makes of the budgets.
+
+    Raises:
+      BudgetError: A budget is too small; names one with which `plan` works, unless
+        several processes plan, which do so once.
+    """
+    try:
+        return plan(options.budgets)
+    except BudgetError as error:
+        if not options.together.group.is_alone:
+            raise
+        raise _advised(error, options.budgets, plan) from None
+
+
+def _advised(
+    error: BudgetError,
+    budgets: Mapping[str, int],
+    plan: Callable[[Mapping[str, int]], object],
+) -> BudgetError:
+    """Returns the refusal with budgets that work; blocks while it plans."""
+    tried, last = dict(budgets), error
+    for share in _SHARES:
+        if last.limit not in tried:
+            break
+        more = max(1, int(last.missing_bytes / share))
+        tried[last.limit] = _rounded(tried[last.limit] + more)
+        try:
+            plan(tried)
+        except BudgetError as other:
+            last = other
+            continue
+        raised = {name: n for name, n in tried.items() if n != budgets[name]}
+        return error._advising({name: exact_bytes(n) for name, n in raised.items()})
+    return error
+
+
+def _rounded(num_bytes: int) -> int:
+    """Returns whole MiB that are easily read: at most 1/32 more."""
+    unit = max(1 << 20, 1 << max(0, num_bytes.bit_length() - 6))
+    return -(-num_bytes // unit) * unit
