@@ -61,32 +61,17 @@ class Evaluation(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The checkpoint named best.
-
-    Attributes:
-      step: that of its commit; -1 if there is none.
-      loss: None if nothing is known of it.
-    """
+    """The checkpoint named best; a loss of None is not known, an infinite one none."""
 
     step: int = -1
-    loss: float | None = None
-
-    @property
-    def is_unknown(self) -> bool:
-        return self.step >= 0 and self.loss is None
-
-    def is_better(self, other: "Best") -> bool:
-        return self.loss is not None and self.loss < (
-            math.inf if other.loss is None else other.loss
-        )
+    loss: float | None = math.inf
 
 
 def best_of(store: Store | None) -> Best:
     """Returns the checkpoint named best, with its loss as the last commit has it.
 
-    The commit that the checkpoint itself has cannot say it: then it is unknown, and an
-    evaluation of the store finds it again. Of a step that the run has left, as by
-    --restore, nothing counts any more.
+    The commit that the checkpoint itself has cannot say it: then an evaluation of the
+    store finds it again. Of a step that the run has left by --restore, nothing counts.
     """
     held = store.checkpoints() if store is not None and store.exists else []
     steps = [one.step for one in held if one.name == BEST]
@@ -94,9 +79,10 @@ def best_of(store: Store | None) -> Best:
         return Best()
     said = store.payload.get("best") if isinstance(store.payload, Mapping) else None
     found = said if isinstance(said, Mapping) else {}
-    if found.get("step") == steps[0] and isinstance(found.get("loss"), int | float):
-        return Best(steps[0], float(found["loss"]))
-    return Best(steps[0]) if steps[0] == store.step else Best()
+    loss = found.get("loss")
+    if found.get("step") == steps[0] and isinstance(loss, int | float):
+        return Best(steps[0], float(loss))
+    return Best(steps[0], None) if steps[0] == store.step else Best()
 
 
 class Evaluator:

@@ -214,7 +214,7 @@ class _Run:
         with report.saying_compilation(self._console):  # so that no step's time has it
             first_batch = self._devices.joined(self._batches[0])
             train_step, stopped = self._mode.compile(first_batch), 0
-        if self._best.is_unknown or (config.eval_every and not first):
+        if self._best.loss is None or (config.eval_every and not first):
             text = report.describe(config, self.evaluate())
             self._console.print(f"step {first}: {text}")
         unit = "images" if config.takes_images else "tokens"
@@ -251,8 +251,9 @@ class _Run:
             payload = resume.payload_of(
                 self._identity, number, batch, self._batches.shard
             )
-            best: Any = self._best._asdict()
-            store.annotate(self._num_updates + 1, payload | {"best": best})
+            if self._best.step >= 0 and self._best.loss is not None:
+                payload["best"] = self._best._asdict()
+            store.annotate(self._num_updates + 1, payload)
         try:
             with self._timer.step(number):
                 done = train_step(self._devices.joined(batch))
@@ -314,10 +315,11 @@ class _Run:
             self._validation.write(self.step, line)
             self._trackers.send(json.loads(line), "held_out/")
         best = Best(self._num_updates, found.loss)
-        if self._best.is_unknown and math.isfinite(found.loss):
+        if self._best.loss is None and math.isfinite(found.loss):
             self._best = best
         is_offered = self._config.eval_every > 0 and self.step > 0
-        if self._store and is_offered and best.is_better(self._best):
+        least = math.inf if self._best.loss is None else self._best.loss
+        if self._store and is_offered and found.loss < least:
             self._store.checkpoint(BEST, state=self._mode.state(), overwrite=True)
             self._console.print(f"step {self.step}: checkpoint {BEST}")
             self._best = best
