@@ -307,7 +307,6 @@ class StepCalls:
         self, host: GuardedHost, call: HostCall, *, has_results: bool
     ) -> tuple[list[LeafResult], jax.Array]:
         """Sends one call; compressed, if that is on, after the warm-up steps."""
-        compression = self._wrapped.compression
         # Keeps XLA from fusing the gradients' computation with what follows: the
         # selection, or the packing of short leaves.
         gradients = [leaf.gradient for leaf in call.leaves]
@@ -315,41 +314,34 @@ class StepCalls:
             gradients = lax.optimization_barrier(gradients)
         pairs = zip(call.leaves, gradients, strict=True)
         leaves = tuple([replace(leaf, gradient=own) for leaf, own in pairs])
-        call = call._replace(leaves=leaves)
-        if compression is None:
-            return self._send_as(host, call, None, has_results=has_results)
-        numbers = [leaf.number for leaf in leaves]
-        chunk_shapes = {
-            n: self._engine.chunk_shape(self._description, n) for n in numbers
-        }
-        compress = compressor(compression, chunk_shapes)
-        if not compression.warmup_steps:
-            return self._send_as(host, call, compress, has_results=has_results)
-        return lax.cond(
-            self._state.step < compression.warmup_steps,
-            lambda: self._send_as(host, call, None, has_results=has_results),
-            lambda: self._send_as(host, call, compress, has_results=has_results),
-        )
-
-    def _send_as(
-        self,
-        host: GuardedHost,
-        call: HostCall,
-        compress: Compress | None,
-        *,
-        has_results: bool,
-    ) -> tuple[list[LeafResult], jax.Array]:
-        leaves = call.leaves
         avals = self._results(call) if has_results else [None] * len(leaves)
-        sent = call
-        if compress is None:  # the old error feedback stays here
-            dense = tuple(replace(leaf, feedback=None) for leaf in leaves)
-            sent = call._replace(leaves=dense)
-        results, own = send(host, sent, avals, self._shardings_of(call), compress)
-        if compress is not None:
-            return results, own
-        pairs = zip(results, leaves, strict=True)
-        return [one._replace(feedback=leaf.feedback) for one, leaf in pairs], own
+        shardings = self._shardings_of(call)
+
+        def dense() -> tuple[list[LeafResult], jax.Array]:
+            # The old error feedback stays here.
+            without = tuple(replace(leaf, feedback=None) for leaf in leaves)
+            sent = call._replace(leaves=without)
+            results, own = send(host, sent, avals, shardings)
+            pairs = zip(results, leaves, strict=True)
+            return [one._replace(feedback=leaf.feedback) for one, leaf in pairs], own
+
+        compression = self._wrapped.compression
+        if compression is None:
+            return dense()
+
+        def compressed() -> tuple[list[LeafResult], jax.Array]:
+            numbers = [leaf.number for leaf in leaves]
+            shapes = {
+                n: self._engine.chunk_shape(self._description, n) for n in numbers
+            }
+            compress = compressor(compression, shapes)
+            sent = call._replace(leaves=leaves)
+            return send(host, sent, avals, shardings, compress)
+
+        if not compression.warmup_steps:
+            return compressed()
+        is_early = self._state.step < compression.warmup_steps
+        return lax.cond(is_early, dense, compressed)
 
     def _fetch(
         self,
