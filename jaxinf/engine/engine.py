@@ -60,8 +60,8 @@ class Engine(StoreRun):
       StoreError: as `jaxinf.open_store` documents.
     """
 
-    def __init__(self, options: StoreOptions, group: Group | None = None) -> None:
-        super().__init__(options, group or Group(options.path))
+    def __init__(self, options: StoreOptions, group: Group) -> None:
+        super().__init__(options, group)
         self.handles: list[Any] = []
         self.shardings: tuple[NamedSharding, ...] = ()
         self.shapes: Any = None
@@ -269,9 +269,8 @@ class Engine(StoreRun):
     def restart(self, description: StoreDescription) -> None:
         """Keeps the existing run as a checkpoint, and waits for a new one.
 
-        Steps in flight are waited for.
-
-        The committed step does not change until `finish_initialisation`.
+        Steps in flight are waited for. The committed step does not change until
+        `finish_initialisation`.
 
         Raises:
           StoreMismatchError: the new run has other leaves or another optimizer.
