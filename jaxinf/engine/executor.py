@@ -10,12 +10,12 @@ from typing import Literal
 
 from jaxinf.csd import Csd, CsdBuffer, Transfer
 from jaxinf.engine.chunks import ChunkTable
-from jaxinf.engine.failure import Failure
 from jaxinf.io import crc32c, span, timeline
 from jaxinf.store import Slot, StoreDirectory
 from jaxinf.transfer import (
     Compute,
     DriveMonitor,
+    Failure,
     Limits,
     Load,
     Loads,

@@ -10,6 +10,7 @@ Invariant: what stays in memory is decided from the order of uses, which is know
 
 from jaxinf.transfer.cache import stays
 from jaxinf.transfer.drive_monitor import DriveMonitor
+from jaxinf.transfer.failure import Failure
 from jaxinf.transfer.mover import Mover
 from jaxinf.transfer.queues import Queues
 from jaxinf.transfer.tasks import (
@@ -26,6 +27,7 @@ from jaxinf.transfer.tasks import (
 __all__ = [
     "Compute",
     "DriveMonitor",
+    "Failure",
     "Limits",
     "Load",
     "Loads",

@@ -12,10 +12,10 @@ exception.
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Protocol
 
 from jaxinf.errors import StoreClosedError, StoreError
 from jaxinf.transfer import drive_monitor
+from jaxinf.transfer.failure import Failure
 from jaxinf.transfer.queues import Queues
 from jaxinf.transfer.scheduling import has_next, next_own, next_unit
 from jaxinf.transfer.tasks import (
@@ -27,27 +27,6 @@ from jaxinf.transfer.tasks import (
     Unit,
     Write,
 )
-
-
-class Failure(Protocol):
-    """The one error of all who use the mover, which stops it."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """The first error."""
-        ...
-
-    def set(self, error: BaseException) -> None:
-        """Keeps an error, if it is the first, and tells the listeners."""
-        ...
-
-    def check(self) -> None:
-        """Raises the error, if there is one."""
-        ...
-
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Registers what an error calls."""
-        ...
 
 
 class Mover:

@@ -10,11 +10,10 @@ import pytest
 
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.executor import make_mover
-from jaxinf.engine.failure import Failure
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreClosedError, StoreIOError
 from jaxinf.layout import subgroups
-from jaxinf.transfer import Task
+from jaxinf.transfer import Failure, Task
 
 PAGE = 4096
 TIMEOUT_S = 60
