@@ -60,7 +60,7 @@ def test_a_drive_that_fails(child, place, drive, where, num_csds):
     driver.steps(3).check(step + 3)
 
 
-@pytest.mark.parametrize("memory", [450_000, 2 << 20])
+@pytest.mark.parametrize("memory", [400_000, 2 << 20])
 @pytest.mark.parametrize("where", CASES)
 def test_a_drive_that_fails_under_state_that_stays(child, place, drive, where, memory):
     """With commits every three steps: the last one counts, with all bits of it."""
