@@ -185,7 +185,7 @@ SCRIPTS = {
 OPTIONS = {
     "rare": {"durability": 2},
     "staying": {"durability": 2},
-    "staying in part": {"durability": 2, "memory_bytes": 400_000},
+    "staying in part": {"durability": 2, "memory_bytes": 110_000},
     "frozen": {"is_partly_frozen": True},
 }
 NAMES = ("jaxinf.json", "slots", "current", "commit.json")

@@ -71,7 +71,8 @@ def small_driver(path, *, is_partly_frozen=False, **options):
     description = _described(is_partly_frozen)
     store_driver.describe = lambda params, tx: description
     try:
-        return kind(path, LEAVES, memory_bytes=1 << 20, num_workers=1, **options)
+        options = {"memory_bytes": 1 << 20} | options
+        return kind(path, LEAVES, num_workers=1, **options)
     finally:
         store_driver.describe = traced
 
