@@ -1,5 +1,12 @@
 """Training of models larger than memory, by cutting a loss function's program.
 
+    program/   jaxpr ─► graph ─► cuts ─► programs of the segments
+    plan/      a list of calls: what each reads, makes, frees; what leaves and stays
+    run.py     for each call: params, values ─► outputs; two are in flight
+    move/      params, values and gradients between device, host and drives
+    update/    sinks: a gradient ─► the store's update, optax's, or none
+    step.py    a batch's way through these, on a thread that Ctrl-C cannot stop half-way
+
 Invariant: a user's loss function is traced with its gradient and never changed; the
 parts of that one jaxpr run.
 """

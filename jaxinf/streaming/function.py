@@ -101,11 +101,6 @@ class StreamedFunction(Step):
             like = self._params = self._params or _tree_of(self.store)
         return self.store.params(like, average=self._average)
 
-    @property
-    def fetched_bytes(self) -> int:
-        """Bytes of params that the last call read from drives."""
-        return 0 if self._last is None else self._last.params.counts.num_read_bytes
-
     def close(self) -> None:
         """Frees the memory; closes the store if it was given as a path. Idempotent."""
         try:

@@ -271,7 +271,7 @@ def function(place):
         trained(step, one, 1)
         shared = step.function(outputs)
         found = shared(one.batch)
-        assert shared.fetched_bytes > 0
+        assert shared.metrics.fetched_drive_bytes > 0
         params = store.params(like=one.params)
         expected = jax.jit(outputs)(params, one.batch)
         np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-6)
@@ -281,11 +281,13 @@ def function(place):
         alone = jaxinf.stream_function(outputs, store, memory_bytes=MEMORY_BYTES)
         alone.load(one.params)
         assert_same_bits(alone(one.batch), found)
-        assert alone.fetched_bytes == sum(p.nbytes for p in jax.tree.leaves(params))
+        assert alone.metrics.fetched_drive_bytes == sum(
+            p.nbytes for p in jax.tree.leaves(params)
+        )
         # Params of which nothing is said are replicated, and read once for all devices.
         whole = jaxinf.stream_function(outputs, store, memory_bytes=MEMORY_BYTES)
         np.testing.assert_allclose(whole(one.batch)["loss"], found["loss"], rtol=1e-6)
-        assert whole.fetched_bytes == alone.fetched_bytes
+        assert whole.metrics.fetched_drive_bytes == alone.metrics.fetched_drive_bytes
 
 
 def other_devices(place):

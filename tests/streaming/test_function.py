@@ -105,7 +105,7 @@ def test_a_function_reads_the_last_finished_step(open_store):
     for f in (alone, shared):
         losses = [float(step(program.batch)[0])]
         found = float(f(program.batch))
-        assert f.fetched_bytes > 0
+        assert f.metrics.fetched_drive_bytes > 0
         losses.append(float(step(program.batch)[0]))
         np.testing.assert_allclose(found, losses[1], rtol=1e-6)
 

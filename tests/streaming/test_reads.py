@@ -231,12 +231,12 @@ def test_a_function_reads_params_again_after_a_step(open_store):
     with jaxinf.stream_function(program.loss, store, memory_bytes=64 << 20) as f:
         f.load(program.params)
         before = np.asarray(jax.tree.leaves(f(program.batch))[0])
-        assert f.fetched_bytes > 0
+        assert f.metrics.fetched_drive_bytes > 0
         np.testing.assert_array_equal(jax.tree.leaves(f(program.batch))[0], before)
-        assert f.fetched_bytes == 0
+        assert f.metrics.fetched_drive_bytes == 0
         step(program.batch)
         assert np.asarray(jax.tree.leaves(f(program.batch))[0]) != before
-        assert f.fetched_bytes > 0
+        assert f.metrics.fetched_drive_bytes > 0
 
 
 def trained(step, program):

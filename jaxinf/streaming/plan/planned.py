@@ -44,6 +44,7 @@ class Planned:
     @property
     def digest(self) -> str:
         """What processes that run its programs together must have in common."""
-        fetches = [(*x.unit.place, x.first, x.last) for x in self.reading.fetches]
+        read = self.reading.fetches
+        fetches = [(*x.unit.place, x.first, x.last, x.stays) for x in read]
         text = repr((self.plan.traced.mesh, self.plan.cuts, fetches))
         return hashlib.sha256(text.encode()).hexdigest()
