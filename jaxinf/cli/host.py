@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxinf.cli.probe import Bandwidth
 from jaxinf.csd.cards.runtime import has_runtime
 from jaxinf.csd.cards.sysfs import card_of, list_cards
 from jaxinf.errors import CsdError, DeviceConfigurationError
@@ -42,6 +43,7 @@ class Finding:
     title: str
     facts: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    bandwidth: Bandwidth | None = None
 
     @property
     def is_usable(self) -> bool:

@@ -10,12 +10,11 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxinf.cli.host import Finding, Problem
-from jaxinf.cli.probe import Bandwidth, measure_bandwidth
+from jaxinf.cli.probe import measure_bandwidth
 from jaxinf.errors import StoreError
 from jaxinf.io import supports_direct
 from jaxinf.store.links import can_link
@@ -41,16 +40,9 @@ class Mount(NamedTuple):
     filesystem: str
 
 
-@dataclass
-class Place(Finding):
-    """A directory that could hold a store, and its bandwidth if that was measured."""
-
-    bandwidth: Bandwidth | None = None
-
-
-def look_at_place(path: Path, file_bytes: int, progress: ProgressCallback) -> Place:
+def look_at_place(path: Path, file_bytes: int, progress: ProgressCallback) -> Finding:
     """Examines a directory; measures it with a file of that length, if any; blocks."""
-    place = Place(str(path))
+    place = Finding(str(path))
     try:
         _examine(path, place, file_bytes, progress)
     except OSError as error:
@@ -64,7 +56,7 @@ def look_at_place(path: Path, file_bytes: int, progress: ProgressCallback) -> Pl
 
 
 def _examine(
-    path: Path, place: Place, file_bytes: int, progress: ProgressCallback
+    path: Path, place: Finding, file_bytes: int, progress: ProgressCallback
 ) -> None:
     facts, problems = place.facts, place.problems
     speed, lacking = None, set[str]()
