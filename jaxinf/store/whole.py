@@ -210,7 +210,7 @@ def save_whole(path: Path, name: str | None = None) -> Path:
       StoreMismatchError: there is a checkpoint of that name.
     """
     members = all_members(path)
-    is_alone = members[0].manifest.member is None
+    is_alone = not is_run(path)
     if not is_alone and name is not None and (path / "checkpoints" / name).exists():
         raise StoreMismatchError(
             f"{path}: there is a checkpoint {name!r} already; give another name"
