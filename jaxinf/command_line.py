@@ -99,9 +99,15 @@ def flags_of(command: Any) -> Iterator[Flag]:
         )
 
 
-def with_none(words: Sequence[str], command: Any) -> list[str]:
-    """Returns a command line in which ``none`` is written as tyro knows it."""
-    flags = {flag.name: flag for flag in flags_of(command)}
+def with_none(
+    words: Sequence[str], command: Any, *, but: Collection[str] = ()
+) -> list[str]:
+    """Returns a command line in which ``none`` is written as tyro knows it.
+
+    Args:
+      but: flags of which it may be a name.
+    """
+    flags = {flag.name: flag for flag in flags_of(command) if flag.name not in but}
     found, before = list[str](), ""
     for word in words:
         start, equals, value = word.partition("=")

@@ -20,7 +20,7 @@ from jaxinf.terminal import printable
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.help import PROGRAM, check_names, help_of, started_as
 from jaxinf.train.loop import train
-from jaxinf.train.run_file import base_of
+from jaxinf.train.run_file import NOT_IN_FILES, base_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def config_of(words: Sequence[str], prog: str = PROGRAM) -> TrainConfig:
     Raises:
       UsageError: what they say cannot be read, or is what no run has.
     """
-    words = with_none(words, TrainConfig)
+    words = with_none(words, TrainConfig, but=NOT_IN_FILES)
     config = tyro.cli(TrainConfig, prog=prog, args=words)
     base, said = base_of(config, words)
     if said is not None:

@@ -7,6 +7,7 @@ existing checkpoint, which each later commit has, so none is replaced by a worse
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 from jaxinf_models import Scores, generate_by, next_token, num_params, score
 
 from jaxinf.engine import Store
+from jaxinf.processes import Group
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, one_epoch
 from jaxinf.train.data.rows import TrainingData
@@ -67,22 +69,35 @@ class Best(NamedTuple):
     loss: float | None = math.inf
 
 
-def best_of(store: Store | None) -> Best:
+def best_of(store: Store | None, group: Group) -> Best:
     """Returns the checkpoint named best, with its loss as the last commit has it.
 
-    The commit that the checkpoint itself has cannot say it: then an evaluation of the
-    store finds it again. Of a step that the run has left by --restore, nothing counts.
+    The commit that the checkpoint itself has cannot say it: then it is unknown, and an
+    evaluation of the store finds it again. A commit that says nothing of it leaves it
+    unknown. Of a step that the run has left, as by --restore, nothing counts any more;
+    nor if processes of the group differ, of which some had replaced theirs when they
+    were killed.
     """
-    held = store.checkpoints() if store is not None and store.exists else []
-    steps = [one.step for one in held if one.name == BEST]
-    if store is None or not steps:
+    if store is None or not store.exists:
+        return Best()
+    own = _best_in(store)
+    found = [Best(*one) for one in group.gather("the best checkpoint", lambda: own)]
+    return own if {*found} == {own} else Best()
+
+
+def _best_in(store: Store) -> Best:
+    steps = [one.step for one in store.checkpoints() if one.name == BEST]
+    if not steps:
         return Best()
     said = store.payload.get("best") if isinstance(store.payload, Mapping) else None
-    found = said if isinstance(said, Mapping) else {}
-    loss = found.get("loss")
-    if found.get("step") == steps[0] and isinstance(loss, int | float):
+    if not isinstance(said, Mapping):
+        return Best(steps[0], None)
+    if said.get("step") != steps[0]:
+        return Best(steps[0], None) if steps[0] == store.step else Best()
+    loss = said.get("loss")
+    if isinstance(loss, int | float) and abs(loss) <= sys.float_info.max:
         return Best(steps[0], float(loss))
-    return Best(steps[0], None) if steps[0] == store.step else Best()
+    return Best(steps[0], None)
 
 
 class Evaluator:

@@ -89,7 +89,7 @@ def train(
         log_dir = config.logs / f"process-{group.number:05d}"
         config = dataclasses.replace(config, log_dir=log_dir)
     if not config.steps and not config.eval_only:
-        step = import_weights(config)
+        step = import_weights(config, kept)
         console.print(
             f"imported {num_params(config.model_config):,} params from {config.source} "
             f"to {config.store}, which is at step {step}"
@@ -138,7 +138,7 @@ class _Run:
         self._devices, self._idle_bytes = devices_of(config), rss_bytes()
         self._store = None
         if config.mode != "memory":
-            store = open_run(config, self._devices)
+            store = open_run(config, self._devices, kept)
             self._store = stack.enter_context(contextlib.closing(store))
             if config.eval_only and not store.exists:
                 raise UsageError(
@@ -200,7 +200,7 @@ class _Run:
                 self._sums = tracked(logs.parent)
         self._timer = StepTimer(self._config, self.step)
         closed(self._timer.close)
-        self._best = best_of(self._store)
+        self._best = best_of(self._store, self._group)
         self.exports = report.ExportsOfRun(self._store, self._console)
 
     def go(self) -> int:
@@ -214,7 +214,14 @@ class _Run:
         with report.saying_compilation(self._console):  # so that no step's time has it
             first_batch = self._devices.joined(self._batches[0])
             train_step, stopped = self._mode.compile(first_batch), 0
-        if self._best.loss is None or (config.eval_every and not first):
+        is_own = self._best == Best(self._num_updates, None)  # its loss can be found
+        if config.eval_every and self._best.loss is None and not is_own:
+            self._console.print(
+                f"checkpoint {BEST} is of step {self._best.step}, whose loss is not "
+                f"known: it stays as it is; for the best from here on, remove it first "
+                f"(jaxinf checkpoint remove {config.store} {BEST})"
+            )
+        if is_own or (config.eval_every and self._best.step < 0):
             text = report.describe(config, self.evaluate())
             self._console.print(f"step {first}: {text}")
         unit = "images" if config.takes_images else "tokens"
@@ -251,8 +258,9 @@ class _Run:
             payload = resume.payload_of(
                 self._identity, number, batch, self._batches.shard
             )
-            if self._best.step >= 0 and self._best.loss is not None:
-                payload["best"] = self._best._asdict()
+            if (loss := self._best.loss) is not None:  # else it stays unknown
+                known = {"loss": loss} if math.isfinite(loss) else {}
+                payload["best"] = {"step": self._best.step, **known}
             store.annotate(self._num_updates + 1, payload)
         try:
             with self._timer.step(number):
@@ -315,11 +323,11 @@ class _Run:
             self._validation.write(self.step, line)
             self._trackers.send(json.loads(line), "held_out/")
         best = Best(self._num_updates, found.loss)
-        if self._best.loss is None and math.isfinite(found.loss):
+        if self._best == Best(best.step, None) and math.isfinite(found.loss):
             self._best = best
         is_offered = self._config.eval_every > 0 and self.step > 0
-        least = math.inf if self._best.loss is None else self._best.loss
-        if self._store and is_offered and found.loss < least:
+        least = self._best.loss  # None: it is not known, and stays
+        if self._store and is_offered and least is not None and found.loss < least:
             self._store.checkpoint(BEST, state=self._mode.state(), overwrite=True)
             self._console.print(f"step {self.step}: checkpoint {BEST}")
             self._best = best

@@ -11,7 +11,7 @@ Invariant: a step has the same effect in each; `step` says which have the same b
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,7 @@ from jaxinf.train.metrics import NO_TRAFFIC, Costs
 from jaxinf.train.opening import begin, costs_of, open_run, stored_bytes
 from jaxinf.train.optimizers import behind_clipping, make_optimizer
 from jaxinf.train.step import Boundaries, compile_train_step
-from jaxinf.typing import DeferredArray, PyTree
+from jaxinf.typing import DeferredArray, JsonValue, PyTree
 
 # Share of the budget for pieces read and traced programs during an import.
 _IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
@@ -170,8 +170,11 @@ def store_optimizer(
     return tx if config.compress is None else behind_clipping(config, tx)
 
 
-def import_weights(config: TrainConfig) -> int:
+def import_weights(config: TrainConfig, kept: Mapping[str, JsonValue]) -> int:
     """Makes the store from a checkpoint's weights, one leaf at a time.
+
+    Args:
+      kept: as of `open_run`.
 
     Returns:
       The step of the store.
@@ -183,7 +186,7 @@ def import_weights(config: TrainConfig) -> int:
     aside_bytes = _IMPORT_BYTES + _IMPORT_LEAF_BYTES * len(jax.tree.leaves(params))
     aside_bytes = min(aside_bytes, config.buffer_bytes // 4)
     config = dataclasses.replace(config, memory=config.buffer_bytes - aside_bytes)
-    with contextlib.closing(open_run(config, Devices())) as store:
+    with contextlib.closing(open_run(config, Devices(), kept)) as store:
         tx = store_optimizer(config, store)
         if store.step:
             raise UsageError(

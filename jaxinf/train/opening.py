@@ -21,13 +21,19 @@ from jaxinf.streaming import store_memory_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.devices import Devices
 from jaxinf.train.resume import describe_architecture, first_payload
+from jaxinf.typing import JsonValue
 
 _NUM_KEPT = 3  # checkpoints
 _Made = TypeVar("_Made")
 
 
-def open_run(config: TrainConfig, devices: Devices) -> Store:
-    """Opens a run's store.
+def open_run(
+    config: TrainConfig, devices: Devices, kept: Mapping[str, JsonValue]
+) -> Store:
+    """Opens a run's store; a new one says at step 0 what its run is.
+
+    Args:
+      kept: what each commit has of the run's settings.
 
     Raises:
       UsageError: an argument of the store is out of range.
@@ -45,7 +51,7 @@ def open_run(config: TrainConfig, devices: Devices) -> Store:
             shapes = devices.shapes(config.abstract[1])
             shardings = jax.tree.map(lambda leaf: leaf.sharding or alone, shapes)
             divide_for(config.store, shardings, config.csd_root or ())
-        return open_store(
+        store = open_store(
             config.store,
             csds=config.csd_root,
             csd=config.csd,
@@ -57,10 +63,13 @@ def open_run(config: TrainConfig, devices: Devices) -> Store:
             export_every=config.checkpoint_every if config.export_to else None,
             export_to=config.export_to,
         )
+    if not store.exists:
+        store.annotate(0, {**first_payload(config), **kept})
+    return store
 
 
 def begin(config: TrainConfig, store: Store, make: Callable[[], _Made]) -> _Made:
-    """Makes a new store with `make`, annotates it, and keeps the run's tokenizer there.
+    """Makes a new store with `make`, and keeps the run's tokenizer there.
 
     Of a store at step 0, `make` compares the params.
 
@@ -72,13 +81,10 @@ def begin(config: TrainConfig, store: Store, make: Callable[[], _Made]) -> _Made
         tokenizer=config.tokenizer and config.tokenizer.expanduser(),
         weights=config.source and config.source.expanduser(),
     )
-    first = first_payload(config)
     held = store.payload if store.exists else None
     theirs = held.get("architecture") if isinstance(held, Mapping) else None
-    ours = first["architecture"]
-    if not store.exists:
-        store.annotate(0, first)
-    elif theirs not in (None, ours):
+    ours = first_payload(config)["architecture"]
+    if theirs not in (None, ours):
         raise StoreMismatchError(
             f"{store.path}: the store was made with "
             f"{describe_architecture(theirs)}, this command has "

@@ -79,7 +79,7 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
         rows.append(("train", f"{own:,} of {num:,} params {share}"))
     place = "memory" if config.store is None else f"store {config.store.absolute()}"
     rows.append(("state", f"in {place}; logs in {config.logs}"))
-    console.print("\n".join(f"{name:7} {text}" for name, text in rows))
+    console.print("\n".join(f"{name:7} {printable(text)}" for name, text in rows))
 
 
 def _rate_line(config: TrainConfig) -> str:

@@ -20,7 +20,7 @@ from jaxinf.train.lora import ALPHA
 from jaxinf.train.schedules import resolved_settings
 from jaxinf.typing import JsonValue
 
-_MADE_BY = "jaxinf.train"
+MADE_BY = "jaxinf.train"
 _LOADER = "grain"
 _LOADER_VERSION = importlib.metadata.version(_LOADER)
 
@@ -57,7 +57,7 @@ def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
         architecture["lora_alpha"] = config.lora_alpha
     base = config.source and str(config.source.expanduser().absolute())
     return {
-        "made_by": _MADE_BY,
+        "made_by": MADE_BY,
         "step": 0,
         "architecture": architecture,
         "base": base,
@@ -170,7 +170,7 @@ def changes(
 
 
 def _read(payload: JsonValue, config: TrainConfig) -> dict[str, Any]:
-    if isinstance(payload, Mapping) and payload.get("made_by") == _MADE_BY:
+    if isinstance(payload, Mapping) and payload.get("made_by") == MADE_BY:
         held: dict[str, Any] = dict(payload)
         return held | {"settings": {**_BEFORE, **held["settings"]}}
     raise StoreMismatchError(

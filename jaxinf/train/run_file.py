@@ -29,6 +29,7 @@ from jaxinf.store import find_members, is_run, look_at_store
 from jaxinf.train.checks import ONLY_IN
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.freezing import shown_names
+from jaxinf.train.resume import MADE_BY
 from jaxinf.typing import JsonValue
 
 NOT_IN_FILES = ("config", "restore", "trace", "eval-only")
@@ -50,7 +51,14 @@ _INSTEAD = {  # a flag takes the place of others
     "model-config": ("model", "preset", "from"),
     **dict.fromkeys(("model", "preset"), ("model-config", "from")),
 }
+_THE_RUN = {  # who gives one of these says what the run is
+    *"data validation tokenizer model preset model-config from task".split(),
+    *"batch-size seq-len optimizer lora freeze".split(),
+}
+_PLACES = ("data", "validation", "tokenizer", "from", "model-config")  # that are read
 _MOST_BYTES = 1 << 20
+_MOST_CHARS = 4096  # of a text
+_MOST_KEPT_BYTES = 16 << 10  # of a setting, as each commit writes it
 
 
 def base_of(
@@ -78,19 +86,37 @@ def base_of(
     store = os.path.expanduser(given.store)
     payload, problem = _payload_in(Path(store))
     held = payload.get("run")
-    if not isinstance(held, Mapping):
+    if isinstance(held, Mapping):
+        return _of_store(store, payload.get("run_had"), held, names, given)
+    if payload.get("made_by") != MADE_BY or names & _THE_RUN:
         return None, problem
-    return _of_store(store, payload, held, names, given)
+    log = given.logs / "config.toml"  # of an earlier version's run
+    if not log.is_file():
+        raise UsageError(
+            f"{store}: expected the settings of its run in its last commit or in {log},"
+            " found none; give --config FILE, or its own --data, --model and all others"
+        )
+    held = {key.replace("_", "-"): value for key, value in _document(log).items()}
+    kept = {name: value for name, value in held.items() if name in _KEPT}
+    return _of_store(str(log), [*held], kept, names, given)
 
 
 def _of_store(
-    store: str,
-    payload: Mapping[str, Any],
+    where: str,
+    asked: Any,
     held: Mapping[str, Any],
     names: set[str],
     given: TrainConfig,
 ) -> tuple[TrainConfig, str | None]:
     document = {key.replace("_", "-"): value for key, value in held.items()}
+    had = asked if isinstance(asked, list) else []
+    lost = {n: f"--{n}" for n in sorted(_KEPT - {*document}) if n in had}
+    if listed := [*_left(lost, names, given).values()]:
+        raise UsageError(
+            f"{where}: the run had {shown_names(listed)}, which no commit keeps: it is "
+            "too long, or JSON has no form for it; give it again. A pattern in quotes, "
+            "as --data 'corpus/*.txt', is kept"
+        )
     values: dict[str, Any] = {}
     for name, flag in _flags().items():
         if name in document and name in _KEPT and name not in names:
@@ -98,19 +124,21 @@ def _of_store(
                 values[name] = _read(flag, document[name])
             except ValueError as error:
                 raise UsageError(
-                    f"{store}: settings of the run in its last commit: {error}; give "
+                    f"{where}: settings of the run: {error}; give "
                     f"--{name} to replace it"
                 ) from error
     left = _left(values, names, given)
     no_mode = [n for n in left if "mode" in names and given.mode not in _modes(n)]
     left = {name: value for name, value in left.items() if name not in no_mode}
-    own, asked = _settings(given), payload.get("run_had")
+    own = _settings(given)
     other = [n for n in sorted(names & _KEPT) if own.get(n) != document.get(n)]
-    had = [n for n in _ASKED_AGAIN if isinstance(asked, list) and n in asked]
     found = {
         "flags change": [f"--{name}" for name in other],
         f"--mode {given.mode} has no": [f"--{name}" for name in no_mode],
-        "give again, if you want them": [f"--{n}" for n in had if n not in names],
+        "it reads": [f"--{n} {_briefly(left[n])}" for n in _PLACES if left.get(n)],
+        "give again, if you want them": [
+            f"--{n}" for n in _ASKED_AGAIN if n in had and n not in names
+        ],
         "ignored, for this version has no such flags": sorted(
             shown(name) for name in {*document} - _KEPT
         ),
@@ -118,7 +146,12 @@ def _of_store(
     if not left and not any(found.values()):
         return _config(left), None
     parts = [f"{what} {shown_names(which)}" for what, which in found.items() if which]
-    return _config(left), "; ".join([f"settings of the run in {store}", *parts])
+    return _config(left), "; ".join([f"settings of the run in {where}", *parts])
+
+
+def _briefly(value: Any) -> str:
+    values = value if isinstance(value, tuple | list) else [value]
+    return shown_names([str(one) for one in values])
 
 
 def _payload_in(store: Path) -> tuple[Mapping[str, Any], str | None]:
@@ -217,8 +250,11 @@ def _read(flag: Flag, value: Any) -> Any:
     if type(value) is int and not -(1 << 63) <= value < 1 << 63:
         raise ValueError(f"{flag.name}: expected a number of at most 64 bits")
     for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str) and "\0" in text:
-            raise ValueError(f"{flag.name}: expected a text without NUL")
+        if isinstance(text, str) and ("\0" in text or len(text) > _MOST_CHARS):
+            raise ValueError(
+                f"{flag.name}: expected a text without NUL, of at most {_MOST_CHARS:,} "
+                f"characters, found {shown(text)}"
+            )
     if flag.choices and value not in flag.choices:
         raise ValueError(
             f"{flag.name}: expected one of {', '.join(flag.choices)}, found "
@@ -252,8 +288,15 @@ def kept_in_store(config: TrainConfig) -> dict[str, JsonValue]:
     Also the names of flags that it had and that are asked for again.
     """
     found = _settings(config)
-    kept = {n: v for n, v in found.items() if n in _KEPT and _is_json(v)}
-    return {"run": kept, "run_had": [n for n in _ASKED_AGAIN if n in found]}
+    if not config.steps:  # an import is no run of 0 steps
+        found.pop("steps", None)
+    kept = {
+        name: value
+        for name, value in found.items()
+        if name in _KEPT and _is_json(value) and len(encode(value)) <= _MOST_KEPT_BYTES
+    }
+    had = [n for n in found if n in (*_ASKED_AGAIN, *_KEPT) and n not in kept]
+    return {"run": kept, "run_had": had}
 
 
 def text_of_run(config: TrainConfig) -> str:

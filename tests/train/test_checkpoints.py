@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreMismatchError
+from jaxinf.processes import Group
 from jaxinf.train.__main__ import words_to_resume
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.evaluate import Best, Evaluation, Evaluator, best_of
@@ -145,18 +146,43 @@ def test_no_worse_step_replaces_the_best_with_other_logs(
     [
         ({"best": {"step": 2, "loss": 1.5}}, Best(2, 1.5)),
         ({"best": {"step": 1, "loss": 1.5}}, Best()),
-        ({"best": {"step": 2, "loss": "x"}}, Best()),
-        ({"best": 3}, Best()),
-        (None, Best()),
+        ({"best": {"step": 2, "loss": "x"}}, Best(2, None)),
+        ({"best": {"step": 2, "loss": 10**400}}, Best(2, None)),
+        ({"best": 3}, Best(2, None)),
+        (None, Best(2, None)),
     ],
 )
 def test_the_best_loss_is_what_a_later_commit_says(said, expected):
     held = SimpleNamespace(name="best", step=2)
     given = {"exists": True, "checkpoints": lambda: [held], "payload": said}
-    assert best_of(SimpleNamespace(step=4, **given)) == expected
-    here = best_of(SimpleNamespace(step=2, **given))
+    alone = Group("alone")
+    assert best_of(SimpleNamespace(step=4, **given), alone) == expected
+    here = best_of(SimpleNamespace(step=2, **given), alone)
     assert here == (expected if expected.step == 2 else Best(2, None))
-    assert best_of(None) == Best()
+    assert best_of(None, alone) == Best()
+
+
+def test_processes_have_one_best():
+    """Some had replaced theirs when they were killed."""
+    payload = {"best": {"step": 5, "loss": 2.0}}
+    for steps, expected in (((5, 5), Best(5, 2.0)), ((10, 10), Best(10, None))):
+        assert best_in_processes(steps, payload) == [expected] * 2
+    for steps in ((10, 5), (5, 10)):
+        assert best_in_processes(steps, payload) == [Best()] * 2
+
+
+def best_in_processes(steps, payload):
+    stores = [
+        SimpleNamespace(
+            exists=True,
+            step=10,
+            payload=payload,
+            checkpoints=lambda step=step: [SimpleNamespace(name="best", step=step)],
+        )
+        for step in steps
+    ]
+    own = [best_of(store, Group("alone")) for store in stores]
+    return [best_of(s, SimpleNamespace(gather=lambda *_: own)) for s in stores]
 
 
 def test_an_evaluation_weighs_batches_by_their_tokens():

@@ -12,6 +12,7 @@ import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jaxinf
 from jaxinf.cli import main as jaxinf_main
 from jaxinf.command_line import UsageError, flags_of, with_none
 from jaxinf.train import run_file
@@ -325,7 +326,10 @@ def test_what_a_store_keeps_reads_back(of_store, tmp_path, monkeypatch):
         if flag.name == "data":
             expected = (str(tmp_path / "a*.txt"),)
         assert getattr(found, flag.field.name) == expected, flag.name
-    assert said == "settings of the run in s; give again, if you want them --csd"
+    assert said == (
+        f"settings of the run in s; it reads --data {tmp_path}/a*.txt, --tokenizer "
+        "/a/tokenizer.json, --from /a/llama; give again, if you want them --csd"
+    )
 
 
 def test_flags_that_change_a_run_are_named(of_store):
@@ -366,12 +370,13 @@ def test_another_mode_drops_what_it_lacks(of_store):
         ({"batch_size": 1 << 64}, "batch-size: expected a number of at most 64 bits"),
         ({"memory": [1]}, "memory: expected BYTES in quotes, or a number, found a li"),
         ({"data": ["a\0"]}, "data: expected a text without NUL"),
+        ({"mode": "stream" * 999}, "of at most 4,096 characters, found 'streamst"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_store(of_store, run, expected):
     with pytest.raises(UsageError) as refused:
         of_store(held(run=run))
-    assert "s: settings of the run in its last commit: " in str(refused.value)
+    assert "s: settings of the run: " in str(refused.value)
     assert expected in str(refused.value)
     (name,) = run
     if name == "steps":
@@ -379,8 +384,32 @@ def test_a_wrong_value_is_named_with_its_store(of_store, run, expected):
 
 
 @pytest.mark.parametrize("run", [None, 3, [], "x"])
-def test_a_payload_without_settings(of_store, run):
-    assert of_store(held(run=run)) == (None, None)
+def test_a_payload_without_settings(of_store, run, tmp_path):
+    """The log directory has them, or else the user; another program's store none."""
+    with pytest.raises(UsageError, match="s: expected the settings of its run in"):
+        of_store(held(run=run))
+    assert of_store(held(run=run), "--data", "/b") == (None, None)
+    assert of_store({"made_by": "me"}) == (None, None)
+    log = tmp_path / "config.toml"
+    log.write_text('seed = 3\ncsd-root = ["/x"]\ncsd = "host"\ndata = ["/a"]')
+    config, said = of_store(held(run=run), "--log-dir", tmp_path)
+    assert config == TrainConfig(seed=3, data=("/a",))
+    assert said == (
+        f"settings of the run in {log}; it reads --data /a; give again, if you want "
+        "them --csd"
+    )
+
+
+def test_what_a_commit_cannot_keep_is_asked_again(of_store):
+    names = tuple(f"/corpus/{n}.txt" for n in range(2000))
+    for lost in ({"data": names}, {"data": ("/\udcff",)}):
+        kept = run_file.kept_in_store(TrainConfig(**lost, seed=3, csd="emulated"))
+        assert kept == {"run": {"seed": 3}, "run_had": ["data", "csd"]}
+        with pytest.raises(UsageError, match="s: the run had --data, which no commit"):
+            of_store(held(**kept))
+        config, _ = of_store(held(**kept), "--data", "/b")
+        assert config == TrainConfig(seed=3)
+    assert "steps" not in run_file.kept_in_store(TrainConfig(steps=0))["run"]
 
 
 def test_names_of_another_version_are_ignored_and_named(of_store):
@@ -406,6 +435,7 @@ def test_none_takes_a_value_back(tmp_path):
     words += ["--seq_len", "None"]
     config = config_of(words)
     assert dataclasses.replace(config, run_file=None) == TrainConfig()
+    assert config_of(["--store", "s", "--restore", "none"]).restore == "none"
 
 
 @pytest.mark.long
@@ -421,7 +451,7 @@ def test_a_store_alone_goes_on_with_its_run(run, losses, tmp_path, tiny, capsys)
     with tiny():
         assert main(["--store", str(store), "--steps", "3"]) == 0
         err = capsys.readouterr().err
-        assert f"settings of the run in {store}; flags change --steps; give" in err
+        assert f"settings of the run in {store}; flags change --steps; it" in err
         assert err.endswith("if you want them --log-dir\n")
         copy = tmp_path / "copy"
         assert jaxinf_main(["store", "copy", str(store), str(copy)]) == 0
@@ -436,6 +466,23 @@ def test_a_store_alone_goes_on_with_its_run(run, losses, tmp_path, tiny, capsys)
     written = tomllib.loads((tmp_path / "s-log" / "config.toml").read_text())
     assert (written["steps"], written["learning-rate"]) == (6, 2e-3)
     assert (tmp_path / "s-log" / "config.5.toml").is_file()
+
+
+@pytest.mark.long
+def test_a_store_at_step_0_has_its_run(run, tmp_path, tiny, capsys, monkeypatch):
+    store, steps = tmp_path / "s", []
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxinf.train.loop._Run.go", lambda run: 2)  # a signal
+        assert run("--store", store, "--steps", 2, "--seed", 5) == 130
+    with jaxinf.open_store(store) as opened:
+        assert opened.step == 0
+        steps = opened.payload["run"]["steps"]
+    assert steps == 2
+    with tiny():
+        assert main(["--store", str(store)]) == 0
+    out, err = capsys.readouterr()
+    assert "2 of 2 x 8 bytes, seed 5" in out
+    assert f"settings of the run in {store}; it reads --data " in err
 
 
 @pytest.mark.long
