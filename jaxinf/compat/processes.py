@@ -4,6 +4,8 @@ Invariant: nothing here starts JAX's backend.
 """
 
 import contextlib
+import functools
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -42,6 +44,13 @@ class Coordination:
         self._client = client
         self.process = process
         self.num_processes = num_processes
+        # Made now: a thread cannot be started at the program's exit.
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="jaxinf-service", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self._calls.get()()
 
     def put(self, key: str, value: str, limit_s: float, *, again: bool = False) -> None:
         """Sets a key, once or again."""
@@ -74,7 +83,7 @@ class Coordination:
             self._in_time(limit_s, self._client.shutdown)
 
     def _in_time(self, limit_s: float, call: Callable[..., Any], *args: Any) -> Any:
-        """Returns what a call returns, on a thread that may be left behind.
+        """Returns what a call returns, on the thread of all such calls, in turn.
 
         Raises:
           TimeoutError: it did not return in time.
@@ -87,7 +96,7 @@ class Coordination:
             except BaseException as error:
                 done.set_exception(error)
 
-        threading.Thread(target=run, name="jaxinf-service", daemon=True).start()
+        self._calls.put(run)
         try:
             return done.result(limit_s)
         except TimeoutError:
@@ -113,7 +122,12 @@ def coordination() -> Coordination | None:
     client, count = _distributed.client, _distributed.num_processes
     if client is None or not count or count < 2:
         return None
-    return Coordination(client, _distributed.process_id, count)
+    return _coordination(client, _distributed.process_id, count)
+
+
+@functools.lru_cache(1)
+def _coordination(client: Any, process: int, count: int) -> Coordination:
+    return Coordination(client, process, count)
 
 
 def has_backend() -> bool:

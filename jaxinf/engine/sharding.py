@@ -193,13 +193,17 @@ def own_parts(
       sharding: the array's, on a mesh of all processes.
       read: reads a box, by its origin and extent, with zeros for what others hold.
     """
-    read_once = cache(read)
     places = sharding.addressable_devices_indices_map(tuple(shape))
-    own = [
-        jax.device_put(read_once(*_box(index or (), shape)), device)
-        for device, index in places.items()
-    ]
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, own)
+    holders: dict[Any, list[Any]] = {}
+    for device, index in places.items():
+        holders.setdefault(_box(index or (), shape), []).append(device)
+    own = {}
+    for box, devices in holders.items():
+        part = read(*box)  # one at a time: a process may have many
+        own |= {device: jax.device_put(part, device) for device in devices}
+        del part
+    parts = [own[device] for device in places]
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
 
 
 def put_together(parts: jax.Array, *, donates: bool = False) -> jax.Array:

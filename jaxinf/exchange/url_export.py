@@ -243,18 +243,23 @@ def export_url(
 
 def least_memory(manifest: Manifest) -> int:
     """Returns memory in which a store's chunks can be exported."""
+    return max(_LEAST_BYTES, _object_bytes(manifest))
+
+
+def _object_bytes(manifest: Manifest) -> int:
+    """Returns the memory that the largest object takes on its way."""
     sizes = (
         math.prod(leaf.chunk_shape) * state.itemsize
         for leaf in manifest.leaves
         for state in leaf.states
         if leaf.csds  # it has chunks
     )
-    return max(_LEAST_BYTES, _COPIES * max(sizes, default=0))
+    return max(1, _COPIES * max(sizes, default=0))
 
 
 def _num_at_once(manifest: Manifest, memory_bytes: int) -> int:
     """Returns the number of threads that may have an object each; refuses none."""
-    least = least_memory(manifest)
+    least = _object_bytes(manifest)
     if memory_bytes < least:
         raise ValueError(
             f"memory of {memory_bytes} bytes: expected at least {least}, {_COPIES} "

@@ -12,6 +12,7 @@ that no call meets one of an earlier group. An error in one process is raised in
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -369,7 +370,8 @@ class Group:
             yield
         finally:
             ended.set()
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def _report(
         self, progress: Callable[[], int], ended: threading.Event
@@ -387,7 +389,8 @@ class Group:
                     return
 
         thread = threading.Thread(target=tell, name="jaxinf-progress", daemon=True)
-        thread.start()
+        with contextlib.suppress(RuntimeError):  # at the program's exit
+            thread.start()
         return thread
 
     # --- failures ------------------------------------------------------------------
@@ -399,12 +402,11 @@ class Group:
                 return
             self._has_told = True
         if not isinstance(error, ProcessError):  # else they know, or tell it themselves
-            threading.Thread(
-                target=self._tell,
-                args=("failed", _text(error)),
-                name="jaxinf-tell",
-                daemon=True,
-            ).start()
+            tell = functools.partial(self._tell, "failed", _text(error))
+            try:
+                threading.Thread(target=tell, name="jaxinf-tell", daemon=True).start()
+            except RuntimeError:  # at the program's exit there are no new threads
+                tell()
 
     def leave(self) -> None:
         """Tells the others that this process makes no further calls."""

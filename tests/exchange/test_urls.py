@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -17,7 +18,7 @@ from msgspec import structs
 
 from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError, StoreFormatError
-from jaxinf.exchange import Transit, export_url
+from jaxinf.exchange import Transit, export_url, url_export
 from jaxinf.io import crc32c
 from jaxinf.store import CommitRecord, StoreDirectory, open_array, seal, verify_step
 
@@ -229,3 +230,13 @@ def test_commands(make_step, place, capsys):
     assert (place / "made" / kept).read_text() == "of a tokenizer"
     assert os.listdir(place / "made/tokenizer") == [kept.partition("/")[2]]
     assert main(["verify", str(place / "made")]) == 0
+
+
+def test_small_objects_are_on_their_way_together():
+    state = SimpleNamespace(itemsize=4)
+    leaf = SimpleNamespace(chunk_shape=(1 << 13,), states=[state], csds=(0,))
+    manifest = SimpleNamespace(leaves=[leaf])
+    assert url_export._num_at_once(manifest, 1 << 20) == 6  # of 5 x 32 KiB
+    assert url_export._num_at_once(manifest, 1 << 18) == 1
+    with pytest.raises(ValueError, match="expected at least 163840"):
+        url_export._num_at_once(manifest, 1 << 17)

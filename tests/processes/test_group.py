@@ -81,6 +81,26 @@ def test_a_service_that_is_stopped_is_not_waited_for_without_end():
     assert processes.group.deserted.pop() is group
 
 
+def test_a_process_speaks_when_threads_cannot_start(monkeypatch):
+    """As at a program's exit, from Python 3.12 on."""
+    said = {}
+
+    class Client:
+        def key_value_set(self, key, value, again):
+            said[key] = value
+
+    group = processes.Group("run", compat.Coordination(Client(), 1, 2), "id")
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with group.living():
+        group.fail(ValueError("why"))
+    group.leave()
+    assert [*said] == ["jaxinf/id/failed/1", "jaxinf/id/closed/1"]
+
+
 def test_one_alone_asks_nobody():
     group = processes.Group("run")
     assert group.gather("x", lambda: 1) == [1]
