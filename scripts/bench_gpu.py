@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf import compat
-from jaxinf.io import BufferPool
+from jaxinf.transfer import BufferPool
 
 HERE = Path(__file__).parent
 PACKAGES = ("jaxinf", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")

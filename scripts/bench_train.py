@@ -29,9 +29,9 @@ from flax import nnx
 from jaxinf_models import GPT2, PRESETS, abstract_params, split
 
 import jaxinf
-from jaxinf.io import ByteCounts
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.step import compile_train_step
+from jaxinf.transfer import ByteCounts
 
 IDLE_S = 1.0
 

@@ -47,9 +47,9 @@ from update_rig import UpdateRig
 
 import jaxinf
 from jaxinf.engine import MasterChoice
-from jaxinf.io import sync_filesystem
 from jaxinf.program import AverageFormat
 from jaxinf.store import StateFormat
+from jaxinf.transfer import sync_filesystem
 
 NUM_WARM_UP = 4
 NUM_SMALL_PARAMS = 100_000

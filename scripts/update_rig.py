@@ -25,7 +25,6 @@ from jaxinf.engine import (
     UpdateRequest,
 )
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.io import PAGE_BYTES
 from jaxinf.optimizer.step_calls import Member, grouped
 from jaxinf.program import Average, averaged, trace_init, trace_update
 from jaxinf.store import (
@@ -36,6 +35,7 @@ from jaxinf.store import (
     dtype_of,
     encode_path,
 )
+from jaxinf.transfer import PAGE_BYTES
 from jaxinf.typing import Array
 
 LEAF_ELEMENTS = 1 << 24

@@ -17,7 +17,6 @@ LAYERS = [
     {
         "program",
         "native",
-        "io",
         "layout",
         "transfer",
         "command_line",

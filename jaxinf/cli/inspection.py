@@ -44,7 +44,6 @@ from jaxinf.cli.options import StorePath, Switch, option
 from jaxinf.cli.terminal import facts_table, heading, make_table
 from jaxinf.documents import DocumentError, decode
 from jaxinf.errors import StoreError
-from jaxinf.io import read_beneath
 from jaxinf.store import (
     MASTER_PARAMS,
     SLOTS,
@@ -58,6 +57,7 @@ from jaxinf.store import (
     list_checkpoints,
 )
 from jaxinf.terminal import format_bytes, make_console, printable
+from jaxinf.transfer import read_beneath
 
 _LOCK_BYTES = 1 << 20
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from jaxinf.cli.host import Finding, Problem
 from jaxinf.cli.probe import measure_bandwidth
 from jaxinf.errors import StoreError
-from jaxinf.io import supports_direct
 from jaxinf.store.links import can_link
 from jaxinf.terminal import format_bytes, format_count, format_rate
+from jaxinf.transfer import supports_direct
 from jaxinf.typing import ProgressCallback
 
 _ADAM_STORED_BYTES = 24

@@ -22,14 +22,6 @@ import optax
 from jaxinf_models import PRESETS, abstract_params
 
 import jaxinf
-from jaxinf.io import (
-    PAGE_BYTES,
-    BufferPool,
-    allocate_file,
-    fsync_file,
-    read_into,
-    write_from,
-)
 from jaxinf.kernels import Passage, compiled
 from jaxinf.program import trace_update
 from jaxinf.store import over
@@ -37,6 +29,14 @@ from jaxinf.streaming.count import num_operations
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.machine import Machine, this_machine
 from jaxinf.train.step import loss_of
+from jaxinf.transfer import (
+    PAGE_BYTES,
+    BufferPool,
+    allocate_file,
+    fsync_file,
+    read_into,
+    write_from,
+)
 from jaxinf.typing import Array, ProgressCallback
 
 NUM_THREADS = 4

@@ -21,8 +21,8 @@ from jaxinf.cli.options import AnyPath, option
 from jaxinf.cli.run_logs import Columns, Logs, phase_rows, read_logs
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
-from jaxinf.io import write_bytes_atomically
 from jaxinf.terminal import format_bytes
+from jaxinf.transfer import write_bytes_atomically
 
 _MOST_RUNS = 16
 _INK = "#777777"  # 4.5:1 on white, and on black

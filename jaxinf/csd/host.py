@@ -28,10 +28,10 @@ from jaxinf.csd.base import (
 from jaxinf.csd.initial import states_as_slots
 from jaxinf.csd.sparse import run_sparse
 from jaxinf.errors import CsdError, UnsupportedTransformError
-from jaxinf.io import Buffer, BufferPool, ByteMeters, DirectIO, crc32c, page_ceil
 from jaxinf.kernels import Call, Passage, compiled
 from jaxinf.native import transfers as native
 from jaxinf.program import Kernel
+from jaxinf.transfer import Buffer, BufferPool, ByteMeters, DirectIO, crc32c, page_ceil
 from jaxinf.typing import Array
 
 

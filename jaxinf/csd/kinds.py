@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxinf.csd.base import CsdFleet
 from jaxinf.csd.host import HostFleet
-from jaxinf.io import ByteMeters
+from jaxinf.transfer import ByteMeters
 
 CSD_KINDS = ("host", "emulated", "smartssd")
 """The kinds that `jaxinf.open_store` takes."""

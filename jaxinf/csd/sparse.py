@@ -11,10 +11,10 @@ import numpy as np
 
 from jaxinf.compress import SparseGradient
 from jaxinf.csd.initial import slot_part
-from jaxinf.io import crc32c_combine
 from jaxinf.kernels import Passage
 from jaxinf.kernels.calls import stored_arrays
 from jaxinf.layout import CodedSlot
+from jaxinf.transfer import crc32c_combine
 from jaxinf.typing import Array
 
 # Size of the dense scratch: 1 MiB in float32 stays in a core's cache. Only written

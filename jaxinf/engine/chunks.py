@@ -18,7 +18,6 @@ import numpy as np
 
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreCorruptError, StoreFormatError
-from jaxinf.io import crc32c_combine
 from jaxinf.store import (
     Slot,
     StoreDirectory,
@@ -26,6 +25,7 @@ from jaxinf.store import (
     file_checksum,
     other_slot,
 )
+from jaxinf.transfer import crc32c_combine
 from jaxinf.typing import Array
 
 _Parts: TypeAlias = dict[int, tuple[int, int]]

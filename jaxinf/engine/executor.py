@@ -10,7 +10,6 @@ from typing import Literal
 
 from jaxinf.csd import Csd, CsdBuffer, Transfer
 from jaxinf.engine.chunks import ChunkTable
-from jaxinf.io import crc32c, span, timeline
 from jaxinf.store import Slot, StoreDirectory
 from jaxinf.transfer import (
     Compute,
@@ -25,6 +24,9 @@ from jaxinf.transfer import (
     Task,
     Unit,
     Write,
+    crc32c,
+    span,
+    timeline,
 )
 
 

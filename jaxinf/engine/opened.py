@@ -22,7 +22,6 @@ from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.updaters import Assignment
 from jaxinf.errors import StoreMismatchError
-from jaxinf.io import ByteMeters, file_progress, span
 from jaxinf.layout import Subgroup
 from jaxinf.processes import Group
 from jaxinf.store import (
@@ -40,6 +39,7 @@ from jaxinf.store import (
     tree_checksum,
     write_carry,
 )
+from jaxinf.transfer import ByteMeters, file_progress, span
 from jaxinf.typing import AVERAGE, JsonValue
 
 _SPANS = {

@@ -32,7 +32,6 @@ from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.io.failures import translated
 from jaxinf.store import (
     CODECS,
     SLOTS,
@@ -61,6 +60,7 @@ from jaxinf.store import (
     room_for_shares,
     to_step,
 )
+from jaxinf.transfer.failures import translated
 from jaxinf.typing import JsonValue
 
 _LOG = logging.getLogger("jaxinf")

@@ -10,10 +10,10 @@ from jaxinf.engine.division import longest, window_bytes
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreMismatchError
-from jaxinf.io.pages import page_ceil
 from jaxinf.layout import Subgroup, covers
 from jaxinf.store import StoreDirectory
 from jaxinf.transfer import stays
+from jaxinf.transfer.pages import page_ceil
 
 
 class StoreShape:

@@ -17,7 +17,6 @@ from jaxinf.engine.subgroup_arrays import gather_inputs, gather_run, rounding_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.update_tasks import AT_ONCE
 from jaxinf.errors import StoreError
-from jaxinf.io import crc32c
 from jaxinf.layout import Chunk, gather, scatter, target_view
 from jaxinf.program import Kernel
 from jaxinf.store import (
@@ -30,7 +29,7 @@ from jaxinf.store import (
     over,
     schedule_free_params,
 )
-from jaxinf.transfer import Task
+from jaxinf.transfer import Task, crc32c
 from jaxinf.typing import Array
 
 

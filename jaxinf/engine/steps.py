@@ -33,10 +33,9 @@ from jaxinf.engine.update_tasks import (
 )
 from jaxinf.errors import StoreError
 from jaxinf.interrupts import Ending
-from jaxinf.io import ByteCounts, span, timeline
 from jaxinf.layout import Subgroup
 from jaxinf.store import CarriedArray, CommitRecord, ScalarState
-from jaxinf.transfer import Loads, Task
+from jaxinf.transfer import ByteCounts, Loads, Task, span, timeline
 from jaxinf.typing import Array
 
 _LOG = logging.getLogger("jaxinf")

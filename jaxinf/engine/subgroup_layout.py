@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from jaxinf.csd import Extent
-from jaxinf.io import page_ceil
 from jaxinf.layout import Subgroup
 from jaxinf.store import ERROR_FEEDBACK, LeafRecord, StateRecord, dtype_of
+from jaxinf.transfer import page_ceil
 
 
 @dataclass(frozen=True)

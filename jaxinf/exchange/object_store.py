@@ -16,8 +16,8 @@ import numpy as np
 import tensorstore
 
 from jaxinf.errors import ExchangeError
-from jaxinf.io import crc32c
 from jaxinf.terminal import format_bytes
+from jaxinf.transfer import crc32c
 
 _SCHEMES = ("file", "gs", "s3")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)

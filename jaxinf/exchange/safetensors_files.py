@@ -26,15 +26,15 @@ from jaxinf.documents import encode, pattern, shown
 from jaxinf.errors import ExchangeError, StoreError
 from jaxinf.exchange.params import ParamArray, Transit, param_arrays
 from jaxinf.exchange.sources import Blocks, SourceArray, within
-from jaxinf.io import (
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid, box_runs, portions
+from jaxinf.store import WholeStep, check_free_space, dtype_of, read_foreign
+from jaxinf.transfer import (
     check_regular,
     fsync_directory,
     sync_filesystem,
     write_bytes_atomically,
 )
-from jaxinf.io.failures import translated
-from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid, box_runs, portions
-from jaxinf.store import WholeStep, check_free_space, dtype_of, read_foreign
+from jaxinf.transfer.failures import translated
 from jaxinf.typing import JsonValue
 
 WEIGHTS_NAME = "model.safetensors"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxinf.documents import MOST_BYTES
 from jaxinf.exchange.sources import within
-from jaxinf.io import read_bounded, write_bytes_atomically
+from jaxinf.transfer import read_bounded, write_bytes_atomically
 
 _OF_TOKENIZERS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),

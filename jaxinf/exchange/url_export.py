@@ -26,7 +26,6 @@ from jaxinf.documents import Document, DocumentError, convert, parse_json
 from jaxinf.errors import ExchangeError, StoreCorruptError, StoreFormatError
 from jaxinf.exchange.object_store import ObjectStore, Stamp, is_url, stamp_of
 from jaxinf.exchange.params import DEFAULT_MEMORY_BYTES, Transit
-from jaxinf.io import BufferPool, crc32c, crc32c_combine
 from jaxinf.layout import scale_chunks
 from jaxinf.store import (
     BESIDE,
@@ -48,6 +47,7 @@ from jaxinf.store import (
     seal,
     step_documents,
 )
+from jaxinf.transfer import BufferPool, crc32c, crc32c_combine
 from jaxinf.typing import Array
 
 BEGUN = "export-begun.json"

@@ -94,7 +94,7 @@ class CardStatus:
       finite: Whether every gradient is finite.
       indices_valid: Whether top-k's positions ascend and lie in the subgroup; True
         without top-k.
-      checksums_read: CRC-32C (`jaxinf.io.crc32c`) of each extent as read, without
+      checksums_read: CRC-32C (`jaxinf.transfer.crc32c`) of each extent as read, without
         padding: master params, then the slots, each followed by its scales.
       checksums_written: The same for the extents as written.
     """

@@ -5,7 +5,7 @@
 A checksum of two parts is that of the second, and that of the first moved past as many
 zero bits as the second has; this move is linear in the checksum's bits.
 
-Invariant: the numbers are those of `jaxinf.io.crc32c`.
+Invariant: the numbers are those of `jaxinf.transfer.crc32c`.
 """
 
 import functools

@@ -15,12 +15,12 @@ import numpy as np
 
 from jaxinf.documents import encode
 from jaxinf.errors import StoreCorruptError, StoreError
-from jaxinf.io import check_holds, crc32c, read_beneath, write_bytes_atomically
-from jaxinf.io.failures import translated
 from jaxinf.store.commit import CARRY, CarriedArray
 from jaxinf.store.links import link_or_copy
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.stock_documents import array_metadata, tree_document
+from jaxinf.transfer import check_holds, crc32c, read_beneath, write_bytes_atomically
+from jaxinf.transfer.failures import translated
 
 
 def make_carry(

@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxinf.errors import StoreError, StoreFormatError, StoreMismatchError
-from jaxinf.io import fsync_directory, write_bytes_atomically
-from jaxinf.io.failures import translated
 from jaxinf.store.carry import link_carry, make_carry
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.creation import check_free_space
@@ -37,6 +35,8 @@ from jaxinf.store.stock_documents import (
     make_orbax_item,
     stock_documents,
 )
+from jaxinf.transfer import fsync_directory, write_bytes_atomically
+from jaxinf.transfer.failures import translated
 
 _MAX_NAME_BYTES = 200
 _LEFTOVERS = (".new-", ".gone-")

@@ -16,7 +16,6 @@ from msgspec import Meta
 
 from jaxinf.documents import Document, pattern, shown
 from jaxinf.errors import StoreFormatError
-from jaxinf.io import crc32c
 from jaxinf.store.documents import (
     Dtype,
     Lengths,
@@ -35,6 +34,7 @@ from jaxinf.store.manifest import (
     version_of,
 )
 from jaxinf.store.names import array_name, check_leaf_paths
+from jaxinf.transfer import crc32c
 from jaxinf.typing import Array, JsonValue
 
 _WHAT = "the record of a committed step"

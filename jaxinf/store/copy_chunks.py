@@ -20,8 +20,6 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from jaxinf.io import crc32c, crc32c_combine, opened_to_write
-from jaxinf.io.failures import translated
 from jaxinf.layout import (
     CODE_BLOCK,
     Chunk,
@@ -46,6 +44,8 @@ from jaxinf.store.reader import (
     file_checksum,
     over,
 )
+from jaxinf.transfer import crc32c, crc32c_combine, opened_to_write
+from jaxinf.transfer.failures import translated
 from jaxinf.typing import Array, ProgressCallback
 
 _How: TypeAlias = Literal["link", "copy", "recode", "regrid", "room"]

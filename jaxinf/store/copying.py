@@ -28,8 +28,6 @@ from jaxinf.errors import (
     StoreIOError,
     StoreMismatchError,
 )
-from jaxinf.io import fsync_directory, write_bytes_atomically
-from jaxinf.io.failures import translated
 from jaxinf.store.carry import make_carry, write_carry
 from jaxinf.store.checkpoint import add_documents, checkpoint_names
 from jaxinf.store.commit import CommitRecord
@@ -45,6 +43,8 @@ from jaxinf.store.manifest import Manifest, Member
 from jaxinf.store.owners import check_owners, check_places, claim_csds
 from jaxinf.store.stock_documents import stock_documents
 from jaxinf.store.whole import find_members, link_whole, member_name
+from jaxinf.transfer import fsync_directory, write_bytes_atomically
+from jaxinf.transfer.failures import translated
 from jaxinf.typing import ProgressCallback
 
 _MOST_PROCESSES = 1 << 20

@@ -14,13 +14,6 @@ from pathlib import Path
 
 from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import StoreFormatError, StoreSpaceError
-from jaxinf.io import (
-    PAGE_BYTES,
-    fsync_directory,
-    read_beneath,
-    write_bytes_atomically,
-)
-from jaxinf.io.failures import translated
 from jaxinf.layout import Chunk
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import SLOTS, StoreDirectory, other_slot
@@ -34,6 +27,13 @@ from jaxinf.store.stock_documents import (
     make_folder,
 )
 from jaxinf.terminal import format_bytes
+from jaxinf.transfer import (
+    PAGE_BYTES,
+    fsync_directory,
+    read_beneath,
+    write_bytes_atomically,
+)
+from jaxinf.transfer.failures import translated
 
 _LOG = logging.getLogger("jaxinf")
 

@@ -17,7 +17,14 @@ from typing import Literal, TypeAlias
 
 from jaxinf.documents import MOST_BYTES, DocumentError, parse_json
 from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
-from jaxinf.io import (
+from jaxinf.layout import Chunk, scale_chunks
+from jaxinf.store.commit import CommitRecord
+from jaxinf.store.leaves import LeafRecord, StateRecord
+from jaxinf.store.links import copy_file, link_or_copy
+from jaxinf.store.lock import StoreLock, lock_exclusively
+from jaxinf.store.manifest import Manifest
+from jaxinf.store.stock_documents import array_metadata
+from jaxinf.transfer import (
     allocate_file,
     check_holds,
     check_regular,
@@ -27,14 +34,7 @@ from jaxinf.io import (
     read_beneath,
     sync_filesystem,
 )
-from jaxinf.io.failures import translated
-from jaxinf.layout import Chunk, scale_chunks
-from jaxinf.store.commit import CommitRecord
-from jaxinf.store.leaves import LeafRecord, StateRecord
-from jaxinf.store.links import copy_file, link_or_copy
-from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.manifest import Manifest
-from jaxinf.store.stock_documents import array_metadata
+from jaxinf.transfer.failures import translated
 from jaxinf.typing import PathLikeStr
 
 Slot: TypeAlias = Literal["a", "b"]

@@ -24,7 +24,7 @@ from jaxinf.documents import (
     pattern,
 )
 from jaxinf.errors import ExchangeError, StoreFormatError, StoreIOError
-from jaxinf.io import crc32c, read_beneath, read_bounded, write_bytes_atomically
+from jaxinf.transfer import crc32c, read_beneath, read_bounded, write_bytes_atomically
 from jaxinf.typing import PathLikeStr
 
 _Kind = TypeVar("_Kind")

@@ -11,10 +11,10 @@ import numpy as np
 from msgspec import Meta
 
 from jaxinf.documents import Document, one_of
-from jaxinf.io import page_ceil
 from jaxinf.layout import CODE_BLOCK, Chunk, LeafGrid, scales_length, shared_grid
 from jaxinf.store.documents import Dtype, Lengths, Name
 from jaxinf.store.names import array_name, leaf_name
+from jaxinf.transfer import page_ceil
 
 CODECS = ("bf16", "int8")
 """Codecs of the optimizer's state."""

@@ -11,8 +11,8 @@ import shutil
 import uuid
 from pathlib import Path
 
-from jaxinf.io import check_regular
-from jaxinf.io.failures import translated
+from jaxinf.transfer import check_regular
+from jaxinf.transfer.failures import translated
 
 _LOG = logging.getLogger("jaxinf")
 

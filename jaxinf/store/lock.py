@@ -28,8 +28,8 @@ from jaxinf.errors import (
     StoreIOError,
     StoreLockedError,
 )
-from jaxinf.io import read_beneath
-from jaxinf.io.failures import store_error, translated
+from jaxinf.transfer import read_beneath
+from jaxinf.transfer.failures import store_error, translated
 
 
 class Holder(msgspec.Struct, frozen=True):

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from jaxinf.documents import MOST_BYTES
 from jaxinf.errors import StoreSpaceError
-from jaxinf.io import open_beneath, read_beneath
 from jaxinf.layout import assign_csds, assign_owners, reassign_csds
 from jaxinf.store.leaves import LeafRecord
 from jaxinf.store.manifest import (
@@ -25,6 +24,7 @@ from jaxinf.store.manifest import (
     held_by,
 )
 from jaxinf.terminal import format_bytes
+from jaxinf.transfer import open_beneath, read_beneath
 
 BESIDE = re.compile(r"(?:stream|tokenizer)/[A-Za-z0-9_]+(?:\.[a-z]+)+")
 """Names of files beside a store's steps, which a run goes on with."""

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxinf.errors import StoreFormatError
-from jaxinf.io import opened_to_write
-from jaxinf.io.failures import translated
 from jaxinf.store.creation import complete_spare
 from jaxinf.store.directory import StoreDirectory, check_there, other_slot
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.owners import check_owners, check_present, claim_csds
+from jaxinf.transfer import opened_to_write
+from jaxinf.transfer.failures import translated
 
 
 def look_at_store(path: Path) -> StoreDirectory:

@@ -15,9 +15,9 @@ import msgspec
 
 from jaxinf.documents import MOST_BYTES, DocumentError, decode, encode
 from jaxinf.errors import StoreFormatError, StoreIOError
-from jaxinf.io import open_beneath, read_beneath, write_bytes_atomically
-from jaxinf.io.failures import translated
 from jaxinf.store.directory import SLOTS, StoreDirectory
+from jaxinf.transfer import open_beneath, read_beneath, write_bytes_atomically
+from jaxinf.transfer.failures import translated
 
 _NOTE = "store.json"
 _NOTE_BYTES = 1 << 16

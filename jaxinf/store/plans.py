@@ -14,9 +14,9 @@ from msgspec import Meta
 
 from jaxinf.documents import Document
 from jaxinf.errors import StoreError, StoreFormatError
-from jaxinf.io.failures import translated
 from jaxinf.store.documents import read_document
 from jaxinf.store.reader import Damage
+from jaxinf.transfer.failures import translated
 
 _FOLDER = "stream"
 _WHAT = "a plan of a streamed program"

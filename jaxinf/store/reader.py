@@ -19,17 +19,6 @@ import numpy as np
 import tensorstore
 
 from jaxinf.errors import StoreCorruptError, StoreError
-from jaxinf.io import (
-    MACHINE_MEMORY_BYTES,
-    PAGE_BYTES,
-    BufferPool,
-    ByteMeters,
-    check_holds,
-    crc32c,
-    crc32c_combine,
-    read_into,
-    span,
-)
 from jaxinf.layout import (
     SCALES_ALIGNMENT_ELEMENTS,
     Chunk,
@@ -42,6 +31,17 @@ from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.leaves import LeafRecord, StateRecord, dtype_of
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.names import MASTER_PARAMS
+from jaxinf.transfer import (
+    MACHINE_MEMORY_BYTES,
+    PAGE_BYTES,
+    BufferPool,
+    ByteMeters,
+    check_holds,
+    crc32c,
+    crc32c_combine,
+    read_into,
+    span,
+)
 from jaxinf.typing import Array
 
 PIECE_BYTES = 4 << 20

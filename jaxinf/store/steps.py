@@ -26,7 +26,6 @@ from jaxinf.errors import (
     StoreMismatchError,
     StoreSpaceError,
 )
-from jaxinf.io.failures import translated
 from jaxinf.store.carry import link_carry
 from jaxinf.store.commit import CarriedArray, CommitRecord
 from jaxinf.store.directory import StoreDirectory
@@ -35,6 +34,7 @@ from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.manifest import FORMAT_VERSION, Manifest
 from jaxinf.store.owned import current_store
 from jaxinf.store.reader import StepReader
+from jaxinf.transfer.failures import translated
 
 _CANNOT_PIN = {
     *(errno.EACCES, errno.EDQUOT, errno.EMLINK, errno.ENOENT, errno.ENOSPC),

@@ -15,11 +15,11 @@ import numpy as np
 
 from jaxinf.compat import ORBAX_DICT_KEY, ORBAX_HANDLER
 from jaxinf.documents import MOST_BYTES, encode
-from jaxinf.io import crc32c, read_beneath
 from jaxinf.store.commit import CARRY, CarriedArray
 from jaxinf.store.leaves import dtype_of
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.names import encode_key
+from jaxinf.transfer import crc32c, read_beneath
 
 ARRAYS = "*/zarr.json"
 """The common name of all arrays' metadata."""

@@ -10,7 +10,6 @@ from contextlib import closing
 from pathlib import Path
 
 from jaxinf.errors import StoreError, StoreFormatError
-from jaxinf.io import BufferPool, open_beneath
 from jaxinf.store.carry import carry_problems
 from jaxinf.store.commit import CarriedArray, CommitRecord
 from jaxinf.store.directory import (
@@ -28,6 +27,7 @@ from jaxinf.store.stock_documents import (
     orbax_links,
 )
 from jaxinf.store.whole import member_name
+from jaxinf.transfer import BufferPool, open_beneath
 from jaxinf.typing import ProgressCallback
 
 

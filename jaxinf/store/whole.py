@@ -18,8 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxinf.errors import ProcessError, StoreMismatchError
-from jaxinf.io import fsync_directory
-from jaxinf.io.failures import translated
 from jaxinf.store.agreement import HeldSteps, StepId, agreed_step
 from jaxinf.store.checkpoint import (
     CheckpointInfo,
@@ -35,6 +33,8 @@ from jaxinf.store.directory import StoreDirectory, next_slot
 from jaxinf.store.owned import hold_store, look_at_store
 from jaxinf.store.steps import WholeStep, step_of
 from jaxinf.store.stock_documents import create_documents
+from jaxinf.transfer import fsync_directory
+from jaxinf.transfer.failures import translated
 
 _MEMBER = re.compile(r"process-\d{5,}")
 _NUM_ATTEMPTS = 20

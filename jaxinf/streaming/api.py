@@ -18,7 +18,6 @@ from jaxinf.engine import (
     engine_of,
     open_store,
 )
-from jaxinf.io import MACHINE_MEMORY_BYTES, free_memory
 from jaxinf.program import Average, NonFinitePolicy, check_nonfinite
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
@@ -29,6 +28,7 @@ from jaxinf.streaming.plan.options import DeviceUpdates, Options
 from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.assigning import check_device_updates
 from jaxinf.terminal import format_bytes, given_bytes
+from jaxinf.transfer import MACHINE_MEMORY_BYTES, free_memory
 from jaxinf.typing import PathLikeStr, PyTree
 
 _LOG = logging.getLogger("jaxinf")

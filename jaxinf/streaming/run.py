@@ -16,7 +16,6 @@ import numpy as np
 from jax.dtypes import result_type
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinf.io import add_span, span
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Call, Plan, Slot
@@ -24,6 +23,7 @@ from jaxinf.streaming.plan.compiled import Executables, compile_plan, temp_bytes
 from jaxinf.streaming.plan.shardings import const_sharding, output_bytes
 from jaxinf.streaming.program.graph import Batch, Const, Number, Origin, Piece, Seed
 from jaxinf.streaming.update.micro_batches import parts_of, together
+from jaxinf.transfer import add_span, span
 from jaxinf.typing import PyTree
 
 MAX_IN_FLIGHT = 2

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 from jax.dtypes import result_type
 
-from jaxinf.io import ByteCounts
 from jaxinf.streaming.count import Count
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
@@ -40,6 +39,7 @@ from jaxinf.streaming.run import Runner
 from jaxinf.streaming.turns import Check, Turns, check_not_traced
 from jaxinf.streaming.update.micro_batches import shares_of
 from jaxinf.streaming.update.sink import Sink
+from jaxinf.transfer import ByteCounts
 from jaxinf.typing import PyTree
 
 Results: TypeAlias = tuple[Any, PyTree]

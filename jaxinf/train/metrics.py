@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from jaxinf.io import ByteCounts
-from jaxinf.io.failures import translated
 from jaxinf.processes import Group
+from jaxinf.transfer import ByteCounts
+from jaxinf.transfer.failures import translated
 
 Costs: TypeAlias = Callable[[], dict[str, Any]]
 """Blocks until a step is durable, then returns the fields of its `StepLine` that only

@@ -22,10 +22,10 @@ from typing import Any
 
 import jax
 
-from jaxinf.io import timeline, write_bytes_atomically
-from jaxinf.io.spans import PHASES, Busy, Span
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.metrics import Costs
+from jaxinf.transfer import timeline, write_bytes_atomically
+from jaxinf.transfer.spans import PHASES, Busy, Span
 from jaxinf.typing import JsonValue
 
 _NUM_BEFORE, _NUM_TRACED = 2, 3  # steps that compile and read anew come first

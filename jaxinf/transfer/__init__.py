@@ -1,18 +1,43 @@
-"""Bytes between drives, host memory and devices.
+"""Bytes between drives and host memory: files, buffers, and who moves what when.
 
     tasks ──► mover: threads and waiting ──► units of work, which its user performs
                 │  ▲
                 ▼  │ the next unit
       queues, scheduling: plain data, no threads, locks or I/O
 
-Invariant: what stays in memory is decided from the order of uses, which is known.
+Invariant: memory stays within the budget that the user set, every byte moved is
+counted once, and a failed call raises an error that names the file and the remedy.
 """
 
+from jaxinf.transfer.beneath import (
+    check_holds,
+    check_regular,
+    open_beneath,
+    read_beneath,
+    read_bounded,
+)
 from jaxinf.transfer.cache import stays
+from jaxinf.transfer.checksums import crc32c, crc32c_combine
+from jaxinf.transfer.direct import DirectIO, read_into, write_from
 from jaxinf.transfer.drive_monitor import DriveMonitor
 from jaxinf.transfer.failure import Failure
+from jaxinf.transfer.failures import file_progress
+from jaxinf.transfer.files import (
+    allocate_file,
+    fsync_directory,
+    fsync_file,
+    opened_to_write,
+    sync_filesystem,
+    write_bytes_atomically,
+)
+from jaxinf.transfer.memory import MACHINE_MEMORY_BYTES, free_memory
+from jaxinf.transfer.meters import ByteCounts, ByteMeters
 from jaxinf.transfer.mover import Mover
+from jaxinf.transfer.pages import PAGE_BYTES, page_ceil
+from jaxinf.transfer.pool import Buffer, BufferPool
 from jaxinf.transfer.queues import Queues
+from jaxinf.transfer.spans import add_span, span, timeline
+from jaxinf.transfer.support import supports_direct
 from jaxinf.transfer.tasks import (
     Compute,
     Limits,
@@ -25,7 +50,14 @@ from jaxinf.transfer.tasks import (
 )
 
 __all__ = [
+    "MACHINE_MEMORY_BYTES",
+    "PAGE_BYTES",
+    "Buffer",
+    "BufferPool",
+    "ByteCounts",
+    "ByteMeters",
     "Compute",
+    "DirectIO",
     "DriveMonitor",
     "Failure",
     "Limits",
@@ -37,5 +69,27 @@ __all__ = [
     "Task",
     "Unit",
     "Write",
+    "add_span",
+    "allocate_file",
+    "check_holds",
+    "check_regular",
+    "crc32c",
+    "crc32c_combine",
+    "file_progress",
+    "free_memory",
+    "fsync_directory",
+    "fsync_file",
+    "open_beneath",
+    "opened_to_write",
+    "page_ceil",
+    "read_beneath",
+    "read_bounded",
+    "read_into",
+    "span",
     "stays",
+    "supports_direct",
+    "sync_filesystem",
+    "timeline",
+    "write_bytes_atomically",
+    "write_from",
 ]

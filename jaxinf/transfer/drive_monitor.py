@@ -3,13 +3,15 @@
 Invariant: it only warns, and never stops a step.
 """
 
-import contextlib
 import logging
 import statistics
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from jaxinf.transfer.spans import Clock
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -40,57 +42,42 @@ class DriveMonitor:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._guard = threading.Lock()
-        self._seconds: defaultdict[int, float] = defaultdict(float)
+        self._busy: defaultdict[int, Clock] = defaultdict(Clock)
         self._bytes: Counter[int] = Counter()
-        self._num_busy: Counter[int] = Counter()  # requests under way, by CSD
-        self._busy_since_s: dict[int, float] = {}
         self._rounds_slow: Counter[int] = Counter()
-        self._under_way: dict[int, _Request] = {}  # by thread
+        self._under_way: dict[int, tuple[int, str, float]] = {}  # by thread
         self._told: set[int] = set()
 
+    @contextmanager
     def request(
         self, csd: int, kind: str, lengths: Sequence[int] = ()
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Times a request to a CSD.
 
         Args:
           kind: ``"read"``, ``"write"`` or ``"update"``.
           lengths: bytes of each transfer; none if its drive is not involved.
         """
-        num_bytes = sum(max(length, _MIN_BYTES) for length in lengths)
-        return _Request(self, csd, kind, num_bytes)
-
-    def _begin(self, request: "_Request") -> None:
+        num_bytes = sum([max(length, _MIN_BYTES) for length in lengths])
+        thread = threading.get_ident()
         with self._guard:
-            self._under_way[threading.get_ident()] = request
-            if request.num_bytes:
-                self._busy_since_s.setdefault(request.csd, request.began_s)
-                self._num_busy[request.csd] += 1
-
-    def _end(self, request: "_Request") -> None:
-        with self._guard:
-            del self._under_way[threading.get_ident()]
-            if request.num_bytes:
-                csd = request.csd
-                self._bytes[csd] += request.num_bytes
-                self._num_busy[csd] -= 1
-                self._settle(csd)
-                if not self._num_busy[csd]:
-                    del self._busy_since_s[csd]
-
-    def _settle(self, csd: int) -> None:
-        """Counts the time of a busy drive so far: requests at once are one time."""
-        now_s = time.monotonic()
-        self._seconds[csd] += now_s - self._busy_since_s[csd]
-        self._busy_since_s[csd] = now_s
+            self._under_way[thread] = csd, kind, time.perf_counter()
+            if num_bytes:
+                self._busy[csd].start()
+        try:
+            yield
+        finally:
+            with self._guard:
+                del self._under_way[thread]
+                if num_bytes:
+                    self._bytes[csd] += num_bytes
+                    self._busy[csd].stop()
 
     def end_round(self) -> None:
         """Compares the drives since the last round; warns of one always slow."""
         with self._guard:
-            for csd in self._busy_since_s:  # reading ahead may go on
-                self._settle(csd)
-            seconds, moved = dict(self._seconds), dict(self._bytes)
-            self._seconds.clear()
+            seconds = {csd: clock.take_s() for csd, clock in self._busy.items()}
+            moved = dict(self._bytes)
             self._bytes.clear()
         costs = {n: seconds[n] / moved[n] for n in moved}
         gain = _gain(seconds, moved)
@@ -121,18 +108,18 @@ class DriveMonitor:
 
     def report_overdue(self) -> None:
         """Names every CSD that has not answered a request for a minute."""
-        now_s = time.monotonic()
+        now_s = time.perf_counter()
         with self._guard:
             under_way = list(self._under_way.values())
-        for request in under_way:
-            if now_s - request.began_s >= OVERDUE_S:
+        for csd, kind, began_s in under_way:
+            if now_s - began_s >= OVERDUE_S:
                 _LOG.warning(
                     "CSD root %s: %s has not come back for %.0f s; still waiting. "
                     "See the kernel's log (dmesg) for the drive; the last committed "
                     "step is safe if the process has to be killed",
-                    self._names[request.csd],
-                    _KINDS[request.kind],
-                    now_s - request.began_s,
+                    self._names[csd],
+                    _KINDS[kind],
+                    now_s - began_s,
                 )
 
 
@@ -142,25 +129,3 @@ def _gain(seconds: Mapping[int, float], moved: Mapping[int, int]) -> float:
     if not rate:
         return 1.0
     return max(seconds[n] for n in moved) / (sum(moved.values()) / rate)
-
-
-class _Request:
-    """See `DriveMonitor.request`; a class, as there are thousands in a step."""
-
-    __slots__ = ("_monitor", "began_s", "csd", "kind", "num_bytes")
-
-    def __init__(
-        self, monitor: DriveMonitor, csd: int, kind: str, num_bytes: int
-    ) -> None:
-        self._monitor = monitor
-        self.csd = csd
-        self.kind = kind
-        self.num_bytes = num_bytes
-        self.began_s = 0.0
-
-    def __enter__(self) -> None:
-        self.began_s = time.monotonic()
-        self._monitor._begin(self)
-
-    def __exit__(self, *error: object) -> None:
-        self._monitor._end(self)

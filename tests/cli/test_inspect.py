@@ -14,9 +14,9 @@ import zarr
 
 from jaxinf.cli.inspection import summary_of
 from jaxinf.errors import StoreIOError
-from jaxinf.io import crc32c
 from jaxinf.layout import LeafGrid, choose_grid
 from jaxinf.store import CommitRecord, LeafRecord, StateRecord, StepReader, steps
+from jaxinf.transfer import crc32c
 
 STORE_KEYS = [
     "store",

@@ -17,8 +17,8 @@ from jaxinf.csd.cards.smartssd import open_emulated
 from jaxinf.csd.cards.standin import ANY_KERNEL, EmulatedXrt
 from jaxinf.csd.cards.xrt import XrtCard
 from jaxinf.errors import CsdError
-from jaxinf.io import BufferPool, ByteMeters, supports_direct
 from jaxinf.kernels import named_card_kernel
+from jaxinf.transfer import BufferPool, ByteMeters, supports_direct
 
 NAME = "jaxinf_sgd_f32_update_f32"
 SIZE = 1024

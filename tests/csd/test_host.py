@@ -19,8 +19,8 @@ from jaxinf.csd import (
     parse_csd,
 )
 from jaxinf.errors import StoreIOError
-from jaxinf.io import BufferPool, ByteMeters, allocate_file, crc32c
 from jaxinf.program import trace_init, trace_update
+from jaxinf.transfer import BufferPool, ByteMeters, allocate_file, crc32c
 
 ROUNDING = Rounding(0, 0)
 SIZES = [1, 1023, 1024, 1025, 4096, 40_000]

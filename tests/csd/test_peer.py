@@ -9,14 +9,14 @@ import optax
 import pytest
 from csd_contract import SIMPLE, Case, Chunk
 
-import jaxinf.io.direct as direct
+import jaxinf.transfer.direct as direct
 from jaxinf.csd import Transfer, parse_csd
 from jaxinf.csd.cards import standin
 from jaxinf.csd.cards.peer import PeerIO
 from jaxinf.csd.cards.smartssd import open_emulated
 from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import CsdError, StoreIOError
-from jaxinf.io import BufferPool, ByteMeters, supports_direct
+from jaxinf.transfer import BufferPool, ByteMeters, supports_direct
 
 EMULATED = parse_csd("emulated")
 

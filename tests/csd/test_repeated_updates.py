@@ -8,9 +8,9 @@ import pytest
 from csd_contract import CASES, Chunk
 
 from jaxinf.csd import Rounding, ScalarInputs, Update, parse_csd
-from jaxinf.io import crc32c
 from jaxinf.kernels import Call
 from jaxinf.native import toolchain
+from jaxinf.transfer import crc32c
 
 HOST = parse_csd("host")
 PLAIN = [case for case in CASES if case.dtype == np.float32]

@@ -16,8 +16,8 @@ from jaxinf.csd import GradientForm, KernelNeed, open_csds, parse_csd
 from jaxinf.csd.cards.standin import EmulatedXrt
 from jaxinf.csd.cards.sysfs import CardInfo, card_of, check_p2p, list_cards
 from jaxinf.errors import CsdError, UnsupportedTransformError
-from jaxinf.io import ByteMeters
 from jaxinf.program import trace_update
+from jaxinf.transfer import ByteMeters
 
 ROOT_PORT, UP = "0000:3a:00.0", "0000:3b:00.0"
 

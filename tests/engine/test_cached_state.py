@@ -7,7 +7,7 @@ import pytest
 from families import family
 
 from jaxinf.errors import StoreCorruptError, StoreError
-from jaxinf.io.pages import page_ceil
+from jaxinf.transfer.pages import page_ceil
 
 LEAVES = {
     "bias": ((129,), "float32"),

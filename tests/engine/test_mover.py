@@ -64,7 +64,7 @@ class Rig:
 
     def __init__(self, driver, *, memory_pages, num_workers):
         from jaxinf.csd import HostCsd
-        from jaxinf.io import BufferPool, ByteMeters
+        from jaxinf.transfer import BufferPool, ByteMeters
 
         self.directory = driver.opened.directory
         self.pool = BufferPool(memory_pages * PAGE)

@@ -19,8 +19,8 @@ from msgspec import structs
 from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError, StoreFormatError
 from jaxinf.exchange import Transit, export_url, url_export
-from jaxinf.io import crc32c
 from jaxinf.store import CommitRecord, StoreDirectory, open_array, seal, verify_step
+from jaxinf.transfer import crc32c
 
 KILLED = Path(__file__).parents[1] / "support/killed_export.py"
 # Written anew by each call, with the time.

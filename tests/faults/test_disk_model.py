@@ -7,8 +7,8 @@ import pytest
 from disk_model import Barrier, tree
 from disk_recorder import Recorder
 
-import jaxinf.io
-from jaxinf.io import fsync_directory, fsync_file
+import jaxinf.transfer
+from jaxinf.transfer import fsync_directory, fsync_file
 
 PAGE = 4096
 
@@ -97,7 +97,7 @@ def test_a_file_system_is_synchronised_alone(place, number):
         assert drives[0].stat().st_dev != drives[1].stat().st_dev
         for drive in drives:
             (drive / "f").write_bytes(b"b")
-        jaxinf.io.sync_filesystem(drives[number])
+        jaxinf.transfer.sync_filesystem(drives[number])
         recorder.check()
     for state in last(recorder):
         assert state[f"csd{number}/f"] == b"b"

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinf.io import crc32c
 from jaxinf.kernels import compiled
 from jaxinf.kernels.card import CardKernel, card_kernel
 from jaxinf.kernels.estimates import rsqrt_estimates
 from jaxinf.layout import CODE_BLOCK, CodedSlot
+from jaxinf.transfer import crc32c
 
 DTYPES = {
     "f32": np.dtype(np.float32),

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from families import family
 
-from jaxinf.io import crc32c
 from jaxinf.layout.codecs import decode_int8, encode_int8
 from jaxinf.native import toolchain
+from jaxinf.transfer import crc32c
 
 SOURCE = """
 #include "shell.hpp"

@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.io import crc32c
 from jaxinf.kernels import Passage, compiled
 from jaxinf.kernels.calls import stored_arrays
 from jaxinf.layout import CodedSlot
 from jaxinf.program import trace_update
+from jaxinf.transfer import crc32c
 
 pytestmark = pytest.mark.optimized
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from families import family
 
-from jaxinf.io import crc32c
 from jaxinf.program import checksums
+from jaxinf.transfer import crc32c
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 
-from jaxinf.io.buffers import aligned
 from jaxinf.streaming.move.scratch import PART_BYTES, Scratch
+from jaxinf.transfer.pool import aligned
 
 
 def main(folder):

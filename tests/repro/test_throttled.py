@@ -10,8 +10,8 @@ from throttled import CsdRates, Server, ThrottledCsd, ThrottledFleet, throttled
 
 from jaxinf.compress import SparseGradient
 from jaxinf.csd import Extent, Rounding, ScalarInputs, Transfer, Update, open_csds
-from jaxinf.io import ByteMeters
 from jaxinf.program import trace_update
+from jaxinf.transfer import ByteMeters
 
 pytestmark = [pytest.mark.long, pytest.mark.optimized]
 

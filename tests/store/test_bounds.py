@@ -22,7 +22,6 @@ from jaxinf.documents import (
     parse_json,
 )
 from jaxinf.errors import JaxinfError, StoreError, StoreFormatError
-from jaxinf.io.failures import store_error
 from jaxinf.store import (
     StepReader,
     StoreDirectory,
@@ -30,6 +29,7 @@ from jaxinf.store import (
     seal,
     stray_checkpoints,
 )
+from jaxinf.transfer.failures import store_error
 
 
 @pytest.fixture

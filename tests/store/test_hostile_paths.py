@@ -17,8 +17,6 @@ from store_driver import Driver
 import jaxinf
 from jaxinf.cli import main
 from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
-from jaxinf.io import read_into
-from jaxinf.io.buffers import BufferPool
 from jaxinf.store import (
     Manifest,
     StoreDirectory,
@@ -26,6 +24,8 @@ from jaxinf.store import (
     save_checkpoint,
     seal,
 )
+from jaxinf.transfer import read_into
+from jaxinf.transfer.pool import BufferPool
 
 on_csds = pytest.mark.parametrize("store", [2], indirect=True, ids=["2 CSDs"])
 first_without_csds = pytest.mark.parametrize(

@@ -20,12 +20,12 @@ from zoo import ZOO, normal
 
 import jaxinf
 from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
-from jaxinf.io.pages import page_ceil
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
 from jaxinf.streaming.plan.compiled import compiled_temp_bytes
 from jaxinf.streaming.plan.offload import NUM_COPIES, evicted, least_bytes, plan_tiers
+from jaxinf.transfer.pages import page_ceil
 
 pytestmark = pytest.mark.optimized("long")
 

@@ -21,7 +21,7 @@ from streaming import (
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.io.pages import page_ceil
+from jaxinf.transfer.pages import page_ceil
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
 

@@ -28,9 +28,9 @@ from jaxinf.csd import (
     parse_csd,
 )
 from jaxinf.errors import StoreIOError
-from jaxinf.io import ByteMeters, allocate_file, crc32c
 from jaxinf.layout import CODE_BLOCK
 from jaxinf.program import trace_init, trace_update
+from jaxinf.transfer import ByteMeters, allocate_file, crc32c
 
 __all__ = [
     "CASES",

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 import jaxinf
-from jaxinf.io import crc32c
 from jaxinf.layout import choose_grid
 from jaxinf.store import (
     LeafRecord,
@@ -21,6 +20,7 @@ from jaxinf.store import (
     dtype_of,
     lay_out,
 )
+from jaxinf.transfer import crc32c
 
 
 @contextlib.contextmanager

@@ -4,21 +4,22 @@ import threading
 
 import pytest
 
-from jaxinf.transfer import drive_monitor
+from jaxinf.transfer import drive_monitor, spans
 
 
 class Clock:
     def __init__(self):
         self.now_s = 0.0
 
-    def monotonic(self):
+    def perf_counter(self):
         return self.now_s
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(drive_monitor, "time", clock)
+    for module in (drive_monitor, spans):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

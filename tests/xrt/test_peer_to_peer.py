@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from xrt_card import finish, float_bits, start, view
 
-from jaxinf.io import supports_direct
+from jaxinf.transfer import supports_direct
 
 F32 = np.float32
 MEBI = 1 << 20

@@ -20,9 +20,9 @@ from jaxinf.csd.cards.xrt import (
     XrtKernel,
 )
 from jaxinf.errors import CsdError
-from jaxinf.io import PAGE_BYTES, page_ceil
 from jaxinf.kernels import CardKernel
 from jaxinf.kernels.estimates import ESTIMATES_BYTES, rsqrt_estimates
+from jaxinf.transfer import PAGE_BYTES, page_ceil
 from jaxinf.typing import Array
 
 _TABLE_BYTES = page_ceil(ESTIMATES_BYTES)

@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxinf.csd.cards.xrt import XrtCard
 from jaxinf.errors import CsdError, StoreIOError
-from jaxinf.io import PAGE_BYTES, ByteMeters, DirectIO
-from jaxinf.io.support import REFUSALS
+from jaxinf.transfer import PAGE_BYTES, ByteMeters, DirectIO
+from jaxinf.transfer.support import REFUSALS
 from jaxinf.typing import Array, PathLikeStr
 
 _REMEDY = (

@@ -20,8 +20,8 @@ from jaxinf.csd.cards.standin import ANY_KERNEL, EmulatedXrt
 from jaxinf.csd.cards.sysfs import card_of, check_p2p, list_cards
 from jaxinf.csd.cards.xrt import XrtCard, open_card
 from jaxinf.errors import CsdError, UnsupportedTransformError
-from jaxinf.io import ByteMeters, supports_direct
 from jaxinf.kernels import card_kernel
+from jaxinf.transfer import ByteMeters, supports_direct
 
 
 def open_emulated(

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxinf.io import PAGE_BYTES, BufferPool, span
-from jaxinf.io.buffers import Buffer, Registry, aligned
 from jaxinf.streaming.move.link import copied
 from jaxinf.streaming.move.moves import Kind, Moves, Tensor
 from jaxinf.streaming.move.tensors import Moved
 from jaxinf.streaming.move.workers import THREADS_PER_DRIVE, Job, Workers
+from jaxinf.transfer import PAGE_BYTES, BufferPool, span
+from jaxinf.transfer.pool import Buffer, Registry, aligned
 from jaxinf.typing import Array
 
 

@@ -26,8 +26,6 @@ from jaxinf.engine import (
     ParamsReader,
     put_together,
 )
-from jaxinf.io import span
-from jaxinf.io.buffers import aligned
 from jaxinf.streaming.move.mover import Mover, MoverCounts
 from jaxinf.streaming.move.tensors import Crossing, Moved
 from jaxinf.streaming.plan.group_step import GroupStep
@@ -35,6 +33,8 @@ from jaxinf.streaming.plan.reads import Fetch, Reading
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.units import StoreUnits, Unit
+from jaxinf.transfer import span
+from jaxinf.transfer.pool import aligned
 from jaxinf.typing import Array
 
 

@@ -19,10 +19,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxinf.io import ByteMeters, read_into, span, write_from
-from jaxinf.io.failures import translated
-from jaxinf.io.pages import page_ceil
 from jaxinf.store import drive_of
+from jaxinf.transfer import ByteMeters, read_into, span, write_from
+from jaxinf.transfer.failures import translated
+from jaxinf.transfer.pages import page_ceil
 from jaxinf.typing import Array, PathLikeStr
 
 PART_BYTES = 4 << 20

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxinf.io.pages import page_ceil
 from jaxinf.streaming.move.mover import Mover
 from jaxinf.streaming.move.scratch import Place, Scratch
 from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.program.graph import Piece
+from jaxinf.transfer.pages import page_ceil
 from jaxinf.typing import Array
 
 

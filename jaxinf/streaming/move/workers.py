@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from jaxinf.io import BufferPool
 from jaxinf.streaming.move.scratch import PART_BYTES
+from jaxinf.transfer import BufferPool
 from jaxinf.typing import Array
 
 THREADS_PER_DRIVE = 2

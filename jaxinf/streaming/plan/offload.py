@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf.errors import BudgetError
-from jaxinf.io import PAGE_BYTES, page_ceil
 from jaxinf.streaming.plan.calls import Eviction, Plan
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
+from jaxinf.transfer import PAGE_BYTES, page_ceil
 
 SMALL_BYTES = 64 << 10
 """Smaller values stay in memory."""

@@ -6,11 +6,11 @@ Invariant: it is decided before anything is written, from the calls alone.
 import hashlib
 from dataclasses import dataclass
 
-from jaxinf.io.pages import page_ceil
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.offload import Tiers
 from jaxinf.streaming.plan.reads import Reading
+from jaxinf.transfer.pages import page_ceil
 
 
 @dataclass(frozen=True)

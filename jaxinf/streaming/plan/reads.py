@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxinf.errors import BudgetError
-from jaxinf.io import PAGE_BYTES
 from jaxinf.streaming.plan.calls import Call, Plan
 from jaxinf.streaming.plan.memory import NUM_STAGED, Division
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 from jaxinf.streaming.program.units import StoreUnits, Unit
+from jaxinf.transfer import PAGE_BYTES
 from jaxinf.transfer.cache import stays
 
 

@@ -23,7 +23,6 @@ from jaxinf import compat
 from jaxinf.csd import Csd, CsdBuffer, Extent, Update, UpdateOutcome
 from jaxinf.engine import SubgroupLayout
 from jaxinf.errors import StoreError
-from jaxinf.io import crc32c
 from jaxinf.kernels.specialise import state_read
 from jaxinf.layout import CodedSlot
 from jaxinf.program import (
@@ -36,6 +35,7 @@ from jaxinf.program import (
 from jaxinf.program.checksums import crc32c as crc32c_on_device
 from jaxinf.streaming.program.shards import PINNED
 from jaxinf.terminal import format_bytes
+from jaxinf.transfer import crc32c
 from jaxinf.typing import FLOAT32, Array
 
 NUM_ROOMS = 3

@@ -23,12 +23,12 @@ from jaxinf.engine import (
     ParamsReader,
     SlotRequest,
 )
-from jaxinf.io.buffers import aligned_array
 from jaxinf.program import Part, Passes, UpdateProgram, key_data
 from jaxinf.program.graph import Value
 from jaxinf.streaming.plan.memory import READER_BYTES
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.keys import Keys
+from jaxinf.transfer.pool import aligned_array
 from jaxinf.typing import Array
 
 

@@ -18,9 +18,9 @@ import numpy as np
 from jaxinf.csd import CsdBuffer, Rounding, ScalarInputs, Update
 from jaxinf.csd.host import HostCsd
 from jaxinf.engine import SubgroupLayout
-from jaxinf.io import BufferPool, ByteMeters
 from jaxinf.program import Kernel
 from jaxinf.streaming.update.on_device import NUM_ROOMS, DeviceUpdater
+from jaxinf.transfer import BufferPool, ByteMeters
 from jaxinf.typing import FLOAT32
 
 _NUM_ROUNDS = 4

@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxinf.engine import Store, engine_of
 from jaxinf.errors import StreamError
-from jaxinf.io import ByteCounts
 from jaxinf.streaming.move.params import Params, StoreParams, StoreReader
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.spill import Waiting, file_bytes
@@ -34,6 +33,7 @@ from jaxinf.streaming.program.initial import BUFFERS_SHARE
 from jaxinf.streaming.program.meshes import on_this_process
 from jaxinf.streaming.program.trace import Traced
 from jaxinf.streaming.program.units import SHARED, StoreUnits, Unit, shared_bytes
+from jaxinf.transfer import ByteCounts
 from jaxinf.typing import Array, PyTree
 
 # Elements whose finiteness is looked at together: it takes memory.

@@ -14,7 +14,6 @@ from jaxinf.engine import (
     SubgroupLayout,
     engine_of,
 )
-from jaxinf.io import ByteCounts
 from jaxinf.program import Kernel, UpdateProgram
 from jaxinf.store import csd_shares, plans_folder
 from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Scratch
@@ -45,6 +44,7 @@ from jaxinf.streaming.update.on_device import DeviceUpdater
 from jaxinf.streaming.update.optimizer import arrivals_of, passes_for
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink, drive_bytes
+from jaxinf.transfer import ByteCounts
 
 
 class Stored(Sink):

@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jaxinf.io import MACHINE_MEMORY_BYTES
 from jaxinf.train.data.errors import DataError
+from jaxinf.transfer import MACHINE_MEMORY_BYTES
 
 _HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test")
 _SAVED_MARKS = ("dataset_dict.json", "dataset_info.json")

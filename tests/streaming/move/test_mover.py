@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from jaxinf.errors import StoreIOError, StoreSpaceError
-from jaxinf.io.pages import page_ceil
 from jaxinf.streaming.move.mover import Mover, drive_threads
 from jaxinf.streaming.move.scratch import PART_BYTES, Place, Scratch
 from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.plan.offload import NUM_COPIES
+from jaxinf.transfer.pages import page_ceil
 
 SIZES = {"a": 4, "b": 70_000, "c": PART_BYTES + 4, "d": 4096}
 ON_DRIVE = ("c", "b")  # in the order of their next use

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxinf.errors import StoreIOError, StoreSpaceError
-from jaxinf.io import ByteMeters
-from jaxinf.io.buffers import aligned
-from jaxinf.io.pages import page_ceil
 from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Scratch, raw_bytes
+from jaxinf.transfer import ByteMeters
+from jaxinf.transfer.pages import page_ceil
+from jaxinf.transfer.pool import aligned
 
 SIZES = [0, 1, 1023, 4095, 4096, 4097, PART_BYTES - 1, 2 * PART_BYTES + 5]
 

@@ -5,10 +5,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxinf.io.pages import page_ceil
 from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Scratch
 from jaxinf.streaming.move.spill import Spill, file_bytes, waiting
 from jaxinf.streaming.program.graph import Piece
+from jaxinf.transfer.pages import page_ceil
 
 SIZES = [4, 70_000, PART_BYTES + 4, 4096]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinf.errors import StoreIOError, StoreSpaceError
-from jaxinf.io import (
+from jaxinf.transfer import (
     BufferPool,
     ByteMeters,
     DirectIO,
@@ -250,7 +250,7 @@ def test_refusing_file_system_falls_back_with_one_warning(
     np.testing.assert_array_equal(back[: 3 * _PAGE - 5], data[: 3 * _PAGE - 5])
     assert not supports_direct(tmp_path)
     (record,) = caplog.records
-    assert (record.name, record.levelno) == ("jaxinf.io", logging.WARNING)
+    assert (record.name, record.levelno) == ("jaxinf.transfer", logging.WARNING)
     assert record.getMessage().startswith(f"{tmp_path}: direct I/O is refused (Inval")
 
 

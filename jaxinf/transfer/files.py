@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxinf.io.failures import translated
-from jaxinf.io.pages import page_ceil
+from jaxinf.transfer.failures import translated
+from jaxinf.transfer.pages import page_ceil
 from jaxinf.typing import PathLikeStr
 
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}

@@ -9,7 +9,7 @@ import stat
 from pathlib import PurePath
 
 from jaxinf.errors import StoreFormatError, StoreIOError
-from jaxinf.io.failures import translated
+from jaxinf.transfer.failures import translated
 from jaxinf.typing import PathLikeStr
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC

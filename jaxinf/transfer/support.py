@@ -11,14 +11,14 @@ import os
 import secrets
 import threading
 
-from jaxinf.io.failures import translated
-from jaxinf.io.pages import PAGE_BYTES
+from jaxinf.transfer.failures import translated
+from jaxinf.transfer.pages import PAGE_BYTES
 from jaxinf.typing import PathLikeStr
 
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 """Errors of a file system without direct I/O, at opening or at the first request."""
 
-_LOGGER = logging.getLogger("jaxinf.io")
+_LOGGER = logging.getLogger("jaxinf.transfer")
 _NO_ANSWER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
 _lock = threading.Lock()

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxinf.errors import StoreIOError
-from jaxinf.io.failures import translated
-from jaxinf.io.meters import ByteMeters
-from jaxinf.io.pages import PAGE_BYTES, page_ceil, page_floor
-from jaxinf.io.support import REFUSALS, probed_refusal, warn_once
+from jaxinf.transfer.failures import translated
+from jaxinf.transfer.meters import ByteMeters
+from jaxinf.transfer.pages import PAGE_BYTES, page_ceil, page_floor
+from jaxinf.transfer.support import REFUSALS, probed_refusal, warn_once
 from jaxinf.typing import Array, PathLikeStr
 
 # Paths of open files that may have no other name.

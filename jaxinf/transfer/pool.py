@@ -19,7 +19,7 @@ from typing import Literal, Protocol, overload
 import numpy as np
 
 from jaxinf.errors import StoreClosedError
-from jaxinf.io.pages import PAGE_BYTES, page_ceil, page_floor
+from jaxinf.transfer.pages import PAGE_BYTES, page_ceil, page_floor
 from jaxinf.typing import Array
 
 _HUGE_BYTES = 2 << 20

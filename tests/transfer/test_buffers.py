@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxinf.errors import StoreClosedError
-from jaxinf.io import PAGE_BYTES, BufferPool
+from jaxinf.transfer import PAGE_BYTES, BufferPool
 
 _PAGE = 4096
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxinf.io import BufferPool
+from jaxinf.transfer import BufferPool
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinf.io import crc32c, crc32c_combine
+from jaxinf.transfer import crc32c, crc32c_combine
 
 
 def test_the_published_check_value():

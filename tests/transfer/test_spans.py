@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jaxinf.io.spans import Timeline
+from jaxinf.transfer.spans import Timeline
 
 
 def test_a_drive_that_two_threads_use_is_busy_once():

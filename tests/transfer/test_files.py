@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxinf.errors import StoreIOError, StoreSpaceError
-from jaxinf.io import (
+from jaxinf.transfer import (
     allocate_file,
     failures,
     file_progress,
@@ -152,7 +152,7 @@ def test_sync_failures(tmp_path):
 
 def test_a_long_flush_is_progress_and_idleness_is_none(memory_dir, monkeypatch):
     clock = SimpleNamespace(now_s=1000.0, monotonic=lambda: clock.now_s)
-    monkeypatch.setattr("jaxinf.io.failures.time", clock)
+    monkeypatch.setattr("jaxinf.transfer.failures.time", clock)
     idle = file_progress()
     clock.now_s += 5
     assert file_progress() == idle

@@ -1,6 +1,6 @@
 """Free memory: of the machine, and of control groups of both versions."""
 
-from jaxinf.io import free_memory
+from jaxinf.transfer import free_memory
 
 GIB = 1 << 30
 

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from jaxinf.io import ByteCounts, ByteMeters
+from jaxinf.transfer import ByteCounts, ByteMeters
 
 
 def test_differences_of_snapshots():
