@@ -117,7 +117,7 @@ class Restore:
     discard_current: Switch = False
 
     def run(self) -> None:
-        with hold_members(self.store) as members:
+        with hold_members(self.store, checkpoint=self.name) as members:
             if not self.discard_current:
                 _check_kept(members, self.name, self.store)
             record = restore_whole(members, self.name)

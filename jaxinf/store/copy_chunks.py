@@ -9,12 +9,14 @@ Invariant: old files are only read, and all of a chunk is verified before it cou
   bytes have the wanted checksum.
 """
 
+import math
 import os
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -314,18 +316,34 @@ def _regrid(
     if state.codec == "scale":
         _regrid_scales(reader, old, state, new)
         return
+    by_start = {tuple(one.layout.start): one for one in new}
+    assert len(by_start) == len(new), "each chunk has one owner"
+    starts = [sorted({*along}) for along in zip(*by_start, strict=True)]
+    done = dict.fromkeys(by_start, 0)
     every = portions(old.grid, PIECE_BYTES // 4)
     for number, members in groupby(every, key=lambda portion: portion.chunk):
         runs = PieceRuns(reader.stored(old, state, number), dtype_of(state.dtype))
         for portion in members:
             values = runs.take(portion.num_elements).reshape(portion.extent)
-            for one in new:
-                with translated("write", one.target):
-                    _put_box(one, portion.start, values)
+            bounds = zip(starts, portion.start, values.shape, strict=True)
+            near = [
+                s[max(0, bisect_right(s, a) - 1) : bisect_left(s, a + n)]
+                for s, a, n in bounds
+            ]
+            for start in product(*near):
+                if one := by_start.get(start):
+                    with translated("write", one.target):
+                        done[start] += _put_box(one, portion.start, values)
+    for start, one in by_start.items():
+        assert done[start] == math.prod(one.layout.extent), one.target
 
 
-def _put_box(one: CopiedChunk, start: Sequence[int], values: Array) -> None:
-    """Writes the part of a leaf's box that a chunk has; `start` is its first index."""
+def _put_box(one: CopiedChunk, start: Sequence[int], values: Array) -> int:
+    """Writes the part of a leaf's box that a chunk has; returns its elements.
+
+    Args:
+      start: the first index of the box.
+    """
     chunk = one.layout
     first = np.maximum(start, chunk.start)
     extent = (
@@ -333,7 +351,7 @@ def _put_box(one: CopiedChunk, start: Sequence[int], values: Array) -> None:
         - first
     )
     if not (extent > 0).all():
-        return
+        return 0
     begin = first - start
     part = values[tuple(map(slice, begin, begin + extent))].reshape(-1)
     done, inside = 0, (first - chunk.start).tolist()
@@ -341,6 +359,7 @@ def _put_box(one: CopiedChunk, start: Sequence[int], values: Array) -> None:
         for offset, length in box_runs(one.record.chunk_shape, inside, extent.tolist()):
             _put(fd, part[done : done + length], offset * part.itemsize)
             done += length
+    return done
 
 
 def _regrid_scales(

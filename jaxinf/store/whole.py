@@ -99,7 +99,7 @@ def all_members(path: Path) -> list[StoreDirectory]:
 
 @contextlib.contextmanager
 def hold_members(
-    path: Path, named: Sequence[Path] = ()
+    path: Path, named: Sequence[Path] = (), *, checkpoint: str | None = None
 ) -> Iterator[list[StoreDirectory]]:
     """Makes this process the only writer of all members while the context lasts.
 
@@ -107,8 +107,10 @@ def hold_members(
 
     Args:
       named: CSD roots of a store of one process that the user has named.
+      checkpoint: one that all members have, or else nothing is written.
 
     Raises:
+      ValueError: a member has no such checkpoint.
       StoreLockedError: a run has them open.
       ProcessError: a member cannot be seen, or they have no step in common.
       StoreError: a member is damaged.
@@ -128,8 +130,12 @@ def hold_members(
             pairs = zip(members, held, strict=True)
             listed = ", ".join(f"{one.path.name}: {steps}" for one, steps in pairs)
             raise ProcessError(
-                f"expected a step that all have, found {listed}"
+                f"{path}: expected a step that all have, found {listed}; go back to a "
+                "checkpoint of all: open_store(restore=NAME), or --restore NAME of the "
+                "trainer"
             ) from None
+        if checkpoint is not None:
+            find_whole(members, checkpoint)
         to_step(members, step)
         yield members
 
