@@ -314,7 +314,7 @@ def remove_whole(path: Path, names: Sequence[str]) -> None:
             find_checkpoint(members[0], name)  # raises
     for name, holders in by_name.items():
         place = path / "checkpoints" / name
-        if members[0].manifest.member is not None and place.exists():
+        if is_run(path) and place.exists():
             gone = place.with_name(f".gone-{uuid.uuid4().hex}")
             with translated("removal", place):
                 place.rename(gone)
