@@ -66,7 +66,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--store", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--params", type=float, default=8e6)
+    parser.add_argument("--params", type=float, default=64e6)
     parser.add_argument("--durability", type=int, default=8)
     arguments = parser.parse_args()
     print(

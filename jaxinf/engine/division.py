@@ -20,8 +20,12 @@ _EACH = 2
 """Subgroups that a worker can hold: one that moves, one that is computed or waits."""
 
 _WINDOW_SHARE = 8
-"""Subgroups are so short that those of all workers are this part of the host's memory,
-so that the rest is for state that stays."""
+"""Subgroups of all workers are to be this part of the host's memory, so that the rest is
+for state that stays."""
+
+_QUICK_BYTES = 8 * 1024 * 1024
+"""Subgroups as long as this move at a drive's full rate: none is shorter for the sake
+of state that stays."""
 
 
 def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
@@ -32,7 +36,9 @@ def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
     unit, unit_bytes = _least_buffers(options, manifest)
     window_bytes = _moving_bytes(options, manifest)
     if not options.csd.has_cards:
-        window_bytes //= _WINDOW_SHARE
+        num_workers = options.workers_of(len(manifest.csds) or 1)
+        quick_bytes = _EACH * num_workers * _QUICK_BYTES
+        window_bytes = max(window_bytes // _WINDOW_SHARE, min(window_bytes, quick_bytes))
     fitting = max(0, window_bytes) // unit_bytes * unit
     return max(unit, min(fitting, DEFAULT_CHUNK_ELEMENTS))
 

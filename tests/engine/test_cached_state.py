@@ -20,6 +20,12 @@ PART = 1 << 20
 ALL = 2 << 20
 
 
+@pytest.fixture(autouse=True)
+def _short_subgroups(monkeypatch):
+    """Small stores leave memory for state as large ones do."""
+    monkeypatch.setattr("jaxinf.engine.division._QUICK_BYTES", 0)
+
+
 @pytest.fixture
 def cached(drive):
     """Makes drivers of stores with an amount of memory; leaves have several chunks."""
