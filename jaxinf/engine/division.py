@@ -20,8 +20,8 @@ _EACH = 2
 """Subgroups that a worker can hold: one that moves, one that is computed or waits."""
 
 _WINDOW_SHARE = 8
-"""Subgroups of all workers are to be this part of the host's memory, so that the rest is
-for state that stays."""
+"""Subgroups of all workers are to be this part of the host's memory; the rest is for
+state that stays."""
 
 _QUICK_BYTES = 8 * 1024 * 1024
 """Subgroups as long as this move at a drive's full rate: none is shorter for the sake
@@ -37,8 +37,8 @@ def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
     window_bytes = _moving_bytes(options, manifest)
     if not options.csd.has_cards:
         num_workers = options.workers_of(len(manifest.csds) or 1)
-        quick_bytes = _EACH * num_workers * _QUICK_BYTES
-        window_bytes = max(window_bytes // _WINDOW_SHARE, min(window_bytes, quick_bytes))
+        quick_bytes = min(window_bytes, _EACH * num_workers * _QUICK_BYTES)
+        window_bytes = max(window_bytes // _WINDOW_SHARE, quick_bytes)
     fitting = max(0, window_bytes) // unit_bytes * unit
     return max(unit, min(fitting, DEFAULT_CHUNK_ELEMENTS))
 
