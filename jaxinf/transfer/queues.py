@@ -148,13 +148,18 @@ class Queues:
           given_up: keys of pieces whose last task does not count.
         """
         assert not self.num_prefetching
-        self.step += 1
+        if given_up:
+            self.found_bytes = 0
         for room in self.rooms:
             dropped = [*room.prefetched.values()]
-            dropped += [room.kept[key] for key in given_up if key in room.kept]
+            for key in given_up:
+                resident = room.kept.get(key)
+                if resident is not None and resident.give_up(self.step):
+                    dropped.append(resident)
             for resident in dropped:
                 self.forget(resident)
             room.refused_bytes = None
+        self.step += 1
 
     def keep(self, staying: frozenset[Hashable]) -> None:
         """Sets the pieces that stay in memory; others leave, once they are written."""
@@ -282,13 +287,12 @@ class Queues:
     def _finished(self, resident: Resident) -> None:
         """Takes a piece out of use: it stays in memory, or is released."""
         self.num_unfinished -= 1
-        room, task = self.drive_of(resident).room, resident.task
+        room, key = self.drive_of(resident).room, resident.task.piece.key
         room.num_in_use -= 1
-        has_moved = task.loads or task.stores
-        room.kept[task.piece.key] = resident
-        if task.piece.key in self.staying and has_moved and not self.is_stopped:
-            resident.end_task(self.step)
-        else:
+        room.kept[key] = resident
+        resident.end_task(self.step)
+        is_needed = key in self.staying or bool(resident.unwritten)
+        if self.is_stopped or resident.is_empty or not is_needed:
             self.forget(resident)
 
     def route(self, resident: Resident) -> None:
@@ -321,7 +325,8 @@ class Queues:
         return resident
 
     def forget(self, resident: Resident) -> None:
-        """Releases a piece that is kept or prefetched."""
+        """Releases a piece that is kept or prefetched, and needs no write."""
+        assert self.is_stopped or not resident.unwritten, resident.task.piece
         room, key = self.drive_of(resident).room, resident.task.piece.key
         if room.kept.pop(key, None) is None:
             del room.prefetched[key]

@@ -131,9 +131,22 @@ class Resident:
         if not self.is_flushed:
             self.stored = self.stored.union(self.task.stores)
             self.stored_in = step
-            self.held -= self.stored
+            used = {state for state, _ in self.task.loads}
+            unused = {state for state, _ in self.unchecked} - used
+            self.held = self.held.difference(self.stored, unused)
             self.unchecked = ()
         self.is_flushed = False
+
+    def give_up(self, step: int) -> bool:
+        """Drops what a task of this step has computed; whether nothing is left."""
+        if self.stored_in == step:
+            self.unwritten, self.stored = self.unwritten - self.stored, frozenset()
+        return self.is_empty
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no state is in it."""
+        return not self.held and not self.stored
 
     def num_bytes(self, states: Iterable[int]) -> int:
         """Returns the bytes of states of it."""

@@ -3,9 +3,13 @@
 import shutil
 from itertools import product
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from families import family
 
+import jaxinf
 from jaxinf.errors import StoreCorruptError, StoreError
 from jaxinf.transfer.pages import page_ceil
 
@@ -209,3 +213,46 @@ def test_damage_is_found_when_the_state_is_read(cached):
     driver = cached(memory=ALL)
     with pytest.raises(StoreCorruptError, match=r"params.embed"):
         driver.init().step()
+
+
+def _gated(inner, num_steps):
+    """An optimizer that changes nothing after some steps, by a comparison."""
+
+    def init(params):
+        return jnp.zeros((), jnp.int32), inner.init(params)
+
+    def update(grads, state, params=None):
+        count, held = state
+        updates, new = inner.update(grads, held, params)
+        is_on = count < num_steps
+        updates = jax.tree.map(lambda u: jnp.where(is_on, u, 0.0), updates)
+        kept = jax.tree.map(lambda a, b: jnp.where(is_on, a, b), new, held)
+        return updates, (count + 1, kept)
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("durability", ["step", 8, "checkpoint"])
+@pytest.mark.parametrize("idle", ["gradient", "kernel"])
+def test_a_leaf_that_a_step_leaves_alone_is_committed(place, durability, idle):
+    inner = optax.adam(0.1)
+    optimizer = _gated(inner, 2) if idle == "kernel" else inner
+    params = {"a": jnp.ones((64, 64)), "b": jnp.full(300, 2.0)}
+    with jaxinf.open_store(place / "store", durability=durability) as store:
+        tx = jaxinf.smart_update(optimizer, store)
+        state = tx.init(params)
+        for step in range(4):
+            grads = jax.tree.map(jnp.sin, params)
+            if idle == "gradient" and step >= 2:
+                grads = grads | {"b": None}
+            updates, state = jax.jit(tx.update)(grads, state, params)
+            params = {
+                name: params[name] if update is None else params[name] + update
+                for name, update in updates.items()
+            }
+        store.wait(state)
+    with jaxinf.open_store(place / "store") as store:
+        jaxinf.smart_update(optimizer, store).init(params)
+        assert store.step == 4
+        found = store.params(like=params)
+        assert all(jnp.array_equal(found[name], params[name]) for name in params)

@@ -183,6 +183,69 @@ def test_a_task_without_loads_or_stores_moves_nothing():
     assert not rig.queues.num_unfinished
 
 
+@pytest.fixture
+def deferring():
+    """A rig whose piece stays in memory, with a step that no commit has written."""
+    rig, where = Rig(), layout(0, SHORT)
+    rig.queues.keep(frozenset([where.key]))
+    rig.queues.is_deferring = True
+    rig.submit(task(where))
+    rig.run()
+    rig.queues.end_step()
+    return rig, where
+
+
+def test_a_task_that_moves_nothing_leaves_what_is_to_be_written(deferring):
+    rig, where = deferring
+    rig.submit(task(where, loads=(), stores=()))
+    rig.run()
+    rig.queues.end_step()
+    assert rig.queues.flush()
+    rig.drain()
+    assert [state for _, state in rig.written] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stores", [(), (1,)])
+def test_a_step_that_is_given_up_leaves_what_is_to_be_written(deferring, stores):
+    rig, where = deferring
+    rig.submit(task(where, loads=(), stores=stores))
+    rig.run()
+    rig.queues.end_step(given_up=[where.key])
+    assert rig.queues.flush()
+    rig.drain()
+    assert [state for _, state in rig.written] == [
+        n for n in range(3) if n not in stores
+    ]
+
+
+def test_a_piece_that_no_longer_stays_leaves_once_it_is_written(deferring):
+    rig, where = deferring
+    rig.queues.keep(frozenset())
+    rig.submit(task(where, loads=(), stores=(0,)))
+    rig.drain()
+    rig.queues.end_step()
+    assert rig.queues.flush()
+    rig.drain()
+    assert [state for _, state in rig.written] == [0, 1, 2]
+    assert not rig.queues.residents
+
+
+def test_what_was_read_ahead_and_not_used_is_read_again():
+    """A task verifies what it uses; the rest has no known checksum."""
+    rig, where = Rig(), layout(0, SHORT)
+    rig.queues.keep(frozenset([where.key]))
+    rig.queues.prefetch([task(where)])
+    (load,) = [rig.begin()]
+    rig.under_way.remove(load)
+    rig.queues.end(load, [load.items[0][1]])
+    rig.submit(task(where, loads=(2,), stores=(2,)))
+    rig.drain()
+    rig.queues.end_step()
+    rig.submit(task(where, loads=(0, 2), stores=(2,)))
+    units = [unit for unit in rig.drain() if isinstance(unit, Load)]
+    assert [states for unit in units for _, states in unit.items] == [((0, "a"),)]
+
+
 def test_short_prefetches_of_a_csd_are_loaded_together():
     rig = Rig()
     rig.queues.prefetch([task(layout(n, SHORT)) for n in range(60)])
