@@ -55,6 +55,8 @@ class Engine(StoreRun):
       shapes: shapes and dtypes of these params, in the optimizer's form; None before.
       has_warned_of_params: whether a run that gives no params was told so.
       carried: names, shapes and dtypes of what its steps carry; None before the first.
+      num_replaced: how often what it holds was replaced, other than by a step: made
+        anew, loaded, or rolled back.
 
     Raises:
       StoreError: as `jaxinf.open_store` documents.
@@ -67,6 +69,7 @@ class Engine(StoreRun):
         self.shapes: Any = None
         self.has_warned_of_params = False
         self.carried: tuple[CarriedArray, ...] | None = None
+        self.num_replaced = 0
         self._bound: list[StoreDescription] = []
         self._guard, self.path_lock = threading.RLock(), threading.RLock()
         self._is_restarted = False
@@ -287,6 +290,7 @@ class Engine(StoreRun):
         """Makes another step of the store the committed one."""
         given_up = self.opened.commit
         self._hold(roll_back(self, self.opened, place))
+        self.num_replaced += 1
         step = self.opened.commit.step
         payload = given_up.payload if given_up.step == step + 1 else None
         self.annotations.go_on_from(step, payload)
@@ -301,6 +305,7 @@ class Engine(StoreRun):
     def finish_initialisation(self, scalars: Sequence[ScalarState]) -> None:
         """Commits step 0; every leaf must have been initialised."""
         finish_initialisation(self.opened, scalars)
+        self.num_replaced += 1
         if self._is_restarted:  # the program may restore a state over the new one
             self.binding.release()
         else:
@@ -339,6 +344,7 @@ class Engine(StoreRun):
                 )
             self.steps.abandon()
             load_step(opened, layout, params, state, step)
+            self.num_replaced += 1
             self.binding.release()
 
     # --- steps under way -------------------------------------------------------------

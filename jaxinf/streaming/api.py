@@ -18,6 +18,7 @@ from jaxinf.engine import (
     engine_of,
     open_store,
 )
+from jaxinf.processes import all_processes
 from jaxinf.program import Average, NonFinitePolicy, check_nonfinite
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
@@ -27,7 +28,7 @@ from jaxinf.streaming.plan.memory import store_memory_bytes
 from jaxinf.streaming.plan.options import DeviceUpdates, Options
 from jaxinf.streaming.streamed_step import StreamedStep
 from jaxinf.streaming.update.assigning import check_device_updates
-from jaxinf.terminal import format_bytes, given_bytes
+from jaxinf.terminal import exact_bytes, format_bytes, given_bytes
 from jaxinf.transfer import MACHINE_MEMORY_BYTES, free_memory
 from jaxinf.typing import PathLikeStr, PyTree
 
@@ -71,7 +72,7 @@ def stream(
       memory_bytes: All host memory of a step, including the store's buffers, on top of
         the memory that the process has before; in bytes, or as a text such as
         ``"4GiB"``. By default half of what the process may still take, which is
-        logged.
+        logged; to be given in a program of several processes.
       device_memory_bytes: Memory of the JAX device for params, values and temporaries,
         if it has its own; by default most of what is free. `memory_bytes` then limits
         what is on the host, values that have left the device included. On a CPU it
@@ -236,7 +237,7 @@ def _options(
 ) -> Options:
     """Returns the options of a step; raises ValueError for one out of range."""
     if memory_bytes is None:
-        memory_bytes = _half_of_free_memory()
+        memory_bytes, given["has_default_memory"] = _half_of_free_memory(), True
     host_bytes = given_bytes("memory_bytes", memory_bytes)
     device_bytes = None
     if device_memory_bytes is not None:
@@ -260,8 +261,20 @@ def _options(
 
 
 def _half_of_free_memory() -> int:
-    """Returns the default of `memory_bytes`, and logs it."""
+    """Returns the default of `memory_bytes`, and logs it.
+
+    Raises:
+      ValueError: The program has several processes, which would each take as much.
+    """
     free_bytes, limit = free_memory() or (MACHINE_MEMORY_BYTES, "the machine")
+    count = all_processes("jaxinf.stream").count
+    if count > 1:
+        share = exact_bytes((free_bytes // 2 // count) >> 20 << 20)
+        raise ValueError(
+            f"memory_bytes: expected the memory of each of {count} processes, found "
+            f'none; give it to all of them, memory_bytes="{share}" if they share half '
+            f"of what {limit} leaves"
+        )
     _LOG.warning(
         "memory_bytes: %s, half of the %s that %s leaves this process; give "
         "memory_bytes for another budget",

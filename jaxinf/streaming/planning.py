@@ -171,6 +171,11 @@ def within(options: Options, plan: Callable[[Mapping[str, int]], _Plan]) -> _Pla
     except BudgetError as error:
         if not options.together.group.is_alone:
             raise
+        if options.has_default_memory and error.limit == "memory_bytes":
+            error = error._of_default(
+                "it was not given, so it is half of the memory that was free, "
+                f"{options.memory_bytes} bytes"
+            )
         raise _advised(error, options.budgets, plan) from None
 
 

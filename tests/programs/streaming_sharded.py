@@ -234,6 +234,8 @@ def replicas(place):
     expected = np.arange(16 * 50, dtype=np.float32).reshape(shape)
 
     class Expected:
+        version = 0, 0
+
         def begin(self, num_first):
             pass
 

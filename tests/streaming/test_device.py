@@ -34,6 +34,8 @@ def unit(leaf):
 class Numbers:
     """Units filled with their leaf's number."""
 
+    version = 0, 0
+
     def __init__(self):
         self.read_leaves = []
 

@@ -1,6 +1,7 @@
 """Params that updates take from memory, where a program has just read them."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -147,6 +148,8 @@ def test_staged_units_are_in_memory_only_for_their_update():
 class Ones:
     """Units of ones."""
 
+    version = 0, 0
+
     def begin(self, num_first):
         pass
 
@@ -237,6 +240,61 @@ def test_a_function_reads_params_again_after_a_step(open_store):
         step(program.batch)
         assert np.asarray(jax.tree.leaves(f(program.batch))[0]) != before
         assert f.metrics.fetched_drive_bytes > 0
+
+
+FREEZING = optax.multi_transform(
+    {"trained": optax.sgd(0.1), "frozen": optax.set_to_zero()},
+    {"base": "frozen", "head": "trained"},
+)
+
+
+def scaled(params, batch):
+    return jnp.sum(batch * params["base"] * params["head"])
+
+
+def constant(base):
+    """Params of which each element is the same."""
+    return {"base": np.full(2048, base, np.float32), "head": np.ones(2048, np.float32)}
+
+
+def restarted(store, params):
+    tx = jaxinf.smart_update(FREEZING, store, on_existing="restart")
+    tx.init(jax.tree.map(jnp.asarray, params))
+
+
+def loaded(store, params):
+    store.load(params, FREEZING.init(params), step=1)
+
+
+@pytest.mark.parametrize("replace", [restarted, loaded])
+def test_what_stays_is_read_again_after_the_store_was_replaced(replace, open_store):
+    store, batch = open_store(), np.ones(2048, np.float32)
+    memory = {"memory_bytes": 64 << 20}
+    step = jaxinf.stream(scaled, FREEZING, store, **memory)
+    step.load(constant(1), batch=batch)
+    with jaxinf.stream_function(scaled, store, **memory) as f:
+        assert f(batch) == 2048
+        with pytest.raises(jaxinf.NonFiniteGradientError):
+            step(batch * np.nan)  # the base is in memory, and the step given up
+        replace(store, constant(3))
+        assert f(batch) == 3 * 2048
+        assert step(batch)[0] == 3 * 2048
+        step(batch)
+        assert step.metrics.fetched_drive_bytes == batch.nbytes  # the base stays
+
+
+def test_a_function_reads_again_after_a_step_was_done_again(open_store):
+    store, params = open_store(), {"w": jnp.ones(2048)}
+    tx = jaxinf.smart_update(optax.sgd(1.0), store)
+    first = tx.init(params)
+    with jaxinf.stream_function(
+        lambda p, b: jnp.sum(p["w"]) * b, store, memory_bytes="64MiB"
+    ) as f:
+        for gradient in (1, 3):  # the first result is discarded
+            given = {"w": jnp.full(2048, gradient, jnp.float32)}
+            jax.block_until_ready(tx.update(given, first, params))
+            assert store.step == 1
+            assert f(np.float32(1)) == 2048 * (1 - gradient)
 
 
 def trained(step, program):

@@ -2,7 +2,9 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from threading import Event
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from zoo import ZOO, normal
 import jaxinf
 from jaxinf.engine import ParamsReader
 from jaxinf.errors import (
+    BudgetError,
     StoreIOError,
     StoreMismatchError,
     StreamError,
@@ -272,3 +275,31 @@ def test_memory_is_half_of_what_is_free(monkeypatch, caplog):
     step = jaxinf.stream_in_memory(lambda params, batch: params.sum(), optax.sgd(0.1))
     assert step._options.memory_bytes == 50 << 20
     assert "50.0 MiB, half of the 100 MiB that the box leaves" in caplog.text
+
+
+def test_several_processes_are_given_their_memory(monkeypatch, open_store):
+    free = 100 << 20, "the box"
+    monkeypatch.setattr("jaxinf.streaming.api.free_memory", lambda: free)
+    group = SimpleNamespace(count=4)
+    monkeypatch.setattr("jaxinf.streaming.api.all_processes", lambda name: group)
+    make = partial(jaxinf.stream, jnp.sum, optax.sgd(0.1), open_store(**CHUNKS))
+    with pytest.raises(ValueError, match=r'4 processes, .* memory_bytes="12MiB"'):
+        make()
+    assert make(memory_bytes=2 << 20)._options.memory_bytes == 2 << 20
+
+
+def test_a_default_that_a_kept_plan_does_not_fit_is_named(streamed, monkeypatch):
+    program = ZOO["l2_penalty"](depth=2)
+    step = streamed(program, optax.sgd(0.1))
+    step.load(program.params)
+    run(step, program, 1)
+    monkeypatch.setattr("jaxinf.streaming.api.free_memory", lambda: (1 << 16, "box"))
+    less = jaxinf.stream(program.loss, optax.sgd(0.1), step.store)
+    less.load(program.params)
+    message = r'not given, .* 32768 bytes; .* trained with .* memory_bytes="\d+MiB" wo'
+    with pytest.raises(BudgetError, match=message) as refused:
+        less(program.batch)
+    works = refused.value.works
+    again = jaxinf.stream(program.loss, optax.sgd(0.1), step.store, **works)
+    again.load(program.params)
+    run(again, program, 1)

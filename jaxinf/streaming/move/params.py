@@ -97,9 +97,12 @@ class StoreReader:
         self._reader: ParamsReader | None = None
 
     @property
-    def step(self) -> int:
-        """The finished step, whose params it reads."""
-        return self._engine.opened.finished.step
+    def version(self) -> tuple[int, int]:
+        """What it reads: how often the store's contents were replaced, and its step.
+
+        A store that restarts has each step number again, with other params.
+        """
+        return self._engine.num_replaced, self._engine.opened.finished.step
 
     def begin(self, num_first: int) -> None:
         """Begins a step; there is no commit before it ends.
@@ -207,7 +210,8 @@ class StoreParams(Params):
         are_frozen: bool = True,
     ) -> None:
         self.counts = MoverCounts()
-        self._reading, self._are_frozen, self._step = reading, are_frozen, 0
+        self._reading, self._are_frozen = reading, are_frozen
+        self._version: tuple[int, int] | None = None  # of what stays
         self._together = together or GroupStep()
         self._store_units, self._reader, self._device = store_units, reader, device
         room_bytes, host_bytes = reading.room_bytes, reading.host_bytes
@@ -238,9 +242,11 @@ class StoreParams(Params):
         """Starts to read."""
         self._free_updates()
         self.stop()
-        if not self._are_frozen and self._step != self._reader.step:
+        num_replaced, step = self._reader.version
+        version = num_replaced, 0 if self._are_frozen else step
+        if version != self._version:
             self._drop_staying()
-            self._step = self._reader.step
+            self._version = version
         new = [fetch for fetch in self._fetches if not self._has_stayed(fetch)]
         if new:
             self._reader.begin(self._reading.num_first(new))

@@ -30,6 +30,7 @@ class Options:
     """Options of a step or of a function: those of `jaxinf.stream`, and where it runs.
 
     Attributes:
+      has_default_memory: Whether `memory_bytes` was not given.
       together: The processes of the run.
       executables: Programs compiled before, for batches of all shapes.
       other_limit: The limit of another device than JAX's, to plan for.
@@ -49,6 +50,7 @@ class Options:
     deterministic: bool = True
     device_updates: DeviceUpdates = None
     carry: Callable[[PyTree], PyTree] | None = None
+    has_default_memory: bool = False
     together: GroupStep = field(default_factory=GroupStep)
     executables: Executables = field(default_factory=dict)
     other_limit: DeviceLimit | None = None
@@ -82,6 +84,7 @@ class Options:
             has_aux=True,
             policy="keep",
             deterministic=self.deterministic,
+            has_default_memory=self.has_default_memory,
             together=self.together,
         )
 
