@@ -24,8 +24,8 @@ _WINDOW_SHARE = 8
 state that stays."""
 
 _QUICK_BYTES = 8 * 1024 * 1024
-"""Subgroups as long as this move at a drive's full rate: none is shorter for the sake
-of state that stays."""
+"""What moves at a drive's full rate: no subgroup is shorter, and no worker has less to
+move, for the sake of state that stays."""
 
 
 def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
@@ -46,9 +46,12 @@ def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
 def window_bytes(
     options: StoreOptions, manifest: Manifest, layouts: list[list[list[SubgroupLayout]]]
 ) -> int:
-    """Memory in which reads, updates and writes of subgroups on a host overlap."""
+    """Memory in which reads, updates and writes of subgroups on a host overlap.
+
+    Short subgroups are moved together.
+    """
     num_workers = options.workers_of(len(manifest.csds) or 1)
-    return _EACH * num_workers * longest(layouts)[0]
+    return _EACH * num_workers * max(longest(layouts)[0], _QUICK_BYTES)
 
 
 def check_memory(options: StoreOptions, manifest: Manifest) -> None:
