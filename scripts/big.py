@@ -13,7 +13,6 @@ The limit holds for all processes of the run.
 import contextlib
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -97,10 +96,9 @@ class Watcher:
     def __init__(self, command: Sequence[str], limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self.peak_bytes = 0
-        self._process = subprocess.Popen(command, start_new_session=True)
-        data_bytes = limit_bytes + UNTOUCHED_BYTES
-        limits = (data_bytes, data_bytes)
-        resource.prlimit(self._process.pid, resource.RLIMIT_DATA, limits)
+        data_kib = (limit_bytes + UNTOUCHED_BYTES) // 1024
+        limited = ["sh", "-c", f'ulimit -d {data_kib}; exec "$@"', "sh", *command]
+        self._process = subprocess.Popen(limited, start_new_session=True)
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> int | None:
         """Waits until the command ends or `until` holds; returns its exit status.

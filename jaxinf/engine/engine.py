@@ -37,7 +37,7 @@ from jaxinf.errors import (
 from jaxinf.layout import choose_grid
 from jaxinf.processes import Group, end_unless
 from jaxinf.program import StateLayout
-from jaxinf.store import CarriedArray, CommitRecord, Member, ScalarState, StoreDirectory
+from jaxinf.store import CarriedArray, CommitRecord, ScalarState, StoreDirectory
 from jaxinf.typing import PyTree
 
 _LOG = logging.getLogger("jaxinf")
@@ -140,21 +140,18 @@ class Engine(StoreRun):
         held = self._steps
         return None if held is None or held.opened.is_new else held.opened.commit
 
-    def shape(
-        self, description: StoreDescription, member: Member | None = None
-    ) -> StoreShape:
+    def shape(self, description: StoreDescription) -> StoreShape:
         """The shape of the existing or future store; writes nothing.
 
         Args:
           description: the store's.
-          member: the part of a future store in a run that is only planned.
 
         Raises:
           ValueError: the options do not suit the description.
         """
         if self._steps is not None:
             return self._steps.opened
-        return planned_shape(self, description, member)
+        return planned_shape(self, description)
 
     def chunk_shape(self, description: StoreDescription, leaf: int) -> tuple[int, ...]:
         """The shape of a leaf's chunks, in the existing or future store."""

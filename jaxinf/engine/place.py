@@ -308,15 +308,9 @@ def _create(
     return _attach(run, directory, None, csds)
 
 
-def planned_shape(
-    run: StoreRun, description: StoreDescription, member: Member | None = None
-) -> StoreShape:
-    """Returns the shape of a store to be made; writes nothing.
-
-    Args:
-      member: its part in a run; by default this process's.
-    """
-    options, manifest = run.options, _manifest(run, description, member=member)
+def planned_shape(run: StoreRun, description: StoreDescription) -> StoreShape:
+    """Returns the shape of a store to be made; writes nothing."""
+    options, manifest = run.options, _manifest(run, description)
     layouts = cut_subgroups(manifest, subgroup_elements(options, manifest))
     return StoreShape(options, StoreDirectory(options.path, manifest), layouts)
 
@@ -325,14 +319,13 @@ def _manifest(
     run: StoreRun,
     description: StoreDescription,
     held_roots: tuple[str, ...] = (),
-    member: Member | None = None,
 ) -> Manifest:
     """Makes a new store's manifest; without options on the roots of another."""
     options, group = run.options, run.group
     roots = [str(root) for root in options.csd_roots] or held_roots
     codec = options.state if options.state in CODECS else ""
-    if member is None and not group.is_alone:
-        member = Member(group.session, group.number, group.count)
+    number, count = group.number, group.count
+    member = None if group.is_alone else Member(group.session, number, count)
     master = _master_codec(options, description)
     manifest = description.manifest(roots, codec, master, member)
     return replace(manifest, store_id=run.new_id)

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from jaxinf.store.directory import SLOTS, StoreDirectory, other_slot
 from jaxinf.store.leaves import StateRecord
 from jaxinf.store.making import csd_bytes
 from jaxinf.store.owners import check_owners, check_places, make_csds
-from jaxinf.store.reader import over
 from jaxinf.store.stock_documents import (
     create_documents,
     document_names,
@@ -125,8 +125,16 @@ def create_store(directory: StoreDirectory) -> None:
     with translated("creation", directory.path):
         begin_store(directory)
         make = partial(make_place, directory, timestamp_ns=time.time_ns())
-        for _ in over(SLOTS, make, len(SLOTS)):  # their calls of the system overlap
-            pass
+        first, second = SLOTS
+        with ThreadPoolExecutor(1) as threads:  # their calls of the system overlap
+            try:
+                making = threads.submit(make, first)
+            except RuntimeError:  # the process can have no more threads
+                make(first)
+                make(second)
+            else:
+                make(second)
+                making.result()
     directory.sync()
     fsync_directory(directory.path)
 

@@ -160,21 +160,3 @@ def test_elastic_runs_have_the_losses_of_one(small, tmp_path, mode):
         found += trained(tmp_path, name, *arguments, "--elastic", **options)
     losses = [{s["step"]: s["loss"] for s in one} for one in (found, whole)]
     assert losses[0] == losses[1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", [(), ("--fsdp",)], ids=["replicated", "fsdp"])
-@pytest.mark.parametrize("count", [2, 4])
-def test_bytes_are_those_that_were_planned(small, tmp_path, layout, count, capsys):
-    run = f"host:1,{count},0"
-    words = ("plan", *small, *layout, "--distributed", run, "--json")
-    assert cli([str(word) for word in words]) == 0
-    planned = json.loads(capsys.readouterr().out)["step"]
-    store = ("--store", tmp_path / "store", "--steps", 4)
-    trained(tmp_path, "run", *small, *layout, *store, count=count)
-    logs = [tmp_path / "run" / "logs" / f"process-0000{n}" for n in range(count)]
-    found = [lines(one / "metrics.jsonl")[-1] for one in logs]
-    assert planned["drive_read_bytes"] == max(one["drive_read_bytes"] for one in found)
-    assert planned["drive_write_bytes"] == max(
-        one["drive_write_bytes"] for one in found
-    )

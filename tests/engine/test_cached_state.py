@@ -11,6 +11,7 @@ from families import family
 
 import jaxinf
 from jaxinf.errors import StoreCorruptError, StoreError
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
 from jaxinf.transfer.pages import page_ceil
 
 LEAVES = {
@@ -22,12 +23,6 @@ LEAVES = {
 LEAST = 1 << 18
 PART = 1 << 20
 ALL = 2 << 20
-
-
-@pytest.fixture(autouse=True)
-def _short_subgroups(monkeypatch):
-    """Small stores leave memory for state as large ones do."""
-    monkeypatch.setattr("jaxinf.engine.division._QUICK_BYTES", 0)
 
 
 @pytest.fixture
@@ -93,6 +88,7 @@ def test_more_memory_reads_and_writes_less(drive):
     state, reads, writes = 12_000_000, [], []
     for number, share in enumerate([0.022, 0.25, 0.5, 1.05]):
         options = {"memory_bytes": int(share * state), "durability": 8}
+        options |= {"chunk_elements": DEFAULT_CHUNK_ELEMENTS}
         driver = drive(f"store{number}", leaves=leaves, csd="host", **options).init()
         driver.steps(8)
         driver.engine.join()

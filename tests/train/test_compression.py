@@ -76,7 +76,7 @@ def test_a_streamed_run_has_no_norm_of_error_feedback(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("compress", "message"),
     [
-        ("top_k:2", "--compress top_k: expected a ratio above 0 and at most 1"),
+        ("top_k:2", "top_k: expected a ratio above 0 and at most 1"),
         ("random:0.1", "--compress 'random:0.1': expected top_k:RATIO"),
     ],
 )
