@@ -215,7 +215,7 @@ Path("run.toml").write_text('store = "runs/file/store"\\n')
 
 AFTER = {
     "docs/start/first-run.md": """
-help_text = (ROOT / "jaxinf/cli/commands.py").read_text()
+help_text = (ROOT / "jaxinf/cli/inspection.py").read_text()
 leaf = re.search(r"Read this leaf, e.g. (\\S+):", help_text)[1]
 sh(f"jaxinf inspect runs/quickstart/store --leaf {leaf}")
 """,

@@ -38,7 +38,7 @@ __all__ = [
 
 WIDTH = 512
 NUM_STEPS = 3
-CHUNKS: dict[str, Any] = {"chunk_elements": 65536, "memory_bytes": 16 << 20}
+CHUNKS: dict[str, Any] = {"chunk_elements": 65536, "memory_bytes": 64 << 20}
 TX = optax.adamw(optax.cosine_decay_schedule(1e-2, 10), weight_decay=0.1)
 POINTS = {
     "device": (DeviceUpdater, "_computed"),
