@@ -124,6 +124,8 @@ def _moved_bytes(
             read += shape.file_bytes(layout, map(layout.slots.index, names))
             written += shape.file_bytes(layout, stores)
             continue
+        if MASTER_PARAMS in names:  # they are read as programs read params
+            read += shape.file_bytes(layout, [_PARAMS])
         for state in stores:
             by_commits = shape.options.rewrites_steps and state != _PARAMS
             num_bytes = shape.file_bytes(layout, [state])
