@@ -165,7 +165,8 @@ def options(place, name):
         with one.entered():
             step.load(one.params, batch=one.batch)
         losses = trained(step, one, 3)
-        assert_moves_as_planned(step)
+        if "durability" not in of_store:  # whose plan is of a mean step
+            assert_moves_as_planned(step)
         found = store.params(like=one.params)
     with opened(place, name + "_one", **of_store) as store:
         alone = {**options, "memory_bytes": MEMORY_BYTES}
