@@ -36,7 +36,7 @@ def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
     unit, unit_bytes = _least_buffers(options, manifest)
     window_bytes = _moving_bytes(options, manifest)
     if not options.csd.has_cards:
-        num_workers = options.workers_of(len(manifest.csds) or 1)
+        num_workers = _num_workers(options, manifest)
         quick_bytes = min(window_bytes, _EACH * num_workers * _QUICK_BYTES)
         window_bytes = max(window_bytes // _WINDOW_SHARE, quick_bytes)
     fitting = max(0, window_bytes) // unit_bytes * unit
@@ -50,7 +50,7 @@ def window_bytes(
 
     Short subgroups are moved together.
     """
-    num_workers = options.workers_of(len(manifest.csds) or 1)
+    num_workers = _num_workers(options, manifest)
     return _EACH * num_workers * max(longest(layouts)[0], _QUICK_BYTES)
 
 
@@ -67,9 +67,13 @@ def check_memory(options: StoreOptions, manifest: Manifest) -> None:
             beside = f" beside the {options.export_bytes(manifest)} of exports"
         raise ValueError(
             f"memory_bytes={options.memory_bytes}: "
-            f"{options.workers_of(len(manifest.csds) or 1)} workers need at least "
+            f"{_num_workers(options, manifest)} workers need at least "
             f"{need} bytes for this optimizer's state{beside}; give more memory"
         )
+
+
+def _num_workers(options: StoreOptions, manifest: Manifest) -> int:
+    return options.workers_of(len(manifest.csds) or 1)
 
 
 def _moving_bytes(options: StoreOptions, manifest: Manifest) -> int:
@@ -81,7 +85,7 @@ def _least_buffers(options: StoreOptions, manifest: Manifest) -> tuple[int, int]
     """Returns the length of the least subgroups, and bytes of two for each worker."""
     sizes = [sum(s.itemsize for s in leaf.states) for leaf in manifest.leaves]
     element_bytes = max(sizes, default=4)
-    workers = options.workers_of(len(manifest.csds) or 1)
+    workers = _num_workers(options, manifest)
     if options.csd.has_cards:
         share = -(-workers // (len(manifest.csds) or 1))
         workers = min(workers, max(_LEAST_SHARE, share))
