@@ -33,8 +33,10 @@ from jaxinf.exchange import (
 )
 from jaxinf.store import (
     CopySource,
+    StepId,
     StoreDirectory,
     find_checkpoint,
+    find_whole,
     hold_members,
     list_checkpoints,
     list_whole,
@@ -117,19 +119,28 @@ class Restore:
     discard_current: Switch = False
 
     def run(self) -> None:
-        with hold_members(self.store, checkpoint=self.name) as members:
+        def check(members: Sequence[StoreDirectory], step: StepId | None) -> None:
+            find_whole(members, self.name)
             if not self.discard_current:
-                _check_kept(members, self.name, self.store)
+                _check_kept(members, step, self.name, self.store)
+
+        with hold_members(self.store, check=check) as members:
             record = restore_whole(members, self.name)
         again = f"at step {record.step} again; the next run goes on from there"
         print(f"{self.store}: {again}")
 
 
-def _check_kept(parts: Sequence[StoreDirectory], name: str, store: Path) -> None:
-    """Refuses to give up a committed step that no checkpoint of a part keeps."""
+def _check_kept(
+    parts: Sequence[StoreDirectory], step: StepId | None, name: str, store: Path
+) -> None:
+    """Refuses to give up a committed step that no checkpoint of a part keeps.
+
+    Args:
+      step: the one that the members of a run go on from. At least one is there already;
+        the others have committed it, too.
+    """
     give_up = f"jaxinf checkpoint restore {store} {name} --discard-current"
     for directory in parts:
-        find_checkpoint(directory, name)
         try:
             current = directory.read_commit()
         except StoreFormatError as error:
@@ -137,7 +148,7 @@ def _check_kept(parts: Sequence[StoreDirectory], name: str, store: Path) -> None
                 f"{error}. So it is not known whether a checkpoint keeps the committed "
                 f"step; give it up with: {give_up}"
             ) from error
-        if current is None:
+        if current is None or step not in (None, StepId(current.step, current.commit)):
             continue
         kept = {
             find_checkpoint(directory, info.name).committed_at

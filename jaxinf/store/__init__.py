@@ -139,6 +139,7 @@ from jaxinf.store.stock_documents import step_documents, stock_documents
 from jaxinf.store.verify import link_damages, step_bytes, verify_step
 from jaxinf.store.whole import (
     find_members,
+    find_whole,
     held_steps,
     hold_members,
     is_run,
@@ -224,6 +225,7 @@ __all__ = [
     "find_checkpoint",
     "find_leaf",
     "find_members",
+    "find_whole",
     "held_steps",
     "hold_members",
     "is_dealt_by",

@@ -99,7 +99,10 @@ def all_members(path: Path) -> list[StoreDirectory]:
 
 @contextlib.contextmanager
 def hold_members(
-    path: Path, named: Sequence[Path] = (), *, checkpoint: str | None = None
+    path: Path,
+    named: Sequence[Path] = (),
+    *,
+    check: Callable[[Sequence[StoreDirectory], StepId | None], None] | None = None,
 ) -> Iterator[list[StoreDirectory]]:
     """Makes this process the only writer of all members while the context lasts.
 
@@ -107,17 +110,20 @@ def hold_members(
 
     Args:
       named: CSD roots of a store of one process that the user has named.
-      checkpoint: one that all members have, or else nothing is written.
+      check: called with the members and the step that they go to, before any of them
+        goes there; what it raises leaves them as they are.
 
     Raises:
-      ValueError: a member has no such checkpoint.
       StoreLockedError: a run has them open.
       ProcessError: a member cannot be seen, or they have no step in common.
       StoreError: a member is damaged.
     """
     with contextlib.ExitStack() as stack:
         if not is_run(path):
-            yield [stack.enter_context(hold_store(path, named))]
+            alone = stack.enter_context(hold_store(path, named))
+            if check is not None:
+                check([alone], None)
+            yield [alone]
             return
         members = [
             stack.enter_context(hold_store(one.path, is_member=True))
@@ -134,8 +140,8 @@ def hold_members(
                 "checkpoint of all: open_store(restore=NAME), or --restore NAME of the "
                 "trainer"
             ) from None
-        if checkpoint is not None:
-            find_whole(members, checkpoint)
+        if check is not None:
+            check(members, step)
         to_step(members, step)
         yield members
 

@@ -71,6 +71,14 @@ def test_the_whole_is_exported_into_one_destination(trained, tmp_path, capsys):
     file.write_bytes(before)
 
 
+def flip_as_a_kill_would(member):
+    """Leaves a member at the step before, as if it had died before its own flip."""
+    current = member / "current"
+    slot = current.readlink().name
+    current.unlink()
+    current.symlink_to(f"slots/{'b' if slot == 'a' else 'a'}")
+
+
 def test_checkpoints_of_the_whole_are_listed_restored_and_removed(trained, capsys):
     run, _ = trained
     arguments = (run, "--layout", "mixed", "--more", 1)
@@ -89,8 +97,11 @@ def test_checkpoints_of_the_whole_are_listed_restored_and_removed(trained, capsy
             assert processes.wait() == [0, 0], processes
             assert f"at {step}\n" in processes.output(1)
             losses.append(re.findall("^loss.*", processes.output(0), re.M))
+        flip_as_a_kill_would(run / "process-00001")
+        before = [link.readlink() for link in sorted(run.glob("*/current"))]
         assert main(["checkpoint", "restore", str(run), "early"]) == 1
         assert "in no checkpoint" in capsys.readouterr().err
+        assert before == [link.readlink() for link in sorted(run.glob("*/current"))]
         words = ["checkpoint", "restore", str(run), "early", "--discard-current"]
         assert main(words) == 0
     assert losses[0] == losses[1]
