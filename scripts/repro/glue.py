@@ -23,8 +23,6 @@ from finetune_results import read
 
 from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.files import is_saved_dataset
-from jaxinf.train.data.records import read_records
 
 VERSION = 1
 VARIANTS = ("dense", "top_k:0.1", "top_k:0.02", "top_k:0.01")
@@ -88,13 +86,11 @@ def records(root: Path, task: str, part: int | None) -> Iterator[dict[str, Any]]
     file, split = ("train.tsv", "train") if part is None else spec.held[part]
     distributed, saved = root / task / file, root / spec.saved
     folders = saved.iterdir() if saved.is_dir() else ()
-    splits = {folder.name: folder for folder in folders if is_saved_dataset(folder)}
+    splits = {folder.name: folder for folder in folders if [*folder.glob("*.arrow")]}
     if distributed.is_file():
         rows, texts, label = _tsv(distributed), spec.texts[0], spec.label
     elif split in splits:
-        used = (*spec.texts[1], "label")
-        saved_rows = read_records(splits[split], used)
-        rows = ((one.where, one.fields) for one in saved_rows)
+        rows = _saved(splits[split])
         texts, label = spec.texts[1], "label"
     else:
         raise UsageError(
@@ -123,6 +119,18 @@ def _label(where: str, spec: Spec, found: Any) -> int:
         f"{where}: expected a label of {', '.join(spec.labels)}, found "
         f"{found!r}{hidden}; if it is of another column, the line is shifted"
     )
+
+
+def _saved(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields rows with their place."""
+    import pyarrow as pa
+
+    for path in sorted(folder.glob("*.arrow")):
+        with pa.memory_map(str(path)) as file:
+            rows = pa.ipc.open_stream(file).read_all().to_pylist()
+        yield from (
+            (f"{path}: row {number}", row) for number, row in enumerate(rows, 1)
+        )
 
 
 def _tsv(path: Path) -> Iterator[tuple[str, Mapping[str, str]]]:

@@ -4,13 +4,10 @@ A seed is a folder: content by relative path. The first cases are the seeds them
 each later one is a seed with a changed file, of the form that its reader parses.
 """
 
-import bz2
-import csv
 import functools
 import gzip
 import io
 import json
-import lzma
 import struct
 import zlib
 
@@ -113,47 +110,6 @@ def _edited_line(rng, raw):
     return b"\n".join(lines)
 
 
-def _lying_arrow(rng, raw):
-    """Replaces buffers of columns, which a writer does not check."""
-    new = pa.ipc.new_stream
-    if raw.startswith(b"ARROW1"):
-        with pa.ipc.open_file(raw) as file:
-            schema, new = file.schema, pa.ipc.new_file
-            batches = [file.get_batch(n) for n in range(file.num_record_batches)]
-    else:
-        with pa.ipc.open_stream(raw) as stream:
-            schema, batches = stream.schema, list(stream)
-    made = io.BytesIO()
-    with new(made, schema) as out:
-        for batch in batches:
-            columns = [_lying_column(rng, column) for column in batch.columns]
-            out.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-    return made.getvalue()
-
-
-def _lying_column(rng, column):
-    if rng.random() < 0.5 or column.type.num_fields:
-        return column
-    buffers = [
-        b if b is None else pa.py_buffer(_lying_buffer(rng, b.to_pybytes()))
-        for b in column.buffers()
-    ]
-    try:
-        return pa.Array.from_buffers(column.type, len(column), buffers)
-    except (pa.ArrowException, ValueError):
-        return column
-
-
-def _lying_buffer(rng, raw):
-    if rng.random() < 0.4:
-        return raw
-    numbers = np.frombuffer(raw[: len(raw) // 4 * 4], np.int32).copy()
-    if numbers.size:
-        chosen = rng.choice((-1, 2**31 - 1, -(2**31), 10**6, 2**28, 0, 7))
-        numbers[rng.randrange(numbers.size)] = chosen
-    return numbers.tobytes() + raw[numbers.nbytes :]
-
-
 def _lying_size(rng, raw):
     """Changes width and height, with a checksum that is right again."""
     size = [rng.choice((0, 1, 8, 5000, 20_000, 65_500, 65_535)) for _ in range(2)]
@@ -175,7 +131,6 @@ def _lying_size(rng, raw):
 
 _CHANGES = {
     "jsonl": (mangled, _edited_line, _edited_line),
-    "arrow": (mangled, _lying_arrow, _lying_arrow),
     "images": (mangled, mangled, _lying_size),
     "tokenizer": (mangled, edited, edited, edited),
     "config": (mangled, edited, edited, edited),
@@ -186,10 +141,8 @@ _CHANGED = {  # the ends of the names of the files that are changed
     "text": ".txt",
     "jsonl": ".jsonl",
     "json": "a.json",
-    "table": ".csv",
     "parquet": ".parquet",
-    "arrow": ".arrow",
-    "packed": (".jsonl", ".gz", ".bz2", ".xz", ".zst"),
+    "packed": ".gz",
     "images": (".png", ".jpg", ".gif", ".bmp", ".tiff", ".ppm", ".webp"),
     "tokenizer": "tokenizer.json",
     "config": "config.json",
@@ -241,17 +194,6 @@ def _json_seeds():
     ]
 
 
-def _table_seeds():
-    found = []
-    for task, rows in _rows()[:3]:
-        file = io.StringIO()
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-        found.append({"a.csv": file.getvalue().encode(), "task": task.encode()})
-    return found
-
-
 def _tables():
     return [(task, pa.Table.from_pylist(rows)) for task, rows in _rows()]
 
@@ -267,33 +209,9 @@ def _parquet_seeds():
     return found
 
 
-def _arrow_seeds():
-    found = []
-    for task, table in _tables():
-        file = io.BytesIO()
-        with pa.ipc.new_stream(file, table.schema) as out:
-            out.write_table(table, max_chunksize=3)
-        files = {
-            "a.arrow": file.getvalue(),
-            "dataset_info.json": b"{}",
-        }
-        found.append({f"saved/{name}": raw for name, raw in files.items()})
-        found[-1]["task"] = task.encode()
-        whole = io.BytesIO()
-        with pa.ipc.new_file(whole, table.schema) as out:
-            out.write_table(table, max_chunksize=3)
-        found.append({"a.arrow": whole.getvalue(), "task": task.encode()})
-    return found
-
-
 def _packed_seeds():
     lines = "\n".join(json.dumps(row) for row in _rows()[0][1]).encode()
-    zstd = pa.Codec("zstd").compress(lines, asbytes=True)
-    packed = {"gz": gzip.compress(lines), "bz2": bz2.compress(lines)}
-    packed |= {"xz": lzma.compress(lines), "zst": zstd}
-    packed["utf"] = lines.decode().encode("utf-16")
-    return [{f"a.jsonl.{name}" if name != "utf" else "a.jsonl": raw}
-            for name, raw in packed.items()]  # fmt: skip
+    return [{"a.jsonl.gz": gzip.compress(lines)}]
 
 
 def _image_seeds():
@@ -396,9 +314,7 @@ _SEEDS = {
     "text": _text_seeds,
     "jsonl": _jsonl_seeds,
     "json": _json_seeds,
-    "table": _table_seeds,
     "parquet": _parquet_seeds,
-    "arrow": _arrow_seeds,
     "packed": _packed_seeds,
     "images": _image_seeds,
     "tokenizer": _tokenizer_seeds,

@@ -1,16 +1,15 @@
-"""Data files: by name, folder and glob, their splits, their formats and their bytes.
+"""Data files: found by name, folder and glob, and opened as text.
 
 Invariant: the files found depend on the file system alone, are sorted, and occur once.
-A file's format is seen from its content; no packed byte, and no byte order mark, is
-ever taken for data.
+A file's format is seen from its suffix and its content; no packed byte, and no byte
+order mark, is ever taken for data.
 """
 
-import bz2
 import glob
 import gzip
 import io
-import lzma
 import os
+import re
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -19,42 +18,28 @@ from typing import IO, Any
 from jaxinf.train.data.errors import DataError
 from jaxinf.transfer import MACHINE_MEMORY_BYTES
 
-_HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test")
-_SAVED_MARKS = ("dataset_dict.json", "dataset_info.json")
 # Tests and generated tables, which are neither prose nor programs.
 _SKIPPED_LIBRARY_DIRS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _SKIPPED_LIBRARY_DIRS |= {"encodings", "pydoc_data"}
 
 _SNIFFED_BYTES = 8192
-_TABLES = ("parquet", "arrow")
-_BEGINNINGS = {
-    b"\x1f\x8b": "gzip",
-    **{b"BZh%d1AY" % level: "bz2" for level in range(1, 10)},
-    b"\xfd7zXZ\0": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"\x04\x22\x4d\x18": "lz4",
-    b"PAR1\x15": "parquet",
-    b"ARROW1\0": "arrow",
-    b"\xef\xbb\xbf": "utf-8-sig",
-    b"\xff\xfe\0\0": "utf-32",  # before utf-16, with which it begins
-    b"\0\0\xfe\xff": "utf-32",
-    b"\xff\xfe": "utf-16",
-    b"\xfe\xff": "utf-16",
-}
-_PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd", ".lz4")
-_SUFFIXES = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".csv": "csv"}
-_SUFFIXES |= {".tsv": "tsv", ".parquet": "parquet"}
-_SUFFIXES |= {".arrow": "arrow", ".feather": "arrow"}
+_SUFFIXES = {".jsonl": "lines", ".ndjson": "lines", ".json": "json"}
+_SUFFIXES |= {".parquet": "parquet"}
+_TABLES = (".csv", ".tsv", ".arrow", ".feather")
+_GZIP, _PARQUET, _UTF_8_MARK = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
+# bzip2, xz, Zstandard, LZ4, UTF-16 and UTF-32, which may have no NUL.
+_NO_TEXT = re.compile(
+    rb"BZh\d1AY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|\x04\x22\x4d\x18|\xff\xfe|\xfe\xff"
+)
 
 
 def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
     """Resolves the names that a user gives for data.
 
     Args:
-      patterns: each a file (taken as it is), a directory (every table and text file
-        below it, packed ones too, hidden ones not; text has no NUL among the first
-        8,192 bytes; a folder that `datasets` saved counts as one file), or a glob,
-        where `**` crosses directories (files only).
+      patterns: each a file (taken as it is), a directory (every text and Parquet file
+        below it, also those packed by gzip, hidden ones not; text has no NUL among the
+        first 8,192 bytes), or a glob, where `**` crosses directories (files only).
 
     Returns:
       Resolved paths, sorted, each once; and those of directories that are left out,
@@ -69,7 +54,7 @@ def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
         path = Path(os.path.expanduser(pattern))
         if path.is_dir():
             below = {file.resolve() for file in _walk(path)}
-            matched = {f for f in below if is_saved_dataset(f) or _is_data(f)}
+            matched = {file for file in below if _is_data(file)}
             left_out |= {f for f in below - matched if f.is_file() and f.stat().st_size}
         else:
             names = [path] if path.is_file() else glob.iglob(str(path), recursive=True)
@@ -82,41 +67,6 @@ def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
             )
         found |= matched
     return sorted(found), sorted(left_out - found)
-
-
-def is_saved_dataset(path: Path) -> bool:
-    """Whether a path is a folder made by `save_to_disk` of `datasets`."""
-    return any((path / name).is_file() for name in _SAVED_MARKS)
-
-
-def by_split(
-    paths: Sequence[Path], *, is_validation: bool = False
-) -> tuple[list[Path], list[Path]]:
-    """Returns the paths to read, and those to hold out: a split of each with splits.
-
-    Splits are those of a saved `DatasetDict`, or of a folder with a folder `train`.
-
-    Raises:
-      DataError: there are splits, but none for training, or for validation.
-    """
-    found: list[Path] = []
-    held: list[Path] = []
-    wanted = _HELD_OUT_SPLITS if is_validation else ("train",)
-    for path in paths:
-        has_train = (path / "train").is_dir() and not is_saved_dataset(path)
-        if not has_train and not (path / "dataset_dict.json").is_file():
-            found.append(path)
-            continue
-        splits = {folder.name: folder for folder in path.iterdir() if folder.is_dir()}
-        own = [splits[name] for name in wanted if name in splits]
-        if not own:
-            raise DataError(
-                f"{path}: expected a split named {' or '.join(wanted)}, found "
-                f"{sorted(splits)}; name the folder of one of them"
-            )
-        found.append(own[0])
-        held += [splits[name] for name in _HELD_OUT_SPLITS if name in splits][:1]
-    return found, held
 
 
 def standard_library_files() -> list[Path]:
@@ -132,69 +82,64 @@ def standard_library_files() -> list[Path]:
 
 def _walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
-        if is_saved_dataset(Path(folder)):
-            subfolders.clear()
-            yield Path(folder)
-            continue
         shown = [name for name in subfolders if not name.startswith(".")]
         subfolders[:] = [name for name in shown if name not in skipped]
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-# --- what a file is ------------------------------------------------------------------
-
-
 def format_of(path: Path) -> str:
-    """Returns the format: ``lines`` of JSON, ``json``, ``csv``, ``text`` and others."""
+    """Returns ``lines`` of JSON, ``json``, ``parquet`` or ``text``.
+
+    Raises:
+      DataError: it is a table of another format.
+    """
+    suffix = _suffix(path)
+    if suffix in _TABLES:
+        raise DataError(
+            f"{path}: expected text, JSON or Parquet, found {suffix}; save the table "
+            "as JSON lines or Parquet, with to_json or to_parquet of Hugging Face's "
+            "datasets, or with pandas"
+        )
+    is_parquet = _head(path).startswith(_PARQUET)
+    return _SUFFIXES.get(suffix) or ("parquet" if is_parquet else "text")
+
+
+def _suffix(path: Path) -> str:
     name = Path(path.name.lower())
-    if name.suffix in _PACKED_SUFFIXES:
-        name = name.with_suffix("")
-    kind = _kind(_head(path))
-    return _SUFFIXES.get(name.suffix) or (kind if kind in _TABLES else "text")
+    return (name.with_suffix("") if name.suffix == ".gz" else name).suffix
 
 
 def _is_data(path: Path) -> bool:
-    """Whether a file of a folder is text, a table, or one of these in packed form."""
+    """Whether a file of a folder is text or Parquet."""
     if not path.is_file():  # a socket, a pipe, a dangling link
         return False
+    if _suffix(path) in _TABLES:
+        return False
     head = _head(path)
-    if _SUFFIXES.get(path.suffix.lower()) in _TABLES or _kind(head):
-        return True
-    return bool(head) and b"\0" not in head
+    is_text = bool(head) and b"\0" not in head and not _NO_TEXT.match(head)
+    return is_text or head.startswith((_GZIP, _PARQUET)) or _suffix(path) == ".parquet"
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """Opens a file: unpacked, in UTF-8, without a byte order mark.
+    """Opens a text file: unpacked, without a byte order mark.
 
     Raises:
       DataError: it is no text.
-      ImportError: pyarrow, which unpacks it, is missing.
-      UnicodeError: it has the mark of an encoding that it is not in.
     """
-    file = io.BufferedReader(_unpacked(path, _kind(_head(path))))
+    is_packed = _head(path).startswith(_GZIP)
+    opening: Any = gzip.open if is_packed else open
+    file = io.BufferedReader(opening(path, "rb"), _SNIFFED_BYTES)
     head = file.peek()
-    encoding = _kind(head)
-    if encoding in ("utf-16", "utf-32"):
-        with file:
-            return io.BytesIO(read_whole(path, file).decode(encoding).encode())
-    if b"\0" in head:
+    if b"\0" in head or _NO_TEXT.match(head):
         file.close()
         raise DataError(
-            f"{path}: expected text, JSON, CSV, Parquet or Arrow, found a NUL byte, as "
-            "in archives and other binary files; unpack it, or leave it out"
+            f"{path}: expected text, JSON or Parquet, packed by gzip at most, found a "
+            "NUL byte or the mark of an archive or of UTF-16, as .bz2, .xz and .zst "
+            "have; unpack it, convert it to UTF-8, or leave it out"
         )
-    if encoding == "utf-8-sig":
-        file.read(3)
+    if head.startswith(_UTF_8_MARK):
+        file.read(len(_UTF_8_MARK))
     return file
-
-
-def _unpacked(path: Path, packing: str | None) -> Any:
-    if packing in ("zstd", "lz4"):
-        import pyarrow
-
-        return pyarrow.input_stream(str(path), compression=packing)
-    opening = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}.get(packing or "")
-    return opening(path) if opening else open(path, "rb", buffering=0)
 
 
 def read_whole(path: Path, file: IO[bytes]) -> bytes:
@@ -217,8 +162,3 @@ def read_whole(path: Path, file: IO[bytes]) -> bytes:
 def _head(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(_SNIFFED_BYTES)
-
-
-def _kind(head: bytes) -> str | None:
-    found = (kind for mark, kind in _BEGINNINGS.items() if head.startswith(mark))
-    return next(found, None)

@@ -17,12 +17,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from jaxinf.train.data.errors import DataError, refusing, shown_names
-from jaxinf.train.data.files import by_split
 from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.rows import Row, Rows, TrainingData
 from jaxinf.typing import Array
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+_HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test")
 # Some of Pillow's others run programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -60,10 +60,9 @@ def load_images(options: DataOptions, shape: ImageShape) -> TrainingData:
             "--data: expected images, in a folder for each class: this model takes no "
             "text"
         )
-    roots, held_roots = by_split([Path(name).expanduser() for name in options.data])
+    roots, held_roots = _by_split(options.data, ("train",))
     if options.held_out_share is None:
-        own = [Path(name).expanduser() for name in options.validation]
-        held_roots, _ = by_split(own, is_validation=True)
+        held_roots, _ = _by_split(options.validation, _HELD_OUT_SPLITS)
     classes: list[str] = []
     train, held = _pictures(roots, classes), _pictures(held_roots, classes)
     if not held:
@@ -88,6 +87,30 @@ def load_images(options: DataOptions, shape: ImageShape) -> TrainingData:
         },
         notes=(f"classes: {shown_names(classes)}",),
     )
+
+
+def _by_split(
+    names: Sequence[str], wanted: Sequence[str]
+) -> tuple[list[Path], list[Path]]:
+    """Returns the folders to read, and those to hold out.
+
+    Of a folder with a folder `train` these are its splits.
+    """
+    found: list[Path] = []
+    held: list[Path] = []
+    for path in (Path(name).expanduser() for name in names):
+        if not (path / "train").is_dir():
+            found.append(path)
+            continue
+        own = [path / name for name in wanted if (path / name).is_dir()]
+        if not own:
+            raise DataError(
+                f"{path}: expected a folder {' or '.join(wanted)} beside train, found "
+                "none; name the folder itself"
+            )
+        found.append(own[0])
+        held += [path / n for n in _HELD_OUT_SPLITS if (path / n).is_dir()][:1]
+    return found, held
 
 
 def _pictures(roots: Sequence[Path], classes: list[str]) -> list[_Picture]:

@@ -22,9 +22,8 @@ def shown(metavar: str, default: str, *, name: str | None = None) -> Any:
 class DataOptions:
     """The data, its held-out part, and the tokenizer."""
 
-    # The training data: text files, JSON lines, CSV, Parquet, Arrow, packed ones, too,
-    # folders of these, quoted globs; folders saved by Hugging Face datasets; images in
-    # a folder for each class. docs/training.md describes each.
+    # The training data: text files, JSON lines, Parquet, folders of these, quoted
+    # globs; images in a folder for each class. docs/training.md describes each.
     data: Annotated[
         tuple[str, ...], shown("PATH...", "Python's standard library sources")
     ] = ()

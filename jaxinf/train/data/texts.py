@@ -12,7 +12,7 @@ from jaxinf.terminal import printable
 from jaxinf.train.data import rows as forms
 from jaxinf.train.data.errors import DataError, shown_names
 from jaxinf.train.data.examples import Label, num_classes, numbered
-from jaxinf.train.data.files import by_split, find_files, standard_library_files
+from jaxinf.train.data.files import find_files, standard_library_files
 from jaxinf.train.data.options import HELD_OUT_SHARE, DataOptions
 from jaxinf.train.data.reading import Reader
 from jaxinf.train.data.sequences import Encoded, Sequences
@@ -47,15 +47,14 @@ def load_texts(
     """
     tokenizer, data = open_tokenizer(options.tokenizer), options.data
     files, left_out = find_files(data) if data else (standard_library_files(), [])
-    train_files, held_files = by_split(files)
+    held_files: list[Path] = []
     if (share := options.held_out_share) is None:
-        found, others = find_files(options.validation)
-        held_files, _ = by_split(found, is_validation=True)
+        held_files, others = find_files(options.validation)
         left_out += others
 
     reader = Reader(options, task, tokenizer, num_token_types)
     most = seq_len or min(_MOST_USUAL_TOKENS, most_tokens or _MOST_USUAL_TOKENS)
-    encoded = reader.read(train_files, "--data", most)
+    encoded = reader.read(files, "--data", most)
     is_text, example = reader.kind == "text", _shown_example(reader, encoded[0])
     if seq_len is None:
         seq_len = _usual_length(encoded, most, is_text * (share or HELD_OUT_SHARE))
@@ -218,7 +217,7 @@ def _named(classes: dict[Label, int]) -> Iterator[str]:
 def _remarks(reader: Reader, left_out: Sequence[Path]) -> Iterator[str]:
     if left_out:
         yield (
-            f"{len(left_out):,} files of folders are neither text nor tables and are "
+            f"{len(left_out):,} files of folders are neither text nor Parquet and are "
             f"left out: {shown_names([path.name for path in left_out])}"
         )
     if reader.unused:

@@ -18,7 +18,6 @@ from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.loader import Batches
 from jaxinf.train.data.options import DataOptions
 
-SAVED = Path(__file__).parents[2] / "golden" / "saved_dataset"
 PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(40)]
 LABELLED = [{"text": f"number {n}", "label": n % 3} for n in range(40)]
 TEXTS = [{"text": f"text number {n}, all of it.", "id": n} for n in range(40)]
@@ -51,7 +50,6 @@ def source(tmp_path, write):
         "text": lambda: ([write("a.txt", "some text\n" * 40)], {}),
         "records": lambda: ([write("a.jsonl", TEXTS)], {}),
         "parquet": lambda: ([parquet(tmp_path / "a.parquet", TEXTS)], {}),
-        "saved": lambda: ([SAVED], {}),
         "tokens": lambda: (
             [write("a.jsonl", TEXTS)],
             {
@@ -82,14 +80,13 @@ TASKS_OF = {
     "text": ("causal-lm", "masked-lm"),
     "records": ("causal-lm", "masked-lm"),
     "parquet": ("causal-lm", "masked-lm"),
-    "saved": ("causal-lm", "masked-lm"),
     "tokens": ("causal-lm", "masked-lm"),
     "pairs": ("causal-lm", "seq2seq"),
     "labelled": ("classification",),
     "paired": ("classification",),
     "folder": ("classification",),
 }
-SLOW = [("saved", "masked-lm"), ("text", "masked-lm")]
+SLOW = [("text", "masked-lm")]
 CASES = [(kind, task) for kind, tasks in TASKS_OF.items() for task in tasks]
 
 
@@ -155,8 +152,8 @@ def test_labels_are_names_or_digits(load, write):
     assert data.num_labels == 3
     assert data.notes[0] == "classes: 0 neg, 1 neutral, 2 pos"
     assert data.example == "number 0\\x00 → «neg» (text,label)"
-    digits = "text,label\n" + "".join(f"a,{r['label']}\n" for r in LABELLED)
-    assert load(write("b.csv", digits), task="classification").num_labels == 3
+    digits = [{**record, "label": str(record["label"])} for record in LABELLED]
+    assert load(write("b.jsonl", digits), task="classification").num_labels == 3
     held = write("c.jsonl", [{"text": "a", "label": "bad"}])
     with pytest.raises(DataError, match="'neutral', 'pos', found 'bad', which it lac"):
         load(write("a.jsonl", named), task="classification", validation=(str(held),))
@@ -191,7 +188,7 @@ def test_what_a_folder_leaves_out_is_said(load, write):
     write("d/b.bin", b"\0")
     (note,) = load(path.parent).notes
     assert note == (
-        "1 files of folders are neither text nor tables and are left out: 'b.bin'"
+        "1 files of folders are neither text nor Parquet and are left out: 'b.bin'"
     )
 
 
@@ -258,23 +255,6 @@ def test_validation_of_its_own(load, write):
         DataError, match=r"p.jsonl:1: expected records of one kind.* are text"
     ):
         load(train, seq_len=4, validation=(str(write("p.jsonl", PAIRS)),))
-
-
-def test_validation_split_of_saved_data_is_held_out(load):
-    data = load(SAVED, seq_len=4)
-    held = tokens_of(data.validation).astype(np.uint8)
-    assert bytes(held).split(b"\0") == sorted(
-        (f"text {n}".encode() for n in range(5, 8)), key=digest_of_text
-    )
-    again = load(SAVED / "train", seq_len=4, validation=(str(SAVED),))
-    assert again.identity == data.identity
-
-
-def digest_of_text(text):
-    from jaxinf.train.data.sequences import Encoded
-
-    ids = np.frombuffer(text + b"\0", np.uint8)
-    return Encoded(ids, np.ones(ids.size, np.bool_)).digest()
 
 
 def test_only_answers_are_learned(load, write):
