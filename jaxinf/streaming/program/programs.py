@@ -25,7 +25,7 @@ from jaxinf.streaming.program.peak import peak_memory
 # glibc keeps smaller blocks anyway, so a plan is not exact to within their size.
 LARGE_BYTES = 32 << 20
 # The product of arrays with fewer axes is summed in tiles, and takes no memory
-# (docs/decisions/0027).
+# (docs/decisions.md, "Sums of large products").
 NUM_AXES = 4
 
 
