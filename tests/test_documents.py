@@ -79,7 +79,6 @@ NOT_RUN = {
     "make hw": "needs Vitis",
     "make generated/": "writes into the checkout; tests/hls runs it",
     "python scripts/bench_": "time: tests/test_benchmarks.py runs them small",
-    "python tests/support/count_copies.py": "time: tests/test_benchmarks.py runs it",
     "python scripts/repro/": "time: hours",
 }
 """Beginnings of commands that are not run, with the reason."""

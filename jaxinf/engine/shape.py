@@ -55,7 +55,7 @@ class StoreShape:
         """Returns the subgroups whose states stay in the host's memory between steps.
 
         Each is used once a step, so their order makes no difference to the bytes that
-        are not read again (docs/decisions, 36). Short ones stay first, as they cost the
+        are not read again (docs/decisions.md). Short ones stay first, as they cost the
         most requests. State of cards never passes the host.
 
         Args:
