@@ -281,9 +281,9 @@ def _loops(name: str, reps: list[Rep], found: list[dict[str, float]]) -> dict[st
     }
 
 
-def made_csds(place: Path, shares: str) -> dict[Path, float]:
-    """Makes a directory in the place of each drive; returns the drives' shares."""
-    found = {place / f"csd{n}": float(s) for n, s in enumerate(shares.split(","))}
+def made_csds(place: Path, number: int) -> list[Path]:
+    """Makes a directory in the place of each drive."""
+    found = [place / f"csd{n}" for n in range(number)]
     for root in found:
         root.mkdir()
     return found
@@ -294,8 +294,8 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     options = {name: getattr(arguments, name) for name in ("master", "state", "csd")}
     if arguments.memory is not None:
         options["memory_bytes"] = arguments.memory
-    if arguments.shares is not None:
-        options["csds"] = made_csds(place, arguments.shares)
+    if arguments.csds:
+        options["csds"] = made_csds(place, arguments.csds)
     dtype = DTYPES[arguments.params_dtype]
     num_leaves = arguments.leaves
     small_params = max(NUM_SMALL_PARAMS, num_leaves or 0)
@@ -354,9 +354,7 @@ def main() -> None:
     )
     parser.add_argument("--params-dtype", choices=[*DTYPES], default="fp32")
     parser.add_argument("--csd", default="host")
-    parser.add_argument(
-        "--shares", metavar="N,N", help="a CSD root for each, with that share of chunks"
-    )
+    parser.add_argument("--csds", type=int, default=0, help="number of CSD roots")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a repetition")
     parser.add_argument("--memory", type=int)

@@ -59,7 +59,7 @@ def test_update_moves_what_it_says(tmp_path, options, read_bytes, write_bytes):
 
 @pytest.mark.long
 def test_update_spreads_over_drives(tmp_path):
-    options = ("--leaves", 3, "--shares", "3,1")
+    options = ("--leaves", 3, "--csds", 2)
     found = figures(bench_update(tmp_path, "--fio-seconds", 0, *options))
     assert (found["leaves"], found["csd"]) == (3, "host")
     assert found["ratio_to_durable_floor"] > 0

@@ -1,19 +1,18 @@
-"""``jaxinf store``: copies in another form, on other drives; free space."""
+"""``jaxinf store``: copies in another form, on other drives."""
 
 import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from jaxinf.cli.checkpoints import Export
 from jaxinf.cli.looking import say_warning
-from jaxinf.cli.options import AnyPath, StorePath, Switch, option, whole_path
+from jaxinf.cli.options import AnyPath, Switch, option, whole_path
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
-from jaxinf.engine import check_share
 from jaxinf.exchange import DEFAULT_MEMORY_BYTES, export_source, export_url_at, is_url
 from jaxinf.store import (
     AverageChoice,
@@ -24,13 +23,12 @@ from jaxinf.store import (
     StateFormat,
     copy_step,
     store_source,
-    trim_store,
 )
 from jaxinf.terminal import format_bytes, printable
 
 
 @dataclass(frozen=True)
-class Copy:
+class Store:
     """Make NEW of a step: a store's, a run's, a checkpoint's, or an export's.
 
     In other formats, on other drives, or among another number of processes; what is not
@@ -40,6 +38,8 @@ class Copy:
     command is interrupted, give it again.
     """
 
+    # The only action: to copy.
+    verb: Annotated[tyro.conf.Positional[Literal["copy"]], option("copy")]
     # A store, a run's path, a checkpoint's directory, or an export.
     old: Annotated[tyro.conf.Positional[str], option("OLD")]
     # The new store's directory, OLD itself, or a URL to export to.
@@ -56,9 +56,6 @@ class Copy:
     csd_root: Annotated[
         tyro.conf.UseAppendAction[tuple[AnyPath, ...]], option("DIR")
     ] = ()
-    # The share of a CSD root, as far as it has room; repeat it, in the order of the
-    # roots.
-    share: Annotated[tyro.conf.UseAppendAction[tuple[float, ...]], option("N")] = ()
     # Divide it among so many processes.
     processes: Annotated[int | None, option("N")] = None
     # Take the checkpoints along that all members have.
@@ -66,8 +63,8 @@ class Copy:
     # Memory for data from or to a URL.
     memory: Annotated[int, ByteSize] = DEFAULT_MEMORY_BYTES
 
-    def run(self) -> None:
-        """Copies, and prints what came of it."""
+    def run(self) -> int:
+        """Copies, and prints what came of it; returns the exit status."""
         layout = self._layout()
         url = export_url_at(self.old)
         if is_url(self.new):
@@ -77,7 +74,7 @@ class Copy:
                     "and copy that to the URL"
                 )
             Export(whole_path(self.old), self.new, memory=self.memory).run()
-            return
+            return 0
         old, new = whole_path(self.old), whole_path(self.new)
         is_same = url is None and os.path.realpath(old) == os.path.realpath(new)
         with contextlib.ExitStack() as stack:
@@ -94,20 +91,13 @@ class Copy:
             progress = stack.enter_context(show_progress(f"copying to {new}"))
             done = copy_step(source, new, layout, progress)
         _print_copied(new, done)
+        return 0
 
     def _layout(self) -> CopyLayout:
         roots = [str(root) for root in self.csd_root]
-        if self.share and (len(self.share) != len(roots) or self.processes):
-            raise UsageError(
-                "--share: expected one for each --csd-root of a store of one process, "
-                f"found {len(self.share)} for {len(roots)}"
-            )
-        for root, share in zip(self.csd_root, self.share, strict=False):
-            check_share(root, share)
         return CopyLayout(
             Formats(self.state, self.master, self.average),
             tuple(roots),
-            self.share,
             self.processes,
         )
 
@@ -121,29 +111,3 @@ def _print_copied(new: Path, done: Copied) -> None:
     if done.dropped:
         names = ", ".join(map(printable, done.dropped))
         print(f"left out, as not all members had them: checkpoint {names}")
-
-
-@dataclass(frozen=True)
-class Trim:
-    """Free the space of the slot that the next step will write: half of the store.
-
-    The committed step and all checkpoints stay. The store must not be open. A run that
-    goes on takes the space again.
-    """
-
-    store: StorePath
-
-    def run(self) -> None:
-        print(f"{self.store}: {format_bytes(trim_store(self.store))} freed")
-
-
-@dataclass(frozen=True)
-class Store:
-    """Copy a store in another form, or free space."""
-
-    action: Copy | Trim
-
-    def run(self) -> int:
-        """Returns the exit status."""
-        self.action.run()
-        return 0

@@ -20,7 +20,6 @@ from jaxinf.engine.options import (
     DEFAULT_MEMORY_BYTES,
     Durability,
     MasterChoice,
-    check_share,
 )
 from jaxinf.engine.reading import check_like, read_leaf
 from jaxinf.engine.redivision import divide_for
@@ -78,7 +77,6 @@ __all__ = [
     "check_compression",
     "check_like",
     "check_processes",
-    "check_share",
     "close",
     "describe",
     "distinct_shards",

@@ -45,7 +45,7 @@ _locks: dict[Path, threading.RLock] = {}
 def open_store(
     path: PathLikeStr,
     *,
-    csds: Sequence[PathLikeStr] | Mapping[PathLikeStr, float] | None = None,
+    csds: Sequence[PathLikeStr] | None = None,
     csd: str | CsdSpec | None = None,
     memory_bytes: int | str | None = None,
     durability: Durability | None = None,
@@ -67,8 +67,7 @@ def open_store(
       path: the store's directory; missing or empty for a new one.
       csds: CSD roots, each a mounted drive, to spread a new store's chunks over; by
         default the chunks are in the store itself. An existing store records its roots.
-        Drives of unequal speed should get unequal shares, as in ``{"/mnt/a": 3,
-        "/mnt/b": 1}``. No bit depends on them.
+        No bit depends on them.
       csd: the processor that updates the chunks: ``"host"`` (the default), the CPU
         beside the drive; ``"smartssd"``, the card beside it; ``"emulated"``, an
         emulated card. Options may follow: see `jaxinf.csd.parse_csd`. A
@@ -139,7 +138,6 @@ def open_store(
     def read() -> tuple[StoreOptions, dict[str, Any]]:
         given = {
             "csd_roots": None if csds is None else tuple(map(_of_process, csds)),
-            "csd_shares": tuple(csds.values()) if isinstance(csds, Mapping) else None,
             "csd": parse_csd(csd) if isinstance(csd, str) else csd,
             "memory_bytes": None
             if memory_bytes is None
@@ -222,9 +220,7 @@ def _check_given(
             roots = engine.opened.directory.manifest.csds
             if tuple(str(root) for root in options.csd_roots) == tuple(roots):
                 continue
-        if name == "csd_shares" and engine.has_files:
-            continue  # a new store alone is dealt by them
-        public = {"csd_roots": "csds", "csd_shares": "csds"}.get(name, name)
+        public = {"csd_roots": "csds"}.get(name, name)
         raise ValueError(
             f"{options.path}: {public}={value!r}: the store is open in this process "
             f"with {public}={getattr(held, name)!r}, and a path has one store; leave "

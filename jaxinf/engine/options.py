@@ -7,7 +7,7 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from jaxinf.csd import CsdSpec, parse_csd
 from jaxinf.engine.retention import KeepSteps, Retention
@@ -38,7 +38,6 @@ class StoreOptions:
 
     path: Path
     csd_roots: tuple[Path, ...] = ()
-    csd_shares: tuple[float, ...] = ()
     csd: CsdSpec = field(default_factory=lambda: parse_csd("host"))
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     durability: Durability = "step"
@@ -59,8 +58,6 @@ class StoreOptions:
             check_writable(root)
         if len(set(self.csd_roots)) != len(self.csd_roots):
             raise ValueError(f"csds: the same root is given twice: {self.csd_roots}")
-        for root, share in zip(self.csd_roots, self.csd_shares, strict=False):
-            check_share(root, share)
         if self.master not in get_args(MasterChoice):
             raise ValueError(f"master={self.master!r}: expected 'auto' or 'none'")
         if self.state not in (None, "fp32", *CODECS):
@@ -129,20 +126,6 @@ def _check_exports(every: int, url: str | None) -> None:
         ObjectStore(url)
     except ExchangeError as error:
         raise ValueError(f"export_to: {error}") from None
-
-
-def check_share(root: Path, share: Any) -> None:
-    """Refuses a CSD's share that is no finite number above 0.
-
-    Raises:
-      ValueError: names the root.
-    """
-    is_number = isinstance(share, int | float) and not isinstance(share, bool)
-    if not (is_number and 0 < float(share) < math.inf):
-        raise ValueError(
-            f"CSD root {root}: expected its share as a number above 0, such as its "
-            f"speed in MB/s, found {share!r}; leave a drive out that is to have nothing"
-        )
 
 
 def check_writable(path: Path) -> None:

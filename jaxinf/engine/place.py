@@ -46,10 +46,7 @@ from jaxinf.store import (
     claim_csds,
     complete_spare,
     create_store,
-    csd_bytes,
-    deal,
     discard_store,
-    is_dealt_by,
     is_unfinished,
     lock_exclusively,
     other_slot,
@@ -57,7 +54,6 @@ from jaxinf.store import (
     prune_snapshots,
     read_owned,
     restore_checkpoint,
-    room_for_shares,
     to_step,
 )
 from jaxinf.transfer.failures import translated
@@ -146,7 +142,6 @@ def _open_locked(run: StoreRun, lock: StoreLock) -> OpenStore | None:
         directory.lock = lock
         check_alone(directory, run.group)
         check_form(options, directory.manifest)
-        _warn_of_shares(options, directory.manifest)
         # A damaged record is refused before anything is written.
         commit = None if options.restore else directory.read_commit()
         claim_csds(directory, options.csd_roots)
@@ -282,10 +277,6 @@ def _create(
         discard_store(leftover, options.csd_roots)
     if uses_budget:
         check_memory(options, manifest)
-    shares = options.csd_shares
-    if len(set(shares)) > 1:
-        room = room_for_shares(manifest.csds, None, 2 + options.retention.most)
-        manifest = deal(manifest, shares=shares, room=room)
     directory = StoreDirectory(path, manifest)
     check_space(directory, num_more=options.retention.most)
     csds = _open_csds(run, manifest)
@@ -343,17 +334,3 @@ def _master_codec(options: StoreOptions, description: StoreDescription) -> str:
             f"{', '.join(sorted(dtypes)) or 'no params'}; leave it out"
         )
     return "bf16"
-
-
-def _warn_of_shares(options: StoreOptions, manifest: Manifest) -> None:
-    """Warns if a store's chunks are not dealt as its options ask for."""
-    shares = options.csd_shares
-    if shares and not is_dealt_by(manifest, shares):
-        _LOG.warning(
-            "%s: csds= asks for shares of %s, and the drives have %s bytes of its "
-            "chunks; only a new store is dealt by csds=. To move chunks: jaxinf store "
-            "copy, with --csd-root and --share for each drive",
-            options.path,
-            " : ".join(f"{share:g}" for share in shares),
-            " : ".join(map(str, csd_bytes(manifest))),
-        )

@@ -80,54 +80,17 @@ def _cut(num_elements: int, max_units: int, unit: int) -> list[tuple[int, int]]:
     return [(a, b - a) for a, b in pairwise([*bounds, num_elements])]
 
 
-class _Loads:
-    """Bytes of each CSD, and the CSD that the next chunk takes least time on."""
+def assign_csds(chunk_bytes: Sequence[int], num_csds: int) -> list[int]:
+    """Assigns chunks to CSDs so that each has about as many bytes.
 
-    def __init__(
-        self, num_csds: int, shares: Sequence[float], room: Sequence[int]
-    ) -> None:
-        self.bytes = [0] * num_csds
-        self._csds = range(num_csds)
-        self._shares = shares or [1.0] * num_csds
-        self._room = room
-
-    def has_room(self, csd: int, num_bytes: int) -> bool:
-        """Whether a chunk fits there."""
-        return not self._room or self.bytes[csd] + num_bytes <= self._room[csd]
-
-    def add(self, num_bytes: int) -> int:
-        """Adds a chunk to the CSD that is done with its bytes first; returns that."""
-        csds = [csd for csd in self._csds if self.has_room(csd, num_bytes)]
-        shares, held = self._shares, self.bytes
-        # If no drive has room, the check for space names one.
-        csd = min(csds or self._csds, key=lambda n: (held[n] + num_bytes) / shares[n])
-        self.bytes[csd] += num_bytes
-        return csd
-
-    def wanted(self, total_bytes: int) -> list[int]:
-        whole = sum(self._shares)
-        return [int(total_bytes * share / whole) for share in self._shares]
-
-
-def assign_csds(
-    chunk_bytes: Sequence[int],
-    num_csds: int,
-    shares: Sequence[float] = (),
-    room: Sequence[int] = (),
-) -> list[int]:
-    """Assigns chunks to CSDs so that all are done with their bytes at the same time.
-
-    Chunks are assigned in order of size, the largest first, each to the CSD that is
-    done with it first, and of several such to the one with the lowest index. Then
-    chunks of equal size are exchanged so that neighbours lie on different CSDs, as far
-    as the balance allows. A leaf is read in order, and so from all drives at once.
+    Chunks are assigned in order of size, the largest first, each to the CSD with the
+    fewest bytes, and of several such to the one with the lowest index. Then chunks of
+    equal size are exchanged so that neighbours lie on different CSDs, as far as the
+    balance allows. A leaf is read in order, and so from all drives at once.
 
     Args:
       chunk_bytes: bytes of each chunk.
       num_csds: number of CSDs, at least 1.
-      shares: speed of each CSD, above 0, in any unit; by default all are equal.
-      room: most bytes of each CSD, which is kept to as long as any has room; by
-        default there is no limit.
 
     Returns:
       The CSD of each chunk; the same for the same arguments, everywhere.
@@ -140,16 +103,21 @@ def assign_csds(
             f"assignment of {len(chunk_bytes)} chunks to {num_csds} CSDs: expected at "
             "least one CSD and no negative number of bytes"
         )
-    loads = _Loads(num_csds, shares, room)
-    result = [0] * len(chunk_bytes)
+    loads, result = [0] * num_csds, [0] * len(chunk_bytes)
     largest_first = sorted(range(len(chunk_bytes)), key=lambda i: -chunk_bytes[i])
     for num_bytes, group in groupby(largest_first, key=lambda i: chunk_bytes[i]):
         positions = list(group)
-        counts = Counter([loads.add(num_bytes) for _ in positions])
-        order = _in_proportion(counts) if shares else _spread(counts)
-        for position, csd in zip(positions, order, strict=True):
+        counts = Counter([_add(loads, num_bytes) for _ in positions])
+        for position, csd in zip(positions, _spread(counts), strict=True):
             result[position] = csd
     return result
+
+
+def _add(loads: list[int], num_bytes: int) -> int:
+    """Adds a chunk to the CSD with the fewest bytes, and returns that."""
+    csd = loads.index(min(loads))
+    loads[csd] += num_bytes
+    return csd
 
 
 def assign_owners(
@@ -182,39 +150,30 @@ def assign_owners(
 
 
 def reassign_csds(
-    chunk_bytes: Sequence[int],
-    held: Sequence[int | None],
-    num_csds: int,
-    shares: Sequence[float] = (),
-    room: Sequence[int] = (),
+    chunk_bytes: Sequence[int], held: Sequence[int | None], num_csds: int
 ) -> list[int]:
     """Reassigns chunks to other CSDs and moves few of them.
 
     If the loads are balanced already, all chunks stay. Otherwise a chunk stays as long
-    as its CSD has no more than its share; the others go, the largest first, to the
-    CSD that is done with them first.
+    as its CSD has no more than its part; the others go, the largest first, to the CSD
+    with the fewest bytes.
 
     Args:
       chunk_bytes: bytes of each chunk.
       held: each chunk's present CSD, by the new numbers; None if that CSD is removed.
       num_csds: number of CSDs, at least 1.
-      shares, room: as for `assign_csds`.
 
     Returns:
-      The CSD of each chunk. The loads less their shares differ by no more than the
-      largest chunk, as far as there is room.
+      The CSD of each chunk. The loads differ by no more than the largest chunk.
     """
-    loads = _Loads(num_csds, shares, room)
-    wanted = loads.wanted(sum(chunk_bytes))
+    loads, wanted = [0] * num_csds, sum(chunk_bytes) // num_csds
     kept = [csd for csd in held if csd is not None]
     if len(kept) == len(held):
-        loads_held = Counter(dict.fromkeys(range(num_csds), 0))
         for num_bytes, csd in zip(chunk_bytes, kept, strict=True):
-            loads_held[csd] += num_bytes
-        over = [loads_held[csd] - most for csd, most in enumerate(wanted)]
-        if max(over) - min(over) <= max(chunk_bytes, default=0):
+            loads[csd] += num_bytes
+        if max(loads) - min(loads) <= max(chunk_bytes, default=0):
             return kept
-    result = [-1] * len(chunk_bytes)
+    loads, result = [0] * num_csds, [-1] * len(chunk_bytes)
     largest_first = sorted(range(len(chunk_bytes)), key=lambda i: -chunk_bytes[i])
     for num_bytes, group in groupby(largest_first, key=lambda i: chunk_bytes[i]):
         by_csd = defaultdict[int, list[int]](list)
@@ -222,30 +181,17 @@ def reassign_csds(
             if (csd := held[position]) is not None:
                 by_csd[csd].append(position)
         for csd, positions in by_csd.items():
-            left_bytes = max(0, wanted[csd] - loads.bytes[csd])
             num_kept = len(positions)
             if num_bytes:
+                left_bytes = max(0, wanted - loads[csd])
                 num_kept = min(num_kept, left_bytes // num_bytes)
-            loads.bytes[csd] += num_kept * num_bytes
+            loads[csd] += num_kept * num_bytes
             for number in range(num_kept):  # of all parts of a leaf as many
                 result[positions[number * len(positions) // num_kept]] = csd
     for position in largest_first:
         if result[position] < 0:
-            result[position] = loads.add(chunk_bytes[position])
+            result[position] = _add(loads, chunk_bytes[position])
     return result
-
-
-def _in_proportion(counts: Counter[int]) -> list[int]:
-    """Orders CSDs by when each chunk has its turn if all begin and end together.
-
-    A slow CSD's chunk takes longest, so of several at once it comes first.
-    """
-    turns = [
-        (number / count, count, csd)
-        for csd, count in counts.items()
-        for number in range(count)
-    ]
-    return [csd for _, _, csd in sorted(turns)]
 
 
 def _spread(counts: Counter[int]) -> list[int]:

@@ -86,14 +86,10 @@ from jaxinf.store.making import (
     BESIDE,
     chunk_holders,
     csd_bytes,
-    csd_shares,
-    deal,
     deal_to_members,
     files_beside,
-    is_dealt_by,
     is_unfinished,
     lay_out,
-    room_for_shares,
 )
 from jaxinf.store.manifest import Manifest, Member
 from jaxinf.store.names import (
@@ -106,7 +102,6 @@ from jaxinf.store.names import (
 from jaxinf.store.owned import (
     look_at_store,
     read_owned,
-    trim_store,
 )
 from jaxinf.store.owners import check_unclaimed, claim_csds
 from jaxinf.store.plans import (
@@ -213,8 +208,6 @@ __all__ = [
     "corrupt_chunk",
     "create_store",
     "csd_bytes",
-    "csd_shares",
-    "deal",
     "deal_to_members",
     "discard_store",
     "drive_of",
@@ -228,7 +221,6 @@ __all__ = [
     "find_whole",
     "held_steps",
     "hold_members",
-    "is_dealt_by",
     "is_divided_for",
     "is_run",
     "is_unfinished",
@@ -263,7 +255,6 @@ __all__ = [
     "required_bytes",
     "restore_checkpoint",
     "restore_whole",
-    "room_for_shares",
     "save_checkpoint",
     "save_whole",
     "schedule_free_params",
@@ -277,7 +268,6 @@ __all__ = [
     "stray_checkpoints",
     "to_step",
     "tree_checksum",
-    "trim_store",
     "verify_step",
     "write_carry",
     "write_document",

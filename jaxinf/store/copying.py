@@ -38,7 +38,7 @@ from jaxinf.store.directory import SLOTS, StoreDirectory
 from jaxinf.store.division import ShardsOf, divided_leaves, owned_leaves
 from jaxinf.store.formats import AS_IT_IS, Formats
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.making import lay_out, member_of, process_roots, room_for_shares
+from jaxinf.store.making import lay_out, member_of, process_roots
 from jaxinf.store.manifest import Manifest, Member
 from jaxinf.store.owners import check_owners, check_places, claim_csds
 from jaxinf.store.stock_documents import stock_documents
@@ -66,7 +66,6 @@ class CopyLayout:
       formats: of its arrays.
       csd_roots: existing CSD roots, in which ``{process}`` is a process's number. By
         default none, and in place those that there are.
-      shares: for each root its share of the chunks' bytes, as far as it has room.
       processes: number of processes.
       shards_of: returns the shards that a leaf will have; by default those of devices
         in a line.
@@ -74,7 +73,6 @@ class CopyLayout:
 
     formats: Formats = AS_IT_IS
     csd_roots: Sequence[str] = ()
-    shares: Sequence[float] = ()
     processes: int | None = None
     shards_of: ShardsOf | None = None
 
@@ -192,11 +190,7 @@ def _manifests(source: CopySource, layout: CopyLayout, target: Path) -> list[Man
             before = source.parts[0] if len(source.parts) == 1 else None
             if before and [leaf.chunk_shape for leaf in before.leaves] != shapes:
                 before = None
-            shares, copies = layout.shares, len(source.steps) + 1
-            room = room_for_shares(roots, before, copies) if shares else ()
-            made = lay_out(
-                contents, shapes, roots, held=before, shares=shares, room=room
-            )
+            made = lay_out(contents, shapes, roots, held=before)
         found.append(made)
     names = _names(count)
     for name, made in zip(names, found, strict=True):

@@ -39,8 +39,6 @@ def lay_out(
     csd_roots: Sequence[str],
     *,
     held: Manifest | None = None,
-    shares: Sequence[float] = (),
-    room: Sequence[int] = (),
 ) -> Manifest:
     """Assigns places to the chunks of a store; every new manifest is made here.
 
@@ -48,7 +46,7 @@ def lay_out(
       contents: the store's leaves; their places are ignored.
       chunk_shapes: chunk shape of each leaf.
       csd_roots: CSD roots for the chunks; empty for the store itself.
-      held, shares, room: as for `deal`.
+      held: as for `deal`.
 
     Raises:
       StoreSpaceError: there are too many chunks for a store's record.
@@ -66,7 +64,7 @@ def lay_out(
         format_version=FORMAT_VERSION,
         member=None,
     )
-    return deal(manifest, held=held, shares=shares, room=room)
+    return deal(manifest, held=held)
 
 
 def _check_count(leaves: Sequence[LeafRecord]) -> None:
@@ -84,29 +82,22 @@ def _check_count(leaves: Sequence[LeafRecord]) -> None:
         )
 
 
-def deal(
-    manifest: Manifest,
-    *,
-    held: Manifest | None = None,
-    shares: Sequence[float] = (),
-    room: Sequence[int] = (),
-) -> Manifest:
+def deal(manifest: Manifest, *, held: Manifest | None = None) -> Manifest:
     """Returns a new store's manifest with its chunks dealt to its CSDs.
 
     Args:
       manifest: a result of `lay_out` or `deal_to_members`.
       held: an existing store with these contents: chunks keep their CSDs as far as the
         loads allow.
-      shares, room: as for `assign_csds`; by default bytes are dealt evenly.
     """
     sizes = [num_bytes for _, num_bytes in _held_bytes(manifest)]
     num_csds, roots = max(1, len(manifest.csds)), manifest.csds
     if held is None:
-        found = assign_csds(sizes, num_csds, shares, room)
+        found = assign_csds(sizes, num_csds)
     else:
         kept = [roots.index(n) if n in roots else None for n in held.csds] or [None]
         before = [kept[csd] for csd, _ in _held_bytes(held)]
-        found = reassign_csds(sizes, before, num_csds, shares, room)
+        found = reassign_csds(sizes, before, num_csds)
     csds, leaves = iter(found), []
     for leaf in manifest.leaves:
         places = tuple(-1 if csd < 0 else next(csds) for csd in leaf.csds)
@@ -185,32 +176,6 @@ def _held_bytes(manifest: Manifest) -> list[tuple[int, int]]:
         sizes = leaf.chunk_bytes
         found += [(leaf.csds[number], sizes[number]) for number in leaf.held]
     return found
-
-
-def room_for_shares(
-    roots: Sequence[str], held: Manifest | None, num_copies: int
-) -> list[int]:
-    """Returns the most bytes of chunks on each root: those there, and as many free."""
-    there = {} if held is None else dict(zip(held.csds, csd_bytes(held), strict=False))
-    status = [os.statvfs(root) for root in roots]
-    free = [one.f_bavail * one.f_frsize // num_copies for one in status]
-    return [there.get(root, 0) + n for root, n in zip(roots, free, strict=True)]
-
-
-def csd_shares(manifest: Manifest) -> list[float]:
-    """Returns the shares by which chunks are dealt to the CSDs: all 1 if evenly."""
-    found = csd_bytes(manifest)
-    even = [1.0] * len(found)
-    return even if is_dealt_by(manifest, even) else [float(n) for n in found]
-
-
-def is_dealt_by(manifest: Manifest, shares: Sequence[float]) -> bool:
-    """Whether the bytes of each CSD are by its share, as far as chunks allow."""
-    found, whole = csd_bytes(manifest), sum(shares)
-    total = sum(found)
-    over = [n - total * share / whole for n, share in zip(found, shares, strict=True)]
-    largest = max((num_bytes for _, num_bytes in _held_bytes(manifest)), default=0)
-    return max(over) - min(over) <= largest
 
 
 # --- paths of a new store ------------------------------------------------------------

@@ -14,11 +14,9 @@ from pathlib import Path
 
 from jaxinf.errors import StoreFormatError
 from jaxinf.store.creation import complete_spare
-from jaxinf.store.directory import StoreDirectory, check_there, other_slot
+from jaxinf.store.directory import StoreDirectory, check_there
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.owners import check_owners, check_present, claim_csds
-from jaxinf.transfer import opened_to_write
-from jaxinf.transfer.failures import translated
 
 
 def look_at_store(path: Path) -> StoreDirectory:
@@ -116,32 +114,3 @@ def hold_store(
             yield directory
     finally:
         lock.release()
-
-
-# --- the spare slot's space --------------------------------------------------------
-
-
-def trim_store(path: Path) -> int:
-    """Empties the chunk files of the spare slot; blocks; returns the bytes freed.
-
-    The next step of a run gives each file its length back when it writes it. A file
-    that a checkpoint or the committed step shares keeps its content.
-
-    Raises:
-      StoreLockedError: a process has the store open.
-      StoreFormatError: the store has no step.
-      StoreIOError: the operating system refused something.
-    """
-    num_bytes = 0
-    with hold_store(path) as directory:
-        spare = other_slot(directory.need_slot())
-        directory.unpublish(spare)
-        for number, _, state, chunk in directory.held():
-            file = directory.chunk_file(spare, number, chunk, state.name)
-            with translated("truncation", file), opened_to_write(file) as fd:
-                status = os.fstat(fd)
-                if status.st_nlink == 1:
-                    os.ftruncate(fd, 0)
-                    num_bytes += status.st_blocks * 512  # on every file system
-        directory.sync()
-    return num_bytes

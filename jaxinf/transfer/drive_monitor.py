@@ -18,7 +18,7 @@ _LOG = logging.getLogger("jaxinf")
 _TIMES_SLOWER = 2.5
 _NUM_ROUNDS = 3
 _LEAST_GAIN = 1.25
-"""A drive is named if steps wait that much longer than with shares by speed."""
+"""A drive is named if steps wait that much longer than if all were equally fast."""
 
 _MIN_SECONDS = 0.1
 """Rounds in which a CSD was busy for less are ignored."""
@@ -93,17 +93,11 @@ class DriveMonitor:
                     "CSD root %s: in each of the last %d steps its drive took %.1f "
                     "times as long for a byte as the others do, and they wait for it; "
                     "see to the drive (its temperature, wear, space, what else uses "
-                    "it), or store less on it: after 'jaxinf store copy' with "
-                    "--csd-root and --share for each (%s) drives would be busy for "
-                    "%.0f %% of the time",
+                    "it), or do without it: 'jaxinf store copy' with --csd-root for "
+                    "each of the others",
                     self._names[csd],
                     _NUM_ROUNDS,
                     cost / usual,
-                    ", ".join(
-                        f"{self._names[n]} {max(costs.values()) / costs[n]:.3g}"
-                        for n in sorted(costs)
-                    ),
-                    100 / gain,
                 )
 
     def report_overdue(self) -> None:

@@ -14,7 +14,6 @@ def copied(
     progress=None,
     *,
     roots=(),
-    shares=(),
     processes=None,
     shards_of=None,
     checkpoints=False,
@@ -23,9 +22,7 @@ def copied(
 ):
     """Copies a store, a run, a checkpoint or an export; without a target in place."""
     new = Path(old if new is None else new)
-    layout = CopyLayout(
-        Formats(**formats), [*map(str, roots)], shares, processes, shards_of
-    )
+    layout = CopyLayout(Formats(**formats), [*map(str, roots)], processes, shards_of)
     url = export_url_at(str(old))
     with contextlib.ExitStack() as stack:
         if url is not None:

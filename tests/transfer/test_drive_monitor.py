@@ -53,16 +53,6 @@ def test_a_slow_drive_is_named(clock, caplog, third, is_named):
     assert "CSD root /a" not in caplog.text
 
 
-def test_it_says_what_a_rebalance_gains(clock, caplog):
-    rounds(clock, 4, [*SAME, (2, 8 << 20, 0.5)])
-    (record,) = caplog.records
-    # 24 MiB at 80 + 80 + 16 MiB/s are 0.136 s, of 0.5.
-    assert (
-        "--share for each (/a 5, /b 5, /c 1) drives would be busy for 27 % of the time"
-        in record.getMessage()
-    )
-
-
 def test_a_slow_drive_that_has_less_is_not_named(clock, caplog):
     rounds(clock, 4, [(0, 32 << 20, 0.4), (1, 32 << 20, 0.4), (2, 8 << 20, 0.4)])
     assert caplog.text == ""

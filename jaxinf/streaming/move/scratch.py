@@ -8,6 +8,7 @@ and runs that share a folder never meet. They are never synced.
 
 import contextlib
 import errno
+import itertools
 import os
 import tempfile
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -28,20 +29,8 @@ from jaxinf.typing import Array, PathLikeStr
 PART_BYTES = 4 << 20
 """The longest part of a value that is moved at once."""
 
-
-class Folder(NamedTuple):
-    """A folder on a drive.
-
-    Attributes:
-      share: The drive's share of the values, beside that of others.
-    """
-
-    path: Path
-    share: float = 1.0
-
-
-Folders: TypeAlias = Sequence[PathLikeStr | Folder]
-"""A folder on each drive; a path alone has a share of 1."""
+Folders: TypeAlias = Sequence[PathLikeStr]
+"""A folder on each drive."""
 
 _NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -92,16 +81,14 @@ class Scratch:
         *,
         content: str = "activations",
     ) -> None:
-        given = [f if isinstance(f, Folder) else Folder(Path(f)) for f in folders]
-        self._folders = [folder.path for folder in given]
+        self._folders = [Path(folder) for folder in folders]
         self._meters = ByteMeters() if meters is None else meters
         self._content = content
         self._drives = [drive_of(folder) for folder in self._folders]
         self._files: list[int] = []
         self._ends = [0] * len(folders)
         self._reserved = [0] * len(folders)
-        self._shares = [folder.share for folder in given]
-        self._credit = [0.0] * len(folders)
+        self._next_drive = itertools.cycle(range(len(folders)))
         self._opening = threading.Lock()
 
     @property
@@ -109,23 +96,13 @@ class Scratch:
         return len(self._folders)
 
     def allocate(self, num_bytes: int) -> Place:
-        """Returns a place for a value; its parts take turns on the drives.
-
-        A drive with a larger share comes more often.
-        """
+        """Returns a place for a value; its parts take turns on the drives."""
         parts = []
         for start in range(0, max(num_bytes, 1), PART_BYTES):
-            drive, stop = self._next_drive(), min(start + PART_BYTES, num_bytes)
+            drive, stop = next(self._next_drive), min(start + PART_BYTES, num_bytes)
             parts.append(Part(drive, self._ends[drive], start, stop))
             self._ends[drive] += page_ceil(stop - start)
         return Place(tuple(parts))
-
-    def _next_drive(self) -> int:
-        pairs = zip(self._credit, self._shares, strict=True)
-        self._credit = [credit + share for credit, share in pairs]
-        drive = max(range(self.num_drives), key=lambda n: self._credit[n])
-        self._credit[drive] -= sum(self._shares)
-        return drive
 
     def reserve(self) -> None:
         """Takes room on the drives for all places; blocks.

@@ -15,8 +15,8 @@ from jaxinf.engine import (
     engine_of,
 )
 from jaxinf.program import Kernel, UpdateProgram
-from jaxinf.store import csd_shares, plans_folder
-from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Scratch
+from jaxinf.store import plans_folder
+from jaxinf.streaming.move.scratch import PART_BYTES, Scratch
 from jaxinf.streaming.move.spill import Waiting, file_bytes, waiting
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import Division, divide
@@ -165,8 +165,8 @@ class Stored(Sink):
     def scratch(self, content: str) -> Scratch:
         opened = self._engine.opened
         directory = opened.directory
-        folders = [Folder(plans_folder(directory.path))]
+        folders = [plans_folder(directory.path)]
         if directory.manifest.csds:
-            shares = enumerate(csd_shares(directory.manifest))
-            folders = [Folder(directory.csd_directory(n), share) for n, share in shares]
+            csds = range(directory.num_csds)
+            folders = [directory.csd_directory(n) for n in csds]
         return Scratch(folders, opened.meters, content=content)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxinf.errors import StoreIOError, StoreSpaceError
-from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Scratch, raw_bytes
+from jaxinf.streaming.move.scratch import PART_BYTES, Scratch, raw_bytes
 from jaxinf.transfer import ByteMeters
 from jaxinf.transfer.pages import page_ceil
 from jaxinf.transfer.pool import aligned
@@ -58,24 +58,6 @@ def test_values_come_back(tmp_path, num_drives):
     )
     assert not any(list(folder.iterdir()) for folder in folders)
     scratch.close()
-    scratch.close()
-
-
-def test_drives_have_values_by_their_shares(tmp_path):
-    folders = [tmp_path / str(i) for i in range(3)]
-    for folder in folders:
-        folder.mkdir()
-    shares = zip(folders, [3.0, 1.0, 0.0], strict=True)
-    scratch = Scratch([Folder(*one) for one in shares])
-    for _ in range(2):
-        place = scratch.allocate(80 * PART_BYTES)
-        drives = [part.drive for part in place.parts]
-        assert [drives.count(drive) for drive in range(3)] == [60, 20, 0]
-        assert drives[:8].count(1) == 2  # neighbours are on both
-        scratch.reset()
-    value = np.arange(3 * PART_BYTES // 4, dtype=np.float32)
-    place = scratch.allocate(value.nbytes)
-    np.testing.assert_array_equal(moved(scratch, place, value).view(np.float32), value)
     scratch.close()
 
 

@@ -1,11 +1,9 @@
 """Gradients that wait in memory and in a file: bits, order, how long they last."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
-from jaxinf.streaming.move.scratch import PART_BYTES, Folder, Scratch
+from jaxinf.streaming.move.scratch import PART_BYTES, Scratch
 from jaxinf.streaming.move.spill import Spill, file_bytes, waiting
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.transfer.pages import page_ceil
@@ -66,26 +64,3 @@ def test_a_pass_that_is_given_up_leaves_nothing(spill):
         np.testing.assert_array_equal(found, given[piece])
         spill.reset()
         assert piece not in spill
-
-
-def test_gradients_go_to_drives_by_their_shares(tmp_path, monkeypatch):
-    folders = [Folder(tmp_path / "a", 3.0), Folder(tmp_path / "b", 1.0)]
-    for folder in folders:
-        folder.path.mkdir()
-    written = Counter()
-    real = Scratch.write
-
-    def write(self, part, *args, **kwargs):
-        written[part.drive] += 1
-        return real(self, part, *args, **kwargs)
-
-    monkeypatch.setattr(Scratch, "write", write)
-    values = [np.full(2 * PART_BYTES // 4, number, np.float32) for number in range(4)]
-    sizes = {Piece(number): value.nbytes for number, value in enumerate(values)}
-    own = Spill(Scratch(folders), waiting(sizes, 0))
-    for number, value in enumerate(values):
-        own.put(Piece(number), value)
-    assert written == {0: 6, 1: 2}
-    for number, value in enumerate(values):
-        np.testing.assert_array_equal(own.take(Piece(number)), value)
-    own.close()
