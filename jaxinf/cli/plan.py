@@ -1,6 +1,6 @@
 """``jaxinf plan``: what a training run would take, and what helps if it does not fit.
 
-Invariant: nothing is trained, compiled or written.
+Invariant: nothing is trained or written.
 """
 
 import json
@@ -34,7 +34,7 @@ class Plan:
     """Count what a training run would take: memory at its peak, disk, bytes, and time.
 
     Takes the trainer's flags, or first the name of a run's file (.toml), of a model's
-    config.json, or of a folder with one. Nothing is trained, compiled or written, and
+    config.json, or of a folder with one. Nothing is trained or written, and
     no weights are read. The exit status is 1 if the run does not fit.
     """
 

@@ -25,7 +25,7 @@ from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.compiled import Estimates
+from jaxinf.streaming.plan.compiled import Measured
 from jaxinf.streaming.plan.fit import Prepared
 from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
 from jaxinf.streaming.plan.options import Options
@@ -184,11 +184,10 @@ class Step(ABC):
         device: DeviceLimit | None = None,
         like: Count | None = None,
     ) -> Count:
-        """Counts what a step takes and moves; no program is compiled. Blocks.
+        """Counts what a step takes and moves; blocks while its programs are compiled.
 
-        Nothing is written, and params are never made. Temporaries are estimated, so
-        compiled programs may need a little more memory. On several devices programs are
-        compiled, as their shardings are not known before.
+        Nothing is written, and params are never made. Programs are compiled for what
+        they take alone, in less time than for a step.
 
         Args:
           batch: Arrays, or shapes and dtypes.
@@ -206,7 +205,7 @@ class Step(ABC):
         if params is not None:
             check_params(params)
             params = abstract(params)
-        options = replace(self._options, executables=Estimates(), other_limit=device)
+        options = replace(self._options, executables=Measured(), other_limit=device)
         return self._dry(batch, params, options, like)
 
     @abstractmethod

@@ -4,7 +4,7 @@
     programs, traced ─────┼─► needs ─► needed, beside what there is
     a machine's numbers ──┘       └──► seconds of a step
 
-Invariant: nothing is compiled or written, and no param is made.
+Invariant: nothing is run or written, and no param is made.
 """
 
 import contextlib
@@ -29,8 +29,7 @@ from jaxinf.program import averaged, trace_init
 from jaxinf.store import required_bytes
 from jaxinf.streaming import Count as StepCount
 from jaxinf.streaming import DeviceLimit, trace_optimizer
-from jaxinf.streaming.count import Needs, num_operations
-from jaxinf.streaming.program.peak import peak_memory
+from jaxinf.streaming.count import Needs, num_operations, program_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.devices import Devices
@@ -63,7 +62,7 @@ def count(
     device_bytes: int | None,
     like: StepCount | None = None,
 ) -> tuple[RunNeeds, StepCount | None]:
-    """Counts what a run takes; traces it, for some seconds.
+    """Counts what a run takes; traces it, and compiles the programs of a streamed one.
 
     Args:
       config: a run in one process that `check` has returned.
@@ -153,7 +152,7 @@ def _program(config: TrainConfig, batch: Batch) -> tuple[int, float]:
     batch = jax.eval_shape(lambda: batch)
     if config.mode == "update":
         closed = jax.make_jaxpr(value_and_gradients)(params, batch)
-        return peak_memory(closed).total, num_operations(closed)
+        return program_bytes(closed), num_operations(closed)
     tx = make_optimizer(config)
     tx = with_zeros(tx) if config.frozen else tx
     state = jax.eval_shape(tx.init, params)
@@ -164,8 +163,9 @@ def _program(config: TrainConfig, batch: Batch) -> tuple[int, float]:
         return updated(params, updates), state, value
 
     closed = jax.make_jaxpr(step)(params, state, batch)
-    donated = range(len(jax.tree.leaves((params, state))))
-    return peak_memory(closed, donated).total, num_operations(closed)
+    kept = jax.tree.leaves((params, state))  # whose memory the new ones take
+    in_place = sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
+    return program_bytes(closed) - in_place, num_operations(closed)
 
 
 def _moved(config: TrainConfig) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """A run before it begins: what it needs, what there is, and what helps if it lacks.
 
-Invariant: nothing is compiled, trained or written; advice is counted, not guessed.
+Invariant: nothing is trained or written; advice is counted, not guessed.
 """
 
 import contextlib

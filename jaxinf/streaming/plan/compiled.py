@@ -12,11 +12,7 @@ from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import num_together
 from jaxinf.streaming.plan.offload import evicted, least_bytes
 from jaxinf.streaming.plan.shardings import Shardings, output_bytes
-from jaxinf.streaming.program.programs import (
-    bytes_beside,
-    compile_program,
-    estimated_bytes,
-)
+from jaxinf.streaming.program.programs import bytes_beside, compile_program
 
 _LOG = logging.getLogger("jaxinf.compile")
 
@@ -24,8 +20,8 @@ Executables: TypeAlias = dict[tuple[Any, ...], Any]
 """Compiled programs by key, donated inputs, and shardings of inputs and outputs."""
 
 
-class Estimates(Executables):
-    """Has estimated bytes of temporaries in place of programs for one device."""
+class Measured(Executables):
+    """Programs that are compiled for what they take, and never run."""
 
 
 def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
@@ -38,25 +34,24 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
       executables: Programs compiled before; new ones are added.
     """
     found, shardings = [], Shardings(plan)
-    is_estimated = isinstance(executables, Estimates) and plan.traced.mesh is None
+    is_run = not isinstance(executables, Measured)
     new = {(c.program.key, plan.donated[c.program.key]) for c in plan.calls}
     new -= {known[:2] for known in executables}
-    if new and not is_estimated:
+    if new and is_run:
         _LOG.info("compiling %d programs", len(new))
     for call in plan.calls:
         program = call.program
         donated = plan.donated[program.key]
         inputs, outputs = shardings.inputs(call), shardings.outputs(call)
         known = (program.key, donated, inputs, outputs)
-        if known not in executables and is_estimated:
-            executables[known] = estimated_bytes(program, donated)
-        elif known not in executables:
+        if known not in executables:
             executables[known] = compile_program(
                 program,
                 donated,
                 inputs,
                 outputs,
                 is_deterministic=plan.traced.is_deterministic,
+                is_run=is_run,
             )
         shardings.note(call, executables[known])
         found.append(executables[known])

@@ -20,13 +20,14 @@ from jaxinf.streaming.program.classify import LIGHT
 from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes, struct
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.lifetimes import Lifetimes, Stay, occupancy
-from jaxinf.streaming.program.peak import peak_memory
 
 # glibc keeps smaller blocks anyway, so a plan is not exact to within their size.
 LARGE_BYTES = 32 << 20
 # The product of arrays with fewer axes is summed in tiles, and takes no memory
 # (docs/decisions.md, "Sums of large products").
 NUM_AXES = 4
+# Machine code in less time, for arrays in the same memory.
+_UNOPTIMIZED = {"xla_backend_optimization_level": 0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +173,7 @@ def compile_program(
     outputs: Sequence[Any] = (),
     *,
     is_deterministic: bool = True,
+    is_run: bool = True,
 ) -> Any:
     """Compiles `program`; blocks.
 
@@ -180,8 +182,11 @@ def compile_program(
       inputs: Shardings of its inputs; none for one device.
       outputs: Shardings that outputs must have, None where JAX chooses one.
       is_deterministic: Whether it has the same bits in each run.
+      is_run: Whether it is compiled to run, not only for the memory that it takes.
     """
     options = compiler_options(program.nodes, is_deterministic=is_deterministic)
+    if not is_run and jax.default_backend() == "cpu":
+        options = {**(options or {}), **_UNOPTIMIZED}
     return compat.compile_lowered(lowered(program, donated, inputs, outputs), options)
 
 
@@ -199,16 +204,10 @@ def lowered(
     return function.lower(*_avals(program, inputs))
 
 
-def _avals(program: Program, shardings: Sequence[Any] = ()) -> list[Any]:
+def _avals(program: Program, shardings: Sequence[Any]) -> list[Any]:
     shardings = shardings or [None] * len(program.inputs)
     pairs = zip(program.inputs, shardings, strict=True)
     return [struct(value.aval, sharding) for value, sharding in pairs]
-
-
-def estimated_bytes(program: Program, donated: Sequence[int] = ()) -> int:
-    """Returns the temporaries of a program, estimated without compiling it."""
-    closed = jax.make_jaxpr(function_of(program))(*_avals(program))
-    return peak_memory(closed, donated).temporaries
 
 
 def compiler_options(
@@ -256,11 +255,7 @@ def bytes_beside(program: Program, executable: Any) -> int:
 
     Temporaries, as XLA reports them; and what a TPU adds to arrays to fill its tiles.
 
-    Args:
-      executable: The compiled program, or what `estimated_bytes` has returned.
     """
-    if isinstance(executable, int):
-        return executable
     memory = executable.memory_analysis()
     if jax.default_backend() == "cpu":
         return memory.temp_size_in_bytes
