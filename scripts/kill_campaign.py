@@ -33,14 +33,14 @@ import optax
 import tyro
 
 import jaxinf
-from jaxinf.engine import division
+from jaxinf.engine import shape
 from jaxinf.engine.options import Durability
 from jaxinf.errors import StoreCorruptError
 from jaxinf.layout import choose
 from jaxinf.store import StoreDirectory, checkpoint_names, verify_step
 
 choose.DEFAULT_CHUNK_ELEMENTS = 4096  # so little data has several
-division._QUICK_BYTES = 0  # so little memory holds a part of the state
+shape._QUICK_BYTES = 0  # so little memory holds a part of the state
 SIZES = (32, 256, 256, 8)
 SCHEDULE_STEPS = 40
 CHECKPOINT_EVERY = 5

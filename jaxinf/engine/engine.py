@@ -14,16 +14,21 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from jaxinf.engine.admission import check_division, check_same
 from jaxinf.engine.binding import Binding
+from jaxinf.engine.comparison import check_division, check_same
 from jaxinf.engine.description import StoreDescription, kernel_needs
 from jaxinf.engine.dispatched import wait_for_dispatched
 from jaxinf.engine.divergence import RESTART
-from jaxinf.engine.division import check_memory
 from jaxinf.engine.opened import OpenStore, StoreRun
+from jaxinf.engine.opening import (
+    begin_anew,
+    create,
+    open_place,
+    planned_shape,
+    roll_back,
+)
 from jaxinf.engine.optax_state import load_step
 from jaxinf.engine.options import StoreOptions
-from jaxinf.engine.place import begin_anew, create, open_place, planned_shape, roll_back
 from jaxinf.engine.retention import archive, check_room
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.state import FirstParams, finish_initialisation, initialise
@@ -48,7 +53,6 @@ class Engine(StoreRun):
 
     Attributes:
       path_lock: held while a store of its path opens or closes.
-      handles: the user's `Store`s that are not closed, the oldest first.
       binding: the run's binding to a step of the store, made by its first step.
       shardings: for each leaf, the sharding of the params in the last `init`, on one
         mesh; empty if they are not sharded.
@@ -62,16 +66,17 @@ class Engine(StoreRun):
       StoreError: as `jaxinf.open_store` documents.
     """
 
-    def __init__(self, options: StoreOptions, group: Group) -> None:
+    def __init__(
+        self, options: StoreOptions, group: Group, path_lock: threading.RLock
+    ) -> None:
         super().__init__(options, group)
-        self.handles: list[Any] = []
         self.shardings: tuple[NamedSharding, ...] = ()
         self.shapes: Any = None
         self.has_warned_of_params = False
         self.carried: tuple[CarriedArray, ...] | None = None
         self.num_replaced = 0
         self._bound: list[StoreDescription] = []
-        self._guard, self.path_lock = threading.RLock(), threading.RLock()
+        self._guard, self.path_lock = threading.RLock(), path_lock
         self._is_restarted = False
         self._on_close: list[Callable[[], None]] = []
         self._steps: StepEngine | None = None  # there as soon as there are files
@@ -234,10 +239,10 @@ class Engine(StoreRun):
             opened = self.opened
             if not opened.is_new:
                 if uses_budget:
-                    check_memory(self.options, opened.directory.manifest)
+                    opened.check_memory()
                 self._check_same(opened, description)
                 check_division(opened.directory, description)
-                check_room(self.options.retention, opened.directory)
+                check_room(self.options.num_kept, opened.directory)
                 needs = kernel_needs(description, opened.directory.manifest)
                 opened.fleet.check(needs)
             self._bound.append(description)

@@ -1,6 +1,6 @@
 """`open_store`, and the stores that are open in this process, one for each path.
 
-Invariant: a path, with symlinks resolved, is open once, and its handles are counted.
+Invariant: a path, with symlinks resolved, is open once, and has one `Store`.
 """
 
 import atexit
@@ -15,16 +15,16 @@ from typing import Any
 
 from jaxinf import compat
 from jaxinf.csd import CsdSpec, parse_csd
-from jaxinf.engine.admission import join_run
 from jaxinf.engine.engine import Engine
+from jaxinf.engine.opening import join_run
 from jaxinf.engine.options import (
     Durability,
+    KeepSteps,
     MasterChoice,
     StateFormat,
     StoreOptions,
 )
-from jaxinf.engine.retention import KeepSteps
-from jaxinf.engine.store import Store
+from jaxinf.engine.store import Store, engine_of
 from jaxinf.processes import Group, all_processes, leave_deserted
 from jaxinf.store import member_name
 from jaxinf.terminal import given_bytes
@@ -37,7 +37,7 @@ _ALIKE += ("export_to", "export_every")
 """Options that all processes of a run must give alike, as they decide about commits."""
 
 # Strong references: a store without other references may have a commit in flight.
-_open: dict[Path, Engine] = {}
+_open: dict[Path, Store] = {}
 _locks: dict[Path, threading.RLock] = {}
 """By path, with symlinks resolved; held while the store of the path opens or closes."""
 
@@ -59,9 +59,9 @@ def open_store(
     """Opens a store, or sets the place where `tx.init` will make one.
 
     Nothing is written here, except with `restore`. An existing store resumes at its
-    last committed step. If this process has the path open already, the result is
-    another handle on that store, and options that are not given are the open store's. A
-    store that a failure has stopped is opened anew.
+    last committed step. If this process has the path open already, the result is that
+    store, and options that are not given are its own. A store that a failure has
+    stopped is opened anew.
 
     Args:
       path: the store's directory; missing or empty for a new one.
@@ -98,12 +98,11 @@ def open_store(
         blocks of 256 with a scale for each. The update computes in float32 in any case.
         Leaves of fewer than 4,096 elements stay in float32. An existing store records
         its format.
-      keep_steps: ``k``, ``(k, n)`` or ``(k, n, offset)``. Steps that are multiples of
-        k, or by offset more than these, are kept as checkpoints named by their step,
-        with any `durability`; with k = 0 `Store.checkpoint` alone makes some. Of all
-        that are named by their step the last n (by default 2) stay, and with n = 0
-        all. `init` checks that there is room for 2 + n states. By default none is made,
-        and all stay.
+      keep_steps: ``k`` or ``(k, n)``. Steps that are multiples of k are kept as
+        checkpoints named by their step, with any `durability`; with k = 0
+        `Store.checkpoint` alone makes some. Of all that are named by their step the
+        last n (by default 2) stay, and with n = 0 all. `init` checks that there is room
+        for 2 + n states. By default none is made, and all stay.
       export_every, export_to: each step that is a multiple of the first is exported
         to ``URL/STEP`` (``file://``, ``gs://``, ``s3://``) in a thread beside training;
         docs/checkpoints.md, "Exports beside training". `Store.exports` shows what came
@@ -122,10 +121,10 @@ def open_store(
       StoreLockedError: a live process has the store open; names the process.
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
-    path = _absolute(path)
-    held, group = _open_at(path), None
-    if held is not None and held.health.error is None:
-        path = held.options.path
+    path, group = _absolute(path), None
+    held = _open_at(path)
+    if held is not None and engine_of(held).health.error is None:
+        path = held.path
     else:
         group = join_run(path)
         if not group.is_alone:
@@ -139,9 +138,7 @@ def open_store(
         given = {
             "csd_roots": None if csds is None else tuple(map(_of_process, csds)),
             "csd": parse_csd(csd) if isinstance(csd, str) else csd,
-            "memory_bytes": None
-            if memory_bytes is None
-            else given_bytes("memory_bytes", memory_bytes),
+            "memory_bytes": memory_bytes,
             "durability": durability,
             "restore": restore,
             "master": master,
@@ -151,59 +148,50 @@ def open_store(
             "export_to": export_to,
         }
         given = {name: value for name, value in given.items() if value is not None}
+        if memory_bytes is not None:
+            given["memory_bytes"] = given_bytes("memory_bytes", memory_bytes)
         return StoreOptions(path, **given), given
 
     with _lock(path):
         options, given = group.in_all("the options of open_store", read)
-        return Store(_engine(options, given, group))
-
-
-def _engine(options: StoreOptions, given: Mapping[str, Any], group: Group) -> Engine:
-    """Returns the engine of the store that is open at a path, or opens one.
-
-    A store that a failure has stopped is closed and opened anew.
-
-    Args:
-      given: the options that the caller has set, by name.
-    """
-    path = options.path
-    held = _get(path)
-    if held is not None and held.health.error is not None:
-        _LOG.warning(
-            "%s: was stopped by %s: %s; it is opened anew",
-            path,
-            type(held.health.error).__name__,
-            held.health.error,
-        )
-        held.close()
-        held = None
-    if held is not None:
-        _check_given(held, options, given)
+        held = _get(path)
+        if held is not None and (error := engine_of(held).health.error) is not None:
+            kind = type(error).__name__
+            _LOG.warning(
+                "%s: was stopped by %s: %s; it is opened anew", path, kind, error
+            )
+            engine_of(held).close()
+            held = None
+        if held is None:
+            return _open_anew(options, group)
+        _check_given(engine_of(held), options, given)
         return held
+
+
+def _open_anew(options: StoreOptions, group: Group) -> Store:
     for name in _ALIKE if not group.is_alone else ():
         group.agree(
             f"open_store(…, {name}=)",
             lambda name=name: getattr(options, name),
             "give it alike in all of them",
         )
-    held = Engine(options, group)
-    held.path_lock = _lock(path)
-    held.on_close(lambda: _forget(held))
-    _open[path.resolve()] = held
-    return held
+    engine = Engine(options, group, _lock(options.path))
+    store = _open[options.path.resolve()] = Store(engine)
+    engine.on_close(lambda: _forget(store))
+    return store
 
 
 def _lock(path: Path) -> threading.RLock:
     return _locks.setdefault(path.resolve(), threading.RLock())
 
 
-def _get(path: Path) -> Engine | None:
+def _get(path: Path) -> Store | None:
     held = _open.get(path.resolve())
-    return None if held is None or held.health.is_closed else held
+    return None if held is None or engine_of(held).health.is_closed else held
 
 
-def _forget(held: Engine) -> None:
-    """Forgets a store that is closed, or that belongs to this fork's parent."""
+def _forget(held: Store) -> None:
+    """Forgets a store that is closed."""
     for path, one in list(_open.items()):
         if one is held:
             del _open[path]
@@ -212,13 +200,14 @@ def _forget(held: Engine) -> None:
 def _check_given(
     engine: Engine, options: StoreOptions, given: Mapping[str, Any]
 ) -> None:
+    """Refuses options that are not those of the open store."""
     held = engine.options
     for name, value in given.items():
         if getattr(held, name) == getattr(options, name):
             continue
         if name == "csd_roots" and engine.has_files:
             roots = engine.opened.directory.manifest.csds
-            if tuple(str(root) for root in options.csd_roots) == tuple(roots):
+            if tuple(map(str, options.csd_roots)) == tuple(roots):
                 continue
         public = {"csd_roots": "csds"}.get(name, name)
         raise ValueError(
@@ -234,7 +223,7 @@ def _of_process(root: PathLikeStr) -> Path:
     return _absolute(os.fspath(root).replace("{process}", number))
 
 
-def _open_at(path: Path) -> Engine | None:
+def _open_at(path: Path) -> Store | None:
     """Returns the open store of a path, or this process's member of a run there."""
     program, held = all_processes("program"), _get(path)
     if held is None and not program.is_alone:
@@ -245,34 +234,24 @@ def _open_at(path: Path) -> Engine | None:
 def store_of(path: PathLikeStr) -> Store:
     """Returns the open store of a path, for a program that has no variable for it.
 
-    The result is not a further handle, and need not be closed.
-
     Raises:
       ValueError: no store is open there; lists the open ones.
     """
     held = _open_at(_absolute(path))
-    if held is None or not held.handles:
-        others = [str(one.options.path) for one in list(_open.values())][:5]
+    if held is None:
+        others = [str(one.path) for one in list(_open.values())][:5]
         raise ValueError(
             f"{path}: expected a store that is open in this process, found "
             f"{', '.join(others) or 'none'}; open it with jaxinf.open_store"
         )
-    return held.handles[0]
+    return held
 
 
 def close(path: PathLikeStr) -> None:
-    """Closes the store at a path with all its handles; see `Store.close`.
-
-    Does nothing if no store is open there.
-    """
+    """Closes the store at a path; see `Store.close`. Does nothing if none is open."""
     held = _open_at(_absolute(path))
     if held is not None:
-        _close_all_handles(held)
-
-
-def _close_all_handles(held: Engine) -> None:
-    for store in list(held.handles):
-        store.close()
+        held.close()
 
 
 def _absolute(path: PathLikeStr) -> Path:
@@ -285,18 +264,19 @@ def _close_all() -> None:
 
     A failure that no call has raised so far is logged, and becomes the exit status.
     """
-    for held in list(_open.values()):
+    for store in list(_open.values()):
+        engine = engine_of(store)
         try:
             if getattr(sys, "last_value", None) is not None:  # it ends by an exception
-                held.exports.end(waits=False)
-            _close_all_handles(held)
-            if held.health.is_unreported:
-                held.health.check()
+                engine.exports.end(waits=False)
+            store.close()
+            if engine.health.is_unreported:
+                engine.health.check()
         except (Exception, KeyboardInterrupt) as error:
-            path = held.options.path
-            _LOG.error("%s: stopped by %s: %s", path, type(error).__name__, error)
+            kind = type(error).__name__
+            _LOG.error("%s: stopped by %s: %s", store.path, kind, error)
             _fail_at_exit()
-        if held.health.error is not None:
+        if engine.health.error is not None:
             compat.forget_failed_tokens()
     leave_deserted()
 
@@ -315,8 +295,8 @@ def _fail_at_exit() -> None:
 def _forget_all() -> None:
     """Ends the use of all stores in a forked child; the parent keeps them."""
     _locks.clear()  # a thread of the parent may hold some
-    for held in _open.values():
-        held.disown()
+    for store in _open.values():
+        engine_of(store).disown()
     _open.clear()
 
 

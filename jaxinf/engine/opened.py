@@ -10,16 +10,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jaxinf.csd import Csd, CsdFleet
+from jaxinf.csd import Csd, CsdFleet, open_csds
 from jaxinf.documents import encode, parse_json
 from jaxinf.engine.chunks import ChunkTable
-from jaxinf.engine.division import longest
 from jaxinf.engine.executor import make_mover
 from jaxinf.engine.exports import Exports
 from jaxinf.engine.failure import StoreHealth
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.shape import StoreShape
-from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.updaters import Assignment
 from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import Subgroup
@@ -102,7 +100,7 @@ class Annotations:
 
 
 class StoreRun:
-    """What lives as long as the user's `Store`, with files or still without.
+    """What a store has before there are files, and keeps when they are replaced.
 
     Attributes:
       options: the options of the store.
@@ -132,6 +130,24 @@ class StoreRun:
             self.lock = None
 
 
+def open_fleet(shape: StoreShape, meters: ByteMeters) -> CsdFleet:
+    """Opens the CSDs of an existing or future store; writes nothing."""
+    path = shape.directory.path
+    here = next(p for p in (path, *path.parents) if p.exists())
+    fleet = open_csds(
+        shape.options.csd,
+        [Path(root) for root in shape.directory.manifest.csds] or [here],
+        memory_bytes=max(shape.memory_bytes, shape.longest_bytes),
+        meters=meters,
+    )
+    try:
+        fleet.check_buffer(shape.longest_bytes, shape.longest_elements)
+    except BaseException:
+        fleet.close()
+        raise
+    return fleet
+
+
 class OpenStore(StoreShape):
     """The files of a store, its CSDs, and the workers between them. Thread-safe.
 
@@ -141,9 +157,8 @@ class OpenStore(StoreShape):
     Args:
       run: the run of the `Store`.
       directory: the store; its files exist.
-      fleet: its CSDs, opened for its manifest; closed with this.
-      layouts: its subgroups by leaf and chunk, of a length that the CSDs can hold.
       commit: the committed step's record; None for a store that was just made.
+      fleet: its CSDs, if they are open; closed with this.
 
     Attributes:
       options, health, meters, group, exports, annotations: of the run.
@@ -163,16 +178,14 @@ class OpenStore(StoreShape):
         self,
         run: StoreRun,
         directory: StoreDirectory,
-        fleet: CsdFleet,
-        layouts: list[list[list[SubgroupLayout]]],
         commit: CommitRecord | None,
+        fleet: CsdFleet | None = None,
     ) -> None:
-        super().__init__(run.options, directory, layouts)
+        super().__init__(run.options, directory)
         self.health, self.meters, self.group = run.health, run.meters, run.group
         self.exports, self.annotations = run.exports, run.annotations
         self.is_new = self._has_whole_slots = commit is None
-        self.commit = commit or CommitRecord(step=0, scalar_state=())
-        self.finished = self.commit
+        self.commit = self.finished = commit or CommitRecord(step=0, scalar_state=())
         self.annotations.go_on_from(-1 if commit is None else commit.step)
         self.assignment = Assignment()
         self.health.failure.note = self._note
@@ -184,27 +197,32 @@ class OpenStore(StoreShape):
         if self.is_new:
             first = directory.step_path(next_slot(None))
             self._documents = stock_documents(first, directory.manifest)
-        self.fleet = fleet
-        self.chunks = ChunkTable(
-            directory,
-            next_slot(directory.committed_slot()),
-            self.commit.checksums,
-        )
-        roots = [directory.csd_directory(c) for c in range(directory.num_csds)]
-        self.csds: list[Csd] = list(self.fleet.attach(roots, *longest(self._layouts)))
+        target = next_slot(directory.committed_slot())
+        self.chunks = ChunkTable(directory, target, self.commit.checksums)
+        self._moved: frozenset[Subgroup] | None = None
+        self._staying: frozenset[Subgroup] = frozenset()
+        self.fleet = fleet or open_fleet(self, run.meters)
+        try:
+            self._attach()
+        except BaseException:
+            self.fleet.close()
+            raise
+        if not self.is_new:
+            self.keep_state()
+
+    def _attach(self) -> None:
+        """Opens the CSDs' directories, and begins the workers."""
+        files, longest = self.directory, (self.longest_bytes, self.longest_elements)
+        roots = [files.csd_directory(csd) for csd in range(files.num_csds)]
+        self.csds: list[Csd] = list(self.fleet.attach(roots, *longest))
         self.mover = make_mover(
-            directory,
+            files,
             self.chunks,
             self.csds,
             num_workers=self.options.workers_of(len(self.csds)),
             num_kernels=self.fleet.num_kernels,
-            failure=run.health.failure,
+            failure=self.health.failure,
         )
-        self._moved: frozenset[Subgroup] | None = None
-        self._staying: frozenset[Subgroup] = frozenset()
-        self.memory_bytes = self.options.memory_bytes - self.export_bytes
-        if not self.is_new:
-            self.keep_state()
 
     def averaged(self, leaf: int) -> tuple[int, ...]:
         """Returns the numbers of the states of which a leaf's average is made.
@@ -311,10 +329,9 @@ class OpenStore(StoreShape):
 
     def must_commit(self, step: int) -> bool:
         """Whether a step is committed as soon as it has finished."""
-        every = self.options.steps_per_commit
+        options, every = self.options, self.options.steps_per_commit
         is_due = every is not None and step - self.commit.step >= every
-        is_kept = self.options.retention.is_due(step)
-        return is_due or is_kept or self.options.exports(step)
+        return is_due or options.keeps(step) or options.exports(step)
 
     def publish(self) -> None:
         """Commits the last finished step; writes what was deferred of it."""

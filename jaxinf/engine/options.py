@@ -3,14 +3,12 @@
 Invariant: no option is ignored, and the error for a bad one names it.
 """
 
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from jaxinf.csd import CsdSpec, parse_csd
-from jaxinf.engine.retention import KeepSteps, Retention
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore, least_memory
 from jaxinf.store import CODECS, Manifest, StateFormat
@@ -21,9 +19,11 @@ Durability: TypeAlias = Literal["step", "checkpoint"] | int
 MasterChoice: TypeAlias = Literal["auto", "none"]
 """Form of the master params; see `jaxinf.open_store`."""
 
+KeepSteps: TypeAlias = int | tuple[int, int]
+"""Interval and number of the kept steps; see `jaxinf.open_store`."""
+
 LEAST_WORKERS, WORKERS_A_DRIVE = 4, 2
 """Requests at the drives at once."""
-
 
 DEFAULT_MEMORY_BYTES = 512 << 20
 
@@ -31,6 +31,11 @@ DEFAULT_MEMORY_BYTES = 512 << 20
 @dataclass(eq=False)
 class StoreOptions:
     """The options of `jaxinf.open_store`. Checked on construction.
+
+    Attributes:
+      steps_per_commit: steps a commit; None if only a call of the program commits.
+      keep_every: steps between those that the store keeps by itself; 0 for none.
+      num_kept: how many of those named by their step stay, the latest; 0 for all.
 
     Raises:
       ValueError: an option is invalid; names it.
@@ -62,14 +67,17 @@ class StoreOptions:
             raise ValueError(f"master={self.master!r}: expected 'auto' or 'none'")
         if self.state not in (None, "fp32", *CODECS):
             raise ValueError(f"state={self.state!r}: expected 'fp32', 'bf16' or 'int8'")
-        self.retention = Retention.of(self.keep_steps)
+        self.keep_every, self.num_kept = _kept(self.keep_steps)
         self.steps_per_commit = _steps_per_commit(self.durability)
         _check_exports(self.export_every, self.export_to)
 
+    def keeps(self, step: int) -> bool:
+        """Whether a step is kept as a checkpoint, and therefore committed."""
+        return self.keep_every > 0 and step % self.keep_every == 0
+
     def exports(self, step: int) -> bool:
         """Whether a step is due for export, and therefore committed."""
-        every = self.export_every
-        return bool(every) and step > 0 and step % every == 0
+        return self.export_every > 0 and step > 0 and step % self.export_every == 0
 
     def export_bytes(self, manifest: Manifest) -> int:
         """The part of the memory that exports of a store take; 0 without exports."""
@@ -79,37 +87,36 @@ class StoreOptions:
         """Returns the number of requests at the drives at once, beside the kernels."""
         return max(LEAST_WORKERS, WORKERS_A_DRIVE * num_csds)
 
-    def mean_steps_per_commit(self, also_every: int = 0) -> float | None:
-        """Returns steps a commit, on average; None if only the caller's calls commit.
-
-        Args:
-          also_every: steps after each of which the caller commits; 0 for none.
-        """
-        kept_every = self.retention.every
-        every = math.gcd(also_every, kept_every, self.export_every) or None
-        if self.steps_per_commit is None or every is None:
-            return every or self.steps_per_commit
-        return every / -(-every // self.steps_per_commit)
-
     @property
     def rewrites_steps(self) -> bool:
         """Whether a step may overwrite one that is not committed."""
         return self.steps_per_commit != 1
 
 
+def _kept(keep_steps: KeepSteps | None) -> tuple[int, int]:
+    if keep_steps is None:
+        return 0, 0
+    given = (keep_steps, 2) if isinstance(keep_steps, int) else tuple(keep_steps)
+    are_numbers = len(given) == 2 and all(type(n) is int and n >= 0 for n in given)
+    if keep_steps == 0 or not are_numbers:
+        raise ValueError(
+            f"keep_steps={keep_steps!r}: expected a number k of steps, or (k, n) for "
+            "the last n multiples of k; k=0 for those alone that the program keeps, "
+            "n=0 for all"
+        )
+    return given[0], given[1]
+
+
 def _steps_per_commit(durability: Durability) -> int | None:
-    """Steps per commit; None if only a checkpoint, `wait` or `close` commits."""
     if durability == "checkpoint":
         return None
     if durability == "step":
         return 1
-    if isinstance(durability, bool) or not isinstance(durability, int):
+    if type(durability) is not int or durability < 1:
         raise ValueError(
             f'durability={durability!r}: expected "step", "checkpoint", or a number '
-            "of steps"
+            "of steps, at least 1"
         )
-    if durability < 1:
-        raise ValueError(f"durability={durability}: expected at least 1 step")
     return durability
 
 
@@ -135,17 +142,17 @@ def check_writable(path: Path) -> None:
       NotADirectoryError: it is a file, or below one.
       PermissionError: this user may not write to it.
     """
-    existing = path
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
+    there = path
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
         raise NotADirectoryError(
-            f"{path}: expected a directory, or a place for one, found the file "
-            f"{existing}; give another path"
+            f"{path}: expected a directory, or a place for one, found the file {there}"
+            "; give another path"
         )
-    if not os.access(existing, os.W_OK | os.X_OK):
+    if not os.access(there, os.W_OK | os.X_OK):
         raise PermissionError(
-            f"{path}: expected a place that can be written to, found {existing} "
+            f"{path}: expected a place that can be written to, found {there} "
             "read-only for this user; change its permissions, remount it, or give "
             "another path"
         )

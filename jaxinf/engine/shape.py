@@ -1,19 +1,40 @@
 """The shape of a store: its chunks, and the subgroups that they are moved in.
 
-Invariant: it is known before the store is made, and does not change.
+Invariant: it is known before the store is made, and does not change. Every worker (on a
+card, every worker of its share) can hold two subgroups if `check_memory` accepts the
+budget, and each subgroup starts on a page of its files.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxinf.engine.division import longest, window_bytes
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreMismatchError
-from jaxinf.layout import Subgroup, covers
-from jaxinf.store import StoreDirectory
+from jaxinf.layout import (
+    CHUNK_ALIGNMENT_ELEMENTS,
+    DEFAULT_CHUNK_ELEMENTS,
+    SCALES_ALIGNMENT_ELEMENTS,
+    Subgroup,
+    covers,
+    subgroups,
+)
+from jaxinf.store import LeafRecord, StoreDirectory
 from jaxinf.transfer import stays
 from jaxinf.transfer.pages import page_ceil
+
+_LEAST_SHARE = 4  # workers at one of several cards
+
+_EACH = 2
+"""Subgroups that a worker can hold: one that moves, one that is computed or waits."""
+
+_WINDOW_SHARE = 8
+"""Subgroups of all workers are to be this part of the host's memory; the rest is for
+state that stays."""
+
+_QUICK_BYTES = 8 * 1024 * 1024
+"""What moves at a drive's full rate: no subgroup is shorter, and no worker has less to
+move, for the sake of state that stays."""
 
 
 class StoreShape:
@@ -22,23 +43,28 @@ class StoreShape:
     Args:
       options: the options of `open_store`.
       directory: the store, whose files may be missing.
-      layouts: its subgroups by leaf and chunk.
+
+    Attributes:
+      memory_bytes: memory for state.
+      longest_bytes, longest_elements: of a subgroup.
     """
 
-    def __init__(
-        self,
-        options: StoreOptions,
-        directory: StoreDirectory,
-        layouts: list[list[list[SubgroupLayout]]],
-    ) -> None:
+    def __init__(self, options: StoreOptions, directory: StoreDirectory) -> None:
         self.options = options
         self.directory = directory
-        self._layouts = layouts
+        self.memory_bytes = options.memory_bytes - self.export_bytes
+        self._num_workers = options.workers_of(len(directory.manifest.csds) or 1)
+        self._layouts = self._cut()
+        everything = list(self._all_layouts())
+        self.longest_bytes = max((x.num_bytes for x in everything), default=0)
+        lengths = (x.subgroup.num_elements for x in everything)
+        self.longest_elements = max(lengths, default=0)
         self._boxes: dict[tuple[Any, ...], list[SubgroupLayout]] = {}
 
-    def chunk_layouts(self, leaf: int) -> Sequence[Sequence[SubgroupLayout]]:
-        """Returns the held subgroups of a leaf, by chunk."""
-        return [chunk for chunk in self._layouts[leaf] if chunk]
+    @property
+    def export_bytes(self) -> int:
+        """Memory on the host that exports take."""
+        return self.options.export_bytes(self.directory.manifest)
 
     @property
     def least_memory_bytes(self) -> int:
@@ -47,47 +73,70 @@ class StoreShape:
         Three of the longest subgroups: one to read into, one to compute in, one to
         write from.
         """
-        return 3 * longest(self._layouts)[0]
+        return 3 * self.longest_bytes
 
-    def staying(
-        self, memory_bytes: int, moved: Collection[Subgroup] | None = None
-    ) -> frozenset[Subgroup]:
-        """Returns the subgroups whose states stay in the host's memory between steps.
+    # --- the length of subgroups ------------------------------------------------------
 
-        Each is used once a step, so their order makes no difference to the bytes that
-        are not read again (docs/decisions.md). Short ones stay first, as they cost the
-        most requests. State of cards never passes the host.
+    def check_memory(self) -> None:
+        """Refuses a budget in which not every worker can hold two least subgroups.
 
-        Args:
-          memory_bytes: the limit of buffers on the host.
-          moved: the subgroups that steps move; None for all.
+        Raises:
+          ValueError: gives the memory that is needed.
         """
+        _, need = self._least_buffers()
+        if self.options.memory_bytes - self.export_bytes < need:
+            beside = ""
+            if self.export_bytes:
+                beside = f" beside the {self.export_bytes} of exports"
+            raise ValueError(
+                f"memory_bytes={self.options.memory_bytes}: {self._num_workers} "
+                f"workers need at least {need} bytes for this optimizer's state"
+                f"{beside}; give more memory"
+            )
+
+    def _least_buffers(self) -> tuple[int, int]:
+        """Returns the length of the least subgroups, and bytes of two for a worker."""
+        manifest, workers = self.directory.manifest, self._num_workers
+        sizes = [sum(s.itemsize for s in leaf.states) for leaf in manifest.leaves]
         if self.options.csd.has_cards:
-            return frozenset()
-        everything = [one for leaf in self._layouts for chunk in leaf for one in chunk]
-        if sum([one.num_bytes for one in everything]) > memory_bytes:
-            manifest = self.directory.manifest
-            memory_bytes -= window_bytes(self.options, manifest, self._layouts)
-        order = [
-            (one.subgroup, one.num_bytes)
-            for one in sorted(everything, key=lambda layout: layout.num_bytes)
-            if moved is None or one.subgroup in moved
-        ]
-        found = zip(order, stays(order, max(0, memory_bytes)), strict=True)
-        return frozenset(subgroup for (subgroup, _), is_kept in found if is_kept)
+            share = -(-workers // (len(manifest.csds) or 1))
+            workers = min(workers, max(_LEAST_SHARE, share))
+        unit = max(map(_unit_elements, manifest.leaves), default=0)
+        unit = max(unit, CHUNK_ALIGNMENT_ELEMENTS)
+        return unit, _EACH * workers * max(sizes, default=4) * unit
 
-    @property
-    def export_bytes(self) -> int:
-        """Memory on the host that exports take."""
-        return self.options.export_bytes(self.directory.manifest)
+    def _cut(self) -> list[list[list[SubgroupLayout]]]:
+        """Returns the held subgroups by leaf and chunk.
 
-    def can_move(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
-        """Whether a box of a leaf consists of whole chunks, so it can move alone."""
-        try:
-            self.layouts(leaf, origin, extent)
-        except StoreMismatchError:
-            return False
-        return True
+        They are the longest of which every worker can hold two in the budget, but not
+        below the shortest possible ones, for a store whose budget is not used.
+        """
+        unit, unit_bytes = self._least_buffers()
+        window_bytes = self.memory_bytes
+        if not self.options.csd.has_cards:
+            quick_bytes = _EACH * self._num_workers * _QUICK_BYTES
+            quick_bytes = min(window_bytes, quick_bytes)
+            window_bytes = max(window_bytes // _WINDOW_SHARE, quick_bytes)
+        fitting = max(0, window_bytes) // unit_bytes * unit
+        most = max(unit, min(fitting, DEFAULT_CHUNK_ELEMENTS))
+        found = []
+        for leaf, record in enumerate(self.directory.manifest.leaves):
+            chunks: list[list[SubgroupLayout]] = [[] for _ in record.csds]
+            own = _unit_elements(record)
+            for item in subgroups(leaf, record.grid, record.csds, most, own):
+                if record.places[item.chunk] >= 0:
+                    chunks[item.chunk].append(SubgroupLayout.of(item, record))
+            found.append(chunks)
+        return found
+
+    def _all_layouts(self) -> Iterator[SubgroupLayout]:
+        return (one for leaf in self._layouts for chunk in leaf for one in chunk)
+
+    # --- where they are ---------------------------------------------------------------
+
+    def chunk_layouts(self, leaf: int) -> Sequence[Sequence[SubgroupLayout]]:
+        """Returns the held subgroups of a leaf, by chunk."""
+        return [chunk for chunk in self._layouts[leaf] if chunk]
 
     def layouts(
         self, leaf: int, origin: Sequence[int], extent: Sequence[int]
@@ -106,6 +155,32 @@ class StoreShape:
             ]
         return self._boxes[box]
 
+    def chunks_of(
+        self, leaf: int, origin: Sequence[int], extent: Sequence[int]
+    ) -> Sequence[int]:
+        """Returns the numbers of the held chunks of a box, as for `layouts`."""
+        record = self.directory.manifest.leaves[leaf]
+        try:
+            found = covers(record.grid, tuple(origin), tuple(extent))
+        except ValueError as error:
+            raise StoreMismatchError(
+                f"leaf {record.name}: the store's chunks {record.chunk_shape} (made "
+                f"for shards {record.shard_counts}) do not divide at the shard "
+                f"boundaries of this run ({error}); run on a mesh whose shards are "
+                "whole multiples, or on one JAX device; give the trainer --elastic, "
+                "which gives the store another grid; or take the step to a new store "
+                "(Store.params and Store.state, then Store.load)"
+            ) from error
+        return found if record.is_whole else [n for n in found if record.places[n] >= 0]
+
+    def divides(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
+        """Whether a box of a leaf consists of whole chunks, so it can move alone."""
+        try:
+            self.chunks_of(leaf, origin, extent)
+        except StoreMismatchError:
+            return False
+        return True
+
     def file_bytes(self, layout: SubgroupLayout, states: Iterable[int]) -> int:
         """Returns the bytes that drives move for states of a subgroup, by number.
 
@@ -121,33 +196,38 @@ class StoreShape:
             moved += min(page_ceil(extent.num_bytes), left)
         return moved
 
-    def chunks_of(
-        self, leaf: int, origin: Sequence[int], extent: Sequence[int]
-    ) -> Sequence[int]:
-        """Returns the numbers of the held chunks of a box, as for `layouts`."""
-        record = self.directory.manifest.leaves[leaf]
-        try:
-            found = covers(record.grid, tuple(origin), tuple(extent))
-            return (
-                found
-                if record.is_whole
-                else [n for n in found if record.places[n] >= 0]
-            )
-        except ValueError as error:
-            raise StoreMismatchError(
-                f"leaf {record.name}: the store's chunks {record.chunk_shape} (made "
-                f"for shards {record.shard_counts}) do not divide at the shard "
-                f"boundaries of this run ({error}); run on a mesh whose shards are "
-                "whole multiples, or on one JAX device; give the trainer --elastic, "
-                "which gives the store another grid; or take the step to a new store "
-                "(Store.params and Store.state, then Store.load)"
-            ) from error
+    # --- state that stays in memory ---------------------------------------------------
 
-    def divides(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
-        """Whether a box of a leaf consists of whole chunks."""
-        grid = self.directory.manifest.leaves[leaf].grid
-        try:
-            covers(grid, tuple(origin), tuple(extent))
-        except ValueError:
-            return False
-        return True
+    def staying(
+        self, memory_bytes: int, moved: Collection[Subgroup] | None = None
+    ) -> frozenset[Subgroup]:
+        """Returns the subgroups whose states stay in the host's memory between steps.
+
+        Each is used once a step, so their order makes no difference to the bytes that
+        are not read again (docs/decisions.md). Short ones stay first, as they cost the
+        most requests. State of cards never passes the host.
+
+        Args:
+          memory_bytes: the limit of buffers on the host.
+          moved: the subgroups that steps move; None for all.
+        """
+        if self.options.csd.has_cards:
+            return frozenset()
+        everything = list(self._all_layouts())
+        if sum([one.num_bytes for one in everything]) > memory_bytes:
+            # Reads, updates and writes overlap there; short subgroups move together.
+            longest_bytes = max(self.longest_bytes, _QUICK_BYTES)
+            memory_bytes -= _EACH * self._num_workers * longest_bytes
+        order = [
+            (one.subgroup, one.num_bytes)
+            for one in sorted(everything, key=lambda layout: layout.num_bytes)
+            if moved is None or one.subgroup in moved
+        ]
+        found = zip(order, stays(order, max(0, memory_bytes)), strict=True)
+        return frozenset(subgroup for (subgroup, _), is_kept in found if is_kept)
+
+
+def _unit_elements(leaf: LeafRecord) -> int:
+    """Returns the unit of subgroup starts: a page of every array's file."""
+    has_scales = any(state.codec == "scale" for state in leaf.states)
+    return SCALES_ALIGNMENT_ELEMENTS if has_scales else CHUNK_ALIGNMENT_ELEMENTS

@@ -238,7 +238,7 @@ class ParamsReader:
         Args:
           leaf: number of the leaf.
           out: an array of the wanted dtype; it must cover whole chunks
-            (`StoreShape.can_move`).
+            (`StoreShape.divides`).
           origin: index in the leaf of its first element.
         """
         opened = self._opened

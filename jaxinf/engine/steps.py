@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 from jaxinf.engine.divergence import stale_state
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.retention import keep_step
+from jaxinf.engine.retention import remove_surplus
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.update_request import KeptLeaf, SlotRequest, UpdateRequest
 from jaxinf.engine.update_tasks import (
@@ -34,7 +34,7 @@ from jaxinf.engine.update_tasks import (
 from jaxinf.errors import StoreError
 from jaxinf.interrupts import Ending
 from jaxinf.layout import Subgroup
-from jaxinf.store import CarriedArray, CommitRecord, ScalarState
+from jaxinf.store import CarriedArray, CommitRecord, ScalarState, save_checkpoint
 from jaxinf.transfer import ByteCounts, Loads, Task, span, timeline
 from jaxinf.typing import Array
 
@@ -412,8 +412,9 @@ class StepEngine:
             opened.finished = record
             if opened.must_commit(record.step):
                 opened.publish()
-            if opened.options.retention.is_due(record.step):
-                keep_step(opened.directory, opened.options.retention)
+            if opened.options.keeps(record.step):
+                made = save_checkpoint(opened.directory, overwrite=True)
+                remove_surplus(opened.directory, opened.options.num_kept, made)
             if opened.options.exports(record.step):
                 opened.exports.begin(opened.directory, record.step)
             traffic = opened.meters.snapshot()

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from jaxinf.csd import CsdInfo
 from jaxinf.engine.carry import read_carried
 from jaxinf.engine.dispatched import (
     check_thread,
@@ -23,7 +22,6 @@ from jaxinf.engine.dispatched import (
 from jaxinf.engine.divergence import warn_of_unseen
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.exports import ExportInfo
-from jaxinf.engine.failure import closed_error
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.optax_state import placed_leaves, scalar_array
 from jaxinf.engine.reading import check_like, read_array, read_leaf
@@ -57,27 +55,14 @@ class Store:
     thread. Methods that show committed state wait for a commit in flight. After a
     failure each method raises the original exception.
 
-    A path is open once in a process: a second `open_store` gives another handle on the
-    same store. The last handle that is closed closes it.
+    A path is open once in a process: a second `open_store` returns the same object.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._run = engine
-        engine.handles.append(self)
-
-    @property
-    def _engine(self) -> Engine:
-        """The store's run.
-
-        Raises:
-          StoreClosedError: this handle is closed, though others are not.
-        """
-        if self not in self._run.handles and not self._run.health.is_closed:
-            raise closed_error(self.path)
-        return self._run
+        self._engine = engine
 
     def __repr__(self) -> str:
-        commit = self._run.commit
+        commit = self._engine.commit
         step = "new" if commit is None else f"step {commit.step}"
         return f"Store({str(self.path)!r}, {step})"
 
@@ -86,7 +71,7 @@ class Store:
     @property
     def path(self) -> Path:
         """The store's directory."""
-        return self._run.options.path
+        return self._engine.options.path
 
     @property
     def exists(self) -> bool:
@@ -155,13 +140,6 @@ class Store:
         """The peak use of the memory budget so far."""
         engine = self._engine
         return engine.opened.fleet.peak_bytes if engine.has_files else 0
-
-    def csds(self) -> list[CsdInfo]:
-        """Kind, place and free space of each CSD; empty until there is a store."""
-        self._engine.health.check()
-        if not self._engine.has_files:
-            return []
-        return [csd.info() for csd in self._engine.opened.csds]
 
     # --- its arrays ----------------------------------------------------------------
 
@@ -403,7 +381,7 @@ class Store:
                 if given not in held and given in checkpoint_names(directory):
                     remove_checkpoint(directory, given)
                 raise
-            remove_surplus(directory, opened.options.retention, made)
+            remove_surplus(directory, opened.options.num_kept, made)
             return made
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -479,7 +457,7 @@ class Store:
         self._engine.health.tell()
 
     def close(self) -> None:
-        """Closes this handle, and with the last handle the store. Idempotent.
+        """Closes the store. Idempotent.
 
         Closing waits for steps under way, commits, and releases the lock. JAX computes
         asynchronously, so it waits until all dispatched steps have arrived. Ctrl-C ends
@@ -494,14 +472,11 @@ class Store:
             released, unless another method has raised it before, or JAX (whose error is
             being handled, or no result of the failed computation is left to read).
         """
-        engine, health = self._run, self._run.health
-        if len(engine.handles) == 1 and not health.is_closed:
+        engine, health = self._engine, self._engine.health
+        if not health.is_closed:
             check_thread(f"{self.path}: close")
         with engine.path_lock:
-            if self not in engine.handles or health.is_closed:
-                return
-            if len(engine.handles) > 1:
-                engine.handles.remove(self)
+            if health.is_closed:
                 return
             try:
                 wait_for_dispatched()
@@ -540,9 +515,5 @@ class Store:
 
 
 def engine_of(store: Store) -> Engine:
-    """Returns the engine behind a handle, for what works inside of steps.
-
-    Raises:
-      StoreClosedError: the handle is closed.
-    """
+    """Returns the engine of a store, for what works inside of steps."""
     return store._engine

@@ -186,6 +186,7 @@ def _moved(config: TrainConfig) -> dict[str, int]:
         shape.options.memory_bytes - shape.export_bytes,
         {layout.subgroup for layout, _, *states in moved if any(states)},
     )
+    often = shape.options.steps_per_commit or config.steps
     for layout, has_params, loads, stores in moved:
         memory += layout.num_bytes
         updated += layout.extents[0].num_elements if stores else 0
@@ -194,8 +195,8 @@ def _moved(config: TrainConfig) -> dict[str, int]:
             loads -= {0} if has_params else set()
             read += shape.file_bytes(layout, loads)
         elif shape.options.rewrites_steps:  # commits alone write them
-            every = shape.options.mean_steps_per_commit(config.checkpoint_every)
-        written += shape.file_bytes(layout, stores) / (every or config.steps)
+            every = min(often, config.checkpoint_every or often)
+        written += shape.file_bytes(layout, stores) / every
     return {
         "host_bytes": min(config.buffer_bytes, memory),
         "disk_bytes": sum(required_bytes(shape.directory).values()),

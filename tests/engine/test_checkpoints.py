@@ -10,7 +10,7 @@ from families import family
 from store_driver import Driver
 
 import jaxinf
-from jaxinf.engine.retention import Retention
+from jaxinf.engine.retention import surplus
 from jaxinf.errors import StoreFormatError, StoreMismatchError, StoreSpaceError
 from jaxinf.store import seal, verify_step
 
@@ -279,14 +279,11 @@ print(save_checkpoint(StoreDirectory.open(Path(sys.argv[1]))))
 
 def test_which_numbers_stay():
     names = ["best", "15x", "010", *map(str, range(10, 110, 10))]
-    assert Retention.of(None).surplus(names, 100) == []
-    assert Retention.of((5, 0)).surplus(names, 100) == []
-    assert Retention.of((0, 7)).surplus(names, 100) == ["10", "20", "30"]
-    assert Retention.of((30, 9)).surplus(names, 100) == ["10"]
-    assert Retention.of((0, 100)).surplus(names, 100) == []
+    assert surplus(names, 0, 100) == []
+    assert surplus(names, 7, 100) == ["10", "20", "30"]
+    assert surplus(names, 100, 100) == []
     # After a restore those of later steps are another run's.
-    assert Retention.of((0, 1)).surplus(names, 50) == ["10", "20", "30", "40"]
-    assert Retention.of(5).most == 2
+    assert surplus(names, 1, 50) == ["10", "20", "30", "40"]
 
 
 def test_the_last_numbers_stay_and_every_name(drive):

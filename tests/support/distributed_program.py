@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxinf
 import jaxinf.engine.engine
-import jaxinf.engine.place
+import jaxinf.engine.opening
 import jaxinf.engine.store
 from jaxinf.engine import divide_for
 from jaxinf.engine.steps import StepEngine
@@ -33,7 +33,7 @@ from jaxinf.processes import Group, group
 from jaxinf.store import StoreDirectory
 
 POINTS = {
-    "create": (jaxinf.engine.place, "create_store"),
+    "create": (jaxinf.engine.opening, "create_store"),
     "initialise": (jaxinf.engine.engine, "initialise"),
     "unpublish": (StoreDirectory, "unpublish"),
     "update": (StepEngine, "update"),
@@ -42,8 +42,8 @@ POINTS = {
     "meet": (Group, "barrier"),
     "flip": (StoreDirectory, "flip"),
     "checkpoint": (jaxinf.engine.store, "save_checkpoint"),
-    "restore": (jaxinf.engine.place, "restore_checkpoint"),
-    "recover": (jaxinf.engine.place, "to_step"),
+    "restore": (jaxinf.engine.opening, "restore_checkpoint"),
+    "recover": (jaxinf.engine.opening, "to_step"),
     "agree": (Group, "gather"),
 }
 """The functions of the real code at which a process can be told to die."""

@@ -7,20 +7,20 @@ follows each test.
 from typing import Any
 
 import jaxinf
-from jaxinf.engine import division, options
+from jaxinf.engine import options, shape
 from jaxinf.layout import choose
 
 _CHUNK_ELEMENTS = choose.DEFAULT_CHUNK_ELEMENTS
-_QUICK_BYTES = division._QUICK_BYTES
+_QUICK_BYTES = shape._QUICK_BYTES
 _WORKERS = options.LEAST_WORKERS, options.WORKERS_A_DRIVE
 
 
 def reset(*, chunk_elements: int | None = None, num_workers: int | None = None) -> None:
     """Sets the longest chunk of new stores and the number of workers, or neither."""
     longest = chunk_elements or _CHUNK_ELEMENTS
-    choose.DEFAULT_CHUNK_ELEMENTS = division.DEFAULT_CHUNK_ELEMENTS = longest
+    choose.DEFAULT_CHUNK_ELEMENTS = shape.DEFAULT_CHUNK_ELEMENTS = longest
     # So small a store leaves memory for a part of its state, as a large one does.
-    division._QUICK_BYTES = _QUICK_BYTES if chunk_elements is None else 0
+    shape._QUICK_BYTES = _QUICK_BYTES if chunk_elements is None else 0
     workers = _WORKERS if num_workers is None else (num_workers, 0)
     options.LEAST_WORKERS, options.WORKERS_A_DRIVE = workers
 

@@ -20,6 +20,7 @@ from jaxinf.engine import (
     LeafDescription,
     StoreDescription,
     UpdateRequest,
+    engine_of,
 )
 from jaxinf.layout.codecs import encode_split
 from jaxinf.program import trace_init, trace_update
@@ -84,7 +85,7 @@ class Driver:
 
     @property
     def engine(self):
-        return self.store._run  # also from a closed handle
+        return engine_of(self.store)
 
     @property
     def opened(self):
@@ -150,13 +151,13 @@ class Driver:
         results = {}
         for number in range(len(names)) if order is None else order:
             part = self.part(number, gradient)
-            self.store._engine.steps.update(self.at, part)
+            self.engine.steps.update(self.at, part)
             results[names[number]] = part.out
         return results
 
     def finish(self, skipped_steps=0):
         carry = {} if self.carry is None else self.carry(self.at + 1)
-        self.store._engine.steps.finish(
+        self.engine.steps.finish(
             self.at, self.scalars(self.at + 1), skipped_steps, carry=carry
         )
         self.at += 1

@@ -114,7 +114,7 @@ def _moved_bytes(
     """
     shape, kernel = updates.shape, updates.program.leaves[unit.leaf].kernel
     names = _read_by_passes(updates, unit, has_params=has_params)
-    every = shape.options.mean_steps_per_commit() or math.inf
+    every = shape.options.steps_per_commit or math.inf
     read, written = 0, 0.0
     for layout in updates.layouts(unit):
         loads, stores = moved_states(kernel, layout)

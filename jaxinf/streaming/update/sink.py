@@ -205,7 +205,7 @@ class NoGradients(Sink):
         opened = engine_of(store).opened
         if average:
             opened.averaged(0)  # or refuses
-        units = StoreUnits(ready.traced.params, opened.can_move)
+        units = StoreUnits(ready.traced.params, opened.divides)
         super().__init__(options, store, units)
         self.average, self._beside_bytes = average, beside_bytes
         self._export_bytes = opened.export_bytes

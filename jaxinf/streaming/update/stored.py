@@ -70,7 +70,7 @@ class Stored(Sink):
         passes = passes_for(program, pieces, is_alone=is_alone)
 
         def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
-            return leaf not in passes.whole and shape.can_move(leaf, origin, extent)
+            return leaf not in passes.whole and shape.divides(leaf, origin, extent)
 
         undivided = range(len(params)) if options.compress else passes.computed
         self._store_units = StoreUnits(params, can_move, undivided)

@@ -1,41 +1,36 @@
 """Finds, opens and makes the files of a store at its path.
 
+      options ─► lock ─► form compared ─► leftovers removed ─► step to go on from
+                   └─► nothing there: made by `create`, once a description is known
+
 Invariant: everything on disk is checked before anything is written, and nothing is
 written without the store's lock. Nothing here is thread-safe.
 """
 
+import fnmatch
 import logging
 from pathlib import Path
-from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from jaxinf.csd import CsdFleet, open_csds
-from jaxinf.engine.admission import (
+from jaxinf.engine.comparison import check_form, master_codec
+from jaxinf.engine.description import StoreDescription, kernel_needs
+from jaxinf.engine.members import (
     check_alone,
-    check_form,
     check_members,
-    check_place,
     check_plans,
+    division_advice,
     held_summary,
-    is_there,
     planned_summary,
 )
-from jaxinf.engine.description import StoreDescription, kernel_needs
-from jaxinf.engine.division import (
-    check_memory,
-    cut_subgroups,
-    longest,
-    subgroup_elements,
-)
-from jaxinf.engine.opened import OpenStore, StoreRun
-from jaxinf.engine.options import StoreOptions
+from jaxinf.engine.opened import OpenStore, StoreRun, open_fleet
+from jaxinf.engine.options import StoreOptions, check_writable
 from jaxinf.engine.shape import StoreShape
-from jaxinf.engine.subgroup_layout import SubgroupLayout
+from jaxinf.errors import StoreFormatError
+from jaxinf.processes import Group, join_group
 from jaxinf.store import (
     CODECS,
     SLOTS,
-    CommitRecord,
     Manifest,
     Member,
     StoreDirectory,
@@ -49,6 +44,7 @@ from jaxinf.store import (
     discard_store,
     is_unfinished,
     lock_exclusively,
+    member_name,
     other_slot,
     prune_leftovers,
     prune_snapshots,
@@ -61,8 +57,66 @@ from jaxinf.typing import JsonValue
 
 _LOG = logging.getLogger("jaxinf")
 
-_Csds: TypeAlias = tuple[CsdFleet, list[list[list[SubgroupLayout]]]]
-"""Open CSDs, and the store's subgroups by leaf and chunk, of a length they can hold."""
+# Files that may be in the directory of a new store.
+_HARMLESS = ("lost+found", "lock", "publish.lock", "checkpoints.lock")
+_HARMLESS += ("current.tmp", ".jaxinf*")
+
+
+# --- a place --------------------------------------------------------------------------
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a store, or the remains of an interrupted creation."""
+    return (path / "jaxinf.json").exists()
+
+
+def join_run(path: Path) -> Group:
+    """Finds out who has a path, which is no store of one process if several have it.
+
+    Raises:
+      ProcessError: some processes do not come, or give another path.
+      StoreFormatError: there is a store of one process at the path.
+    """
+    group = join_group(path)
+    if not group.is_alone and is_there(path):
+        raise StoreFormatError(
+            f"{path}: expected a run of {group.count} processes, which has a store in "
+            f"{member_name(0)} and so on, found the store of one process; "
+            f"{division_advice(path, group.count)}"
+        )
+    return group
+
+
+def _check_place(path: Path) -> None:
+    """Refuses a path that is neither a store nor a place for one."""
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(
+            f"store {path}: expected a directory or nothing there yet, found a file; "
+            "give another path"
+        )
+    check_writable(path)
+    if not path.exists() or is_there(path):
+        return
+    if any(path.glob("process-[0-9]*/jaxinf.json")):
+        num = len(list(path.glob("process-[0-9]*")))
+        raise StoreFormatError(
+            f"store {path}: expected the store of one process, found the members of a "
+            f"run of several ({num} of them); start as many processes, and call "
+            "jax.distributed.initialize before open_store, or "
+            + division_advice(path, 1)
+        )
+    foreign = sorted(
+        entry.name
+        for entry in path.iterdir()
+        if not any(fnmatch.fnmatchcase(entry.name, known) for known in _HARMLESS)
+    )
+    # A second look, since another process may have begun to make the store.
+    if foreign and not is_there(path):
+        raise StoreFormatError(
+            f"store {path}: expected a jaxinf store or an empty directory, found "
+            f"neither jaxinf.json nor emptiness ({', '.join(foreign[:3])}, …); give "
+            "another path"
+        )
 
 
 # --- a store that is there ------------------------------------------------------------
@@ -79,22 +133,20 @@ def open_place(run: StoreRun) -> OpenStore | None:
       NotADirectoryError, PermissionError: the path cannot be a store.
       StoreError: as `jaxinf.open_store` documents; the lock is given back.
     """
-    path, group = run.options.path, run.group
-    check_place(path)
+    options, group, path = run.options, run.group, run.options.path
+    _check_place(path)
     if not is_there(path):
-        check_unclaimed(path, run.options.csd_roots)
+        check_unclaimed(path, options.csd_roots)
         if group.is_alone:
-            _check_restorable(run.options)
+            _check_restorable(options)
             return None
     opened: OpenStore | None = None
 
-    def own() -> JsonValue:
+    def hold() -> JsonValue:
         if not is_there(path):
             return None
         run.lock = StoreLock(path)
-        if group.is_alone:
-            return None
-        return held_summary(path, group, run.options.restore)
+        return None if group.is_alone else held_summary(path, group, options.restore)
 
     def recover() -> None:
         nonlocal opened
@@ -106,7 +158,7 @@ def open_place(run: StoreRun) -> OpenStore | None:
             opened = _open_locked(run, run.lock)
 
     try:
-        step = check_members(path, group.gather("open_store", own))
+        step = check_members(path, group.gather("open_store", hold))
         group.gather("open_store", recover)
     except BaseException:
         if opened is not None:
@@ -152,7 +204,7 @@ def _open_locked(run: StoreRun, lock: StoreLock) -> OpenStore | None:
             complete_spare(directory)
             commit = restore_checkpoint(directory, options.restore)
     directory.check_files(directory.committed_slot() or SLOTS[0])
-    return _attach(run, directory, commit)
+    return OpenStore(run, directory, commit)
 
 
 def roll_back(run: StoreRun, opened: OpenStore, place: str) -> OpenStore:
@@ -175,7 +227,7 @@ def roll_back(run: StoreRun, opened: OpenStore, place: str) -> OpenStore:
             name = place.removeprefix("checkpoints/")
             commit = restore_checkpoint(directory, name)
     opened.close()
-    return _attach(run, directory, commit)
+    return OpenStore(run, directory, commit)
 
 
 def begin_anew(run: StoreRun, opened: OpenStore) -> OpenStore:
@@ -190,41 +242,7 @@ def begin_anew(run: StoreRun, opened: OpenStore) -> OpenStore:
     opened.close()
     complete_spare(directory)
     directory.unpublish(other_slot(committed))
-    return _attach(run, directory, None)
-
-
-def _open_csds(run: StoreRun, manifest: Manifest) -> _Csds:
-    """Opens the CSDs of an existing or future store; writes nothing."""
-    options, path = run.options, run.options.path
-    here = next(p for p in (path, *path.parents) if p.exists())
-    layouts = cut_subgroups(manifest, subgroup_elements(options, manifest))
-    memory_bytes = options.memory_bytes - options.export_bytes(manifest)
-    fleet = open_csds(
-        options.csd,
-        [Path(root) for root in manifest.csds] or [here],
-        memory_bytes=max(memory_bytes, longest(layouts)[0]),
-        meters=run.meters,
-    )
-    try:
-        fleet.check_buffer(*longest(layouts))
-    except BaseException:
-        fleet.close()
-        raise
-    return fleet, layouts
-
-
-def _attach(
-    run: StoreRun,
-    directory: StoreDirectory,
-    commit: CommitRecord | None,
-    csds: _Csds | None = None,
-) -> OpenStore:
-    fleet, layouts = csds or _open_csds(run, directory.manifest)
-    try:
-        return OpenStore(run, directory, fleet, layouts, commit)
-    except BaseException:
-        fleet.close()
-        raise
+    return OpenStore(run, directory, None)
 
 
 # --- a store to be made ---------------------------------------------------------------
@@ -250,13 +268,13 @@ def create(
         if found is not None:
             return found
 
-    def own() -> JsonValue:
+    def plan() -> JsonValue:
         return planned_summary(_manifest(run, description), run.options)
 
     def make() -> None:
         made.append(_create(run, description, uses_budget=uses_budget))
 
-    check_plans(path, group.gather("init", own))
+    check_plans(path, group.gather("init", plan))
     try:
         group.gather("init", make)
     except BaseException:
@@ -275,62 +293,47 @@ def _create(
         leftover = read_owned(path, options.csd_roots, unmade=True)
         manifest = _manifest(run, description, leftover.manifest.csds)
         discard_store(leftover, options.csd_roots)
-    if uses_budget:
-        check_memory(options, manifest)
     directory = StoreDirectory(path, manifest)
-    check_space(directory, num_more=options.retention.most)
-    csds = _open_csds(run, manifest)
+    check_space(directory, num_more=options.num_kept)
+    shape = StoreShape(options, directory)
+    if uses_budget:
+        shape.check_memory()
+    fleet = open_fleet(shape, run.meters)
     try:
-        csds[0].check(kernel_needs(description, manifest))
+        fleet.check(kernel_needs(description, manifest))
         if run.lock is None:
-            check_place(path)
+            _check_place(path)
             with translated("creation", path):
                 path.mkdir(parents=True, exist_ok=True)
                 run.lock = StoreLock(path)
             if is_there(path):  # another process has made the store
-                csds[0].close()
+                fleet.close()
                 run.release()
                 return create(run, description, uses_budget=uses_budget)
         directory.lock = run.lock
         create_store(directory)
     except BaseException:
-        csds[0].close()
+        fleet.close()
         raise
-    return _attach(run, directory, None, csds)
+    return OpenStore(run, directory, None, fleet)
 
 
 def planned_shape(run: StoreRun, description: StoreDescription) -> StoreShape:
     """Returns the shape of a store to be made; writes nothing."""
-    options, manifest = run.options, _manifest(run, description)
-    layouts = cut_subgroups(manifest, subgroup_elements(options, manifest))
-    return StoreShape(options, StoreDirectory(options.path, manifest), layouts)
+    manifest = _manifest(run, description)
+    return StoreShape(run.options, StoreDirectory(run.options.path, manifest))
 
 
 def _manifest(
-    run: StoreRun,
-    description: StoreDescription,
-    held_roots: tuple[str, ...] = (),
+    run: StoreRun, description: StoreDescription, held_roots: tuple[str, ...] = ()
 ) -> Manifest:
     """Makes a new store's manifest; without options on the roots of another."""
     options, group = run.options, run.group
     roots = [str(root) for root in options.csd_roots] or held_roots
     codec = options.state if options.state in CODECS else ""
-    number, count = group.number, group.count
-    member = None if group.is_alone else Member(group.session, number, count)
-    master = _master_codec(options, description)
+    member = None
+    if not group.is_alone:
+        member = Member(group.session, group.number, group.count)
+    master = master_codec(options, description)
     manifest = description.manifest(roots, codec, master, member)
     return replace(manifest, store_id=run.new_id)
-
-
-def _master_codec(options: StoreOptions, description: StoreDescription) -> str:
-    """Returns the codec of the master of bfloat16 params in a new store."""
-    if options.master != "none":
-        return "split" if options.csd.codes_params else ""
-    dtypes = {leaf.dtype for leaf in description.leaves}
-    if "bfloat16" not in dtypes or "float16" in dtypes:
-        raise ValueError(
-            f"{options.path}: master='none': expected params in bfloat16 (float32 "
-            "ones, if any, are their own master), found "
-            f"{', '.join(sorted(dtypes)) or 'no params'}; leave it out"
-        )
-    return "bf16"

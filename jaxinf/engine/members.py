@@ -1,0 +1,192 @@
+"""Judges whether the stores of several processes are the members of one run.
+
+Invariant: each process judges the same summaries, so that all refuse them alike.
+Nothing is written here.
+"""
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jaxinf.engine.options import StoreOptions
+from jaxinf.errors import ProcessError, StoreMismatchError
+from jaxinf.processes import Group
+from jaxinf.store import (
+    HeldSteps,
+    Manifest,
+    StepId,
+    StoreDirectory,
+    agreed_step,
+    find_checkpoint,
+    held_steps,
+)
+from jaxinf.typing import JsonValue
+
+
+def division_advice(path: Path, count: int) -> str:
+    return (
+        f'divide it among {count}: jaxinf store copy "{path}" "{path}" --processes '
+        f"{count} (the trainer's --elastic does it), or start it as before"
+    )
+
+
+def check_alone(directory: StoreDirectory, group: Group) -> None:
+    """Refuses a store that is not of this process's kind, or another member's."""
+    held, path = directory.manifest.member, directory.path
+    if held is None:
+        if group.is_alone:
+            return
+        raise StoreMismatchError(
+            f"{path}: expected the member of a run of {group.count} processes, found "
+            "the store of one process; run it in one, or give another path"
+        )
+    if group.is_alone:
+        raise StoreMismatchError(
+            f"{path}: expected the store of one process, found member {held.number} of "
+            f"a run of {held.count} processes; start these, call "
+            "jax.distributed.initialize before open_store, and open the run's path "
+            f"({path.parent})"
+        )
+    if (held.number, held.count) != (group.number, group.count):
+        advice = ""
+        if held.count != group.count:
+            advice = f", or {division_advice(path.parent, group.count)}"
+        raise StoreMismatchError(
+            f"{path}: expected member {group.number} of {group.count}, found "
+            f"member {held.number} of {held.count}; run with {held.count} processes, "
+            f"each with its number and its directory of before{advice}"
+        )
+
+
+def held_summary(path: Path, group: Group, restore: str | None) -> JsonValue:
+    """Describes an existing member to the others.
+
+    Args:
+      restore: the checkpoint that the run is to go on from.
+
+    Raises:
+      StoreError: it is not this process's member, is damaged, or lacks the checkpoint.
+    """
+    directory = StoreDirectory.open(path)
+    check_alone(directory, group)
+    held = directory.manifest.member
+    assert held is not None
+    directory.read_commit()  # refuses one that is damaged
+    held_two, kept = held_steps(directory), None
+    steps = (held_two.current, held_two.spare)
+    if restore is not None:
+        record = find_checkpoint(directory, restore)
+        kept = [record.step, record.commit]
+    return {
+        "run": held.run,
+        **_in_common(directory.manifest),
+        "steps": [one and [one.step, one.commit] for one in steps],
+        "restore": kept,
+    }
+
+
+def check_members(path: Path, found: Sequence[Any]) -> StepId | None:
+    """Returns the step that all members go on from; None if none has one.
+
+    With a checkpoint to restore they need none in common.
+
+    Args:
+      found: a `held_summary` of each process, or None where there is no member.
+
+    Raises:
+      ProcessError: a member is missing, or they have no step in common.
+      StoreMismatchError: they are not of one run.
+    """
+    pairs = [(None, None) if one is None else one["steps"] for one in found]
+    steps = [HeldSteps(*(one and StepId(*one) for one in pair)) for pair in pairs]
+    if not any(step.current for step in steps):
+        return None  # no step was ever committed: the store is made anew
+    missing = [n for n, one in enumerate(found) if one is None]
+    if missing:
+        raise ProcessError(
+            f"{path}: expected a member of the run in each of {len(found)} processes, "
+            f"found none in process {', '.join(map(str, missing))}; start the run with "
+            "its processes at the same numbers as before, mount what is missing, or "
+            "move the run's directory aside, in all places where it lies, and start "
+            "anew",
+            missing,
+        )
+    _check_equal(
+        path,
+        found,
+        run="members of one run",
+        contents="members with the same leaves, optimizer and division",
+        versions="the same jaxinf, jax and optax in all processes",
+        restore="the checkpoint to restore to be of one commit in all members",
+    )
+    try:
+        return agreed_step(steps)
+    except LookupError:
+        if found[0]["restore"] is not None:
+            return None
+        listed = "; ".join(
+            f"process {n}: step {_shown(one.current)}, in its other slot "
+            f"{_shown(one.spare)}"
+            for n, one in enumerate(steps)
+        )
+        raise ProcessError(
+            f"{path}: expected a step that all members have, found none: {listed}. "
+            "Was one of them restored from a backup, or restored alone? Restore a "
+            "checkpoint that all have: open_store(path, restore=NAME)",
+            range(len(found)),
+        ) from None
+
+
+def planned_summary(manifest: Manifest, options: StoreOptions) -> JsonValue:
+    """Describes a member that is about to be made."""
+    host = socket.gethostname()
+    roots = [[host, os.path.realpath(root)] for root in options.csd_roots]
+    return {**_in_common(manifest), "roots": roots}
+
+
+def check_plans(path: Path, found: Sequence[Any]) -> None:
+    """Refuses members that would not fit each other, before they are made.
+
+    Raises:
+      StoreMismatchError: another optimizer, tree, mesh or version in one of them.
+      ValueError: two processes of one host share a CSD root.
+    """
+    _check_equal(
+        path,
+        found,
+        versions="the same jaxinf, jax and optax in all processes",
+        contents="the same params, mesh, shardings and optimizer in all processes",
+    )
+    roots = [tuple(root) for one in found for root in one["roots"]]
+    twice = {root for root in roots if roots.count(root) > 1}
+    if len(found) > 1 and twice:
+        host, root = min(twice)
+        raise ValueError(
+            f"csds: expected roots of its own in each process of host {host}, found "
+            f"{root} in several; give a template, such as '/mnt/nvme{{process}}'"
+        )
+
+
+def _check_equal(path: Path, found: Sequence[Mapping[str, Any]], **what: str) -> None:
+    for key, wanted in what.items():
+        values = [json.dumps(one[key]) for one in found]
+        if len(set(values)) > 1:
+            listed = "; ".join(f"process {n}: {text}" for n, text in enumerate(values))
+            raise StoreMismatchError(f"{path}: expected {wanted}, found {listed}")
+
+
+def _in_common(manifest: Manifest) -> dict[str, JsonValue]:
+    text = json.dumps(manifest.common, sort_keys=True)
+    return {
+        "contents": hashlib.sha256(text.encode()).hexdigest(),
+        "versions": {name: version(name) for name in ("jaxinf", "jax", "optax")},
+    }
+
+
+def _shown(step: StepId | None) -> str:
+    return "none" if step is None else f"{step.step} (commit {step.commit[-12:]})"
