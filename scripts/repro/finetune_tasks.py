@@ -12,8 +12,7 @@ Examples are divided by file: no function is on both sides, and no example occur
 They are chosen in rounds, one of each file in a round, so that few files are not most
 of a task; all classes have as many, or all that they have. The same Python makes the
 same files. `pretraining.txt` is the text of the files that are trained on. The
-tokenizers have the pairs of bytes (BPE) that are frequent in it; `bert` has BERT's
-special tokens, too.
+tokenizer has the pairs of bytes (BPE) that are frequent in it.
 
     python scripts/repro/finetune_tasks.py runs/tasks
 """
@@ -29,8 +28,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from jaxinf.train.data.files import standard_library_files
 
@@ -52,7 +49,7 @@ PAIRS = ("inside",)
 
 SEQ_LEN = 32  # tokens of an example, with special ones; longer ones are left out
 VOCAB_SIZE = 2048
-SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")  # ids from 0
+SPECIAL_TOKENS = ("[PAD]", "[SEP]")  # ids from 0
 _MOST_BYTES = 88  # of an example
 _MOST_BYTES_FIRST = 36  # of the first of two texts
 _LEAST_BYTES = 22  # before what is asked for
@@ -227,12 +224,8 @@ def make(place: Path, most: int | None = None) -> None:
 
 
 def write_tokenizer(place: Path, text: Iterable[str]) -> Any:
-    """Writes a tokenizer to the folders `gpt2` and, with BERT's form, `bert`.
-
-    Returns:
-      The tokenizer with them.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    """Writes a tokenizer to the folder `gpt2`, and returns it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from tokenizers.trainers import BpeTrainer
 
     tokenizer: Any = Tokenizer(models.BPE())
@@ -245,60 +238,19 @@ def write_tokenizer(place: Path, text: Iterable[str]) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(text, trainer)
-    _save(tokenizer, place / "gpt2")
-    first, second = ((name, SPECIAL_TOKENS.index(name)) for name in ("[SEP]", "[CLS]"))
-    tokenizer.post_processor = processors.BertProcessing(first, second)
-    _save(tokenizer, place / "bert")
-    return tokenizer
-
-
-def _save(tokenizer: Any, folder: Path) -> None:
+    folder = place / "gpt2"
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    names = {"mask": "[MASK]", "pad": "[PAD]", "sep": "[SEP]", "cls": "[CLS]"}
-    names = {f"{kind}_token": n for kind, n in names.items() if n in SPECIAL_TOKENS}
-    names["tokenizer_class"] = (
-        "PreTrainedTokenizerFast"  # not that of a model beside it
-    )
+    names = {f"{name.strip('[]').lower()}_token": name for name in SPECIAL_TOKENS}
+    names["tokenizer_class"] = "PreTrainedTokenizerFast"  # not that of a model
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return tokenizer
 
 
 def read_task(place: Path, task: str, side: str) -> list[Record]:
     """Returns the examples of a side of a task that `make` wrote."""
     lines = (place / f"{task}-{side}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
-
-
-# --- baselines ---------------------------------------------------------------------
-
-
-def baselines(place: Path, task: str) -> dict[str, np.ndarray]:
-    """Returns whether each held-out example is right, bool, by a baseline's name.
-
-    The linear model is a logistic regression on the n-grams of 1 to 4 bytes; of a pair,
-    on those of each text and on those that both have.
-    """
-    from scipy.sparse import hstack  # pyright: ignore[reportMissingImports]
-    from sklearn.feature_extraction.text import HashingVectorizer
-    from sklearn.linear_model import LogisticRegression
-
-    grams = HashingVectorizer(analyzer="char", ngram_range=(1, 4), n_features=1 << 16)
-
-    def features(records: Sequence[Record]) -> Any:
-        first: Any = grams.transform([one["text"] for one in records])
-        if task not in PAIRS:
-            return first
-        second = grams.transform([one["text_pair"] for one in records])
-        return hstack([first, second, first.multiply(second)]).tocsr()
-
-    train, held = (read_task(place, task, side) for side in _MOST)
-    labels, wanted = (np.array([r["label"] for r in rs]) for rs in (train, held))
-    linear = LogisticRegression(C=10.0, max_iter=1000).fit(features(train), labels)
-    largest = np.bincount(labels).argmax()
-    return {
-        "largest class": wanted == largest,
-        "linear": linear.predict(features(held)) == wanted,
-    }
 
 
 def main() -> None:

@@ -84,16 +84,3 @@ def test_the_rok_curve(tmp_path):
         assert one["keep"]["time_ratio"] == 1
     low, high = found["statements"]["offload: peak over keep's"]
     assert 0 < low <= high < 1
-
-
-def test_phases_of_a_step(tmp_path):
-    found = figures(
-        run_script("repro/phases.py", "--store", tmp_path, "--steps", 2, "--json")
-    )
-    assert [row["phase"] for row in found] == ["forward", "backward", "after them"]
-    assert found[0]["programs_busy"] > 0 < found[1]["programs_busy"]
-    assert found[2]["write_bytes_per_s"] > 0
-    for row in found:
-        least, mean, most = row["memory_bytes"]
-        assert 0 < least <= mean <= most
-    assert not [*tmp_path.iterdir()]
