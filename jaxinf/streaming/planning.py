@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from jaxinf.errors import BudgetError, StreamError
-from jaxinf.streaming.move.workers import writing_bytes
+from jaxinf.streaming.move.scratch import writing_bytes
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import (
     compiled_bytes,

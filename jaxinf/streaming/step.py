@@ -21,9 +21,9 @@ import numpy as np
 from jax.dtypes import result_type
 
 from jaxinf.streaming.count import Count
-from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
+from jaxinf.streaming.move.workers import MoveCounts
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import Measured
 from jaxinf.streaming.plan.fit import Prepared
@@ -117,7 +117,7 @@ class Step(ABC):
         self._last: Bound | None = None
         self._num_skipped = 0
         self._waited_s = 0.0  # in the last step, for gradients and updates
-        self._values: MoverCounts | None = None  # of the last step
+        self._values: MoveCounts | None = None  # of the last step
         weights = options.weights
         self._weights = None if weights is None else jax.jit(weights)
 
@@ -333,7 +333,7 @@ class Step(ABC):
             began_s = time.perf_counter()
             self._join()
             self._waited_s = time.perf_counter() - began_s
-            bound.params.counts = MoverCounts()
+            bound.params.counts = MoveCounts()
             bound.runner.values.counts()
             sink.begin(given, bound.params)
 

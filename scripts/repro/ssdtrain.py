@@ -51,6 +51,7 @@ from jaxinf.streaming.plan.fit import Prepared, prepare
 from jaxinf.streaming.plan.offload import fitted
 from jaxinf.streaming.program.cut import choose_cuts
 from jaxinf.streaming.run import Runner
+from jaxinf.transfer import page_ceil
 
 sys.path.append(str(Path(__file__).parents[1]))
 from ratios import interval
@@ -180,15 +181,15 @@ class SlowScratch(Scratch):
         self._drive = drive
         self._bytes_per_s = bytes_per_s if math.isfinite(bytes_per_s) else None
 
-    def write(self, part: Part, *arguments: Any, **named: Any) -> None:
+    def write(self, part: Part, *arguments: Any, **named: Any) -> int:
         """As `Scratch.write`."""
         with held_up(Passage(self._drive, part.num_bytes, self._bytes_per_s)):
-            super().write(part, *arguments, **named)
+            return super().write(part, *arguments, **named)
 
-    def read(self, part: Part, *arguments: Any, **named: Any) -> None:
+    def read(self, part: Part, *arguments: Any, **named: Any) -> int:
         """As `Scratch.read`."""
         with held_up(Passage(self._drive, part.num_bytes, self._bytes_per_s)):
-            super().read(part, *arguments, **named)
+            return super().read(part, *arguments, **named)
 
 
 class Stack:
@@ -307,6 +308,11 @@ def in_turns(stack: Stack, policies: list[Policy], rounds: int) -> None:
             policy.seconds.append(stack.step(policy))
 
 
+def written_bytes(plan: Plan) -> int:
+    """Bytes that a step writes, and reads again, at most."""
+    return sum(page_ceil(plan.lives[slot].num_bytes) for slot in plan.evictions)
+
+
 def measured(stack: Stack, policies: list[Policy]) -> dict[str, Any]:
     """Peaks and times, over those of keep."""
     keep = stack.keep
@@ -321,7 +327,7 @@ def measured(stack: Stack, policies: list[Policy]) -> dict[str, Any]:
             "time_ratio": round(ratio, 4),
             "time_interval": [round(low, 4), round(high, 4)],
             "step_s": round(statistics.median(policy.seconds), 4),
-            "written_bytes": policy.runner.values.num_bytes,
+            "written_bytes": written_bytes(policy.runner.plan),
             "temporary_bytes": max(stack.temps.values()),
         }
         found[policy.name] = one

@@ -6,16 +6,15 @@ import sys
 
 import numpy as np
 
-from jaxinf.streaming.move.scratch import PART_BYTES, Scratch
-from jaxinf.transfer.pool import aligned
+from jaxinf.streaming.move.scratch import Scratch
 
 
 def main(folder):
     scratch = Scratch([folder])
     place = scratch.allocate(32 << 20)
     scratch.reserve()
-    for part in place.parts:
-        scratch.write(part, np.ones(32 << 20, np.uint8), aligned(PART_BYTES))
+    for part in place:
+        scratch.write(part, np.ones(32 << 20, np.uint8))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -114,7 +114,7 @@ def test_bits_are_those_of_keep(name, tmp_path):
         sizes = {slot: lives[slot].num_bytes for slot in plan.evictions}
         on_drive = sum(sizes[slot] for slot in tiers.on_drive)
         assert bool(on_drive) == (host_bytes < hosts(plan)[0])
-        assert counts.num_out_bytes == counts.num_back_bytes == 2 * sum(sizes.values())
+        assert counts.num_out_bytes == 2 * sum(sizes.values())
         assert counts.num_written_bytes == 2 * on_drive
         assert (counts.num_read_bytes == 2 * on_drive) == (not counts.num_forwarded)
         assert values.most_bytes <= host_bytes
@@ -377,7 +377,7 @@ def test_a_step_that_is_interrupted(open_store, monkeypatch):
     def stop(self, number):
         real(self, number)
         hits.append(number)
-        if len(hits) == len(step.plan.lives):
+        if len(hits) == len(step.plan.calls) // 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

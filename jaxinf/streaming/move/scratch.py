@@ -1,4 +1,4 @@
-"""Files without names, in which values wait on one or more drives.
+"""Files without names, in which values and gradients wait on one or more drives.
 
     value ─► parts of up to 4 MiB ─► drive 0, drive 1, …, drive 0, …
 
@@ -13,31 +13,31 @@ import os
 import tempfile
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxinf.store import drive_of
+from jaxinf.streaming.move.workers import Workers
 from jaxinf.transfer import ByteMeters, read_into, span, write_from
 from jaxinf.transfer.failures import translated
 from jaxinf.transfer.pages import page_ceil
+from jaxinf.transfer.pool import aligned
 from jaxinf.typing import Array, PathLikeStr
 
 PART_BYTES = 4 << 20
 """The longest part of a value that is moved at once."""
 
-Folders: TypeAlias = Sequence[PathLikeStr]
-"""A folder on each drive."""
+THREADS_PER_DRIVE = 2
 
 _NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
-_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A run of a value's bytes, and its place on a drive.
 
     Attributes:
@@ -54,55 +54,57 @@ class Part:
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
-class Place:
-    """The parts of one value."""
+def place_bytes(parts: Sequence[Part]) -> int:
+    """Bytes of a value that are moved each way, and memory for it: whole pages."""
+    return sum(page_ceil(part.num_bytes) for part in parts)
 
-    parts: tuple[Part, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are moved each way, and memory for the value: whole pages."""
-        return sum(page_ceil(part.num_bytes) for part in self.parts)
+def writing_bytes(num_drives: int) -> int:
+    """Memory of the threads of drives, beside that of the values."""
+    return num_drives * THREADS_PER_DRIVE * PART_BYTES
 
 
 class Scratch:
-    """Files without names, one on each drive. Thread-safe, but for `allocate`.
+    """Files without names, one on each drive, and threads that write and read them.
 
     Args:
       folders: A folder on each drive; none if there is no value to hold.
       content: What the files hold, for errors.
+      num_threads: Number of each drive's threads.
     """
 
     def __init__(
         self,
-        folders: Folders,
+        folders: Sequence[PathLikeStr],
         meters: ByteMeters | None = None,
         *,
         content: str = "activations",
+        num_threads: int = THREADS_PER_DRIVE,
     ) -> None:
         self._folders = [Path(folder) for folder in folders]
         self._meters = ByteMeters() if meters is None else meters
         self._content = content
         self._drives = [drive_of(folder) for folder in self._folders]
-        self._files: list[int] = []
-        self._ends = [0] * len(folders)
-        self._reserved = [0] * len(folders)
-        self._next_drive = itertools.cycle(range(len(folders)))
+        self._workers = Workers([num_threads] * len(folders), f"jaxinf-{content}")
+        self._own = threading.local()  # a thread's memory to write a part from
         self._opening = threading.Lock()
+        self._files: list[int] = []
+        self._reserved = [0] * len(folders)
+        self.reset()
 
-    @property
-    def num_drives(self) -> int:
-        return len(self._folders)
+    # --- places --------------------------------------------------------------------
 
-    def allocate(self, num_bytes: int) -> Place:
-        """Returns a place for a value; its parts take turns on the drives."""
+    def allocate(self, num_bytes: int) -> tuple[Part, ...]:
+        """Returns a place for a value; its parts take turns on the drives.
+
+        Not thread-safe.
+        """
         parts = []
         for start in range(0, max(num_bytes, 1), PART_BYTES):
-            drive, stop = next(self._next_drive), min(start + PART_BYTES, num_bytes)
+            drive, stop = next(self._turns), min(start + PART_BYTES, num_bytes)
             parts.append(Part(drive, self._ends[drive], start, stop))
             self._ends[drive] += page_ceil(stop - start)
-        return Place(tuple(parts))
+        return tuple(parts)
 
     def reserve(self) -> None:
         """Takes room on the drives for all places; blocks.
@@ -112,49 +114,63 @@ class Scratch:
         """
         self._open()
         for drive, end in enumerate(self._ends):
-            if end <= self._reserved[drive]:
-                continue
-            with translated("reserving room", self._shown(drive)):
-                try:
+            if end > self._reserved[drive]:
+                with translated("reserving room", self._shown(drive)):
                     os.posix_fallocate(self._files[drive], 0, end)
-                except OSError as error:
-                    if error.errno not in _NO_FALLOCATE:
-                        raise
-                    os.ftruncate(self._files[drive], end)
-            self._reserved[drive] = end
+                self._reserved[drive] = end
 
     def reset(self) -> None:
         """Gives up all places; the files keep their room for new ones."""
         self._ends = [0] * len(self._folders)
-        self._credit = [0.0] * len(self._folders)
+        self._turns = itertools.cycle(range(len(self._folders)))
 
-    def write(self, part: Part, raw: Array, bounce: Array, what: object = "") -> None:
-        """Writes a part of a value; blocks.
+    # --- moves ---------------------------------------------------------------------
+
+    def start_write(
+        self, parts: Sequence[Part], value: Array | jax.Array, what: object = ""
+    ) -> list[Future[int]]:
+        """Starts to write a value, which may still be computed; a future a part."""
+
+        def write(part: Part) -> int:
+            raw = raw_bytes(np.asarray(jax.block_until_ready(value)))
+            return self.write(part, raw, what)
+
+        return [self._workers.submit(p.drive, partial(write, p)) for p in parts]
+
+    def start_read(
+        self, parts: Sequence[Part], out: Array, what: object = ""
+    ) -> list[Future[int]]:
+        """Starts to read a value into its memory, in whole pages; a future a part."""
+        return [
+            self._workers.submit(p.drive, partial(self.read, p, out, what))
+            for p in parts
+        ]
+
+    def drop(self) -> None:
+        """Drops moves that have not begun; blocks until the others have ended."""
+        self._workers.reset()
+
+    def write(self, part: Part, raw: Array, what: object = "") -> int:
+        """Writes a part of a value, and returns its bytes; blocks. Thread-safe.
 
         Args:
           raw: The whole value, `uint8`, contiguous.
-          bounce: Page-aligned memory for a part, which the drive reads.
 
         Raises:
           StoreSpaceError, StoreIOError: The drive is full, or failed.
         """
         self._open()
+        if not hasattr(self._own, "memory"):
+            self._own.memory = aligned(PART_BYTES)
         length = part.num_bytes
-        padded = bounce[: page_ceil(length)]
+        padded = self._own.memory[: page_ceil(length)]
         padded[:length] = raw[part.start : part.stop]
         padded[length:] = 0
-        with self._request("write", part.drive, length, what):
-            write_from(
-                self._path(part.drive),
-                padded,
-                part.offset_bytes,
-                len(padded),
-                meters=self._meters,
-                shown=self._shown(part.drive),
-            )
+        self._move(write_from, part, padded, what)
+        return length
 
-    def read(self, part: Part, out: Array, what: object = "") -> None:
-        """Reads a part into the whole value's memory; blocks.
+    def read(self, part: Part, out: Array, what: object = "") -> int:
+        """Reads a part into the whole value's memory; blocks. Thread-safe.
 
         Args:
           out: `uint8`, page-aligned, with room for the value in whole pages.
@@ -163,19 +179,27 @@ class Scratch:
           StoreIOError: The drive failed.
         """
         length = page_ceil(part.num_bytes)
-        target = out[part.start : part.start + length]
-        with self._request("read", part.drive, length, what):
-            read_into(
-                self._path(part.drive),
-                target,
+        self._move(read_into, part, out[part.start : part.start + length], what)
+        return part.num_bytes
+
+    def _move(self, call: Any, part: Part, memory: Array, what: object) -> None:
+        drive, kind = part.drive, "read" if call is read_into else "write"
+        place = {"drive": self._drives[drive], "num_bytes": len(memory)}
+        with span(kind, (self._content, what), **place):
+            call(
+                f"/proc/self/fd/{self._files[drive]}",
+                memory,
                 part.offset_bytes,
-                length,
+                len(memory),
                 meters=self._meters,
-                shown=self._shown(part.drive),
+                shown=self._shown(drive),
             )
 
+    # --- files ---------------------------------------------------------------------
+
     def close(self) -> None:
-        """Closes the files, which removes them; idempotent."""
+        """Ends the threads and closes the files, which removes them; idempotent."""
+        self._workers.close()
         files, self._files = self._files, []
         for file in files:
             os.close(file)
@@ -183,12 +207,9 @@ class Scratch:
 
     def _open(self) -> None:
         # One of the threads that write first; the others' parts would be lost.
-        with self._opening:
-            if not self._files:
-                self._make_files()
-
-    def _make_files(self) -> None:
-        with contextlib.ExitStack() as opened:
+        with self._opening, contextlib.ExitStack() as opened:
+            if self._files:
+                return
             files = []
             for drive, folder in enumerate(self._folders):
                 with translated("making a file", self._shown(drive)):
@@ -197,17 +218,8 @@ class Scratch:
             self._files = files
             opened.pop_all()
 
-    def _path(self, drive: int) -> str:
-        return f"/proc/self/fd/{self._files[drive]}"
-
     def _shown(self, drive: int) -> str:
         return f"{self._folders[drive]} (a file of {self._content})"
-
-    def _request(
-        self, kind: Literal["read", "write"], drive: int, num_bytes: int, what: object
-    ) -> AbstractContextManager[None]:
-        place = {"drive": self._drives[drive], "num_bytes": num_bytes}
-        return span(kind, (self._content, what), **place)
 
 
 def raw_bytes(value: Array) -> Array:

@@ -1,22 +1,24 @@
 """Gradients that wait, in memory or in a file, as planned.
 
-    put ─► memory, or evict ─► file ─► load, in order, ahead of who asks ─► read, take
+    put ─► memory, or file ─► read in order, ahead of who asks ─► read, take
 
 Invariant: a gradient comes back with the same bits. The file has no name, so it
 disappears with the process, however that ends.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxinf.streaming.move.mover import Mover
-from jaxinf.streaming.move.scratch import Place, Scratch
-from jaxinf.streaming.move.tensors import Evicted
+from jaxinf.streaming.move.scratch import Part, Scratch, place_bytes
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.transfer.pages import page_ceil
+from jaxinf.transfer.pool import aligned
 from jaxinf.typing import Array
 
 
@@ -52,6 +54,14 @@ def file_bytes(planned: Waiting) -> int:
     return sum(map(page_ceil, planned.on_drive.values()))
 
 
+class _Written(NamedTuple):
+    """A gradient in the file."""
+
+    parts: Sequence[Part]
+    shape: tuple[int, ...]
+    dtype: Any
+
+
 class Spill:
     """Holds gradients by key until they are taken. Used from one thread at a time.
 
@@ -61,23 +71,15 @@ class Spill:
       scratch: Files for gradients that go to drives, closed with this.
 
     Attributes:
-      written_bytes: Bytes written to the file since `reset`, in whole pages.
+      kept_bytes: The most bytes in memory since `reset`.
+      written_bytes: Bytes written to the file since then, in whole pages.
     """
 
     def __init__(self, scratch: Scratch, planned: Waiting) -> None:
-        self._scratch = scratch
-        self._mover = Mover(
-            [1] * scratch.num_drives,
-            has_link=False,
-            read_bytes=0,
-            name="jaxinf-gradients",
-            reuses=False,
-        )
-        self.planned = planned
-        self._held: dict[Piece, jax.Array | Array | Evicted] = {}
-        self._places: dict[Piece, Place] = {}
-        self._held_bytes = 0
-        self.written_bytes = self.kept_bytes = 0
+        self._scratch, self.planned = scratch, planned
+        self._held: dict[Piece, jax.Array | Array | _Written] = {}
+        self._places: dict[Piece, Sequence[Part]] = {}
+        self.reset()
 
     def put(self, key: Piece, value: jax.Array | Array) -> None:
         """Takes a gradient; blocks while it is written.
@@ -96,57 +98,76 @@ class Spill:
         if key not in self._places:
             self._places[key] = self._scratch.allocate(value.nbytes)
             self._scratch.reserve()
-        place = self._places[key]
+        parts = self._places[key]
         array = np.asarray(value, order="C")
-        gradient = Evicted(key, value=array, scratch=self._scratch, place=place)
-        self._mover.evict(gradient)
-        self._mover.wait_evicted(key)
-        self._mover.release(key)
-        self._held[key] = gradient
-        self.written_bytes += place.num_bytes
+        _ended(self._scratch.start_write(parts, array, key))
+        self._held[key] = _Written(parts, array.shape, array.dtype)
+        self.written_bytes += place_bytes(parts)
 
     def __contains__(self, key: Piece) -> bool:
         return key in self._held
 
     def take(self, key: Piece) -> Array:
         """Returns and removes a gradient; blocks while it is read."""
-        self._load([key])
-        return self._take(key, removes=True)
+        return next(self._read([key], removes=True))[1]
 
     def read(self, *, removes: bool = False) -> Iterator[tuple[Piece, Array]]:
-        """Yields the gradients in the order of `put`; reads the next one meanwhile."""
-        keys = list(self._held)
-        self._load(keys)
-        return ((key, self._take(key, removes=removes)) for key in keys)
+        """Yields all gradients, in the order in which they came; reads ahead.
+
+        Args:
+          removes: Whether to drop each, so that it is read for the last time.
+        """
+        return self._read([*self._held], removes=removes)
+
+    def _read(
+        self, keys: Sequence[Piece], *, removes: bool
+    ) -> Iterator[tuple[Piece, Array]]:
+        held = [self._held[key] for key in keys]
+        sizes = [place_bytes(x.parts) if isinstance(x, _Written) else 0 for x in held]
+        # One is read while another is used.
+        room_bytes, first = 2 * max(sizes, default=0), 0
+        begun: deque[tuple[Array, list[Future[int]]]] = deque()
+        for number, (key, value, num_bytes) in enumerate(
+            zip(keys, held, sizes, strict=True)
+        ):
+            while first < len(keys) and sizes[first] <= room_bytes:
+                if isinstance(one := held[first], _Written):
+                    memory = aligned(sizes[first])
+                    reads = self._scratch.start_read(one.parts, memory, keys[first])
+                    begun.append((memory, reads))
+                    room_bytes -= sizes[first]
+                first += 1
+            assert first > number, "there is room for the next one"
+            if removes:
+                del self._held[key]
+            if not isinstance(value, _Written):
+                self._held_bytes -= value.nbytes if removes else 0
+                yield key, np.asarray(value)
+                continue
+            memory, reads = begun.popleft()
+            _ended(reads)
+            flat = np.frombuffer(memory, value.dtype, math.prod(value.shape))
+            del memory
+            yield key, flat.reshape(value.shape)
+            del flat
+            room_bytes += num_bytes
 
     def reset(self) -> None:
         """Drops all gradients and reuses the file's space."""
+        self._scratch.drop()
+        self._scratch.reset()
         self._held.clear()
         self._places.clear()
-        self._mover.reset()
-        self._scratch.reset()
         self._held_bytes = self.written_bytes = self.kept_bytes = 0
 
     def close(self) -> None:
         """Drops everything, and the file; idempotent."""
         self.reset()
-        self._mover.close()
         self._scratch.close()
 
-    def _load(self, keys: list[Piece]) -> None:
-        """Starts to read those that are in the file."""
-        held = [self._held[key] for key in keys]
-        evicted = [one for one in held if isinstance(one, Evicted)]
-        # One is read while another is used.
-        self._mover.read_ahead(2 * max((one.host_bytes for one in evicted), default=0))
-        self._mover.load(evicted)
 
-    def _take(self, key: Piece, *, removes: bool) -> Array:
-        held = self._held.pop(key) if removes else self._held[key]
-        if isinstance(held, Evicted):
-            found = self._mover.get(key)
-            self._mover.release(key)
-            return found
-        if removes:
-            self._held_bytes -= held.nbytes
-        return np.asarray(held)
+def _ended(moves: Sequence[Future[int]]) -> None:
+    """Waits for all moves; raises the first error."""
+    errors = [move.exception() for move in moves]
+    for error in filter(None, errors):
+        raise error

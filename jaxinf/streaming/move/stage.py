@@ -15,7 +15,6 @@ from typing import TypeAlias
 from jaxinf.streaming.move.workers import Workers
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import Gradient
-from jaxinf.typing import Array
 
 Handed: TypeAlias = tuple[Piece, Gradient]
 """A piece of a leaf and its gradient."""
@@ -46,14 +45,8 @@ class Stage:
         self._workers = Workers([num_threads], name)
         self._changed = self._workers.changed
         self._in_order = threading.Lock()
-        self._action: Action | None = None
         self.waited_s = 0.0
-        self._clear()
-
-    def _clear(self) -> None:
-        self._waiting: deque[Handed] = deque()
-        self._used_bytes = self._num_running = 0
-        self._error: BaseException | None = None
+        self.abandon()
 
     def start(self, action: Action) -> None:
         """Passes gradients to an action from now on; none is under way."""
@@ -85,9 +78,11 @@ class Stage:
 
     def abandon(self) -> None:
         """Waits for what is under way; what waits is dropped."""
-        self._action = None
+        self._action: Action | None = None
         self._workers.reset()
-        self._clear()
+        self._waiting: deque[Handed] = deque()
+        self._used_bytes = self._num_running = 0
+        self._error: BaseException | None = None
 
     def close(self) -> None:
         """Ends the threads; idempotent."""
@@ -99,9 +94,8 @@ class Stage:
         if self._error is not None:
             raise self._error
 
-    def _pass_on(self, bounce: Array) -> None:
+    def _pass_on(self) -> None:
         """Works on the next gradients, unless others took them; on a thread."""
-        del bounce
         with self._in_order:
             if not (taken := self._next()):
                 return
@@ -119,15 +113,13 @@ class Stage:
         """Takes a gradient, or several short ones."""
         with self._changed:
             taken = [self._waiting.popleft()] if self._waiting else []
-            while taken and self._waiting and self._are_short(taken[-1]):
+            most = self._short_bytes
+            while taken and self._waiting and taken[-1][1].nbytes <= most:
+                if self._waiting[0][1].nbytes > most:
+                    break
                 taken.append(self._waiting.popleft())
             self._num_running += bool(taken)
             return taken
-
-    def _are_short(self, last: Handed) -> bool:
-        """Whether the next gradient goes with the last."""
-        both = last, self._waiting[0]
-        return all(gradient.nbytes <= self._short_bytes for _, gradient in both)
 
     def _tried(self, call: Callable[[], Work | None]) -> Work | None:
         try:

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 from jaxinf.errors import StoreIOError, StoreSpaceError
-from jaxinf.streaming.move.scratch import PART_BYTES, Scratch, raw_bytes
+from jaxinf.streaming.move.scratch import (
+    PART_BYTES,
+    Scratch,
+    place_bytes,
+    raw_bytes,
+)
 from jaxinf.transfer import ByteMeters
 from jaxinf.transfer.pages import page_ceil
 from jaxinf.transfer.pool import aligned
@@ -29,10 +34,10 @@ def test_memory_for_a_long_value_begins_on_a_huge_page():
 
 def moved(scratch, place, value):
     """Writes and reads a value."""
-    bounce, out = aligned(PART_BYTES), aligned(place.num_bytes)
-    for part in place.parts:
-        scratch.write(part, raw_bytes(value), bounce)
-    for part in place.parts:
+    out = aligned(place_bytes(place))
+    for part in place:
+        scratch.write(part, raw_bytes(value))
+    for part in place:
         scratch.read(part, out)
     return out[: value.nbytes]
 
@@ -53,9 +58,7 @@ def test_values_come_back(tmp_path, num_drives):
     counts = meters.snapshot()
     assert counts.drive_write_bytes == sum(page_ceil(size) for size in SIZES)
     assert counts.drive_read_bytes == counts.drive_write_bytes
-    assert {part.drive for place in places for part in place.parts} == set(
-        range(num_drives)
-    )
+    assert {part.drive for place in places for part in place} == set(range(num_drives))
     assert not any(list(folder.iterdir()) for folder in folders)
     scratch.close()
     scratch.close()
@@ -76,10 +79,10 @@ def test_threads_that_write_first_share_a_file(tmp_path, monkeypatch):
     place = scratch.allocate(value.nbytes)
 
     def write(part):
-        scratch.write(part, value, aligned(PART_BYTES))
+        scratch.write(part, value)
 
-    with ThreadPoolExecutor(len(place.parts)) as threads:
-        list(threads.map(write, place.parts))
+    with ThreadPoolExecutor(len(place)) as threads:
+        list(threads.map(write, place))
     assert made == [tmp_path]
     np.testing.assert_array_equal(moved(scratch, place, value), value)
     scratch.close()
@@ -89,7 +92,7 @@ def test_places_do_not_overlap(tmp_path):
     scratch = Scratch([tmp_path, tmp_path])
     ends = [0, 0]
     for size in SIZES:
-        for part in scratch.allocate(size).parts:
+        for part in scratch.allocate(size):
             assert part.offset_bytes == ends[part.drive]
             ends[part.drive] += page_ceil(part.stop - part.start)
 
@@ -166,7 +169,7 @@ def test_two_runs_share_a_folder(tmp_path):
         scratch.reserve()
         np.testing.assert_array_equal(moved(scratch, places[-1], value), value)
     one.close()
-    out = aligned(places[1].num_bytes)
-    other.read(places[1].parts[0], out)
+    out = aligned(place_bytes(places[1]))
+    other.read(places[1][0], out)
     np.testing.assert_array_equal(out[:9000], values[1])
     other.close()
