@@ -118,14 +118,6 @@ def test_every_pipelined_loop_has_an_expectation():
     assert sorted(loops) == sorted(expected)
 
 
-@pytest.mark.hls
-def test_the_estimate_is_up_to_date():
-    script = importlib.import_module("card_estimate")
-    text = (HLS / "qor" / "README.md").read_text()
-    remedy = "run `python scripts/card_estimate.py --write`"
-    assert script.with_table(text) == text, remedy
-
-
 def test_installed_headers_are_found(monkeypatch, tmp_path):
     """Without a checkout, the headers are those of the package jaxinf_hls."""
     package = tmp_path / "site" / "jaxinf_hls"
