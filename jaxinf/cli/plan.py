@@ -26,7 +26,7 @@ from jaxinf.train.plan import plan_run, plan_text
 from jaxinf.train.report import say_config
 
 _PROG = "jaxinf plan"
-_FILES = {".toml": "--config", ".json": "--model-config", "": "--from"}
+_FILES = {".toml": "--config", ".json": "--preset", "": "--from"}
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # keeps the exception, which becomes the message here.
     logging.getLogger(compat.CALLBACK_LOGGER).setLevel(logging.CRITICAL)
     try:
-        command = f"{started_as()} {shlex.join(words_to_resume(words))}"
+        command = f"{started_as()} {shlex.join(words)}"
         return train(config, command=command)
     except UsageError as error:
         return _fail(2, error)
@@ -68,18 +68,6 @@ def config_of(words: Sequence[str], prog: str = PROGRAM) -> TrainConfig:
     if base is None:
         return config
     return tyro.cli(TrainConfig, prog=prog, args=words, default=base)
-
-
-def words_to_resume(words: Sequence[str]) -> list[str]:
-    """Returns the command line that resumes, without --restore."""
-    kept: list[str] = []
-    coming = iter(words)
-    for word in coming:
-        if word == "--restore":
-            next(coming, None)
-        elif not word.startswith("--restore="):
-            kept.append(word)
-    return kept
 
 
 def _fail(status: int, error: Exception) -> int:

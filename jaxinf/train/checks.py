@@ -19,28 +19,26 @@ from jaxinf.exchange import ObjectStore
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.examples import field_map
-from jaxinf.train.data.options import DataOptions
 from jaxinf.train.freezing import check_frozen
 from jaxinf.train.lora import check_lora
+from jaxinf.train.options import DataOptions
 
 _Problems: TypeAlias = Iterator[str]
 
 _AT_LEAST = {
     **dict.fromkeys("batch-size memory device-memory micro-batches".split(), 1),
-    **dict.fromkeys("durability eval-batches".split(), 1),
+    "durability": 1,
     **dict.fromkeys("warmup-steps clip-norm seed eval-every".split(), 0),
     **dict.fromkeys("checkpoint-every sample-bytes".split(), 0),
     "seq-len": 2,
 }
 _OF_THE_STORE = (
-    "store elastic csd-root csd memory durability state ema "
-    "checkpoint-every export-to restore"
+    "store elastic csd-root csd memory durability state ema checkpoint-every export-to"
 ).split()
-_OF_STREAMING = "device-memory policy replan device-updates".split()
+_OF_STREAMING = "device-memory device-updates".split()
 ONLY_IN: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(_OF_THE_STORE, ("update", "stream")),
     **dict.fromkeys(_OF_STREAMING, ("stream",)),
-    "remat": ("update", "memory"),
 }
 """Flags that some modes do not have."""
 
@@ -53,7 +51,7 @@ def check(config: TrainConfig) -> TrainConfig:
 
     Raises:
       UsageError: names the flag, the value found and the remedy.
-      ExchangeError: the files of --from or --model-config cannot be read.
+      ExchangeError: the files of --from or --preset cannot be read.
     """
     for flag in flags_of(TrainConfig):
         value = getattr(config, flag.field.name)
@@ -65,6 +63,7 @@ def check(config: TrainConfig) -> TrainConfig:
             raise UsageError(f"--{flag.name}: expected at least {least}, got {value}")
     _refuse(_of_numbers(config))
     _refuse(_of_model_source(config))
+    _refuse(_of_import(config))
     if config.source is not None:
         files = ModelFiles.of_folder(config.source)
         config = dataclasses.replace(config, files=files)
@@ -97,16 +96,13 @@ def check_data(
 
 
 def _of_data(options: DataOptions, task: TaskName, *, takes_images: bool) -> _Problems:
-    shares = {"validation": options.held_out_share, "mask-rate": options.mask_rate}
-    for name, share in shares.items():
-        if share is not None and not 0 < share < 1:
-            yield f"--{name}: expected more than 0, less than 1, got {share}"
+    share = options.held_out_share
+    if share is not None and not 0 < share < 1:
+        yield f"--validation: expected more than 0, less than 1, got {share}"
     try:
         field_map(options.fields)
     except DataError as error:
         yield str(error)
-    if task != "masked-lm":
-        yield from _given(options, f"--task {task} hides no tokens", "mask-rate")
     if task != "causal-lm":
         yield from _given(options, f"--task {task} learns no prompts", "loss-on")
     if takes_images:
@@ -146,33 +142,35 @@ def _of_numbers(config: TrainConfig) -> _Problems:
     if config.seed >= 1 << 32:
         yield f"--seed: expected less than 2**32, got {config.seed}"
     rates = {"epochs": config.epochs, "learning-rate": config.learning_rate}
-    for name, value in {**rates, "lora-alpha": config.lora_alpha}.items():
+    for name, value in rates.items():
         if value is not None and not 0 < value < math.inf:
             yield f"--{name}: expected more than 0, and finite, got {value}"
     if config.epochs is not None:
         yield from _given(config, "--epochs says how long the run is", "steps")
     if config.eval_only:
-        yield from _given(config, "--eval-only changes no run", "restore", "elastic")
+        yield from _given(config, "--eval-only changes no run", "elastic")
     if config.eval_only and config.mode == "memory" and config.source is None:
         yield "--eval-only: expected --from with --mode memory"
-    if config.lora is None:
-        yield from _given(config, "expected with --lora", "lora-alpha")
 
 
 def _of_model_source(config: TrainConfig) -> _Problems:
-    """Flags that contradict the config.json of --from or --model-config; presets."""
+    """Flags that contradict the config.json of --from or --preset; presets."""
     if (source := config.source) is not None:
         why = f"--from {source} says which model it is"
-        yield from _given(config, why, "model", "preset", "model-config")
-    if config.model_file is not None:
-        why = f"--model-config {config.model_file} says which model it is"
         yield from _given(config, why, "model", "preset")
+    if config.model_file is not None:
+        why = f"--preset {config.model_file} says which model it is"
+        yield from _given(config, why, "model")
+        return
     presets = MODELS[config.model].presets
     if config.preset not in presets:
         yield (
-            f"--preset: expected one of {config.model}'s, {', '.join(presets)}, got "
-            f"{config.preset}"
+            f"--preset: expected one of {config.model}'s, {', '.join(presets)}, or a "
+            f"FILE.json, got {config.preset}"
         )
+
+
+def _of_import(config: TrainConfig) -> _Problems:
     if config.mode == "memory" and not config.steps and not config.eval_only:
         yield (
             "--steps 0: --mode memory has no store to import into; leave it out, or "
@@ -224,8 +222,8 @@ def _of_modes(config: TrainConfig) -> _Problems:
     if mode != "stream":
         why = f"--mode {mode} does not have it; give --mode stream, or"
         yield from _given(config, why, *_OF_STREAMING)
-    else:
-        yield from _given(config, "--policy recompute, the default, does it", "remat")
+        if config.policy not in (None, "recompute", "keep"):
+            yield f"--policy {config.policy}: {why} leave it out"
     if mode == "stream" and config.memory is None:
         yield (
             "--memory: expected the bytes of host memory that a step may take, such as "
@@ -267,7 +265,7 @@ def _of_processes(config: TrainConfig) -> _Problems:
         yield "--fsdp: expected with --distributed; add that"
     if several and not config.steps:
         yield "--distributed: --steps 0 runs in one process; leave --distributed out"
-    if several and config.policy not in ("recompute", "keep"):
+    if several and config.policy not in (None, "recompute", "keep"):
         yield (
             f"--policy {config.policy}: not supported yet with --distributed; give "
             "--policy recompute or keep"
@@ -297,9 +295,8 @@ def _of_places(config: TrainConfig) -> _Problems:
             "name one (it may be new), or give --mode memory to train without"
         )
     store = config.store.expanduser().absolute()
-    for name, place in (("log-dir", config.logs), ("tensorboard", config.tensorboard)):
-        if place and place.expanduser().absolute().is_relative_to(store):
-            yield (
-                f"--{name} {place}: expected a place outside the store {config.store}, "
-                "which holds nothing but the store's own files"
-            )
+    if config.logs.is_relative_to(store):
+        yield (
+            f"--log-dir {config.logs}: expected a place outside the store "
+            f"{config.store}, which holds nothing but the store's own files"
+        )

@@ -1,13 +1,13 @@
 """The configuration of a training run, which is also its command line.
 
-Invariant: a field exists only if it works, and no combination of fields is ignored in
-silence: `jaxinf.train.checks` refuses combinations without a meaning.
+Invariant: no combination of fields is ignored in silence: `jaxinf.train.checks` refuses
+combinations without a meaning.
 """
 
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any
 
 import tyro
 from jaxinf_models import (
@@ -25,21 +25,19 @@ from jaxinf.command_line import UsageError
 from jaxinf.compress import TopK, parse_compression
 from jaxinf.engine import DEFAULT_MEMORY_BYTES
 from jaxinf.program import Average, parse_ema
-from jaxinf.train.data.options import DataOptions, shown
 from jaxinf.train.freezing import Frozen
 from jaxinf.train.lora import ALPHA, Lora, parse_lora
 from jaxinf.train.options import (
+    CommitOptions,
+    DataOptions,
+    MemoryOptions,
+    ModelOptions,
+    OptimizerOptions,
+    OutputOptions,
     ProcessOptions,
     RunOptions,
-    StoreOptions,
-    StreamOptions,
 )
 from jaxinf.typing import JsonValue, PyTree
-
-ModelName: TypeAlias = Literal["gpt2", "bert", "t5", "vit", "bloom", "llama"]
-DTypeName: TypeAlias = Literal["float32", "bfloat16"]
-ScheduleName: TypeAlias = Literal["constant", "cosine", "linear", "wsd"]
-EvalBatches: TypeAlias = int | Literal["all"] | None
 
 
 def _parsed(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
@@ -50,7 +48,16 @@ def _parsed(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunOptions):
+class TrainConfig(
+    OutputOptions,
+    ProcessOptions,
+    CommitOptions,
+    MemoryOptions,
+    OptimizerOptions,
+    ModelOptions,
+    DataOptions,
+    RunOptions,
+):
     """Trains a model, with the optimizer's state on drives.
 
     Every step is committed to the store, which is the checkpoint: the same command
@@ -58,128 +65,7 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     small GPT-2 on bytes of text, in some two minutes on two CPU cores.
     """
 
-    # The comment above a field is its text in --help.
-
-    # The architecture.
-    model: ModelName = "gpt2"
-
-    # The model's size, by the name of a preset of the architecture. For gpt2: nano has
-    # 0.9 M params, small 124 M, medium 355 M, large 774 M and xl 1558 M.
-    preset: Annotated[str, tyro.conf.arg(metavar="NAME")] = "nano"
-
-    # A model of your own size, in place of --model and --preset: a file in the form of
-    # Hugging Face's config.json (docs/models.md).
-    model_file: Annotated[Path | None, shown("FILE", "none", name="model-config")] = (
-        None
-    )
-
-    # Start from the weights in a Hugging Face checkpoint folder, in place of --model
-    # and --preset. With --steps 0 they are imported, and nothing is trained.
-    source: Annotated[Path | None, shown("DIR", "new weights", name="from")] = None
-
-    # The task: predict the next token, masked tokens, an answer to a text, or a class.
-    task: Annotated[
-        TaskName | None,
-        shown("{causal-lm,masked-lm,seq2seq,classification}", "the model's"),
-    ] = None
-
-    # Sequences or images in a step.
-    batch_size: int = 8
-
-    # Tokens in a sequence; without a --tokenizer a token is a byte.
-    seq_len: Annotated[
-        int | None,
-        shown("INT", "64; with --from the longest example, at most 1024"),
-    ] = None
-
-    # The name of an optimizer of optax or optax.contrib that can run near storage
-    # (docs/optimizers.md); --mode memory takes the others, too.
-    optimizer: Annotated[str, tyro.conf.arg(metavar="NAME")] = "adamw"
-
-    # Arguments of that optimizer, such as weight_decay=0.01 b2=0.95 mu_dtype=bfloat16.
-    # For adamw and lion weight_decay is 0.1, with --from 0.
-    optimizer_args: Annotated[tuple[str, ...], shown("KEY=VALUE...", "optax's")] = ()
-
-    # Peak learning rate. Required for optimizers other than adam and adamw.
-    learning_rate: Annotated[
-        float | None,
-        shown(
-            "RATE",
-            "by size: 2e-3 nano, 6e-4 at 124 M, 2e-4 at 1.5 B params; with --from a "
-            "tenth",
-        ),
-    ] = None
-
-    # The learning rate after the warm-up: constant; falling as a cosine to a tenth at
-    # --steps; falling linearly to 0 there; or wsd, falling so in the last fifth of
-    # --steps alone. A constant run may be extended later, and end with wsd.
-    schedule: ScheduleName = "constant"
-
-    # Steps in which the learning rate rises linearly to its peak.
-    warmup_steps: Annotated[int | None, shown("INT", "50; 30 with --from")] = None
-
-    # Leaves of the model that stay as they are, and have no state: patterns of their
-    # paths, such as wte or 'h[0-5]/*', where * stands for any text.
-    freeze: Annotated[tuple[str, ...], shown("PATTERN...", "none")] = ()
-
-    # Train adapters of this rank beside matrices (LoRA), and leave all else as it is,
-    # but for a head of classes: 8 for those of attention, or with a pattern of the
-    # matrices' paths, '8:h*/mlp/*'.
-    lora: Annotated[str | None, shown("RANK[:PATTERN]", "none")] = None
-
-    # Adapters are scaled by this over their rank.
-    lora_alpha: float = ALPHA
-
-    # Clip gradients to this global norm, for which updates wait; 0 is off.
-    clip_norm: float = 1.0
-
-    # Send only a part of each gradient to the drives: top_k:0.02 sends its largest
-    # elements, in 2 % of the dense bytes. Options may follow, separated by commas:
-    # warmup_steps=N, error_feedback=true, values=bfloat16 or float16, selection=exact.
-    # docs/compression.md shows the cost in quality.
-    compress: Annotated[str | None, shown("top_k:RATIO", "none")] = None
-
-    # Keep a moving average of the params in the store, with this decay: 0.999, by which
-    # the run is evaluated. Options may follow, separated by commas: start=N (the first
-    # step), every=N (steps), debias=true, form=bf16 (2 bytes a param, rounded
-    # stochastically). docs/integrations.md, "EMA of params", says how to read it.
-    ema: Annotated[str | None, shown("DECAY", "none")] = None
-
-    # Seed of the initial params, the batches and the sample.
-    seed: int = 0
-
-    # Dtype of activations and matrix products.
-    dtype: DTypeName = "float32"
-
-    # Dtype of the params on the JAX device. With bfloat16 the store has what is missing
-    # to their float32 master; in --mode memory they have no master.
-    param_dtype: DTypeName = "float32"
-
-    # A gradient with NaN or Inf: end the run before that step, or skip the batch.
-    nonfinite: Literal["error", "skip"] = "error"
-
-    # Directory for metrics.jsonl (a line for each step), validation.jsonl, config.json,
-    # config.toml.
-    log_dir: Annotated[
-        Path | None, shown("DIR", "STORE-log; runs/memory in --mode memory")
-    ] = None
-
-    # Steps between evaluations on the held-out data; 0 is at the end only. The step of
-    # the lowest loss is kept as a checkpoint named best, one more copy of the state.
-    eval_every: int = 0
-
-    # Batches of the held-out data in an evaluation, always the same: a number, or all.
-    eval_batches: Annotated[
-        EvalBatches,
-        shown("{INT,all}", "at most 64, fewer for a large model"),
-    ] = None
-
-    # Number of tokens to generate at the end; 0 is none.
-    sample_bytes: Annotated[
-        int | None, shown("INT", "200, fewer where that would take long")
-    ] = None
-
-    # What --from or --model-config names, as `check` has read it. No flag.
+    # What --from or --preset names, as `check` has read it. No flag.
     files: Annotated[ModelFiles | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
 
     # The number of classes, by the data. No flag.
@@ -203,6 +89,11 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
             assert self.files is not None, "check reads them"
             return self.files.config
         return MODELS[self.model].presets[self.preset]
+
+    @property
+    def model_file(self) -> Path | None:
+        """The config.json that `preset` names, or None."""
+        return Path(self.preset) if self.preset.endswith(".json") else None
 
     @property
     def task_name(self) -> TaskName:
@@ -235,6 +126,10 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     def adapters(self) -> Lora | None:
         """The adapters that `lora` names; a UsageError if it does not parse."""
         return _parsed("lora", self.lora, parse_lora)
+
+    @property
+    def lora_alpha(self) -> float:
+        return ALPHA if self.adapters is None else self.adapters.alpha
 
     @property
     def average(self) -> Average | None:

@@ -217,7 +217,6 @@ def _planned_store(config: TrainConfig) -> Iterator[tuple[TrainConfig, Store]]:
             config,
             store=Path(folder, "store"),
             csd_root=roots,
-            restore=None,
             device_updates=None,  # would try the device
         )
         with contextlib.closing(open_run(elsewhere, Devices(), {})) as store:

@@ -1,6 +1,6 @@
 """Evaluation on held-out data, its log, the best step so far, and a sample.
 
-Invariant: without --eval-batches the cost is bounded for any model size, and the result
+Invariant: but for --eval-only the cost is bounded for any model size, and the result
 is a pure function of params, data and seed. A new loss is compared with the loss of the
 existing checkpoint, which each later commit has, so none is replaced by a worse one.
 """
@@ -74,7 +74,7 @@ def best_of(store: Store | None, group: Group) -> Best:
 
     The commit that the checkpoint itself has cannot say it: then it is unknown, and an
     evaluation of the store finds it again. A commit that says nothing of it leaves it
-    unknown. Of a step that the run has left, as by --restore, nothing counts any more;
+    unknown. Of a step that the run has left, as by a restore, nothing counts any more;
     nor if processes of the group differ, of which some had replaced theirs when they
     were killed.
     """
@@ -141,9 +141,9 @@ class Evaluator:
         return Evaluation(float(loss / weight), float(correct / weight))
 
     def _num_batches(self) -> int:
-        asked, most = self._config.eval_batches, len(self._batches)
-        if asked is not None:
-            return most if asked == "all" else min(asked, most)
+        most = len(self._batches)
+        if self._config.eval_only:
+            return most
         size = num_params(self._config.model_config) * num_tokens(self._batches[0])
         fitting = min(max(_LOSS_BUDGET / size, _MIN_BATCHES), _MAX_BATCHES)
         return min(int(fitting), most)

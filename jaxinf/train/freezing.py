@@ -15,9 +15,8 @@ import optax
 
 from jaxinf import compat
 from jaxinf.command_line import UsageError
+from jaxinf.train.data.errors import shown_names
 from jaxinf.typing import DeferredArray, PyTree
-
-_MOST_NAMES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +76,6 @@ def check_source(frozen: Frozen, params: PyTree, source: Any) -> None:
 
 def names_of(params: PyTree) -> list[str]:
     return [_name(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
-
-
-def shown_names(names: list[str]) -> str:
-    """Returns the first few of many names, for people."""
-    shown = ", ".join(names[:_MOST_NAMES])
-    more = len(names) - _MOST_NAMES
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def train_others(

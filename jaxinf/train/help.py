@@ -1,6 +1,6 @@
 """The trainer's help: its flags in groups, and what other programs' names are here.
 
-Invariant: each flag is in a group.
+Invariant: each flag is in the group of the class that declares it.
 """
 
 import argparse
@@ -15,8 +15,9 @@ from typing import Any
 
 import tyro
 
-from jaxinf.command_line import UsageError
+from jaxinf.command_line import UsageError, flags_of
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.options import GROUPS
 
 PROGRAM = "python -m jaxinf.train"
 
@@ -25,55 +26,32 @@ _COMMON = (
     "mode memory"
 ).split()
 
-_GROUPS = {
-    "run": "config store steps epochs seed mode nonfinite dtype",
-    "data": "data validation tokenizer fields loss-on mask-rate batch-size seq-len",
-    "model": "model preset model-config from task freeze lora lora-alpha param-dtype",
-    "optimizer": "optimizer optimizer-args learning-rate schedule "
-    "warmup-steps clip-norm compress ema",
-    "memory and drives": "memory device-memory csd-root csd state "
-    "policy micro-batches remat device-updates replan",
-    "commits and checkpoints": "durability checkpoint-every restore export-to",
-    "several processes": "distributed elastic fsdp",
-    "output": "log-dir eval-every eval-batches eval-only sample-bytes tensorboard "
-    "wandb trace",
+_TITLES = [group.__doc__ for group in GROUPS]
+_OTHER_NAMES = {  # of other programs, and what to write instead
+    "lr": "--learning-rate",
+    "num-epochs num-train-epochs": "--epochs",
+    "max-steps num-steps max-iters": "--steps",
+    "gradient-accumulation-steps": "--micro-batches, the parts of a --batch-size",
+    "per-device-train-batch-size": "--batch-size, that of all devices together",
+    "output-dir out-dir": "--store for the state, --log-dir for logs",
+    "model-name-or-path": "--from DIR, or for new weights --model and --preset",
+    "dataset train-file": "--data PATH",
+    "max-length max-seq-length block-size": "--seq-len",
+    "weight-decay": "--optimizer-args weight_decay=0.1",
+    "lr-scheduler-type": "--schedule",
+    "max-grad-norm grad-clip": "--clip-norm",
+    "bf16 fp16": "--dtype bfloat16, for params --param-dtype, too",
+    "gradient-checkpointing remat": "--policy recompute",
+    "eval-steps eval-interval": "--eval-every",
+    "save-steps save-interval": "--checkpoint-every",
+    "resume resume-from-checkpoint": "--store alone, which resumes",
+    "restore": "jaxinf checkpoint restore STORE NAME before the run",
+    "report-to tensorboard wandb": "--track tensorboard or --track wandb",
+    "model-config": "--preset FILE.json",
+    "lora-alpha lora-r": "--lora RANK,alpha=A",
+    "num-processes nproc-per-node": "--distributed HOST:PORT,N,I",
+    "replan": "--elastic",
 }
-
-_OTHER_NAMES = """
-lr: --learning-rate
-num-epochs num-train-epochs max-epochs: --epochs
-max-steps num-steps num-train-steps max-iters: --steps
-gradient-accumulation-steps grad-accum: --micro-batches, the parts of a --batch-size
-per-device-train-batch-size train-batch-size: --batch-size, that of all devices together
-output-dir out-dir output: --store for the state, --log-dir for logs
-model-name-or-path model-name: --from DIR, or for new weights --model and --preset
-tokenizer-name: --tokenizer DIR
-dataset dataset-name train-file: --data PATH
-validation-file eval-file: --validation PATH
-validation-split-percentage validation-fraction: --validation 0.1
-max-seq-length max-seq-len max-length block-size: --seq-len
-optim: --optimizer
-weight-decay: --optimizer-args weight_decay=0.1
-momentum: --optimizer-args momentum=0.9
-adam-beta1 adam-beta2 adam-epsilon: --optimizer-args b1=0.9 b2=0.999 eps=1e-8
-lr-scheduler-type lr-scheduler scheduler: --schedule
-warmup warmup-ratio num-warmup-steps: --warmup-steps N
-max-grad-norm grad-clip: --clip-norm
-bf16 fp16 mixed-precision precision: --dtype bfloat16, for params --param-dtype, too
-gradient-checkpointing: --remat
-eval-steps eval-interval: --eval-every
-save-steps save-interval save-total-limit export-every: --checkpoint-every
-resume resume-from-checkpoint: --store alone, which resumes, or --restore NAME
-logging-dir: --log-dir, where metrics.jsonl has each step
-report-to: --tensorboard DIR or --wandb PROJECT
-lora-r lora-rank: --lora RANK
-deepspeed: --mode update, with the optimizer's state on drives, or --mode stream
-coordinator num-processes process-id nproc-per-node: --distributed HOST:PORT,N,I
-state-tier: --memory, what fits stays
-dry-run: jaxinf plan with the other flags
-do-eval: --eval-only
-"""
-"""Flags of other programs, and what to write instead."""
 
 
 def check_names(words: Sequence[str]) -> None:
@@ -83,9 +61,9 @@ def check_names(words: Sequence[str]) -> None:
       UsageError: says what to write instead.
     """
     advice = {
-        f"--{name}": line.partition(": ")[2]
-        for line in _OTHER_NAMES.strip().splitlines()
-        for name in line.partition(": ")[0].split()
+        f"--{name}": advice
+        for names, advice in _OTHER_NAMES.items()
+        for name in names.split()
     }
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
@@ -123,15 +101,17 @@ def make_parser(prog: str = PROGRAM, own: type[Any] | None = None) -> Any:
     """
     parser, flags = _parser_of(TrainConfig, prog)
     parser._action_groups = []
-    groups = {title: names.split() for title, names in _GROUPS.items()}
+    named = {flag.field.name: flags[flag.name] for flag in flags_of(TrainConfig)}
+    groups = {
+        str(group.__doc__): [named[field] for field in group.__annotations__]
+        for group in GROUPS
+    }
     if own is not None:
         of_command, own_flags = _parser_of(own, prog, tyro.conf.FlagCreatePairsOff)
         parser.description = of_command.description
-        groups, flags = {prog.split()[-1]: [*own_flags], **groups}, flags | own_flags
-    for title, names in groups.items():
-        group = parser.add_argument_group(title)
-        group._group_actions = [flags.pop(name) for name in names]
-    assert not flags, f"without a group: {flags}"
+        groups = {prog.split()[-1]: [*own_flags.values()], **groups}
+    for title, actions in groups.items():
+        parser.add_argument_group(title)._group_actions = actions
     return parser
 
 
@@ -161,7 +141,7 @@ def help_of(
         lines.add_text(text)
     for group in parser._action_groups:
         actions = group._group_actions
-        if group.title in _GROUPS and not is_all:
+        if group.title in _TITLES and not is_all:
             actions = [x for x in actions if x.option_strings[0][2:] in _COMMON]
         lines.start_section(group.title)
         lines.add_arguments(actions)

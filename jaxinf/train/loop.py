@@ -47,12 +47,12 @@ from jaxinf.train.schedules import learning_rates, resolved_settings
 from jaxinf.train.signals import stop_number, stop_requests
 from jaxinf.train.streamed import streamed
 from jaxinf.train.timing import StepTimer, rss_bytes
-from jaxinf.train.trackers import Trackers, check_trackers
+from jaxinf.train.trackers import check_tracker, tracker
 
 _TIMEOUT_S = 600.0  # for a process that is behind the others
 # What --eval-only does not write.
 _LEFT_OUT: Mapping[str, Any] = {
-    **dict.fromkeys(("tensorboard", "wandb", "trace", "export_to")),
+    **dict.fromkeys(("track", "trace", "export_to")),
     "eval_every": 0,
 }
 
@@ -76,7 +76,7 @@ def train(
     """
     config = check(config)
     check_optimizer(config)
-    check_trackers(config)
+    check_tracker(config)
     console = console or make_console(soft_wrap=True)
     run_file, kept = text_of_run(config), kept_in_store(config)
     group = Group("train")
@@ -178,26 +178,25 @@ class _Run:
         return near_storage(config, store, devices)
 
     def _open_logs(self) -> None:
-        logs, trackers = self._config.logs, Trackers(self._config)
-        closed = self._stack.callback
+        logs, closed = self._config.logs, self._stack.callback
         logs.mkdir(parents=True, exist_ok=True)
-        self._trackers = self._stack.enter_context(trackers)
+        is_first = self._group.number == 0
+        place = logs if self._group.is_alone else logs.parent
+        own = (
+            self._config if is_first else dataclasses.replace(self._config, track=None)
+        )
+        self._track = tracker(own, place, self.step, self._stack)
         self._validation = JsonLines(logs / "validation.jsonl", self.step, first=0)
         closed(self._validation.close)
-
-        def tracked(log_dir: Path) -> MetricsLog:
-            log = MetricsLog(log_dir, self.step, trackers.begin, trackers.send)
-            closed(log.close)
-            return log
-
         self._sums = None  # of all processes, which the first one writes
         if self._group.is_alone:
-            self._metrics = tracked(logs)
+            self._metrics = MetricsLog(logs, self.step, self._track)
         else:
             self._metrics = MetricsLog(logs, self.step)
-            closed(self._metrics.close)
-            if self._group.number == 0:
-                self._sums = tracked(logs.parent)
+            if is_first:
+                self._sums = MetricsLog(logs.parent, self.step, self._track)
+                closed(self._sums.close)
+        closed(self._metrics.close)
         self._timer = StepTimer(self._config, self.step)
         closed(self._timer.close)
         self._best = best_of(self._store, self._group)
@@ -321,7 +320,7 @@ class _Run:
             committed = self._num_updates if self._store else 0
             line = found.line(self.step, committed)
             self._validation.write(self.step, line)
-            self._trackers.send(json.loads(line), "held_out/")
+            self._track(json.loads(line), "held_out/")
         best = Best(self._num_updates, found.loss)
         if self._best == Best(best.step, None) and math.isfinite(found.loss):
             self._best = best

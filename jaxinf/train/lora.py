@@ -9,9 +9,11 @@ Invariant: a layer's adapter is applied to its input, so no step makes A @ B, or
   gradient of W.
 """
 
+import contextlib
 import dataclasses
 import fnmatch
 import functools
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +24,13 @@ from flax import nnx
 
 from jaxinf.command_line import UsageError
 from jaxinf.exchange import LORA_A, LORA_B
-from jaxinf.train.freezing import Frozen, names_of, shown_names
+from jaxinf.train.data.errors import shown_names
+from jaxinf.train.freezing import Frozen, names_of
 from jaxinf.typing import PyTree
 
 ALPHA = 16.0
 """Adapters are scaled by this over their rank, so that one rate suits all ranks, unless
-``--lora-alpha`` is another."""
+``--lora`` names another."""
 
 _ATTENTION = ("*/attn/*", "*/cross/*")
 _HEADS = ("score/*", "classifier/*", "head/pooler/*", "head/classifier/*")
@@ -40,10 +43,12 @@ class Lora:
 
     Attributes:
       patterns: of the matrices' paths; by default those of attention.
+      alpha: their scale, times the rank.
     """
 
     rank: int
     patterns: tuple[str, ...] = _ATTENTION
+    alpha: float = ALPHA
 
     def takes(self, path: str, leaf: Any) -> bool:
         """Whether the leaf of a path is a layer's matrix and has an adapter."""
@@ -87,18 +92,21 @@ def _matches(path: str, patterns: tuple[str, ...]) -> bool:
 
 
 def parse_lora(text: str) -> Lora:
-    """Reads ``RANK`` or ``RANK:PATTERN``.
+    """Reads ``RANK`` or ``RANK:PATTERN``, and ``,alpha=A`` behind it.
 
     Raises:
       ValueError: it is neither.
     """
-    rank, separator, pattern = text.partition(":")
-    if not rank.isdecimal() or not int(rank) or (separator and not pattern):
-        raise ValueError(
-            f"{text!r}: expected a rank from 1 on, and after a colon a pattern of "
-            "matrices, such as 8 or '8:*/mlp/*'"
-        )
-    return Lora(int(rank), (pattern,) if separator else _ATTENTION)
+    given, _, scale = text.partition(",alpha=")
+    rank, separator, pattern = given.partition(":")
+    with contextlib.suppress(ValueError):
+        alpha, patterns = float(scale or ALPHA), (pattern,) if separator else _ATTENTION
+        if int(rank) > 0 and 0 < alpha < math.inf and all(patterns):
+            return Lora(int(rank), patterns, alpha)
+    raise ValueError(
+        f"{text!r}: expected a rank from 1 on, and after a colon a pattern of "
+        "matrices, such as 8, '8:*/mlp/*' or 8,alpha=32"
+    )
 
 
 def check_lora(lora: Lora, params: PyTree, model: str) -> None:

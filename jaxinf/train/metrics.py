@@ -124,7 +124,6 @@ class MetricsLog:
     Args:
       log_dir: the log directory; made if it does not exist.
       step: the last committed step; the file is continued after it.
-      begin: called with the file and its last step, before a line is written.
       wrote: called with each line that is written.
     """
 
@@ -132,8 +131,7 @@ class MetricsLog:
         self,
         log_dir: Path,
         step: int,
-        begin: Callable[[Path, int], None] = lambda path, step: None,
-        wrote: Callable[[Mapping[str, Any]], None] = lambda _: None,
+        wrote: Callable[[Mapping[str, Any]], None] = lambda line: None,
     ) -> None:
         self._wrote = wrote
         self._held: tuple[StepLine, Costs] | None = None
@@ -141,7 +139,6 @@ class MetricsLog:
         self._last, path = log_dir / "metrics.last.json", log_dir / "metrics.jsonl"
         is_continued = path.exists()
         self._lines = JsonLines(path, step)
-        begin(path, self._lines.last_step)
         if is_continued:  # lacks the last lines of a killed run
             waiting = _waiting_line(self._last)
             for number in range(self._lines.last_step + 1, step + 1):

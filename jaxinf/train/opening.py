@@ -57,7 +57,6 @@ def open_run(
             csd=config.csd,
             memory_bytes=memory_bytes,
             durability=config.durability,
-            restore=config.restore,
             state=config.state,
             keep_steps=(0, _NUM_KEPT) if config.checkpoint_every else None,
             export_every=config.checkpoint_every if config.export_to else None,
@@ -88,9 +87,8 @@ def begin(config: TrainConfig, store: Store, make: Callable[[], _Made]) -> _Made
         raise StoreMismatchError(
             f"{store.path}: the store was made with "
             f"{describe_architecture(theirs)}, this command has "
-            f"{describe_architecture(ours)}; give the --from, the --model-config, "
-            "or the --model, --preset, --task and --lora that made it, or another "
-            "--store"
+            f"{describe_architecture(ours)}; give the --from, or the --model, "
+            "--preset, --task and --lora that made it, or another --store"
         )
     with refused_as_usage():
         made = make()

@@ -1,26 +1,39 @@
-"""The options on the command line about a run, its store, streaming and processes.
+"""The trainer's flags, in groups.
 
-Invariant: a field exists only if it works.
+Invariant: a field exists only if it works. The comment above a field is its text in
+``--help``, and a class is a group there, by the first line of its docstring.
 """
 
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import tyro
+from jaxinf_models import TaskName
 
 from jaxinf.engine import Durability
 from jaxinf.store import StateFormat
 from jaxinf.streaming import DeviceUpdates, Policy
 from jaxinf.terminal import exact_bytes, parse_bytes
-from jaxinf.train.data.options import shown
 
 MOST_TRACED = 100
 """Steps in a trace, whose spans are kept in memory."""
 
+HELD_OUT_SHARE = 0.05
 
-def spec(
+ModelName: TypeAlias = Literal["gpt2", "bert", "t5", "vit", "bloom", "llama"]
+DTypeName: TypeAlias = Literal["float32", "bfloat16"]
+ScheduleName: TypeAlias = Literal["constant", "cosine", "linear", "wsd"]
+
+
+def _shown(metavar: str, default: str, *, name: str | None = None) -> Any:
+    """Sets texts that `--help` shows, and a flag's name if it is not the field's."""
+    hint = f"(default: {default})"
+    return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=hint)
+
+
+def _word(
     metavar: str,
     parse: Callable[[str], Any],
     say: Callable[[Any], str] = str,
@@ -87,118 +100,221 @@ def _parse_launch(text: str) -> Launch | None:
     return Launch(address, *map(int, numbers))
 
 
-_MEMORY = spec("BYTES", _parse_memory, exact_bytes)
-_DEVICE_UPDATES = spec(
+_MEMORY = _word("BYTES", _parse_memory, exact_bytes)
+_DEVICE_UPDATES = _word(
     "{INT,auto,none,kept}",
     _parse_device_updates,
     lambda value: "kept" if value is None else str(value),
 )
-_LAUNCH = spec("[HOST:PORT,N,I]", _parse_launch, nargs=(0, 1))
-_TRACE = spec(
+_LAUNCH = _word("[HOST:PORT,N,I]", _parse_launch, nargs=(0, 1))
+_TRACE = _word(
     "[FIRST:LAST]", _parse_trace, lambda value: "{}:{}".format(*value), nargs=(0, 1)
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Where a run is, how long it is, and where its state and params are."""
+    """run"""
 
     # A file in TOML with flags of the run, without --: batch-size = 16. Flags win.
-    run_file: Annotated[Path | None, shown("FILE", "none", name="config")] = None
-
-    # Record what each thread, drive and JAX device does in steps FIRST to LAST, by
-    # default three early ones, as LOG_DIR/trace.json, which ui.perfetto.dev opens.
-    trace: Annotated[tuple[int, int] | None, _TRACE, shown("[FIRST:LAST]", "none")] = (
-        None
-    )
-
-    # Also write the numbers of each step, and those of evaluations, for TensorBoard.
-    tensorboard: Annotated[Path | None, shown("DIR", "none")] = None
-
-    # Send them to this project of Weights & Biases; WANDB_MODE=offline keeps them in
-    # the log directory.
-    wandb: Annotated[str | None, shown("PROJECT", "none")] = None
+    run_file: Annotated[Path | None, _shown("FILE", "none", name="config")] = None
 
     # Directory of the store: a new one, or the store of a run to resume.
-    store: Annotated[Path | None, shown("DIR", "none; --mode update needs it")] = None
+    store: Annotated[Path | None, _shown("DIR", "none; --mode update needs it")] = None
 
     # Train up to this number of batches in all, including those of earlier runs.
     steps: int = 1000
 
     # Train on each row of the data so many times, in place of --steps.
-    epochs: Annotated[float | None, shown("NUMBER", "by --steps")] = None
+    epochs: Annotated[float | None, _shown("NUMBER", "by --steps")] = None
 
-    # Evaluate what is in the store, or in --mode memory what --from names, and stop.
-    eval_only: bool = False
+    # Seed of the initial params, the batches and the sample.
+    seed: int = 0
 
     # update: the optimizer's state is in the store and is updated beside the drive.
     # stream: params are in the store, too, and pass through --memory bytes. memory:
     # plain optax with all state in memory, the baseline; nothing is kept.
     mode: Literal["update", "stream", "memory"] = "update"
 
-    # Host memory, such as 4GiB. In --mode update: of the buffers through which state
-    # passes, with cards of each card. In --mode stream: of all but the process itself.
-    memory: Annotated[
-        int | None, _MEMORY, shown("BYTES", "512MiB; --mode stream needs it")
-    ] = None
+    # A gradient with NaN or Inf: end the run before that step, or skip the batch.
+    nonfinite: Literal["error", "skip"] = "error"
+
+    # Dtype of activations and matrix products.
+    dtype: DTypeName = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
-class StoreOptions:
-    """The store: its drives, what updates it, its formats, commits and checkpoints."""
+class DataOptions:
+    """data"""
+
+    # The training data: text files, JSON lines, Parquet, folders of these, quoted
+    # globs; images in a folder for each class. docs/training.md describes each.
+    data: Annotated[
+        tuple[str, ...], _shown("PATH...", "Python's standard library sources")
+    ] = ()
+
+    # The validation data, or the share of --data to hold out: 0.1.
+    validation: Annotated[
+        tuple[str, ...],
+        _shown("PATH...|SHARE", "the validation split of --data, or 0.05 of it"),
+    ] = ()
+
+    # A Hugging Face folder with a tokenizer; without it every byte is a token.
+    tokenizer: Annotated[Path | None, _shown("DIR", "bytes")] = None
+
+    # Fields of records under other names, as OURS=YOURS,...: ours are text; prompt and
+    # response; messages and tools; label, a class's number or name; and text_pair.
+    # Alpaca's and ShareGPT's fields are known.
+    fields: Annotated[str, _shown("OURS=YOURS,...", "our names")] = ""
+
+    # With prompts and responses, or messages: learn the answers alone, or all text.
+    loss_on: Literal["answers", "all"] = "answers"
+
+    # Sequences or images in a step.
+    batch_size: int = 8
+
+    # Tokens in a sequence; without a --tokenizer a token is a byte.
+    seq_len: Annotated[
+        int | None,
+        _shown("INT", "64; with --from the longest example, at most 1024"),
+    ] = None
+
+    @property
+    def held_out_share(self) -> float | None:
+        """The share of `data` to hold out; None if `validation` names files."""
+        if not self.validation:
+            return HELD_OUT_SHARE
+        try:
+            return float(*self.validation)
+        except (TypeError, ValueError):
+            return None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """model"""
+
+    # The architecture.
+    model: ModelName = "gpt2"
+
+    # The model's size: a preset of the architecture, or in place of --model a file in
+    # the form of Hugging Face's config.json (docs/models.md). For gpt2: nano has 0.9 M
+    # params, small 124 M, medium 355 M, large 774 M and xl 1558 M.
+    preset: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "nano"
+
+    # Start from the weights in a Hugging Face checkpoint folder, in place of --model
+    # and --preset. With --steps 0 they are imported, and nothing is trained.
+    source: Annotated[Path | None, _shown("DIR", "new weights", name="from")] = None
+
+    # The task: predict the next token, masked tokens, an answer to a text, or a class.
+    task: Annotated[
+        TaskName | None,
+        _shown("{causal-lm,masked-lm,seq2seq,classification}", "the model's"),
+    ] = None
+
+    # Leaves of the model that stay as they are, and have no state: patterns of their
+    # paths, such as wte or 'h[0-5]/*', where * stands for any text.
+    freeze: Annotated[tuple[str, ...], _shown("PATTERN...", "none")] = ()
+
+    # Train adapters of this rank beside matrices (LoRA), and leave all else as it is,
+    # but for a head of classes: 8 for those of attention, or with a pattern of the
+    # matrices' paths, '8:h*/mlp/*'. They are scaled by 16 over the rank, or by another
+    # number: 8,alpha=32.
+    lora: Annotated[str | None, _shown("RANK[:PATTERN][,alpha=A]", "none")] = None
+
+    # Dtype of the params on the JAX device. With bfloat16 the store has what is missing
+    # to their float32 master; in --mode memory they have no master.
+    param_dtype: DTypeName = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerOptions:
+    """optimizer"""
+
+    # The name of an optimizer of optax or optax.contrib that can run near storage
+    # (docs/optimizers.md); --mode memory takes the others, too.
+    optimizer: Annotated[str, tyro.conf.arg(metavar="NAME")] = "adamw"
+
+    # Arguments of that optimizer, such as weight_decay=0.01 b2=0.95 mu_dtype=bfloat16.
+    # For adamw and lion weight_decay is 0.1, with --from 0.
+    optimizer_args: Annotated[tuple[str, ...], _shown("KEY=VALUE...", "optax's")] = ()
+
+    # Peak learning rate. Required for optimizers other than adam and adamw.
+    learning_rate: Annotated[
+        float | None,
+        _shown(
+            "RATE",
+            "by size: 2e-3 nano, 6e-4 at 124 M, 2e-4 at 1.5 B params; with --from a "
+            "tenth",
+        ),
+    ] = None
+
+    # The learning rate after the warm-up: constant; falling as a cosine to a tenth at
+    # --steps; falling linearly to 0 there; or wsd, falling so in the last fifth of
+    # --steps alone. A constant run may be extended later, and end with wsd.
+    schedule: ScheduleName = "constant"
+
+    # Steps in which the learning rate rises linearly to its peak.
+    warmup_steps: Annotated[int | None, _shown("INT", "50; 30 with --from")] = None
+
+    # Clip gradients to this global norm, for which updates wait; 0 is off.
+    clip_norm: float = 1.0
+
+    # Send only a part of each gradient to the drives: top_k:0.02 sends its largest
+    # elements, in 2 % of the dense bytes. Options may follow, separated by commas:
+    # warmup_steps=N, error_feedback=true, values=bfloat16 or float16, selection=exact.
+    # docs/compression.md shows the cost in quality.
+    compress: Annotated[str | None, _shown("top_k:RATIO", "none")] = None
+
+    # Keep a moving average of the params in the store, with this decay: 0.999, by which
+    # the run is evaluated. Options may follow, separated by commas: start=N (the first
+    # step), every=N (steps), debias=true, form=bf16 (2 bytes a param, rounded
+    # stochastically). docs/integrations.md, "EMA of params", says how to read it.
+    ema: Annotated[str | None, _shown("DECAY", "none")] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryOptions:
+    """memory and drives"""
+
+    # Host memory, such as 4GiB. In --mode update: of the buffers through which state
+    # passes, with cards of each card. In --mode stream: of all but the process itself.
+    memory: Annotated[
+        int | None, _MEMORY, _shown("BYTES", "512MiB; --mode stream needs it")
+    ] = None
+
+    # For --mode stream: memory of the JAX device for params, activations and
+    # temporaries; on a CPU the part of --memory for them.
+    device_memory: Annotated[int | None, _MEMORY, _shown("BYTES", "what is free")] = (
+        None
+    )
 
     # A mounted drive to spread a new store's chunks over; repeat it for more drives.
     csd_root: Annotated[
-        tyro.conf.UseAppendAction[tuple[Path, ...]], shown("DIR", "the store itself")
+        tyro.conf.UseAppendAction[tuple[Path, ...]], _shown("DIR", "the store itself")
     ] = ()
 
     # The processor that updates the chunks: host, the CPU; smartssd, the card beside
     # the drive; emulated, an emulated card; with options (docs/cards.md).
-    csd: Annotated[str, shown("host|smartssd|emulated", "host")] = "host"
-
-    # Steps to commit: every step (step), every n-th one (a number), or checkpoints
-    # alone (checkpoint). A crash loses the steps since the last commit.
-    durability: Annotated[Durability, shown("{step,INT,checkpoint}", "step")] = "step"
+    csd: Annotated[str, _shown("host|smartssd|emulated", "host")] = "host"
 
     # Format of the optimizer's float32 state in a new store: fp32, bfloat16 with
     # stochastic rounding, or 8 bits with a scale for each 256 elements.
     state: Annotated[
-        StateFormat | None, shown("{fp32,bf16,int8}", "fp32, or what the store has")
+        StateFormat | None, _shown("{fp32,bf16,int8}", "fp32, or what the store has")
     ] = None
 
-    # Steps between checkpoints in STORE/checkpoints, and one at the end; 0 is none. The
-    # last three are kept, each in the space of one more copy of the state.
-    checkpoint_every: int = 0
-
-    # Export these steps beside training: a URL of file://, gs:// or s3://, with a
-    # folder for each. One that is due while another is under way is skipped. If an
-    # export fails, training goes on, and the exit status is 3.
-    export_to: Annotated[str | None, shown("URL", "none")] = None
-
-    # Continue from this checkpoint of the store, given by name.
-    restore: Annotated[str | None, shown("NAME", "none: go on where the run is")] = None
-
-
-@dataclasses.dataclass(frozen=True)
-class StreamOptions:
-    """How ``--mode stream`` divides a step and the memory."""
-
-    # For --mode stream: memory of the JAX device for params, activations and
-    # temporaries; on a CPU the part of --memory for them.
-    device_memory: Annotated[int | None, _MEMORY, shown("BYTES", "what is free")] = None
-
-    # For --mode stream. recompute: activations are computed again for the backward
-    # pass. keep: they stay in memory. offload: those that --memory has no room for are
-    # on the drive meanwhile. plan: the same as offload. The bits are the same.
-    policy: Policy = "recompute"
+    # Activations. recompute: they are computed again for the backward pass. keep: they
+    # stay in memory. For --mode stream, offload: those that --memory has no room for
+    # are on the drive meanwhile; plan: the same as offload.
+    policy: Annotated[
+        Policy | None,
+        _shown("{recompute,keep,offload,plan}", "keep; recompute in --mode stream"),
+    ] = None
 
     # Gradient accumulation: parts of a batch that run one after another, so that
     # activations take the memory of a part; each learned token counts alike.
     micro_batches: int = 1
-
-    # Compute a layer's activations again in the backward pass, and do not keep them. In
-    # --mode stream --policy says that.
-    remat: bool = False
 
     # For --mode stream: the JAX device computes the updates of every so many parts of
     # the optimizer's state, and the host the others. auto: as many as save time, as was
@@ -206,29 +322,89 @@ class StreamOptions:
     device_updates: Annotated[
         DeviceUpdates,
         _DEVICE_UPDATES,
-        shown("{INT,auto,none}", "as in the store's last step, or none"),
+        _shown("{INT,auto,none}", "as in the store's last step, or none"),
     ] = None
 
-    # For --mode stream: replace a plan kept in the store that does not fit --memory, or
-    # go on with another --device-updates.
-    replan: bool = False
+
+@dataclasses.dataclass(frozen=True)
+class CommitOptions:
+    """commits and checkpoints"""
+
+    # Steps to commit: every step (step), every n-th one (a number), or checkpoints
+    # alone (checkpoint). A crash loses the steps since the last commit.
+    durability: Annotated[Durability, _shown("{step,INT,checkpoint}", "step")] = "step"
+
+    # Steps between checkpoints in STORE/checkpoints, and one at the end; 0 is none. The
+    # last three are kept, each in the space of one more copy of the state. A run goes
+    # on from one after: jaxinf checkpoint restore STORE NAME.
+    checkpoint_every: int = 0
+
+    # Export these steps beside training: a URL of file://, gs:// or s3://, with a
+    # folder for each. One that is due while another is under way is skipped. If an
+    # export fails, training goes on, and the exit status is 3.
+    export_to: Annotated[str | None, _shown("URL", "none")] = None
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessOptions:
-    """Several processes that train together."""
+    """several processes"""
 
     # One of several processes of a run. SLURM, Open MPI and Kubernetes say which;
     # elsewhere give the address of process 0, which coordinates, the number of
     # processes, and that of this one, from 0: 10.0.0.1:1234,4,0.
     distributed: Annotated[
-        Launch | None, _LAUNCH, shown("[HOST:PORT,N,I]", "one process")
+        Launch | None, _LAUNCH, _shown("[HOST:PORT,N,I]", "one process")
     ] = None
 
-    # Divide the store among the processes of this run, if it is among another number.
+    # Go on with what this start has: divide the store among its processes and devices,
+    # and replace a kept plan of --mode stream that does not fit its --memory, its
+    # devices or its --device-updates. Bits may differ from then on.
     elastic: bool = False
 
     # For --distributed: params are sharded over all devices, each on its longest
     # dimension that they divide. Without it they are replicated, and only the
     # optimizer's state is divided.
     fsdp: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputOptions:
+    """output"""
+
+    # Directory for metrics.jsonl (a line for each step), validation.jsonl, config.json,
+    # config.toml.
+    log_dir: Annotated[
+        Path | None, _shown("DIR", "STORE-log; runs/memory in --mode memory")
+    ] = None
+
+    # Steps between evaluations on at most 64 batches of the held-out data, always the
+    # same; 0 is at the end only. The step of the lowest loss is kept as a checkpoint
+    # named best, one more copy of the state.
+    eval_every: int = 0
+
+    # Evaluate what is in the store, or in --mode memory what --from names, on all of
+    # the held-out data, and stop.
+    eval_only: bool = False
+
+    # Number of tokens to generate at the end; 0 is none.
+    sample_bytes: Annotated[
+        int | None, _shown("INT", "200, fewer where that would take long")
+    ] = None
+
+    # Also show the numbers of steps and evaluations in TensorBoard, from the log
+    # directory, or in Weights & Biases, in the project of WANDB_PROJECT.
+    track: Annotated[
+        Literal["tensorboard", "wandb"] | None, _shown("{tensorboard,wandb}", "none")
+    ] = None
+
+    # Record what each thread, drive and JAX device does in steps FIRST to LAST, by
+    # default three early ones, as LOG_DIR/trace.json, which ui.perfetto.dev opens.
+    trace: Annotated[tuple[int, int] | None, _TRACE, _shown("[FIRST:LAST]", "none")] = (
+        None
+    )
+
+
+GROUPS = (
+    *(RunOptions, DataOptions, ModelOptions, OptimizerOptions, MemoryOptions),
+    *(CommitOptions, ProcessOptions, OutputOptions),
+)

@@ -16,7 +16,6 @@ from jaxinf.processes import Group
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches, batch_checksum
 from jaxinf.train.data.rows import TrainingData
-from jaxinf.train.lora import ALPHA
 from jaxinf.train.schedules import resolved_settings
 from jaxinf.typing import JsonValue
 
@@ -26,10 +25,9 @@ _LOADER_VERSION = importlib.metadata.version(_LOADER)
 
 # Settings that decide batches, shapes or numbers: a run may not change them.
 _FIXED = ("seed", "batch_size", "seq_len", "model", "preset", "dtype", "param_dtype")
-_FIXED += ("task", "num_labels", "mask_rate", "optimizer", "compress", "freeze")
-_FIXED += ("lora", "lora_alpha")
+_FIXED += ("task", "num_labels", "optimizer", "compress", "freeze", "lora")
 # Of runs that do not say it.
-_BEFORE: Mapping[str, JsonValue] = {"freeze": [], "lora": None, "lora_alpha": ALPHA}
+_BEFORE: Mapping[str, JsonValue] = {"freeze": [], "lora": None}
 # Settings that a user may change in a run; a change is reported.
 _FREE = ("learning_rate", "weight_decay", "schedule", "warmup_steps")
 _FREE += ("clip_norm", "nonfinite", "optimizer_args")
@@ -67,6 +65,8 @@ def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
 def identity_of(config: TrainConfig, data: TrainingData) -> dict[str, Any]:
     """Returns what the payloads of all later steps have in common."""
     settings = config.to_json() | resolved_settings(config)
+    if config.model_file is not None:  # may move; its fields count
+        settings["preset"] = TrainConfig.preset
     names = (*_FIXED, *_FREE, "steps")
     own = {"data": data.identity, "settings": {name: settings[name] for name in names}}
     return first_payload(config) | own
@@ -191,7 +191,7 @@ def _other_fields(
         return []
     flag = "--model and --preset"
     if config.source or config.model_file:
-        flag = "--from" if config.source else "--model-config"
+        flag = "--from" if config.source else "--preset"
     theirs, ours = held["architecture"]["fields"], own["architecture"]["fields"]
     return [
         f"{flag}: {name} of the run's model is {theirs.get(name)}, of this command's "

@@ -28,34 +28,33 @@ from jaxinf.errors import JaxinfError
 from jaxinf.store import find_members, is_run, look_at_store
 from jaxinf.train.checks import ONLY_IN
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.freezing import shown_names
 from jaxinf.train.resume import MADE_BY
 from jaxinf.typing import JsonValue
 
-NOT_IN_FILES = ("config", "restore", "trace", "eval-only")
+NOT_IN_FILES = ("config", "trace", "eval-only")
 """Flags of one start of a run, not of the run."""
 
 _KEPT = {
-    *"data validation tokenizer fields loss-on mask-rate batch-size seq-len".split(),
-    *"model preset model-config from task freeze lora lora-alpha dtype".split(),
-    *"param-dtype optimizer optimizer-args learning-rate schedule".split(),
-    *"warmup-steps clip-norm compress ema seed steps epochs mode nonfinite".split(),
-    *"memory device-memory policy micro-batches remat durability".split(),
-    *"checkpoint-every eval-every eval-batches sample-bytes".split(),
+    *"data validation tokenizer fields loss-on batch-size seq-len model preset".split(),
+    *"from task freeze lora dtype param-dtype optimizer optimizer-args".split(),
+    *"learning-rate schedule warmup-steps clip-norm compress ema seed steps".split(),
+    *"epochs mode nonfinite memory device-memory policy micro-batches".split(),
+    *"durability checkpoint-every eval-every sample-bytes".split(),
 }
-_ASKED_AGAIN = ("log-dir", "export-to", "tensorboard", "wandb", "csd", "fsdp")
+_ASKED_AGAIN = ("log-dir", "export-to", "track", "csd", "fsdp")
 _INSTEAD = {  # a flag takes the place of others
     "steps": ("epochs",),
     "epochs": ("steps",),
-    "from": ("model", "preset", "model-config"),
-    "model-config": ("model", "preset", "from"),
-    **dict.fromkeys(("model", "preset"), ("model-config", "from")),
+    "from": ("model", "preset"),
+    "model": ("from", "preset"),
+    "preset": ("from",),
 }
 _THE_RUN = {  # who gives one of these says what the run is
-    *"data validation tokenizer model preset model-config from task".split(),
+    *"data validation tokenizer model preset from task".split(),
     *"batch-size seq-len optimizer lora freeze".split(),
 }
-_PLACES = ("data", "validation", "tokenizer", "from", "model-config")  # that are read
+_PLACES = ("data", "validation", "tokenizer", "from")  # that are read
+_MOST_NAMES = 8
 _MOST_BYTES = 1 << 20
 _MOST_CHARS = 4096  # of a text
 _MOST_KEPT_BYTES = 16 << 10  # of a setting, as each commit writes it
@@ -90,19 +89,14 @@ def base_of(
         return _of_store(store, payload.get("run_had"), held, names, given)
     if payload.get("made_by") != MADE_BY or names & _THE_RUN:
         return None, problem
-    log = given.logs / "config.toml"  # of an earlier version's run
-    if not log.is_file():
-        raise UsageError(
-            f"{store}: expected the settings of its run in its last commit or in {log},"
-            " found none; give --config FILE, or its own --data, --model and all others"
-        )
-    held = {key.replace("_", "-"): value for key, value in _document(log).items()}
-    kept = {name: value for name, value in held.items() if name in _KEPT}
-    return _of_store(str(log), [*held], kept, names, given)
+    raise UsageError(
+        f"{store}: expected the settings of its run in its last commit, found none; "
+        "give --config FILE, or its own --data, --model and all others"
+    )
 
 
 def _of_store(
-    where: str,
+    store: str,
     asked: Any,
     held: Mapping[str, Any],
     names: set[str],
@@ -113,7 +107,7 @@ def _of_store(
     lost = {n: f"--{n}" for n in sorted(_KEPT - {*document}) if n in had}
     if listed := [*_left(lost, names, given).values()]:
         raise UsageError(
-            f"{where}: the run had {shown_names(listed)}, which no commit keeps: it is "
+            f"{store}: the run had {_briefly(listed)}, which no commit keeps: it is "
             "too long, or JSON has no form for it; give it again. A pattern in quotes, "
             "as --data 'corpus/*.txt', is kept"
         )
@@ -124,34 +118,39 @@ def _of_store(
                 values[name] = _read(flag, document[name])
             except ValueError as error:
                 raise UsageError(
-                    f"{where}: settings of the run: {error}; give "
-                    f"--{name} to replace it"
+                    f"{store}: settings of the run: {error}; give --{name} to replace "
+                    "it"
                 ) from error
     left = _left(values, names, given)
-    no_mode = [n for n in left if "mode" in names and given.mode not in _modes(n)]
+    modes = {n: _modes(n, v) for n, v in left.items() if "mode" in names}
+    no_mode = [name for name, these in modes.items() if given.mode not in these]
     left = {name: value for name, value in left.items() if name not in no_mode}
-    own = _settings(given)
-    other = [n for n in sorted(names & _KEPT) if own.get(n) != document.get(n)]
+    config, own = _config(left), _settings(given)
+    read = {n: left.get(n) for n in _PLACES} | {"preset": config.model_file}
     found = {
-        "flags change": [f"--{name}" for name in other],
+        "flags change": [
+            f"--{n}" for n in sorted(names & _KEPT) if own.get(n) != document.get(n)
+        ],
         f"--mode {given.mode} has no": [f"--{name}" for name in no_mode],
-        "it reads": [f"--{n} {_briefly(left[n])}" for n in _PLACES if left.get(n)],
+        "it reads": [f"--{n} {_briefly(value)}" for n, value in read.items() if value],
         "give again, if you want them": [
             f"--{n}" for n in _ASKED_AGAIN if n in had and n not in names
         ],
-        "ignored, for this version has no such flags": sorted(
-            shown(name) for name in {*document} - _KEPT
-        ),
+        "ignored, for this version has no such flags": [
+            shown(name) for name in sorted({*document} - _KEPT)
+        ],
     }
     if not left and not any(found.values()):
-        return _config(left), None
-    parts = [f"{what} {shown_names(which)}" for what, which in found.items() if which]
-    return _config(left), "; ".join([f"settings of the run in {where}", *parts])
+        return config, None
+    parts = [f"{what} {_briefly(which)}" for what, which in found.items() if which]
+    return config, "; ".join([f"settings of the run in {store}", *parts])
 
 
 def _briefly(value: Any) -> str:
-    values = value if isinstance(value, tuple | list) else [value]
-    return shown_names([str(one) for one in values])
+    """Names some of many texts."""
+    texts = [str(x) for x in (value if isinstance(value, tuple | list) else [value])]
+    more = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
+    return ", ".join(texts[:_MOST_NAMES]) + more
 
 
 def _payload_in(store: Path) -> tuple[Mapping[str, Any], str | None]:
@@ -172,12 +171,15 @@ def _left(
 ) -> dict[str, Any]:
     """Returns the values that flags leave in place."""
     gone = names.union(*(_INSTEAD.get(name, ()) for name in names))
-    if "lora" in names and given.lora is None:
-        gone.add("lora-alpha")
+    if given.model_file is not None:
+        gone.add("model")
     return {name: value for name, value in values.items() if name not in gone}
 
 
-def _modes(name: str) -> Sequence[str]:
+def _modes(name: str, value: Any) -> Sequence[str]:
+    """Returns the modes that have a flag with a value."""
+    if name == "policy" and value not in ("recompute", "keep"):
+        return ("stream",)
     return ONLY_IN.get(name, ("update", "stream", "memory"))
 
 
@@ -302,7 +304,7 @@ def kept_in_store(config: TrainConfig) -> dict[str, JsonValue]:
 def text_of_run(config: TrainConfig) -> str:
     """Returns a run as TOML: what differs from the defaults, and these as comments.
 
-    Paths are absolute. `restore` is left out, so that the file resumes the run.
+    Paths are absolute.
     """
     if config.store is None:
         config = dataclasses.replace(config, log_dir=config.logs)
@@ -341,6 +343,8 @@ def _plain(config: TrainConfig, flag: Flag) -> JsonValue:
     if isinstance(value, tuple):
         are_paths = flag.name in ("data", "validation", "csd-root")
         return [_absolute(one) if are_paths else str(one) for one in value]
+    if flag.name == "preset" and config.model_file is not None:
+        return _absolute(config.model_file)
     if value is None or flag.constructor is None or isinstance(value, str):
         return value
     return flag.constructor.str_from_instance(value)[0]

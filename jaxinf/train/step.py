@@ -41,7 +41,8 @@ _LOG = logging.getLogger("jaxinf.compile")
 def loss_of(config: TrainConfig, graphdef: Any) -> Callable[[PyTree, Any], jax.Array]:
     """Returns the loss of a batch, or of a part, which is 0 if no token is learned."""
     frozen, is_part = config.frozen, config.micro_batches > 1
-    remat = jax.checkpoint if config.remat else None
+    is_remat = config.policy == "recompute" and config.mode != "stream"
+    remat = jax.checkpoint if is_remat else None
 
     def loss_fn(params: PyTree, batch: Any) -> jax.Array:
         params = without_gradients(frozen, params)

@@ -101,10 +101,10 @@ def streamed_step(config: TrainConfig, store: Store) -> StreamedStep:
             store,
             memory_bytes=config.memory,
             device_memory_bytes=config.device_memory,
-            policy=config.policy,
+            policy=config.policy or "recompute",
             micro_batches=config.micro_batches,
             weights=weight_of_part if config.micro_batches > 1 else None,
-            replan=config.replan,
+            replan=config.elastic,
             nonfinite=config.nonfinite,
             average=config.average,
             compress=config.compression,
@@ -135,6 +135,13 @@ def named_flags() -> Iterator[None]:
     try:
         yield
     except BudgetError as error:
-        raise StreamError(error._text(_FLAGS)) from error
+        raise StreamError(_as_flags(error._text(_FLAGS))) from error
     except AssignmentError as error:
-        raise StreamError(error._text("--device-updates ", "--replan")) from error
+        text = error._text("--device-updates ", "--elastic")
+        raise StreamError(text) from error
+    except StreamError as error:
+        raise StreamError(_as_flags(str(error))) from error
+
+
+def _as_flags(text: str) -> str:
+    return text.replace("pass replan=True", "give --elastic")

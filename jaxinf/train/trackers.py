@@ -1,4 +1,4 @@
-"""A run's scalars for TensorBoard and for Weights & Biases.
+"""A run's scalars for TensorBoard, or for Weights & Biases.
 
 Invariant: a step is sent when its line is complete; a resumed run sends what follows.
 """
@@ -7,82 +7,70 @@ import contextlib
 import math
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.metrics import read_lines
 
-_NUM_AGAIN = 1000  # steps that a killed process may not have written for TensorBoard
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
-def check_trackers(config: TrainConfig) -> None:
+def check_tracker(config: TrainConfig) -> None:
     """Refuses a tracker whose package is missing."""
-    for flag, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
-        if getattr(config, flag) is not None and find_spec(package) is None:
-            raise UsageError(
-                f"--{flag}: expected the package {package}, found none; install it "
-                f"with: pip install 'jaxinf[{flag}]'"
-            )
+    if config.track is not None and find_spec(_PACKAGES[config.track]) is None:
+        raise UsageError(
+            f"--track {config.track}: expected the package {_PACKAGES[config.track]}, "
+            f"found none; install it with: pip install 'jaxinf[{config.track}]'"
+        )
 
 
-class Trackers(contextlib.ExitStack):
-    """The trackers that a run asks for, none by default; `close` writes all."""
+def tracker(
+    config: TrainConfig, logs: Path, step: int, stack: contextlib.ExitStack
+) -> Callable[..., None]:
+    """Returns what sends a line of ``metrics.jsonl``, and a prefix of its names.
 
-    def __init__(self, config: TrainConfig) -> None:
-        super().__init__()
-        self._config, self._sends = config, list[Any]()
+    Args:
+      step: the last step that was sent.
+      stack: closes the tracker, which writes all.
+    """
+    if config.track == "tensorboard":
+        from tensorboardX import SummaryWriter
 
-    def begin(self, path: Path, step: int) -> None:
-        """Opens them after the last step in `path`, ``metrics.jsonl``; blocks."""
-        config, logs, again = self._config, self._config.logs, max(0, step - _NUM_AGAIN)
-        begun = []
-        if config.wandb is not None:
-            import wandb  # pyright: ignore[reportMissingImports]
+        # Readers leave out what an earlier file has of steps that this one repeats.
+        own = {"purge_step": step + 1, "filename_suffix": f".{step}.{os.getpid()}"}
+        writer = SummaryWriter(str(logs), flush_secs=1, **own)
+        stack.enter_context(writer)
 
-            if not (kept := logs / "wandb.id").exists():
-                kept.write_text(uuid.uuid4().hex)
-            one = {"project": config.wandb, "id": kept.read_text(), "dir": str(logs)}
-            run = self.enter_context(
-                wandb.init(**one, config=config.to_json(), resume="allow")
-            )
-            begun.append((step, lambda n, values: run.log(values, step=n)))
-        if config.tensorboard is not None:
-            from tensorboardX import SummaryWriter
+        def send(line: Mapping[str, Any], before: str = "") -> None:
+            for name, value in _scalars(line, before).items():
+                writer.add_scalar(name, value, line["step"])
 
-            # Readers leave out what a file has of the steps that a later one begins at.
-            place, name = config.tensorboard.expanduser(), f".{again}.{os.getpid()}"
-            made = SummaryWriter(
-                str(place), purge_step=again + 1, flush_secs=1, filename_suffix=name
-            )
-            writer = self.enter_context(made)
-            begun.append(
-                (again, lambda n, v: [writer.add_scalar(k, v[k], n) for k in v])
-            )
-        for file, before in ((path, ""), (logs / "validation.jsonl", "held_out/")):
-            for line in read_lines(file) if begun else ():
-                for since, send in begun:
-                    if line["step"] > since:
-                        send(line["step"], _scalars(line, before))
-        self._sends = [send for _, send in begun]
+        return send
+    if config.track == "wandb":
+        import wandb  # pyright: ignore[reportMissingImports]
 
-    def send(self, line: Mapping[str, Any], before: str = "") -> None:
-        """Takes a line of ``metrics.jsonl``, or ``held_out/`` one of an evaluation."""
-        for send in self._sends:
-            send(line["step"], _scalars(line, before))
+        if not (kept := logs / "wandb.id").exists():
+            kept.write_text(uuid.uuid4().hex)
+        own = {"id": kept.read_text(), "dir": str(logs), "config": config.to_json()}
+        run = stack.enter_context(wandb.init(**own, resume="allow"))
+
+        def log(line: Mapping[str, Any], before: str = "") -> None:
+            run.log(_scalars(line, before), step=line["step"])
+
+        return log
+    return lambda line, before="": None
 
 
 def _scalars(line: Mapping[str, Any], before: str = "") -> dict[str, float]:
-    fields = {n: v for n, v in line.items() if n not in ("step", "committed")}
-    if fields.get("tokens") and fields.get("step_s"):
-        fields["tokens_per_s"] = fields["tokens"] / fields["step_s"]
     found: dict[str, float] = {}
-    for name, value in fields.items():
+    for name, value in line.items():
         if isinstance(value, Mapping):
             found |= _scalars(value, f"{before}{name}/")
-        elif isinstance(value, int | float) and math.isfinite(value):
+        elif name in ("step", "committed") or not isinstance(value, int | float):
+            continue
+        elif math.isfinite(value):
             found[before + name] = float(value)
     return found

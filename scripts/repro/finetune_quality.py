@@ -121,7 +121,7 @@ def pretrain(place: Path, layers: int, steps: int) -> None:
     folder = folder_of(place, layers)
     if (folder / "weights").exists():
         return
-    words = ["--model-config", folder / "config.json", "--store", folder / "store"]
+    words = ["--preset", folder / "config.json", "--store", folder / "store"]
     words += ["--data", place / "tasks/pretraining.txt"]
     words += ["--tokenizer", place / "tasks/gpt2", "--seq-len", PRETRAINING_SEQ_LEN]
     words += ["--batch-size", BATCH_SIZE, "--steps", steps, "--learning-rate", 1e-3]

@@ -70,7 +70,7 @@ def test_a_config_alone(place, run):
 
 
 def test_a_run_file_and_flags_that_win(place, run_json):
-    text = 'model-config = "tiny.json"\ndata = ["text.txt"]\nseq-len = 8\n'
+    text = 'preset = "tiny.json"\ndata = ["text.txt"]\nseq-len = 8\n'
     (place / "run.toml").write_text(text)
     plain = run_json("plan", "run.toml")
     for words in (("--config", "run.toml"), SMALL):

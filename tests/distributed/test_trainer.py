@@ -33,7 +33,7 @@ def small(tmp_path_factory):
     """A tiny model, and how it is trained."""
     file = tmp_path_factory.mktemp("model") / "config.json"
     file.write_text(json.dumps(TINY))
-    return ("--model-config", file, *SMALL)
+    return ("--preset", file, *SMALL)
 
 
 def trained(place, name, *arguments, count=2, num_devices=1, evaluations=(1,)):

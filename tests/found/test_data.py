@@ -117,7 +117,7 @@ def test_calls_without_a_template_are_refused_by_record(look, tmp_path, field):
         messages[1]["tool_calls"] = [CALL]
     write_llama(tmp_path / "hf")
     (tmp_path / "calls.jsonl").write_text((json.dumps(record) + "\n") * 100)
-    model = ("--model-config", tmp_path / "hf" / "config.json")
+    model = ("--preset", tmp_path / "hf" / "config.json")
     status, printed = look(tmp_path / "calls.jsonl", *model, seq_len=60)
     assert status != 0
     assert "calls.jsonl:1" in printed

@@ -76,7 +76,7 @@ def test_each_token_weighs_the_same_with_micro_batches(place):
     pairs = [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d" * 63}]
     data = place / "pairs.jsonl"
     data.write_text("".join(json.dumps(one) + "\n" for one in pairs))
-    words = ("--model-config", place / "config.json", "--data", data)
+    words = ("--preset", place / "config.json", "--data", data)
     words += ("--validation", data, "--mode", "stream", "--memory", "64MiB")
     words += (*PLAIN_SGD, "--batch-size", 2, "--seq-len", 64, "--steps", 1)
     words += ("--sample-bytes", 0)
@@ -106,7 +106,7 @@ def test_an_export_of_a_schedule_free_run_is_of_x(place):
             | {"n_positions": 16, "vocab_size": 256}
         )
     )
-    words = ("--model-config", place / "config.json", "--data", place / "text.txt")
+    words = ("--preset", place / "config.json", "--data", place / "text.txt")
     words += ("--optimizer", "schedule_free_sgd", "--learning-rate", 1)
     words += ("--warmup-steps", 0, "--batch-size", 2, "--seq-len", 8, "--steps", 6)
     words += ("--sample-bytes", 0, "--store", place / "s")

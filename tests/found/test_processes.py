@@ -17,7 +17,7 @@ def words(place):
     text = "hello world, this is text\n"
     (place / "text.txt").write_text(text * 100)
     (place / "other.txt").write_text(text.upper() * 100)
-    found = ("--model-config", place / "config.json", "--data", place / "text.txt")
+    found = ("--preset", place / "config.json", "--data", place / "text.txt")
     found += ("--seq-len", 8, "--batch-size", 4, "--sample-bytes", 0, "--steps", 2)
     return (*found, "--store", place / "store", "--log-dir", place / "logs")
 

@@ -26,9 +26,9 @@ from jaxinf_models import ModelFiles, abstract_params, deferred_params
 from jaxinf.errors import JaxinfError
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.images import load_images
-from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.texts import load_texts
 from jaxinf.train.data.tokenizer import open_tokenizer
+from jaxinf.train.options import DataOptions
 
 MEMORY_BYTES = 1 << 30
 """Limit of the address space that a case may take beside the child's own."""

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxinf.cli import main as jaxinf_main
 from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreMismatchError
 from jaxinf.processes import Group
-from jaxinf.train.__main__ import words_to_resume
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.evaluate import Best, Evaluation, Evaluator, best_of
 from jaxinf.train.loop import train
@@ -40,6 +40,11 @@ def config(tmp_path, tiny):
         yield make
 
 
+def restore(config, name):
+    words = ["checkpoint", "restore", str(config().store), name, "--discard-current"]
+    assert jaxinf_main(words) == 0
+
+
 def losses(path):
     lines = (path / "metrics.jsonl").read_text().splitlines()
     return {line["step"]: line["loss"] for line in map(json.loads, lines)}
@@ -53,21 +58,13 @@ def test_checkpoints_by_policy_and_back_to_one(config, tmp_path, capsys):
     assert kept == [8, 10, 11]
     assert "step 10: checkpoint 10" in capsys.readouterr().out
     first = losses(tmp_path / "log")
-    train(config(steps=11, restore="8", durability=3))
+    restore(config, "8")
+    train(config(steps=11, durability=3))
     assert "resuming at step 8" in capsys.readouterr().out
     assert losses(tmp_path / "log") == first
     train(config(steps=13, **options))  # step 12 is new, checkpoint 10 is there already
     kept = sorted(int(p.name) for p in (tmp_path / "store/checkpoints").iterdir())
     assert kept == [11, 12, 13]
-
-
-@pytest.mark.long
-def test_a_checkpoint_that_is_not_there(config):
-    train(config(steps=2))
-    with pytest.raises(UsageError, match="expected a checkpoint 'best'; there are: no"):
-        train(config(steps=4, restore="best"))
-    with pytest.raises(UsageError, match="found no committed step"):
-        train(config(steps=4, restore="best", store=config().store.with_name("new")))
 
 
 def test_ranges(config):
@@ -83,8 +80,9 @@ def test_memory_mode_has_no_checkpoints(config):
 @pytest.mark.long
 def test_other_settings_are_refused_after_a_restore_too(config):
     train(config(steps=2, checkpoint_every=1))
+    restore(config, "1")
     with pytest.raises(StoreMismatchError, match="--seed: the run has 0"):
-        train(config(steps=4, restore="1", seed=1))
+        train(config(steps=4, seed=1))
 
 
 @pytest.mark.long
@@ -93,14 +91,10 @@ def test_a_restored_run_keeps_its_own_checkpoints(config, tmp_path):
     options = {"checkpoint_every": 2}
     train(config(steps=6, **options))
     old = (root / "6" / "commit.json").read_text()
-    train(config(steps=8, restore="4", learning_rate=0.5, **options))
+    restore(config, "4")
+    train(config(steps=8, learning_rate=0.5, **options))
     assert sorted(p.name for p in root.iterdir()) == ["4", "6", "8"]
     assert (root / "6" / "commit.json").read_text() != old
-
-
-def test_what_is_shownwords_to_resume_does_not_go_back_again():
-    assert words_to_resume(["--restore", "4", "--steps", "8"]) == ["--steps", "8"]
-    assert words_to_resume(["--steps", "8", "--restore=4"]) == ["--steps", "8"]
 
 
 @pytest.mark.long

@@ -46,7 +46,6 @@ def test_names_of_other_programs_are_answered(start, word, answer, capsys):
 
 
 def test_answers_name_flags():
-    for line in _OTHER_NAMES.strip().splitlines():
-        names, _, answer = line.partition(": ")
+    for names, answer in _OTHER_NAMES.items():
         assert FLAGS.issuperset(re.findall(r"--[\w-]+", answer))
         assert FLAGS.isdisjoint(f"--{name}" for name in names.split())

@@ -99,13 +99,12 @@ def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
         (("--store", "s", "--seq-len", 17), "--seq-len: expected at most 16"),
         (("--store", "s", "--epochs", 1, "--steps", 3), "--epochs says how long"),
         (("--store", "s", "--epochs", 0), "--epochs: expected more than 0"),
-        (("--store", "s", "--eval-batches", 0), "--eval-batches: expected at least 1"),
         (
             ("--store", "s", "--micro-batches", 3),
             "a divisor of the --batch",
         ),
         (("--store", "s", "--optimizer", "sgd"), "--learning-rate: expected"),
-        (("--store", "s", "--momentum", "0.5"), "write --optimizer-args momentum="),
+        (("--store", "s", "--restore", "1"), "write jaxinf checkpoint restore"),
         (("--store", "s", "--optimizer", "adamix"), "did you mean"),
         (("--store", "s", "--optimizer-args", "b3=1"), "adamw has no b3"),
         (("--mode", "memory", "--store", "s"), "--store: --mode memory keeps nothing"),
@@ -129,15 +128,15 @@ def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
         (("--store", "s", "--freeze", "*"), "--freeze *: expected patterns that leave"),
         (
             ("--store", "s", "--lora", "2:w*"),
-            "none that it matches; there are h0/a",
+            "none that it matches; there are 'h0/a",
         ),
         (("--store", "s", "--lora", "17"), "--lora 17: expected a rank of at most 16"),
         (("--store", "s", "--lora", "0"), "--lora '0': expected a rank from 1 on"),
-        (("--store", "s", "--lora-alpha", "8"), "--lora-alpha: expected with --lora"),
         (
-            ("--store", "s", "--remat", "--mode", "stream", "--memory", "1GiB"),
-            "--remat: --policy recompute",
+            ("--store", "s", "--lora", "2,alpha=0"),
+            "--lora '2,alpha=0': expected",
         ),
+        (("--store", "s", "--policy", "offload"), "--policy offload: --mode update do"),
         (("--store", "s", "--lora", "2", "--freeze", "wte"), "leave --freeze out"),
     ],
 )
@@ -190,7 +189,7 @@ def test_help_is_complete(capsys):
 
 def test_leaves_that_a_checkpoint_lacks_are_not_frozen():
     frozen = Lora(2).frozen(trains_head=False)
-    with pytest.raises(UsageError, match="--lora: head/kernel are not in DIR"):
+    with pytest.raises(UsageError, match="--lora: 'head/kernel' are not in DIR"):
         check_source(frozen, {"head": {"kernel": np.ones(2)}}, "DIR")
     check_source(frozen, {"head": {"lora_a": np.ones(2)}}, "DIR")
 

@@ -125,7 +125,7 @@ def test_adapters_are_resumed_and_exported(run, tmp_path):
     export = ("checkpoint", "export")
     words = (*export, tmp_path / "base", tmp_path / "first", "--format", "huggingface")
     assert jaxinf_main([*map(str, words)]) == 0
-    start = ("--from", tmp_path / "first", *LORA, "--lora-alpha", 8)
+    start = ("--from", tmp_path / "first", "--lora", "2,alpha=8")
     start = (*start, "--learning-rate", 0.1)
     for name, steps in (("whole", (4,)), ("resumed", (2, 4))):
         for last in steps:
@@ -246,18 +246,6 @@ def test_epochs_are_a_number_of_steps(run, lines, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_number_of_batches_in_an_evaluation(run, tmp_path):
-    def loss(name, *words):
-        logs = ("--mode", "memory", "--steps", 1, "--log-dir", tmp_path / name)
-        assert run(*logs, "--validation", 0.2, *words) == 0
-        return json.loads((tmp_path / name / "validation.jsonl").read_text())["loss"]
-
-    whole = loss("all", "--eval-batches", "all")
-    assert loss("more", "--eval-batches", 10**6) == whole
-    assert loss("usual") == loss("64", "--eval-batches", 64) != whole
-
-
-@pytest.mark.long
 def test_plain_output_has_no_control_characters(run, tmp_path, capsys):
     binary = tmp_path / "binary.dat"
     binary.write_bytes(np.random.default_rng(0).integers(1, 32, 5000, np.uint8))
@@ -285,7 +273,7 @@ def test_a_model_of_a_size_of_ones_own(run, tmp_path, capsys):
     file = tmp_path / "config.json"
     document = {"model_type": "gpt2", **sizes, "n_embd": 12}
     file.write_text(json.dumps(document))
-    words = ("--store", tmp_path / "store", "--model-config", file, "--steps")
+    words = ("--store", tmp_path / "store", "--preset", file, "--steps")
     assert run(*words, 1) == 0
     with jaxinf.open_store(tmp_path / "store") as store:
         payload: Any = store.payload
@@ -293,15 +281,13 @@ def test_a_model_of_a_size_of_ones_own(run, tmp_path, capsys):
     assert payload["architecture"]["fields"]["num_heads"] == 3
     file = tmp_path / "other.json"
     file.write_text(json.dumps(document | {"n_head": 2}))
-    words = ("--store", tmp_path / "store", "--steps", 2, "--model-config", file)
+    words = ("--store", tmp_path / "store", "--steps", 2, "--preset", file)
     assert run(*words) == 1
     err = capsys.readouterr().err
-    assert "--model-config: num_heads of the run's model is 3, of this command's 2" in (
-        err
-    )
+    assert "--preset: num_heads of the run's model is 3, of this command's 2" in (err)
     assert "--from" not in err
-    assert run(*words, "--preset", "small") == 2
-    assert "--preset: --model-config" in capsys.readouterr().err
+    assert run(*words, "--model", "llama") == 2
+    assert "--model: --preset" in capsys.readouterr().err
 
 
 @pytest.mark.long

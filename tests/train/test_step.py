@@ -17,8 +17,8 @@ def test_remat_computes_again_and_has_the_same_gradients(monkeypatch):
     tokens = jax.random.randint(jax.random.key(0), (4, 64), 0, 256)
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1)}
     found, operations = [], []
-    for remat in (False, True):
-        config = TrainConfig(remat=remat)
+    for policy in ("keep", "recompute"):
+        config = TrainConfig(policy=policy)
         graphdef, like = config.abstract
         rng = np.random.default_rng(1)
         leaves, tree = jax.tree.flatten(like)

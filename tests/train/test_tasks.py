@@ -20,6 +20,7 @@ from jaxinf_models.vit import ViTConfig
 from small_pictures import write_pictures
 
 import jaxinf
+from jaxinf.cli import main as jaxinf_main
 from jaxinf.store.documents import seal
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
@@ -106,7 +107,9 @@ def test_best_checkpoint_is_that_of_the_lowest_loss(task, tmp_path, capsys):
     assert task("vit", "images", *wild, 10) == 0
     best = check_best(tmp_path)
     assert "checkpoint best" in capsys.readouterr().out
-    assert task("vit", "images", *where, "--steps", best + 1, "--restore", "best") == 0
+    words = ["restore", str(tmp_path / "store"), "best", "--discard-current"]
+    assert jaxinf_main(["checkpoint", *words]) == 0
+    assert task("vit", "images", *where, "--steps", best + 1) == 0
     assert f"resuming at step {best}" in capsys.readouterr().out
 
 
@@ -206,17 +209,6 @@ def test_position_of_another_loader_is_refused_by_name(task, tmp_path, capsys):
     err = capsys.readouterr().err
     assert "at step 2 of a loader without a name, whose batches this version" in err
     assert "finish the run with the version that began it" in err
-
-
-@pytest.mark.long
-def test_resume_with_other_masking_is_refused(task, tmp_path, capsys):
-    words = ("--task", "masked-lm", "--store", tmp_path / "store", "--steps")
-    data = tmp_path / "text.txt"
-    data.write_text("some text to learn. " * 50)
-    assert task("bert", data, *words, 1) == 0
-    assert task("bert", data, *words, 2, "--mask-rate", 0.4) == 1
-    err = capsys.readouterr().err
-    assert "--mask-rate: the run has 0.15, this command 0.4" in err
 
 
 def rewrite_payload(store, change):

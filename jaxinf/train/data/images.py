@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from jaxinf.train.data.errors import DataError, refusing, shown_names
-from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.rows import Row, Rows, TrainingData
+from jaxinf.train.options import DataOptions
 from jaxinf.typing import Array
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")

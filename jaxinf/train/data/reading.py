@@ -19,10 +19,10 @@ from jaxinf.train.data.examples import (
     field_map,
     used_fields,
 )
-from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.records import read_records
 from jaxinf.train.data.sequences import Encoded, all_of
 from jaxinf.train.data.tokenizer import FolderTokenizer, Tokenizer
+from jaxinf.train.options import DataOptions
 
 _EXAMPLES_AT_ONCE = 1024
 _EXPECTED: dict[TaskName, tuple[ExampleKind, ...]] = {

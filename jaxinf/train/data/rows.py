@@ -25,6 +25,7 @@ from jaxinf.typing import Array, JsonValue
 Row: TypeAlias = Mapping[str, Array]
 RowMap: TypeAlias = Callable[[Row, np.random.Generator], Row]
 
+_CHOSEN = 0.15
 _MASKED, _RANDOM = 0.8, 0.9  # the last tenth stays
 
 
@@ -188,17 +189,15 @@ def plan_rows(lengths: Array, seq_len: int) -> Sequence[Sequence[int]]:
     return rows
 
 
-def masking(
-    rate: float, *, mask: int, special: Sequence[int], vocab_size: int
-) -> RowMap:
+def masking(*, mask: int, special: Sequence[int], vocab_size: int) -> RowMap:
     """Returns a function that masks tokens, and keeps them as targets.
 
-    As in BERT (Devlin et al. 2019, section 3.1), of the chosen tokens 80 % become the
-    mask, 10 % a random token, and 10 % stay. The function adds `targets`, and `weights`
-    of 1 for chosen tokens; its result depends on the row and the generator alone.
+    As in BERT (Devlin et al. 2019, section 3.1), 15 % of a row's tokens are chosen, at
+    least one. Of these 80 % become the mask, 10 % a random token, and 10 % stay. The
+    function adds `targets`, and `weights` of 1 for chosen tokens; its result depends on
+    the row and the generator alone.
 
     Args:
-      rate: share of a row's tokens to choose, at least one.
       special: ids that are never chosen, such as ends of documents.
     """
 
@@ -207,7 +206,7 @@ def masking(
         allowed = np.flatnonzero(~np.isin(tokens, special) & (row["segments"] > 0))
         if not allowed.size:  # a row of special ones; at least one must count
             allowed = np.arange(tokens.size)
-        num = max(1, round(rate * allowed.size))
+        num = max(1, round(_CHOSEN * allowed.size))
         chosen = rng.permutation(allowed)[:num]
         fate = rng.random(num)
         hidden = tokens.copy()

@@ -13,10 +13,10 @@ from jaxinf.train.data import rows as forms
 from jaxinf.train.data.errors import DataError, shown_names
 from jaxinf.train.data.examples import Label, num_classes, numbered
 from jaxinf.train.data.files import find_files, standard_library_files
-from jaxinf.train.data.options import HELD_OUT_SHARE, DataOptions
 from jaxinf.train.data.reading import Reader
 from jaxinf.train.data.sequences import Encoded, Sequences
 from jaxinf.train.data.tokenizer import open_tokenizer
+from jaxinf.train.options import HELD_OUT_SHARE, DataOptions
 from jaxinf.typing import Array
 
 # A row of the longest example would otherwise take any memory.
@@ -185,14 +185,14 @@ def _rows(
 
 
 def _masking(reader: Reader) -> forms.RowMap:
-    tokenizer, rate = reader.tokenizer, reader.options.mask_rate
+    tokenizer = reader.tokenizer
     if tokenizer.mask is None:
         raise DataError(
             f"--tokenizer {tokenizer.name}: --task masked-lm needs a mask token "
             "([MASK] or <mask>, named in tokenizer_config.json), which it does not have"
         )
     special, num_ids = tokenizer.special, tokenizer.vocab_size
-    return forms.masking(rate, mask=tokenizer.mask, special=special, vocab_size=num_ids)
+    return forms.masking(mask=tokenizer.mask, special=special, vocab_size=num_ids)
 
 
 def _prompt(held: Sequences, seq_len: int) -> Array:

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from jaxinf.train.data.images import load_images
-from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.texts import load_texts
+from jaxinf.train.options import DataOptions
 
 
 @pytest.fixture

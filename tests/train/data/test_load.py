@@ -16,7 +16,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.train.checks import check_data
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.loader import Batches
-from jaxinf.train.data.options import DataOptions
+from jaxinf.train.options import DataOptions
 
 PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(40)]
 LABELLED = [{"text": f"number {n}", "label": n % 3} for n in range(40)]
@@ -370,8 +370,6 @@ def test_labels_out_of_range(load, write):
     ("options", "task", "message"),
     [
         ({"validation": ("1.0",)}, "causal-lm", "--validation: expected more than 0"),
-        ({"mask_rate": 0.0}, "masked-lm", "--mask-rate: expected more than 0"),
-        ({"mask_rate": 0.3}, "causal-lm", "--mask-rate: --task causal-lm hides no"),
         ({"loss_on": "all"}, "seq2seq", "--loss-on: --task seq2seq learns no prompts"),
     ],
 )

@@ -124,7 +124,7 @@ def test_checksum_tells_batches_apart():
 
 
 def test_masking_shares():
-    mask = masking(0.15, mask=255, special=(0,), vocab_size=100)
+    mask = masking(mask=255, special=(0,), vocab_size=100)
     tokens = np.tile(np.arange(100, dtype=np.int32), 200)  # a hundredth are ends
     row = {"tokens": tokens, "segments": np.ones_like(tokens)}
     masked = mask(row, np.random.Generator(np.random.Philox(1)))
@@ -141,7 +141,7 @@ def test_masking_shares():
 
 @pytest.mark.parametrize("tokens", [[5], [0, 0], [7, 0]])
 def test_something_is_always_asked(tokens):
-    mask = masking(0.01, mask=255, special=(0,), vocab_size=100)
+    mask = masking(mask=255, special=(0,), vocab_size=100)
     tokens = np.array(tokens, np.int32)
     rng = np.random.Generator(np.random.Philox(1))
     masked = mask({"tokens": tokens, "segments": np.ones_like(tokens)}, rng)
@@ -149,7 +149,7 @@ def test_something_is_always_asked(tokens):
 
 
 def test_padding_is_never_asked():
-    mask = masking(0.9, mask=255, special=(), vocab_size=100)
+    mask = masking(mask=255, special=(), vocab_size=100)
     row = {"tokens": np.full(8, 3, np.int32), "segments": np.array([1] * 4 + [0] * 4)}
     masked = mask(row, np.random.Generator(np.random.Philox(1)))
     assert not masked["weights"][4:].any()
