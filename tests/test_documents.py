@@ -213,11 +213,6 @@ Path("run.toml").write_text('store = "runs/file/store"\\n')
 """What else a reader of a page, or of a section, has: Python, and `sh` for commands."""
 
 AFTER = {
-    "docs/start/first-run.md": """
-help_text = (ROOT / "jaxinf/cli/inspection.py").read_text()
-leaf = re.search(r"Read this leaf, e.g. (\\S+):", help_text)[1]
-sh(f"jaxinf inspect runs/quickstart/store --leaf {leaf}")
-""",
     "docs/checkpoints.md: With your own Orbax loop": """
 assert jaxinf.store_of("mnt/nvme0/run").step == 3
 """,

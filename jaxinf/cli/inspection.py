@@ -14,10 +14,6 @@ device), ``num_elements``, ``num_chunks`` (of each state), ``chunk_shape``,
 ``root``, ``num_chunks`` and ``chunk_bytes`` (of one slot), ``free_bytes``,
 ``total_bytes`` (of its file system); ``writer``: null, or ``pid``, ``host``,
 ``command`` of the process of this machine that has the store open.
-
-With ``--leaf`` the keys to ``skipped_steps``, ``leaf`` (as in ``leaves``) and
-``statistics``: state → ``num_elements``, ``num_zeros``, ``num_non_finite``, and of the
-finite elements ``mean``, ``std`` (of the population), ``min``, ``max``, or null.
 """
 
 import contextlib
@@ -32,28 +28,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from jaxinf.cli.looking import open_committed, over_members
-from jaxinf.cli.options import StorePath, Switch, option
+from jaxinf.cli.options import StorePath, Switch
 from jaxinf.cli.terminal import facts_table, heading, make_table
 from jaxinf.documents import DocumentError, decode
 from jaxinf.errors import StoreError
 from jaxinf.store import (
-    MASTER_PARAMS,
     SLOTS,
     Holder,
     LeafRecord,
-    StateRecord,
-    StepReader,
     StoreDirectory,
     csd_bytes,
-    find_leaf,
     list_checkpoints,
 )
 from jaxinf.terminal import format_bytes, make_console, printable
@@ -72,9 +63,6 @@ class Inspect:
     """
 
     store: StorePath
-    # Read this leaf, e.g. h0/attn/qkv/kernel: a summary of the numbers of each of its
-    # states.
-    leaf: Annotated[str | None, option("NAME")] = None
     # Print one JSON document instead.
     json: Switch = False
 
@@ -94,18 +82,11 @@ class Inspect:
                 "committed_at": step.commit.committed_at,
                 "skipped_steps": step.commit.skipped_steps,
             }
-            if self.leaf is None:
-                document |= _store(directory)
-            else:
-                leaf = find_leaf(step.manifest, MASTER_PARAMS, self.leaf)
-                with step.reader() as reader:
-                    found = {s.name: summary_of(reader, leaf, s) for s in leaf.states}
-                document |= {"leaf": _leaf(directory, leaf), "statistics": found}
+            document |= _store(directory)
         if self.json:
             print(json.dumps(document, indent=1, allow_nan=False))
         else:
-            show = _print_store if self.leaf is None else _print_leaf
-            show(make_console(), document)
+            _print_store(make_console(), document)
         return True
 
 
@@ -209,40 +190,6 @@ def _find_writer(store: Path) -> Holder | None:
     return writer if is_held else None
 
 
-def summary_of(
-    reader: StepReader, leaf: LeafRecord, state: StateRecord
-) -> dict[str, Any]:
-    """Reads a state piece by piece, in memory that does not grow with it; blocks.
-
-    Pieces are merged by Chan, Golub and LeVeque (1983), in float64.
-    """
-    num_elements = num_zeros = count = 0
-    mean = squares = 0.0  # sum of squared distances to the mean
-    least, most = math.inf, -math.inf
-    for piece in reader.pieces(leaf, state):
-        num_elements += piece.values.size
-        values = piece.values.astype(np.float64)
-        values = values[np.isfinite(values)]
-        if not values.size:
-            continue
-        num_zeros += values.size - int(np.count_nonzero(values))
-        least, most = min(least, float(values.min())), max(most, float(values.max()))
-        center, share = float(values.mean()), values.size / (count + values.size)
-        squares += float(np.square(values - center).sum())
-        squares += (center - mean) ** 2 * count * share
-        mean += (center - mean) * share
-        count += values.size
-    return {
-        "num_elements": num_elements,
-        "num_zeros": num_zeros,
-        "num_non_finite": num_elements - count,
-        "mean": mean if count else None,
-        "std": math.sqrt(squares / count) if count else None,
-        "min": least if count else None,
-        "max": most if count else None,
-    }
-
-
 # --- on the terminal -----------------------------------------------------------------
 
 
@@ -302,31 +249,3 @@ def _by_dtype(states: list[Mapping[str, Any]]) -> str:
     for state in states:
         names[state["dtype"]] = names.get(state["dtype"], "") + state["name"] + " "
     return ", ".join(f"{found}{dtype}" for dtype, found in names.items())
-
-
-def _print_leaf(console: Console, document: Mapping[str, Any]) -> None:
-    leaf = document["leaf"]
-    count, size = f"{leaf['num_elements']:,}", format_bytes(leaf["num_bytes"])
-    facts = {
-        "store": f"{printable(document['store'])}, step {document['step']:,}",
-        "leaf": f"{tuple(leaf['shape'])}: {count} elements of {leaf['dtype']}",
-        "stored": f"{size} in {leaf['num_chunks']:,} chunks of each state",
-    }
-    console.print(Text(printable(leaf["name"]), style="bold"), soft_wrap=True)
-    console.print(facts_table(facts.items()))
-    columns = ("mean", "std", "min", "max", "zeros", "non-finite")
-    rows = []
-    for state in leaf["states"]:
-        found = document["statistics"][state["name"]]
-        numbers, bad = (found[key] for key in columns[:4]), found["num_non_finite"]
-        rows.append(
-            (
-                printable(state["name"]),
-                state["dtype"],
-                *("-" if one is None else f"{one:.4g}" for one in numbers),
-                f"{found['num_zeros'] / max(1, found['num_elements']):.4%}",
-                Text(f"{bad:,}", style="bold red" if bad else ""),
-            )
-        )
-    console.print()
-    console.print(make_table(("state", "dtype", *columns), rows, columns))

@@ -18,7 +18,7 @@ import numpy as np
 import tyro
 
 from jaxinf.cli.options import AnyPath, option
-from jaxinf.cli.run_logs import Columns, Logs, phase_rows, read_logs
+from jaxinf.cli.run_logs import Columns, Logs, read_logs
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import format_bytes
@@ -27,8 +27,6 @@ from jaxinf.transfer import write_bytes_atomically
 _MOST_RUNS = 16
 _INK = "#777777"  # 4.5:1 on white, and on black
 _COLOURS = ("#3b8ee0", "#e07b39", "#3aa35b", "#9a7fd1", "#c05656", "#b8901f", "#2aa5a0")
-_PHASES = ("phase", "of a step", "programs busy", "drives read", "drives write", "link")
-_PHASES += ("memory: least / mean / most",)
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d1f23; --ground: #ffffff; --line: #8884; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e2e4e8; --ground: #060708; } }
@@ -62,7 +60,7 @@ class Report:
     """Make a page about a run, or several side by side, from their log directories.
 
     The page shows loss, speed, bytes, where the time and the memory of a step went
-    (of --trace by phase), and settings. It opens offline. Needs plotly (pip install
+    and settings. It opens offline. Needs plotly (pip install
     'jaxinf[report]').
     """
 
@@ -116,9 +114,6 @@ def _page(runs: Mapping[str, Logs], figures: Sequence[_Figure], plotly_js: str) 
             f'<p>The figure needs a script.</p></noscript><div id="figure-{number}" '
             f'class="plotly-graph-div"></div></section>'
         )
-    for name, logs in runs.items():
-        title_of_phases = f"Phases of traced steps: {name}"
-        parts.append(_table(title_of_phases, _PHASES, phase_rows(logs)))
     names = dict.fromkeys(key for logs in runs.values() for key in logs.settings)
     settings = [[k, *(r.settings.get(k, "") for r in runs.values())] for k in names]
     settings.sort(key=lambda row: len(set(row[1:])) == 1)  # first where runs differ

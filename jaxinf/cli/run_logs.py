@@ -4,16 +4,14 @@ Invariant: memory is bounded; what cannot be read is left out, and a note says s
 """
 
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
 from jaxinf.command_line import UsageError
-from jaxinf.terminal import format_bytes
 from jaxinf.typing import Array
 
 MOST_POINTS = 2000
@@ -21,10 +19,8 @@ _MOST_READ = 16  # lines for a point, up to twice as many
 _MOST_COLUMNS = 64
 _LINE_BYTES = 1 << 20
 _DOCUMENT_BYTES = 1 << 20
-_TRACE_BYTES = 64 << 20
 _MOST_CHARS = 500
 _MOST_SETTINGS = 300
-_MOST_STEPS = 10
 
 _FIELDS = ("step", "loss", "tokens", "step_s", "rss_bytes", "drive_read_bytes")
 _FIELDS += ("drive_write_bytes", "link_down_bytes", "link_up_bytes")
@@ -40,8 +36,8 @@ class Logs:
     Columns are of float64, NaN where no value is known: a field of `metrics.jsonl` or
     `validation.jsonl`, of a group as ``phases.read``, and ``rate``, tokens a second. A
     point is the mean of `per_point` steps, or of some of them. Settings are those of
-    `config.json`, with the versions of packages; memory of `trace.json` is the
-    process's, in bytes by ms. Notes say what could not be read, and what was left out.
+    `config.json`, with the versions of packages. Notes say what could not be read, and
+    what was left out.
     """
 
     columns: Columns
@@ -49,28 +45,7 @@ class Logs:
     per_point: int
     validation: Columns
     settings: Mapping[str, str]
-    spans: Sequence["Span"]
-    memory: Sequence[tuple[float, float]]
     notes: Sequence[str]
-
-
-class Span(NamedTuple):
-    """What a thread, a drive or a device did for some time; `process` is its group."""
-
-    process: str
-    name: str
-    phase: str
-    began_ms: float
-    took_ms: float
-    num_bytes: float
-
-    @property
-    def ended_ms(self) -> float:
-        return self.began_ms + self.took_ms
-
-    def within(self, began_ms: float, ended_ms: float) -> float:
-        """Returns for how long it is in a window."""
-        return max(0.0, min(self.ended_ms, ended_ms) - max(self.began_ms, began_ms))
 
 
 def read_logs(path: Path) -> Logs:
@@ -94,14 +69,12 @@ def read_logs(path: Path) -> Logs:
         notes.append("the run had not ended when this was written: it goes on, or died")
     held_out = path / "validation.jsonl"
     validation = _table(held_out, notes)[0] if held_out.is_file() else {}
-    settings = _document(path / "config.json", notes, _DOCUMENT_BYTES)
+    settings = _document(path / "config.json", notes)
     if isinstance(versions := settings.pop("versions", {}), dict):
         settings |= {f"version of {name}": one for name, one in versions.items()}
-    trace = _document(path / "trace.json", notes, _TRACE_BYTES)
     return Logs(
         *(columns, num_steps, per_point, validation),
         {_text(k): _text(v) for k, v in [*settings.items()][:_MOST_SETTINGS]},
-        *_trace(trace),
         notes,
     )
 
@@ -165,13 +138,13 @@ def _is_number(value: Any) -> TypeGuard[float]:
 # --- documents -----------------------------------------------------------------------
 
 
-def _document(path: Path, notes: list[str], most_bytes: int) -> dict[str, Any]:
+def _document(path: Path, notes: list[str]) -> dict[str, Any]:
     """Reads an object of JSON; an empty one, with a note, if it cannot be used."""
     if not path.is_file():
         return {}
     try:
-        if path.stat().st_size > most_bytes:
-            raise ValueError(f"it is longer than {most_bytes >> 20} MiB")
+        if path.stat().st_size > _DOCUMENT_BYTES:
+            raise ValueError(f"it is longer than {_DOCUMENT_BYTES >> 20} MiB")
         found = json.loads(path.read_bytes())
         if not isinstance(found, dict):
             raise ValueError("expected an object")
@@ -184,81 +157,3 @@ def _document(path: Path, notes: list[str], most_bytes: int) -> dict[str, Any]:
 def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 1] + "…"
-
-
-def _trace(
-    document: Mapping[str, Any],
-) -> tuple[list[Span], list[tuple[float, float]]]:
-    """Returns the spans and the memory of a trace, but what has another form."""
-    found = document.get("traceEvents")
-    groups: dict[str, str] = {}
-    spans, memory = list[Span](), list[tuple[float, float]]()
-    for event in found if isinstance(found, list) else ():
-        args = event.get("args", {}) if isinstance(event, dict) else None
-        if not isinstance(args, dict):
-            continue
-        kind, name = event.get("ph"), str(event.get("name", ""))
-        group = str(event.get("pid"))
-        if (kind, name) == ("M", "process_name"):  # comes before its spans
-            groups[group] = str(args.get("name", ""))
-        elif not _is_amount(at_us := event.get("ts")):
-            continue
-        elif kind == "X" and _is_amount(took_us := event.get("dur")):
-            phase, moved = str(event.get("cat", "step")), args.get("bytes")
-            num_bytes = moved if _is_amount(moved) else 0
-            times = at_us / 1e3, took_us / 1e3
-            spans.append(Span(groups.get(group, ""), name, phase, *times, num_bytes))
-        elif (kind, name) == ("C", "memory") and _is_amount(args.get("process")):
-            memory.append((at_us / 1e3, args["process"]))
-    return spans, memory
-
-
-def _is_amount(value: Any) -> TypeGuard[float]:
-    return _is_number(value) and 0 <= value < 1e15
-
-
-def _windows(spans: Sequence[Span]) -> Iterator[tuple[str, float, float]]:
-    """Yields the phases of traced steps: when they began and ended.
-
-    Backward begins with its first program; what runs forward again is a part of it.
-    """
-    backward = [span for span in spans if span.name.startswith("program backward")]
-    for step in [span for span in spans if span.phase == "step"][:_MOST_STEPS]:
-        own = [s for s in backward if s.within(step.began_ms, step.ended_ms)]
-        if own:
-            turn_ms = min(s.began_ms for s in own)
-            last_ms = min(step.ended_ms, max(s.ended_ms for s in own))
-            yield "forward", step.began_ms, turn_ms
-            yield "backward", turn_ms, last_ms
-            yield "after them", last_ms, step.ended_ms
-
-
-def phase_rows(logs: Logs) -> list[list[str]]:
-    """Returns what traced steps move and hold in forward, in backward, and after them.
-
-    A span's bytes are shared among phases by its time in each. Without phases: no rows.
-    """
-    windows: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for phase, *window in _windows(logs.spans):
-        windows[phase].append((window[0], window[1]))
-    rows = []
-    for phase, parts in windows.items():
-        whole_ms = sum(end - begin for begin, end in parts)
-        if whole_ms <= 0:
-            continue
-        busy_ms = 0.0
-        moved: defaultdict[str, float] = defaultdict(float)
-        for span in logs.spans:
-            inside_ms = sum(span.within(*part) for part in parts)
-            if span.phase == "program":
-                busy_ms += inside_ms
-            elif inside_ms and (span.phase == "copy" or span.process == "drives"):
-                moved[span.phase] += span.num_bytes * inside_ms / span.took_ms
-        rates = (moved[kind] * 1e3 / whole_ms for kind in ("read", "write", "copy"))
-        held = [m for at, m in logs.memory if any(b <= at < e for b, e in parts)]
-        shown = (min(held), sum(held) / len(held), max(held)) if held else ()
-        mean_s, busy = whole_ms / 1e3 / len(parts), busy_ms / whole_ms
-        row = [phase, f"{mean_s:.3g} s", f"{busy:.0%}"]
-        row += [f"{format_bytes(round(rate))}/s" for rate in rates]
-        rows.append([*row, " / ".join(format_bytes(round(one)) for one in shown)])
-    return rows

@@ -33,52 +33,10 @@ def log_dir(tmp_path):
     (folder / "validation.jsonl").write_text('{"step": 5, "loss": 1.5}\n')
     config = {"steps": 5, "data": ["a.txt"], "versions": {"jaxinf": "0.1.0"}}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "trace.json").write_text(json.dumps(trace_of("read h0")))
     return folder
 
 
-def trace_of(name):
-    named = {"ph": "M", "pid": 1, "tid": 1, "name": "thread_name"}
-    span = {"ph": "X", "pid": 1, "tid": 1, "name": name, "ts": 5, "dur": 10.5}
-    counted = {"ph": "C", "pid": 1, "tid": 0, "name": "memory", "ts": 5}
-    events = [named | {"args": {"name": "jaxinf-0"}}, span | {"cat": "read"}]
-    return {"traceEvents": [*events, counted | {"args": {"process": 1 << 20}}, 7, {}]}
-
-
 GROUND = "getComputedStyle(document.body).backgroundColor"
-
-
-def test_phases_of_a_traced_step_are_a_table(log_dir):
-    def span(name, began_us, took_us, kind=None, pid=1, **args):
-        event = {"ph": "X", "pid": pid, "tid": 1, "name": name, "args": args}
-        return (
-            event | {"ts": began_us, "dur": took_us} | ({"cat": kind} if kind else {})
-        )
-
-    mib = {"bytes": 1 << 20}
-    events = [
-        {"ph": "M", "pid": 2, "name": "process_name", "args": {"name": "drives"}},
-        span("step 1", 0, 1_000_000),
-        span("program forward 0", 0, 200_000, "program"),
-        span("program backward 0", 400_000, 100_000, "program"),
-        span("program forward 0", 500_000, 100_000, "program"),  # again
-        span("program backward 1", 600_000, 200_000, "program"),
-        span("read h0", 300_000, 200_000, "read", pid=2, **mib),  # half in forward
-        span("read h0", 300_000, 200_000, "read", **mib),  # of the thread: the same
-        span("write h0", 900_000, 0, "write", pid=2, **mib),
-        span("out h0", 650_000, 50_000, "copy", **mib),
-        {"ph": "C", "name": "memory", "ts": 500_000, "args": {"process": 3 << 20}},
-        {"ph": "C", "name": "memory", "ts": "then", "args": {"process": []}},
-        span("odd", "then", 5),
-    ]
-    (log_dir / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    reported(log_dir)
-    cells = " ".join(" ".join(page_of(log_dir / "report.html")[1].texts).split())
-    assert "Phases of traced steps" in cells
-    assert "forward 0.4 s 50% 1.25 MiB/s 0 B/s 0 B/s" in cells
-    held = "3.00 MiB / 3.00 MiB / 3.00 MiB"
-    assert f"backward 0.4 s 100% 1.25 MiB/s 0 B/s 2.50 MiB/s {held}" in cells
-    assert "after them 0.2 s 0% 0 B/s 0 B/s 0 B/s" in cells
 
 
 class Page(HTMLParser):
@@ -159,7 +117,6 @@ def test_what_a_log_says_is_never_a_script(log_dir):
         file.write(json.dumps(evil) + "\n")
     config = {"data": EVIL, EVIL: 1, "versions": {EVIL: EVIL}}
     (log_dir / "config.json").write_text(json.dumps(config))
-    (log_dir / "trace.json").write_text(json.dumps(trace_of(EVIL)))
     folder = log_dir.rename(log_dir.with_name("run <script>alert(3)"))
     assert page_count(folder) == scripts
     text, page = page_of(folder / "report.html")
@@ -183,14 +140,12 @@ def test_damaged_logs_are_shown_as_far_as_they_go(log_dir):
     (log_dir / "metrics.last.json").write_text("{}")
     config = {"steps": 5, "versions": {"jaxinf": "99.0.0"}}
     (log_dir / "config.json").write_text(json.dumps(config))
-    (log_dir / "trace.json").write_text('{"traceEvents": {"a": 1}')
     reported(log_dir)
     said = " ".join(page_of(log_dir / "report.html")[1].texts)
     assert "9 lines are no steps" in said
     assert "the last line is cut off" in said
     assert "the run had not ended" in said
     assert "version of jaxinf" in said
-    assert "trace.json is left out" in said
 
 
 def test_a_good_log_with_a_cut_off_line_has_a_note(log_dir):
