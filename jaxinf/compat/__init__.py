@@ -54,14 +54,8 @@ key classes, ``keystr``     of ``jax.tree_util``. Other classes: names of leaves
                             Another text: error messages have it; no file does
 ``serialization`` of Flax   registers placeholders, where a program uses Flax. Moved:
                             ``flax.serialization.to_bytes`` of a state fails
-frames of ``MultiSteps``    optax's own callers are looked at. Not a method any more:
-                            ``MultiSteps(smart_update(…))`` is not refused
-frames of ``lookahead``     the same, by their module. Others: the params differ from
-                            the store's when slow ones follow, and the run stops
 placeholder of params       of ``optax.tree.map_params``, not public. Renamed: that
                             function fails for a state
-schedule of ``MultiSteps``  not public. Not there: ``MultiSteps(tx, 1)`` is not refused,
-                            and stores a sum
 bits of ``jax.random``      computed as Threefry of each element's index. Computed
                             otherwise: streaming draws other first params than jitted
                             code for leaves that are large beside the budget
@@ -109,10 +103,7 @@ from jaxinf.compat.jaxprs import (
 from jaxinf.compat.libraries import (
     ORBAX_DICT_KEY,
     ORBAX_HANDLER,
-    is_inside_lookahead,
-    is_inside_multi_steps,
     is_params_placeholder,
-    is_single_step,
     register_with_flax,
 )
 from jaxinf.compat.meshes import (
@@ -176,10 +167,7 @@ __all__ = [
     "inner_jaxprs",
     "io_callback",
     "is_in_transformation",
-    "is_inside_lookahead",
-    "is_inside_multi_steps",
     "is_params_placeholder",
-    "is_single_step",
     "is_tracing",
     "keystr",
     "manual_axes",

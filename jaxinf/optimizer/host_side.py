@@ -122,14 +122,6 @@ COMMITTED, SKIPPED = 0, 1
 EXACT = -1.0
 """In place of a difference: params equal the store's to the bit."""
 
-UNDIVIDED = (
-    "%s: init did not know how the params are sharded, as in jit(init, out_shardings="
-    "…), so the store's chunks do not divide at the shards, and each gradient is "
-    "gathered on all %d devices. Make a new store with smart_update(tx, store, "
-    "shardings=…), or call tx.init(params) outside of jit"
-)
-"""A reason to gather gradients: the store was made for whole leaves."""
-
 _UNKNOWN_SHARDINGS = (
     "%s: the shardings of the params were not known when the computation was traced, "
     "so each gradient is gathered on all %d devices, which costs nothing only if the "
@@ -192,14 +184,14 @@ class HostSide:
         report = health.fail_beside_others
         if is_last and not engine.group.is_alone:
             report = health.fail_unannounced
-        warn = partial(self.warn_of_gathering, _UNKNOWN_SHARDINGS)
-        return GuardedHost(host, health.fail_computation, report, warn)
+        return GuardedHost(
+            host, health.fail_computation, report, self._warn_of_gathering
+        )
 
-    def warn_of_gathering(self, reason: str, num_devices: int) -> None:
-        """Says once, in a text with two places, that gradients are gathered."""
+    def _warn_of_gathering(self, num_devices: int) -> None:
         if not self._has_warned:
             self._has_warned = True
-            _LOG.warning(reason, self.store.path, num_devices)
+            _LOG.warning(_UNKNOWN_SHARDINGS, self.store.path, num_devices)
 
     # --- callbacks -----------------------------------------------------------------
 

@@ -263,25 +263,18 @@ def check_state(
 def _shown(tree: PyTree) -> PyTree:
     """Returns a tree that refuses to compute with stored arrays.
 
-    Dicts of other state are not copied.
+    Dicts of other state are not copied: hyperparameters are set in them.
     """
-    if not _has_stored(tree):
-        return tree  # hyperparameters are set in it
 
     def stays(node: Any) -> bool:
-        return isinstance(node, Stored) or (
-            isinstance(node, dict) and not _has_stored(node)
-        )
+        is_other = isinstance(node, dict) and _first_stored(node) is None
+        return is_other or isinstance(node, Stored)
 
     return jax.tree.map(
         lambda node: StoredArray(node) if isinstance(node, Stored) else node,
         tree,
         is_leaf=stays,
     )
-
-
-def _has_stored(tree: PyTree) -> bool:
-    return _first_stored(tree) is not None
 
 
 def _hidden(tree: PyTree) -> PyTree:

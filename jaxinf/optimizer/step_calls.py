@@ -19,7 +19,7 @@ others. The elements that compression sends are selected on the gradient's devic
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -27,8 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
-from jaxinf.compress import TopK, compress_leaf
+from jaxinf.compress import compress_leaf
 from jaxinf.engine import StoreDescription
 from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.binding import bind
@@ -55,23 +56,6 @@ from jaxinf.optimizer.leaf_call import (
 from jaxinf.optimizer.state import SmartUpdateState
 from jaxinf.optimizer.wrapped import Wrapped
 from jaxinf.program import StateSlot, key_data
-
-
-def compressor(
-    compression: TopK, chunk_shapes: Mapping[int, tuple[int, ...]]
-) -> Compress:
-    """Returns a function that compresses a leaf's call."""
-
-    def compress(call: LeafCall) -> LeafCall:
-        gradient = call.gradient
-        if gradient is None:
-            return call
-        grid = LeafGrid(tuple(gradient.shape), chunk_shapes[call.number])
-        sent, left = compress_leaf(gradient, grid, compression, call.feedback)
-        return replace(call, gradient=sent, feedback=left)
-
-    return compress
-
 
 SMALL_BYTES = 1 << 20
 """A leaf that is shorter, on each JAX device, shares a call."""
@@ -121,27 +105,19 @@ def grouped_leaves(leaves: Sequence[LeafCall]) -> list[list[int]]:
     return [[leaves[n].number for n in group] for group in grouped(kinds)]
 
 
+@dataclass(frozen=True)
 class StepCalls:
     """The calls of one step; traceable.
 
-    Args:
+    Attributes:
       shardings: the leaves' shardings; empty for one JAX device.
       state: the state at the beginning of the step.
     """
 
-    def __init__(
-        self,
-        wrapped: Wrapped,
-        description: StoreDescription,
-        shardings: tuple[NamedSharding, ...],
-        state: SmartUpdateState,
-    ) -> None:
-        self._wrapped = wrapped
-        self._host, self._engine = wrapped.host, wrapped.engine
-        self._description = description
-        self._shardings = shardings
-        self._mesh = mesh_of(shardings)
-        self._state = state
+    wrapped: Wrapped
+    description: StoreDescription
+    shardings: tuple[NamedSharding, ...]
+    state: SmartUpdateState
 
     def leaf_calls(
         self,
@@ -160,41 +136,28 @@ class StepCalls:
         for number, (gradient, gate) in enumerate(
             zip(gradients, self._gates(gradients), strict=True)
         ):
-            shape, local = self._shapes(number)
-            call = leaf_call(
-                number,
-                len(shape),
-                *self._shardings[number : number + 1],
+            call = replace(
+                self._named(number),
                 gradient=gradient,
-                kept=local if gradient is None else None,
+                kept=self._local_shape(number) if gradient is None else None,
                 feedback=feedback[number] if feedback else None,
                 gate=gate,
             )
-            known = params[number] if params and gradient is not None else None
-            if known is not None and self._gives(known):
-                call = replace(call, params=known)
-            elif known is not None and self._mesh is None:
-                call = replace(call, probe=first_elements(known))
+            if params and gradient is not None:
+                known = params[number]
+                if self._gives(known):
+                    call = replace(call, params=known)
+                elif not self.shardings:
+                    call = replace(call, probe=first_elements(known))
             calls.append(call)
         return calls
 
     def bind(self, params: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Compares the params with the store's; see `binding.bind`.
-
-        Args:
-          params: the leaves, or empty if they are not available.
-        """
-        leaves = [
-            leaf_call(number, p.ndim, *self._shardings[number : number + 1], params=p)
-            for number, p in enumerate(params)
-        ]
-        return bind(
-            self._host,
-            self._description,
-            self._shardings,
-            self._state,
-            [tuple(leaves[n] for n in group) for group in grouped_leaves(leaves)],
-        )
+        """Compares the params, if they are available; see `binding.bind`."""
+        leaves = [replace(self._named(n), params=p) for n, p in enumerate(params)]
+        groups = [tuple(leaves[n] for n in group) for group in grouped_leaves(leaves)]
+        host = self.wrapped.host
+        return bind(host, self.description, self.shardings, self.state, groups)
 
     def recall(
         self,
@@ -208,32 +171,28 @@ class StepCalls:
         Returns:
           The values, or zeros, and the int32 for which updates are to wait.
         """
-        host = self._host.guarded(
-            partial(self._host.recall, [slot.name for slot in slots])
-        )
+        host = self.wrapped.host
+        guarded = host.guarded(partial(host.recall, [slot.name for slot in slots]))
 
         def read() -> tuple[list[jax.Array], jax.Array]:
             found, statuses = dict[int, LeafResult](), [bound[None]]
             for group in grouped_leaves(leaves):
-                names = [LeafCall(n, leaves[n].split) for n in group]
-                call = HostCall(tuple(names), step=self._state.step, after=bound)
-                avals = [
-                    jax.ShapeDtypeStruct(self._shapes(n)[0], slots[n].dtype)
-                    for n in group
-                ]
-                results, own = send(host, call, avals, self._shardings_of(call))
+                names = tuple([self._named(n) for n in group])
+                call = HostCall(names, step=self.state.step, after=bound)
+                dtypes = [slots[n].dtype for n in group]
+                results, own = self._send(guarded, call, dtypes)
                 found |= dict(zip(group, results, strict=True))
                 statuses.append(own)
             ordered = [found[number].array for number in range(len(leaves))]
             return ordered, jnp.max(jnp.concatenate(statuses))
 
         def skip() -> tuple[list[jax.Array], jax.Array]:
-            pairs = zip(leaves, slots, strict=True)
+            described = zip(leaves, slots, self.description.leaves, strict=True)
             return [
-                jnp.zeros(self._shapes(leaf.number)[0], slot.dtype)
+                jnp.zeros(of.shape, slot.dtype)
                 if leaf.gradient is None
                 else jnp.zeros_like(leaf.gradient, slot.dtype)
-                for leaf, slot in pairs
+                for leaf, slot, of in described
             ], bound
 
         return lax.cond(is_due, read, skip)
@@ -244,10 +203,12 @@ class StepCalls:
         Returns:
           Results in the order of the leaves; statuses in that of `commit`.
         """
-        waits = waits_for_updates()
-        function = self._host.update if waits else self._host.start
-        host = self._host.guarded(partial(function, self._description))
-        found = [self._send(host, call, has_results=waits) for call in calls]
+        host, waits = self.wrapped.host, waits_for_updates()
+        update = partial(host.update if waits else host.start, self.description)
+        found = [
+            self._send_gradients(host.guarded(update), call, has_results=waits)
+            for call in calls
+        ]
         if not waits:
             found = self._fetch(calls, found)
         by_number = {
@@ -277,24 +238,22 @@ class StepCalls:
           is_compared: whether the update was given params.
           carried: further arrays to commit, as `carried_leaves` returns.
         """
-        state = self._state
         commit = partial(
-            self._host.commit,
-            self._description,
+            self.wrapped.host.commit,
+            self.description,
             [leaf.number for call in reversed(calls) for leaf in call.leaves],
             list(inexact),
             is_compared=is_compared,
             paths=tuple(carried),
         )
-        differences = jnp.array(list(inexact.values()), jnp.float32)
         return call_once(
-            self._host.guarded(commit, is_last=True),
-            self._mesh,
+            self.wrapped.host.guarded(commit, is_last=True),
+            mesh_of(self.shardings),
             (
-                state.step,
-                state.skipped_steps,
+                self.state.step,
+                self.state.skipped_steps,
                 statuses,
-                differences,
+                jnp.array(list(inexact.values()), jnp.float32),
                 [key_data(scalar) for scalar in scalars],
                 list(carried.values()),
             ),
@@ -303,7 +262,42 @@ class StepCalls:
 
     # --- inside --------------------------------------------------------------------
 
+    def _named(self, number: int) -> LeafCall:
+        ndim = len(self.description.leaves[number].shape)
+        return leaf_call(number, ndim, *self.shardings[number : number + 1])
+
+    def _local_shape(self, number: int) -> tuple[int, ...]:
+        """Returns the shape of a JAX device's part of a leaf."""
+        shape = self.description.leaves[number].shape
+        return self.shardings[number].shard_shape(shape) if self.shardings else shape
+
     def _send(
+        self,
+        host: GuardedHost,
+        call: HostCall,
+        dtypes: Sequence[DTypeLike | None],
+        compress: Compress | None = None,
+    ) -> tuple[list[LeafResult], jax.Array]:
+        """Sends a call whose results have these dtypes; see `leaf_call.send`."""
+        numbers = [leaf.number for leaf in call.leaves]
+        avals = [
+            None
+            if dtype is None
+            else jax.ShapeDtypeStruct(self.description.leaves[n].shape, dtype)
+            for n, dtype in zip(numbers, dtypes, strict=True)
+        ]
+        shardings = [self.shardings[n] for n in numbers] if self.shardings else []
+        return send(host, call, avals, shardings, compress)
+
+    def _dtypes(self, call: HostCall) -> list[DTypeLike | None]:
+        """Returns the dtype of each leaf's update; None for one that stays."""
+        described = self.description.leaves
+        return [
+            None if leaf.kept is not None else described[leaf.number].device_dtype
+            for leaf in call.leaves
+        ]
+
+    def _send_gradients(
         self, host: GuardedHost, call: HostCall, *, has_results: bool
     ) -> tuple[list[LeafResult], jax.Array]:
         """Sends one call; compressed, if that is on, after the warm-up steps."""
@@ -313,35 +307,37 @@ class StepCalls:
         if jax.tree.leaves(gradients):
             gradients = lax.optimization_barrier(gradients)
         pairs = zip(call.leaves, gradients, strict=True)
-        leaves = tuple([replace(leaf, gradient=own) for leaf, own in pairs])
-        avals = self._results(call) if has_results else [None] * len(leaves)
-        shardings = self._shardings_of(call)
+        call = call._replace(leaves=tuple(replace(x, gradient=g) for x, g in pairs))
+        dtypes = self._dtypes(call) if has_results else [None] * len(call.leaves)
 
         def dense() -> tuple[list[LeafResult], jax.Array]:
             # The old error feedback stays here.
-            without = tuple(replace(leaf, feedback=None) for leaf in leaves)
-            sent = call._replace(leaves=without)
-            results, own = send(host, sent, avals, shardings)
-            pairs = zip(results, leaves, strict=True)
+            without = tuple(replace(leaf, feedback=None) for leaf in call.leaves)
+            results, own = self._send(host, call._replace(leaves=without), dtypes)
+            pairs = zip(results, call.leaves, strict=True)
             return [one._replace(feedback=leaf.feedback) for one, leaf in pairs], own
 
-        compression = self._wrapped.compression
+        compression = self.wrapped.compression
         if compression is None:
             return dense()
 
         def compressed() -> tuple[list[LeafResult], jax.Array]:
-            numbers = [leaf.number for leaf in leaves]
-            shapes = {
-                n: self._engine.chunk_shape(self._description, n) for n in numbers
-            }
-            compress = compressor(compression, shapes)
-            sent = call._replace(leaves=leaves)
-            return send(host, sent, avals, shardings, compress)
+            return self._send(host, call, dtypes, self._compress)
 
         if not compression.warmup_steps:
             return compressed()
-        is_early = self._state.step < compression.warmup_steps
+        is_early = self.state.step < compression.warmup_steps
         return lax.cond(is_early, dense, compressed)
+
+    def _compress(self, call: LeafCall) -> LeafCall:
+        gradient, compression = call.gradient, self.wrapped.compression
+        if gradient is None:
+            return call
+        assert compression is not None, "dense gradients are sent as they are"
+        chunk_shape = self.wrapped.engine.chunk_shape(self.description, call.number)
+        grid = LeafGrid(tuple(gradient.shape), chunk_shape)
+        sent, left = compress_leaf(gradient, grid, compression, call.feedback)
+        return replace(call, gradient=sent, feedback=left)
 
     def _fetch(
         self,
@@ -349,72 +345,42 @@ class StepCalls:
         started: Sequence[tuple[list[LeafResult], jax.Array]],
     ) -> list[tuple[list[LeafResult], jax.Array]]:
         tokens = jnp.concatenate([own for _, own in started])
-        host, found = self._host.guarded(self._host.finish), []
+        host, found = self.wrapped.host.guarded(self.wrapped.host.finish), []
         for call, (kept, _) in zip(calls, started, strict=True):
-            names = [
-                LeafCall(leaf.number, leaf.split, kept=leaf.kept)
-                for leaf in call.leaves
-            ]
-            results, own = send(
-                host,
-                HostCall(tuple(names), after=tokens),
-                self._results(call),
-                self._shardings_of(call),
+            names = [replace(self._named(x.number), kept=x.kept) for x in call.leaves]
+            results, own = self._send(
+                host, HostCall(tuple(names), after=tokens), self._dtypes(call)
             )
             pairs = zip(results, kept, strict=True)
             left = [new._replace(feedback=old.feedback) for new, old in pairs]
             found.append((left, own))
         return found
 
-    def _shapes(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the shape of a leaf, and that of a JAX device's part of it."""
-        shape = self._description.leaves[number].shape
-        if not self._shardings:
-            return shape, shape
-        return shape, self._shardings[number].shard_shape(shape)
-
-    def _results(self, call: HostCall) -> list[jax.ShapeDtypeStruct | None]:
-        described = self._description.leaves
-        return [
-            None
-            if leaf.kept is not None
-            else jax.ShapeDtypeStruct(
-                described[leaf.number].shape, described[leaf.number].device_dtype
-            )
-            for leaf in call.leaves
-        ]
-
-    def _shardings_of(self, call: HostCall) -> list[NamedSharding]:
-        if not self._shardings:
-            return []
-        return [self._shardings[leaf.number] for leaf in call.leaves]
-
     def _gates(self, gradients: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Returns whether each leaf may update; see `HostSide.looks_ahead`.
 
         The host cannot tell whether a compressed gradient is finite.
         """
-        is_sparse = self._wrapped.compression is not None and self._host.checks_finite
-        if not (self._host.looks_ahead or is_sparse):
+        host = self.wrapped.host
+        is_sparse = self.wrapped.compression is not None and host.checks_finite
+        if not (host.looks_ahead or is_sparse):
             return [None] * len(gradients)
         finite = [
             jnp.bool_(True) if g is None else jnp.all(jnp.isfinite(g))
             for g in gradients
         ]
-        if not self._host.looks_ahead:
-            return [
-                jnp.where(ok, GO, HOLD_NON_FINITE).astype(jnp.int32) for ok in finite
-            ]
         all_finite = jnp.all(jnp.stack(finite)) if finite else True
-        return [
-            jnp.where(all_finite, GO, jnp.where(ok, HOLD, HOLD_NON_FINITE)).astype(
-                jnp.int32
-            )
+        gates = [
+            jnp.where(all_finite, GO, jnp.where(ok, HOLD, HOLD_NON_FINITE))
+            if host.looks_ahead
+            else jnp.where(ok, GO, HOLD_NON_FINITE)
             for ok in finite
         ]
+        return [gate.astype(jnp.int32) for gate in gates]
 
     def _gives(self, params: jax.Array) -> bool:
         """Whether the params may equal the store's, and can be handed over for free."""
-        is_free = shares_memory(is_local=self._mesh is not None)
+        is_free = shares_memory(is_local=bool(self.shardings))
         is_stored = params.dtype in (jnp.float32, jnp.bfloat16)
-        return is_free and is_stored and self._engine.options.csd.takes_params
+        takes = self.wrapped.engine.options.csd.takes_params
+        return is_free and is_stored and takes

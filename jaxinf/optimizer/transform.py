@@ -104,8 +104,10 @@ def smart_update(
         raise ValueError(f'updates={updates!r}: expected "gradient" or "float32"')
     owned = store if isinstance(store, Store) else open_store(store)
     check_compression(compress, engine_of(owned).options)
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
     wrapped = Wrapped(
-        averaged(_as_transformation(tx), average),
+        averaged(tx, average),
         HostSide(owned, nonfinite),
         compress,
         on_one_mesh(jax.tree.leaves(shardings)),
@@ -123,7 +125,6 @@ def _init(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
     if compat.is_params_placeholder(params):
         feedback = params if wrapped.has_feedback else ()
         return placeholder_state(wrapped.tx.init(params), feedback)
-    _refuse_outer()
     check_device_configuration()
     warn_of_varying_bits()
     wrapped.check()
@@ -166,8 +167,7 @@ def _update_function(wrapped: Wrapped) -> Any:
                 "params, opt_state, step=…), state = tx.init(params) "
                 "(docs/checkpoints.md)"
             )
-        _refuse_outer()
-        check_device_configuration()
+            check_device_configuration()
         wrapped.check()
         given = align(updates, params, wrapped.engine.shapes)
         arrays = given.gradients, state, given.params
@@ -207,18 +207,6 @@ def _update_function(wrapped: Wrapped) -> Any:
     return update
 
 
-def _as_transformation(
-    tx: optax.GradientTransformation | optax.MultiSteps,
-) -> optax.GradientTransformation:
-    if compat.is_single_step(tx):
-        raise ValueError(
-            "smart_update(optax.MultiSteps(tx, 1), store): expected 2 micro-steps or "
-            "more, found 1, for which the store would keep a sum of gradients that is "
-            "always zero. Leave MultiSteps out: smart_update(tx, store)"
-        )
-    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
-
-
 @cache
 def warn_of_varying_bits() -> None:
     """Warns once if gradients may have other bits in each run."""
@@ -242,22 +230,4 @@ def _warn_without_params(store: Store) -> None:
             "store, and whether updates are applied unchanged, cannot be seen. Give "
             "them: tx.update(grads, state, params). This is said once",
             stacklevel=3,
-        )
-
-
-def _refuse_outer() -> None:
-    """Refuses transformations around that do more than to hand updates on."""
-    if compat.is_inside_multi_steps():
-        raise ValueError(
-            "optax.MultiSteps(jaxinf.smart_update(tx, store), k) cannot work: optax "
-            "runs the inner update at every micro-step and throws most results away, "
-            "while the store keeps them. Nest them the other way: "
-            "jaxinf.smart_update(optax.MultiSteps(tx, k), store)"
-        )
-    if compat.is_inside_lookahead():
-        raise ValueError(
-            "optax.lookahead(jaxinf.smart_update(tx, store), …) cannot work: optax "
-            "moves the fast params by other updates than the store's, whose master "
-            "params then differ. Leave lookahead out, and give average=jaxinf.ema(…) "
-            '(docs/integrations.md, "EMA of params")'
         )

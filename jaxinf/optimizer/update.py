@@ -12,26 +12,25 @@ Invariant: the store advances by exactly one step for each update that is not re
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from jaxinf.engine import (
-    Store,
+    Engine,
     StoreDescription,
     carried_leaves,
     check_carried,
-    engine_of,
     shard_counts,
 )
+from jaxinf.errors import StoreMismatchError
 from jaxinf.optimizer.callback import FAILED
-from jaxinf.optimizer.host_side import COMMITTED, EXACT, UNDIVIDED, HostSide
+from jaxinf.optimizer.host_side import COMMITTED, EXACT
 from jaxinf.optimizer.leaf_call import HostCall, traced_shardings
 from jaxinf.optimizer.state import SmartUpdateState, check_state, in_jax, next_state
 from jaxinf.optimizer.step_calls import StepCalls, grouped_leaves
@@ -91,91 +90,6 @@ def _rounded(value: jax.Array, dtype: DTypeLike) -> jax.Array:
     return jnp.where(jnp.abs(value) < info.tiny, denormal, rounded)
 
 
-_Shardings = tuple[NamedSharding, ...]
-
-
-@dataclass(frozen=True)
-class Resharding:
-    """The way of the leaves to the store's shardings and back; traceable.
-
-    Attributes:
-      own: the leaves' shardings in the program; empty for one JAX device.
-      stored: those in which the leaves are handed over.
-    """
-
-    own: _Shardings
-    stored: _Shardings
-
-    @classmethod
-    def of(
-        cls, host: HostSide, given: _Shardings, leaves: Sequence[jax.Array]
-    ) -> "Resharding":
-        """Finds both shardings; warns if leaves have to be gathered.
-
-        Args:
-          given: the leaves' shardings if the caller knows them, or empty.
-        """
-        if given:
-            return cls(given, given)
-        own = traced_shardings(leaves)
-        stored = _stored_shardings(host.store, own, leaves)
-        if stored != own:
-            host.warn_of_gathering(UNDIVIDED, own[0].mesh.size)
-        return cls(own, stored)
-
-    def to_store(self, values: Sequence[Any]) -> list[Any]:
-        """Moves an array, a tuple of arrays or None of each leaf; all or no leaves."""
-        return _moved(values, self.own, self.stored)
-
-    def to_program(self, values: Sequence[Any]) -> list[Any]:
-        return _moved(values, self.stored, self.own)
-
-
-def _stored_shardings(
-    store: Store, shardings: _Shardings, leaves: Sequence[jax.Array]
-) -> _Shardings:
-    """Returns the shardings in which leaves can be handed over.
-
-    Args:
-      store: the store; one that is not made yet divides as needed.
-      shardings: the leaves' own; empty for one JAX device.
-
-    Returns:
-      The same, with replicated leaves where the chunks do not divide at the shards.
-    """
-    if engine_of(store).commit is None:
-        return shardings
-    if len(engine_of(store).directory.manifest.leaves) != len(leaves):
-        return shardings  # refused where the store is bound
-    return tuple(
-        sharding
-        if _divides(store, number, sharding, leaves[number].shape)
-        else NamedSharding(sharding.mesh, PartitionSpec())
-        for number, sharding in enumerate(shardings)
-    )
-
-
-def _moved(values: Sequence[Any], now: _Shardings, then: _Shardings) -> list[Any]:
-    if now == then or not values:
-        return list(values)
-    return [
-        value if old == new else jax.sharding.reshard(value, new)
-        for value, old, new in zip(values, now, then, strict=True)
-    ]
-
-
-def _divides(
-    store: Store, leaf: int, sharding: NamedSharding, shape: tuple[int, ...]
-) -> bool:
-    local = sharding.shard_shape(shape)
-    return all(
-        engine_of(store).opened.divides(
-            leaf, [n * extent for n, extent in zip(place, local, strict=True)], local
-        )
-        for place in itertools.product(*map(range, shard_counts(sharding, shape)))
-    )
-
-
 def run_update(
     wrapped: Wrapped,
     updates: PyTree,
@@ -205,9 +119,11 @@ def run_update(
         known = shapes.tree
     treedef = jax.tree.structure(known)
     gradients = treedef.flatten_up_to(updates)
-    places = Resharding.of(wrapped.host, shardings, jax.tree.leaves(known))
+    if not shardings:
+        shardings = traced_shardings(jax.tree.leaves(known))
+        _check_division(wrapped.engine, shardings, jax.tree.leaves(known))
     init, program = wrapped.trace(known, extra_args)
-    description = wrapped.describe(init, program, places.stored)
+    description = wrapped.describe(init, program, shardings)
     _check(wrapped, description, state, gradients)
     names = {state.name for leaf in description.leaves for state in leaf.states}
     check_carried(wrapped.engine, carried, names)
@@ -221,20 +137,19 @@ def run_update(
         old,
         extra_args,
     )
-    step = StepCalls(wrapped, description, places.stored, state)
-    sent = places.to_store(on_device)
-    bound, origin = step.bind(sent)
-    leaves = step.leaf_calls(
-        places.to_store(gradients), sent, places.to_store(feedback)
-    )
+    step = StepCalls(wrapped, description, shardings, state)
+    bound, origin = step.bind(on_device)
+    leaves = step.leaf_calls(gradients, on_device, feedback)
     recalled: list[jax.Array] = []
     if program.recall is not None:
         assert program.recall.counter is not None, "smart_update recalls sums only"
         before, _ = prologue(recalled=_or_zeros([None] * len(leaves), description))
         is_due = before[program.recall.counter] == 0
         recalled, bound = step.recall(program.recall.slots, leaves, is_due, bound)
-    new, inputs = prologue(recalled=places.to_program(recalled))
-    inputs = _kernel_inputs(places, gradients, inputs)
+    new, inputs = prologue(recalled=recalled)
+    unused = LeafInputs((), ())  # by a leaf without a gradient
+    pairs = zip(gradients, inputs, strict=True)
+    inputs = [unused if gradient is None else own for gradient, own in pairs]
     calls = [
         HostCall.of(
             [leaves[n] for n in group], [inputs[n] for n in group], state.step, bound
@@ -242,18 +157,22 @@ def run_update(
         for group in grouped_leaves(leaves)
     ]
     results, statuses = step.run(calls)
-    arrays = places.to_program([one.array for one in results])
-    changes = _changes(wrapped, arrays, on_device, gradients)
-    inexact = {n: own for n, (_, own) in enumerate(changes) if own is not None}
-    is_compared = params is not None
+    known_params = on_device or [None] * len(results)
+    changes = [
+        change(one.array, p, wrapped.update_dtype(g, p))
+        for one, p, g in zip(results, known_params, gradients, strict=True)
+    ]
     verdict = step.commit(
-        calls, statuses, inexact, new, is_compared=is_compared, carried=carried
+        calls,
+        statuses,
+        {n: own for n, (_, own) in enumerate(changes) if own is not None},
+        new,
+        is_compared=params is not None,
+        carried=carried,
     )
-    left = places.to_program([one.feedback for one in results][: len(feedback)])
-    return (
-        treedef.unflatten(_applied(verdict, [update for update, _ in changes])),
-        next_state(state, verdict, origin, [*old, *feedback], [*new, *left]),
-    )
+    left = [one.feedback for one in results][: len(feedback)]
+    updates = treedef.unflatten(_applied(verdict, [update for update, _ in changes]))
+    return updates, next_state(state, verdict, origin, [*old, *feedback], [*new, *left])
 
 
 def _or_zeros(
@@ -265,27 +184,24 @@ def _or_zeros(
     ]
 
 
-def _kernel_inputs(
-    places: Resharding,
-    gradients: Sequence[jax.Array | None],
-    inputs: Sequence[LeafInputs],
-) -> list[LeafInputs]:
-    """Moves the inputs to the store; a leaf without a gradient needs none."""
-    kept = LeafInputs((), ())
-    used = [kept if g is None else x for g, x in zip(gradients, inputs, strict=True)]
-    arrays = places.to_store([one.arrays for one in used])
-    return [replace(one, arrays=x) for one, x in zip(used, arrays, strict=True)]
-
-
-def _changes(
-    wrapped: Wrapped,
-    arrays: Sequence[jax.Array | None],
-    params: Sequence[jax.Array],
-    gradients: Sequence[jax.Array | None],
-) -> list[tuple[jax.Array | None, jax.Array | None]]:
-    """Returns each leaf's `change`; `params` may be empty."""
-    leaves = zip(arrays, params or [None] * len(arrays), gradients, strict=True)
-    return [change(array, p, wrapped.update_dtype(g, p)) for array, p, g in leaves]
+def _check_division(
+    engine: Engine, shardings: Sequence[NamedSharding], leaves: Sequence[jax.Array]
+) -> None:
+    """Refuses shards that cross the chunks of a store, whose `init` knew of none."""
+    if engine.commit is None or len(engine.directory.manifest.leaves) != len(leaves):
+        return  # refused where the store is bound
+    for number, (sharding, leaf) in enumerate(zip(shardings, leaves, strict=False)):
+        local = sharding.shard_shape(leaf.shape)
+        for place in itertools.product(*map(range, shard_counts(sharding, leaf.shape))):
+            origin = [n * extent for n, extent in zip(place, local, strict=True)]
+            if not engine.opened.divides(number, origin, local):
+                raise StoreMismatchError(
+                    f"{engine.options.path}: expected chunks that divide at the shards "
+                    f"of the params ({sharding.spec} of leaf {number}), found those of "
+                    "an init that did not know how they are sharded, as in jit(init, "
+                    "out_shardings=…). Make a new store with smart_update(tx, store, "
+                    "shardings=…), or call tx.init(params) outside of jit"
+                )
 
 
 def _check(

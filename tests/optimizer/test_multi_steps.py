@@ -95,14 +95,6 @@ def test_a_failure_between_the_rounds_leaves_the_committed_step(
     same(found, train(clipped(2).gradient_transformation(), 4)[0])
 
 
-@pytest.mark.parametrize(
-    "form", [lambda tx: tx, lambda tx: tx.gradient_transformation()]
-)
-def test_one_micro_step_is_refused_with_the_line_to_write(open_store, form):
-    with pytest.raises(ValueError, match=r"found 1, .*: smart_update\(tx, store\)"):
-        jaxinf.smart_update(form(clipped(1)), open_store())
-
-
 def test_a_schedule_of_one_keeps_the_sum(open_store):
     store = open_store()
     train(jaxinf.smart_update(clipped(lambda _: 1), store), 2)
