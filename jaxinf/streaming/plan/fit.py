@@ -20,8 +20,7 @@ from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.inline import build_graph
 from jaxinf.streaming.program.keys import Keys, stable_digest
 from jaxinf.streaming.program.lifetimes import Lifetimes, ordered
-from jaxinf.streaming.program.programs import make_programs
-from jaxinf.streaming.program.sums import sum_programs
+from jaxinf.streaming.program.programs import make_programs, sum_programs
 from jaxinf.streaming.program.trace import Traced, trace, trace_function
 from jaxinf.typing import PyTree
 

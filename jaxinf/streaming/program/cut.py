@@ -62,7 +62,7 @@ def segment_bytes(lifetimes: Lifetimes, start: int, end: int) -> int:
 
 def _blocks(lifetimes: Lifetimes, run: Run) -> list[int] | None:
     """Starts of the run's blocks, and its end; None if they have no params."""
-    period, pieces = run.period, lifetimes.classes.pieces
+    period, pieces = run.period, lifetimes.pieces
     if not any(map(pieces.get, lifetimes.forward[run.start : run.start + period])):
         return None
     ranked = []
@@ -139,7 +139,7 @@ def _ends(
 ) -> Iterator[tuple[int, int]]:
     """Yields ends of a segment from candidate `i`, with the bytes that it needs."""
     pieces, working = set[Piece](), 0
-    of, cuts = lifetimes.classes.pieces, lifetimes.backward_cuts
+    of, cuts = lifetimes.pieces, lifetimes.backward_cuts
     at = start = candidates[i]
     for j, end in enumerate(candidates[i + 1 :], i + 1):
         pieces.update(*map(of.__getitem__, lifetimes.forward[at:end]))

@@ -20,9 +20,9 @@ from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
 from jaxinf.program import InitProgram, key_data, path_name
 from jaxinf.program.graph import Node, Value, bind, interpret
 from jaxinf.store import ScalarState, encode_path
-from jaxinf.streaming.program.classify import LIGHT
 from jaxinf.streaming.program.graph import Batch, Const, Inputs, Number
 from jaxinf.streaming.program.keys import Keys
+from jaxinf.streaming.program.lifetimes import LIGHT
 from jaxinf.streaming.program.meshes import on_one_device, outside_mesh
 from jaxinf.streaming.program.programs import Program, lowered, program_of
 from jaxinf.streaming.program.trace import abstract

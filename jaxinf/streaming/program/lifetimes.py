@@ -1,22 +1,55 @@
 """The order in which a program's nodes run, and the lifetimes of its values in bytes.
 
-    forward    as traced; penalties next to the other use of their params
-    backward   gradients as soon as possible
+    free       cheap and of inputs alone: every program computes them again as needed
+    forward    the others as traced; penalties next to the other use of their params
+    backward   what depends on the seed; gradients as soon as possible
 
 Invariant: nodes can be computed in this order, and it depends on the graph alone.
-Positions count the nodes of one direction; cut `c` lies before node `c`.
+Positions count the nodes of one direction; cut `c` lies before node `c`. A primitive
+that is not named here counts as expensive.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from jaxinf.compat import ELEMENTWISE
 from jaxinf.program.graph import Graph, Node, Value
-from jaxinf.streaming.program.classify import TINY_BYTES, Classes, classify
-from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes
+from jaxinf.streaming.program.graph import Piece, Seed, aval_bytes, num_bytes
+
+POINTWISE = ELEMENTWISE | frozenset(
+    """
+    acos acosh add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type clz copy copy_p cosh digamma erf erf_inv erfc imag is_finite
+    lgamma mul optimization_barrier population_count real shift_left
+    sharding_constraint shift_right_arithmetic shift_right_logical sinh stop_gradient
+    tan
+    """.split()
+)
+"""Primitives that compute each element from the elements at the same position."""
+
+LIGHT = POINTWISE | frozenset(
+    """
+    argmax argmin broadcast_in_dim concatenate dynamic_slice dynamic_update_slice
+    expand_dims gather iota pad random_bits random_clone random_fold_in random_seed
+    random_split random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or
+    reduce_prod reduce_sum reshape rev shift slice split squeeze stack threefry2x32
+    transpose unstack
+    """.split()
+)
+"""Primitives whose repeated computation costs less than keeping the result."""
+
+_TINY_BYTES = 1024
+_SCALAR_BYTES = 64
+# A result smaller than its params by this factor is kept, not computed again.
+_PARAMS_RATIO = 4
+
+_Needs: TypeAlias = Mapping[Node, frozenset[Value]]
+_Pieces: TypeAlias = Mapping[Node, frozenset[Piece]]
 
 
 class Stay(NamedTuple):
@@ -60,6 +93,10 @@ class Lifetimes:
 
     Attributes:
       forward, backward: The nodes that are not free, in the order in which they run.
+      free: Nodes that no segment has; segments consist of the others.
+      light: Nodes cheap enough to be computed again from kept values.
+      needs: Values of ordered nodes that a node needs, through free ones too.
+      pieces: Parts of params that a node reads, through free ones too.
       sizes: Bytes of the parts of params that are read, and of complete gradients.
       backward_cuts: The backward cut that belongs to each forward cut. There, the part
         after the forward cut has its gradients and no longer needs its params and
@@ -70,9 +107,12 @@ class Lifetimes:
     """
 
     graph: Graph
-    classes: Classes
     forward: tuple[Node, ...]
     backward: tuple[Node, ...]
+    free: Set[Node]
+    light: Set[Node]
+    needs: _Needs
+    pieces: _Pieces
     sizes: Mapping[Piece, int]
     backward_cuts: np.ndarray
     cut_bytes: np.ndarray
@@ -84,87 +124,112 @@ class Lifetimes:
 
 
 def ordered(graph: Graph) -> Lifetimes:
-    classes = classify(graph)
-    needs = classes.needs
-    nodes = [node for node in graph.nodes if node not in classes.free]
-    forward = _penalties_early([n for n in nodes if n not in classes.backward], classes)
-    backward = [node for node in nodes if node in classes.backward]
-    backward = _gradients_early(backward, graph, classes)
-    cuts = _backward_cuts(graph, classes, forward, backward)
+    """Classifies a graph's nodes, orders them, and says what each cut would cost."""
+    free, light, after_seed = set[Node](), set[Node](), set[Node]()
+    needs: dict[Node, frozenset[Value]] = {}
+    params: dict[Node, frozenset[Value]] = {}
+    for node in graph.nodes:
+        values, through = node.inputs, [v.node for v in node.inputs if v.node in free]
+        made = (v for v in values if v.node is not None and v.node not in free)
+        read = (v for v in values if isinstance(v.origin, Piece))
+        needs[node] = frozenset(made).union(*map(needs.__getitem__, through))
+        params[node] = frozenset(read).union(*map(params.__getitem__, through))
+        if any(isinstance(v.origin, Seed) or v.node in after_seed for v in values):
+            after_seed.add(node)
+        most = _PARAMS_RATIO * num_bytes(node.outputs)
+        if node.name in LIGHT and num_bytes(params[node]) <= most:
+            light.add(node)
+            if _is_free(node, needs[node], params[node]):
+                free.add(node)
+    pieces = {n: frozenset(v.origin for v in params[n]) for n in graph.nodes}
+    nodes = [node for node in graph.nodes if node not in free]
+    forward = [node for node in nodes if node not in after_seed]
+    forward = _penalties_early(forward, needs, pieces)
+    backward = [node for node in nodes if node in after_seed]
+    backward = _gradients_early(backward, graph, needs, light)
+    cuts = _backward_cuts(graph, needs, pieces, forward, backward)
     kept = {value for node in backward for value in needs[node]}
     heavy = [
-        0 if node in classes.light else num_bytes(kept.intersection(node.outputs))
+        0 if node in light else num_bytes(kept.intersection(node.outputs))
         for node in forward
     ]
     return Lifetimes(
         graph,
-        classes,
         tuple(forward),
         tuple(backward),
+        free,
+        light,
+        needs,
+        pieces,
         _sizes(graph),
         cuts,
-        _live_bytes(forward, classes) + _live_bytes(backward, classes)[cuts],
+        _live_bytes(forward, needs) + _live_bytes(backward, needs)[cuts],
         np.array([num_bytes(needs[n]) + num_bytes(n.outputs) for n in forward]),
         np.concatenate([[0], np.cumsum(heavy, dtype=np.int64)]),
     )
 
 
+def _is_free(node: Node, needs: Set[Value], params: Set[Value]) -> bool:
+    out_bytes = num_bytes(node.outputs)
+    # If a count or a key depends on the previous layer's, computing it again would
+    # start at the first layer, in longer and longer programs.
+    is_made_of = any(value.constant is None for value in node.inputs)
+    is_count = is_made_of and not params and out_bytes <= _SCALAR_BYTES
+    is_spread = any(
+        num_bytes(needs) <= limit < out_bytes for limit in (_TINY_BYTES, _SCALAR_BYTES)
+    )
+    return is_spread or not (needs or is_count)
+
+
 def _sizes(graph: Graph) -> dict[Piece, int]:
     sizes = {p: aval_bytes(v.aval) for p, v in graph.gradients.items()}
-    for node in graph.nodes:
-        for value in node.inputs:
-            if isinstance(value.origin, Piece):
-                sizes[value.origin] = aval_bytes(value.aval)
-    return sizes
+    read = (value for node in graph.nodes for value in node.inputs)
+    return sizes | {
+        value.origin: aval_bytes(value.aval)
+        for value in read
+        if isinstance(value.origin, Piece)
+    }
 
 
 def _made(nodes: Sequence[Node]) -> dict[Value, int]:
     return {value: i for i, node in enumerate(nodes) for value in node.outputs}
 
 
-def _live_bytes(nodes: Sequence[Node], classes: Classes) -> np.ndarray:
+def _live_bytes(nodes: Sequence[Node], needs: _Needs) -> np.ndarray:
     """Bytes of the values of one direction that cross each cut in it."""
     made, last = _made(nodes), dict[Value, int]()
     for i, node in enumerate(nodes):
-        last.update(dict.fromkeys(classes.needs[node] & made.keys(), i))
+        last.update(dict.fromkeys(needs[node] & made.keys(), i))
     stays = (Stay(made[v] + 1, end + 1, aval_bytes(v.aval)) for v, end in last.items())
     return occupancy(len(nodes) + 1, stays)
 
 
 def _backward_cuts(
-    graph: Graph, classes: Classes, forward: Sequence[Node], backward: Sequence[Node]
+    graph: Graph,
+    needs: _Needs,
+    pieces: _Pieces,
+    forward: Sequence[Node],
+    backward: Sequence[Node],
 ) -> np.ndarray:
     made, first_use = _made(forward), dict[Piece, int]()
+    by_leaf: defaultdict[int, list[Piece]] = defaultdict(list)
     for i, node in enumerate(forward):
-        for piece in classes.pieces[node]:
-            first_use.setdefault(piece, i)
-    finished = _finished_pieces(graph, first_use)
+        for piece in pieces[node] - first_use.keys():
+            first_use[piece] = i
+            by_leaf[piece.leaf].append(piece)
+    finished: defaultdict[Node | None, list[Piece]] = defaultdict(list)
+    for target, value in graph.gradients.items():
+        own = by_leaf[target.leaf]
+        finished[value.node] += [piece for piece in own if _overlaps(piece, target)]
     last = np.zeros(len(forward) + 2, np.int64)
     for j, node in enumerate(backward):
-        pieces = (*classes.pieces[node], *finished.get(node, ()))
-        used = [first_use.get(piece, -1) for piece in pieces]
-        used += [made[value] for value in classes.needs[node] if value in made]
+        used = [first_use.get(piece, -1) for piece in (*pieces[node], *finished[node])]
+        used += [made[value] for value in needs[node] if value in made]
         latest = max(used, default=-1)
         last[latest + 1] = max(last[latest + 1], j + 1)
     cuts = np.maximum.accumulate(last[::-1])[::-1][1:]
     cuts[0] = len(backward)
     return cuts
-
-
-def _finished_pieces(
-    graph: Graph, pieces: Iterable[Piece]
-) -> Mapping[Node, list[Piece]]:
-    """Maps nodes to those of the pieces whose gradients they complete."""
-    by_leaf: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        by_leaf.setdefault(piece.leaf, []).append(piece)
-    finished: dict[Node, list[Piece]] = {}
-    for target, value in graph.gradients.items():
-        if value.node is not None:
-            own = by_leaf.get(target.leaf, ())
-            found = (piece for piece in own if _overlaps(piece, target))
-            finished.setdefault(value.node, []).extend(found)
-    return finished
 
 
 def _overlaps(piece: Piece, target: Piece) -> bool:
@@ -177,11 +242,30 @@ def _overlaps(piece: Piece, target: Piece) -> bool:
     return piece.rows[0] <= index[len(own)] < piece.rows[1]
 
 
-def _penalties_early(forward: Sequence[Node], classes: Classes) -> list[Node]:
+def _penalties_early(
+    forward: Sequence[Node],
+    needs: _Needs,
+    pieces: _Pieces,
+) -> list[Node]:
     """Moves reductions of params next to another use, so that one fetch serves both."""
-    hosts = _hosts(forward, classes)
+    penalties = [
+        node
+        for node in forward
+        if not needs[node] and num_bytes(node.outputs) <= _TINY_BYTES
+    ]
+    others, first_use = set(forward).difference(penalties), dict[Piece, Node]()
+    for node in forward:
+        if node in others:
+            for piece in pieces[node] - first_use.keys():
+                first_use[piece] = node
+    hosts: dict[Node, Node] = {}
+    for node in penalties:
+        readers = {first_use.get(piece) for piece in pieces[node]}
+        host = readers.pop() if len(readers) == 1 else None
+        if host is not None:
+            hosts[node] = host
     while True:
-        order = _in_turn(forward, [*_needs(forward, classes), *hosts.items()])
+        order = _in_turn(forward, needs, hosts)
         if len(order) == len(forward):
             return order
         # Hosts need these themselves (normalised weights, say), so they stay in place.
@@ -189,30 +273,11 @@ def _penalties_early(forward: Sequence[Node], classes: Classes) -> list[Node]:
             hosts.pop(node, None)
 
 
-def _hosts(forward: Sequence[Node], classes: Classes) -> dict[Node, Node]:
-    """Maps nodes on params alone, with a small result, to the params' other reader."""
-    penalties = [
-        node
-        for node in forward
-        if not classes.needs[node] and num_bytes(node.outputs) <= TINY_BYTES
-    ]
-    others = set(forward).difference(penalties)
-    first_use: dict[Piece, Node] = {}
-    for node in forward:
-        if node in others:
-            for piece in classes.pieces[node]:
-                first_use.setdefault(piece, node)
-    found = {}
-    for node in penalties:
-        readers = {first_use.get(piece) for piece in classes.pieces[node]}
-        host = readers.pop() if len(readers) == 1 else None
-        if host is not None:
-            found[node] = host
-    return found
-
-
 def _gradients_early(
-    backward: Sequence[Node], graph: Graph, classes: Classes
+    backward: Sequence[Node],
+    graph: Graph,
+    needs: _Needs,
+    light: Set[Node],
 ) -> list[Node]:
     """Runs cheap nodes that only lead to gradients as soon as their inputs are there.
 
@@ -222,42 +287,30 @@ def _gradients_early(
     read_by_others = {value.node for value in graph.results}
     early: set[Node] = set()
     for node in reversed(backward):
-        if node in classes.light and node not in read_by_others:
+        if node in light and node not in read_by_others:
             early.add(node)
         else:
-            read_by_others.update(value.node for value in classes.needs[node])
-    order = _in_turn(backward, _needs(backward, classes), early)
+            read_by_others.update(value.node for value in needs[node])
+    order = _in_turn(backward, needs, eager=early)
     assert len(order) == len(backward), "every node runs once"
     return order
 
 
-def _needs(nodes: Sequence[Node], classes: Classes) -> list[tuple[Node, Node]]:
-    """Pairs of nodes of which the first needs the second."""
-    own = set(nodes)
-    return [
-        (node, value.node)
-        for node in nodes
-        for value in classes.needs[node]
-        if value.node in own
-    ]
-
-
 def _in_turn(
     nodes: Sequence[Node],
-    waits: Iterable[tuple[Node, Node]],
+    needs: _Needs,
+    hosts: Mapping[Node, Node] | None = None,
     eager: Iterable[Node] = (),
 ) -> list[Node]:
-    """Returns nodes in their order, but each after those that it waits for.
+    """Returns nodes in their order, but each after what it needs and after its host.
 
     Those that wait for each other are left out.
-
-    Args:
-      waits: Pairs of which the first waits for the second.
     """
     missing: dict[Node, set[Node]] = {node: set() for node in nodes}
     readers: defaultdict[Node, list[Node]] = defaultdict(list)
-    for node, other in waits:
-        if other not in missing[node]:
+    needed = ((node, value.node) for node in nodes for value in needs[node])
+    for node, other in chain(needed, (hosts or {}).items()):
+        if other in missing and other not in missing[node]:
             missing[node].add(other)
             readers[other].append(node)
     asked, order = set(eager), dict[Node, None]()

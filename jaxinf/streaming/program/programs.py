@@ -6,20 +6,22 @@ Options of compilation depend on the program and on JAX alone, not on a policy o
 budget, so all plans that run a program run it with the same bits.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxinf import compat
-from jaxinf.program.graph import Node, Value, ancestors, evaluate
-from jaxinf.streaming.program.classify import LIGHT
-from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes, struct
+from jaxinf.program.graph import Graph, Node, Value, ancestors, evaluate, graph_of
+from jaxinf.streaming.program.graph import Number, Piece, aval_bytes, num_bytes, struct
 from jaxinf.streaming.program.keys import Keys
-from jaxinf.streaming.program.lifetimes import Lifetimes, Stay, occupancy
+from jaxinf.streaming.program.lifetimes import LIGHT, Lifetimes, Stay, occupancy
+from jaxinf.streaming.program.meshes import typed_sharding
 
 # glibc keeps smaller blocks anyway, so a plan is not exact to within their size.
 LARGE_BYTES = 32 << 20
@@ -48,7 +50,7 @@ class Program:
 
     @property
     def is_sum(self) -> bool:
-        """Whether it adds up gradients; see `program.sums`."""
+        """Whether it adds up gradients; see `sum_programs`."""
         return self.name == "sum"
 
     @cached_property
@@ -125,45 +127,110 @@ def make_programs(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Prog
 
 
 def _programs_of(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Programs:
-    graph, classes = lifetimes.graph, lifetimes.classes
+    graph, free = lifetimes.graph, lifetimes.free
     back = [int(lifetimes.backward_cuts[cut]) for cut in cuts]
     segments = [lifetimes.forward[start:end] for start, end in pairwise(cuts)]
+    made = [v for v in dict.fromkeys(graph.outputs) if v.node in free]
+    alone = [program_of("free", [v], keys, (), free.__contains__) for v in made]
+    wanted = {*graph.outputs, *(v for program in alone for v in program.inputs)}
 
     def make(
-        name: str,
-        outputs: Sequence[Value],
-        nodes: Sequence[Node] = (),
-        light: Iterable[Node] = (),
+        name: str, nodes: Sequence[Node], light: Set[Node] = frozenset()
     ) -> Program:
         own = {*nodes, *light}
-        return program_of(
-            name, outputs, keys, nodes, lambda n: n in own or n in classes.free
+        outputs = [v for node in nodes for v in node.outputs if v in wanted]
+        program = program_of(
+            name, outputs, keys, nodes, lambda node: node in own or node in free
         )
-
-    free = [
-        make("free", [value])
-        for value in dict.fromkeys(graph.outputs)
-        if value.node in classes.free
-    ]
-    wanted = {*graph.outputs, *(v for program in free for v in program.inputs)}
-
-    def wanted_of(nodes: Sequence[Node]) -> list[Value]:
-        return [v for node in nodes for v in node.outputs if v in wanted]
+        wanted.update(program.inputs)
+        return program
 
     backward: list[Program | None] = []
     for k, segment in enumerate(segments):
         nodes = lifetimes.backward[back[k + 1] : back[k]]
-        outputs, program = wanted_of(nodes), None
-        if outputs:
-            light = classes.light.intersection(segment)
-            program = make(f"backward {k}", outputs, nodes, light)
-            wanted.update(program.inputs)
-        backward.append(program)
-    forward: list[Program] = []
-    for k, segment in reversed([*enumerate(segments)]):
-        forward.append(make(f"forward {k}", wanted_of(segment), segment))
-        wanted.update(forward[-1].inputs)
-    return Programs(tuple(forward[::-1]), tuple(backward), tuple(free))
+        has_outputs = any(v in wanted for node in nodes for v in node.outputs)
+        light = lifetimes.light & {*segment}
+        backward.append(make(f"backward {k}", nodes, light) if has_outputs else None)
+    forward = [
+        make(f"forward {k}", segment) for k, segment in reversed([*enumerate(segments)])
+    ]
+    return Programs(tuple(forward[::-1]), tuple(backward), tuple(alone))
+
+
+def sum_programs(
+    programs: Programs, graph: Graph, num_parts: int, keys: Keys
+) -> Mapping[Program, Sequence[Program]]:
+    """Returns, by the program that makes gradients, what adds up those of parts.
+
+        part 1          gradient                    waits
+        parts 2 … k-1   sum + gradient ─► sum       in the sum's memory
+        part k          (sum + gradient) / k        the mean, in the gradient's dtype
+
+    One for each part but the first. They are programs of their own, since XLA may round
+    a sum differently if it computes its terms, too. Sums are in float32, or in the
+    gradient's dtype if that is longer.
+    """
+    if num_parts == 1:
+        return {}
+
+    def made(avals: tuple[Any, ...], *, is_first: bool, is_last: bool) -> Program:
+        count = num_parts if is_last else None
+        return keys.once(  # other cuts have the same ones
+            ("sum", avals, is_first, count),
+            lambda: _sum_program(avals, keys, is_first=is_first, count=count),
+        )
+
+    gradients, sums = set(graph.gradients.values()), {}
+    for program in (*programs.forward, *programs.backward, *programs.free):
+        if program is None or gradients.isdisjoint(program.outputs):
+            continue
+        avals = tuple(v.aval for v in program.outputs if v in gradients)
+        sums[program] = tuple(
+            made(avals, is_first=part == 1, is_last=part == num_parts - 1)
+            for part in range(1, num_parts)
+        )
+    return sums
+
+
+def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
+    """Divides an array by a number; XLA would multiply by the number's inverse."""
+    each = jnp.where(jnp.isnan(total), total, count.astype(total.dtype))
+    return jnp.divide(total, each)
+
+
+def _sum_program(
+    avals: Sequence[Any], keys: Keys, *, is_first: bool, count: int | None
+) -> Program:
+    """Returns what takes sums, then gradients, and the number of parts at the last.
+
+    Args:
+      is_first: Whether the sums are one part's gradients.
+      count: Number of parts, for the means; None for sums.
+    """
+    added = [struct(aval, typed_sharding(aval)) for aval in avals]
+    wide = [a.update(dtype=np.promote_types(a.dtype, np.float32)) for a in added]
+
+    def run(
+        sums: Sequence[jax.Array], added: Sequence[jax.Array], count: jax.Array | None
+    ) -> list[jax.Array]:
+        totals = [
+            one.astype(aval.dtype) + other.astype(aval.dtype)
+            for one, other, aval in zip(sums, added, wide, strict=True)
+        ]
+        if count is None:
+            return totals
+        return [
+            _quotient(total, count).astype(aval.dtype)
+            for total, aval in zip(totals, avals, strict=True)
+        ]
+
+    number = None if count is None else jax.ShapeDtypeStruct((), np.int32)
+    closed = jax.make_jaxpr(run)(added if is_first else wide, added, number)
+    graph = graph_of(closed)
+    if count is not None:
+        graph.inputs[-1].origin = Number(count)
+    key = keys.program(graph.inputs, graph.nodes, graph.outputs)
+    return Program("sum", graph.inputs, graph.nodes, graph.outputs, key)
 
 
 def compile_program(

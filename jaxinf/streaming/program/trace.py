@@ -5,8 +5,9 @@ stored.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -185,15 +186,17 @@ def _finished(given: Traced, closed: Any, aux_tree: Any, seed_dtype: Any) -> Tra
     """Returns a trace with these arguments, on a mesh that only it may name."""
     mesh = mesh_in_program(closed, given.mesh)
     _check_effects(closed)
-    consts = _closed_over(closed).values()
-    _warn_of_consts(list(consts))
+    consts: dict[int, tuple[Any, Any]] = {}
+    for const, var in _closed_over(closed):
+        consts.setdefault(id(const), (const, var))
+    _warn_of_consts(closed, consts)
     return replace(
         given,
         params=tuple(on_mesh(given.params, mesh)),
         batch=tuple(on_mesh(given.batch, mesh)),
         mesh=mesh,
         closed=closed,
-        consts=tuple(const for const, _ in consts),
+        consts=tuple(const for const, _ in consts.values()),
         aux_tree=aux_tree,
         seed_dtype=seed_dtype,
     )
@@ -241,30 +244,25 @@ def _check_effects(closed: Any) -> None:
     )
 
 
-def _closed_over(closed: Any) -> dict[int, tuple[Any, Any]]:
-    """Arrays that `closed` and the functions that it calls close over.
+def _closed_over(closed: Any) -> list[tuple[Any, Any]]:
+    """Arrays that `closed` and the functions that it calls close over, and variables.
 
-    Returns:
-      By identity, each array with the first equation that reads it, if any does.
+    The innermost come first, as the numbers of constants in kept plans want it.
     """
-    found: dict[int, tuple[Any, Any]] = {}
-    eqns = closed.jaxpr.eqns
-    for const, var in zip(closed.consts, closed.jaxpr.constvars, strict=True):
-        readers = (eqn for eqn in eqns if any(atom is var for atom in eqn.invars))
-        found.setdefault(id(const), (const, next(readers, None)))
-    for eqn in eqns:
-        for inner in inner_jaxprs(eqn.params):
-            if isinstance(inner, ClosedJaxpr):
-                found = {**_closed_over(inner), **found}
-    return found
+    own = [*zip(closed.consts, closed.jaxpr.constvars, strict=True)]
+    inner = [one for eqn in closed.jaxpr.eqns for one in inner_jaxprs(eqn.params)]
+    called = [_closed_over(one) for one in inner if isinstance(one, ClosedJaxpr)]
+    return [*chain.from_iterable(called[::-1]), *own]
 
 
-def _warn_of_consts(found: Sequence[tuple[Any, Any]]) -> None:
-    large = [(const, eqn) for const, eqn in found if hasattr(const, "shape")]
+def _warn_of_consts(closed: Any, consts: Mapping[int, tuple[Any, Any]]) -> None:
+    large = [pair for pair in consts.values() if hasattr(pair[0], "shape")]
     total_bytes = sum(aval_bytes(const) for const, _ in large)
     if total_bytes <= _LARGE_CONSTS_BYTES:
         return
-    largest, eqn = max(large, key=lambda one: aval_bytes(one[0]))
+    largest, var = max(large, key=lambda pair: aval_bytes(pair[0]))
+    eqns = all_equations(closed)
+    eqn = next((e for e in eqns if any(atom is var for atom in e.invars)), None)
     place = "" if eqn is None else f", read at {source_line(eqn)}"
     warnings.warn(
         f"the function closes over {len(large)} arrays of {total_bytes} bytes "
