@@ -96,34 +96,23 @@ def check_same(directory: StoreDirectory, description: StoreDescription) -> None
 
 
 def _check_average(directory: StoreDirectory, description: StoreDescription) -> None:
-    """Refuses a store with an average where none is asked for, and the reverse."""
+    """Refuses a store with another average than is asked for, or none, or one."""
     path, held = directory.path, directory.manifest
     names = {state.name for leaf in description.leaves for state in leaf.states}
     asked = (description.average or "fp32") if AVERAGE in names else "none"
     found = "none"
     if AVERAGE in held.state_names:
         found = store_codecs(held).average or "fp32"
-        can_differ = Codecs(average="bf16")  # in leaves that are large enough
-        if asked != "none" and not any(
-            coded_leaf(leaf, can_differ).state(AVERAGE).codec for leaf in held.leaves
-        ):
-            return
-    if found == asked or not held.leaves:
-        return
-    remedy = f'"jaxinf store copy {path} NEW --average {asked}" makes a store with'
-    if found == "none":
-        remedy += " one, which begins as a copy of the params; or leave average out"
-    elif asked == "none":
-        remedy += "out; or give average=jaxinf.ema(…)"
-    else:
-        remedy += f" this form; or give form={found!r}"
-    has, wanted = (
-        "no average" if one == "none" else f"an average in {one}"
-        for one in (found, asked)
-    )
-    raise StoreMismatchError(
-        f"{path}: the store has {has} of the params, asked for was {wanted}; {remedy}"
-    )
+        coded = (coded_leaf(leaf, Codecs(average="bf16")) for leaf in held.leaves)
+        if asked != "none" and not any(leaf.state(AVERAGE).codec for leaf in coded):
+            found = asked  # no leaf is large enough for fewer bits
+    if found != asked and held.leaves:
+        raise StoreMismatchError(
+            f"{path}: expected an average of the params in the form {asked!r}, found "
+            f"{found!r}; give smart_update(…, average=) as the store was made, or make "
+            f'another from it: "jaxinf store copy {path} NEW --average {asked}" (one '
+            "that begins is a copy of the params)"
+        )
 
 
 def check_division(directory: StoreDirectory, description: StoreDescription) -> None:

@@ -5,7 +5,7 @@ must agree with, and nothing about the places of files. A compression that passe
 checks here can be carried out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -101,19 +101,16 @@ class StoreDescription:
         check_leaf_paths([leaf.path for leaf in self.leaves], names)
 
     @cached_property
-    def _kernel_ids(self) -> Mapping[tuple[str, ...], str]:
-        texts = dict.fromkeys(leaf.kernel.identity for leaf in self.leaves)
-        return {text: f"k{number}" for number, text in enumerate(texts)}
-
-    @cached_property
     def contents(self) -> Manifest:
         """The contents of the store without any codec."""
+        kernels = dict.fromkeys(leaf.kernel.identity for leaf in self.leaves)
+        ids = {text: f"k{number}" for number, text in enumerate(kernels)}
         leaves = [
             LeafRecord(
                 path=leaf.path,
                 shape=leaf.shape,
                 dtype=leaf.dtype,
-                kernel=self._kernel_ids[leaf.kernel.identity],
+                kernel=ids[leaf.kernel.identity],
                 states=leaf.states,
                 chunk_shape=(),
                 shard_counts=leaf.shard_counts,
@@ -122,7 +119,7 @@ class StoreDescription:
             for leaf in self.leaves
         ]
         return Manifest.of_contents(
-            kernels={key: text for text, key in self._kernel_ids.items()},
+            kernels={key: text for text, key in ids.items()},
             leaves=leaves,
             created_by={name: version(name) for name in ("jaxinf", "jax", "optax")},
         )
@@ -182,15 +179,12 @@ def describe(
     Raises:
       UnsupportedTransformError: its gradients cannot be sent compressed.
     """
-    _check_compressed(compression, update)
+    if compression is not None:
+        _check_compressed(compression, update)
     leaves = []
-    for leaf, first, counts, held in zip(
-        update.leaves,
-        init.leaves,
-        shard_counts,
-        holders or [()] * len(update.leaves),
-        strict=True,
-    ):
+    held_by = holders or [()] * len(update.leaves)
+    of_each = zip(update.leaves, init.leaves, shard_counts, held_by, strict=True)
+    for leaf, first, counts, held in of_each:
         slots = [StateRecord(slot.name, slot.dtype.name) for slot in leaf.slots]
         if keeps_feedback(compression):
             slots.append(StateRecord(ERROR_FEEDBACK, "float32"))
@@ -259,7 +253,7 @@ def check_compression(compression: TopK | None, options: StoreOptions) -> None:
         raise TypeError(
             f"compress={compression!r}: expected jaxinf.top_k(ratio) or None"
         )
-    if keeps_feedback(compression) and options.steps_per_commit != 1:
+    if keeps_feedback(compression) and options.rewrites_steps:
         raise ValueError(
             f"{options.path}: error_feedback=True: each step commits its error "
             'feedback, expected durability="step", found a store with fewer commits; '
@@ -267,39 +261,39 @@ def check_compression(compression: TopK | None, options: StoreOptions) -> None:
         )
 
 
-def _check_compressed(compression: TopK | None, program: UpdateProgram) -> None:
+def _check_compressed(compression: TopK, program: UpdateProgram) -> None:
     """Refuses an optimizer whose gradients cannot be sent compressed.
 
     Raises:
       UnsupportedTransformError: gives the reason and the remedy.
     """
-    if compression is None:
-        return
-    if program.recall is not None and program.recall.counter is None:
-        raise UnsupportedTransformError(
+    lacking, recall = "", program.recall
+    if recall is not None and recall.counter is None:
+        lacking = (
             "with compress= this optimizer's update lacks the elements that were not "
             "sent, and it computes a quantity of the whole update, such as its norm; "
             "leave compress= out"
         )
-    if program.recall is not None:
-        raise UnsupportedTransformError(
+    elif recall is not None:
+        lacking = (
             "with compress= the stored sum of optax.MultiSteps lacks the elements that "
             "were not sent, and this optimizer computes a quantity of the whole sum, "
             "such as its norm; compute it of each gradient: smart_update(optax.chain("
             "optax.clip_by_global_norm(…), optax.MultiSteps(…)), store, compress=…)"
         )
-    dense = next((p for p in program.leaves if p.kernel.num_arrays), None)
-    if dense is not None:
-        raise UnsupportedTransformError(
-            f"{dense.info.name}: with compress= nothing dense crosses the link, "
-            "but this optimizer's update needs another number for each element; "
-            "put what computes it in front: optax.chain(…, smart_update(tx, "
-            "store, compress=…))"
+    elif any(leaf.kernel.num_arrays for leaf in program.leaves):
+        name = next(x.info.name for x in program.leaves if x.kernel.num_arrays)
+        lacking = (
+            f"{name}: with compress= nothing dense crosses the link, but this "
+            "optimizer's update needs another number for each element; put what "
+            "computes it in front: optax.chain(…, smart_update(tx, store, compress=…))"
         )
-    if keeps_feedback(compression) and program.reads_gradients:
-        raise UnsupportedTransformError(
+    elif keeps_feedback(compression) and program.reads_gradients:
+        lacking = (
             "error_feedback=True: this optimizer computes a quantity of all gradients, "
             "such as their norm, which would miss the elements that are not sent; put "
             "that in front: optax.chain(optax.clip_by_global_norm(…), "
             "smart_update(tx, store, compress=…))"
         )
+    if lacking:
+        raise UnsupportedTransformError(lacking)

@@ -8,11 +8,10 @@ and no failure of an export stops the run.
 """
 
 import contextlib
-import itertools
 import logging
 import threading
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from jaxinf.engine.options import StoreOptions
 from jaxinf.errors import ExchangeError, JaxinfError
@@ -36,7 +35,9 @@ from jaxinf.typing import ProgressCallback
 
 _LOG = logging.getLogger("jaxinf")
 _LOOK_S = 0.2
-_PATIENCE_LOOKS = 5
+
+
+_Outcome: TypeAlias = Literal["exported", "skipped", "failed", "under way"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ExportInfo:
 
     step: int
     url: str
-    outcome: Literal["exported", "skipped", "failed", "under way"]
+    outcome: _Outcome
     problem: str = ""
 
 
@@ -73,7 +74,7 @@ class Exports:
                 "checkpoints, and export them where all members can be seen, also "
                 f"beside the run: jaxinf checkpoint export {path} URL --checkpoint NAME"
             )
-        self._options = options
+        self._path, self._url, self._every = options.path, url, options.export_every
         self._infos: dict[int, ExportInfo] = {}
         self._is_checked = False
         self._thread: threading.Thread | None = None
@@ -90,9 +91,8 @@ class Exports:
         Raises:
           ExchangeError: the place cannot be used, or has another run's export.
         """
-        url, every = self._options.export_to, self._options.export_every
-        if not self._is_checked and url is not None:
-            check_exports(url, (step // every + 1) * every)
+        if not self._is_checked and self._url is not None:
+            check_exports(self._url, (step // self._every + 1) * self._every)
             self._is_checked = True
 
     def infos(self) -> list[ExportInfo]:
@@ -105,12 +105,12 @@ class Exports:
         Called before the next step writes; blocks while the step is pinned. What
         prevents the export is logged.
         """
-        if self._thread is not None and self._thread.is_alive():
+        if self._is_under_way:
             self._note(step, "skipped")
             _LOG.warning(
                 "%s: step %d is not exported, since an earlier one is still under way: "
                 "%s; training goes on. Export fewer steps",
-                self._options.path,
+                self._path,
                 step,
                 self._progress(),
             )
@@ -130,30 +130,61 @@ class Exports:
             pin.close()
             self._note_failure(error)
 
+    def end(
+        self, *, waits: bool = True, progress: ProgressCallback | None = None
+    ) -> None:
+        """Waits for the export under way, or gives it up; its pin is gone then.
+
+        Args:
+          waits: whether it waits. Ctrl-C gives the export up, and is raised.
+          progress: called from time to time with the bytes done and those in all.
+        """
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return
+        try:
+            while waits and thread.is_alive():
+                thread.join(_LOOK_S)
+                if progress is not None:
+                    progress(*self._bytes)
+        finally:
+            self._stop.set()
+            thread.join()
+
+    def close(self, *, waits: bool) -> None:
+        """As `end`, and says that it waits."""
+        if waits and self._is_under_way:
+            _LOG.warning(
+                "%s: closing waits for the export of %s; Ctrl-C gives it up",
+                self._path,
+                self._progress(),
+            )
+        self.end(waits=waits)
+
+    # --- inside --------------------------------------------------------------------
+
+    @property
+    def _is_under_way(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def _run(self, step: WholeStep, pin: contextlib.ExitStack) -> None:
         try:
             with pin:
                 step.check()
+                memory_bytes = least_memory(step.manifest)
                 transit = Transit(
-                    least_memory(step.manifest),
-                    progress=self._note_progress,
-                    stop=self._stop,
+                    memory_bytes, progress=self._note_progress, stop=self._stop
                 )
                 url = self._infos[self._step].url
-                beside = files_beside(self._options.path)
+                beside = files_beside(self._path)
                 export_url(step, url, beside=beside, transit=transit)
             self._note(self._step, "exported")
         except Exception as error:
             self._note_failure(error)
 
-    def _note(
-        self,
-        step: int,
-        outcome: Literal["exported", "skipped", "failed", "under way"],
-        problem: str = "",
-    ) -> None:
-        assert self._options.export_to is not None
-        url = url_of_step(self._options.export_to, step)
+    def _note(self, step: int, outcome: _Outcome, problem: str = "") -> None:
+        assert self._url is not None
+        url = url_of_step(self._url, step)
         self._infos[step] = ExportInfo(step, url, outcome, problem)
 
     def _note_failure(self, error: Exception) -> None:
@@ -162,7 +193,7 @@ class Exports:
         _LOG.warning(
             "%s: step %d is not exported to %s: %s. What is there, if anything, is "
             "no export yet%s",
-            self._options.path,
+            self._path,
             self._step,
             self._infos[self._step].url,
             problem,
@@ -175,40 +206,3 @@ class Exports:
     def _progress(self) -> str:
         done, total = map(format_bytes, self._bytes)
         return f"step {self._step}, of which {done} of {total} are exported"
-
-    # --- the end -------------------------------------------------------------------
-
-    def end(
-        self, *, waits: bool = True, progress: ProgressCallback | None = None
-    ) -> None:
-        """Waits for the export under way, or gives it up; its pin is gone then.
-
-        Args:
-          waits: whether it waits. Ctrl-C gives the export up, and is raised.
-          progress: called from time to time with the bytes done and those in all.
-        """
-        thread, stop = self._thread, self._stop
-        if thread is None or not thread.is_alive():
-            return
-        try:
-            while waits and thread.is_alive():
-                thread.join(_LOOK_S)
-                if progress is not None:
-                    progress(*self._bytes)
-        finally:
-            stop.set()
-            thread.join()
-
-    def close(self, *, waits: bool) -> None:
-        """As `end`, and says that it waits, if that is not for a moment."""
-        looks = itertools.count()
-
-        def tell(done_bytes: int, total_bytes: int) -> None:
-            if next(looks) == _PATIENCE_LOOKS:
-                _LOG.warning(
-                    "%s: closing waits for the export of %s; Ctrl-C gives it up",
-                    self._options.path,
-                    self._progress(),
-                )
-
-        self.end(waits=waits, progress=tell)

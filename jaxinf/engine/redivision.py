@@ -5,8 +5,7 @@ refused before it is.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -59,8 +58,25 @@ def divide_for(
 def _divide(
     path: Path, count: int, shardings: PyTree, csd_roots: Sequence[str]
 ) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(shardings)
+    by_path = {leaf_path(keys): sharding for keys, sharding in leaves}
+
+    def shards_of(leaf: LeafRecord) -> Shards:
+        sharding = by_path.get(leaf.path)
+        if sharding is None:
+            raise ValueError(
+                f"shardings: leaf {leaf.name}: expected its sharding, found none; give "
+                "a tree like the params"
+            )
+        if not isinstance(sharding, NamedSharding):
+            return Shards((1,) * len(leaf.shape))
+        try:
+            counts = shard_counts(sharding, leaf.shape)
+        except ValueError as error:
+            raise ValueError(f"shardings: leaf {leaf.name}: {error}") from error
+        return Shards(counts, shard_holders(sharding, leaf.shape))
+
     found = num_processes(path)
-    shards_of = partial(_shards, _by_path(shardings))
     if found is None or (found == count and is_divided_for(path, shards_of)):
         return
     layout = CopyLayout(
@@ -79,26 +95,3 @@ def _divide(
         ", ".join(done.regridded) or "none",
         ", ".join(done.dropped) or "none",
     )
-
-
-def _by_path(shardings: PyTree) -> dict[tuple[str, ...], NamedSharding]:
-    leaves = jax.tree_util.tree_leaves_with_path(shardings)
-    return {leaf_path(keys): found for keys, found in leaves}
-
-
-def _shards(
-    by_path: Mapping[tuple[str, ...], NamedSharding], leaf: LeafRecord
-) -> Shards:
-    sharding = by_path.get(leaf.path)
-    if sharding is None:
-        raise ValueError(
-            f"shardings: leaf {leaf.name}: expected its sharding, found none; give a "
-            "tree like the params"
-        )
-    if not isinstance(sharding, NamedSharding):
-        return Shards((1,) * len(leaf.shape))
-    try:
-        counts = shard_counts(sharding, leaf.shape)
-    except ValueError as error:
-        raise ValueError(f"shardings: leaf {leaf.name}: {error}") from error
-    return Shards(counts, shard_holders(sharding, leaf.shape))

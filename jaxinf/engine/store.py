@@ -112,7 +112,7 @@ class Store:
     @contextlib.contextmanager
     def _at_last_step(self, state: Any = None) -> Iterator[OpenStore]:
         """The open store at its last finished step; meanwhile no step begins."""
-        self._wait_for(state)
+        self.wait(state)
         engine = self._engine
         with engine.paused():
             yield engine.opened
@@ -304,7 +304,7 @@ class Store:
             raise ValueError(
                 f"load: step={step}: expected a number from 1 to {LAST_STEP}"
             )
-        self._wait_for(None)
+        self.wait()
         tree = trained(params)
         check_like(self._engine.opened, tree, "params")
         self._engine.load(jax.tree.leaves(tree), opt_state, step)
@@ -327,7 +327,7 @@ class Store:
         if group.is_alone:
             self._engine.wait()
         else:
-            self._wait_for(None)
+            self.wait()
         with contextlib.ExitStack() as stack:
             yield group.in_all(
                 f"a snapshot of step {self.step}",
@@ -426,9 +426,6 @@ class Store:
         Args:
           state: the transform state to wait for first.
         """
-        self._wait_for(state)
-
-    def _wait_for(self, state: Any) -> None:
         raise_kept()
         if state is None:
             wait_for_callbacks()

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from msgspec import structs
 
 import jaxinf
-from jaxinf.engine import admission
+from jaxinf.engine import members
 from jaxinf.processes import group
 from jaxinf.store import Manifest
 
@@ -50,22 +50,22 @@ def different_paths(place, mesh, number):
 
 def other_version(place, mesh, number):
     if number == 1:
-        admission.version = lambda name: "0.4.0" if name == "jax" else "1"
+        members.version = lambda name: "0.4.0" if name == "jax" else "1"
     try:
         with jaxinf.open_store(place / "version") as store:
             jaxinf.smart_update(optax.adam(1e-3), store).init({"w": replicated(mesh)})
     finally:
-        admission.version = version
+        members.version = version
 
 
 def other_version_later(place, mesh, number):
     del mesh
     if number == 1:
-        admission.version = lambda name: "0.4.0" if name == "jax" else "1"
+        members.version = lambda name: "0.4.0" if name == "jax" else "1"
     try:
         jaxinf.open_store(place / "copies").close()
     finally:
-        admission.version = version
+        members.version = version
 
 
 def member(place, name, number):
