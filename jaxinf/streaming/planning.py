@@ -14,15 +14,11 @@ from typing import TypeVar
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.move.scratch import writing_bytes
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.compiled import (
-    compiled_bytes,
-    compiled_temp_bytes,
-    offloaded,
-)
+from jaxinf.streaming.plan.compiled import compiled_bytes, offloaded
 from jaxinf.streaming.plan.device import check_pinned
 from jaxinf.streaming.plan.fit import Prepared
+from jaxinf.streaming.plan.leaving import plan_tiers
 from jaxinf.streaming.plan.memory import Division
-from jaxinf.streaming.plan.offload import check_leaving, check_tiers, plan_tiers
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.plan.planned import Planned
 from jaxinf.streaming.plan.saved import saved_cuts, saved_plan
@@ -138,16 +134,12 @@ def _planned(
     host_bytes = division.staged
     if division.staged and plan.is_offloaded:
         host_bytes = (host_bytes - sink.passing_bytes(plan)) // division.pool_factor
-        temps = compiled_temp_bytes(plan, executables)
-        check_leaving(plan, division.programs, temps, host_bytes)
     if plan.is_offloaded:
         plan = offloaded(plan, executables, division.programs)
     tiers = plan_tiers(plan, host_bytes) if division.staged else None
-    if tiers is not None:
-        check_tiers(tiers, host_bytes)
-        if sink.units is not None:
-            pool_bytes = division.pool_factor * tiers.host_bytes
-            division = division.without(pool_bytes, "keeping values")
+    if tiers is not None and sink.units is not None:
+        pool_bytes = division.pool_factor * tiers.host_bytes
+        division = division.without(pool_bytes, "keeping values")
     reading = sink.reading(plan, division)
     if sink.units is not None:
         kept, unit = reading.never_again, sink.units.unit

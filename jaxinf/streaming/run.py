@@ -19,8 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Call, Plan, Slot
-from jaxinf.streaming.plan.compiled import Executables, compile_plan, temp_bytes
-from jaxinf.streaming.plan.shardings import const_sharding, output_bytes
+from jaxinf.streaming.plan.compiled import (
+    Executables,
+    compile_plan,
+    const_sharding,
+    output_bytes,
+    temp_bytes,
+)
 from jaxinf.streaming.program.graph import Batch, Const, Number, Origin, Piece, Seed
 from jaxinf.streaming.update.micro_batches import parts_of, together
 from jaxinf.transfer import add_span, span

@@ -48,7 +48,7 @@ from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import Executables, compiled_temp_bytes
 from jaxinf.streaming.plan.fit import Prepared, prepare
-from jaxinf.streaming.plan.offload import fitted
+from jaxinf.streaming.plan.leaving import fitted
 from jaxinf.streaming.program.cut import choose_cuts
 from jaxinf.streaming.run import Runner
 from jaxinf.transfer import page_ceil

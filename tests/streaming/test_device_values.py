@@ -19,12 +19,12 @@ from streaming import assert_same_bits, prepared, smallest_bytes, streamed
 from zoo import ZOO, normal
 
 import jaxinf
-from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
+from jaxinf.errors import BudgetError, StoreIOError, StoreSpaceError, StreamError
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan import offload
+from jaxinf.streaming.plan import leaving
 from jaxinf.streaming.plan.compiled import compiled_temp_bytes
-from jaxinf.streaming.plan.offload import NUM_COPIES, evicted, least_bytes, plan_tiers
+from jaxinf.streaming.plan.leaving import NUM_COPIES, evicted, least_bytes, plan_tiers
 from jaxinf.transfer.pages import page_ceil
 
 pytestmark = pytest.mark.optimized("long")
@@ -36,7 +36,7 @@ DRIVE = threading.Lock()
 
 @pytest.fixture
 def small_values_leave(monkeypatch):
-    monkeypatch.setattr(offload, "SMALL_BYTES", 1)
+    monkeypatch.setattr(leaving, "SMALL_BYTES", 1)
 
 
 def plans(program, share=0.0):
@@ -52,7 +52,11 @@ def plans(program, share=0.0):
 
 def least_of(plan):
     """The least memory of the host for values."""
-    return plan_tiers(plan, 0).least_bytes
+    try:
+        plan_tiers(plan, 0)
+    except BudgetError as error:
+        return error.missing_bytes
+    return 0
 
 
 def hosts(plan):
@@ -103,7 +107,6 @@ def test_bits_are_those_of_keep(name, tmp_path):
     expected = streamed(program, keep, executables)
     for host_bytes in hosts(plan):
         tiers = plan_tiers(plan, host_bytes)
-        assert not tiers.least_bytes
         assert tiers.host_bytes <= host_bytes
         values = Watched(plan, Scratch([tmp_path]), tiers)
         for _ in range(2):  # the second step reuses the files
@@ -188,8 +191,10 @@ def test_one_value_needs_no_way_to_a_drive():
     slot, eviction = next(iter(plan.evictions.items()))
     alone = plan.varied(evictions={slot: eviction})
     size = page_ceil(plan.lives[slot].num_bytes)
-    assert plan_tiers(alone, size - 1).least_bytes == size
-    assert not plan_tiers(alone, size).least_bytes
+    with pytest.raises(BudgetError) as refused:
+        plan_tiers(alone, size - 1)
+    assert refused.value.missing_bytes == 1
+    assert not plan_tiers(alone, size).on_drive
 
 
 # --- whole steps -------------------------------------------------------------------

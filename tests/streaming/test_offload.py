@@ -15,10 +15,10 @@ import jaxinf
 from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan import compiled, offload
+from jaxinf.streaming.plan import compiled, leaving
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import compiled_temp_bytes
-from jaxinf.streaming.plan.offload import evicted, fitted, least_bytes
+from jaxinf.streaming.plan.leaving import evicted, fitted, least_bytes
 from jaxinf.streaming.run import Runner
 
 pytestmark = pytest.mark.optimized("long")
@@ -29,7 +29,7 @@ TX = optax.adam(1e-2)
 
 @pytest.fixture(autouse=True)
 def small_values_leave(monkeypatch):
-    monkeypatch.setattr(offload, "SMALL_BYTES", 1)
+    monkeypatch.setattr(leaving, "SMALL_BYTES", 1)
 
 
 def plans(ready, policies=("keep", "offload")):

@@ -22,7 +22,7 @@ from zoo import ZOO, Program, normal
 import jaxinf
 from jaxinf.errors import BudgetError
 from jaxinf.streaming.plan import compiled as running
-from jaxinf.streaming.plan import offload
+from jaxinf.streaming.plan import leaving
 from jaxinf.streaming.plan.fit import prepare
 from jaxinf.streaming.plan.reads import fetches_of
 from jaxinf.streaming.program.programs import make_programs
@@ -227,14 +227,14 @@ def test_a_step_moves_the_bytes_of_one_part(
 
 @pytest.mark.long
 def test_what_waits_may_be_on_a_drive(trained_by, monkeypatch):
-    monkeypatch.setattr(offload, "SMALL_BYTES", 1)
+    monkeypatch.setattr(leaving, "SMALL_BYTES", 1)
     program, tx = tied(), optax.sgd(0.1)
 
-    def leaving(plan, budget_bytes, temps):
+    def evicted(plan, budget_bytes, temps):
         budget_bytes = 0 if plan.policy == "offload" else budget_bytes
-        return offload.evicted(plan, budget_bytes, temps)
+        return leaving.evicted(plan, budget_bytes, temps)
 
-    monkeypatch.setattr(running, "evicted", leaving)
+    monkeypatch.setattr(running, "evicted", evicted)
     step, found, expected = trained_by(program, tx, policy="offload")
     assert_trained_alike(found, expected)
     plan = step.plan

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinf.streaming.plan.offload import evict, prefetch
+from jaxinf.streaming.plan.leaving import evict, prefetch
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 
 NUM_CALLS = 7

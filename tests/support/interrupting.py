@@ -25,7 +25,7 @@ import optax
 import small_stores
 
 import jaxinf
-from jaxinf.streaming.plan import offload
+from jaxinf.streaming.plan import leaving
 
 ROOT = Path(jaxinf.__file__).parent
 FILES = tuple(f"{ROOT / name}{os.sep}" for name in ("streaming", "engine"))
@@ -222,7 +222,7 @@ KINDS = {"store": Stored, "memory": InMemory, "function": Function}
 def main(folder, policy, parts, what, every, again=""):
     global NUM_ROWS
     if policy == "offload":  # values are too large for its memory
-        offload.SMALL_BYTES, NUM_ROWS = 1, 8192
+        leaving.SMALL_BYTES, NUM_ROWS = 1, 8192
     seed = f"{policy} {parts} {what} {again}"
     chosen = random.Random(seed)
     interrupting = Interrupting()

@@ -28,7 +28,7 @@ from jaxinf.streaming.move.scratch import Part, Scratch, place_bytes
 from jaxinf.streaming.move.uploads import Uploads
 from jaxinf.streaming.move.workers import Dropped, MoveCounts, Workers
 from jaxinf.streaming.plan.calls import Plan, Slot
-from jaxinf.streaming.plan.offload import NUM_COPIES, Tiers
+from jaxinf.streaming.plan.leaving import NUM_COPIES, Tiers
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.shards import PINNED
@@ -111,7 +111,6 @@ class Values:
         tiers: Tiers | None = None,
     ) -> None:
         self._scratch = Scratch(()) if scratch is None else scratch
-        assert tiers is None or not tiers.least_bytes, "the host has room"
         evictions = {} if plan is None else plan.evictions
         lives = {} if plan is None else plan.lives
         self._has_link = tiers is not None

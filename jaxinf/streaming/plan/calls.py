@@ -146,32 +146,16 @@ class Plan:
 
         No call takes such an input later, and no one else holds it.
         """
-        handed = {call.makes[i] for call in self.calls for _, i in call.gradients}
-        handed.update(self.results)
+        kept = {call.makes[i] for call in self.calls for _, i in call.gradients}
+        kept.update(self.results, self.evictions)
         found: dict[str, set[int]] = {}
         for call in self.calls:
-            lent = {
-                slot
-                for slot in call.frees
-                if slot not in handed
-                and (self.lenders is None or slot in self.lenders)
-                and slot not in self.evictions
-            }
-            own = {i for i, ref in enumerate(call.takes) if lent and ref in lent}
-            key = call.program.key
-            found[key] = found.get(key, own) & own
+            lent = {*call.frees} - kept
+            if self.lenders is not None:
+                lent &= self.lenders
+            own = {i for i, ref in enumerate(call.takes) if ref in lent}
+            found[call.program.key] = found.get(call.program.key, own) & own
         return {key: _paired(self.programs[key], own) for key, own in found.items()}
-
-    def varied(self, **changes: Any) -> "Plan":
-        """Returns the plan with changes; what they leave alone is not made again."""
-        plan, kept = replace(self, **changes), {"programs"}
-        if "output_bytes" not in changes:
-            kept |= {"lives", "_made_bytes"}
-        if not changes.keys() & {"lenders", "evictions"}:
-            kept |= {"donated", "fences"}
-        own = self.__dict__
-        plan.__dict__.update({name: own[name] for name in kept & own.keys()})
-        return plan
 
     @cached_property
     def fences(self) -> tuple[int | None, ...]:
@@ -185,16 +169,55 @@ class Plan:
             for number, call in enumerate(self.calls)
             for i in self.donated[call.program.key]
         }
-        found = []
-        for number, call in enumerate(self.calls):
-            sizes = call.program.output_bytes
-            own = [
+
+        def fence(number: int, call: Call) -> int | None:
+            stay = [
                 i
                 for i, slot in enumerate(call.makes)
                 if slot is None or reused.get(slot) != number + 1
             ]
-            found.append(min(own, key=sizes.__getitem__, default=None))
-        return tuple(found)
+            return min(stay, key=call.program.output_bytes.__getitem__, default=None)
+
+        return tuple(fence(*one) for one in enumerate(self.calls))
+
+    @cached_property
+    def lives(self) -> Mapping[Slot, "Life"]:
+        lives: dict[Slot, Life] = {}
+        for number, call in enumerate(self.calls):
+            for slot in {ref for ref in call.takes if type(ref) is Slot}:
+                lives[slot].takers.append(number)
+            sizes = self._made_bytes(number)
+            made = zip(call.makes, call.program.outputs, sizes, strict=True)
+            for slot, value, own in made:
+                if slot is not None:
+                    lives[slot] = Life(number, [], own, value.aval)
+        return lives
+
+    def varied(self, **changes: Any) -> "Plan":
+        """Returns the plan with changes; what they leave alone is not made again."""
+        plan, kept = replace(self, **changes), {"programs"}
+        if "output_bytes" not in changes:
+            kept.add("lives")
+        if not changes.keys() & {"lenders", "evictions"}:
+            kept |= {"donated", "fences"}
+        plan.__dict__.update((k, v) for k, v in self.__dict__.items() if k in kept)
+        return plan
+
+    def without_graph(self, temp_bytes: Mapping[str, int]) -> "Plan":
+        """Returns a plan to run and to print, for when its programs are compiled.
+
+        The graph of a deep model takes about 1 MiB a layer.
+
+        Args:
+          temp_bytes: As for `call_bytes`.
+        """
+        light = cache(Program.without_nodes)
+        calls = tuple(replace(one, program=light(one.program)) for one in self.calls)
+        traced, memory_bytes = self.traced, self.call_bytes(temp_bytes)
+        traced = replace(traced, closed=None)
+        return replace(self, traced=traced, calls=calls, memory_bytes=memory_bytes)
+
+    # --- memory and traffic: loops over the calls --------------------------------
 
     def call_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> list[int]:
         """Returns the memory of slots, params, outputs and temporaries in each call.
@@ -212,9 +235,9 @@ class Plan:
             for key, own in self.donated.items()
         }
         for number, call in enumerate(self.calls):
-            key, made = call.program.key, self._made_bytes[number]
+            key = call.program.key
             read = [one for one in call.params if one[0] not in self.resident]
-            new = sum(made) - reused[key]
+            new = sum(self._made_bytes(number)) - reused[key]
             found[number] += new + sum(size for _, size in read) + temp_bytes[key]
             if number:
                 more = sum(size for piece, size in read if piece not in before)
@@ -242,19 +265,6 @@ class Plan:
             change[one.back - 1] += lives[slot].num_bytes
         return [*accumulate(change[:-1])]
 
-    @cached_property
-    def lives(self) -> Mapping[Slot, "Life"]:
-        lives: dict[Slot, Life] = {}
-        for i, call in enumerate(self.calls):
-            for slot in {ref for ref in call.takes if type(ref) is Slot}:
-                lives[slot].takers.append(i)
-            for slot, value, own in zip(
-                call.makes, call.program.outputs, self._made_bytes[i], strict=True
-            ):
-                if slot is not None:
-                    lives[slot] = Life(i, [], own, value.aval)
-        return lives
-
     def read_bytes(self, number: int) -> int:
         """Bytes of params that a call reads and that were not in memory before it."""
         before = self.calls[number - 1].reads if number else ()
@@ -262,28 +272,10 @@ class Plan:
         own = self.calls[number].params
         return sum(size for piece, size in own if piece not in held)
 
-    def without_graph(self, temp_bytes: Mapping[str, int]) -> "Plan":
-        """Returns a plan to run and to print, for when its programs are compiled.
-
-        The graph of a deep model takes about 1 MiB a layer.
-
-        Args:
-          temp_bytes: As for `call_bytes`.
-        """
-        light = cache(Program.without_nodes)
-        calls = (replace(one, program=light(one.program)) for one in self.calls)
-        return replace(
-            self,
-            traced=replace(self.traced, closed=None),
-            calls=tuple(calls),
-            memory_bytes=self.call_bytes(temp_bytes),
-        )
-
-    @cached_property
-    def _made_bytes(self) -> Sequence[Sequence[int]]:
+    def _made_bytes(self, number: int) -> Sequence[int]:
         if self.output_bytes is not None:
-            return self.output_bytes
-        return [call.program.output_bytes for call in self.calls]
+            return self.output_bytes[number]
+        return self.calls[number].program.output_bytes
 
 
 class Life(NamedTuple):

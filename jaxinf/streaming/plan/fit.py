@@ -12,9 +12,9 @@ from typing import Any
 
 from jaxinf.errors import BudgetError
 from jaxinf.streaming.plan.calls import Plan, Policy, may_leave
-from jaxinf.streaming.plan.offload import least_bytes
+from jaxinf.streaming.plan.leaving import least_bytes
+from jaxinf.streaming.plan.order import lenders_of, sequence
 from jaxinf.streaming.plan.report import largest_text
-from jaxinf.streaming.plan.sequence import lenders_of, sequence
 from jaxinf.streaming.program.cut import choose_cuts, segment_bytes
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.inline import build_graph

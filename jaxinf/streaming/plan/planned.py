@@ -7,8 +7,8 @@ import hashlib
 from dataclasses import dataclass
 
 from jaxinf.streaming.plan.calls import Plan
+from jaxinf.streaming.plan.leaving import Tiers
 from jaxinf.streaming.plan.memory import Division
-from jaxinf.streaming.plan.offload import Tiers
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.transfer.pages import page_ceil
 

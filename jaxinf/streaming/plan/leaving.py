@@ -1,4 +1,4 @@
-"""Chooses the values that are away for a part of a step, and where they wait.
+"""Which values leave for a part of a step, and where they wait.
 
     device   who leaves, by next use; each comes back as early as there is room
     host     values that stay: those that are needed soonest
@@ -14,14 +14,13 @@ a call above its capacity. What stays on the host never reaches a drive.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxinf.errors import BudgetError
-from jaxinf.streaming.plan.calls import Eviction, Plan
+from jaxinf.streaming.plan.calls import Eviction, Plan, Slot
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.transfer import PAGE_BYTES, page_ceil
 
@@ -48,14 +47,15 @@ class Tiers:
       on_drive: Values that go on to drives, in the order in which they are needed.
       leaving_bytes: The part for values on their way to drives.
       room: Before each call, bytes for values that are read ahead; empty if none are.
-      least_bytes: The smallest memory that would do, if this does not; else 0.
     """
 
-    on_drive: tuple[Any, ...]
+    on_drive: tuple[Slot, ...]
     host_bytes: int
     leaving_bytes: int = 0
     room: Sequence[int] = ()
-    least_bytes: int = 0
+
+
+# --- who leaves the memory of the programs -------------------------------------------
 
 
 def least_bytes(plan: Plan, temp_bytes: Mapping[str, int] | None = None) -> int:
@@ -64,6 +64,23 @@ def least_bytes(plan: Plan, temp_bytes: Mapping[str, int] | None = None) -> int:
     if plan.is_offloaded:
         used -= occupancy(len(used), candidates(plan))
     return int(used.max(initial=0))
+
+
+def evicted(plan: Plan, budget_bytes: int, temp_bytes: Mapping[str, int]) -> Plan:
+    """Returns the plan with as few values on a drive as the budget allows.
+
+    All values that stay lend their memory. That takes less memory, and time: new memory
+    has to be cleared.
+
+    Args:
+      budget_bytes: Memory for a step's programs; at least `least_bytes`.
+      temp_bytes: Temporaries of the compiled programs by key.
+    """
+    found = plan.varied(lenders=None)
+    if found.most_bytes(temp_bytes) > budget_bytes:
+        found = fitted(plan, budget_bytes, lambda one: one.call_bytes(temp_bytes))
+        found = found.varied(lenders=None)
+    return found.varied(peak_bytes=found.most_bytes(temp_bytes))
 
 
 def fitted(
@@ -91,23 +108,6 @@ def fitted(
     return plan.varied(evictions=evictions)
 
 
-def evicted(plan: Plan, budget_bytes: int, temp_bytes: Mapping[str, int]) -> Plan:
-    """Returns the plan with as few values on a drive as the budget allows.
-
-    All values that stay lend their memory. That takes less memory, and time: new memory
-    has to be cleared.
-
-    Args:
-      budget_bytes: Memory for a step's programs; at least `least_bytes`.
-      temp_bytes: Temporaries of the compiled programs by key.
-    """
-    found = plan.varied(lenders=None)
-    if found.most_bytes(temp_bytes) > budget_bytes:
-        found = fitted(plan, budget_bytes, lambda one: one.call_bytes(temp_bytes))
-        found = found.varied(lenders=None)
-    return found.varied(peak_bytes=found.most_bytes(temp_bytes))
-
-
 def candidates(plan: Plan) -> list[Stay]:
     """Returns the stays of values, by slot, that these may give up.
 
@@ -120,15 +120,14 @@ def candidates(plan: Plan) -> list[Stay]:
         pinned.update(call.takes[i] for i in plan.donated[call.program.key])
     found = []
     for slot, (made, takers, num_bytes, aval) in plan.lives.items():
-        if num_bytes < SMALL_BYTES or not takers or takers[-1] - made <= _WRITING:
+        if num_bytes < SMALL_BYTES or not takers or slot in pinned:
             continue
-        if slot in pinned or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             continue
         gaps = pairwise([made, *takers])
         last, needed = max(gaps, key=lambda gap: gap[1] - gap[0])
         if needed - last > _WRITING:
-            gap = last + _WRITING - 1, needed - 1
-            found.append(Stay(*gap, num_bytes, slot))
+            found.append(Stay(last + _WRITING - 1, needed - 1, num_bytes, slot))
     return found
 
 
@@ -180,6 +179,9 @@ def prefetch(
     return returned
 
 
+# --- who leaves the host of a device with memory of its own --------------------------
+
+
 def plan_tiers(plan: Plan, host_bytes: int) -> Tiers:
     """Chooses the values that stay on the host of a device with memory of its own.
 
@@ -188,6 +190,9 @@ def plan_tiers(plan: Plan, host_bytes: int) -> Tiers:
 
     Args:
       host_bytes: The most memory of the host for values.
+
+    Raises:
+      BudgetError: The host has no room for what is on its way.
     """
     stays = [
         Stay(one.written, one.needed, page_ceil(plan.lives[slot].num_bytes), slot)
@@ -200,7 +205,15 @@ def plan_tiers(plan: Plan, host_bytes: int) -> Tiers:
     largest = max(stay.num_bytes for stay in stays)
     passing = 2 * NUM_COPIES * largest
     if host_bytes < passing:
-        return Tiers((), 0, least_bytes=min(passing, everything))
+        least = min(passing, everything)
+        raise BudgetError(
+            "memory_bytes",
+            f"it leaves {max(host_bytes, 0)} bytes of the host for values that leave "
+            f"the device; expected {least}, for all of them or for {2 * NUM_COPIES} x "
+            "the largest, on its way to drives and back",
+            least - host_bytes,
+            ", or raise device_memory_bytes",
+        )
     more = min(largest, _whole_pages((host_bytes - passing) // _WAY_SHARE))
     leaving = NUM_COPIES * largest + more
     left = evict(held, stays, host_bytes - 2 * leaving)
@@ -216,38 +229,3 @@ def plan_tiers(plan: Plan, host_bytes: int) -> Tiers:
 
 def _whole_pages(num_bytes: int) -> int:
     return num_bytes - num_bytes % PAGE_BYTES
-
-
-def check_tiers(tiers: Tiers, host_bytes: int) -> None:
-    """Refuses a host whose memory is too small for what is on its way.
-
-    Raises:
-      BudgetError: Names the bytes that are missing.
-    """
-    if tiers.least_bytes:
-        raise BudgetError(
-            "memory_bytes",
-            f"it leaves {max(host_bytes, 0)} bytes of the host for values that leave "
-            f"the device; expected {tiers.least_bytes}, for all of them or for "
-            f"{2 * NUM_COPIES} x the largest, on its way to drives and back",
-            tiers.least_bytes - host_bytes,
-            ", or raise device_memory_bytes",
-        )
-
-
-def check_leaving(
-    plan: Plan, budget_bytes: int, temp_bytes: Mapping[str, int], host_bytes: int
-) -> None:
-    """Refuses a host without room for values that have to leave the device.
-
-    Args:
-      plan: A plan without evictions.
-      temp_bytes: As for `Plan.call_bytes`.
-      host_bytes: The most memory of the host for values.
-
-    Raises:
-      BudgetError: As `check_tiers`.
-    """
-    found = evicted(plan, budget_bytes, temp_bytes)
-    if found.peak_bytes <= budget_bytes:
-        check_tiers(plan_tiers(found, host_bytes), host_bytes)
