@@ -81,8 +81,8 @@ def stream(
       policy: ``"recompute"`` computes activations again for the backward pass, segment
         by segment; ``"keep"`` keeps them in memory; ``"offload"`` keeps as many as
         `memory_bytes` allows, and the others on the drive (those of a device with its
-        own memory on the host, and on the drive what has no room there); ``"plan"``
-        is the same as ``"offload"`` for now. The bits are the same.
+        own memory on the host, and on the drive what has no room there). The bits are
+        the same.
       micro_batches: Number of equal parts of a batch. A program runs for each part
         before the next program, so params are read once for all of them; values of all
         parts wait meanwhile. Gradients are averaged, so losses are those of the whole
@@ -247,8 +247,6 @@ def _options(
         raise ValueError(
             f"policy={options.policy!r}: expected one of {', '.join(POLICIES)}"
         )
-    if options.policy == "plan":
-        options = replace(options, policy="offload")
     check_nonfinite(options.nonfinite)
     if options.micro_batches < 1:
         raise ValueError(f"micro_batches={options.micro_batches}: expected at least 1")

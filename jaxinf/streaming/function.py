@@ -56,10 +56,8 @@ class StreamedFunction(Step):
     ) -> None:
         super().__init__(options, step)
         self.store = store
-        self._fn = fn
-        self._closes = closes
+        self._fn, self._closes, self._average = fn, closes, average
         self._step_beside = step
-        self._average = average
         self._params: PyTree | None = None
 
     def load(self, params: PyTree) -> None:
@@ -83,7 +81,7 @@ class StreamedFunction(Step):
         Raises:
           BaseException: The exception that stopped the store.
         """
-        return self._call(batch, None)[1]
+        return self._call(batch)[1]
 
     def params(self, like: PyTree = None) -> PyTree:
         """Returns the params that the next call reads; blocks until they are read.
@@ -96,9 +94,8 @@ class StreamedFunction(Step):
           StoreMismatchError: `like` is another tree than the store's.
           BaseException: The exception that stopped the store.
         """
-        self._turns.settle()
-        if like is None:
-            like = self._params = self._params or _tree_of(self.store)
+        self._thread.settle()
+        like = self._tree() if like is None else like
         return self.store.params(like, average=self._average)
 
     def close(self) -> None:
@@ -109,32 +106,24 @@ class StreamedFunction(Step):
             if self._closes:
                 self.store.close()
 
-    # --- inside --------------------------------------------------------------------
+    # --- what configures it --------------------------------------------------------
 
-    def _prepare(self, batch: PyTree) -> Prepared:
-        if self._params is None:
-            self._params = _tree_of(self.store)
-        return prepare_function(
-            self._fn,
-            self._params,
-            batch,
-            is_deterministic=self._options.deterministic,
-        )
+    def _trace(self, batch: PyTree, params: PyTree = None) -> Prepared:
+        bits = {"is_deterministic": self._options.deterministic}
+        return prepare_function(self._fn, self._tree(), batch, **bits)
 
     def _sink(self, ready: Prepared, options: Options | None = None) -> NoGradients:
         beside_bytes = None
         if self._step_beside is not None:
             last = self._step_beside._last
             beside_bytes = 0 if last is None else last.planned.store_bytes
-        options = options or self._options
-        return NoGradients(
-            self.store, ready, options, beside_bytes, average=self._average
-        )
+        what = self.store, ready, options or self._options, beside_bytes
+        return NoGradients(*what, average=self._average)
 
-    def _dry(
+    def _count(
         self, batch: PyTree, params: PyTree, options: Options, like: Count | None
     ) -> Count:
-        ready = self._prepare(batch)
+        ready = self._trace(batch)
         return count(self._sink(ready, options), ready)
 
     def _join(self) -> None:
@@ -143,28 +132,29 @@ class StreamedFunction(Step):
         else:
             engine_of(self.store).join()
 
+    def _tree(self) -> PyTree:
+        """Returns the params' shapes and dtypes, by default in nested dicts.
 
-def _tree_of(store: Store) -> PyTree:
-    """The store's params as nested dicts of shapes and dtypes.
-
-    Raises:
-      StreamError: They are in another tree.
-    """
-    tree: Any = {}
-    for leaf in engine_of(store).directory.manifest.leaves:
-        held = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
-        if not leaf.path:
-            return held
-        inner = tree
-        for key in leaf.path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[leaf.path[-1]] = held
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    if [tuple(key.key for key in path) for path in paths] != [
-        leaf.path for leaf in engine_of(store).directory.manifest.leaves
-    ]:
-        raise StreamError(
-            f"{store.path}: its params are no nested dicts; tell their tree first: "
-            "f.load(params), of which only shapes and dtypes count"
-        )
-    return tree
+        Raises:
+          StreamError: They are in another tree.
+        """
+        if self._params is not None:
+            return self._params
+        tree: Any = {}
+        leaves = engine_of(self.store).directory.manifest.leaves
+        for leaf in leaves:
+            inner, keys = tree, ("", *leaf.path)
+            for key in keys[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[keys[-1]] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
+        tree = tree[""]
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+        if [tuple(key.key for key in path) for path in paths] != [
+            leaf.path for leaf in leaves
+        ]:
+            raise StreamError(
+                f"{self.store.path}: its params are no nested dicts; tell their tree "
+                "first: f.load(params), of which only shapes and dtypes count"
+            )
+        self._params = tree
+        return tree

@@ -104,13 +104,13 @@ class InMemoryStep(Step):
         Raises:
           ValueError: `like` has other leaves or shapes than the params.
         """
-        self._turns.settle()
+        self._thread.settle()
         params = self._trained.lend()[0]
         return params if like is None else _formed(params, like)
 
     def state(self) -> PyTree:
         """Returns optax's state, which later steps leave alone."""
-        self._turns.settle()
+        self._thread.settle()
         return self._trained.lend()[1]
 
     @property
@@ -127,48 +127,43 @@ class InMemoryStep(Step):
         Raises:
           NonFiniteGradientError: The step was refused.
         """
-        return self._call(batch, None)
+        return self._call(batch)
 
     def close(self) -> None:
         """Frees memory and files; idempotent. The params stay available."""
         self._close_bound()
         self._bound.clear()
 
-    # --- inside --------------------------------------------------------------------
+    # --- what configures it --------------------------------------------------------
 
     def _check(self, params: PyTree, batch: PyTree) -> None:
         check_params(params)
         if batch is not None:
-            ready = self._traced(abstract(params), batch)
-            plan_step(self._trained, ready)
+            plan_step(self._trained, self._trace(batch, abstract(params)))
 
-    def _prepare(self, batch: PyTree) -> Prepared:
-        return self._traced(abstract(self._trained.params), batch)
-
-    def _traced(self, params: PyTree, batch: PyTree) -> Prepared:
-        part = first_part(batch, self._options.micro_batches)
+    def _trace(self, batch: PyTree, params: PyTree = None) -> Prepared:
+        options = self._options
         ready = prepare(
             self._loss_fn,
-            params,
-            part,
-            has_aux=self._options.has_aux,
-            num_parts=self._options.micro_batches,
-            is_deterministic=self._options.deterministic,
+            abstract(self._trained.params) if params is None else params,
+            first_part(batch, options.micro_batches),
+            has_aux=options.has_aux,
+            num_parts=options.micro_batches,
+            is_deterministic=options.deterministic,
         )
         if ready.traced.mesh is not None:
             raise StreamError(
                 "jaxinf.stream: expected arrays on one device, found "
                 f"{mesh_text(ready.traced.mesh)}, which streaming does not use without "
-                "a store yet; give a store, or put all arrays on one device "
+                "a store; give a store, or put all arrays on one device "
                 "(jax.device_put(x, jax.devices()[0]))"
             )
         return ready
 
-    def _dry(
+    def _count(
         self, batch: PyTree, params: PyTree, options: Options, like: Count | None
     ) -> Count:
-        params = abstract(self._trained.params) if params is None else params
-        ready = self._traced(params, batch)
+        ready = self._trace(batch, params)
         return count(self._trained.like(options), ready)
 
     def _sink(self, ready: Prepared) -> OptaxSink:

@@ -21,7 +21,7 @@ from jaxinf.streaming.plan.leaving import plan_tiers
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.plan.planned import Planned
-from jaxinf.streaming.plan.saved import saved_cuts, saved_plan
+from jaxinf.streaming.plan.saved import check_fits, saved_cuts
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.terminal import exact_bytes
 from jaxinf.typing import JsonValue
@@ -45,9 +45,8 @@ def plan_step(sink: Sink, ready: Prepared) -> Planned:
 
 def plan_within(sink: Sink, ready: Prepared, budgets: Mapping[str, int]) -> Planned:
     """As `plan_step`, with other budgets; an error names no budget that works."""
-    group = sink.options.together.group
+    group, found = sink.options.together.group, list[Planned]()
     division, cuts, is_saved = _memory_of_all(sink, ready, budgets)
-    found: list[Planned] = []
 
     def plan() -> JsonValue:
         found.append(_planned(sink, ready, division, cuts, is_saved=is_saved))
@@ -66,26 +65,21 @@ def _memory_of_all(
     Raises:
       StreamError: They have kept others.
     """
-    options, own = sink.options, list[Division]()
-    read: Sequence[int] | None = None
+    options, own, read = sink.options, list[Division](), list[Sequence[int] | None]()
 
     def divided() -> JsonValue:
-        nonlocal read
-        given = ready.given_bytes
-        division = sink.divided(ready, budgets)
         purpose = "holding its batch and constants"
-        division = division.without(given, purpose, is_on_device=True)
-        # A plan that was kept before these counted still fits.
-        division = replace(division, spare=division.spare + given)
+        division = sink.divided(ready, budgets)
+        division = division.without(ready.given_bytes, purpose, is_on_device=True)
         pool_bytes = division.pool_bytes(with_values=options.may_leave)
         check_pinned(options.device, pool_bytes)
         if options.may_leave:
             num_bytes = writing_bytes(sink.num_drives)
             division = division.without(num_bytes, "writing its values to drives")
+        folder = None if options.replan else sink.keeps_plans_in
         own.append(division)
-        if sink.keeps_plans_in is not None and not options.replan:
-            read = saved_cuts(sink.keeps_plans_in, ready)
-        return [division.programs, division.staged, division.spare, read]
+        read.append(None if folder is None else saved_cuts(folder, ready))
+        return [division.programs, division.staged, division.spare, read[0]]
 
     told = options.together.group.gather("the memory of a step", divided)
     programs, staged, spare = (min(one[n] for one in told) for n in range(3))
@@ -97,7 +91,7 @@ def _memory_of_all(
             "differ from here on)"
         )
     division = replace(own[0], programs=programs, staged=staged, spare=spare)
-    return division, kept.pop() if kept else None, read is not None
+    return division, kept.pop() if kept else None, read[0] is not None
 
 
 def _planned(
@@ -108,6 +102,7 @@ def _planned(
     *,
     is_saved: bool,
 ) -> Planned:
+    policy, executables = sink.options.policy, sink.options.executables
     held_bytes = sink.held_bytes(ready.traced)
     if held_bytes > division.programs:
         raise BudgetError(
@@ -117,7 +112,6 @@ def _planned(
             held_bytes - division.programs + 1,
             ", or give a store, which keeps the state on drives",
         )
-    policy, executables = sink.options.policy, sink.options.executables
 
     def measure(plan: Plan) -> int:
         return held_bytes + compiled_bytes(sink.staying(plan), executables)
@@ -125,30 +119,34 @@ def _planned(
     if cuts is None:
         plan = ready.plan(division.programs, policy, measure, division.limit)
     else:
-        most, folder = division.programs + division.spare, sink.keeps_plans_in
-        plan = saved_plan(folder, ready, cuts, most, policy, measure, division.limit)
-        programs = max(division.programs, plan.peak_bytes)  # with what is spare
-        division = replace(division, programs=programs)
-    division = replace(division, programs=division.programs - held_bytes)
+        plan = ready.plan_of(cuts, policy)
+        plan = plan.varied(peak_bytes=measure(plan))
+        check_fits(sink.keeps_plans_in, ready, plan.peak_bytes, division)
+    programs = max(division.programs, plan.peak_bytes)  # of a kept plan, with the spare
+    division = replace(division, programs=programs - held_bytes)
     plan = sink.staying(plan).varied(peak_bytes=plan.peak_bytes - held_bytes)
-    host_bytes = division.staged
-    if division.staged and plan.is_offloaded:
-        host_bytes = (host_bytes - sink.passing_bytes(plan)) // division.pool_factor
+    host_bytes, tiers = division.staged, None
     if plan.is_offloaded:
+        passing = sink.passing_bytes(plan)
+        host_bytes = (host_bytes - passing) // division.pool_factor
         plan = offloaded(plan, executables, division.programs)
-    tiers = plan_tiers(plan, host_bytes) if division.staged else None
-    if tiers is not None and sink.units is not None:
-        pool_bytes = division.pool_factor * tiers.host_bytes
-        division = division.without(pool_bytes, "keeping values")
+    if division.staged:
+        tiers = plan_tiers(plan, host_bytes)
+        if sink.units is not None:
+            pool_bytes = division.pool_factor * tiers.host_bytes
+            division = division.without(pool_bytes, "keeping values")
     reading = sink.reading(plan, division)
     if sink.units is not None:
         kept, unit = reading.never_again, sink.units.unit
-        pieces = {piece for call in plan.calls for piece in call.reads}
+        read = {piece for call in plan.calls for piece in call.reads}
         plan = plan.varied(
-            kept=frozenset(piece for piece in pieces if unit(piece) in kept),
+            kept=frozenset(piece for piece in read if unit(piece) in kept),
             kept_bytes=sum(one.num_bytes for one in kept),
         )
     return Planned(plan, division, tiers, reading, is_saved)
+
+
+# --- a budget that works -------------------------------------------------------------
 
 
 def within(options: Options, plan: Callable[[Mapping[str, int]], _Plan]) -> _Plan:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan.calls import Call, Plan, Slot
+from jaxinf.streaming.plan.calls import Plan, Slot
 from jaxinf.streaming.plan.compiled import (
     Executables,
     compile_plan,
@@ -41,6 +41,14 @@ class _Part(NamedTuple):
     seed: jax.Array
 
 
+class _InFlight(NamedTuple):
+    """A call under way, and an output to wait for; None if it has ended."""
+
+    number: int
+    called_s: float
+    output: jax.Array | None
+
+
 class Runner:
     """Runs the steps of a plan; compiles its programs when made.
 
@@ -60,19 +68,17 @@ class Runner:
         values: Values | None = None,
     ) -> None:
         self.values = Values() if values is None else values
-        self.waited_s = 0.0
+        self.dispatched_s = self.waited_s = 0.0
         executables = {} if executables is None else executables
         self._executables = compiled = compile_plan(plan, executables)
         plan = plan.varied(output_bytes=output_bytes(plan, compiled))
         self.plan = plan.without_graph(temp_bytes(plan, compiled))
-        self.dispatched_s = 0.0
-        self._in_flight: deque[tuple[int, float, jax.Array | None]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._numbers: dict[int, jax.Array] = {}
-        self._put = partial(_put, mesh=plan.traced.mesh)
-        self._consts = [
-            self._put(const, const_sharding(const, plan.traced.mesh))
-            for const in plan.traced.consts
-        ]
+        mesh = plan.traced.mesh
+        self._put = partial(_put, mesh=mesh)
+        consts = plan.traced.consts
+        self._consts = [self._put(one, const_sharding(one, mesh)) for one in consts]
         self._one = self._seed(1.0)
 
     def __call__(
@@ -100,8 +106,7 @@ class Runner:
             _Part(self._placed(part), self._one if share == 1 else self._seed(share))
             for part, share in zip(parts, shares, strict=True)
         ]
-        values = self.values
-        in_flight = self._in_flight
+        values, in_flight = self.values, self._in_flight
         self.dispatched_s = self.waited_s = ended_s = 0.0
 
         def await_first() -> None:
@@ -110,64 +115,54 @@ class Runner:
             if output is not None:
                 self._await(output)
             began_s, ended_s = max(called_s, ended_s), time.perf_counter()
-            program = self.plan.calls[number].program
-            add_span("program", program.name, began_s, ended_s)
+            name = self.plan.calls[number].program.name
+            add_span("program", name, began_s, ended_s)
             values.done(number)
             params.done(number)
+
+        def read(ref: Origin | Slot, number: int, part: _Part) -> Any:
+            match ref:
+                case Slot():
+                    return values[ref]
+                case Piece():
+                    check()
+                    return params.get(number, ref)
+                case Batch():
+                    return part.leaves[ref.leaf]
+                case Const():
+                    return self._consts[ref.number]
+                case Seed():
+                    return part.seed
+                case Number():
+                    return self._number(ref.number)
 
         for number, call in enumerate(self.plan.calls):
             if len(in_flight) == MAX_IN_FLIGHT:
                 await_first()
             values.before(number)
-            inputs = self._inputs(number, call, placed[call.part], params, check)
-            outputs, called_s, output = self._dispatch(number, inputs)
+            inputs = [read(ref, number, placed[call.part]) for ref in call.takes]
+            outputs = self._dispatch(number, inputs)
             del inputs
-            in_flight.append((number, called_s, output))
             values.put(call.makes, outputs)
             values.after(number, call.frees)
             for piece, i in call.gradients:
                 hand_out(piece, outputs[i])
-            del outputs, output
+            del outputs
         while in_flight:
             await_first()
-        found = [values[slot] for slot in self.plan.results]
-        count = len(found) // len(parts)
-        results = [
-            self._results(found[number * count : (number + 1) * count])
-            for number in range(len(parts))
-        ]
+        results = self._results(len(parts))
         values.reset()
         return together(results, shares)
-
-    def _results(self, aux: list[jax.Array]) -> tuple[jax.Array | None, PyTree]:
-        loss = None if self.plan.traced.seed_dtype is None else aux.pop(0)
-        return loss, self.plan.traced.aux_tree.unflatten(aux)
 
     def settle(self) -> None:
         """Waits for programs that an interrupted step has left in flight."""
         while self._in_flight:
-            *_, output = self._in_flight.popleft()
+            output = self._in_flight.popleft().output
             with contextlib.suppress(RuntimeError):  # the step's own error is raised
                 jax.block_until_ready(output)
         self.values.reset()
 
-    def _placed(self, batch: PyTree) -> list[jax.Array]:
-        leaves, avals = jax.tree.leaves(batch), self.plan.traced.batch
-        return [
-            self._put(leaf, aval.sharding)
-            for leaf, aval in zip(leaves, avals, strict=True)
-        ]
-
-    def _await(self, outputs: Any) -> None:
-        began_s = time.perf_counter()
-        with span("wait", "a program"):
-            jax.block_until_ready(outputs)
-        self.waited_s += time.perf_counter() - began_s
-
-    def _dispatch(
-        self, number: int, inputs: list[Any]
-    ) -> tuple[Sequence[jax.Array], float, jax.Array | None]:
-        """Returns a call's outputs, when it was called, and an output to wait for."""
+    def _dispatch(self, number: int, inputs: list[Any]) -> Sequence[jax.Array]:
         began_s = time.perf_counter()
         outputs = self._executables[number](*inputs)
         called_s = time.perf_counter()
@@ -176,40 +171,28 @@ class Runner:
         if fence is None:  # the next call may reuse the memory of all outputs
             self._await(outputs)
         output = None if fence is None else outputs[fence]
-        return outputs, called_s, output
+        self._in_flight.append(_InFlight(number, called_s, output))
+        return outputs
 
-    def _inputs(
-        self,
-        number: int,
-        call: Call,
-        part: "_Part",
-        params: Params,
-        check: Callable[[], None],
-    ) -> list[Any]:
-        def read(ref: Origin | Slot) -> Any:
-            match ref:
-                case Slot():
-                    return self.values[ref]
-                case Piece():
-                    check()
-                    return params.get(number, ref)
-                case _:
-                    return self._given(ref, part)
+    def _await(self, outputs: Any) -> None:
+        began_s = time.perf_counter()
+        with span("wait", "a program"):
+            jax.block_until_ready(outputs)
+        self.waited_s += time.perf_counter() - began_s
 
-        return [read(ref) for ref in call.takes]
+    def _results(self, num_parts: int) -> list[tuple[jax.Array | None, PyTree]]:
+        traced, found = self.plan.traced, []
+        count = len(self.plan.results) // num_parts
+        for number in range(num_parts):
+            own = self.plan.results[number * count :][:count]
+            aux = [self.values[slot] for slot in own]
+            loss = None if traced.seed_dtype is None else aux.pop(0)
+            found.append((loss, traced.aux_tree.unflatten(aux)))
+        return found
 
-    def _given(self, ref: Origin, part: "_Part") -> Any:
-        match ref:
-            case Batch():
-                return part.leaves[ref.leaf]
-            case Const():
-                return self._consts[ref.number]
-            case Seed():
-                return part.seed
-            case Number():
-                return self._number(ref.number)
-            case Piece():
-                raise AssertionError("params are fetched")
+    def _placed(self, batch: PyTree) -> list[jax.Array]:
+        pairs = zip(jax.tree.leaves(batch), self.plan.traced.batch, strict=True)
+        return [self._put(leaf, aval.sharding) for leaf, aval in pairs]
 
     def _seed(self, share: float) -> jax.Array:
         return self._put(np.array(share, self.plan.traced.seed_dtype or np.float32))

@@ -4,8 +4,8 @@
                                      ▲ params      │ gradients
                                   a source         a sink
 
-Invariant: programs run in turns, on a thread of their own, and a run that ends early
-leaves nothing under way.
+Invariant: a run that ends early leaves nothing under way. A function and a step in
+memory are steps with another source and sink.
 """
 
 import time
@@ -21,6 +21,8 @@ import numpy as np
 from jax.dtypes import result_type
 
 from jaxinf.streaming.count import Count
+from jaxinf.streaming.ctrl_c import Check, StepThread, check_not_traced
+from jaxinf.streaming.move.workers import MoveCounts
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.move.workers import MoveCounts
@@ -31,12 +33,11 @@ from jaxinf.streaming.plan.memory import DeviceLimit, return_freed_memory
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.plan.planned import Planned
 from jaxinf.streaming.plan.reads import used_bytes
-from jaxinf.streaming.plan.saved import save_plan
+from jaxinf.streaming.plan.saved import save_cuts
 from jaxinf.streaming.planning import plan_step
 from jaxinf.streaming.program.meshes import on_this_process, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.run import Runner
-from jaxinf.streaming.turns import Check, Turns, check_not_traced
 from jaxinf.streaming.update.micro_batches import shares_of
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.transfer import ByteCounts
@@ -110,7 +111,7 @@ class Step(ABC):
     def __init__(self, options: Options, step: "Step | None" = None) -> None:
         return_freed_memory(collects=False)
         self._options, self._together = options, options.together
-        self._turns = Turns() if step is None else step._turns
+        self._thread = StepThread() if step is None else step._thread
         self._in_turn: list[Step] = [] if step is None else step._in_turn
         self._in_turn.append(self)
         self._bound: dict[Any, Bound] = {}
@@ -130,9 +131,9 @@ class Step(ABC):
         Raises:
           StreamError: The program cannot be cut to fit, or the saved plan is another's.
         """
-        self._turns.settle()
+        self._thread.settle()
         key = self._key(batch)
-        return self._turns.run(lambda check: self._take_turn(key)).planned.plan
+        return self._thread.run(lambda check: self._take_turn(key)).planned.plan
 
     @property
     def plan(self) -> Plan | None:
@@ -153,13 +154,12 @@ class Step(ABC):
     @property
     def metrics(self) -> StreamMetrics | None:
         """Metrics of the last step; None before the first."""
-        bound, values = self._last, self._values
-        if bound is None or values is None:
+        if self._last is None or self._values is None:
             return None
-        counts, sink, plan = bound.params.counts, bound.sink, bound.planned.plan
-        found = 0
+        planned, runner, params, sink = self._last
+        counts, values, found = params.counts, self._values, 0
         if sink.units is not None:
-            used = used_bytes(plan.calls, sink.units)
+            used = used_bytes(planned.plan.calls, sink.units)
             found = max(0, used - counts.num_read_bytes)
         return StreamMetrics(
             fetched_drive_bytes=counts.num_read_bytes,
@@ -171,9 +171,9 @@ class Step(ABC):
             prefetch_hit_rate=counts.hit_rate,
             waited_params_s=counts.waited_s,
             waited_values_s=values.waited_s,
-            waited_device_s=bound.runner.waited_s,
+            waited_device_s=runner.waited_s,
             waited_updates_s=self._waited_s,
-            dispatched_s=bound.runner.dispatched_s,
+            dispatched_s=runner.dispatched_s,
         )
 
     def dry_run(
@@ -201,18 +201,12 @@ class Step(ABC):
           BudgetError: Memory does not suffice; names a budget that does.
           StreamError: The loss function cannot be streamed, or there are no params.
         """
-        self._turns.settle()
+        self._thread.settle()
         if params is not None:
             check_params(params)
             params = abstract(params)
         options = replace(self._options, executables=Measured(), other_limit=device)
-        return self._dry(batch, params, options, like)
-
-    @abstractmethod
-    def _dry(
-        self, batch: PyTree, params: PyTree, options: Options, like: Count | None
-    ) -> Count:
-        """As `dry_run`, with its options; params are the step's if they are None."""
+        return self._count(batch, params, options, like)
 
     @abstractmethod
     def close(self) -> None:
@@ -232,12 +226,18 @@ class Step(ABC):
     # --- what configures it --------------------------------------------------------
 
     @abstractmethod
-    def _prepare(self, batch: PyTree) -> Prepared:
-        """Traces the function for batches like this one."""
+    def _trace(self, batch: PyTree, params: PyTree = None) -> Prepared:
+        """Traces the function for batches like this one, by default of its params."""
 
     @abstractmethod
     def _sink(self, ready: Prepared) -> Sink:
         """Returns what takes the gradients of what was traced."""
+
+    @abstractmethod
+    def _count(
+        self, batch: PyTree, params: PyTree, options: Options, like: Count | None
+    ) -> Count:
+        """As `dry_run`, with its options."""
 
     def _join(self) -> None:
         """Waits for the updates of the step before; there are none by default."""
@@ -249,54 +249,49 @@ class Step(ABC):
         leaves, tree = jax.tree.flatten(abstract(batch))
         key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         if key not in self._bound:
-            group = self._together.group
-            ready, sink = group.in_all(
-                f"the trace of {self._named}", lambda: self._traced_sink(batch)
-            )
+            what = f"the trace of {self._named}"
+            traced = self._together.group.in_all(what, lambda: self._traced(batch))
             with outside_mesh():
-                self._bound[key] = self._bind(sink, ready)
+                self._bound[key] = self._bind(*traced)
             return_freed_memory()  # of planning and compilation
         return key
 
-    def _traced_sink(self, batch: PyTree) -> tuple[Prepared, Sink]:
-        ready = self._prepare(batch)
+    def _traced(self, batch: PyTree) -> tuple[Prepared, Sink]:
+        ready = self._trace(batch)
         with outside_mesh():
             return ready, self._sink(ready)
 
-    def _bind(self, sink: Sink, ready: Prepared) -> Bound:
-        """Plans, compiles, saves a new plan, and takes the room of its step; blocks.
+    def _bind(self, ready: Prepared, sink: Sink) -> Bound:
+        """Plans, compiles, saves new cuts, and takes the room of a step; blocks.
 
         What one process is refused, by its device or its drive, all are: none goes on
         to a step, where it would wait for the others.
         """
         planned = plan_step(sink, ready)
         with ExitStack() as undone:
-            made = self._together.group.in_all(
-                "the room for a step", lambda: self._made(sink, ready, planned, undone)
-            )
-            undone.pop_all()
-        return made
 
-    def _made(
-        self, sink: Sink, ready: Prepared, planned: Planned, undone: ExitStack
-    ) -> Bound:
-        plan = planned.plan
-        if sink.keeps_plans_in is not None and not planned.is_saved:
-            save_plan(sink.keeps_plans_in, ready, plan)
-        undone.callback(sink.close)
-        sink.open(planned)
-        values = Values()
-        if plan.is_offloaded:
-            values = Values(plan, sink.scratch("activations"), planned.tiers)
-        undone.callback(values.close)
-        runner = Runner(plan, self._options.executables, values)
-        planned = replace(planned, plan=runner.plan)
-        params = sink.source(planned)
-        undone.callback(params.close)
-        return Bound(planned, runner, params, sink)
+            def made() -> Bound:
+                plan = planned.plan
+                if sink.keeps_plans_in is not None and not planned.is_saved:
+                    save_cuts(sink.keeps_plans_in, ready, plan.cuts)
+                undone.callback(sink.close)
+                sink.open(planned)
+                values = Values()
+                if plan.is_offloaded:
+                    values = Values(plan, sink.scratch("activations"), planned.tiers)
+                undone.callback(values.close)
+                runner = Runner(plan, self._options.executables, values)
+                running = replace(planned, plan=runner.plan)
+                params = sink.source(running)
+                undone.callback(params.close)
+                return Bound(running, runner, params, sink)
+
+            bound = self._together.group.in_all("the room for a step", made)
+            undone.pop_all()
+        return bound
 
     def _close_bound(self) -> None:
-        self._turns.settle()
+        self._thread.settle()
         for bound in self._bound.values():
             bound.close()
 
@@ -311,42 +306,51 @@ class Step(ABC):
         self._last = bound
         return bound
 
-    def _call(self, batch: PyTree, extra_args: Mapping[str, Any] | None) -> Results:
+    def _call(
+        self, batch: PyTree, extra_args: Mapping[str, Any] | None = None
+    ) -> Results:
         check_not_traced(batch, extra_args)
-        self._turns.settle()
+        self._thread.settle()
         key = self._key(batch)
 
         def body(check: Check) -> Results:
             bound = self._take_turn(key)
             noting = self._together.noting(check)
             with outside_mesh():
-                return self._step(bound, batch, extra_args or {}, noting)
+                return self._run(bound, batch, extra_args or {}, noting)
 
-        return self._turns.run(body)
+        return self._thread.run(body)
 
-    def _step(
+    def _run(
         self, bound: Bound, batch: PyTree, own_args: Mapping[str, Any], check: Check
     ) -> Results:
-        sink, given = bound.sink, {**self._options.extra_args, **own_args}
+        _, runner, params, sink = bound
+        given = {**self._options.extra_args, **own_args}
 
         def prepare() -> None:
             began_s = time.perf_counter()
             self._join()
             self._waited_s = time.perf_counter() - began_s
-            bound.params.counts = MoveCounts()
-            bound.runner.values.counts()
-            sink.begin(given, bound.params)
+            params.counts = MoveCounts()
+            runner.values.counts()
+            sink.begin(given, params)
 
         shares = shares_of(batch, self._options.micro_batches, self._weights)
         self._together.begin(self._named, _form(batch), prepare)
         try:
-            loss, aux = _run(bound, batch, check, shares)
-            self._values = bound.runner.values.counts()
+            try:
+                params.begin()
+                results: Results = runner(batch, params, sink.put, check, shares)
+            finally:
+                runner.settle()  # before the memory that programs read is freed
+                params.stop()
+            self._values = runner.values.counts()
             self._waited_s += sink.waited_s
+            loss, aux = results
             began_s = time.perf_counter()
             if "value" in given and "value" not in own_args:
                 given["value"] = on_this_process(loss)
-            self._num_skipped += not sink.finish(given, (loss, aux), check)
+            self._num_skipped += not sink.finish(given, results, check)
             self._waited_s += time.perf_counter() - began_s
         except BaseException:
             sink.abandon()
@@ -358,14 +362,3 @@ def _form(batch: PyTree) -> str:
     leaves, tree = jax.tree.flatten(batch)
     shapes = [(str(result_type(leaf)), np.shape(leaf)) for leaf in leaves]
     return f"{tree} {shapes}"
-
-
-def _run(bound: Bound, batch: PyTree, check: Check, shares: Any) -> Results:
-    """Runs the programs; nothing is in flight when it ends."""
-    params, runner = bound.params, bound.runner
-    try:
-        params.begin()
-        return runner(batch, params, bound.sink.put, check, shares)
-    finally:
-        runner.settle()  # before the memory that they read is freed
-        params.stop()

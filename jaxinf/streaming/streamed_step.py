@@ -6,10 +6,11 @@
 
 Invariant: a step writes updates to the slot that is not committed. So a crash at any
   point leaves the last committed step. A chunk that a step overwrites in place is
-  written after the step's last read of it.
+  written after the step's last read of it. Of a new store, nothing is written before
+  its leaves and the program are known to fit.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -18,41 +19,43 @@ import jax
 import optax
 
 from jaxinf.engine import (
+    FirstParams,
     Store,
+    StoreDescription,
     check_processes,
+    describe,
     distinct_shards,
     engine_of,
+    part_holders,
 )
 from jaxinf.errors import StreamError
-from jaxinf.program import UpdateProgram, averaged
+from jaxinf.program import UpdateProgram, averaged, trace_init
 from jaxinf.store import required_bytes
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.plan.fit import Prepared, prepare
 from jaxinf.streaming.plan.memory import check_mesh, return_freed_memory
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.planning import plan_within
+from jaxinf.streaming.planning import plan_within, within
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.initial import (
+    BUFFERS_SHARE,
     Shard,
     initial_inputs,
     trace_params,
 )
 from jaxinf.streaming.program.meshes import (
     mesh_of,
+    on_mesh,
     outside_mesh,
     sharded_like,
     without_shardings,
 )
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.starting import (
-    MakeLeaves,
-    described,
-    planned_leaves,
-    write_leaf,
-)
+from jaxinf.streaming.program.units import part_counts
 from jaxinf.streaming.step import Bound, Step
 from jaxinf.streaming.update.micro_batches import first_part
-from jaxinf.streaming.update.optimizer import trace_optimizer
+from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
 from jaxinf.streaming.update.store_sink import StoreSink
 from jaxinf.typing import JsonValue, PyTree
 
@@ -73,9 +76,7 @@ class StreamedStep(Step):
     ) -> None:
         super().__init__(options)
         self.store = store
-        self._loss_fn = loss_fn
-        self._tx = averaged(tx, options.average)
-        self._made_of = self._tx, options
+        self._loss_fn, self._tx = loss_fn, averaged(tx, options.average)
         self._params: PyTree | None = None
         self._update: tuple[PyTree, UpdateProgram] | None = None  # of these params
         self._ready: Prepared | None = None  # traced by `init`, bound at its end
@@ -134,50 +135,6 @@ class StreamedStep(Step):
         avals = sharded_like(abstract(params), shardings)
         self._start(avals, lambda _: map(distinct_shards, leaves), batch)
 
-    def _start(
-        self,
-        avals: PyTree,
-        leaves: MakeLeaves,
-        batch: PyTree,
-    ) -> None:
-        try:
-            self._ready = None if batch is None else self._traced(avals, batch)
-            with outside_mesh():
-                self._start_pieces(avals, leaves)
-            if batch is not None:
-                self.compile(batch)
-        finally:
-            self._ready = None
-
-    def _start_pieces(self, avals: PyTree, leaves: MakeLeaves) -> None:
-        ready = self._ready
-        pieces = () if ready is None else ready.gradient_pieces
-        engine = engine_of(self.store)
-        held = check_params(avals)
-        check_mesh(mesh := mesh_of(avals), self._options.policy)
-        check_processes(engine.group, mesh)
-        update = self._traced_optimizer(avals)
-        first, description = described(*self._made_of, update, avals, pieces)
-        plain = jax.tree.leaves(without_shardings(avals))
-        scalars, inputs = initial_inputs(first, plain)
-        made: Iterator[Iterable[Shard]] = iter(())
-        if engine.commit is None:
-            check, shape = None, engine.shape(description)
-            if ready is not None:
-                what = self.store, ready, update, shape, self._options
-                make = partial(StoreSink, *what)
-                sink = self._together.group.in_all("the optimizer's programs", make)
-                check = partial(plan_within, sink, ready)
-            made = planned_leaves(self._options, leaves, check)
-        self._params = avals
-        if engine.bind(description, may_create=True, uses_budget=False):
-            given = made, self._options.memory_bytes
-            for number in range(len(held)):
-                write_leaf(engine, description, number, inputs[number], *given)
-            engine.finish_initialisation(scalars)
-        self._num_skipped = engine.opened.finished.skipped_steps
-        return_freed_memory()  # of traces and of the first params
-
     def params(self, like: PyTree = None) -> PyTree:
         """Returns the params of the last finished step; blocks until they are read.
 
@@ -190,17 +147,8 @@ class StreamedStep(Step):
           StreamError: Without `like`, before `init` and `load`.
           BaseException: The exception that stopped the store.
         """
-        self._turns.settle()
+        self._thread.settle()
         return self.store.params(self._started() if like is None else like)
-
-    def _started(self) -> PyTree:
-        """Returns shapes, dtypes and shardings of the params."""
-        if self._params is None:
-            raise StreamError(
-                "jaxinf.stream: call step.init or step.load first; with a store that "
-                "has a step they resume it"
-            )
-        return self._params
 
     # --- steps ---------------------------------------------------------------------
 
@@ -223,67 +171,6 @@ class StreamedStep(Step):
         """
         return self._call(batch, extra_args)
 
-    def _prepare(self, batch: PyTree) -> Prepared:
-        ready, self._ready = self._ready, None
-        return ready or self._traced(self._started(), batch)
-
-    def _traced(
-        self, avals: PyTree, batch: PyTree, known: Prepared | None = None
-    ) -> Prepared:
-        options = self._options
-        ready = prepare(
-            self._loss_fn,
-            avals,
-            first_part(batch, options.micro_batches),
-            has_aux=options.has_aux,
-            num_parts=options.micro_batches,
-            is_deterministic=options.deterministic,
-            known=known,
-        )
-        check_mesh(ready.traced.mesh, options.policy)
-        check_processes(engine_of(self.store).group, ready.traced.mesh)
-        return ready
-
-    def _sink(self, ready: Prepared) -> StoreSink:
-        program = self._traced_optimizer(self._started())
-        shape = engine_of(self.store).opened
-        return StoreSink(self.store, ready, program, shape, self._options)
-
-    def _dry(
-        self, batch: PyTree, params: PyTree, options: Options, like: Count | None
-    ) -> Count:
-        avals = self._started() if params is None else params
-        engine = engine_of(self.store)
-        ready = self._traced(avals, batch, None if like is None else like._ready)
-        with outside_mesh():
-            update = None if like is None else like._update
-            update = update or self._traced_optimizer(avals)
-            _, made = described(*self._made_of, update, avals, ready.gradient_pieces)
-            shape = engine.shape(made)
-            num_bytes = sum(required_bytes(shape.directory).values())
-            sink = StoreSink(self.store, ready, update, shape, options)
-            now_bytes = 0 if engine.commit is None else num_bytes
-            return count(sink, ready, update, num_bytes, now_bytes)
-
-    def _traced_optimizer(self, params: PyTree) -> UpdateProgram:
-        if self._update is None or self._update[0] is not params:
-            plain = without_shardings(params)
-            made = trace_optimizer(self._tx, plain, self._options.extra_args)
-            self._update = params, made
-        return self._update[1]
-
-    def _take_turn(self, key: Any) -> Bound:
-        engine_of(self.store).health.check()
-        bound = super()._take_turn(key)
-        engine, store_bytes = engine_of(self.store), bound.planned.store_bytes
-        if store_bytes != engine.opened.memory_bytes:
-            engine.join()
-            engine.opened.limit_memory(store_bytes)
-        return bound
-
-    def _join(self) -> None:
-        engine_of(self.store).join()
-
     def function(
         self, fn: Callable[..., Any], *, average: bool = False
     ) -> StreamedFunction:
@@ -296,7 +183,16 @@ class StreamedStep(Step):
         Returns:
           As `jaxinf.stream` without an optimizer; closed with this step.
         """
-        options = self._options.of_function()
+        own = self._options
+        options = Options(
+            own.memory_bytes,
+            own.device_memory_bytes,
+            has_aux=True,
+            policy="keep",
+            deterministic=own.deterministic,
+            has_default_memory=own.has_default_memory,
+            together=own.together,
+        )
         made = StreamedFunction(fn, self.store, options, step=self, average=average)
         if self._params is not None:
             made.load(self._params)
@@ -332,12 +228,6 @@ class StreamedStep(Step):
         finally:
             self.store.close()
 
-    def _close_bound(self) -> None:
-        self._turns.settle()
-        for function in self._functions:
-            function.close()
-        super()._close_bound()
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -348,3 +238,177 @@ class StreamedStep(Step):
             self._close_bound()
         finally:
             self.store.__exit__(kind, error, trace)
+
+    def _close_bound(self) -> None:
+        self._thread.settle()
+        for function in self._functions:
+            function.close()
+        super()._close_bound()
+
+    # --- what configures a step ----------------------------------------------------
+
+    def _started(self) -> PyTree:
+        """Returns shapes, dtypes and shardings of the params."""
+        if self._params is None:
+            raise StreamError(
+                "jaxinf.stream: call step.init or step.load first; with a store that "
+                "has a step they resume it"
+            )
+        return self._params
+
+    def _trace(
+        self, batch: PyTree, params: PyTree = None, known: Prepared | None = None
+    ) -> Prepared:
+        if params is None:
+            params = self._started()
+            ready, self._ready = self._ready, None
+            if ready is not None:
+                return ready
+        options = self._options
+        ready = prepare(
+            self._loss_fn,
+            params,
+            first_part(batch, options.micro_batches),
+            has_aux=options.has_aux,
+            num_parts=options.micro_batches,
+            is_deterministic=options.deterministic,
+            known=known,
+        )
+        check_mesh(ready.traced.mesh, options.policy)
+        check_processes(engine_of(self.store).group, ready.traced.mesh)
+        return ready
+
+    def _sink(self, ready: Prepared) -> StoreSink:
+        program = self._optimizer(self._started())
+        shape = engine_of(self.store).opened
+        return StoreSink(self.store, ready, program, shape, self._options)
+
+    def _count(
+        self, batch: PyTree, params: PyTree, options: Options, like: Count | None
+    ) -> Count:
+        avals = self._started() if params is None else params
+        engine = engine_of(self.store)
+        ready = self._trace(batch, avals, None if like is None else like._ready)
+        with outside_mesh():
+            update = None if like is None else like._update
+            update = update or self._optimizer(avals)
+            _, description = self._described(update, avals, ready.gradient_pieces)
+            shape = engine.shape(description)
+            num_bytes = sum(required_bytes(shape.directory).values())
+            sink = StoreSink(self.store, ready, update, shape, options)
+            now_bytes = 0 if engine.commit is None else num_bytes
+            return count(sink, ready, update, num_bytes, now_bytes)
+
+    def _optimizer(self, params: PyTree) -> UpdateProgram:
+        if self._update is None or self._update[0] is not params:
+            plain = without_shardings(params)
+            made = trace_optimizer(self._tx, plain, self._options.extra_args)
+            self._update = params, made
+        return self._update[1]
+
+    def _take_turn(self, key: Any) -> Bound:
+        engine_of(self.store).health.check()
+        bound = super()._take_turn(key)
+        engine, store_bytes = engine_of(self.store), bound.planned.store_bytes
+        if store_bytes != engine.opened.memory_bytes:
+            engine.join()
+            engine.opened.limit_memory(store_bytes)
+        return bound
+
+    def _join(self) -> None:
+        engine_of(self.store).join()
+
+    # --- the first step of a store -------------------------------------------------
+
+    def _start(
+        self,
+        avals: PyTree,
+        leaves: Callable[[int], Iterable[Iterable[Shard]]],
+        batch: PyTree,
+    ) -> None:
+        """Makes the first step, or resumes; compiles for a batch if there is one.
+
+        Args:
+          leaves: Returns the shards of each leaf, made in so many bytes.
+        """
+        try:
+            self._ready = None if batch is None else self._trace(batch, avals)
+            with outside_mesh():
+                self._start_pieces(avals, leaves)
+            if batch is not None:
+                self.compile(batch)
+        finally:
+            self._ready = None
+
+    def _start_pieces(
+        self, avals: PyTree, leaves: Callable[[int], Iterable[Iterable[Shard]]]
+    ) -> None:
+        ready, engine = self._ready, engine_of(self.store)
+        pieces = () if ready is None else ready.gradient_pieces
+        check_params(avals)
+        check_mesh(mesh := mesh_of(avals), self._options.policy)
+        check_processes(engine.group, mesh)
+        update = self._optimizer(avals)
+        first, description = self._described(update, avals, pieces)
+        plain = jax.tree.leaves(without_shardings(avals))
+        scalars, inputs = initial_inputs(first, plain)
+        made: Iterator[Iterable[Shard]] = iter(())
+        if engine.commit is None:
+            sink = None
+            if ready is not None:
+                what = self.store, ready, update, engine.shape(description)
+                make = partial(StoreSink, *what, self._options)
+                sink = self._together.group.in_all("the optimizer's programs", make)
+            made = within(self._options, partial(self._planned, leaves, sink))
+        self._params = avals
+        if engine.bind(description, may_create=True, uses_budget=False):
+            for number in range(len(plain)):
+                engine.opened.mover.drain()
+                engine.opened.fleet.limit_memory(0)  # idle buffers leave it to the leaf
+                shards = next(made)
+                engine.opened.limit_memory(self._options.memory_bytes // BUFFERS_SHARE)
+                for index, shard in shards:
+                    origin = [dim.start or 0 for dim in index]
+                    given = FirstParams(number, shard, origin, inputs[number])
+                    engine.initialise(description, [given])
+            engine.finish_initialisation(scalars)
+        self._num_skipped = engine.opened.finished.skipped_steps
+        return_freed_memory()  # of traces and of the first params
+
+    def _planned(
+        self,
+        leaves: Callable[[int], Iterable[Iterable[Shard]]],
+        sink: StoreSink | None,
+        budgets: Mapping[str, int],
+    ) -> Iterator[Iterable[Shard]]:
+        """Returns the leaves to be made, if they and the program fit in budgets."""
+        host_bytes = budgets["memory_bytes"]
+        num_bytes = min(budgets.get("device_memory_bytes") or host_bytes, host_bytes)
+        group = self._together.group
+        made = group.in_all("the first params", lambda: leaves(num_bytes))
+        if sink is not None and self._ready is not None:
+            plan_within(sink, self._ready, budgets)
+        return iter(made)
+
+    def _described(
+        self, update: UpdateProgram, avals: PyTree, pieces: Sequence[Piece]
+    ) -> tuple[Any, StoreDescription]:
+        """Returns the optimizer's first state, traced, and the store of a program.
+
+        Args:
+          avals: Shapes, dtypes and shardings of the params.
+
+        Raises:
+          UnsupportedTransformError: The optimizer needs too much of all leaves.
+        """
+        is_alone = self._together.group.is_alone
+        passes_for(update, pieces, is_alone=is_alone)
+        held, holders = jax.tree.leaves(avals), list[Any]()
+        first = trace_init(self._tx, without_shardings(avals))
+        counts = part_counts(held, pieces)
+        if not is_alone:  # the processes that have each part of each leaf
+            pairs = zip(on_mesh(held, mesh_of(avals)), counts, strict=True)
+            holders = [part_holders(x.sharding, x.shape, own) for x, own in pairs]
+        average, compression = self._options.average, self._options.compress
+        how = {"average": average, "compression": compression, "holders": holders}
+        return first, describe(update, first, counts, **how)

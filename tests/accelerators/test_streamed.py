@@ -103,7 +103,7 @@ def plan_step(place, note, monkeypatch):
             params = shapes_of(program.params)
             step.load(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params))
             with compiling_for(target) as built, jax.default_device(target.devices[0]):
-                ready = step._traced(params, program.batch)
+                ready = step._trace(program.batch, params)
                 fitted = plan_within(step._sink(ready), ready, step._options.budgets)
         note(" ".join([name, *options]), device, built)
         return fitted, built

@@ -247,13 +247,6 @@ def test_the_stores_own_budget_is_not_used(state, streamed, open_store):
         tx.init(program.params)
 
 
-def test_the_planned_policy_is_that_of_offload(streamed):
-    step = streamed(ZOO["l2_penalty"](depth=2), CLIP, policy="plan")
-    program = ZOO["l2_penalty"](depth=2)
-    step.load(program.params, batch=program.batch)
-    assert "a step (offload)" in str(step.plan)
-
-
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_a_store_that_is_renamed_while_it_is_open_is_named(num_steps, streamed):
     program = ZOO["l2_penalty"](depth=2)

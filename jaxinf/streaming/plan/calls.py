@@ -16,7 +16,7 @@ from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program
 from jaxinf.streaming.program.trace import Traced
 
-Policy: TypeAlias = Literal["recompute", "keep", "offload", "plan"]
+Policy: TypeAlias = Literal["recompute", "keep", "offload"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 

@@ -70,26 +70,13 @@ def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
 
 
 def mesh_limit(devices: Iterable[Any], num_bytes: int | None) -> DeviceLimit:
-    """Returns the limit for each device of a mesh, which is that of the smallest.
-
-    Warns if their sizes differ, as what the others have beside it is not used.
+    """Returns the limit for each device of a mesh: that of the smallest.
 
     Raises:
       StreamError: As `device_limit`, of any of them.
     """
-    limits = [(device_limit(device, num_bytes), device) for device in devices]
-    limits.sort(key=lambda pair: pair[0].num_bytes or 0)
-    (limit, least), (largest, most) = limits[0], limits[-1]
-    low, high = limit.num_bytes, largest.num_bytes
-    if low is not None and high is not None and low < _FREE_SHARE * high:
-        warnings.warn(
-            f"device_memory_bytes: {_name(least)} has {format_bytes(low)} for a step, "
-            f"and {_name(most)} {format_bytes(high)}. Each device of a mesh gets the "
-            "same programs, so the smallest counts; leave it out of the mesh to use "
-            "the memory of the others",
-            stacklevel=2,
-        )
-    return limit
+    limits = [device_limit(device, num_bytes) for device in devices]
+    return min(limits, key=lambda limit: limit.num_bytes or 0)
 
 
 def check_pinned(device: Any, num_bytes: int) -> None:
@@ -138,29 +125,22 @@ def _check_kinds(device: Any) -> None:
 
 
 def _free_bytes(device: Any, stats: dict[str, int]) -> int:
-    """What a step can have; warns if another process has or may take a part."""
+    """What a step can have; warns if another process has a part."""
     limit_bytes, used_bytes = stats["bytes_limit"], stats.get("bytes_in_use", 0)
+    pool_bytes = stats.get("pool_bytes") or limit_bytes
+    is_shared = os.environ.get(_PREALLOCATE_VARIABLE, "").lower() in ("false", "0")
     if device.platform not in _WITH_POOL:
         return limit_bytes - used_bytes
-    pool_bytes = stats.get("pool_bytes")
-    if os.environ.get(_PREALLOCATE_VARIABLE, "").lower() in ("false", "0"):
-        warnings.warn(
-            f"{_PREALLOCATE_VARIABLE}=false: of {_name(device)} a step is planned for "
-            f"{format_bytes(limit_bytes - used_bytes)} that are not reserved, and "
-            "another process may take them. Unset the variable, or pass "
-            "device_memory_bytes",
-            stacklevel=4,
-        )
-    elif pool_bytes is not None and 0 < pool_bytes < _WHOLE_SHARE * limit_bytes:
-        warnings.warn(
-            f"device_memory_bytes: of {_name(device)} JAX could reserve "
-            f"{format_bytes(pool_bytes)} of {format_bytes(limit_bytes)}; another "
-            "process has the rest (nvidia-smi lists them). The step is planned for "
-            "what was reserved",
-            stacklevel=4,
-        )
-        limit_bytes = pool_bytes
-    return limit_bytes - used_bytes
+    if is_shared or pool_bytes >= _WHOLE_SHARE * limit_bytes:
+        return limit_bytes - used_bytes
+    warnings.warn(
+        f"device_memory_bytes: of {_name(device)} JAX could reserve "
+        f"{format_bytes(pool_bytes)} of {format_bytes(limit_bytes)}; another process "
+        "has the rest (nvidia-smi lists them). The step is planned for what was "
+        "reserved",
+        stacklevel=4,
+    )
+    return pool_bytes - used_bytes
 
 
 def _name(device: Any) -> str:

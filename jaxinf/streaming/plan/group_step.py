@@ -13,9 +13,7 @@ steps.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxinf.engine import (
-    Engine,
-)
+from jaxinf.engine import Engine
 from jaxinf.errors import ProcessError
 from jaxinf.processes import Group
 from jaxinf.typing import JsonValue
@@ -55,8 +53,7 @@ class GroupStep:
             return batch
 
         try:
-            remedy = "give all the same shapes"
-            self.group.agree(f"the batch of {what}", form, remedy)
+            self.group.agree(f"the batch of {what}", form, "give all the same shapes")
         except ProcessError as error:
             if self._engine is not None and self.group.has_failed:
                 self._engine.health.fail(error)
@@ -73,9 +70,7 @@ class GroupStep:
             self._failure = self._failure or error
 
     def noting(self, check: Callable[[], None]) -> Callable[[], None]:
-        """Returns a check that keeps an interrupt until all agree."""
-        if self.group.is_alone:
-            return check
+        """Returns a check that keeps an interrupt until all agree, unless alone."""
 
         def note() -> None:
             try:
@@ -83,7 +78,7 @@ class GroupStep:
             except KeyboardInterrupt:
                 self._is_interrupted = True
 
-        return note
+        return check if self.group.is_alone else note
 
     def agree(self, action: Callable[[], Sequence[str]]) -> list[str]:
         """Returns the leaves that refuse the step, those of all processes.
@@ -106,7 +101,7 @@ class GroupStep:
             refusing = list(action())
             if self._failure is not None:
                 raise self._failure
-            return {"refusing": refusing, "is_interrupted": self._is_interrupted}
+            return [refusing, self._is_interrupted]
 
         try:
             found = self.group.gather(f"the end of step {step}", value)
@@ -115,7 +110,7 @@ class GroupStep:
             raise
         if self._is_interrupted:
             raise KeyboardInterrupt
-        gave_up = [n for n, one in enumerate(found) if one["is_interrupted"]]
+        gave_up = [n for n, (_, is_interrupted) in enumerate(found) if is_interrupted]
         if gave_up:
             raise ProcessError(
                 f"{self.group.where}: step {step}: process "
@@ -124,4 +119,4 @@ class GroupStep:
                 gave_up,
                 step,
             )
-        return list(dict.fromkeys(name for one in found for name in one["refusing"]))
+        return list(dict.fromkeys(name for refusing, _ in found for name in refusing))

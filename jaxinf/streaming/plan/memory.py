@@ -52,12 +52,14 @@ class Division:
     """Bytes of memory.
 
     Attributes:
+      ring: The store's buffers.
       gradients: Gradients on the host that wait for their update, without what a pool
         of pinned memory takes for them beside that.
       programs: Params, values and temporaries of a step's programs.
       staged: Host memory for params that are on their way to the device, or wait for
         their update; 0 if the device's memory is the host's.
       leaving: Gradients that leave the device or wait for their update.
+      limit: The budget that bounds `programs`.
       spare: What a plan that a store keeps may take beyond `programs`.
     """
 
@@ -72,8 +74,7 @@ class Division:
 
     def pool_bytes(self, *, with_values: bool) -> int:
         """The most that a pool of pinned memory takes of the host."""
-        values = self.staged if with_values else 0
-        return self.pool_factor * self.gradients + values
+        return self.pool_factor * self.gradients + with_values * self.staged
 
     def without(
         self, num_bytes: int, purpose: str, *, is_on_device: bool = False
@@ -87,18 +88,16 @@ class Division:
         Raises:
           BudgetError: Nothing is left for them.
         """
-        is_staged = self.staged > 0 and not is_on_device
-        host_bytes = self.staged if is_staged else self.programs
-        if num_bytes >= host_bytes:
+        part = "staged" if self.staged and not is_on_device else "programs"
+        held_bytes = getattr(self, part)
+        if num_bytes >= held_bytes:
             raise BudgetError(
-                "memory_bytes" if is_staged else self.limit,
-                f"it leaves {host_bytes} bytes for the program, and {purpose} takes "
+                "memory_bytes" if part == "staged" else self.limit,
+                f"it leaves {held_bytes} bytes for the program, and {purpose} takes "
                 f"{num_bytes}",
-                num_bytes - host_bytes + 1,
+                num_bytes - held_bytes + 1,
             )
-        if is_staged:
-            return replace(self, staged=self.staged - num_bytes)
-        return replace(self, programs=self.programs - num_bytes)
+        return replace(self, **{part: held_bytes - num_bytes})
 
 
 def reader_bytes(memory_bytes: int) -> int:

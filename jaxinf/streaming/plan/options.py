@@ -27,7 +27,7 @@ store's last step."""
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a step or of a function: those of `jaxinf.stream`, and where it runs.
+    """The arguments of `jaxinf.stream`, and where it runs.
 
     Attributes:
       has_default_memory: Whether `memory_bytes` was not given.
@@ -63,9 +63,8 @@ class Options:
     @cached_property
     def limit(self) -> DeviceLimit:
         """The limit of the JAX device's memory."""
-        if self.other_limit is not None:
-            return self.other_limit
-        return device_limit(self.device, self.device_memory_bytes)
+        own = self.device_memory_bytes
+        return self.other_limit or device_limit(self.device, own)
 
     def limit_within(
         self, budgets: Mapping[str, int], mesh: Mesh | None = None
@@ -75,18 +74,6 @@ class Options:
             limit = mesh_limit(mesh.local_devices, self.device_memory_bytes)
         num_bytes = budgets.get("device_memory_bytes", limit.num_bytes)
         return replace(limit, num_bytes=num_bytes)
-
-    def of_function(self) -> "Options":
-        """Returns those of a function in a step's memory."""
-        return Options(
-            self.memory_bytes,
-            self.device_memory_bytes,
-            has_aux=True,
-            policy="keep",
-            deterministic=self.deterministic,
-            has_default_memory=self.has_default_memory,
-            together=self.together,
-        )
 
     @property
     def may_leave(self) -> bool:

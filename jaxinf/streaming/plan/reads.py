@@ -106,19 +106,18 @@ def plan_reads(
     Raises:
       BudgetError: The host has no room for params on their way to the device.
     """
-    calls = plan.calls
+    calls, is_staged = plan.calls, division.staged > 0
     fetches = fetches_of(map(store_units.unit, call.reads) for call in calls)
     spare = max(0, division.programs - plan.peak_bytes)
     held = held_bytes(fetches, len(calls))
     room = int(held.max(initial=0)) + spare
-    is_staged = division.staged > 0
     fetches = keep_frozen(fetches, held, spare, is_frozen)
     spare = room - int(held.max(initial=0))
     # The rest is for reading ahead.
     fetches = keep_between(fetches, held, room - spare // 2)
     limit, largest = room - spare // 4, Reading(fetches).largest_bytes
     if is_staged:
-        limit = division.staged - NUM_STAGED * largest
+        limit, held = division.staged - NUM_STAGED * largest, np.zeros_like(held)
         if limit < 0:
             raise BudgetError(
                 "memory_bytes",
@@ -126,18 +125,13 @@ def plan_reads(
                 f"device, which take {NUM_STAGED} x {largest}",
                 -limit,
             )
-    fetches = hand_over(
-        fetches,
-        {
-            store_units.unit(p): n
-            for n, one in enumerate(calls)
-            for p, _ in one.gradients
-        },
-        can_take,
-        held=np.zeros_like(held) if is_staged else held,
-        limit_bytes=limit,
-        is_staged=is_staged,
-    )
+    gradients = {
+        store_units.unit(piece): number
+        for number, call in enumerate(calls)
+        for piece, _ in call.gradients
+    }
+    what = fetches, gradients, can_take, held, limit
+    fetches = hand_over(*what, is_staged=is_staged)
     if is_staged:
         return Reading(fetches, room, division.staged - largest)
     used = min(room, sum(fetch.unit.page_bytes for fetch in fetches))
@@ -204,35 +198,36 @@ def keep_frozen(
       held: Memory for units during each call; updated.
       room_bytes: Memory for units beyond the most of it.
     """
-    frozen = [
-        number
+    frozen = {
+        number: one.unit
         for number, one in enumerate(fetches)
         if is_frozen(one.unit) and not one.unit.is_shared
-    ]
-    order = [(one.unit, one.unit.page_bytes) for one in (fetches[n] for n in frozen)]
-    if not order:
+    }
+    if not frozen:
         return tuple(fetches)
-    frozen_bytes = sum(dict(order).values())
+    order = [(unit, unit.page_bytes) for unit in frozen.values()]
     others = sum(one.unit.page_bytes for one in fetches) - sum(n for _, n in order)
     # Some is for reading ahead, unless all of it has been read.
     capacity = room_bytes - min(room_bytes // 2, others)
-    if frozen_bytes > capacity:
+    if sum(dict(order).values()) > capacity:
         capacity = room_bytes // 2
     joined = dict(enumerate(fetches))
     follows: dict[Unit, int] = {}  # the read of each unit's next use, if it stays
-    firsts = {fetches[n].unit: n for n in reversed(frozen)}
+    firsts = {unit: number for number, unit in reversed(frozen.items())}
     kept = dict(zip(frozen, stays(order, capacity), strict=True))
-    for number in reversed(frozen):
-        one, after = joined[number], follows.get(fetches[number].unit)
-        if kept[number] and after is None:
-            held[one.end + 2 :] += one.unit.page_bytes
-            held[: fetches[firsts[one.unit]].first] += one.unit.page_bytes
+    for number, unit in reversed(frozen.items()):
+        one, after = joined[number], follows.get(unit)
+        follows[unit] = number
+        if not kept[number]:
+            continue
+        if after is None:
+            held[one.end + 2 :] += unit.page_bytes
+            held[: fetches[firsts[unit]].first] += unit.page_bytes
             joined[number] = one._replace(stays=True)
-        elif kept[number] and after is not None:
+        else:
             other = joined.pop(after)
-            held[one.end + 2 : other.first] += one.unit.page_bytes
+            held[one.end + 2 : other.first] += unit.page_bytes
             joined[number] = one._replace(last=other.last, stays=other.stays)
-        follows[one.unit] = number
     return tuple(joined[number] for number in sorted(joined))
 
 

@@ -8,10 +8,8 @@ Invariant: a kept plan is used, or refused by name; it is never replaced unless 
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-from jax.sharding import Mesh
 
 from jaxinf.errors import BudgetError, StoreFormatError, StreamError
 from jaxinf.store import (
@@ -21,8 +19,8 @@ from jaxinf.store import (
     read_plan,
     write_document,
 )
-from jaxinf.streaming.plan.calls import Plan, Policy
 from jaxinf.streaming.plan.fit import PLAN_VERSION, Prepared
+from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.program.meshes import mesh_text
 
 
@@ -36,8 +34,13 @@ def saved_cuts(folder: Path, ready: Prepared) -> Sequence[int] | None:
     path = check_plans_folder(folder) / _name(ready)
     if not os.path.lexists(path):
         return None
-    kept = read_plan(path)
-    _check_mesh(path, kept, ready.traced.mesh)
+    kept, mesh = read_plan(path), _mesh(ready)
+    if kept.mesh != mesh:
+        raise StreamError(
+            f"{path}: the store was trained on {mesh_text(kept.mesh)}, found arrays on "
+            f"{mesh_text(mesh)}; use a mesh like that, or pass replan=True to go on "
+            "with this one and replace the kept plan (bits then differ from here on)"
+        )
     if kept.version != PLAN_VERSION or kept.fingerprint != ready.fingerprint:
         raise StreamError(
             f"{path}: the store was trained with another loss function for params and "
@@ -55,68 +58,42 @@ def saved_cuts(folder: Path, ready: Prepared) -> Sequence[int] | None:
     return kept.cuts
 
 
-def saved_plan(
-    folder: Path | None,
-    ready: Prepared,
-    cuts: Sequence[int],
-    budget_bytes: int,
-    policy: Policy,
-    measure: Callable[[Plan], int],
-    limit: str,
-) -> Plan:
-    """Returns the plan of cuts that a store keeps.
+def check_fits(
+    folder: Path | None, ready: Prepared, peak_bytes: int, division: Division
+) -> None:
+    """Refuses kept cuts that need more memory than there is: BudgetError.
 
     Args:
-      folder, ready: As for `saved_cuts`; None for cuts that none keeps.
-      budget_bytes: Memory for a step's programs.
-      policy: As for `Prepared.plan`; it is not kept.
-
-    Raises:
-      BudgetError: It needs more memory.
+      folder: The store; None if it is another process's that keeps them.
+      peak_bytes: Memory of a step with these cuts.
     """
-    plan = ready.plan_of(cuts, policy)
-    peak = measure(plan)
-    if peak > budget_bytes:
+    most = division.programs + division.spare
+    if peak_bytes > most:
         kept = "" if folder is None else f" ({plans_folder(folder) / _name(ready)})"
         raise BudgetError(
-            limit,
-            f"it leaves {budget_bytes} bytes for the plan that the store was trained "
-            f"with{kept}, which takes {peak}",
-            peak - budget_bytes,
+            division.limit,
+            f"it leaves {most} bytes for the plan that the store was trained "
+            f"with{kept}, which takes {peak_bytes}",
+            peak_bytes - most,
             ", or pass replan=True for another plan (bits then differ from here on)",
         )
-    return plan.varied(peak_bytes=peak)
 
 
-def save_plan(folder: Path, ready: Prepared, plan: Plan) -> None:
+def save_cuts(folder: Path, ready: Prepared, cuts: Sequence[int]) -> None:
     """Keeps a plan for later runs."""
-    path = plans_folder(folder) / _name(ready)
+    kept = KeptPlan(PLAN_VERSION, ready.fingerprint, tuple(cuts), _mesh(ready))
+    write_document(plans_folder(folder) / _name(ready), kept)
+
+
+def _mesh(ready: Prepared) -> dict[str, int]:
     mesh = ready.traced.mesh
-    kept = KeptPlan(
-        PLAN_VERSION,
-        ready.fingerprint,
-        tuple(plan.cuts),
-        dict(mesh.shape) if mesh is not None else {},
-    )
-    write_document(path, kept)
-
-
-def _check_mesh(path: Path, kept: KeptPlan, mesh: Mesh | None) -> None:
-    before, now = kept.mesh, dict(mesh.shape) if mesh else {}
-    if before != now:
-        raise StreamError(
-            f"{path}: the store was trained on {mesh_text(before)}, found arrays on "
-            f"{mesh_text(now)}; use a mesh like that, or pass replan=True to go on "
-            "with this one and replace the kept plan (bits then differ from here on)"
-        )
+    return {} if mesh is None else dict(mesh.shape)
 
 
 def _name(ready: Prepared) -> str:
     traced = ready.traced
-    leaves = [
-        f"{name}:{aval.dtype}{aval.shape}"
-        for name, aval in zip(traced.names, traced.params, strict=True)
-    ]
+    pairs = zip(traced.names, traced.params, strict=True)
+    leaves = [f"{name}:{aval.dtype}{aval.shape}" for name, aval in pairs]
     batch = [f"{aval.dtype}{aval.shape}" for aval in traced.batch]
     text = "\n".join([*leaves, "", *batch])
     return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"

@@ -1,4 +1,4 @@
-"""The thread that runs steps, so that no interrupt can leave one half-way.
+"""What happens after Ctrl-C: steps run on a thread that no interrupt leaves half-way.
 
     caller   run(body) ─► waits ─ Ctrl-C ─► gives it up, waits ─ Ctrl-C ─► raises
     thread   body ─► body ─► …                each ends by itself or at a `check`
@@ -29,12 +29,12 @@ Check: TypeAlias = Callable[[], None]
 _T = TypeVar("_T")
 
 
-class Turns:
+class StepThread:
     """Runs bodies on a thread of its own; one caller at a time."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[_Turn | None] = SimpleQueue()
-        self._last: _Turn | None = None
+        self._queue: SimpleQueue[_Run | None] = SimpleQueue()
+        self._last: _Run | None = None
         threading.Thread(
             target=_serve, args=(self._queue,), name="jaxinf-step", daemon=True
         ).start()
@@ -49,28 +49,6 @@ class Turns:
         Raises:
           StreamError: Another thread waits for its body.
         """
-        self._check_caller()
-        turn = self._last = _Turn(body)
-        try:
-            self._queue.put(turn)
-            turn.ending.wait()
-        except BaseException:
-            turn.is_given_up = True
-            self._queue.put(turn)  # unless it was; none runs twice
-            turn.ending.wait()
-            raise
-        return turn.take()
-
-    def settle(self) -> None:
-        """Waits for a body that was given up.
-
-        Raises:
-          StreamError: As `run`.
-        """
-        if self._last is not None and not self._last.ending.is_reached:
-            self.run(lambda check: None)
-
-    def _check_caller(self) -> None:
         last = self._last
         if last is not None and last.is_anothers:
             raise StreamError(
@@ -78,9 +56,24 @@ class Turns:
                 "another; a step and its functions run one at a time, so call them "
                 "from one thread, or hold a lock"
             )
+        run = self._last = _Run(body)
+        try:
+            self._queue.put(run)
+            run.ending.wait()
+        except BaseException:
+            run.is_given_up = True
+            self._queue.put(run)  # unless it was; none runs twice
+            run.ending.wait()
+            raise
+        return run.take()
+
+    def settle(self) -> None:
+        """Waits for a body that was given up; raises as `run`."""
+        if self._last is not None and not self._last.ending.is_reached:
+            self.run(lambda check: None)
 
 
-class _Turn:
+class _Run:
     """A body to run, in the caller's context, and what it returned or raised."""
 
     def __init__(self, body: Callable[[Check], Any]) -> None:
@@ -128,19 +121,15 @@ class _Turn:
             del error  # its traceback refers to this frame
 
 
-def _serve(queue: "SimpleQueue[_Turn | None]") -> None:
+def _serve(queue: "SimpleQueue[_Run | None]") -> None:
     """Runs bodies until the last user of the queue is gone."""
-    while (turn := queue.get()) is not None:
-        turn.run()
-        del turn  # it would stay in memory until the next one
+    while (run := queue.get()) is not None:
+        run.run()
+        del run  # it would stay in memory until the next one
 
 
 def check_not_traced(*trees: PyTree) -> None:
-    """Refuses a call inside a function that JAX traces.
-
-    Raises:
-      StreamError: It is inside `jax.jit`, `jax.grad`, `jax.vmap`, …
-    """
+    """Refuses a call inside `jax.jit`, `jax.grad`, `jax.vmap`, …: StreamError."""
     leaves = jax.tree.leaves(trees)
     is_traced = any(isinstance(leaf, compat.Tracer) for leaf in leaves)
     if is_traced or compat.is_in_transformation():
