@@ -13,7 +13,7 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import optax
@@ -34,6 +34,7 @@ from jaxinf.store import required_bytes
 from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.plan.fit import Prepared, prepare
+from jaxinf.streaming.plan.group_step import GroupStep
 from jaxinf.streaming.plan.memory import check_mesh, return_freed_memory
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.planning import plan_within, within
@@ -58,6 +59,9 @@ from jaxinf.streaming.update.micro_batches import first_part
 from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
 from jaxinf.streaming.update.store_sink import StoreSink
 from jaxinf.typing import JsonValue, PyTree
+
+_MakeLeaves: TypeAlias = Callable[[int], Iterable[Iterable[Shard]]]
+"""Returns the shards of each leaf, made in so many bytes."""
 
 
 class StreamedStep(Step):
@@ -292,7 +296,8 @@ class StreamedStep(Step):
         with outside_mesh():
             update = None if like is None else like._update
             update = update or self._optimizer(avals)
-            _, description = self._described(update, avals, ready.gradient_pieces)
+            what = self._tx, options, update, avals, ready.gradient_pieces
+            _, description = _described(*what)
             shape = engine.shape(description)
             num_bytes = sum(required_bytes(shape.directory).values())
             sink = StoreSink(self.store, ready, update, shape, options)
@@ -320,17 +325,8 @@ class StreamedStep(Step):
 
     # --- the first step of a store -------------------------------------------------
 
-    def _start(
-        self,
-        avals: PyTree,
-        leaves: Callable[[int], Iterable[Iterable[Shard]]],
-        batch: PyTree,
-    ) -> None:
-        """Makes the first step, or resumes; compiles for a batch if there is one.
-
-        Args:
-          leaves: Returns the shards of each leaf, made in so many bytes.
-        """
+    def _start(self, avals: PyTree, leaves: _MakeLeaves, batch: PyTree) -> None:
+        """Makes the first step, or resumes; compiles for a batch if there is one."""
         try:
             self._ready = None if batch is None else self._trace(batch, avals)
             with outside_mesh():
@@ -340,33 +336,32 @@ class StreamedStep(Step):
         finally:
             self._ready = None
 
-    def _start_pieces(
-        self, avals: PyTree, leaves: Callable[[int], Iterable[Iterable[Shard]]]
-    ) -> None:
-        ready, engine = self._ready, engine_of(self.store)
+    def _start_pieces(self, avals: PyTree, leaves: _MakeLeaves) -> None:
+        ready, engine, options = self._ready, engine_of(self.store), self._options
         pieces = () if ready is None else ready.gradient_pieces
         check_params(avals)
-        check_mesh(mesh := mesh_of(avals), self._options.policy)
+        check_mesh(mesh := mesh_of(avals), options.policy)
         check_processes(engine.group, mesh)
         update = self._optimizer(avals)
-        first, description = self._described(update, avals, pieces)
+        first, description = _described(self._tx, options, update, avals, pieces)
         plain = jax.tree.leaves(without_shardings(avals))
         scalars, inputs = initial_inputs(first, plain)
         made: Iterator[Iterable[Shard]] = iter(())
         if engine.commit is None:
-            sink = None
+            plan = None
             if ready is not None:
-                what = self.store, ready, update, engine.shape(description)
-                make = partial(StoreSink, *what, self._options)
+                what = self.store, ready, update, engine.shape(description), options
+                make = partial(StoreSink, *what)
                 sink = self._together.group.in_all("the optimizer's programs", make)
-            made = within(self._options, partial(self._planned, leaves, sink))
+                plan = partial(plan_within, sink, ready)
+            made = within(options, partial(_fitting, self._together, leaves, plan))
         self._params = avals
         if engine.bind(description, may_create=True, uses_budget=False):
             for number in range(len(plain)):
                 engine.opened.mover.drain()
                 engine.opened.fleet.limit_memory(0)  # idle buffers leave it to the leaf
                 shards = next(made)
-                engine.opened.limit_memory(self._options.memory_bytes // BUFFERS_SHARE)
+                engine.opened.limit_memory(options.memory_bytes // BUFFERS_SHARE)
                 for index, shard in shards:
                     origin = [dim.start or 0 for dim in index]
                     given = FirstParams(number, shard, origin, inputs[number])
@@ -375,40 +370,47 @@ class StreamedStep(Step):
         self._num_skipped = engine.opened.finished.skipped_steps
         return_freed_memory()  # of traces and of the first params
 
-    def _planned(
-        self,
-        leaves: Callable[[int], Iterable[Iterable[Shard]]],
-        sink: StoreSink | None,
-        budgets: Mapping[str, int],
-    ) -> Iterator[Iterable[Shard]]:
-        """Returns the leaves to be made, if they and the program fit in budgets."""
-        host_bytes = budgets["memory_bytes"]
-        num_bytes = min(budgets.get("device_memory_bytes") or host_bytes, host_bytes)
-        group = self._together.group
-        made = group.in_all("the first params", lambda: leaves(num_bytes))
-        if sink is not None and self._ready is not None:
-            plan_within(sink, self._ready, budgets)
-        return iter(made)
 
-    def _described(
-        self, update: UpdateProgram, avals: PyTree, pieces: Sequence[Piece]
-    ) -> tuple[Any, StoreDescription]:
-        """Returns the optimizer's first state, traced, and the store of a program.
+def _fitting(
+    together: GroupStep,
+    leaves: _MakeLeaves,
+    plan: Callable[[Mapping[str, int]], object] | None,
+    budgets: Mapping[str, int],
+) -> Iterator[Iterable[Shard]]:
+    """Returns the leaves to be made, if they and the program fit in budgets.
 
-        Args:
-          avals: Shapes, dtypes and shardings of the params.
+    Args:
+      plan: Plans the program, or raises; None if it is not known.
+    """
+    host_bytes = budgets["memory_bytes"]
+    num_bytes = min(budgets.get("device_memory_bytes") or host_bytes, host_bytes)
+    made = together.group.in_all("the first params", lambda: leaves(num_bytes))
+    if plan is not None:
+        plan(budgets)
+    return iter(made)
 
-        Raises:
-          UnsupportedTransformError: The optimizer needs too much of all leaves.
-        """
-        is_alone = self._together.group.is_alone
-        passes_for(update, pieces, is_alone=is_alone)
-        held, holders = jax.tree.leaves(avals), list[Any]()
-        first = trace_init(self._tx, without_shardings(avals))
-        counts = part_counts(held, pieces)
-        if not is_alone:  # the processes that have each part of each leaf
-            pairs = zip(on_mesh(held, mesh_of(avals)), counts, strict=True)
-            holders = [part_holders(x.sharding, x.shape, own) for x, own in pairs]
-        average, compression = self._options.average, self._options.compress
-        how = {"average": average, "compression": compression, "holders": holders}
-        return first, describe(update, first, counts, **how)
+
+def _described(
+    tx: optax.GradientTransformation,
+    options: Options,
+    update: UpdateProgram,
+    avals: PyTree,
+    pieces: Sequence[Piece],
+) -> tuple[Any, StoreDescription]:
+    """Returns the optimizer's first state, traced, and the store that suits a program.
+
+    Args:
+      avals: Shapes, dtypes and shardings of the params.
+
+    Raises:
+      UnsupportedTransformError: The optimizer needs too much of all leaves.
+    """
+    is_alone = options.together.group.is_alone
+    passes_for(update, pieces, is_alone=is_alone)
+    held, holders = jax.tree.leaves(avals), list[Any]()
+    first, counts = trace_init(tx, without_shardings(avals)), part_counts(held, pieces)
+    if not is_alone:  # the processes that have each part of each leaf
+        pairs = zip(on_mesh(held, mesh_of(avals)), counts, strict=True)
+        holders = [part_holders(x.sharding, x.shape, own) for x, own in pairs]
+    how = {"average": options.average, "compression": options.compress}
+    return first, describe(update, first, counts, holders=holders, **how)
