@@ -22,7 +22,6 @@ from jax.dtypes import result_type
 
 from jaxinf.streaming.count import Count
 from jaxinf.streaming.ctrl_c import Check, StepThread, check_not_traced
-from jaxinf.streaming.move.workers import MoveCounts
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.move.workers import MoveCounts

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxinf.streaming.plan.offload import NUM_COPIES, Tiers
 
 from jaxinf.errors import StoreIOError, StoreSpaceError
 from jaxinf.streaming.move.scratch import PART_BYTES, Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Eviction, Life, Slot
+from jaxinf.streaming.plan.leaving import NUM_COPIES, Tiers
 from jaxinf.transfer.pages import page_ceil
 
 SIZES = (4, 70_000, PART_BYTES + 4, 4096)
