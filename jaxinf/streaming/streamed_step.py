@@ -18,7 +18,9 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
+from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
+    Engine,
     FirstParams,
     Store,
     StoreDescription,
@@ -358,14 +360,8 @@ class StreamedStep(Step):
         self._params = avals
         if engine.bind(description, may_create=True, uses_budget=False):
             for number in range(len(plain)):
-                engine.opened.mover.drain()
-                engine.opened.fleet.limit_memory(0)  # idle buffers leave it to the leaf
-                shards = next(made)
-                engine.opened.limit_memory(options.memory_bytes // BUFFERS_SHARE)
-                for index, shard in shards:
-                    origin = [dim.start or 0 for dim in index]
-                    given = FirstParams(number, shard, origin, inputs[number])
-                    engine.initialise(description, [given])
+                what = description, number, made, inputs[number]
+                _write_leaf(engine, *what, options.memory_bytes)
             engine.finish_initialisation(scalars)
         self._num_skipped = engine.opened.finished.skipped_steps
         return_freed_memory()  # of traces and of the first params
@@ -388,6 +384,24 @@ def _fitting(
     if plan is not None:
         plan(budgets)
     return iter(made)
+
+
+def _write_leaf(
+    engine: Engine,
+    description: StoreDescription,
+    leaf: int,
+    made: Iterator[Iterable[Shard]],
+    inputs: ScalarInputs,
+    memory_bytes: int,
+) -> None:
+    """Makes the next leaf, and writes its params and first state; blocks."""
+    engine.opened.mover.drain()
+    engine.opened.fleet.limit_memory(0)  # idle buffers leave the leaf their memory
+    shards = next(made)
+    engine.opened.limit_memory(memory_bytes // BUFFERS_SHARE)
+    for index, shard in shards:
+        origin = [dim.start or 0 for dim in index]
+        engine.initialise(description, [FirstParams(leaf, shard, origin, inputs)])
 
 
 def _described(
