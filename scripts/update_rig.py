@@ -153,7 +153,6 @@ class UpdateRig:
         for group in self._groups:
             requests = [self._request(number, inputs[number]) for number in group]
             self.store._engine.steps.update(self.step_number, *requests)
-        self.params, self._next_params = self._next_params, self.params
         self._scalar_state = [np.asarray(value) for value in new]
         named = [
             ScalarState(path, value)
@@ -163,6 +162,10 @@ class UpdateRig:
         ]
         self.store._engine.steps.finish(self.step_number, named, 0)
         self.step_number += 1
+        for params, out in zip(self.params, self._next_params, strict=True):
+            if out.dtype == np.float32:  # an update, which JAX adds beside the commit
+                np.add(params, out, out=out)
+        self.params, self._next_params = self._next_params, self.params
 
     def _request(self, number: int, inputs: ScalarInputs) -> UpdateRequest:
         return UpdateRequest(
@@ -174,7 +177,6 @@ class UpdateRig:
             out=self._next_params[number],
             probe=_NO_PROBE,
             params=self.params[number] if self._takes_params else None,
-            wants_params=True,
         )
 
     def _inputs(self, scalars: list[jax.Array]) -> list[ScalarInputs]:

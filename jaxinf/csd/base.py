@@ -103,7 +103,6 @@ class Update(NamedTuple):
       rounding: the seed of stochastic rounding.
       given: params to use instead of the buffer's, of the same dtype. Only for a kind
         with `CsdSpec.takes_params`.
-      wants_params: whether float32 `out` receives the new params instead of the update.
       tells: positions in the extents whose checksum as read is requested.
     """
 
@@ -114,7 +113,6 @@ class Update(NamedTuple):
     out: Array
     rounding: Rounding
     given: Array | None = None
-    wants_params: bool = False
     tells: Collection[int] = ()
 
 

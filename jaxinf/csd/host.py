@@ -199,7 +199,7 @@ class HostCsd:
         own = _own(buffer)
         reads = [number in update.tells for number in range(len(extents))]
         reads[0] |= given is not None
-        passage = Passage(given, update.wants_params, reads)
+        passage = Passage(given, reads=reads)
         repeated = self._repeated.get(id(extents))
         if (
             repeated is not None

@@ -23,6 +23,13 @@ from jaxinf.engine.options import (
 )
 from jaxinf.engine.reading import check_like, read_leaf
 from jaxinf.engine.redivision import divide_for
+from jaxinf.engine.requests import (
+    Assignment,
+    KeptLeaf,
+    SlotRequest,
+    UpdateRequest,
+    assigned,
+)
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.sharding import (
     callers,
@@ -46,9 +53,7 @@ from jaxinf.engine.state import (
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.store import Store, engine_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.engine.update_request import KeptLeaf, SlotRequest, UpdateRequest
 from jaxinf.engine.update_tasks import can_take, moved_states
-from jaxinf.engine.updaters import Assignment, assigned
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",

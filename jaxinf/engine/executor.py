@@ -1,14 +1,14 @@
-"""Executes units of work: loads states, computes tasks, writes states, with checksums.
+"""Executes units of work: reads states, computes tasks, writes states, with checksums.
 
 Invariant: transfers are timed, and no result of state with a wrong checksum is stored
 or returned.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-from jaxinf.csd import Csd, CsdBuffer, Transfer
+from jaxinf.csd import Csd, Transfer
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.store import Slot, StoreDirectory
 from jaxinf.transfer import (
@@ -21,7 +21,6 @@ from jaxinf.transfer import (
     Mover,
     Queues,
     Resident,
-    Task,
     Unit,
     Write,
     crc32c,
@@ -63,11 +62,7 @@ def make_mover(
 
 
 class Executor:
-    """Executes units of work, and blocks meanwhile. Thread-safe.
-
-    Args:
-      chunks: the slots to write, and the checksums.
-    """
+    """Executes units of work, and blocks meanwhile. Thread-safe."""
 
     def __init__(
         self,
@@ -83,47 +78,44 @@ class Executor:
         self._drives = [str(directory.csd_directory(n)) for n in range(len(csds))]
 
     def perform(self, unit: Unit) -> Sequence[Loads]:
-        """Executes a unit; for a load, returns the result of `load`.
-
-        Raises:
-          BaseException: as `load`, `compute` and `write`.
-        """
-        match unit:
-            case Load():
-                return self.load(unit)
-            case Compute():
-                self.compute(unit)
-            case Write():
-                self.write(unit)
-        return ()
-
-    # --- load ----------------------------------------------------------------------
-
-    def load(self, load: Load) -> list[Loads]:
-        """Reads states; returns, by subgroup, those that only the update can verify.
+        """Executes a unit; of a load, returns what only the update can verify.
 
         Raises:
           StoreError: the drive failed, or a chunk is damaged.
+          BaseException: any exception of a task's `compute`.
         """
-        transfers = [
-            self._source(resident, state, slot)
-            for resident, states in load.items
-            for state, slot in states
-        ]
-        found = [resident for resident, _ in load.items]
-        with self._request(load.drive, "read", transfers, found):
-            self._csds[load.drive].read(transfers)
-        return [self._check_loaded(*item) for item in load.items]
+        match unit:
+            case Load(drive, items):
+                reads = [
+                    self._read(resident, state, slot)
+                    for resident, states in items
+                    for state, slot in states
+                ]
+                with self._request(drive, "read", reads, [r for r, _ in items]):
+                    self._csds[drive].read(reads)
+                return [self._check_read(*item) for item in items]
+            case Compute(resident):
+                self._compute(resident)
+            case Write(drive, items):
+                writes = [
+                    self._write(resident, state)
+                    for resident, states in items
+                    for state in states
+                ]
+                with self._request(drive, "write", writes, [r for r, _ in items]):
+                    self._csds[drive].write(writes)
+        return ()
 
-    def _source(self, resident: Resident, state: int, slot: Slot) -> Transfer:
+    def _read(self, resident: Resident, state: int, slot: Slot) -> Transfer:
         layout = resident.task.piece
         file = self._directory.chunk_file(slot, *layout.place(state))
         for_host = not resident.task.runs_kernel
         return Transfer(resident.buffer, layout.extents[state], file, for_host)
 
-    def _check_loaded(self, resident: Resident, states: Loads) -> Loads:
-        layout, csd = resident.task.piece, self._csds[resident.task.piece.drive]
-        unchecked: list[tuple[int, Slot]] = []
+    def _check_read(self, resident: Resident, states: Loads) -> Loads:
+        """Verifies states; returns those whose checksum the update tells."""
+        layout = resident.task.piece
+        csd, unchecked = self._csds[layout.drive], []
         for state, slot in states:
             with span("checksum"):
                 checksum = csd.checksum(resident.buffer, layout.extents[state])
@@ -133,67 +125,30 @@ class Executor:
                 self._chunks.loaded(layout, state, slot, checksum)
         return tuple(unchecked)
 
-    # --- compute -------------------------------------------------------------------
-
-    def compute(self, compute: Compute) -> None:
-        """Runs the task's `compute`, and verifies the remaining states.
-
-        Raises:
-          BaseException: any exception of `compute`.
-          StoreCorruptError: a state is damaged.
-        """
-        resident = compute.resident
+    def _compute(self, resident: Resident) -> None:
+        """Runs the task's `compute`, and verifies the remaining states."""
         task, unchecked = resident.task, resident.unchecked
-        csd = self._csds[task.piece.drive]
-        if not task.runs_kernel:
-            self._check_on_host(csd, task, resident.buffer, unchecked)
+        layout, csd = task.piece, self._csds[task.piece.drive]
+        if not task.runs_kernel:  # the host is about to read them itself
+            for state, slot in unchecked:
+                with span("checksum"):
+                    checksum = crc32c(csd.view(resident.buffer, layout.extents[state]))
+                self._chunks.loaded(layout, state, slot, checksum)
             unchecked = ()
         what = self._leaves_of([resident])
-        with self._monitor.request(task.piece.drive, "update"), span("update", what):
+        with self._monitor.request(layout.drive, "update"), span("update", what):
             wanted = [state for state, _ in unchecked]
-            checksums = task.compute(csd, resident.buffer, wanted) or {}
-        self._check_told(task, unchecked, checksums)
-        for state in resident.deferred:
-            checksum = self._checksum(resident, state)
-            self._chunks.stored(task.piece, state, checksum, is_in_memory=True)
-
-    def _check_on_host(
-        self, csd: Csd, task: Task, buffer: CsdBuffer, states: Loads
-    ) -> None:
-        """Verifies states that the host is about to read itself."""
-        for state, slot in states:
-            with span("checksum"):
-                checksum = crc32c(csd.view(buffer, task.piece.extents[state]))
-            self._chunks.loaded(task.piece, state, slot, checksum)
-
-    def _check_told(
-        self, task: Task, states: Loads, checksums: Mapping[int, int]
-    ) -> None:
-        """Verifies the checksums from a kernel, before its results are used."""
-        for state, slot in states:
-            if state in checksums:
-                self._chunks.loaded(task.piece, state, slot, checksums[state])
+            told = task.compute(csd, resident.buffer, wanted) or {}
+        for state, slot in unchecked:
+            if state in told:
+                self._chunks.loaded(layout, state, slot, told[state])
             else:  # prefetched, but not used by the update
                 assert (state, slot) not in task.loads
+        for state in resident.deferred:
+            checksum = self._checksum(resident, state)
+            self._chunks.stored(layout, state, checksum, is_in_memory=True)
 
-    # --- write ---------------------------------------------------------------------
-
-    def write(self, write: Write) -> None:
-        """Writes states to the slot that the step builds.
-
-        Raises:
-          StoreError: the drive failed.
-        """
-        transfers = [
-            self._target(resident, state)
-            for resident, states in write.items
-            for state in states
-        ]
-        found = [resident for resident, _ in write.items]
-        with self._request(write.drive, "write", transfers, found):
-            self._csds[write.drive].write(transfers)
-
-    def _target(self, resident: Resident, state: int) -> Transfer:
+    def _write(self, resident: Resident, state: int) -> Transfer:
         layout = resident.task.piece
         if not resident.is_flushed:  # else that was noted when it was computed
             self._chunks.stored(layout, state, self._checksum(resident, state))

@@ -17,8 +17,8 @@ from jaxinf.engine.executor import make_mover
 from jaxinf.engine.exports import Exports
 from jaxinf.engine.failure import StoreHealth
 from jaxinf.engine.options import StoreOptions
+from jaxinf.engine.requests import Assignment
 from jaxinf.engine.shape import StoreShape
-from jaxinf.engine.updaters import Assignment
 from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import Subgroup
 from jaxinf.processes import Group

@@ -13,9 +13,13 @@ import numpy as np
 from jaxinf.csd import Csd, CsdBuffer, ScalarInputs, initialise_states
 from jaxinf.engine.divergence import same_values
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.subgroup_arrays import gather_inputs, gather_run, rounding_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.engine.update_tasks import AT_ONCE
+from jaxinf.engine.update_tasks import (
+    AT_ONCE,
+    gather_inputs,
+    gather_run,
+    rounding_of,
+)
 from jaxinf.errors import StoreError
 from jaxinf.layout import Chunk, gather, scatter, target_view
 from jaxinf.program import Kernel

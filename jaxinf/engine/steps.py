@@ -14,28 +14,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
 
 from jaxinf.engine.divergence import stale_state
 from jaxinf.engine.opened import OpenStore
+from jaxinf.engine.requests import KeptLeaf, SlotRequest, UpdateRequest
 from jaxinf.engine.retention import remove_surplus
-from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.engine.update_request import KeptLeaf, SlotRequest, UpdateRequest
 from jaxinf.engine.update_tasks import (
-    compute_nothing,
-    kept_tasks,
+    RequestedUpdate,
     nan_scalar_error,
     nan_scalars,
     recall_tasks,
-    request_tasks,
 )
 from jaxinf.errors import StoreError
 from jaxinf.interrupts import Ending
 from jaxinf.layout import Subgroup
 from jaxinf.store import CarriedArray, CommitRecord, ScalarState, save_checkpoint
-from jaxinf.transfer import ByteCounts, Loads, Task, span, timeline
+from jaxinf.transfer import ByteCounts, Task, idle, span, timeline
 from jaxinf.typing import Array
 
 _LOG = logging.getLogger("jaxinf")
@@ -67,35 +64,24 @@ class StepMetrics:
     hit_share: float = 0.0
 
 
-class _Arrival(NamedTuple):
-    """A subgroup that a step has updated, with the states that it has read."""
-
-    layout: SubgroupLayout
-    loads: Loads
-    runs_kernel: bool
-    is_moved: bool
-
-
-_Arrivals: TypeAlias = dict[Subgroup, _Arrival]
-
-
 @dataclass
 class _Step:
     """A step under way.
 
     Attributes:
-      arrivals: the subgroups that it has updated, in order.
+      updated: what its updates have read and written, by subgroup in order; as tasks
+        that compute nothing, since those of the updates hold arrays.
+      kept: elements of what it leaves as it is, by leaf and origin.
       nan_scalars: scalars that are NaN and that it computed with.
       is_finite: whether every gradient so far is.
-      kept: leaves that it leaves as they are.
       repeats: whether it has read slots before its updates, and the next one will.
     """
 
     started_s: float
-    arrivals: _Arrivals = field(default_factory=dict)
+    updated: dict[Subgroup, Task] = field(default_factory=dict)
+    kept: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     nan_scalars: tuple[str, ...] = ()
     is_finite: bool = True
-    kept: set[int] = field(default_factory=set)
     repeats: bool = False
 
 
@@ -103,7 +89,7 @@ class StepEngine:
     """Runs the steps of a store. Thread-safe; a step's parts may come in any order."""
 
     def __init__(self, opened: OpenStore) -> None:
-        self.opened = self._opened = opened
+        self.opened = opened
         self._guard = threading.RLock()
         self._ending: Ending | None = None  # of the last step's commit
         self._step: _Step | None = None
@@ -120,7 +106,7 @@ class StepEngine:
           requests: the updates; short ones take less time together.
 
         Returns:
-          For each request, whether the gradient is finite, if there is one.
+          For each update, whether the gradient is finite.
 
         Raises:
           StaleStateError: the caller's state is not of the store's step.
@@ -129,44 +115,38 @@ class StepEngine:
             one that is not committed; else `finish` raises it.
           StoreError: the drive failed.
         """
+        opened = self.opened
         updates = [one for one in requests if isinstance(one, UpdateRequest)]
-        bad = nan_scalars(self._opened, updates)
+        bad = nan_scalars(opened, updates)
         with self._guard:
             under_way = self._begin(step)
-            if bad and self._opened.num_uncommitted and not under_way.arrivals:
+            if bad and opened.num_uncommitted and not under_way.updated:
                 self.wait()  # otherwise the overwritten steps would be lost
-                raise nan_scalar_error(self._opened, step + 1, bad, ())
-            inexact = self._opened.finished.inexact
-            kept = {one.leaf for one in requests if isinstance(one, KeptLeaf)}
-            under_way.kept |= kept
+                raise nan_scalar_error(opened, step + 1, bad, ())
+            for kept in requests:
+                if isinstance(kept, KeptLeaf):
+                    layouts = opened.layouts(kept.leaf, kept.origin, kept.shape)
+                    num = sum([layout.subgroup.num_elements for layout in layouts])
+                    under_way.kept[kept.leaf, kept.origin] = num
+            bounds = opened.finished.inexact
             found = [
-                kept_tasks(self._opened, request)
-                if isinstance(request, KeptLeaf)
-                else request_tasks(
-                    self._opened,
-                    request,
-                    step + 1,
-                    inexact=inexact.get(self._name(request.leaf)),
+                RequestedUpdate(
+                    opened, one, step + 1, inexact=bounds.get(self._name(one.leaf))
                 )
-                for request in requests
+                for one in updates
             ]
             tasks = [task for one in found for task in one.tasks]
-            arrivals = {
-                t.piece.subgroup: _Arrival(
-                    t.piece, t.loads, t.runs_kernel, bool(t.loads or t.stores)
-                )
-                for t in tasks
-            }
-            if arrivals.keys() & under_way.arrivals.keys():
+            subgroups = [task.piece.subgroup for task in tasks]
+            if not under_way.updated.keys().isdisjoint(subgroups):
                 # The computation failed elsewhere and is run again. Its earlier writes
                 # must not come after the new ones.
-                self._opened.mover.drain()
-                _check_undoable(self._opened, under_way.arrivals)
-            under_way.arrivals |= arrivals
+                opened.mover.drain()
+                _check_undoable(opened, under_way)
+            for task in tasks:
+                under_way.updated[task.piece.subgroup] = replace(task, compute=idle)
             under_way.nan_scalars += bad
-        with span("leaf", self._shown(requests)):
-            self._opened.mover.run(tasks)
-        self._opened.meters.add(
+        self._run(tasks, updates)
+        opened.meters.add(
             link_down_bytes=sum([one.link_down_bytes for one in found]),
             link_up_bytes=sum([one.link_up_bytes for one in found]),
         )
@@ -186,15 +166,19 @@ class StepEngine:
         Raises:
           StaleStateError, StoreError: as `update`.
         """
+        opened = self.opened
         with self._guard:
             self._begin(step).repeats |= repeats
-            tasks = [
-                task for one in requests for task in recall_tasks(self._opened, one)
-            ]
-        with span("leaf", self._shown(requests)):
-            self._opened.mover.run(tasks)
-        up_bytes = sum([request.out.nbytes for request in requests])
-        self._opened.meters.add(link_up_bytes=up_bytes)
+            tasks = [task for one in requests for task in recall_tasks(opened, one)]
+        self._run(tasks, requests)
+        opened.meters.add(link_up_bytes=sum([one.out.nbytes for one in requests]))
+
+    def _run(
+        self, tasks: Sequence[Task], requests: Sequence[UpdateRequest | SlotRequest]
+    ) -> None:
+        names = dict.fromkeys(self._name(one.leaf) for one in requests)
+        with span("leaf", ", ".join(names) if timeline.is_recording else ""):
+            self.opened.mover.run(tasks)
 
     def finish(
         self,
@@ -223,65 +207,60 @@ class StepEngine:
           NonFiniteScalarError: the gradients are finite, and a kernel computed with a
             scalar that is NaN; the step is given up.
         """
+        opened = self.opened
         with self._guard:
             ended = self._begin(step)
             step += 1
             if ended.nan_scalars and ended.is_finite:
-                found = ended.nan_scalars
-                error = nan_scalar_error(self._opened, step, found, scalars)
+                error = nan_scalar_error(opened, step, ended.nan_scalars, scalars)
                 self.abandon()
                 self.wait()  # commits the steps before
                 raise error
-            before = self._opened.finished.inexact
-            unseen = self._opened.finished.steps_without_params + 1
-            kept = {self._name(leaf) for leaf in ended.kept}
-            still = {name: before[name] for name in kept & before.keys()}
+            before = opened.finished
+            kept = {self._name(leaf) for leaf, _ in ended.kept}
+            still = {n: bound for n, bound in before.inexact.items() if n in kept}
             raw = [value.tobytes() for value in carry.values()]
-            described = [
-                CarriedArray.of(path, value.shape, value.dtype.name, own)
-                for (path, value), own in zip(carry.items(), raw, strict=True)
-            ]
             record = CommitRecord(
                 step=step,
                 scalar_state=tuple(scalars),
                 skipped_steps=skipped_steps,
-                payload=self._opened.annotations.take(step),
+                payload=opened.annotations.take(step),
                 inexact=still | {self._name(n): bound for n, bound in inexact.items()},
-                steps_without_params=0 if is_compared else unseen,
-                device_updates=self._opened.assignment.every,
-                carry=tuple(described),
+                steps_without_params=(
+                    0 if is_compared else before.steps_without_params + 1
+                ),
+                device_updates=opened.assignment.every,
+                carry=tuple(
+                    CarriedArray.of(path, value.shape, value.dtype.name, own)
+                    for (path, value), own in zip(carry.items(), raw, strict=True)
+                ),
                 carried=raw,
             )
-            _check_complete(self._opened, ended.arrivals)
-            ending = self._ending = Ending()
-            thread = threading.Thread(
-                target=self._end_step,
-                args=(record, ended, time.monotonic(), ending),
-                name="jaxinf-commit",
-                daemon=True,
-            )
-            self._step = None
+            _check_complete(opened, ended)
+            ending, self._step = Ending(), None
+            self._ending = ending
+            end = partial(self._end_step, record, ended, time.monotonic(), ending)
+            thread = threading.Thread(target=end, name="jaxinf-commit", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:  # the process has reached its limit
                 _LOG.warning(
                     "%s: no thread to commit step %s in the background (%s); it is "
                     "committed at once, and JAX waits. Raise the limit (ulimit -u)",
-                    self._opened.options.path,
+                    opened.options.path,
                     step,
                     error,
                 )
-                thread.run()
+                end()
 
     def abandon(self) -> None:
         """Abandons the step without a commit; it may start over."""
         with self._guard:
-            if self._step is not None:
-                arrivals = self._step.arrivals
-                self._opened.mover.drain()
-                _check_undoable(self._opened, arrivals)
-                self._opened.chunks.forget_step()
-                _prefetch(self._opened, arrivals, given_up=arrivals)
+            if (step := self._step) is not None:
+                self.opened.mover.drain()
+                _check_undoable(self.opened, step)
+                self.opened.chunks.forget_step()
+                _prefetch(self.opened, step.updated, given_up=step.updated)
                 self._step = None
 
     def wait(self) -> None:
@@ -293,11 +272,12 @@ class StepEngine:
         """
         with self._guard:
             self.join()
-            if not self._opened.num_uncommitted:
+            opened = self.opened
+            if not opened.num_uncommitted:
                 return
-            if self._has_arrivals:
+            if self._has_updated:
                 raise StoreError(
-                    f"{self._opened.options.path}: step {self._next_step} is under "
+                    f"{opened.options.path}: step {opened.finished.step + 1} is under "
                     "way, and the steps before it are not committed (the store's "
                     "durability is not every step); wait for its state first: "
                     "store.wait(state)"
@@ -310,10 +290,16 @@ class StepEngine:
         Raises:
           BaseException: the exception that stopped the store.
         """
-        self._opened.health.check()
+        self.opened.health.check()
+        self._join()
+        self.opened.health.check()
+
+    def _join(self) -> None:
         with self._guard:
-            self._join_commit()
-        self._opened.health.check()
+            if self._ending is not None:
+                with span("wait", "commit"):
+                    self._ending.wait()
+                self._ending = None  # only now: an interrupt may end the wait
 
     @property
     def metrics(self) -> StepMetrics | None:
@@ -340,14 +326,16 @@ class StepEngine:
 
     def close(self) -> None:
         """Commits finished steps, after the commit in flight; keeps errors."""
-        opened = self._opened
+        opened = self.opened
         with self._guard:
-            self._join_commit()
+            self._join()
             if opened.health.error is not None or not opened.num_uncommitted:
                 return
-            if self._has_arrivals:
+            if self._has_updated:
                 _LOG.warning(
-                    "step %s is incomplete. %s", self._next_step, opened.loss_note()
+                    "step %s is incomplete. %s",
+                    opened.finished.step + 1,
+                    opened.loss_note(),
                 )
             else:
                 self._publish()
@@ -356,13 +344,12 @@ class StepEngine:
 
     def _begin(self, step: int) -> _Step:
         """Returns the step under way, or begins one."""
-        opened = self._opened
+        opened = self.opened
         opened.health.check()
         with self._guard:
             if self._step is None:
                 self.join()
-            else:
-                opened.health.check()
+            opened.health.check()
             if step != opened.finished.step:
                 raise stale_state(opened.options.path, step, opened.finished.step)
             if step == LAST_STEP:
@@ -380,31 +367,17 @@ class StepEngine:
                 self._step = _Step(time.monotonic())
             return self._step
 
-    def _shown(self, requests: Sequence[UpdateRequest | KeptLeaf | SlotRequest]) -> str:
-        """Names the leaves of requests while spans are recorded."""
-        if not timeline.is_recording:
-            return ""
-        return ", ".join(dict.fromkeys(self._name(one.leaf) for one in requests))
-
     def _name(self, leaf: int) -> str:
-        return self._opened.directory.manifest.leaves[leaf].name
+        return self.opened.directory.manifest.leaves[leaf].name
 
     @property
-    def _has_arrivals(self) -> bool:
-        return self._step is not None and bool(self._step.arrivals)
-
-    @property
-    def _next_step(self) -> int:
-        return self._opened.finished.step + 1
+    def _has_updated(self) -> bool:
+        return self._step is not None and bool(self._step.updated)
 
     def _end_step(
-        self,
-        record: CommitRecord,
-        ended: _Step,
-        updated_s: float,
-        ending: Ending,
+        self, record: CommitRecord, ended: _Step, updated_s: float, ending: Ending
     ) -> None:
-        opened = self._opened
+        opened = self.opened
         try:
             with span("drain", f"step {record.step}"):
                 opened.mover.drain()
@@ -418,8 +391,8 @@ class StepEngine:
             if opened.options.exports(record.step):
                 opened.exports.begin(opened.directory, record.step)
             traffic = opened.meters.snapshot()
-            updated = {s: one for s, one in ended.arrivals.items() if one.is_moved}
-            moved_bytes = sum([one.layout.num_bytes for one in updated.values()])
+            moved = {s: x for s, x in ended.updated.items() if x.loads or x.stores}
+            moved_bytes = sum([task.piece.num_bytes for task in moved.values()])
             self._metrics.append(
                 StepMetrics(
                     step=record.step,
@@ -431,10 +404,10 @@ class StepEngine:
                 )
             )
             self._counted = traffic
-            opened.keep_moved(updated.keys())
+            opened.keep_moved(moved.keys())
             if not opened.health.is_closed:
                 # A step that reads slots first would take what was read ahead.
-                _prefetch(opened, {} if ended.repeats else ended.arrivals)
+                _prefetch(opened, {} if ended.repeats else ended.updated)
         except BaseException as error:
             opened.health.fail(error)
         finally:
@@ -442,28 +415,21 @@ class StepEngine:
 
     def _publish(self) -> None:
         try:
-            self._opened.publish()
+            self.opened.publish()
             if self._step is not None:
-                self._opened.directory.unpublish(self._opened.chunks.target)
+                self.opened.directory.unpublish(self.opened.chunks.target)
         except BaseException as error:
-            self._opened.health.fail(error)
+            self.opened.health.fail(error)
             raise
 
-    def _join_commit(self) -> None:
-        """Waits for the thread, and forgets it then: an interrupt may end the wait."""
-        if self._ending is not None:
-            with span("wait", "commit"):
-                self._ending.wait()
-            self._ending = None
 
-
-def _check_undoable(opened: OpenStore, arrivals: _Arrivals) -> None:
+def _check_undoable(opened: OpenStore, step: _Step) -> None:
     """Stops the store if chunks of uncommitted steps were overwritten.
 
     Raises:
       StoreError: gives the number of lost steps.
     """
-    if opened.num_uncommitted and arrivals:
+    if opened.num_uncommitted and step.updated:
         error = StoreError(
             f"{opened.options.path}: step {opened.finished.step + 1} was given up "
             "after part of it was written over the step before, which is not committed "
@@ -474,36 +440,24 @@ def _check_undoable(opened: OpenStore, arrivals: _Arrivals) -> None:
 
 
 def _prefetch(
-    opened: OpenStore, arrivals: _Arrivals, given_up: Collection[Subgroup] = ()
+    opened: OpenStore, updated: Mapping[Subgroup, Task], given_up: Collection = ()
 ) -> None:
     """Prefetches the next step's states, in the order in which gradients came.
 
     Args:
-      arrivals: the subgroups that the last step has updated.
-      given_up: those whose updates do not count.
+      updated: what the last step has updated.
+      given_up: the subgroups whose updates do not count.
     """
-
-    def sources(arrival: _Arrival) -> Loads:
-        states = [state for state, _ in arrival.loads]
-        return opened.chunks.sources(arrival.layout, states)
-
     kept = opened.mover.end_step(given_up)
-    opened.mover.prefetch(
-        [
-            Task(
-                arrival.layout,
-                compute_nothing,
-                loads=sources(arrival),
-                runs_kernel=arrival.runs_kernel,
-            )
-            for subgroup, arrival in arrivals.items()
-            if arrival.loads and subgroup not in kept
-        ]
-    )
+    tasks = [x for s, x in updated.items() if x.loads and s not in kept]
+    for task in tasks:
+        states = [state for state, _ in task.loads]
+        task.loads, task.stores = opened.chunks.sources(task.piece, states), ()
+    opened.mover.prefetch(tasks)
 
 
-def _check_complete(opened: OpenStore, arrivals: _Arrivals) -> None:
-    done = sum(subgroup.num_elements for subgroup in arrivals)
+def _check_complete(opened: OpenStore, step: _Step) -> None:
+    done = sum([one.num_elements for one in step.updated]) + sum(step.kept.values())
     expected = opened.directory.manifest.num_held_params
     if done != expected:
         raise AssertionError(

@@ -1,29 +1,30 @@
-"""Turns requests for updates and for slots into tasks of the pipeline.
+"""Turns what a step is asked for into tasks of the mover, one for each subgroup.
+
+    request ─► its subgroups in order ─► read what is not in memory, compute, write
 
 Invariant: a task reads only the newest version of a state, and writes only to the slot
-that the step builds.
+that the step builds. No result is returned or stored for params that differ from the
+store's. A caller's arrays are only read, and copied where a part is not contiguous.
 """
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache, partial
 
 import numpy as np
 
-from jaxinf.csd import Csd, CsdBuffer, is_idle
+from jaxinf.compress import SparseGradient, SparseLeaf
+from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs, Update, is_idle
+from jaxinf.engine.divergence import compare_chunk, diverged_error, same_values
 from jaxinf.engine.opened import OpenStore
+from jaxinf.engine.requests import SlotRequest, Updater, UpdateRequest
 from jaxinf.engine.shape import StoreShape
-from jaxinf.engine.subgroup_arrays import rounding_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.engine.subgroup_update import SubgroupUpdate
-from jaxinf.engine.update_request import KeptLeaf, SlotRequest, UpdateRequest
-from jaxinf.engine.updaters import Updater
-from jaxinf.errors import NonFiniteScalarError
+from jaxinf.errors import NonFiniteScalarError, StoreMismatchError
 from jaxinf.kernels.specialise import scalars_used, specialise, state_read
-from jaxinf.layout import scatter
+from jaxinf.layout import covers, gather, rounding_of_chunk, scatter, target_view
 from jaxinf.program import Kernel
-from jaxinf.store import ERROR_FEEDBACK, ScalarState, dtype_of
+from jaxinf.store import ERROR_FEEDBACK, ScalarState, StoreDirectory, dtype_of
 from jaxinf.transfer import Task
 from jaxinf.typing import Array
 
@@ -31,132 +32,216 @@ AT_ONCE = frozenset({0})
 """States that streamed steps write in any case: programs read params from the drive."""
 
 
-@dataclass(frozen=True)
-class RequestTasks:
-    """The tasks of a request.
-
-    Attributes:
-      link_down_bytes: bytes from the caller, including params that are used; where
-        other processes hold a part, in proportion. And new state from an updater.
-      link_up_bytes: bytes of results, likewise; and state and gradients to an updater.
-    """
-
-    tasks: Sequence[Task]
-    updates: Sequence[SubgroupUpdate]
-    link_down_bytes: int
-    link_up_bytes: int = 0
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the gradient is finite; known when the tasks have computed."""
-        return all(update.is_finite for update in self.updates)
-
-
-def kept_tasks(opened: OpenStore, kept: KeptLeaf) -> RequestTasks:
-    """Makes the tasks of a leaf that a step leaves as it is: they move nothing."""
-    layouts = opened.layouts(kept.leaf, kept.origin, kept.shape)
-    return RequestTasks([Task(layout, compute_nothing) for layout in layouts], (), 0)
-
-
-def compute_nothing(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None:
-    del csd, buffer, tells
-
-
-def request_tasks(
-    opened: OpenStore, request: UpdateRequest, step: int, *, inexact: float | None
-) -> RequestTasks:
-    """Makes the tasks of an update; they raise the errors of `SubgroupUpdate.run`.
+class RequestedUpdate:
+    """The tasks of an update of a leaf or shard, and what they find.
 
     Args:
       step: the step after the update.
       inexact: the greatest difference of the caller's 16-bit params from the store's;
         None if they must be equal to the bit.
+
+    Attributes:
+      tasks: one for each subgroup; they raise `DivergedParamsError` if the caller's
+        params differ from the store's.
+      is_finite: whether the gradient is finite; known when the tasks have computed.
+      link_down_bytes: bytes from the caller, including params that are used; where
+        other processes hold a part, in proportion. And new state from an updater.
+      link_up_bytes: bytes of results, likewise; and state and gradients to an updater.
     """
-    kernel = specialise(request.kernel, request.inputs.scalars)
-    given = _given(opened, request)
-    tasks, updates = [], []
-    for layout in opened.layouts(request.leaf, request.origin, request.gradient.shape):
+
+    def __init__(
+        self,
+        opened: OpenStore,
+        request: UpdateRequest,
+        step: int,
+        *,
+        inexact: float | None,
+    ) -> None:
+        self._opened, self._request, self._step = opened, request, step
+        self._kernel = specialise(request.kernel, request.inputs.scalars)
+        self._inexact = inexact
+        params, self._given = request.params, None
+        if params is not None and can_take(opened, request.leaf, params.dtype):
+            self._given = params
+        self.is_finite = True
+        shape = request.gradient.shape
+        layouts = opened.layouts(request.leaf, request.origin, shape)
+        self.tasks = [self._task(layout) for layout in layouts]
+        arrays = request.gradient, request.feedback, self._given
+        down = sum([one.nbytes for one in arrays if one is not None])
+        up = 0 if request.out is None else request.out.nbytes
+        if not opened.directory.manifest.leaves[request.leaf].is_whole:
+            num_all = max(1, math.prod(shape))
+            num_held = sum([layout.subgroup.num_elements for layout in layouts])
+            down, up = (n * num_held // num_all for n in (down, up))
+        for task in self.tasks:
+            if task.is_elsewhere:
+                sizes, num = task.piece.sizes, task.piece.subgroup.num_elements
+                sent = request.gradient, self._given
+                dense = [one for one in sent if isinstance(one, np.ndarray)]
+                up += sum([sizes[n] for n, _ in task.loads])
+                up += sum([num * array.itemsize for array in dense])
+                down += sum([sizes[n] for n in task.stores])
+        self.link_down_bytes, self.link_up_bytes = down, up
+
+    def _task(self, layout: SubgroupLayout) -> Task:
+        chunks, request, kernel = self._opened.chunks, self._request, self._kernel
         loads, stores = _moved(kernel, layout.slots, request.feedback is not None)
-        if request.returns_params:
-            loads |= {0}
-        chunk = opened.directory.chunks[request.leaf][layout.subgroup.chunk]
-        is_first = (
-            layout.subgroup.offset_elements == 0 and chunk.start == request.origin
+        if request.out_dtype != np.float32:
+            loads |= {0}  # the result depends on the params
+        takes_given = (
+            self._given is not None
+            and 0 in loads
+            and self._inexact is None
+            and self._is_unchanged(layout)
+            # Else nothing on the drive can be compared where their checksums differ.
+            and not chunks.is_in_memory(layout, 0)
         )
-        # In an uncommitted step the parts of a chunk are overwritten one by one, so the
-        # whole can no longer be compared later.
-        is_part = layout.subgroup.num_elements < chunk.num_elements
-        is_whole = not (is_part and opened.num_uncommitted > 0)
-        is_given = given is not None and 0 in loads
-        is_taken = is_given and is_whole and inexact is None
-        # Nothing on the drive could be compared with them if their checksums differ.
-        is_taken &= not opened.chunks.is_in_memory(layout, 0)
-        updater = _updater(opened, request, layout, kernel)
-        if is_taken:
+        if takes_given:
             loads -= {0}
-        update = SubgroupUpdate(
-            opened.directory,
-            opened.chunks,
-            request,
+        updater = self._updater(layout)
+        return Task(
             layout,
-            kernel,
-            rounding_of(layout, step),
-            given=given if is_taken else None,
-            compared=given if is_given and not is_taken else None,
-            is_probed=is_first and request.probe.size > 0 and 0 in loads,
-            is_first=step == 1,
-            inexact=inexact or 0.0,
-            is_whole=is_whole,
-            updater=updater,
+            partial(self._compute, layout, takes_given, 0 in loads, updater),
+            loads=chunks.sources(layout, sorted(loads)),
+            stores=stores,
+            runs_kernel=not is_idle(kernel),
+            is_elsewhere=updater is not None,
         )
-        updates.append(update)
-        tasks.append(
-            Task(
+
+    def _updater(self, layout: SubgroupLayout) -> Updater | None:
+        """Returns what computes an update in place of the CSD, if anything does."""
+        assignment, request = self._opened.assignment, self._request
+        if layout.subgroup not in assignment.subgroups or is_idle(self._kernel):
+            return None
+        is_dense = isinstance(request.gradient, np.ndarray) and request.feedback is None
+        return assignment.updater if is_dense else None
+
+    def _is_unchanged(self, layout: SubgroupLayout) -> bool:
+        """Whether the chunk's file is as the last step left it, until this one ends.
+
+        In an uncommitted step the parts of a chunk are overwritten one by one, so the
+        whole can no longer be compared.
+        """
+        subgroup = layout.subgroup
+        chunk = self._opened.directory.chunks[subgroup.leaf][subgroup.chunk]
+        is_whole = subgroup.num_elements >= chunk.num_elements
+        return is_whole or not self._opened.num_uncommitted
+
+    def _compute(
+        self,
+        layout: SubgroupLayout,
+        takes_given: bool,
+        reads_params: bool,
+        updater: Updater | None,
+        csd: Csd,
+        buffer: CsdBuffer,
+        tells: Collection[int],
+    ) -> Mapping[int, int]:
+        """Updates the buffer, and writes the result to the request's `out`.
+
+        Returns:
+          The checksums of the states in `tells`, as read.
+
+        Raises:
+          DivergedParamsError: the caller's params differ from the store's.
+        """
+        directory, request = self._opened.directory, self._request
+        origin, subgroup = request.origin, layout.subgroup
+        chunk = directory.chunks[subgroup.leaf][subgroup.chunk]
+        offset, num = subgroup.offset_elements, subgroup.num_elements
+        params = None
+        if self._given is not None and (takes_given or reads_params):
+            params = gather_run(directory, layout, self._given, origin)
+        if reads_params:
+            master, probe = csd.view(buffer, layout.extents[0]), request.probe
+            if params is not None:
+                self._compare(layout, master, params)
+            elif not offset and chunk.start == origin and probe.size:
+                self._compare(layout, master[: probe.size], probe)
+        out = None
+        if request.out is not None:
+            out = target_view(request.out, chunk, origin, offset, num)
+        result = np.empty(num, request.out_dtype) if out is None else out
+        update = Update(
+            layout.kernel_extents,
+            self._kernel,
+            _gather_gradient(directory, layout, request.gradient, origin),
+            gather_inputs(directory, layout, request.inputs, origin),
+            result,
+            rounding_of(layout, self._step),
+            params if takes_given else None,
+            tells,
+        )
+        if updater is None:
+            outcome = csd.update(buffer, update)
+        else:
+            wants_out = request.out is not None
+            outcome = updater.update(csd, buffer, update, wants_out=wants_out)
+        checksums = dict(outcome.read_checksums)
+        if takes_given:
+            self._check_taken(layout, checksums.pop(0))
+        if not outcome.is_finite:
+            self.is_finite = False
+        if request.feedback is not None:
+            assert layout.feedback is not None
+            left = gather_run(directory, layout, request.feedback, origin)
+            csd.put(buffer, layout.extents[layout.feedback], left)
+        if out is None and request.out is not None:
+            scatter(request.out, chunk, origin, offset, result)
+        return checksums
+
+    def _compare(self, layout: SubgroupLayout, master: Array, given: Array) -> None:
+        stored = master.astype(given.dtype, copy=False)
+        bits = np.dtype(f"u{given.itemsize}")  # twice as fast as numbers
+        places = np.flatnonzero(stored.view(bits) != given.view(bits))
+        stored, given = stored[places], given[places]
+        if not same_values(stored, given, bound=self._inexact or 0.0):
+            if self._is_unchanged(layout):
+                self._opened.chunks.check_file(layout, 0)  # damage would explain it
+            name = self._opened.directory.manifest.leaves[self._request.leaf].name
+            few = given[:3], stored[:3]
+            raise diverged_error(name, *few, is_first=self._step == 1)
+
+    def _check_taken(self, layout: SubgroupLayout, checksum: int) -> None:
+        """Checks that the params used equal those that the last step stored.
+
+        Their checksum is from the pass of the update, whose results are not stored yet.
+        """
+        opened, request = self._opened, self._request
+        if not opened.chunks.matches(layout, 0, checksum):
+            assert self._given is not None
+            compare_chunk(
+                opened.directory,
+                opened.chunks,
                 layout,
-                update.run,
-                loads=opened.chunks.sources(layout, sorted(loads)),
-                stores=stores,
-                runs_kernel=not is_idle(kernel),
-                is_elsewhere=update.updater is not None,
+                self._given,
+                request.origin,
+                is_first=self._step == 1,
             )
-        )
-    link_down_bytes = request.link_bytes + (0 if given is None else given.nbytes)
-    link_up_bytes = request.link_up_bytes
-    if not opened.directory.manifest.leaves[request.leaf].is_whole:
-        num_all = max(1, math.prod(request.gradient.shape))
-        num_held = sum(task.piece.subgroup.num_elements for task in tasks)
-        link_down_bytes = link_down_bytes * num_held // num_all
-        link_up_bytes = link_up_bytes * num_held // num_all
-    sent = [one for one in (request.gradient, given) if isinstance(one, np.ndarray)]
-    for task, update in zip(tasks, updates, strict=True):
-        if update.updater is not None:
-            extents, num = task.piece.extents, task.piece.subgroup.num_elements
-            link_up_bytes += sum([extents[n].num_bytes for n, _ in task.loads])
-            link_up_bytes += sum([num * array.itemsize for array in sent])
-            link_down_bytes += sum([extents[n].num_bytes for n in task.stores])
-    return RequestTasks(tasks, updates, link_down_bytes, link_up_bytes)
 
 
 def recall_tasks(opened: OpenStore, request: SlotRequest) -> list[Task]:
     """Makes the tasks that read a slot in the middle of a step; they write nothing."""
+
+    def task(layout: SubgroupLayout) -> Task:
+        state, subgroup = layout.slots.index(request.slot), layout.subgroup
+        chunk = opened.directory.chunks[subgroup.leaf][subgroup.chunk]
+
+        def compute(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None:
+            del tells
+            values = csd.view(buffer, layout.extents[state])[: subgroup.num_elements]
+            values = values.astype(request.out.dtype, copy=False)
+            offset = subgroup.offset_elements
+            scatter(request.out, chunk, request.origin, offset, values)
+
+        return Task(layout, compute, loads=opened.chunks.sources(layout, [state]))
+
     layouts = opened.layouts(request.leaf, request.origin, request.out.shape)
-    return [_recall_task(opened, request, layout) for layout in layouts]
+    return [task(layout) for layout in layouts]
 
 
-def _recall_task(
-    opened: OpenStore, request: SlotRequest, layout: SubgroupLayout
-) -> Task:
-    state = layout.slots.index(request.slot)
-    subgroup = layout.subgroup
-    chunk = opened.directory.chunks[subgroup.leaf][subgroup.chunk]
-
-    def compute(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None:
-        del tells
-        values = csd.view(buffer, layout.extents[state])[: subgroup.num_elements]
-        values = values.astype(request.out.dtype, copy=False)
-        scatter(request.out, chunk, request.origin, subgroup.offset_elements, values)
-
-    return Task(layout, compute, loads=opened.chunks.sources(layout, [state]))
+# --- scalars -------------------------------------------------------------------------
 
 
 def nan_scalars(
@@ -171,13 +256,12 @@ def nan_scalars(
     seen: dict[int, bool] = {}
     found = []
     for request in requests:
-        for number, scalar in enumerate(request.inputs.scalars):
+        scalars = request.inputs.scalars
+        for number, scalar in enumerate(scalars):
             is_nan = seen.get(id(scalar))
             if is_nan is None:
                 is_nan = seen[id(scalar)] = bool(scalar != scalar)
-            if is_nan and number in scalars_used(
-                request.kernel, request.inputs.scalars
-            ):
+            if is_nan and number in scalars_used(request.kernel, scalars):
                 name = opened.directory.manifest.leaves[request.leaf].name
                 found.append(f"scalar {number} of the update of leaf {name}")
     return tuple(found)
@@ -205,22 +289,7 @@ def nan_scalar_error(
     )
 
 
-def _updater(
-    opened: OpenStore, request: UpdateRequest, layout: SubgroupLayout, kernel: Kernel
-) -> Updater | None:
-    """Returns what computes an update in place of the CSD, if anything does."""
-    if layout.subgroup not in opened.assignment.subgroups or is_idle(kernel):
-        return None
-    is_dense = isinstance(request.gradient, np.ndarray) and request.feedback is None
-    return opened.assignment.updater if is_dense else None
-
-
-def _given(opened: OpenStore, request: UpdateRequest) -> Array | None:
-    """Returns the caller's params if they equal the store's and are needed."""
-    params = request.params
-    if params is None or not can_take(opened, request.leaf, params.dtype):
-        return None
-    return params
+# --- what an update moves ------------------------------------------------------------
 
 
 def can_take(opened: StoreShape, leaf: int, dtype: np.dtype) -> bool:
@@ -248,7 +317,6 @@ def moved_states(
 def _moved(
     kernel: Kernel, slots: tuple[str, ...], has_feedback: bool
 ) -> tuple[frozenset[int], tuple[int, ...]]:
-    """Returns the states that a kernel's update reads, and those that it changes."""
     needed, unchanged = state_read(kernel), kernel.unchanged
     if not has_feedback:
         unchanged |= {ERROR_FEEDBACK}
@@ -256,3 +324,68 @@ def _moved(
         frozenset(n for n, slot in enumerate(slots) if slot in needed),
         tuple(n for n, slot in enumerate(slots) if slot not in unchanged),
     )
+
+
+# --- a subgroup's part of a leaf's arrays --------------------------------------------
+
+
+def gather_run(
+    directory: StoreDirectory,
+    layout: SubgroupLayout,
+    array: Array,
+    origin: Sequence[int],
+) -> Array:
+    """Returns a subgroup's elements of a leaf's array, as a view if contiguous."""
+    subgroup = layout.subgroup
+    chunk = directory.chunks[subgroup.leaf][subgroup.chunk]
+    own = subgroup.offset_elements, subgroup.num_elements
+    return gather(array, chunk, tuple(origin), *own)
+
+
+def gather_inputs(
+    directory: StoreDirectory,
+    layout: SubgroupLayout,
+    inputs: ScalarInputs,
+    origin: Sequence[int],
+) -> ScalarInputs:
+    """Returns a subgroup's part of a kernel's other arrays."""
+    if not inputs.arrays:
+        return inputs
+    arrays = tuple(gather_run(directory, layout, a, origin) for a in inputs.arrays)
+    return ScalarInputs(inputs.scalars, arrays)
+
+
+def rounding_of(layout: SubgroupLayout, step: int) -> Rounding:
+    """Returns the seed of a subgroup's rounding in a step, the same on every CSD."""
+    subgroup = layout.subgroup
+    key = rounding_of_chunk(subgroup.leaf, subgroup.chunk, step)
+    return Rounding(key, subgroup.offset_elements)
+
+
+def _gather_gradient(
+    directory: StoreDirectory,
+    layout: SubgroupLayout,
+    gradient: Array | SparseLeaf,
+    origin: Sequence[int],
+) -> Array | SparseGradient:
+    """Returns a subgroup's part of a dense or sparse gradient.
+
+    Raises:
+      StoreMismatchError: the gradient was compressed for other chunks.
+    """
+    if not isinstance(gradient, SparseLeaf):
+        return gather_run(directory, layout, gradient, origin)
+    subgroup = layout.subgroup
+    record = directory.manifest.leaves[subgroup.leaf]
+    positions = covers(record.grid, tuple(origin), gradient.shape)
+    chunks = directory.chunks[subgroup.leaf]
+    lengths = tuple(chunks[position].num_elements for position in positions)
+    if tuple(gradient.lengths) != lengths:
+        raise StoreMismatchError(
+            f"leaf {record.name}: the gradient was compressed for chunks of other "
+            f"lengths than the store's ({record.chunk_shape}): the update was traced "
+            "before the store was made; trace it again"
+        )
+    sent = gradient.chunk(positions.index(subgroup.chunk))
+    start = subgroup.offset_elements
+    return sent.part(start, start + subgroup.num_elements)

@@ -47,6 +47,7 @@ from jaxinf.transfer.tasks import (
     Task,
     Unit,
     Write,
+    idle,
 )
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "free_memory",
     "fsync_directory",
     "fsync_file",
+    "idle",
     "open_beneath",
     "opened_to_write",
     "page_ceil",

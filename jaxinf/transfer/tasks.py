@@ -33,6 +33,10 @@ _NOBODY = TaskGroup()
 """The group of tasks without a waiting caller."""
 
 
+def idle(csd: Any, buffer: Any, tells: Collection[int]) -> None:
+    """The computation of a task that has none."""
+
+
 @dataclass(eq=False, slots=True)
 class Task:
     """The work on one piece: load → compute → write.
@@ -52,7 +56,7 @@ class Task:
     """
 
     piece: Any
-    compute: Callable[[Any, Any, Collection[int]], Mapping[int, int] | None]
+    compute: Callable[[Any, Any, Collection[int]], Mapping[int, int] | None] = idle
     loads: Loads = ()
     stores: tuple[int, ...] = ()
     runs_kernel: bool = False

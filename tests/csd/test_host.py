@@ -100,25 +100,6 @@ def test_initialise_write_read_update(tmp_path, num_elements, dtype):
     assert outcome == UpdateOutcome(is_finite=False)
 
 
-def test_float32_results_are_the_new_params_where_they_are_wanted(tmp_path):
-    chunk = Chunk(tmp_path, 5000)
-    init, update = kernels()
-    params = np.arange(5000, dtype=np.float32)
-    scalars, gradient = ScalarInputs(), np.ones(5000, np.float32)
-    initialise_states(
-        chunk.csd, chunk.buffer, chunk.extents, init, params, scalars, ROUNDING
-    )
-    out = np.empty(5000, np.float32)
-    chunk.csd.update(
-        chunk.buffer,
-        Update(
-            chunk.extents, update, gradient, scalars, out, ROUNDING, wants_params=True
-        ),
-    )
-    np.testing.assert_array_equal(out, params - 0.5)
-    np.testing.assert_array_equal(chunk.views()[0], out)
-
-
 @pytest.mark.parametrize("num_elements", SIZES)
 def test_counts_whole_pages(tmp_path, num_elements):
     chunk = Chunk(tmp_path, num_elements, (np.float32, ml_dtypes.bfloat16, np.int8))
@@ -182,12 +163,12 @@ def test_params_of_the_caller_in_and_out(tmp_path):
         chunk.buffer,
         Update(
             chunk.extents, update, gradient, ScalarInputs(), out, ROUNDING,
-            given=params, wants_params=True,
+            given=params,
         ),
     )  # fmt: skip
     assert outcome.read_checksums == {0: crc32c(params)}
-    np.testing.assert_array_equal(out, np.arange(700) - np.float32(0.5))
-    np.testing.assert_array_equal(chunk.views()[0], out)
+    np.testing.assert_array_equal(out, np.full(700, np.float32(-0.5)))
+    np.testing.assert_array_equal(chunk.views()[0], params + out)
 
 
 @pytest.mark.parametrize("num_elements", [1000, 20_000])

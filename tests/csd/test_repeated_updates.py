@@ -59,7 +59,7 @@ def update(chunk, step, *, given=None, tells):
         Update(
             chunk.extents, chunk.kernel, gradient, ScalarInputs(tuple(scalars)), out,
             Rounding(0x9ABCDEF0 + step, 0),
-            given=given, wants_params=chunk.case.wants_params, tells=tells,
+            given=given, tells=tells,
         ),
     )  # fmt: skip
     return outcome, out

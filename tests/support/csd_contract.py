@@ -63,15 +63,13 @@ class Case:
     name: str = "sgd_momentum"
     dtype: type = np.float32
     codec: str = ""
-    wants_params: bool = False
     tx: optax.GradientTransformation = field(
         default_factory=lambda: optax.sgd(0.5, momentum=0.5)
     )
 
     def __str__(self):
         codec = f"-{self.codec}" if self.codec else ""
-        result = "-params" if self.wants_params else ""
-        return f"{self.name}-{np.dtype(self.dtype).name}{result}{codec}"
+        return f"{self.name}-{np.dtype(self.dtype).name}{codec}"
 
 
 SIMPLE = Case()
@@ -79,7 +77,6 @@ ADAMW = Case("adamw", tx=optax.adamw(1e-2))
 CASES = [
     SIMPLE,
     ADAMW,
-    replace(ADAMW, wants_params=True),
     replace(ADAMW, dtype=ml_dtypes.bfloat16),
     replace(ADAMW, dtype=np.float16, codec="int8"),
     replace(ADAMW, codec="bf16"),
@@ -189,7 +186,7 @@ class Chunk:
             self.buffer if buffer is None else buffer,
             Update(
                 self.extents, self.kernel, gradient, ScalarInputs(tuple(scalars)), out,
-                Rounding(0x9ABCDEF0 + step, 0), wants_params=self.case.wants_params,
+                Rounding(0x9ABCDEF0 + step, 0),
                 tells=range(len(self.extents)),
             ),
         )  # fmt: skip

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxinf.engine import updaters
+from jaxinf.engine import requests
 
 pytestmark = pytest.mark.optimized
 
@@ -15,7 +15,7 @@ def test_losses_are_those_of_other_runs(run, losses, tmp_path, monkeypatch, caps
     shared = ("--store", tmp_path / "shared", *STREAM, "--device-updates", 2)
     assert run(*shared) == 1
     assert "expected more subgroups that the device can" in capsys.readouterr().err
-    monkeypatch.setattr(updaters, "LEAST_ELEMENTS", 256)
+    monkeypatch.setattr(requests, "LEAST_ELEMENTS", 256)
     assert run(*shared) == 0
     resumed = ("--store", tmp_path / "shared", *STREAM[:-1], 5)
     for other in ("3", "none"):

@@ -36,10 +36,10 @@ from jaxinf.kernels import CardKernel, Passage, card_kernel, compiled
 from jaxinf.kernels.card import STATUS_BYTES
 from jaxinf.program import Kernel
 from jaxinf.transfer import PAGE_BYTES, ByteMeters, DirectIO, crc32c
-from jaxinf.typing import FLOAT32, Array
+from jaxinf.typing import Array
 
-RESULTS = {"bfloat16": ("bf16",), "float16": ("f16",), "float32": ("update", "params")}
-"""Forms of a kernel's result, by the dtype of the params on the JAX device."""
+RESULTS = {"bfloat16": "bf16", "float16": "f16", "float32": "update"}
+"""The form of a kernel's result, by the dtype of the params on the JAX device."""
 
 RUN_TIMEOUT_S = 60.0
 """Limit for a kernel's run over a subgroup, which takes milliseconds."""
@@ -196,7 +196,7 @@ class CardCsd:
     def _kernel(self, update: Update) -> "_Found":
         """Returns the card's kernel, looked up once: a look-up takes long."""
         extents, kernel, gradient, _, out, *_ = update
-        result = RESULTS[out.dtype.name][update.wants_params and out.dtype == FLOAT32]
+        result = RESULTS[out.dtype.name]
         codec = extents[1].codec if len(extents) > 1 else ""
         is_sparse = isinstance(gradient, SparseGradient)
         dtype = (gradient.values if is_sparse else gradient).dtype
@@ -223,7 +223,7 @@ class CardCsd:
             scalars=inputs.scalars,
             arrays=inputs.arrays,
             out=out,
-            passage=Passage(wants_params=update.wants_params),
+            passage=Passage(),
         )
         sums = {n: crc32c(view) for n, view in enumerate(views)}
         return UpdateOutcome(is_finite, sums)

@@ -174,20 +174,15 @@ class CardFleet:
             lacks the kernel.
           UnsupportedTransformError: no card has a kernel of such an optimizer.
         """
-        wanted: dict[str, list[str]] = {}
-        for need in needs:
-            for gradient in need.gradients:
-                names = self._kernel_names(need, gradient)
-                if names:
-                    wanted.setdefault(names[0], names)
-        for names in wanted.values():
+        names = {self._kernel_name(n, form) for n in needs for form in n.gradients}
+        for name in sorted(names - {""}):
             for card in self._cards:
-                _find_one(card, names)
+                card.kernel(name)
 
-    def _kernel_names(self, need: KernelNeed, gradient: GradientForm) -> list[str]:
-        """Returns the kernels that would do, one for each form of result."""
+    def _kernel_name(self, need: KernelNeed, gradient: GradientForm) -> str:
+        """Returns the name of a leaf's kernel; empty if it needs none."""
         if is_idle(need.kernel):
-            return []
+            return ""
         master, *codecs = need.codecs
         if master or len(set(codecs)) > 1:
             raise CsdError(
@@ -198,12 +193,9 @@ class CardFleet:
             )
         codec = codecs[0] if codecs else ""
         try:
-            return [
-                card_kernel(
-                    need.kernel, gradient.dtype, out, codec, gradient.is_sparse
-                ).name
-                for out in RESULTS[need.dtype.name]
-            ]
+            dtype, result = gradient.dtype, RESULTS[need.dtype.name]
+            kernel = need.kernel, dtype, result, codec, gradient.is_sparse
+            return card_kernel(*kernel).name
         except UnsupportedTransformError as error:
             raise UnsupportedTransformError(f"leaf {need.leaf}: {error}") from error
 
@@ -243,16 +235,3 @@ class CardFleet:
         """Frees the cards' memory; the cards stay open for a next store."""
         for memory in self._memories:
             memory.close()
-
-
-def _find_one(card: XrtCard, names: Sequence[str]) -> None:
-    """Looks for one of the kernels; raises the first error if there is none."""
-    refusals = []
-    for name in names:
-        try:
-            card.kernel(name)
-        except CsdError as error:
-            refusals.append(error)
-        else:
-            return
-    raise refusals[0]

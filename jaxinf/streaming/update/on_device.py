@@ -148,7 +148,7 @@ class DeviceUpdater:
             views[0] = given
         told = sorted({*update.tells} | ({0} if given is not None else set()))
         num_params = 2 if extents[0].codec else 1
-        is_update = out.dtype == FLOAT32 and not update.wants_params
+        is_update = out.dtype == FLOAT32
         with self._failing(sum(extent.num_bytes for extent in extents)):
             done = self._computed(
                 update, views, num_params, told, wants_out and is_update
