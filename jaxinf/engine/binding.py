@@ -146,20 +146,12 @@ class Binding:
                     + (AHEAD if step < opened.commit.step else BEHIND)
                 )
             self._state, self._has_compared = (step, origin), False
-            self._candidates = [
-                _Candidate(
-                    place,
-                    record,
-                    StepReader(
-                        opened.directory.step_path(place),
-                        record,
-                        directory=opened.directory,
-                        memory_bytes=opened.options.memory_bytes,
-                        meters=opened.meters,
-                    ),
-                )
-                for place, record in places
-            ]
+            own = {"directory": opened.directory, "meters": opened.meters}
+            own["memory_bytes"] = opened.options.memory_bytes
+            for place, record in places:
+                path = opened.directory.step_path(place)
+                reader = StepReader(path, record, **own)
+                self._candidates.append(_Candidate(place, record, reader))
 
     def compare(self, leaf: int, params: Array, origin: Sequence[int]) -> None:
         """Compares a leaf, or a shard of it, with the step; blocks.
@@ -170,12 +162,11 @@ class Binding:
         """
         opened = self._opened()
         for candidate in list(self._candidates):
-            if candidate.differing:
-                continue
-            one = candidate.record, candidate.reader
-            if not same_params(opened, *one, leaf, params, origin):
-                name = opened.directory.manifest.leaves[leaf].name
-                candidate.differing = name
+            step = candidate.record, candidate.reader
+            if not candidate.differing and not same_params(
+                opened, *step, leaf, params, origin
+            ):
+                candidate.differing = opened.directory.manifest.leaves[leaf].name
         self._has_compared = True
 
     def finish(self) -> None:

@@ -122,8 +122,7 @@ class Engine(StoreRun):
         """The files of the open store.
 
         Raises:
-          StoreFormatError: there is no store yet.
-          BaseException: the exception that stopped the store.
+          BaseException: the exception that stopped the store, or as `opened`.
         """
         self.health.check()
         return self.opened.directory
@@ -142,25 +141,20 @@ class Engine(StoreRun):
     @property
     def commit(self) -> CommitRecord | None:
         """The last committed step's record; None for a new store."""
-        held = self._steps
-        return None if held is None or held.opened.is_new else held.opened.commit
+        is_new = self._steps is None or self._steps.opened.is_new
+        return None if is_new else self.opened.commit
 
     def shape(self, description: StoreDescription) -> StoreShape:
         """The shape of the existing or future store; writes nothing.
 
-        Args:
-          description: the store's.
-
         Raises:
           ValueError: the options do not suit the description.
         """
-        if self._steps is not None:
-            return self._steps.opened
-        return planned_shape(self, description)
+        return self.opened if self.has_files else planned_shape(self, description)
 
     def chunk_shape(self, description: StoreDescription, leaf: int) -> tuple[int, ...]:
         """The shape of a leaf's chunks, in the existing or future store."""
-        if self._steps is not None:
+        if self.has_files:
             return self.opened.directory.manifest.leaves[leaf].chunk_shape
         one = description.leaves[leaf]
         counts = one.shard_counts or None
@@ -184,8 +178,8 @@ class Engine(StoreRun):
         self.group.leave()
         with contextlib.ExitStack() as stack:
             stack.callback(self.release)
-            if self._steps is not None:
-                stack.callback(self._steps.opened.close)
+            if self.has_files:
+                stack.callback(self.opened.close)
             for action in reversed(self._on_close):
                 stack.callback(action)
             stack.callback(self._end_export)
@@ -193,7 +187,7 @@ class Engine(StoreRun):
                 self._steps.close()
 
     def _end_export(self) -> None:
-        is_well = self.health.error is None and sys.exc_info()[0] is None
+        is_well = self.health.error is None and sys.exception() is None
         self.exports.close(waits=is_well)
 
     def disown(self) -> None:
@@ -229,12 +223,13 @@ class Engine(StoreRun):
         """
         with self._guard:
             self.health.check()
-            if self.commit is None and not may_create:
+            commit = self.commit
+            if commit is None and not may_create:
                 raise _no_store(self.options.path)
-            self.exports.check(0 if self.commit is None else self.commit.step)
+            self.exports.check(0 if commit is None else commit.step)
             if any(bound is description for bound in self._bound):
                 return self.opened.is_new
-            if self.commit is None:
+            if commit is None:
                 self._create(description, uses_budget=uses_budget)
             opened = self.opened
             if not opened.is_new:
@@ -261,7 +256,7 @@ class Engine(StoreRun):
 
     def _create(self, description: StoreDescription, *, uses_budget: bool) -> None:
         self._bound.clear()  # an earlier init on this store did not finish
-        unfinished = None if self._steps is None else self._steps.opened
+        unfinished = self.opened if self.has_files else None
         if unfinished is not None and unfinished.directory.committed_slot():
             check_same(unfinished.directory, description)
             self._hold(begin_anew(self, unfinished))

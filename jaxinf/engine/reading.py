@@ -19,11 +19,11 @@ from jaxinf.engine.sharding import (
     own_parts,
     put_together,
 )
-from jaxinf.engine.state import committed_step, read_state
+from jaxinf.engine.state import committed_reader, read_state
 from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import covers
 from jaxinf.program import leaf_infos
-from jaxinf.store import LeafRecord, StateRecord, StepReader, leaf_name
+from jaxinf.store import LeafRecord, StateRecord, leaf_name
 from jaxinf.typing import Array, PyTree
 
 
@@ -49,8 +49,8 @@ def check_like(opened: OpenStore, like: PyTree, what: str = "`like`") -> None:
 
 def read_array(opened: OpenStore, leaf: LeafRecord, state: StateRecord) -> Array:
     """Returns a leaf's whole state, decoded; blocks."""
-    (path, commit), group = committed_step(opened), opened.group
-    with StepReader(path, commit, directory=opened.directory) as reader:
+    group = opened.group
+    with committed_reader(opened) as reader:
         if group.is_alone:
             return reader.read(leaf, state)
         part = group.in_all(f"read {leaf.name}", lambda: reader.read_held(leaf, state))
@@ -71,18 +71,16 @@ def read_leaf(opened: OpenStore, number: int, like: Any, *states: int) -> jax.Ar
         read_state(opened, number, out, origin, *states)
         return out
 
-    @cache
-    def whole() -> np.ndarray:
-        return read_box([0] * len(shape), shape)
+    whole = cache(lambda: read_box([0] * len(shape), shape))
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
-        origin = [start for start, _, _ in bounds]
-        extent = [stop - start for start, stop, _ in bounds]
-        if not opened.divides(number, origin, extent):
-            return whole()[index]
-        return read_box(origin, extent)
+        box = (
+            [start for start, *_ in bounds],
+            [stop - start for start, stop, _ in bounds],
+        )
+        return read_box(*box) if opened.divides(number, *box) else whole()[index]
 
     sharding = getattr(like, "sharding", None)
     if not opened.group.is_alone:

@@ -5,6 +5,7 @@ Invariant: memory holds no more of a leaf than the caller's own array and the ri
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,35 +65,33 @@ def initialise(
     """
     held, tasks = list(given), []
     for place, one in enumerate(given):
-        tasks += _first_tasks(opened, kernels[one.leaf], held, place)
+        for layout in opened.layouts(one.leaf, one.origin, one.params.shape):
+            compute = partial(_first_state, opened, kernels, held, place, layout)
+            tasks.append(Task(layout, compute, stores=tuple(range(len(layout.states)))))
     opened.mover.run(tasks)
     held.clear()  # a worker keeps a reference to its last task
 
 
-def _first_tasks(
-    opened: OpenStore, kernel: Kernel, held: Sequence[FirstParams], place: int
-) -> Iterator[Task]:
-    leaf, params, origin, _ = held[place]
-    for layout in opened.layouts(leaf, origin, params.shape):
-
-        def compute(
-            csd: Csd,
-            buffer: CsdBuffer,
-            _: Collection[int],
-            layout: SubgroupLayout = layout,
-        ) -> None:
-            one = held[place]
-            chunk = gather_run(opened.directory, layout, one.params, one.origin)
-            own = gather_inputs(opened.directory, layout, one.inputs, one.origin)
-            extents, rounding = layout.kernel_extents, rounding_of(layout, 0)
-            initialise_states(csd, buffer, extents, kernel, chunk, own, rounding)
-            if layout.feedback is not None:
-                extent = layout.extents[layout.feedback]
-                zeros = np.zeros(extent.num_elements, extent.dtype)
-                csd.put(buffer, extent, zeros)
-            opened.meters.add(link_down_bytes=chunk.nbytes)
-
-        yield Task(layout, compute, stores=tuple(range(len(layout.states))))
+def _first_state(
+    opened: OpenStore,
+    kernels: Sequence[Kernel],
+    held: Sequence[FirstParams],
+    place: int,
+    layout: SubgroupLayout,
+    csd: Csd,
+    buffer: CsdBuffer,
+    tells: Collection[int],
+) -> None:
+    del tells
+    leaf, params, origin, inputs = held[place]
+    chunk = gather_run(opened.directory, layout, params, origin)
+    own = gather_inputs(opened.directory, layout, inputs, origin)
+    extents, rounding = layout.kernel_extents, rounding_of(layout, 0)
+    initialise_states(csd, buffer, extents, kernels[leaf], chunk, own, rounding)
+    if layout.feedback is not None:
+        extent = layout.extents[layout.feedback]
+        csd.put(buffer, extent, np.zeros(extent.num_elements, extent.dtype))
+    opened.meters.add(link_down_bytes=chunk.nbytes)
 
 
 def finish_initialisation(opened: OpenStore, scalars: Sequence[ScalarState]) -> None:
@@ -128,12 +127,10 @@ def same_params(
     if dtype_of(record.states[0].dtype) == params.dtype:
         numbers = list(_differing(opened, commit, leaf, params, origin))
     differing: list[int] = []
-    bound = commit.inexact.get(record.name, 0.0)
+    bound, start = commit.inexact.get(record.name, 0.0), tuple(origin)
 
     def visit(piece: Piece) -> None:
-        given = gather(
-            params, piece.chunk, tuple(origin), piece.start, piece.values.size
-        )
+        given = gather(params, piece.chunk, start, piece.start, piece.values.size)
         if not same_values(piece.values, given, bound=bound):
             differing.append(piece.number)
 
@@ -150,8 +147,9 @@ def has_params(
       params: the leaf or one shard of it, in the dtype of the store's params.
       origin: index in the leaf of the array's first element.
     """
-    differing = _differing(opened, opened.commit, leaf, params, origin)
-    return next(differing, None) is None
+    return not any(
+        True for _ in _differing(opened, opened.commit, leaf, params, origin)
+    )
 
 
 def _differing(
@@ -164,15 +162,11 @@ def _differing(
     """Yields the numbers of the chunks that have other bits, by their checksums."""
     record = opened.directory.manifest.leaves[leaf]
     sums = commit.checksums[record.array_name(record.states[0].name)]
-    chunks = opened.directory.chunks[leaf]
     for number in opened.chunks_of(leaf, origin, params.shape):
-        if _checksum(params, chunks[number], origin) != sums[record.places[number]]:
+        chunk = opened.directory.chunks[leaf][number]
+        run = gather(params, chunk, tuple(origin), 0, chunk.num_elements)
+        if crc32c(np.ascontiguousarray(run)) != sums[record.places[number]]:
             yield number
-
-
-def _checksum(params: Array, chunk: Chunk, origin: Sequence[int]) -> int:
-    run = gather(params, chunk, tuple(origin), 0, chunk.num_elements)
-    return crc32c(np.ascontiguousarray(run))
 
 
 def read_state(
@@ -188,7 +182,7 @@ def read_state(
       origin: index in the leaf of the array's first element.
       states: number of the state, or the two of `OpenStore.averaged`.
     """
-    with committed_reader(opened, opened.options.memory_bytes) as reader:
+    with committed_reader(opened) as reader:
         chunks = opened.chunks_of(leaf, origin, out.shape)
         _read_chunks(opened, reader, leaf, out, origin, chunks, states)
 
@@ -299,24 +293,19 @@ def _read_chunks(
     _each_piece(opened, reader, leaf, out.dtype, chunks, visit, states[0], into)
 
 
-def committed_reader(opened: OpenStore, memory_bytes: int) -> StepReader:
-    """Makes a reader of the committed step that uses about this much memory."""
-    path, commit = committed_step(opened)
-    return StepReader(
-        path,
-        commit,
-        directory=opened.directory,
-        memory_bytes=memory_bytes,
-        meters=opened.meters,
-    )
-
-
 def committed_step(opened: OpenStore) -> tuple[Path, CommitRecord]:
     """Returns the directory and the record of the committed step, for a reader.
 
     Nothing may be committed while it is read.
     """
     return opened.directory.step_path(opened.chunks.committed), opened.commit
+
+
+def committed_reader(opened: OpenStore) -> StepReader:
+    """Makes a reader of the committed step, for `committed_step`."""
+    memory_bytes = opened.options.memory_bytes
+    own = {"directory": opened.directory, "meters": opened.meters}
+    return StepReader(*committed_step(opened), memory_bytes=memory_bytes, **own)
 
 
 def _each_piece(

@@ -11,7 +11,6 @@ import crc32c as _crc32c
 from jaxinf.typing import Array
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reversed
-_BITS = range(32)
 
 
 def crc32c(array: Array) -> int:
@@ -30,41 +29,27 @@ def crc32c_combine(parts: Iterable[tuple[int, int]]) -> int:
     """
     whole = 0
     for checksum, num_bytes in parts:
-        whole = _apply(_zeros(num_bytes), whole) ^ checksum
+        whole = _product(_zeros(num_bytes), whole) ^ checksum
     return whole
 
 
-_Operator = tuple[int, ...]
-"""A linear map of 32 bits, as the images of the single bits."""
-
-
-def _apply(operator: _Operator, bits: int) -> int:
+def _product(a: int, b: int) -> int:
+    """Multiplies polynomials over GF(2) modulo Castagnoli's; bit 31 is x to the 0."""
     result = 0
-    for column in operator:
-        if bits & 1:
-            result ^= column
-        bits >>= 1
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            result ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
     return result
 
 
 @lru_cache(maxsize=256)
-def _zeros(num_bytes: int) -> _Operator:
-    """Returns the effect on a checksum of appending a number of zero bytes."""
-    result: _Operator = tuple(1 << bit for bit in _BITS)
-    doubling = _one_zero_bit()
-    for _ in range(3):
-        doubling = _squared(doubling)
+def _zeros(num_bytes: int) -> int:
+    """Returns x to the number of bits: what appending so many zeros multiplies by."""
+    result, square = 1 << 31, 1 << 23  # 1, and x to the 8
     while num_bytes:
         if num_bytes & 1:
-            result = tuple(_apply(doubling, column) for column in result)
-        doubling = _squared(doubling)
+            result = _product(square, result)
+        square = _product(square, square)
         num_bytes >>= 1
     return result
-
-
-def _one_zero_bit() -> _Operator:
-    return (_POLYNOMIAL, *(1 << bit for bit in range(31)))
-
-
-def _squared(operator: _Operator) -> _Operator:
-    return tuple(_apply(operator, column) for column in operator)

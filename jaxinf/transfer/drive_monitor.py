@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from jaxinf.transfer.spans import Clock
@@ -17,8 +17,8 @@ _LOG = logging.getLogger("jaxinf")
 
 _TIMES_SLOWER = 2.5
 _NUM_ROUNDS = 3
-_LEAST_GAIN = 1.25
-"""A drive is named if steps wait that much longer than if all were equally fast."""
+_TIMES_LATER = 1.25
+"""A drive is named if it is busy for that many times as long as the others are."""
 
 _MIN_SECONDS = 0.1
 """Rounds in which a CSD was busy for less are ignored."""
@@ -80,12 +80,12 @@ class DriveMonitor:
             moved = dict(self._bytes)
             self._bytes.clear()
         costs = {n: seconds[n] / moved[n] for n in moved}
-        gain = _gain(seconds, moved)
         for csd, cost in costs.items():
-            others = [costs[n] for n in costs if n != csd]
-            usual = statistics.median(others) if others else cost
+            others = [n for n in costs if n != csd] or [csd]
+            usual = statistics.median([costs[n] for n in others])
+            usual_s = statistics.median([seconds[n] for n in others])
             is_slow = cost > _TIMES_SLOWER * usual and seconds[csd] > _MIN_SECONDS
-            is_slow = is_slow and gain >= _LEAST_GAIN
+            is_slow &= seconds[csd] > _TIMES_LATER * usual_s
             self._rounds_slow[csd] = self._rounds_slow[csd] + 1 if is_slow else 0
             if self._rounds_slow[csd] >= _NUM_ROUNDS and csd not in self._told:
                 self._told.add(csd)
@@ -115,11 +115,3 @@ class DriveMonitor:
                     _KINDS[kind],
                     now_s - began_s,
                 )
-
-
-def _gain(seconds: Mapping[int, float], moved: Mapping[int, int]) -> float:
-    """Returns how much longer the drives are busy than if bytes were dealt by speed."""
-    rate = sum(moved[n] / seconds[n] for n in moved if seconds[n])
-    if not rate:
-        return 1.0
-    return max(seconds[n] for n in moved) / (sum(moved.values()) / rate)

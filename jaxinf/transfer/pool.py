@@ -13,7 +13,6 @@ import mmap
 import threading
 import warnings
 from collections import Counter
-from types import TracebackType
 from typing import Literal, Protocol, overload
 
 import numpy as np
@@ -35,13 +34,9 @@ class Registry(Protocol):
     Both calls block. They raise `RuntimeError` if the device's driver refuses.
     """
 
-    def dma_map(self, address: int, size: int) -> None:
-        """Registers whole pages of memory, which stay where they are."""
-        ...
+    def dma_map(self, address: int, size: int) -> None: ...
 
-    def dma_unmap(self, address: int) -> None:
-        """Ends that; no copy is under way."""
-        ...
+    def dma_unmap(self, address: int) -> None: ...
 
 
 class Buffer:
@@ -49,14 +44,17 @@ class Buffer:
 
     Its contents are arbitrary. After `release` the memory belongs to the next user, and
     views of `array` must no longer be used.
+
+    Attributes:
+      num_bytes: length in bytes: the requested one, rounded up to whole pages.
     """
 
-    __slots__ = ("_mapping", "_num_bytes", "_pool")
+    __slots__ = ("_mapping", "_pool", "num_bytes")
 
     def __init__(self, pool: "BufferPool", mapping: "_Mapping") -> None:
         self._pool = pool
         self._mapping: _Mapping | None = mapping
-        self._num_bytes = mapping.array.nbytes
+        self.num_bytes = mapping.array.nbytes
 
     @property
     def address(self) -> int:
@@ -66,11 +64,6 @@ class Buffer:
           ValueError: if the buffer was released.
         """
         return self._lent.address
-
-    @property
-    def num_bytes(self) -> int:
-        """Length in bytes: the requested one, rounded up to whole pages."""
-        return self._num_bytes
 
     @property
     def array(self) -> Array:
@@ -95,19 +88,10 @@ class Buffer:
         """Gives the memory back to the pool; again: does nothing. Thread-safe."""
         self._pool._take_back(self)
 
-    def _detach(self) -> "_Mapping | None":
-        mapping, self._mapping = self._mapping, None
-        return mapping
-
     def __enter__(self) -> "Buffer":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 
@@ -125,6 +109,8 @@ class BufferPool:
 
     Attributes:
       capacity_bytes: the budget, rounded down to whole pages.
+      used_bytes: length of the buffers that are lent now.
+      peak_bytes: the largest `used_bytes` so far.
 
     Raises:
       ValueError: if the budget holds no page.
@@ -144,55 +130,29 @@ class BufferPool:
         self._idle: dict[int, list[_Mapping]] = {}
         self._idle_bytes = 0
         self._num_mapped: Counter[int] = Counter()  # by length
-        self._used_bytes = 0
-        self._peak_bytes = 0
+        self.used_bytes = self.peak_bytes = 0
         self._closed = False
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the buffers handed out now."""
-        return self._used_bytes
 
     @property
     def held_bytes(self) -> int:
         """Memory that the pool has, lent or idle."""
-        return self._used_bytes + self._idle_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest `used_bytes` so far."""
-        return self._peak_bytes
+        return self.used_bytes + self._idle_bytes
 
     @overload
-    def acquire(
-        self,
-        num_bytes: int,
-        *,
-        timeout_s: float | None = None,
-        block: Literal[True] = True,
-    ) -> Buffer: ...
+    def acquire(self, num_bytes: int, *, block: Literal[True] = True) -> Buffer: ...
 
     @overload
-    def acquire(
-        self, num_bytes: int, *, timeout_s: float | None = None, block: bool
-    ) -> Buffer | None: ...
+    def acquire(self, num_bytes: int, *, block: bool) -> Buffer | None: ...
 
-    def acquire(
-        self, num_bytes: int, *, timeout_s: float | None = None, block: bool = True
-    ) -> Buffer | None:
+    def acquire(self, num_bytes: int, *, block: bool = True) -> Buffer | None:
         """Lends a buffer; by default waits until the budget allows it.
 
         Args:
           num_bytes: length wanted; rounded up to whole pages, at least one.
-          timeout_s: longest wait; None for no limit.
           block: False returns None instead of waiting.
-
-        Returns:
-          A buffer with arbitrary contents, or None if `block` is False.
 
         Raises:
           ValueError: if the request is negative or above the capacity.
-          TimeoutError: if the wait was too long.
           StoreClosedError: if the pool is closed, before or during the wait.
         """
         rounded = page_ceil(max(num_bytes, 1))
@@ -203,16 +163,10 @@ class BufferPool:
                 f"{rounded}, or make the subgroups smaller"
             )
         with self._changed:
-            if not block and not self._closed and not self._fits(rounded):
-                return None
-            if not self._changed.wait_for(
-                lambda: self._closed or self._fits(rounded), timeout_s
-            ):
-                raise TimeoutError(
-                    f"buffer pool: no {rounded} bytes free after {timeout_s} s: "
-                    f"{self._used_bytes} of {self.capacity_bytes} are in use; release "
-                    "buffers, raise memory_bytes or the timeout"
-                )
+            while not self._closed and rounded > self.capacity_bytes - self.used_bytes:
+                if not block:
+                    return None
+                self._changed.wait()
             if self._closed:
                 raise StoreClosedError(
                     f"buffer pool: closed while {rounded} bytes were asked for; open "
@@ -224,7 +178,7 @@ class BufferPool:
         """Sets another budget; buffers lent beyond it stay until their release."""
         with self._changed:
             self.capacity_bytes = page_ceil(max(capacity_bytes, 1))
-            self._shrink_idle(max(0, self.capacity_bytes - self._used_bytes))
+            self._shrink_idle(max(0, self.capacity_bytes - self.used_bytes))
             self._changed.notify_all()
 
     def free_idle(self) -> None:
@@ -233,32 +187,28 @@ class BufferPool:
             self._shrink_idle(0)
 
     def close(self) -> None:
-        """Frees idle memory and fails all waiters, present and future.
+        """Frees idle memory and fails all waiters, present and future; idempotent.
 
-        Buffers still lent stay valid; their memory is freed at their release. A second
-        call does nothing.
+        Buffers still lent stay valid; their memory is freed at their release.
         """
         with self._changed:
             self._closed = True
             self._shrink_idle(0)
             self._changed.notify_all()
 
-    def _fits(self, num_bytes: int) -> bool:
-        return self._used_bytes + num_bytes <= self.capacity_bytes
-
     def _lend(self, num_bytes: int) -> Buffer:
         if not self._idle.get(num_bytes):
-            self._shrink_idle(self.capacity_bytes - self._used_bytes - num_bytes)
+            self._shrink_idle(self.capacity_bytes - self.used_bytes - num_bytes)
             self._map(num_bytes)
         mapping = self._idle[num_bytes].pop()
         self._idle_bytes -= num_bytes
-        self._used_bytes += num_bytes
-        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+        self.used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return Buffer(self, mapping)
 
     def _map(self, num_bytes: int) -> None:
         """Maps a buffer, and as many beside it as there are, if there is room."""
-        room = self.capacity_bytes - self._used_bytes - self._idle_bytes
+        room = self.capacity_bytes - self.used_bytes - self._idle_bytes
         most = min(self._num_mapped[num_bytes], _SLAB_BYTES // num_bytes)
         slab = _Mapping.slab(num_bytes, max(1, min(most, room // num_bytes)))
         if self._registry is not None:
@@ -270,13 +220,13 @@ class BufferPool:
 
     def _take_back(self, buffer: Buffer) -> None:
         with self._changed:
-            mapping = buffer._detach()
+            mapping, buffer._mapping = buffer._mapping, None
             if mapping is None:
                 return
-            self._used_bytes -= buffer.num_bytes
+            self.used_bytes -= buffer.num_bytes
             self._idle.setdefault(buffer.num_bytes, []).append(mapping)
             self._idle_bytes += buffer.num_bytes
-            room = max(0, self.capacity_bytes - self._used_bytes)
+            room = max(0, self.capacity_bytes - self.used_bytes)
             self._shrink_idle(0 if self._closed else room)
             self._changed.notify_all()
 
