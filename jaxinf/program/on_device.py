@@ -63,11 +63,14 @@ def kernel_function(
                 return gradient
             case Input(kind="params"):
                 return params
-        return jnp.asarray(inputs[operand.kind][operand.index], operand.dtype)
+        held = inputs[operand.kind][operand.index]
+        return None if held is None else jnp.asarray(held, operand.dtype)
 
     for equation in kernel.equations:
         operands = [value(operand) for operand in equation.inputs]
-        values.append(_computed(kernel, equation, operands))
+        # What reads state that is not given is of a branch that the step does not take.
+        is_given = all(operand is not None for operand in operands)
+        values.append(_computed(kernel, equation, operands) if is_given else None)
     shape = gradient.shape
     columns = kernel.slots, kernel.new_slots, kernel.slot_dtypes
     new = [

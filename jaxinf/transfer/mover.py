@@ -206,6 +206,12 @@ class Mover:
             self._queues.prefetch(tasks)
             self._to_do.notify()
 
+    def hold_prefetches(self, is_holding: bool) -> None:
+        """Lets no prefetch begin while `is_holding`; others use the drive meanwhile."""
+        with self._to_do:
+            self._queues.is_holding = is_holding
+            self._wake_worker()
+
     def close(self) -> None:
         """Stops the workers, each after its present unit; idempotent."""
         with self._done:

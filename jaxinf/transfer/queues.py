@@ -70,6 +70,7 @@ class Queues:
       num_unfinished: number of submitted tasks that are not computed and written.
       num_draining: number of threads that wait until that is 0.
       is_stopped: whether no more units may begin.
+      is_holding: whether no more prefetches may begin.
       staying: keys of pieces that stay in memory when they are written.
       is_deferring: whether these are not written, as the step does not commit.
       at_once: states that are written in any case.
@@ -96,7 +97,7 @@ class Queues:
         self.num_moving = self.num_computing = self.num_prefetching = 0
         self.num_elsewhere = 0
         self.num_unfinished = self.num_draining = 0
-        self.is_stopped = self.is_deferring = False
+        self.is_stopped = self.is_holding = self.is_deferring = False
         self.staying: frozenset[Hashable] = frozenset()
         self.at_once: frozenset[int] = frozenset()
         self.step = self.found_bytes = 0

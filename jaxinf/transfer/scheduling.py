@@ -220,7 +220,7 @@ def _prefetch(queues: Queues) -> Load | None:
 def _drive_to_prefetch(queues: Queues) -> int | None:
     """Returns the drive whose prefetch is next, if its memory may have room."""
     first, first_number = None, 0
-    for number, drive in enumerate(queues.drives):
+    for number, drive in enumerate(() if queues.is_holding else queues.drives):
         has_room = not drive.room.waiting and drive.room.refused_bytes is None
         if drive.due and has_room and _may_move(queues, drive):
             place, _ = next(iter(drive.due.values()))

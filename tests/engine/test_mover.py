@@ -199,6 +199,18 @@ def prefetched(item, tasks):
         )
 
 
+def test_prefetches_that_were_held_begin_when_let_go(rig):
+    item = rig()
+    item.mover.hold_prefetches(True)
+    item.mover.prefetch(item.tasks())
+    time.sleep(0.05)
+    assert not item.csd.reads
+    item.mover.hold_prefetches(False)
+    item.mover.run(item.tasks())
+    item.mover.drain()
+    assert len(item.csd.reads) == 2 * 10
+
+
 def test_short_states_are_moved_together(rig):
     item = rig()
     prefetched(item, item.tasks())

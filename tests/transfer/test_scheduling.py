@@ -257,6 +257,17 @@ def test_short_prefetches_of_a_csd_are_loaded_together():
     assert set(rig.loads.values()) == {1}
 
 
+def test_held_prefetches_begin_later_and_submitted_tasks_do_not_wait():
+    rig = Rig()
+    rig.queues.prefetch([task(layout(n, SHORT)) for n in range(2)])
+    rig.queues.is_holding = True
+    assert rig.begin() is None
+    rig.submit(task(layout(1, SHORT)))
+    assert kinds(rig.run()) == ["Load", "Compute"]
+    rig.queues.is_holding = False
+    assert kinds(rig.run()) == ["Load"]
+
+
 def test_what_is_submitted_while_it_is_prefetched_is_not_read_again():
     rig = Rig()
     where = layout(0, SHORT)
