@@ -17,7 +17,6 @@ from jaxinf.program.average import (
     ema,
     parse_ema,
 )
-from jaxinf.program.init import InitProgram, trace_init
 from jaxinf.program.kernel import Kernel
 from jaxinf.program.on_device import (
     is_computable,
@@ -27,9 +26,9 @@ from jaxinf.program.on_device import (
 )
 from jaxinf.program.passes import Part, Passes
 from jaxinf.program.prologue import LeafInputs, key_data
-from jaxinf.program.recall import Recall
 from jaxinf.program.state import (
     LeafKernel,
+    Recall,
     StateLayout,
     StateSlot,
     state_keys,
@@ -43,7 +42,12 @@ from jaxinf.program.tree import (
     trained,
     with_leaves,
 )
-from jaxinf.program.update import UpdateProgram, trace_update
+from jaxinf.program.update import (
+    InitProgram,
+    UpdateProgram,
+    trace_init,
+    trace_update,
+)
 from jaxinf.program.wrappers import (
     NonFinitePolicy,
     check_nonfinite,

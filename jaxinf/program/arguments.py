@@ -50,18 +50,15 @@ class ExtraArgs:
         leaves, treedef = jax.tree.flatten(dict(extra_args))
         if treedef != self.treedef:
             raise _mismatch(str(self.treedef), str(treedef))
-        avals = iter(self.avals)
-        values = []
+        avals, values = iter(self.avals), list[jax.Array]()
         for leaf, static in zip(leaves, self.static, strict=True):
-            if static is not None:
-                if leaf is not static[0] and not _equal(leaf, static[0]):
-                    raise _mismatch(repr(static[0]), repr(leaf))
-                continue
-            aval = next(avals)
-            found = tuple(jnp.shape(leaf))
-            if not _is_dynamic(leaf) or found != aval.shape:
-                raise _mismatch(str(aval), repr(leaf))
-            values.append(_as_dtype(leaf, aval.dtype))
+            if static is None:
+                aval = next(avals)
+                if not _is_dynamic(leaf) or tuple(jnp.shape(leaf)) != aval.shape:
+                    raise _mismatch(str(aval), repr(leaf))
+                values.append(jnp.asarray(leaf).astype(aval.dtype))
+            elif leaf is not static[0] and not _equal(leaf, static[0]):
+                raise _mismatch(repr(static[0]), repr(leaf))
         return values
 
 
@@ -76,11 +73,6 @@ def _aval(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
     array = jax.eval_shape(lambda: jnp.asarray(leaf))
     return jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=True)
-
-
-def _as_dtype(leaf: Any, dtype: Any) -> jax.Array:
-    array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-    return array if array.dtype == dtype else array.astype(dtype)
 
 
 def _equal(left: Any, right: Any) -> bool:

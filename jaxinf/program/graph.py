@@ -221,7 +221,9 @@ class _Rule:
         if _is_identity(name, inputs, avals):
             return inputs[: len(avals)]
         sources = (eqn.source_info, *reversed(self._callers))
-        return self._append(eqn.primitive, inputs, avals, eqn.params, eqn.ctx, sources)
+        values = tuple(inputs)
+        node = Node(eqn.primitive, values, eqn.params, (), eqn.ctx, sources)
+        return self._append(node, avals)
 
     def _call(self, eqn: Any, callee: Any, inputs: Sequence[Value]) -> list[Value]:
         self._callers.append(eqn.source_info)
@@ -229,17 +231,8 @@ class _Rule:
         self._callers.pop()
         return outputs
 
-    def _append(
-        self,
-        primitive: compat.Primitive,
-        inputs: Sequence[Value],
-        avals: Sequence[Any],
-        params: Mapping[str, Any],
-        context: Any,
-        sources: tuple[Any, ...],
-    ) -> Sequence[Value]:
-        node = Node(primitive, tuple(inputs), params, (), context, sources)
-        stored = any(value.stored for value in inputs)
+    def _append(self, node: Node, avals: Sequence[Any]) -> Sequence[Value]:
+        stored = any(value.stored for value in node.inputs)
         node.outputs = tuple(Value(aval, stored, node) for aval in avals)
         self.nodes.append(node)
         return node.outputs
@@ -256,8 +249,8 @@ class _Rule:
             if all(case is cases[0] for case in cases):
                 found.append(cases[0])
             else:
-                which = [index, *cases]
-                found += self._append(select, which, [var.aval], {}, None, sources)
+                node = Node(select, (index, *cases), {}, sources=sources)
+                found += self._append(node, [var.aval])
         return found
 
 

@@ -159,20 +159,34 @@ def in_passes(
     owners |= {value: leaf for value, (leaf, _) in recalled.items()}
     flow = flow_of(prologue.nodes, prologue.inputs, owners, gradients, late, sliced)
     division = _Division(prologue, flow, owners, gradients, sliced)
-    num_passes = division.num_passes
-    exports = division.exports()
-    parts = division.parts(exports)
+    num_passes = division.num_passes()
+    exports = division.exports(num_passes - 1)
+    parts = division.parts(num_passes, exports)
+    shared = [
+        value
+        for leaf, kernel in enumerate(prologue.leaves)
+        for value in kernel.scalars
+        if not flow.is_own(value, leaf, num_passes - 1)
+    ]
     before: list[Part] = []
     done: set[Value] = set()
-    for number in range(num_passes):
-        known = division.known_before(number, exports) | done
-        own = [part for (n, _), part in parts.items() if n == number]
-        needed = dict.fromkeys(v for p in own for v in p.numbers if v not in known)
-        scalars = division.shared_scalars() if number == num_passes - 1 else ()
-        before.append(division.on_numbers(known, tuple(needed), scalars))
-        done.update(needed)
-    known = division.known_before(num_passes, exports)
-    before.append(division.on_numbers(known, tuple(dict.fromkeys(division.new_state))))
+    for number in range(num_passes + 1):
+        known = {
+            value
+            for value in prologue.inputs
+            if value not in owners and flow.stages[value] <= number
+        } | {value for value, (n, _) in exports.items() if n < number}
+        if number < num_passes:
+            known |= done
+            own = [part for (n, _), part in parts.items() if n == number]
+            outputs = [v for part in own for v in part.numbers if v not in known]
+        else:
+            outputs = division.new_state
+        numbers = tuple(dict.fromkeys(outputs))
+        scalars = tuple(dict.fromkeys(shared if number == num_passes - 1 else ()))
+        given, nodes = division.needed((*numbers, *scalars), known.__contains__)
+        before.append(Part((), given, nodes, numbers, scalars))
+        done.update(numbers)
     return Passes(
         prologue, gradients, params, recalled, num_passes, parts, before, sliced
     )
@@ -202,54 +216,41 @@ class _Division:
             if value.constant is None
         ]
 
-    @cached_property
     def num_passes(self) -> int:
-        stages = [self.flow.known_at(value, leaf) for value, leaf in self.wanted]
-        ends = [self.flow.numbers[value] - 1 for value in self.new_state]
-        found = 1 + max([0, *stages, *ends])
-        if found > MAX_PASSES:
-            raise UnsupportedTransformError(
-                f"optimizer: expected to need at most {MAX_PASSES} passes over the "
-                f"gradients, found one that needs {found}, for {self.culprit()}; leave "
-                "one of its norms out, or use jaxinf.smart_update"
-            )
-        return found
-
-    def culprit(self) -> str:
-        """The computation that needs the most passes, in words."""
-        stages, nodes = self.flow.stages, self.prologue.nodes
+        ends = [self.flow.known_at(value, leaf) for value, leaf in self.wanted]
+        ends += [self.flow.numbers[value] - 1 for value in self.new_state]
+        found = 1 + max(ends, default=0)
+        if found <= MAX_PASSES:
+            return max(1, found)
+        stages = self.flow.stages
         values = [*(value for value, _ in self.wanted), *self.new_state]
-        nodes = prune(nodes, [max(values, key=lambda value: stages[value])])
-        latest = max((stages[n.outputs[0]] for n in nodes), default=0)
-        first = next(n for n in nodes if stages[n.outputs[0]] == latest)
-        return f"{first.name}{origin_of(first)}"
+        nodes = prune(self.prologue.nodes, [max(values, key=stages.__getitem__)])
+        culprit = max(nodes, key=lambda node: stages[node.outputs[0]])
+        raise UnsupportedTransformError(
+            f"optimizer: expected to need at most {MAX_PASSES} passes over the "
+            f"gradients, found one that needs {found}, for {culprit.name}"
+            f"{origin_of(culprit)}; leave one of its norms out, or use "
+            "jaxinf.smart_update"
+        )
 
-    def exports(self) -> dict[Value, tuple[int, int]]:
-        """Returns numbers that leaves give, each with its pass and its leaf."""
-        owners, stages = self.flow.owners, self.flow.stages
-        found = {v: (stages[v] - 1, leaf) for v, leaf in self.flow.gathered.items()}
-        for value in self.given_away():
-            for root in self.roots(value):
-                found[root] = stages[root], owners[root]
-        return found
+    def exports(self, last: int) -> dict[Value, tuple[int, int]]:
+        """Returns numbers that leaves give, each with its pass and its leaf.
 
-    def given_away(self) -> list[Value]:
-        """Returns values of one leaf that others use, or later passes again."""
-        flow, last = self.flow, self.num_passes - 1
-        reads = [(value, None) for value in self.new_state]
+        Those are of what others use, or later passes again.
+        """
+        flow = self.flow
+        found = {v: (flow.stages[v] - 1, leaf) for v, leaf in flow.gathered.items()}
+        reads: list[tuple[Value, int | None]] = [(v, None) for v in self.new_state]
         for node in self.prologue.nodes:
             out = node.outputs[0]
             if out not in flow.gathered:
                 reads += [(value, flow.owners.get(out)) for value in node.inputs]
-        reads += self.wanted
-        return list(
-            dict.fromkeys(
-                value
-                for value, leaf in reads
-                if value in flow.owners
-                and (leaf is None or not flow.is_own(value, leaf, last))
-            )
-        )
+        for value, leaf in dict.fromkeys((*reads, *self.wanted)):
+            is_own = leaf is not None and flow.is_own(value, leaf, last)
+            if value in flow.owners and not is_own:
+                for root in self.roots(value):
+                    found[root] = flow.stages[root], flow.owners[root]
+        return found
 
     def roots(self, value: Value) -> list[Value]:
         """Returns values from which a leaf's number follows by those on numbers."""
@@ -265,23 +266,21 @@ class _Division:
         return list(found)
 
     def parts(
-        self, exports: Mapping[Value, tuple[int, int]]
+        self, num_passes: int, exports: Mapping[Value, tuple[int, int]]
     ) -> dict[tuple[int, int], Part]:
-        flow, last = self.flow, self.num_passes - 1
+        """Returns what each pass computes of each leaf."""
+        flow, last = self.flow, num_passes - 1
         given: defaultdict[tuple[int, int], list[Value]] = defaultdict(list)
         for value, at in exports.items():
             given[at].append(value)
         found = {}
         for leaf, kernel in enumerate(self.prologue.leaves):
-            for number in range(self.num_passes):
-                own = given[number, leaf]
-                scalars, arrays = list[Value](), list[Value]()
-                if number == last:
-                    arrays += kernel.arrays
-                    scalars += [v for v in kernel.scalars if flow.is_own(v, leaf, last)]
-                if own or scalars or arrays:
-                    part = self.part(number, leaf, own, scalars, arrays)
-                    found[number, leaf] = part
+            own = [v for v in kernel.scalars if flow.is_own(v, leaf, last)]
+            for number in range(num_passes):
+                scalars, arrays = (own, kernel.arrays) if number == last else ((), ())
+                if given[number, leaf] or scalars or arrays:
+                    outputs = given[number, leaf], scalars, arrays
+                    found[number, leaf] = self.part(number, leaf, *outputs)
         return found
 
     def part(
@@ -295,9 +294,8 @@ class _Division:
         outputs = (*exports, *scalars, *arrays)
 
         def is_given(value: Value) -> bool:
-            if value in self.own_inputs:
-                return True
-            return value not in exports and self.flow.is_number(value, leaf, number)
+            is_known = value not in exports and self.flow.is_number(value, leaf, number)
+            return value in self.own_inputs or is_known
 
         given, nodes = self.needed(outputs, is_given)
         own = tuple(value for value in given if value in self.own_inputs)
@@ -317,38 +315,14 @@ class _Division:
             leaf in self.sliced and takes_slices,
         )
 
-    def on_numbers(
-        self,
-        known: Set[Value],
-        exports: tuple[Value, ...],
-        scalars: tuple[Value, ...] = (),
-    ) -> Part:
-        inputs, nodes = self.needed((*exports, *scalars), known.__contains__)
-        return Part((), inputs, nodes, exports, scalars)
-
-    def known_before(
-        self, number: int, exports: Mapping[Value, tuple[int, int]]
-    ) -> set[Value]:
-        """Returns numbers that need no computation: inputs, and earlier exports."""
-        return {
-            value
-            for value in self.prologue.inputs
-            if value not in self.own_inputs and self.flow.stages[value] <= number
-        } | {value for value, (n, _) in exports.items() if n < number}
-
-    def shared_scalars(self) -> tuple[Value, ...]:
-        """Returns kernels' scalars that no leaf's part computes."""
-        last = self.num_passes - 1
-        leaves = enumerate(self.prologue.leaves)
-        own = ((value, leaf) for leaf, kernel in leaves for value in kernel.scalars)
-        shared = (v for v, leaf in own if not self.flow.is_own(v, leaf, last))
-        return tuple(dict.fromkeys(shared))
-
     def needed(
         self, outputs: Sequence[Value], is_given: Callable[[Value], bool]
     ) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
-        """Returns the given values that outputs follow from, and the computation."""
-        given, nodes, seen = set[Value](), set[Node](), set[Value]()
+        """Returns the given values that outputs follow from, and the computation.
+
+        In the order of the prologue, so that parts of equal leaves are alike.
+        """
+        seen, given, nodes = set[Value](), set[Value](), set[Node]()
         stack = list(outputs)
         while stack:
             value = stack.pop()
@@ -361,14 +335,13 @@ class _Division:
                 assert value.node is not None, "an input is given"
                 nodes.add(value.node)
                 stack += value.node.inputs
-        places = self.places
         return (
-            tuple(sorted(given, key=places.__getitem__)),
-            tuple(sorted(nodes, key=lambda node: places[node.outputs[0]])),
+            tuple(sorted(given, key=self.places.__getitem__)),
+            tuple(sorted(nodes, key=lambda node: self.places[node.outputs[0]])),
         )
 
     @cached_property
     def places(self) -> Mapping[Value, int]:
-        """The position of each value, so that parts of equal leaves are alike."""
+        """The position of each value."""
         made = (value for node in self.prologue.nodes for value in node.outputs)
         return {value: i for i, value in enumerate((*self.prologue.inputs, *made))}

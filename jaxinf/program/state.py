@@ -218,3 +218,49 @@ def _check_scalar_bytes(paths: Sequence[str], avals: Sequence[Any]) -> None:
             f"other state (kept in JAX), found {sum(sizes)} bytes, {most} of them "
             "here; use a transformation without factored or per-row state"
         )
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Stored state that a prologue needs, beside kernels that read it by themselves.
+
+    All of it, for optimizers that reduce over it, such as LAMB; or the sum of gradients
+    of an ``optax.MultiSteps``, in the last micro-step, for its norm.
+
+    Attributes:
+      slots: The slots, those of a leaf behind those of the leaf before.
+      leaves: The leaf of each slot.
+      counter: Index in the scalar state of a count. A step whose new count is 0 needs
+        the slots; in others finite numbers may take their place. None if each step
+        needs them.
+    """
+
+    slots: tuple[StateSlot, ...]
+    leaves: tuple[int, ...]
+    counter: int | None
+
+
+def recall_all(layout: StateLayout) -> Recall | None:
+    """Returns all slots; None without any."""
+    owned = ((slot, leaf) for leaf, own in enumerate(layout.slots) for slot in own)
+    pairs = [pair for pair in owned if pair[0].name != AVERAGE]  # nobody needs it
+    slots, leaves = zip(*pairs, strict=True) if pairs else ((), ())
+    return Recall(slots, leaves, None) if slots else None
+
+
+def find_recall(layout: StateLayout) -> Recall | None:
+    """Returns the sums of an ``optax.MultiSteps`` and its count; None without one."""
+    for counter, keys in enumerate(layout.scalar_keys):
+        if not keys or keys[-1] != ("field", "mini_step"):
+            continue
+        sums = (*keys[:-1], ("field", "acc_grads"))
+        found = [
+            (slot, leaf)
+            for leaf, own in enumerate(layout.slots)
+            for slot in own
+            if layout.keys[slot.state_index][: len(sums)] == sums
+        ]
+        if [leaf for _, leaf in found] == [*range(len(layout.slots))]:
+            slots, leaves = zip(*found, strict=True)
+            return Recall(slots, leaves, counter)
+    return None

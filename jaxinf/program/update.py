@@ -1,7 +1,8 @@
 """An optax transformation as a prologue in JAX and one elementwise kernel per leaf.
 
-Invariant: prologue and kernels together compute what ``tx.update`` on float32 params
-and gradients computes, up to rounding; leaves with equal bodies share one `Kernel`.
+Invariant: prologue and kernels together compute what ``tx.update`` and ``tx.init`` on
+float32 params and gradients compute, an update up to rounding; leaves with equal bodies
+share one `Kernel`.
 """
 
 import math
@@ -23,14 +24,16 @@ from jaxinf.program.ir import Constant, Input, Operand
 from jaxinf.program.kernel import Kernel
 from jaxinf.program.passes import Passes, in_passes
 from jaxinf.program.prologue import LeafInputs, Prologue
-from jaxinf.program.recall import Recall, find_recall, recall_all
 from jaxinf.program.split import BodyBuilder, is_elementwise, refusal, stored_culprit
 from jaxinf.program.state import (
     LeafKernel,
+    Recall,
     StateLayout,
     as_transform,
+    find_recall,
     float32_avals,
     layout_of,
+    recall_all,
 )
 from jaxinf.program.tree import LeafInfo, leaf_infos
 from jaxinf.typing import AVERAGE, FLOAT32, PyTree
@@ -83,13 +86,6 @@ class UpdateProgram:
         Raises:
           ValueError: The arguments are not of the kind the program was traced with.
         """
-        counts = (len(gradients), len(params), len(scalar_state))
-        expected = (len(self.leaves), len(self.leaves), self.num_scalar_state)
-        if counts != expected:
-            raise ValueError(
-                "prologue: expected (gradients, params, scalar state) leaves "
-                f"{expected}, found {counts}"
-            )
         extra = self._extra_args.dynamic_values(extra_args or {})
         return self._prologue([*gradients, *params, *scalar_state, *extra, *recalled])
 
@@ -149,6 +145,36 @@ class UpdateProgram:
         return {value: _typed(array, value) for value, array in pairs}
 
 
+@dataclass(frozen=True, eq=False)
+class InitProgram:
+    """``tx.init``, divided between JAX and the storage.
+
+    Attributes:
+      layout: The layout of the state.
+      leaves: One per params leaf.
+    """
+
+    layout: StateLayout
+    leaves: tuple[LeafKernel, ...]
+    _prologue: Prologue = field(repr=False)
+
+    @property
+    def needed_params(self) -> list[int]:
+        """Numbers of the leaves that the prologue needs, not only their shapes."""
+        read = self._prologue.read
+        return [n for n, v in enumerate(self._prologue.inputs) if v in read]
+
+    def prologue(
+        self, params: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], list[LeafInputs]]:
+        """The first scalar state and, per leaf, its kernel's inputs; traceable.
+
+        Args:
+          params: Flat leaves, each in its own dtype; widened if they are needed.
+        """
+        return self._prologue(params)
+
+
 def trace_update(
     tx: optax.GradientTransformation | optax.MultiSteps,
     params: PyTree,
@@ -179,16 +205,43 @@ def trace_update(
     layout = layout_of(jax.eval_shape(tx.init, avals), avals)
     extra = ExtraArgs.of(extra_args or {})
     infos = leaf_infos(params)
-    recalls: list[Recall | None] = [None]
-    recalls += [find_recall(layout)] if may_recall else []
-    recalls += [recall_all(layout)] if may_recall_all else []
+    recalls = [None, may_recall and find_recall(layout)]
+    recalls += [may_recall_all and recall_all(layout)]
     closed, refusals = _update_jaxpr(tx, avals, layout, extra), []
-    for recall in dict.fromkeys(recalls):
+    for recall in dict.fromkeys(one or None for one in recalls):
         try:
             return _divided(closed, layout, extra, infos, recall)
         except UnsupportedTransformError as error:
             refusals.append(error)
     raise refusals[0]
+
+
+def trace_init(
+    tx: optax.GradientTransformation | optax.MultiSteps, params: PyTree
+) -> InitProgram:
+    """Traces ``tx.init`` on float32 params and divides it.
+
+    Raises:
+      TypeError, ValueError: See `leaf_infos`.
+      UnsupportedTransformError: More than 64 KiB of state is not of a leaf's shape,
+        or a value is of a 64-bit dtype.
+    """
+    tx = as_transform(tx)
+    infos, avals = leaf_infos(params), float32_avals(params)
+    closed, state = jax.make_jaxpr(tx.init, return_shape=True)(avals)
+    layout = layout_of(state, avals)
+    graph = graph_of(closed)
+    kernels: dict[Kernel, Kernel] = {}
+    leaves, builders = [], []
+    for info, slots, own in zip(infos, layout.slots, graph.inputs, strict=True):
+        builder = BodyBuilder(info, {own: Input("params", 0, FLOAT32)})
+        first = [builder.operand(graph.results[slot.state_index]) for slot in slots]
+        kernel = builder.kernel(slots, None, first)
+        leaves.append(LeafKernel(info, slots, kernels.setdefault(kernel, kernel)))
+        builders.append(builder)
+    scalar_state = [graph.results[index] for index in layout.scalar_indices]
+    prologue = Prologue.of(graph.nodes, graph.inputs, scalar_state, builders)
+    return InitProgram(layout, tuple(leaves), prologue)
 
 
 def _divided(

@@ -302,6 +302,3 @@ def test_the_prologue_is_pruned():
 def test_the_transform_is_checked():
     with pytest.raises(TypeError, match="tx: expected an optax GradientTransformation"):
         trace_update(3, PARAMS)
-    program = trace_update(optax.sgd(0.1), {"w": jnp.zeros(3)})
-    with pytest.raises(ValueError, match=r"prologue: expected .*\(1, 1, 0\)"):
-        program.prologue([], [], [])
