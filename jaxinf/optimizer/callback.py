@@ -70,48 +70,34 @@ PACKED_BYTES = 1024
 _WORD_BYTES = 4
 
 
-@dataclass(frozen=True)
-class Packing:
-    """Where the arrays of a tree are: in the words, or by themselves.
+def pack(tree: PyTree) -> tuple[list[jax.Array], Callable[[list[Array]], PyTree]]:
+    """Packs the short arrays of a tree; traceable.
 
-    Attributes:
-      shapes: shape and dtype of each array.
+    Returns:
+      The long arrays, and then the words, uint32, if any; and a function that makes the
+      tree of them on the host, whose short arrays are views of the words.
     """
+    leaves, treedef = jax.tree.flatten(tree)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    is_short = [_num_bytes(shape) < PACKED_BYTES for shape in shapes]
+    if sum(is_short) < 2:
+        is_short = [False] * len(shapes)
+    words = [_words(x) for x, short in zip(leaves, is_short, strict=True) if short]
+    long = [x for x, short in zip(leaves, is_short, strict=True) if not short]
 
-    treedef: Any
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    packed: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, tree: PyTree) -> "Packing":
-        """Returns that of a tree of arrays, or of shapes and dtypes."""
-        leaves, treedef = jax.tree.flatten(tree)
-        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-        packed = tuple(_num_bytes(x) < PACKED_BYTES for x in shapes)
-        if sum(packed) < 2:
-            packed = (False,) * len(shapes)
-        return cls(treedef, shapes, packed)
-
-    def pack(self, tree: PyTree) -> list[jax.Array]:
-        """Returns the long arrays, and then the words, uint32, if any; traceable."""
-        pairs = list(zip(jax.tree.leaves(tree), self.packed, strict=True))
-        words = [_words(array) for array, is_packed in pairs if is_packed]
-        long = [array for array, is_packed in pairs if not is_packed]
-        return [*long, jnp.concatenate(words)] if words else long
-
-    def unpack(self, arrays: list[Array]) -> PyTree:
-        """On the host: returns the tree, whose short arrays are views of the words."""
-        long = iter(arrays)
-        words = arrays[-1].view(np.uint8) if any(self.packed) else np.zeros(0, np.uint8)
-        begin, leaves = 0, []
-        for shape, is_packed in zip(self.shapes, self.packed, strict=True):
-            if not is_packed:
-                leaves.append(next(long))
+    def unpack(arrays: list[Array]) -> PyTree:
+        long, begin, found = iter(arrays), 0, []
+        for shape, short in zip(shapes, is_short, strict=True):
+            if not short:
+                found.append(next(long))
                 continue
             end = begin + _num_bytes(shape)
-            leaves.append(words[begin:end].view(shape.dtype).reshape(shape.shape))
+            own = arrays[-1].view(np.uint8)[begin:end]
+            found.append(own.view(shape.dtype).reshape(shape.shape))
             begin = -(-end // _WORD_BYTES) * _WORD_BYTES
-        return self.treedef.unflatten(leaves)
+        return treedef.unflatten(found)
+
+    return [*long, jnp.concatenate(words)] if words else long, unpack
 
 
 def _num_bytes(shape: jax.ShapeDtypeStruct) -> int:
@@ -256,14 +242,13 @@ def call_host(
 def _call(host: Host, avals: PyTree, arguments: PyTree) -> Any:
     if shares_memory(is_local=True):
         return compat.call_with_buffers(partial(_with_buffers, host), avals, arguments)
-    packing = Packing.of(arguments)
-    packed = packing.pack(arguments)
+    packed, unpack = pack(arguments)
     if jax.default_backend() != "tpu":
-        function = partial(_with_copies, host, avals, packing)
+        function = partial(_with_copies, host, avals, unpack)
         return compat.io_callback(function, avals, packed)
     # JAX gives all results of a call the first one's sharding, with as many axes.
     flat = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.size,), a.dtype), avals)
-    function = partial(_with_copies, host, avals, packing, is_flat=True)
+    function = partial(_with_copies, host, avals, unpack, is_flat=True)
     found = compat.io_callback(function, flat, packed)
     return jax.tree.map(lambda x, aval: x.reshape(aval.shape), found, avals)
 
@@ -349,13 +334,13 @@ def _with_buffers(host: Host, context: Any, outs: PyTree, arguments: PyTree) -> 
 def _with_copies(
     host: Host,
     avals: PyTree,
-    packing: Packing,
+    unpack: Callable[[list[Array]], PyTree],
     packed: list[Any],
     *,
     is_flat: bool = False,
 ) -> PyTree:
     outs = jax.tree.map(lambda aval: np.empty(aval.shape, aval.dtype), avals)
-    host(outs, packing.unpack(list(map(np.asarray, packed))))
+    host(outs, unpack(list(map(np.asarray, packed))))
     return jax.tree.map(np.ravel, outs) if is_flat else outs
 
 

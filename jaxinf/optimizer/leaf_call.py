@@ -338,37 +338,36 @@ def send(
       The result of each leaf, whose arrays are sharded like it; and its status, int32,
       the greatest of all shards. A slice for each leaf would take XLA long to compile.
     """
-    compress = compress or _as_it_is
     statuses = jax.ShapeDtypeStruct((len(call.leaves),), np.int32)
-    mesh = mesh_of(shardings)
-    if mesh is None:
-        call = call._replace(leaves=tuple(map(compress, call.leaves)))
-        avals = HostResult(tuple(results), statuses)
-        found = call_host(host, avals, call, is_local=False)
-        left = [leaf.feedback for leaf in call.leaves]
-        return list(map(LeafResult, found.arrays, left)), found.statuses
-    local = [
-        None if aval is None else _shard_aval(aval, sharding)
-        for aval, sharding in zip(results, shardings, strict=True)
-    ]
-    others = unused_axes(mesh, call.leaves[0].split)
+    avals, mesh = HostResult(tuple(results), statuses), mesh_of(shardings)
+    others: tuple[str, ...] = ()
+    if mesh is not None:
+        others = unused_axes(mesh, call.leaves[0].split)
+        pairs = zip(results, shardings, strict=True)
+        local = [aval and _shard_aval(aval, sharding) for aval, sharding in pairs]
+        avals = HostResult(tuple(local), statuses)
 
     def on_device(call: HostCall) -> tuple[HostResult, list[Any]]:
-        leaves = tuple(map(compress, call.leaves))
-        call = call._replace(leaves=leaves, device=axis_indices(mesh))
-        avals = HostResult(tuple(local), statuses)
+        leaves = tuple(map(compress, call.leaves)) if compress else call.leaves
+        feedback = [leaf.feedback for leaf in leaves]
+        call = call._replace(leaves=leaves)
+        if mesh is None:
+            return call_host(host, avals, call, is_local=False), feedback
+        call = call._replace(device=axis_indices(mesh))
         found = call_owner(host, avals, call, mesh, others)
         greatest = jax.lax.pmax(found.statuses, mesh.axis_names)
-        return found._replace(statuses=greatest), [leaf.feedback for leaf in leaves]
+        return found._replace(statuses=greatest), feedback
 
-    whole = PartitionSpec()
-    specs = [sharding.spec for sharding in shardings]
-    found, feedback = compat.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(call_specs(call, specs),),
-        out_specs=(HostResult(tuple(specs), whole), specs),
-    )(call)
+    run = on_device
+    if mesh is not None:
+        specs = [sharding.spec for sharding in shardings]
+        run = compat.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(call_specs(call, specs),),
+            out_specs=(HostResult(tuple(specs), PartitionSpec()), specs),
+        )
+    found, feedback = run(call)
     return list(map(LeafResult, found.arrays, feedback)), found.statuses
 
 
@@ -377,10 +376,6 @@ def leaf_call(
 ) -> LeafCall:
     split = ((),) * ndim if sharding is None else split_of(sharding, ndim)
     return LeafCall(number, split, **arrays)
-
-
-def _as_it_is(call: LeafCall) -> LeafCall:
-    return call
 
 
 def _shard_aval(

@@ -135,21 +135,17 @@ def _update_function(wrapped: Wrapped) -> Any:
     """`update`, traced into the caller's computation or jitted by itself."""
 
     def traced(
-        updates: PyTree,
-        state: SmartUpdateState,
-        params: PyTree | None,
+        arrays: tuple[PyTree, SmartUpdateState, PyTree | None],
         dynamic: Mapping[str, Any],
+        carry: PyTree,
         static: tuple[tuple[str, Any], ...],
         shardings: tuple[NamedSharding, ...],
         shapes: Shapes | None,
-        carry: PyTree,
     ) -> tuple[PyTree, SmartUpdateState]:
         extra_args = {**dynamic, **dict(static)}
-        return run_update(
-            wrapped, updates, state, params, extra_args, shardings, shapes, carry
-        )
+        return run_update(wrapped, *arrays, extra_args, shardings, shapes, carry)
 
-    jitted = jax.jit(traced, static_argnums=(4, 5, 6))
+    jitted = jax.jit(traced, static_argnums=(3, 4, 5))
 
     def update(
         updates: PyTree,
@@ -167,35 +163,26 @@ def _update_function(wrapped: Wrapped) -> Any:
                 "params, opt_state, step=…), state = tx.init(params) "
                 "(docs/checkpoints.md)"
             )
-            check_device_configuration()
+        check_device_configuration()
         wrapped.check()
         given = align(updates, params, wrapped.engine.shapes)
         arrays = given.gradients, state, given.params
+        fixed = wrapped.shardings, given.shapes
         everything = jax.tree.leaves((arrays, extra_args, carry))
         if any(isinstance(value, compat.Tracer) for value in everything):
-            fixed = wrapped.shardings, given.shapes
-            made, state = traced(*arrays, extra_args, (), *fixed, carry)
+            made, state = traced(arrays, extra_args, carry, (), *fixed)
         else:
-            made, state = run(*arrays, extra_args, given.shapes, carry)
+            carried_leaves(carry)  # names the leaf that JAX would not take
+            dynamic = {k: v for k, v in extra_args.items() if not callable(v)}
+            static = tuple((k, v) for k, v in extra_args.items() if callable(v))
+            made, state = run(arrays, dynamic, carry, static, *fixed)
         if params is None:
             _warn_without_params(wrapped.store)
         return given.updates(made), state
 
-    def run(
-        gradients: PyTree,
-        state: SmartUpdateState,
-        params: PyTree | None,
-        extra_args: Mapping[str, Any],
-        shapes: Shapes | None,
-        carry: PyTree,
-    ) -> tuple[PyTree, SmartUpdateState]:
-        carried_leaves(carry)  # names the leaf that JAX would not take
-        dynamic = {k: v for k, v in extra_args.items() if not callable(v)}
-        static = tuple((k, v) for k, v in extra_args.items() if callable(v))
-        arrays = gradients, state, params
+    def run(*arguments: Any) -> tuple[PyTree, SmartUpdateState]:
         try:
-            result = jitted(*arrays, dynamic, static, wrapped.shardings, shapes, carry)
-            jax.block_until_ready(result)
+            result = jax.block_until_ready(jitted(*arguments))
         except jax.errors.JaxRuntimeError as error:
             of_jax = error
         else:

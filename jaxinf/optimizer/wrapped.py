@@ -9,9 +9,9 @@ The host is called once a step, for one run; a transformation of JAX that would 
 more often, or differentiate it, is refused while it is traced.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import jax
@@ -169,39 +169,38 @@ def entering(what: str, tree: _Tree) -> _Tree:
         )
     leaves, treedef = jax.tree.flatten(tree)
     places = [n for n, x in enumerate(leaves) if isinstance(x, compat.Tracer)]
+    refuse_examples, refuse_derivative = _REFUSALS[what]
     entered = compat.without_examples(
         [leaves[place] for place in places],
-        refuse_examples=_refusal_of_examples(what),
-        refuse_derivative=_refusal_of_derivatives(what),
+        refuse_examples=refuse_examples,
+        refuse_derivative=refuse_derivative,
     )
     for place, value in zip(places, entered, strict=True):
         leaves[place] = value
     return treedef.unflatten(leaves)
 
 
-@lru_cache
-def _refusal_of_examples(what: str) -> Callable[[int], NoReturn]:
-    def refuse(num: int) -> NoReturn:
-        raise ValueError(
-            f"smart_update: {what} is called in jax.vmap over {num} examples, and a "
-            "store has the state of one run. Average the gradients of examples and "
-            f"call {what} outside of vmap; train several seeds one after another, each "
-            "with a store of its own (a vmap over one seed works)"
-        )
-
-    return refuse
+def _refuse_examples(what: str, num: int) -> NoReturn:
+    raise ValueError(
+        f"smart_update: {what} is called in jax.vmap over {num} examples, and a "
+        "store has the state of one run. Average the gradients of examples and "
+        f"call {what} outside of vmap; train several seeds one after another, each "
+        "with a store of its own (a vmap over one seed works)"
+    )
 
 
-@lru_cache
-def _refusal_of_derivatives(what: str) -> Callable[[], NoReturn]:
-    def refuse() -> NoReturn:
-        raise ValueError(
-            f"smart_update: {what} is differentiated (jax.grad, jax.jvp, …), and JAX "
-            "cannot follow what is computed near storage. Differentiate the loss "
-            f"alone, or give {what} what jax.lax.stop_gradient returns"
-        )
+def _refuse_derivative(what: str) -> NoReturn:
+    raise ValueError(
+        f"smart_update: {what} is differentiated (jax.grad, jax.jvp, …), and JAX "
+        "cannot follow what is computed near storage. Differentiate the loss "
+        f"alone, or give {what} what jax.lax.stop_gradient returns"
+    )
 
-    return refuse
+
+_REFUSALS = {  # made once, since JAX compares a primitive's parameters
+    what: (partial(_refuse_examples, what), partial(_refuse_derivative, what))
+    for what in ("init", "update")
+}
 
 
 OnExisting: TypeAlias = Literal["resume", "restart", "error"]

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxinf
-from jaxinf.optimizer.callback import PACKED_BYTES, Packing
+from jaxinf.optimizer.callback import PACKED_BYTES, pack
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -30,10 +30,9 @@ def test_bits_are_kept(dtype):
         for s in shapes
     ]
     tree = {"short": arrays[:-1], "flag": np.array([True, False]), "long": arrays[-1]}
-    packing = Packing.of(tree)
-    sent = [np.asarray(x) for x in jax.jit(packing.pack)(tree)]
+    sent = [np.asarray(x) for x in jax.jit(lambda tree: pack(tree)[0])(tree)]
     assert [x.nbytes for x in sent[:-1]] == [PACKED_BYTES]
-    found = packing.unpack(sent)
+    found = pack(tree)[1](sent)
     for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True):
         assert (new.dtype, new.shape) == (old.dtype, old.shape)
         assert new.tobytes() == old.tobytes()
@@ -41,9 +40,9 @@ def test_bits_are_kept(dtype):
 
 def test_a_single_short_array_travels_as_it_is():
     tree = [np.ones(300, np.float32), np.int32(3)]
-    packing = Packing.of(tree)
-    assert [x.shape for x in packing.pack(tree)] == [(300,), ()]
-    assert packing.unpack([np.asarray(x) for x in tree])[1] == 3
+    arrays, unpack = pack(tree)
+    assert [x.shape for x in arrays] == [(300,), ()]
+    assert unpack([np.asarray(x) for x in tree])[1] == 3
 
 
 def operands(jaxpr):
