@@ -16,8 +16,7 @@ from copies import copied
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.errors import StoreCorruptError, StoreMismatchError
-from jaxinf.layout import CodedSlot
+from jaxinf.errors import StoreMismatchError
 from jaxinf.store import StoreDirectory, verify_step
 
 pytestmark = pytest.mark.optimized
@@ -71,10 +70,6 @@ def rising(count):
     return jnp.minimum(0.999, (1 + count) / (10 + count))
 
 
-def power(count):
-    return (1 - 1 / (count + 1)) ** 7
-
-
 def by_function(decay):
     def updated(params, average, number):
         step_size = 1 - jnp.asarray(decay(jnp.int32(number - 1)), jnp.float32)
@@ -96,7 +91,6 @@ def of_start(params, average, number):
 CASES = {
     "number": ({"decay": DECAY}, None, by_number),
     "function": ({"decay": rising}, None, by_function(rising)),
-    "power": ({"decay": power}, None, by_function(power)),
     "every": (
         {"decay": DECAY, "every": 2},
         None,
@@ -131,19 +125,6 @@ def test_bits_are_those_of_optax(name, open_store):
 
     trained(store, jaxinf.ema(**arguments), 6, tx=tx, seen=seen)
     assert np.any(np.asarray(average["w"]) != np.asarray(params["w"]))
-
-
-@pytest.mark.long
-def test_the_average_of_bfloat16_params_follows_the_master(open_store):
-    store, params = open_store(), new_params(dtype=jnp.bfloat16)
-    average = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-
-    def seen(number):
-        nonlocal average
-        average = by_number(store.params(like(params)), average, number)
-
-    trained(store, jaxinf.ema(DECAY), 4, params=params, seen=seen)
-    assert_equal(store.params(like(params), average=True), average)
 
 
 @pytest.mark.long
@@ -200,33 +181,6 @@ def test_a_bfloat16_average_is_rounded_stochastically(open_store):
     assert traffic[0] - traffic[1] == 3 * 4096  # 7 pages against 4
 
 
-def test_rounded_to_nearest_a_bfloat16_average_stands_still():
-    """Params have moved by 1 %; with a decay of 0.999 no step reaches half a unit."""
-    params, num = np.full(4096, 1.01, np.float32), 2000
-    nearest = np.ones(4096, jnp.bfloat16)
-    codes, exact = np.ones(4096, jnp.bfloat16), np.float32(1)
-    for step in range(num):
-        new = np.float32(0.001) * params + np.float32(0.999) * nearest.astype("f4")
-        nearest = new.astype(jnp.bfloat16)
-        slot = CodedSlot(codes, None, key=step * 7919)
-        slot.encode(np.float32(0.001) * params + np.float32(0.999) * slot.decode())
-        exact = np.float32(0.001) * params[0] + np.float32(0.999) * exact
-    assert np.all(nearest == 1)
-    assert abs(codes.astype(np.float32).mean() - exact) < 2e-4
-
-
-@pytest.mark.long
-def test_frozen_params_are_their_own_average(open_store):
-    tx = optax.multi_transform(
-        {"moves": optax.adam(1e-2), "stays": optax.set_to_zero()},
-        {"w": "stays", "b": "moves"},
-    )
-    store = open_store()
-    trained(store, jaxinf.ema(DECAY), 2, tx=tx)
-    assert_equal(store.read("average", "w"), store.read("params", "w"))
-    assert store.metrics.traffic.drive_write_bytes == 4 * 4096
-
-
 @pytest.mark.long
 def test_a_refused_step_leaves_it(open_store):
     store, params = open_store(), new_params(ONE)
@@ -242,36 +196,6 @@ def test_a_refused_step_leaves_it(open_store):
         store.wait(state)
         assert np.array_equal(store.read("average", "w"), before) != is_taken
     assert int(state.average_count) == 2
-
-
-@pytest.mark.long
-def test_without_a_master_it_follows_params_before_they_are_rounded(open_store):
-    """Bits are those of a store with a master, in the step after equal params."""
-    params = new_params(ONE, jnp.bfloat16)
-    found, wanted = open_store("none", master="none"), open_store("stored")
-    for store in (found, wanted):
-        trained(store, jaxinf.ema(DECAY), 1, params=params)
-    assert_equal(found.read("average", "w"), wanted.read("average", "w"))
-    assert np.any(found.read("params", "w") != wanted.read("params", "w"))
-
-
-@pytest.mark.long
-def test_compressed_gradients_give_it_their_params(open_store):
-    store, params = open_store(), new_params(ONE)
-    tx = jaxinf.smart_update(
-        optax.adam(1e-2),
-        store,
-        average=jaxinf.ema(DECAY),
-        compress=jaxinf.top_k(0.1),
-    )
-    state, average = tx.init(params), params
-    for number in range(2):
-        gradients = jax.tree.map(jnp.sin, params)
-        updates, state = tx.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
-        store.wait(state)
-        average = by_number(store.params(like(params)), average, number)
-        assert_equal(store.params(like(params), average=True), average)
 
 
 @pytest.mark.long
@@ -356,21 +280,6 @@ def test_other_tools_read_it(place, capsys):
     assert "average" in json.dumps(json.loads(capsys.readouterr().out))
 
 
-def test_a_flipped_bit_is_found(place):
-    with jaxinf.open_store(place / "store") as store:
-        trained(store, jaxinf.ema(DECAY), 1)
-    directory = StoreDirectory.open(place / "store")
-    file = directory.chunk_file(directory.committed_slot(), 1, 0, "average")
-    data = bytearray(file.read_bytes())
-    data[11] ^= 2
-    file.write_bytes(data)
-    with (
-        pytest.raises(StoreCorruptError, match="leaf w, average, chunk 0"),
-        jaxinf.open_store(place / "store") as store,
-    ):
-        store.params(like(new_params()), average=True)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "durability", ["step", pytest.param(3, marks=pytest.mark.long)]
@@ -386,16 +295,6 @@ def test_resumed_is_uninterrupted(open_store, durability):
     assert int(state.average_count) == 5
     for name in ("params", "average"):
         assert_equal(parts.read(name, "w"), whole.read(name, "w"))
-
-
-@pytest.mark.long
-def test_emulated_cards_have_its_bits(open_store):
-    average, params = jaxinf.ema(DECAY), new_params()
-    found, wanted = open_store("card", csd="emulated"), open_store("host")
-    for store in (found, wanted):
-        trained(store, average, 2, params=params)
-    for state in ("params", "mu", "average"):
-        assert_equal(found.read(state, "w"), wanted.read(state, "w"))
 
 
 @pytest.mark.long

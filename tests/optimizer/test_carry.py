@@ -1,7 +1,5 @@
 """What a step carries: refusals, its files, and where they go with the step."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,38 +73,11 @@ def damages(path):
     return [damage for step in steps for damage in verify_step(directory, step)]
 
 
-def test_a_store_on_several_drives_has_it_once(place):
-    drives = [place / "one", place / "two"]
-    for drive in drives:
-        drive.mkdir()
-    train(place / "s", [1, 2, 3], csds=drives)
-    assert not [file for drive in drives for file in drive.rglob("carry*")]
-    same(carried(place / "s", csds=drives), 3)
-    assert not damages(place / "s")
-
-
 @pytest.mark.parametrize("durability", ["step", 3])
 def test_it_is_that_of_the_last_step(place, durability):
     train(place / "s", [1, 2, 3, 4], durability=durability)
     same(carried(place / "s"), 4)
     assert not damages(place / "s")
-
-
-def test_a_computation_of_many_steps_carries_that_of_the_last(place):
-    store = jaxinf.open_store(place / "s")
-    tx = jaxinf.smart_update(optax.adam(1e-2), store)
-
-    @jax.jit
-    def run(params, state):
-        def body(held, number):
-            updates, state = tx.update(PARAMS, held[1], held[0], carry={"n": number})
-            return (optax.apply_updates(held[0], updates), state), None
-
-        return jax.lax.scan(body, (params, state), jnp.arange(3))[0]
-
-    run(PARAMS, tx.init(PARAMS))
-    assert int(store.carried(like={"n": 0})["n"]) == 2
-    store.close()
 
 
 def test_a_skipped_step_leaves_what_the_last_one_carries(place):
@@ -164,13 +135,6 @@ def test_what_is_not_there_is_refused_by_name(place):
         pytest.raises(jaxinf.JaxinfError, match=r"its arrays, keys .*found x"),
     ):
         store.carried(like={"x": jnp.zeros(3)})
-
-
-def test_a_store_without_it_has_nothing_of_it(place):
-    train(place / "s", [1, 2], carry=None)
-    assert not list((place / "s").rglob("carry*"))
-    for record in (place / "s").rglob("commit.json"):
-        assert "carry" not in json.loads(record.read_bytes())
 
 
 def test_a_later_program_carries_other_arrays_or_none(place):

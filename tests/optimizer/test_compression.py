@@ -105,19 +105,6 @@ def test_bits_of_the_same_in_memory(name, optimizer, open_store):
 
 
 @pytest.mark.long
-def test_clipping_inside_sees_the_dense_gradient(open_store):
-    compression = jaxinf.top_k(0.05, selection="exact")
-    clip, tx = optax.clip_by_global_norm(1.0), optax.sgd(1e-2)
-    store = open_store(**OPTIONS)
-    reference = optax.chain(clip, sparsify(compression), tx)
-    expected, _ = run(reference, make(0), [1, 2, 3])
-    inside = optax.chain(clip, tx)
-    smart = jaxinf.smart_update(inside, store, compress=compression)
-    found, _ = run(smart, make(0), [1, 2, 3])
-    assert_same(found, expected)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("callback", ["buffer", "io", "start"])
 def test_scan(callback, open_store, monkeypatch):
     callback_form.use(callback, monkeypatch)
@@ -160,33 +147,6 @@ def test_link_traffic_is_the_ratio_exactly(ratio, values, open_store):
         traffic = store.metrics_of(step).traffic
         assert traffic.link_down_bytes == expected
         assert traffic.link_up_bytes == dense_bytes
-
-
-@pytest.mark.long
-def test_link_traffic_of_any_leaf_is_that_of_its_chunks(open_store):
-    store = open_store(csd="emulated", **OPTIONS)
-    compression = jaxinf.top_k(0.03, values="float16")
-    tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=compression)
-    params = make(0)
-    _, state = tx.update(make(1), tx.init(params), params)
-    store.wait(state)
-    kept = [
-        compression.num_kept(chunk.num_elements, np.float32)
-        for leaf in store._manifest.leaves
-        for chunk in leaf.grid.chunks()
-    ]
-    assert store.metrics.traffic.link_down_bytes == 6 * sum(kept)
-
-
-@pytest.mark.long
-def test_error_feedback_costs_the_link_its_own_bytes(open_store):
-    store = open_store(csd="emulated", chunk_elements=51_200)
-    compression = jaxinf.top_k(0.02, error_feedback=True)
-    tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=compression)
-    params = {"a": jnp.ones((512, 500))}
-    _, state = tx.update(params, tx.init(params), params)
-    store.wait(state)
-    assert store.metrics.traffic.link_down_bytes == 4 * 256_000 * 1.02
 
 
 @pytest.mark.long
@@ -288,16 +248,6 @@ def test_16_bit_params(open_store):
     assert moved["w"] == 60_000 * 0.3 * 2 / 6
     new = optax.apply_updates(params, updates)
     assert_same(store.params(like=new, state=state), new)
-
-
-@pytest.mark.long
-def test_a_store_may_go_on_with_and_without(open_store):
-    store = open_store(**OPTIONS)
-    params, state = run(jaxinf.smart_update(optax.adam(1e-2), store), make(0), [1])
-    tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=jaxinf.top_k(0.1))
-    _, state = run(tx, params, [2, 3], state)
-    store.wait(state)
-    assert store.step == 3
 
 
 # --- refusals ------------------------------------------------------------------------

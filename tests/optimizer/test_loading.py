@@ -2,7 +2,7 @@
 
 import shutil
 import weakref
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -161,25 +161,6 @@ def test_leaves_may_be_read_one_by_one(open_store):
     _same(_go_on(open_store(), plain, late[0], late[1], 4), expected)
 
 
-def test_dicts_and_lists_may_take_the_place_of_named_tuples(open_store):
-    plain = optax.adam(1e-2)
-    params, (adam, _) = _steps(plain, PARAMS, plain.init(PARAMS), 0, 4)
-    raw = [adam._asdict(), None]
-    expected = _steps(plain, params, (adam, optax.EmptyState()), 4, 7)
-    _same(_go_on(open_store(), plain, params, raw, 4), expected)
-
-
-def test_an_average_begins_as_a_copy_of_the_loaded_params(open_store):
-    plain = optax.adam(1e-2)
-    middle = _steps(plain, PARAMS, plain.init(PARAMS), 0, 4)
-    store = open_store()
-    tx = jaxinf.smart_update(plain, store, average=jaxinf.ema(0.9))
-    tx.init(jax.tree.map(jnp.zeros_like, PARAMS))
-    store.load(*middle, step=4)
-    _same(store.params(like=PARAMS, average=True), middle[0])
-    _same(store.state(like=plain.init(PARAMS)), middle[1])
-
-
 def test_a_run_gives_the_state_of_optax(open_store):
     plain, store = optax.adam(1e-2), open_store()
     mine = jaxinf.smart_update(plain, store)
@@ -306,17 +287,3 @@ def test_a_crash_before_the_commit_leaves_step_0(open_store, place):
     assert store.step == 0
     jaxinf.smart_update(plain, store).init(PARAMS)
     _same((store.params(like=PARAMS), store.state(like=zeros)), (PARAMS, zeros))
-
-
-def test_a_load_that_failed_leaves_a_store_that_trains(open_store):
-    plain = optax.adam(1e-2)
-    adam, rest = cast(Any, plain.init(PARAMS))
-    broken = adam._replace(nu={**adam.nu, "w": _Broken(adam.nu["w"])}), rest
-    store = open_store()
-    tx = jaxinf.smart_update(plain, store)
-    state = tx.init(PARAMS)
-    with pytest.raises(OSError, match="the source is gone"):
-        store.load(jax.tree.map(lambda p: p + 1, PARAMS), broken, step=4)
-    expected = _steps(plain, PARAMS, (adam, rest), 0, 3)
-    params, _ = _steps(tx, PARAMS, state, 0, 3)
-    _same((params, store.state(like=(adam, rest))), expected)

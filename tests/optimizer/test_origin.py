@@ -1,7 +1,6 @@
 """What a state comes from: an update, an `init`, or an update that was discarded."""
 
 import shutil
-import signal
 import warnings
 from itertools import product
 
@@ -9,14 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from families import family
 from raw_stores import memory_directory
 
 import jaxinf
-from jaxinf.errors import StoreCorruptError
-from jaxinf.store import StoreDirectory
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*given no params")
 
@@ -138,24 +134,6 @@ def test_fresh_params_never_train_on_an_old_state(how, open_store, place, kept, 
         assert is_told == (not gives)
 
 
-def test_a_checkpoint_of_ones_own_is_restored_over_the_state_of_init(
-    open_store, place, kept, after
-):
-    own = copied(kept[2])
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(place / "own", own)
-    for abstract in (False, True):
-        _, tx = opened(open_store)
-        like = (
-            FRESH,
-            jax.eval_shape(tx.init, FRESH) if abstract else jax.jit(tx.init)(FRESH),
-        )
-        with ocp.StandardCheckpointer() as checkpointer:
-            restored = checkpointer.restore(place / "own", like)
-        assert_same(on_host(HOWS["jit"](tx, *restored, False)), after)
-        jaxinf.close(place / "store")
-
-
 class Deferred(jaxinf.typing.DeferredArray):
     def read(self):
         raise AssertionError("init on a store with steps reads no deferred leaf")
@@ -178,34 +156,6 @@ def test_init_compares_what_it_sees_and_reads_nothing(open_store, kept):
     assert int(state.origin) == 0
     _, state = eager(tx, params, state, False)
     assert int(state.step) == 4
-
-
-def test_after_ctrl_c_too(open_store, kept, after):
-    """The state of `init` stays one; that of an update may go back a step."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-
-        def interrupted():
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-
-        store, tx = opened(open_store)
-        state = tx.init(FRESH)
-        interrupted()
-        with pytest.raises(jaxinf.StoreMismatchError, match="a state of init"):
-            eager(tx, FRESH, state, False)
-        store.close()
-        store, tx = opened(open_store)
-        tx.init(FRESH)
-        for _ in range(2):
-            found = eager(tx, *copied(kept[2]), gives=False)
-            interrupted()
-        store.wait(found[1])
-        params, state = found  # the second call has discarded the first one's result
-        assert_same(on_host((params, state._replace(origin=jnp.int32(0)))), after)
-        assert store.step == 3
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 # --- discarded updates ---------------------------------------------------------
@@ -250,17 +200,6 @@ def test_params_that_are_not_given_are_told_of_once_a_run(open_store, kept, recw
     tx.update(FRESH, copied(kept[2])[1])
     said = [str(one.message) for one in recwarn]
     assert sum("update was given no params" in one for one in said) == 1
-
-
-def test_a_discarded_update_gives_back_what_was_annotated(open_store):
-    store, tx = opened(open_store)
-    state = tx.init(PARAMS)
-    store.annotate(1, "the first")
-    eager(tx, PARAMS, state, True)
-    params, state = eager(tx, PARAMS, state, True)
-    assert store.payload == "the first"
-    eager(tx, params, state, True)
-    assert store.payload is None
 
 
 def test_a_state_that_was_given_up_is_no_state_of_its_step(open_store):
@@ -317,17 +256,3 @@ def test_a_step_that_is_not_durable_cannot_be_had(open_store):
     store = open_store()
     assert store.step == 5
     assert_same(store.params(like=PARAMS), last[0])
-
-
-def test_a_step_of_this_process_is_not_verified_again(open_store, place):
-    store, tx = opened(open_store)
-    params, state = eager(tx, PARAMS, tx.init(PARAMS), True)
-    store.wait(eager(tx, params, state, True)[1])
-    directory = StoreDirectory.open(place / "store")
-    slot = directory.committed_slot()
-    other = directory.chunk_file("b" if slot == "a" else "a", 1, 0, "mu")
-    held = other.read_bytes()
-    other.write_bytes(b"\1" + held[1:])
-    with pytest.raises(StoreCorruptError):  # the step itself reads it
-        eager(tx, params, state, True)
-    store.close()

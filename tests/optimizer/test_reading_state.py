@@ -52,13 +52,6 @@ def test_hyperparams_that_are_injected_around_the_store(open_store):
         np.testing.assert_allclose(updates["w"], -rate, rtol=1e-3)
 
 
-@pytest.mark.long
-def test_steps_of_accumulation_are_those_of_optax(open_store):
-    plain = optax.MultiSteps(optax.adam(1e-2), 3)
-    _, _, state = start(open_store(), plain, 4)
-    assert (int(state.gradient_step), int(state.mini_step)) == (1, 1)
-
-
 def test_the_sum_of_accumulation_is_read_from_the_store(open_store):
     store = open_store()
     _, _, state = start(store, optax.MultiSteps(optax.adam(1e-2), 2), 1)

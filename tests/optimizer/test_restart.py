@@ -1,11 +1,9 @@
 """A program with its own checkpoints: init, restore over it, continue."""
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import jaxinf
@@ -100,24 +98,6 @@ def test_init_then_restore_goes_on_to_the_bit(kind, at, open_store):
     assert_same(rest[-1], whole[-1])
 
 
-def test_chunks_on_csd_roots_are_compared_where_they_lie(open_store, place):
-    """bfloat16 params are compared with a float32 master without following links."""
-    roots = [place / "csd0", place / "csd1"]
-    for root in roots:
-        root.mkdir()
-    params = make_params(jnp.bfloat16)
-    options = {"csds": roots, "csd": "emulated"}
-    store = open_store(**options)
-    tx = jaxinf.smart_update(optax.adam(1e-2), store)
-    first = trained(tx, (params, tx.init(params)), 3)
-    store.close()
-    store = open_store(**options)
-    tx = jaxinf.smart_update(optax.adam(1e-2), store)
-    tx.init(params)
-    trained(tx, first[2], 1)
-    assert store.step == 4
-
-
 def start(open_store, num_steps=3, tx=None, name="store", **options):
     """Makes a store by a run; returns it, and the run's own record of each step."""
     store = open_store(name, **options)
@@ -134,43 +114,6 @@ def start(open_store, num_steps=3, tx=None, name="store", **options):
 def again(open_store, **options):
     store = open_store(**options)
     return store, jaxinf.smart_update(optax.adam(1e-2), store)
-
-
-def test_states_of_every_kind_of_init_are_alike(open_store):
-    start(open_store)
-    _, tx = again(open_store)
-    params = make_params()
-    eager, jitted = tx.init(params), jax.jit(tx.init)(params)
-    assert_same(eager, jitted)
-    abstract = jax.eval_shape(tx.init, params)
-    assert jax.tree.structure(abstract) == jax.tree.structure(eager)
-    types = [(x.shape, x.dtype) for x in jax.tree.leaves(eager)]
-    assert types == [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)]
-
-
-@pytest.mark.parametrize(
-    "how", [jax.jit, pytest.param(lambda update: update, marks=pytest.mark.long)]
-)
-def test_fresh_params_never_train_on_an_old_state(how, open_store, place):
-    start(open_store)
-    store, tx = again(open_store)
-    params = make_params()
-    state = tx.init(params)
-    record = (place / "store" / "current" / "commit.json").read_bytes()
-    with pytest.raises(
-        (jaxinf.StoreMismatchError, jax.errors.JaxRuntimeError),
-        match=r"of step 3, the params are not those .*\(leaf (b|w)\)\. .*Take "
-        r"the store's own, params = store\.params\(like=params\), or .*on_existing",
-    ):
-        jax.block_until_ready(how(tx.update)(params, state, params))
-    with pytest.raises(jaxinf.StoreMismatchError):
-        store.check()
-    store.close()
-    assert (place / "store" / "current" / "commit.json").read_bytes() == record
-    store, tx = again(open_store)
-    params = store.params(like=params)
-    trained(tx, (params, tx.init(make_params())), 1)
-    assert store.step == 4
 
 
 def test_a_step_that_the_store_has_not(open_store):
@@ -237,16 +180,6 @@ def test_rolls_back_to_a_checkpoint_and_says_so(open_store, caplog):
     assert_same(rest, whole)
 
 
-def test_without_params_it_binds_by_step_and_warns(open_store):
-    kept = start(open_store, tx=optax.sgd(0.1, momentum=0.9))
-    store = open_store()
-    tx = jaxinf.smart_update(optax.sgd(0.1, momentum=0.9), store)
-    tx.init(make_params())
-    with pytest.warns(UserWarning, match="update was given no params"):
-        store.wait(tx.update(*kept[3])[1])
-    assert store.step == 4
-
-
 def test_kept_steps_are_found_again(open_store):
     kept = start(open_store, 11, keep_steps=5, durability="checkpoint")
     store = open_store(keep_steps=(5, 2))
@@ -299,26 +232,6 @@ def test_a_kept_number_of_a_run_that_went_back_is_replaced(open_store):
     assert store.checkpoints()[-1].committed_at != before
 
 
-def test_a_look_at_a_state_keeps_nothing(open_store, place):
-    """Orbax, Flax and a flattening with keys commit no step and make no checkpoint."""
-    store, tx = again(open_store, durability="checkpoint")
-    params, step = make_params(), stepper(tx)
-    run = jax.block_until_ready(step((params, tx.init(params))))
-    jax.tree_util.tree_flatten_with_path(run[1])
-    flax.serialization.to_bytes({"opt_state": run[1]})
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(place / "orbax", {"params": run[0], "state": run[1]})
-    assert store._engine.commit.step == 0
-    store.wait(run[1])
-    assert names(store) == []
-
-
-class Full:
-    """A file system with no room."""
-
-    f_bavail = f_frsize = 0
-
-
 def test_room_for_kept_steps_is_looked_for_at_init(open_store, place):
     store = open_store(keep_steps=(5, 10**9))
     tx = jaxinf.smart_update(optax.adam(1e-2), store)
@@ -330,12 +243,6 @@ def test_room_for_kept_steps_is_looked_for_at_init(open_store, place):
     store, tx = again(open_store, keep_steps=(5, 10**9))
     with pytest.raises(jaxinf.StoreSpaceError, match="keeps 1000000000 steps; those"):
         tx.init(make_params())
-
-
-@pytest.mark.parametrize("wrong", [0, -1, (5,), (5, -1), (5, 2, 1), (True, 2), "5"])
-def test_keep_steps_are_numbers(wrong, open_store):
-    with pytest.raises((ValueError, TypeError), match="keep_steps"):
-        open_store(keep_steps=wrong)
 
 
 @pytest.mark.parametrize(

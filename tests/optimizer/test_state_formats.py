@@ -81,15 +81,6 @@ def test_interrupted_is_uninterrupted(place, format, num_csds, durability):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_memory_budget_changes_no_bit(place, format):
-    large = run(place / "large", 5, state=format)
-    little = {"memory_bytes": 30 << 20, "num_workers": 4}
-    small = run(place / "small", 5, state=format, **little)
-    jax.tree.map(np.testing.assert_array_equal, large[:2], small[:2])
-
-
-@pytest.mark.long
 def test_bytes_on_the_drive(place, monkeypatch):
     """Read: moments; written: master and moments. Small leaves stay as they are."""
     small_stores.keep_nothing(monkeypatch)

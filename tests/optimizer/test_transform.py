@@ -9,8 +9,6 @@ import numpy as np
 import optax
 import pytest
 from families import family
-from flax import nnx
-from flax.training.train_state import TrainState
 
 import jaxinf
 
@@ -114,37 +112,6 @@ def test_trains_as_plain_optax_does(name, open_store):
     assert int(state.step) == 9
     # The params on the JAX device equal the store's master to the bit.
     assert_same(store.params(like=params, state=state), params)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_16_bit_params_are_the_master_rounded(dtype, open_store):
-    store = open_store()
-    tx = jaxinf.smart_update(optax.adamw(1e-2), store, updates="float32")
-    losses, params, state = train(tx, make_params(dtype), 8)
-    assert losses[-1] < losses[0]
-    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(params))
-    assert_same(store.params(like=params, state=state), params)
-    master = store.params(like=make_params(), state=state)
-    assert_same(jax.tree.map(lambda x: x.astype(dtype), master), params)
-    # The master moves by less than the params' precision.
-    assert any(
-        bool(jnp.any(m != p.astype(jnp.float32)))
-        for m, p in zip(jax.tree.leaves(master), jax.tree.leaves(params), strict=True)
-    )
-
-
-def test_state_shows_what_optax_shows(open_store):
-    tx = jaxinf.smart_update(OPTIMIZERS["hyperparams"](), open_store())
-    params = make_params()
-    state = tx.init(params)
-    assert float(state.optimizer.hyperparams["learning_rate"]) == pytest.approx(1e-2)
-    assert int(optax.tree.get(state.optimizer.inner_state, "count")) == 0
-    state.optimizer.hyperparams["learning_rate"] = jnp.asarray(0.0)
-    gradients = jax.tree.map(jnp.ones_like, params)
-    updates, state = jax.jit(tx.update)(gradients, state, params)
-    assert all(not np.any(u) for u in jax.tree.leaves(updates))
-    assert int(optax.tree.get(state.optimizer.inner_state, "count")) == 1
 
 
 def test_eval_shape_has_no_side_effect(place):
@@ -279,62 +246,6 @@ def test_extra_args_reach_the_optimizer(open_store):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-class Network(nnx.Module):
-    """Two layers."""
-
-    def __init__(self, rngs):
-        self.first = nnx.Linear(33, 20, rngs=rngs)
-        self.second = nnx.Linear(20, 2, rngs=rngs)
-
-    def __call__(self, x):
-        return self.second(nnx.relu(self.first(x)))
-
-
-def nnx_losses(tx):
-    model = Network(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer):
-        loss, gradients = nnx.value_and_grad(lambda m: jnp.mean((m(INPUTS) - 1) ** 2))(
-            model
-        )
-        optimizer.update(model, gradients)
-        return loss
-
-    return [float(step(model, optimizer)) for _ in range(6)]
-
-
-@pytest.mark.long
-def test_flax_nnx_optimizer(open_store):
-    store = open_store()
-    smart = nnx_losses(jaxinf.smart_update(optax.adamw(1e-2), store))
-    np.testing.assert_allclose(smart, nnx_losses(optax.adamw(1e-2)), rtol=1e-4)
-    names = {leaf.name for leaf in store._manifest.leaves}
-    assert names == {
-        f"{a}/{b}" for a in ("first", "second") for b in ("bias", "kernel")
-    }
-
-
-def test_flax_linen_train_state(open_store):
-    def losses(tx):
-        state = TrainState.create(apply_fn=loss_of, params=make_params(), tx=tx)
-
-        @jax.jit
-        def step(state):
-            loss, gradients = jax.value_and_grad(loss_of)(state.params)
-            return state.apply_gradients(grads=gradients), loss
-
-        result = []
-        for _ in range(5):
-            state, loss = step(state)
-            result.append(float(loss))
-        return result
-
-    smart = losses(jaxinf.smart_update(optax.adamw(1e-2), open_store()))
-    np.testing.assert_allclose(smart, losses(optax.adamw(1e-2)), rtol=1e-4)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", each_of(["adamw schedule clip", "hyperparams"]))
 def test_resume_is_the_uninterrupted_run_to_the_bit(name, open_store):
@@ -355,15 +266,6 @@ def test_resume_is_the_uninterrupted_run_to_the_bit(name, open_store):
     rest, resumed, _ = train(tx, params, 4)
     assert first + rest == whole
     assert_same(resumed, final)
-
-
-def test_resume_under_jit_checks_and_returns_the_stored_state(open_store):
-    store = open_store()
-    tx = jaxinf.smart_update(OPTIMIZERS["hyperparams"](), store)
-    _, params, state = train(tx, make_params(), 3)
-    store.close()
-    tx = jaxinf.smart_update(OPTIMIZERS["hyperparams"](), open_store())
-    assert_same(jax.jit(tx.init)(params), state)
 
 
 def test_path_instead_of_a_store(place):
@@ -391,18 +293,6 @@ def test_read_params_are_as_free_to_move_as_the_given_ones(open_store):
     for like, is_committed in ((free, False), (bound, True)):
         read = jax.tree.leaves(store.params(like=like))
         assert all(leaf.committed == is_committed for leaf in read)
-
-
-def test_payload_rides_in_the_commit(open_store):
-    store = open_store()
-    tx = jaxinf.smart_update(optax.adam(1e-3), store)
-    params = make_params()
-    state = tx.init(params)
-    store.annotate(1, {"position": 17})
-    _, state = tx.update(params, state, params)
-    store.wait(state)
-    store.close()
-    assert open_store().payload == {"position": 17}
 
 
 @pytest.mark.parametrize(

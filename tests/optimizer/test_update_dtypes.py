@@ -141,38 +141,6 @@ def test_gradients_of_another_dtype_have_float32_updates(tmp_path):
     jaxinf.close(tmp_path / "store")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_thousand_steps_do_not_drift(tmp_path, dtype):
-    """Params cross zero again and again; the store's master has the bits of optax."""
-    inner = optax.adam(1e-2)
-    master = {"w": 0.03 * jax.random.normal(jax.random.key(0), (200,))}
-    params = jax.tree.map(lambda p: p.astype(dtype), master)
-    master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    epsilon = float(jnp.finfo(dtype).eps)
-    means = []
-    with jaxinf.open_store(tmp_path / "store", durability=100) as store:
-        tx = jaxinf.smart_update(inner, store)
-        step, state, plain = steps_of(tx), tx.init(params), inner.init(master)
-        update = jax.jit(inner.update)
-        draw = jax.jit(lambda n: jax.random.normal(jax.random.key(n), (200,), dtype))
-        for number in range(1000):
-            drawn, before = draw(number), np.abs(np.asarray(params["w"], np.float64))
-            params, state = step(params, state, {"w": drawn})
-            wide = {"w": drawn.astype(jnp.float32)}
-            updates, plain = update(wide, plain, master)
-            master = jax.jit(optax.apply_updates)(master, updates)
-            rounded = np.asarray(master["w"].astype(dtype), np.float64)
-            found = np.abs(np.asarray(params["w"], np.float64) - rounded)
-            most = before + np.abs(rounded)
-            assert (found <= 2 * epsilon * most).all()
-            means.append(found.mean())
-        store.wait(state)
-        np.testing.assert_array_equal(store.read("params", "w"), master["w"])
-        differences(store, params)
-    assert np.mean(means[-100:]) < 2 * np.mean(means[:100])
-
-
 @pytest.mark.parametrize("dtype", family([jnp.float32, *DTYPES], short=[jnp.float16]))
 def test_a_step_is_skipped_by_cond(tmp_path, dtype):
     params = {"w": numbers(0, dtype)}

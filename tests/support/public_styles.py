@@ -1,4 +1,4 @@
-"""Trainers in the styles of fifteen public ones, written with plain optax.
+"""Trainers in the styles of ten public ones, written with plain optax.
 
 `CHANGES` has the lines that put a program's state into a store, and `RESUMING` those
 that make one without checkpoints of its own go on after a kill: a part of a line, and
@@ -32,37 +32,6 @@ from program_styles import EVERY, NUM_STEPS, WIDTH, LinenNetwork, NnxNetwork, lo
 import jaxinf
 
 ROWS = jnp.ones((1, WIDTH))
-
-
-def nanodo(run):
-    """Linen with `MultiSteps`, norms of its sum in the step, Orbax."""
-    network = LinenNetwork()
-    params = network.init(jax.random.key(0), ROWS)["params"]
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    tx = optax.MultiSteps(tx, every_k_schedule=1)
-    train = TrainState.create(apply_fn=network.apply, params=params, tx=tx)
-
-    @partial(jax.jit, donate_argnums=0)
-    def step(train, rows):
-        def loss(params):
-            return loss_of(train.apply_fn({"params": params}, rows), rows)
-
-        value, gradients = jax.value_and_grad(loss)(train.params)
-        train = train.apply_gradients(grads=gradients)
-        norms = jax.tree.map(jnp.linalg.norm, train.opt_state.acc_grads)
-        return train, value, norms
-
-    with ocp.CheckpointManager(run.place / "steps") as steps:
-        if steps.latest_step():
-            like = ocp.args.StandardRestore(train)
-            train = steps.restore(steps.latest_step(), args=like)
-        for number in range(int(train.step), NUM_STEPS):
-            train, value, norms = step(train, run.batch(number))
-            assert all(map(jnp.isfinite, jax.tree.leaves(norms)))
-            run.losses[number] = float(value)
-            if (number + 1) % EVERY == 0:
-                steps.save(number + 1, args=ocp.args.StandardSave(train))
-                steps.wait_until_finished()
 
 
 def lm1b(run):
@@ -149,28 +118,6 @@ def imagenet(run):
             file.write_bytes(flax.serialization.to_bytes(train))
 
 
-def seq2seq(run):
-    """Linen with a scan over positions; no checkpoints."""
-    network = nn.RNN(nn.LSTMCell(4))
-    params = network.init(jax.random.key(0), ROWS[:, :, None])["params"]
-    tx = optax.adam(3e-2)
-    train = TrainState.create(apply_fn=network.apply, params=params, tx=tx)
-    first = 0
-
-    @jax.jit
-    def step(train, rows):
-        def loss(params):
-            outputs = train.apply_fn({"params": params}, rows[:, :, None])
-            return loss_of(jnp.sum(outputs, -1), rows)
-
-        value, gradients = jax.value_and_grad(loss)(train.params)
-        return train.apply_gradients(grads=gradients), value
-
-    for number in range(first, NUM_STEPS):
-        train, value = step(train, run.batch(number))
-        run.losses[number] = float(value)
-
-
 class Training(NamedTuple):
     """A Haiku program's state."""
 
@@ -209,70 +156,6 @@ def haiku_transformer(run):
 
     for number in range(first, NUM_STEPS):
         train, value = update(train, run.batch(number))
-        run.losses[number] = float(value)
-
-
-def equinox_cnn(run):
-    """Equinox with filtered params and checkpoints by leaves."""
-    model = eqx.nn.MLP(WIDTH, WIDTH, 16, 1, key=jax.random.key(0))
-    tx = optax.adamw(1e-2)
-    state = tx.init(eqx.filter(model, eqx.is_array))
-    count, file = jnp.int32(0), run.place / "run.eqx"
-    if file.exists():
-        like = (model, state, count)
-        model, state, count = eqx.tree_deserialise_leaves(file, like)
-
-    @eqx.filter_jit
-    def step(model, state, rows):
-        value, gradients = eqx.filter_value_and_grad(
-            lambda model: loss_of(jax.vmap(model)(rows), rows)
-        )(model)
-        updates, state = tx.update(gradients, state, eqx.filter(model, eqx.is_array))
-        return eqx.apply_updates(model, updates), state, value
-
-    for number in range(int(count), NUM_STEPS):
-        model, state, value = step(model, state, run.batch(number))
-        run.losses[number] = float(value)
-        if (number + 1) % EVERY == 0:
-            eqx.tree_serialise_leaves(file, (model, state, jnp.int32(number + 1)))
-
-
-class Recurrent(eqx.Module):
-    """A cell over the positions of a row."""
-
-    cell: eqx.nn.GRUCell
-    linear: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key)
-        self.cell = eqx.nn.GRUCell(1, 4, key=keys[0])
-        self.linear = eqx.nn.Linear(4, 1, key=keys[1])
-
-    def __call__(self, row):
-        def scanned(hidden, x):
-            hidden = self.cell(x[None], hidden)
-            return hidden, self.linear(hidden)[0]
-
-        return jax.lax.scan(scanned, jnp.zeros(4), row)[1]
-
-
-def equinox_rnn(run):
-    """Equinox; the update gets no params; no checkpoints."""
-    model = Recurrent(jax.random.key(0))
-    tx = optax.adam(3e-2)
-    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-    first = 0
-
-    @eqx.filter_jit
-    def step(model, rows, state):
-        value, gradients = eqx.filter_value_and_grad(
-            lambda model: loss_of(jax.vmap(model)(rows), rows)
-        )(model)
-        updates, state = tx.update(gradients, state)
-        return eqx.apply_updates(model, updates), state, value
-
-    for number in range(first, NUM_STEPS):
-        model, state, value = step(model, run.batch(number), state)
         run.losses[number] = float(value)
 
 
@@ -462,29 +345,6 @@ def purejaxrl(run):
     run.losses.update(enumerate(map(float, values), first))
 
 
-def numpyro_svi(run):
-    """The optimizer's two functions, and a state of one's own with the params in it."""
-    opt_init, opt_update = optax.adam(1e-2, eps=1e-6)
-    params = LinenNetwork().init(jax.random.key(0), ROWS)["params"]
-    state = jnp.int32(0), (params, opt_init(params))
-    first = 0
-
-    @jax.jit
-    def update(state, rows):
-        count, (params, opt_state) = state
-
-        def loss(params):
-            return loss_of(LinenNetwork().apply({"params": params}, rows), rows)
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        updates, opt_state = opt_update(gradients, opt_state, params)
-        return (count + 1, (optax.apply_updates(params, updates), opt_state)), value
-
-    for number in range(first, NUM_STEPS):
-        state, value = update(state, run.batch(number))
-        run.losses[number] = float(value)
-
-
 def optimistix_minimise(run):
     """The state is in the carry of a `while_loop`; no checkpoints."""
     params = LinenNetwork().init(jax.random.key(0), ROWS)["params"]
@@ -519,9 +379,8 @@ def optimistix_minimise(run):
 STYLES: dict[str, Callable[[Any], None]] = {
     f.__name__: f
     for f in (
-        *(nanodo, lm1b, imagenet, seq2seq, haiku_transformer, equinox_cnn, equinox_rnn),
-        *(equinox_frozen, equinox_diffusion, jax_flow, big_vision, nnx_scan, purejaxrl),
-        *(numpyro_svi, optimistix_minimise),
+        *(lm1b, imagenet, haiku_transformer, equinox_frozen, equinox_diffusion),
+        *(jax_flow, big_vision, nnx_scan, purejaxrl, optimistix_minimise),
     )
 }
 
@@ -536,20 +395,18 @@ def kept(line: str, state: str) -> dict[str, str]:
     return {line: f"jaxinf.store_of(run.store).checkpoint(state={state})\n{line}"}
 
 
-def wrapped(transformation: str, options: str = "", to: str = "") -> dict[str, str]:
-    """A part of a line, and that part, or `to`, with the store around it."""
-    return {transformation: stored(to or transformation, options)}
+def wrapped(transformation: str, options: str = "") -> dict[str, str]:
+    """A part of a line, and that part with the store around it."""
+    return {transformation: stored(transformation, options)}
 
 
-def keeping(transformation: str, to: str = "") -> dict[str, str]:
+def keeping(transformation: str) -> dict[str, str]:
     """As `wrapped`, with a store that keeps the steps that the program saves."""
     store = f"jaxinf.open_store(run.store, keep_steps={EVERY})"
-    return {transformation: f"jaxinf.smart_update({to or transformation}, {store})"}
+    return {transformation: f"jaxinf.smart_update({transformation}, {store})"}
 
 
 CHANGES: dict[str, dict[str, str]] = {
-    "nanodo": keeping("optax.MultiSteps(tx, every_k_schedule=1)", to="tx")
-    | {"train.opt_state.acc_grads": "gradients"},
     "lm1b": {  # is killed right after a save
         **wrapped("optax.adamw(rate, b2=0.98)"),
         **kept("file.write_bytes(flax", "train.opt_state"),
@@ -558,13 +415,7 @@ CHANGES: dict[str, dict[str, str]] = {
         **wrapped("optax.sgd(0.1, momentum=0.9, nesterov=True)", ', nonfinite="skip"'),
         **kept("file.write_bytes(flax", "train.opt_state"),
     },
-    "seq2seq": wrapped("optax.adam(3e-2)"),
     "haiku_transformer": wrapped("optax.chain(clip, optax.adam(1e-2, b2=0.99))"),
-    "equinox_cnn": {
-        **wrapped("optax.adamw(1e-2)"),
-        **kept("eqx.tree_serialise_leaves(file", "state"),
-    },
-    "equinox_rnn": wrapped("optax.adam(3e-2)"),
     "equinox_frozen": wrapped("optax.sgd(1e-1)"),
     "equinox_diffusion": wrapped("optax.adabelief(1e-2)"),
     # Its evaluation is a step of the store, too, until the next one discards it.
@@ -575,7 +426,6 @@ CHANGES: dict[str, dict[str, str]] = {
     },
     "nnx_scan": keeping("optax.adamw(1e-2)"),
     "purejaxrl": wrapped("optax.chain(clip, optax.adam(1e-2, eps=1e-5))"),
-    "numpyro_svi": wrapped("optax.adam(1e-2, eps=1e-6)"),
     "optimistix_minimise": wrapped("optax.chain(clip, optax.adam(1e-2, b2=0.98))"),
 }
 
@@ -590,12 +440,9 @@ def resumed(line: str, params: str) -> dict[str, str]:
 
 
 RESUMING = {
-    "seq2seq": resumed("train = TrainState.create(", "params"),
     "haiku_transformer": resumed("train = Training(params, tx.init(", "params"),
-    "equinox_rnn": resumed("state = tx.init(", "model"),
     "equinox_frozen": resumed("state = tx.init(", "model"),
     "equinox_diffusion": resumed("state = tx.init(", "model"),
-    "numpyro_svi": resumed("state = jnp.int32(0)", "params"),
     "optimistix_minimise": resumed("state = tx.init(", "params"),
     "purejaxrl": {
         "first = 0": "store = jaxinf.open_store(run.store)\n"
