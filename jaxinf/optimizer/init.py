@@ -10,7 +10,7 @@ needs all its elements in the prologue.
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,9 @@ from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     FirstParams,
-    Store,
     StoreDescription,
     check_processes,
     distinct_shards,
-    engine_of,
     has_params,
     local_shards,
     read_feedback,
@@ -49,7 +47,7 @@ from jaxinf.optimizer.leaf_call import (
 )
 from jaxinf.optimizer.state import SmartUpdateState, first_state
 from jaxinf.optimizer.step_calls import GROUP_BYTES, grouped_leaves
-from jaxinf.optimizer.wrapped import OnExisting, Shapes, Wrapped, entering
+from jaxinf.optimizer.wrapped import Shapes, Wrapped, entering
 from jaxinf.program import InitProgram, LeafInputs, key_data, leaf_infos, trained
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array, DeferredArray, PyTree
@@ -78,22 +76,15 @@ def run_prologue(
 
 
 class HostInit:
-    """Host functions over one store.
-
-    Args:
-      store: the store that `init` makes or resumes.
-      on_existing: the action on a store that has steps.
+    """Host functions that make or resume the store.
 
     Attributes:
       has_seen_others: whether some params were not those of the store's step.
     """
 
-    def __init__(
-        self, store: Store, description: StoreDescription, on_existing: OnExisting
-    ) -> None:
-        self._store = store
+    def __init__(self, wrapped: Wrapped, description: StoreDescription) -> None:
+        self._wrapped, self._store = wrapped, wrapped.store
         self._description = description
-        self._on_existing = on_existing
         self._guard = threading.Lock()
         self._has_begun = False
         self.has_seen_others = False
@@ -107,20 +98,20 @@ class HostInit:
         Raises:
           StoreMismatchError: the store has steps but must not, or has other leaves.
         """
-        engine = engine_of(self._store)
+        engine, path = self._wrapped.engine, self._store.path
         with self._guard:
-            if not self._has_begun and engine.commit is not None:
-                if self._on_existing == "error":
+            is_first = not self._has_begun
+            if is_first and engine.commit is not None:
+                if self._wrapped.on_existing == "error":
                     raise StoreMismatchError(
-                        f"{self._store.path}: expected no store there yet, as "
+                        f"{path}: expected no store there yet, as "
                         'on_existing="error" says, found one at step '
                         f'{engine.commit.step}; on_existing="resume" goes on with '
                         'it, "restart" keeps it as a checkpoint and begins anew'
                     )
-                if self._on_existing == "restart":
+                if self._wrapped.on_existing == "restart":
                     engine.restart(self._description)
-            is_first = not self._has_begun
-            if not self._has_begun:
+            if is_first:
                 # An update of others must be given params in any case.
                 dtypes = {leaf.dtype for leaf in self._description.leaves}
                 self.has_seen_others = dtypes != {"float32"}
@@ -128,7 +119,7 @@ class HostInit:
         is_new = engine.bind(self._description, may_create=True)
         if is_first and not is_new and engine.binding.has_advanced:
             raise StoreMismatchError(
-                f"{self._store.path}: expected the first init on this open store, "
+                f"{path}: expected the first init on this open store, "
                 "found one after steps of its own: it would keep moments and counts, "
                 "which optax's init resets. To begin anew, use smart_update(…, "
                 'on_existing="restart"), which keeps the run as a checkpoint; to go '
@@ -143,7 +134,7 @@ class HostInit:
 
         Results: the error feedback, if there is any, and statuses.
         """
-        is_new, engine = self.begin(), engine_of(self._store)
+        is_new, engine = self.begin(), self._wrapped.engine
         boxes = [(one.number, one.params, call.origin(one)) for one in call.leaves]
         if is_new:
             pairs = zip(boxes, call.leaves, strict=True)
@@ -168,7 +159,7 @@ class HostInit:
           origin: index in the leaf of the shard's first element.
         """
         if not self.has_seen_others:
-            opened = engine_of(self._store).opened
+            opened = self._wrapped.engine.opened
             is_same = shard is not None and has_params(opened, number, shard, origin)
             self.has_seen_others = not is_same
 
@@ -181,8 +172,8 @@ class HostInit:
         """
         statuses, scalars = arguments
         if np.any(statuses == FAILED):
-            engine_of(self._store).health.check()
-            raise engine_of(self._store).group.failure_of_others(0)
+            self._wrapped.engine.health.check()
+            raise self._wrapped.engine.group.failure_of_others(0)
         for out, value in zip(outs, self.held_state(scalars), strict=True):
             out[...] = value
 
@@ -192,7 +183,7 @@ class HostInit:
         Returns:
           Step, skipped steps, origin (see `SmartUpdateState`) and scalar state.
         """
-        engine = engine_of(self._store)
+        engine = self._wrapped.engine
         is_new = self.begin()
         self._has_begun = False  # the computation may run again
         if is_new:
@@ -207,11 +198,6 @@ class HostInit:
         counters = (commit.step, commit.skipped_steps, origin)
         held = [scalar.value for scalar in commit.scalar_state]
         return [*(np.array(n, np.int32) for n in counters), *held]
-
-    def agreed_origin(self, origin: Array) -> Array:
-        """Returns the state's origin for all processes: one has seen other params."""
-        found = engine_of(self._store).group.gather("init", lambda: int(origin))
-        return np.array(max(found), np.int32)
 
     def _check_scalars(
         self, given: Sequence[Array], held: Sequence[ScalarState]
@@ -228,16 +214,8 @@ class HostInit:
             )
 
 
-class _Initialised(NamedTuple):
-    """The results of `init`.
-
-    Attributes:
-      feedback: error feedback of each leaf; empty without.
-    """
-
-    initial: Sequence[jax.Array]
-    held: Sequence[Any]
-    feedback: Sequence[jax.Array]
+_Made: TypeAlias = tuple[Sequence[jax.Array], Sequence[Any], Sequence[jax.Array]]
+"""The first scalar state, the result of `held_state`, each leaf's error feedback."""
 
 
 def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
@@ -255,12 +233,14 @@ def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
     check_processes(wrapped.engine.group, mesh_of(shardings))
     description = wrapped.describe(program, update, shardings)
     if compat.is_tracing() or not is_known:
-        made = _init_traced(wrapped, description, program, leaves, shardings)
+        initial, held, left = _init_traced(
+            wrapped, description, program, leaves, shardings
+        )
     else:
-        made = _init_eagerly(wrapped, description, program, leaves)
+        initial, held, left = _init_eagerly(wrapped, description, program, leaves)
     wrapped.engine.shapes = Shapes.of(params)
-    feedback = wrapped.structure_of_feedback(params).unflatten(made.feedback)
-    return first_state(program, made.initial, made.held, feedback)
+    tree = jax.tree.structure(params if wrapped.has_feedback else ())
+    return first_state(program, initial, held, tree.unflatten(left))
 
 
 def _check_memory(params: PyTree, shardings: Sequence[Any]) -> None:
@@ -283,9 +263,9 @@ def _init_eagerly(
     description: StoreDescription,
     program: InitProgram,
     leaves: Sequence[Any],
-) -> _Initialised:
-    store, engine = wrapped.store, wrapped.engine
-    host = HostInit(store, description, wrapped.on_existing)
+) -> _Made:
+    engine = wrapped.engine
+    host = HostInit(wrapped, description)
     is_new = host.begin()
     initial, inputs = run_prologue(program, leaves)
     if is_new:
@@ -306,7 +286,8 @@ def _init_eagerly(
                 for index, shard in distinct_shards(leaf):
                     host.see(number, shard, [s.start or 0 for s in index])
     held = host.held_state([np.asarray(key_data(value)) for value in initial])
-    held[2] = host.agreed_origin(held[2])
+    origins = engine.group.gather("init", lambda: int(held[2]))
+    held[2] = np.array(max(origins), np.int32)  # one process may have seen other params
     if (mesh := mesh_of(wrapped.shardings)) is not None:
         whole = NamedSharding(mesh, PartitionSpec())
         held = [
@@ -323,13 +304,13 @@ def _init_eagerly(
             for leaf, sharding in zip(leaves, places, strict=True)
         ]
     if not is_new:
-        opened = engine_of(store).opened
+        opened = engine.opened
         records = opened.directory.manifest.leaves
         feedback = [
             read_leaf(opened, number, like, len(records[number].states) - 1)
             for number, like in enumerate(feedback)
         ]
-    return _Initialised(initial, held, feedback)
+    return initial, held, feedback
 
 
 def _first_params(
@@ -377,8 +358,8 @@ def _init_traced(
     program: InitProgram,
     leaves: Sequence[jax.Array],
     shardings: tuple[NamedSharding, ...],
-) -> _Initialised:
-    host = HostInit(wrapped.store, description, wrapped.on_existing)
+) -> _Made:
+    host = HostInit(wrapped, description)
     mesh = mesh_of(shardings)
     initial, inputs = program.prologue(leaves)
     calls = [
@@ -414,4 +395,4 @@ def _init_traced(
         (jnp.concatenate(statuses), scalars),
         [counter, counter, counter, *avals],
     )
-    return _Initialised(initial, held, feedback)
+    return initial, held, feedback

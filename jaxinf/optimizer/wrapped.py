@@ -328,7 +328,3 @@ class Wrapped:
             average=self.average,
             compression=self.compression,
         )
-
-    def structure_of_feedback(self, params: PyTree) -> Any:
-        """The tree of the state's error feedback."""
-        return jax.tree.structure(params if self.has_feedback else ())

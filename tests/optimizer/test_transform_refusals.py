@@ -340,11 +340,13 @@ def test_drive_failure_inside_jit_keeps_its_type_and_the_committed_step(
     with pytest.raises(jaxinf.StoreIOError, match=r"mu\.w"):
         store.check()
     store.close()
-    with pytest.raises(jaxinf.StoreClosedError, match="open it again"):
-        tx.update(GRADIENTS, state, PARAMS)
     again = open_store()
     assert again.step == 1
     same(committed(again), before)
+    tx, state = start(again)
+    again.close()
+    with pytest.raises(jaxinf.StoreClosedError, match="open it again"):
+        tx.update(GRADIENTS, state, PARAMS)
 
 
 @pytest.mark.parametrize(
